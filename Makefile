@@ -1,0 +1,97 @@
+# make demo    runs the first notebook on two ranks, leaves it and an HTML page in build/
+# make test    lint, types, tests, then every notebook against its stored outputs
+# make lab     JupyterLab with the notebooks
+# make lint    the style and format check alone
+# make clean   removes everything that make has made
+#
+# Needs Python 3.11 or newer with venv (Debian: python3-venv) and make. The first run fills
+# .venv, later ones reuse it. Another Python: make clean, then make demo PYTHON=python3.12.
+
+PYTHON ?= python3
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --no-input
+INSTALLED := $(VENV)/.installed
+LAB_INSTALLED := $(VENV)/.installed-lab
+DEMO := 01_first_steps
+
+# The demo and the tests use no settings of the user's own and leave nothing in HOME.
+SETTINGS := $(CURDIR)/build/settings
+demo unit notebooks: export IPYTHONDIR = $(SETTINGS)/ipython
+demo unit notebooks: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
+demo unit notebooks: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
+demo unit notebooks: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
+demo unit notebooks: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
+demo unit notebooks: export HF_HOME = $(SETTINGS)/huggingface
+demo unit notebooks: export HF_HUB_OFFLINE = 1
+
+# Stored outputs are those of two ranks on the CPU with one thread each, on any machine.
+notebooks: export NBDIST_TEST = 1
+notebooks: export CUDA_VISIBLE_DEVICES =
+notebooks: export OMP_NUM_THREADS = 1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types unit notebooks lab clean
+
+help:
+	@sed -n '1,5s/^# //p' Makefile
+
+# torch comes first and alone: whatever asks for it later finds the pinned build in place.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "nbdist needs Python 3.11 or newer; $(PYTHON) is not. Use: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' \
+	  || { echo "$(PYTHON) cannot make environments. On Debian: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt torch hatchling
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(LAB_INSTALLED): $(INSTALLED)
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[test,lab]'
+	@touch $@
+
+# IPython takes a temporary folder instead where the parent of its own does not exist.
+build/settings:
+	@mkdir -p $@
+
+demo: $(INSTALLED) | build/settings
+	$(PY) -m nbconvert --to notebook --execute \
+	  --ExecutePreprocessor.kernel_name=python3 \
+	  --ExecutePreprocessor.startup_timeout=120 --ExecutePreprocessor.timeout=600 \
+	  --output-dir build --output $(DEMO).ipynb notebooks/$(DEMO).ipynb
+	$(PY) -m nbconvert --to html --output-dir build build/$(DEMO).ipynb
+	@echo "$(CURDIR)/build/$(DEMO).ipynb"
+	@echo "$(CURDIR)/build/$(DEMO).html"
+
+test: lint types unit notebooks
+
+lint: $(INSTALLED)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(INSTALLED)
+	$(PY) -m mypy
+
+# The browser tests drive JupyterLab, so it comes along where there is a browser.
+BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+
+unit: $(INSTALLED) $(if $(BROWSER),$(LAB_INSTALLED)) | build/settings
+	$(PY) -m pytest tests
+
+# The kernel is this environment's Python, whatever a notebook's own metadata names.
+notebooks: $(INSTALLED) | build/settings
+	$(PY) -m pytest --nbval --nbval-current-env \
+	  --nbval-sanitize-with nbdist/nbval_sanitize.cfg \
+	  --nbval-kernel-startup-timeout 120 --nbval-cell-timeout 300 --timeout 480 notebooks
+
+lab: $(LAB_INSTALLED)
+	$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	find nbdist tests notebooks profiles -type d \
+	  '(' -name __pycache__ -o -name .ipynb_checkpoints ')' -prune -exec rm -rf {} +

@@ -1,0 +1,75 @@
+"""nbdist: interactive experiments with distributed PyTorch in one notebook.
+
+In a notebook: `%load_ext nbdist`, `%dist_init -n 2`, then cells that begin with
+`%%distributed`. From Python: `session = nbdist.start(2)`, `session.run("print(rank)")`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbdist.core.shown import shown
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbdist.client.session import Session
+
+__all__ = ["__version__", "load_ipython_extension", "session", "shown", "start"]
+__version__ = "0.1.0"
+
+
+def start(  # the options of %dist_init, by name
+    n: int | None = None,
+    *,
+    profile: str = "local",
+    gpus: str | None = None,
+    backend: str = "auto",
+    seed: int | None = None,
+    timeout_s: float | None = None,
+) -> Session:
+    """Start ranks and return them; the same as %dist_init.
+
+    Args:
+        n: Ranks; one per GPU without it, or 2 on the CPU.
+        profile: Kind of cluster.
+        gpus: "0,1", or "none" for the CPU.
+        backend: "auto", "nccl" or "gloo".
+        seed: Set on every rank alike.
+        timeout_s: For the whole start.
+
+    Raises:
+        AlreadyRunning: If this process has ranks already.
+        OptionError: If an option cannot be met on this machine.
+        StartError: If a rank did not come up.
+    """
+    from nbdist import commands
+    from nbdist.client.start import DEFAULT_DEADLINE_S, StartOptions
+
+    options = StartOptions(n, profile, gpus, backend, seed, timeout_s or DEFAULT_DEADLINE_S)
+    return commands.start_and_show(options).session
+
+
+def session() -> Session:
+    """The ranks of this process.
+
+    Raises:
+        NotRunning: If there are none.
+    """
+    from nbdist.notebook import NOTEBOOK
+
+    return NOTEBOOK.session
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Register the magics (`%load_ext nbdist`)."""
+    from nbdist import magics
+
+    magics.register(shell)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """Take the routing of cells away; running ranks go on."""
+    from nbdist import magics
+
+    magics.unregister(shell)

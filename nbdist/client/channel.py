@@ -1,0 +1,121 @@
+"""The one seam to the engines: run source, call by name, by ipyparallel's engine id.
+
+Everything that touches ipyparallel's client, its private parts included, is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import ipyparallel
+
+# Resolved in the engine: no function is pickled, so Python versions may differ.
+CALL_BY_NAME = "__import__('nbdist.core.wire', fromlist=['call']).call"
+
+Message = Mapping[str, Any]
+
+
+class Channel:
+    """A connected ipyparallel client, reduced to what nbdist needs of it."""
+
+    def __init__(self, client: Any):
+        self._client = client
+
+    @property
+    def engine_ids(self) -> tuple[int, ...]:
+        """The engines that are registered now."""
+        return tuple(sorted(self._client.ids))
+
+    def execute(
+        self,
+        engine_id: int,
+        code: str,
+        metadata: Mapping[str, Any],
+        on_message: Callable[[Message], None],
+        on_done: Callable[[Any], None],
+    ) -> None:
+        """Run source on an engine as a notebook cell.
+
+        Uses the client's private `_send`: its public `execute` gives no output until the
+        cell ends, or loses the first of it, and always asks the engine to drop whatever
+        is queued after an error. (ipyparallel 9.2; checked by tests/client/test_channel.py.)
+
+        Args:
+            engine_id: Where.
+            code: The cell's source.
+            metadata: Sent along; the engine reads the cell's number from it.
+            on_message: Called with every raw iopub message, in the client's own thread.
+            on_done: Called there with the reply once all output has been seen; with an
+                exception instead where the engine raised, or died.
+        """
+        client = self._client
+
+        def hook(reply: Any) -> None:
+            def deliver(message: Message) -> None:
+                # The client joins each rank's text to what came before, again and again.
+                client.metadata[reply.msg_id].stdout = ""
+                client.metadata[reply.msg_id].stderr = ""
+                on_message(message)
+
+            reply.iopub_callbacks.append(deliver)
+
+        content = {
+            "code": code,
+            "silent": False,
+            "store_history": True,
+            "user_expressions": {},
+            "allow_stdin": False,
+            "stop_on_error": False,
+        }
+        reply = client._send(  # noqa: SLF001
+            client._mux_stream,  # noqa: SLF001
+            "execute_request",
+            content=content,
+            ident=client._engines[engine_id].encode(),  # noqa: SLF001
+            metadata=dict(metadata),
+            track_outstanding=True,
+            message_future_hook=hook,
+        )
+        # A rank that dies leaves no output future; the reply then is the last word.
+        reply.add_done_callback(
+            lambda done: (
+                on_done(done.result())
+                if _is_engine_loss(done.result())
+                else reply.output.add_done_callback(lambda _: on_done(done.result()))
+            )
+        )
+
+    def call(self, engine_id: int, name: str, *args: Any) -> Future[Any]:
+        """Call `module:function` on an engine; a future of its result.
+
+        The future raises ipyparallel's RemoteError where the function raised.
+        """
+        view = self._client[engine_id]
+        result: Future[Any] = view.apply_async(ipyparallel.Reference(CALL_BY_NAME), name, *args)
+        return result
+
+    def signal(self, engine_id: int, number: int) -> None:
+        """Signal an engine by way of its nanny, which may be on another host."""
+        self._client.send_signal(number, targets=[engine_id], block=False)
+
+    def close(self) -> None:
+        """Close the connection; the engines go on."""
+        self._client.close()
+
+
+def _is_engine_loss(reply: Any) -> bool:
+    return isinstance(reply, ipyparallel.error.EngineError | ipyparallel.error.TaskAborted)
+
+
+def failure_of(reply: Any) -> tuple[str, str, tuple[str, ...]] | None:
+    """(name, message, traceback lines) of a reply that is an exception, else None."""
+    if not isinstance(reply, BaseException):
+        return None
+    if _is_engine_loss(reply):
+        return "RankDied", "ended while it ran this cell", ()
+    name = getattr(reply, "ename", type(reply).__name__)
+    message = getattr(reply, "evalue", str(reply))
+    lines = getattr(reply, "traceback", None) or ()
+    return name, message, (lines,) if isinstance(lines, str) else tuple(lines)

@@ -1,0 +1,76 @@
+"""The kernel's side of the guardian: started first, told of every process, closed last."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+PROGRAM = Path(__file__).with_name("guardian.py")
+CLOSE_DEADLINE_S = 5.0
+
+
+class Guard:
+    """A guardian process for one run; replaced by a new one if it is killed."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._pids: list[int] = []
+        self._is_closing = False
+        self._lock = threading.Lock()
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """The guardian's process id."""
+        return self._process.pid
+
+    def watch(self, pid: int) -> None:
+        """End this process's session too when the kernel goes."""
+        with self._lock:
+            self._pids.append(pid)
+            self._tell(pid)
+
+    def close(self) -> bool:
+        """End everything that is left of the run now; True when the guardian has finished."""
+        with self._lock:
+            self._is_closing = True
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(CLOSE_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(  # noqa: S603  # our own program
+            [sys.executable, "-I", "-S", str(PROGRAM), str(os.getpid()), str(self._run_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # Out of the kernel's process group: an interrupt is not for the guardian, and
+            # whatever kills that group must not kill it.
+            start_new_session=True,
+        )
+        threading.Thread(target=self._replace_when_killed, args=(process,), daemon=True).start()
+        return process
+
+    def _replace_when_killed(self, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        with self._lock:
+            if self._is_closing:
+                return
+            self._process = self._start()
+            for pid in self._pids:
+                self._tell(pid)
+
+    def _tell(self, pid: int) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"+{pid}\n".encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return  # killed just now: the next guardian is told of all of them

@@ -1,0 +1,128 @@
+"""Waits for the notebook kernel to end, then ends all that it had started and cleans up.
+
+A program of its own (`python -I -S guardian.py KERNEL_PID RUN_DIR`), not a module: it must
+outlive the kernel and start in milliseconds, so it uses the standard library alone.
+Standard input brings one line per process that the kernel has started (`+PID`); its end
+means that the cluster stops. It ends nothing that the kernel did not start: only members
+of the sessions it was told of and processes that carry this run's NBDIST_RUN.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+
+SWEEPS = 40
+SWEEP_PAUSE_S = 0.05
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the command's name; None once it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+
+
+def started(pid: int) -> str | None:
+    """When a process started, in clock ticks: a pid that was used again differs in it."""
+    fields = stat_fields(pid)
+    return fields[19] if fields else None
+
+
+def members(sessions: dict[int, str | None], marker: bytes) -> list[int]:
+    """Processes of these sessions, and those whose environment carries the marker."""
+    # A session's leader with another start time is a stranger that got the pid again.
+    ours = {pid for pid, start in sessions.items() if started(pid) in (None, start)}
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        fields = stat_fields(int(entry))
+        if fields is None or fields[0] == "Z":
+            continue
+        if int(fields[3]) in ours or has_marker(int(entry), marker):
+            found.append(int(entry))
+    return found
+
+
+def has_marker(pid: int, marker: bytes) -> bool:
+    """Whether the process was started with this run's NBDIST_RUN."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return marker in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def end_all(sessions: dict[int, str | None], marker: bytes) -> None:
+    """Kill until nothing is left; a few rounds, as a dying process may just be forking."""
+    if not os.path.isdir("/proc/self"):  # macOS: no list of sessions or environments
+        for pid in sessions:
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except OSError:
+                continue
+        return
+    for _ in range(SWEEPS):
+        found = members(sessions, marker)
+        if not found:
+            return
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+        time.sleep(SWEEP_PAUSE_S)
+
+
+def wait(kernel: int) -> dict[int, str | None]:
+    """Return the sessions to end once the kernel has gone or closed the pipe."""
+    sessions: dict[int, str | None] = {}
+    poller = select.poll()
+    poller.register(0, select.POLLIN | select.POLLHUP)
+    kernel_fd = -1
+    if hasattr(os, "pidfd_open"):
+        try:
+            kernel_fd = os.pidfd_open(kernel)
+        except ProcessLookupError:
+            return sessions
+        except OSError:
+            kernel_fd = -1  # refused by a sandbox: the pipe's end still tells
+        else:
+            poller.register(kernel_fd, select.POLLIN)
+    text = b""
+    while True:
+        for fd, _ in poller.poll():
+            if fd == kernel_fd:
+                return sessions
+            chunk = os.read(0, 4096)
+            if not chunk:
+                return sessions
+            *lines, text = (text + chunk).split(b"\n")
+            for line in lines:
+                pid = int(line[1:])
+                sessions[pid] = started(pid)
+
+
+def main() -> None:
+    """Guard one run."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
+    kernel, run_dir = int(sys.argv[1]), sys.argv[2]
+    sessions = wait(kernel)
+    end_all(sessions, b"NBDIST_RUN=" + os.fsencode(run_dir))
+    shutil.rmtree(run_dir, ignore_errors=True)
+    try:
+        os.rmdir(os.path.dirname(run_dir))  # the folder of this user's runs, if it was the last
+    except OSError:
+        return
+
+
+if __name__ == "__main__":
+    main()

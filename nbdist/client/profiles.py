@@ -1,0 +1,64 @@
+"""Where profiles (kinds of cluster) are found: the user's own first, then the shipped ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from IPython.paths import get_ipython_dir
+from traitlets.config import Config, PyFileConfigLoader
+
+from nbdist.errors import OptionError
+
+CONFIG_FILE = "ipcluster_config.py"
+
+
+def shipped() -> dict[str, Path]:
+    """Name -> folder of the profiles that come with nbdist.
+
+    A wheel carries them inside the package; a checkout has them beside it.
+    """
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "profiles", package.parent / "profiles"):
+        found = {path.parent.name: path.parent for path in folder.glob(f"*/{CONFIG_FILE}")}
+        if found:
+            return found
+    return {}
+
+
+def own() -> dict[str, Path]:
+    """Name -> folder of the user's IPython profiles that describe a cluster."""
+    return {
+        path.parent.name.removeprefix("profile_"): path.parent
+        for path in Path(get_ipython_dir()).glob(f"profile_*/{CONFIG_FILE}")
+    }
+
+
+def available() -> dict[str, Path]:
+    """Name -> folder of every profile; the user's own wins over a shipped one."""
+    return {**shipped(), **own()}
+
+
+def load(name: str) -> Config:
+    """The settings of a profile.
+
+    ipyparallel would silently make an empty profile for an unknown name and start
+    local engines; this refuses instead.
+
+    Raises:
+        OptionError: If there is no such profile, or its file cannot be read.
+    """
+    profiles = available()
+    if name not in profiles:
+        mine = ", ".join(sorted(own())) or "none"
+        raise OptionError(
+            f"There is no profile {name!r}. Shipped with nbdist: {', '.join(sorted(shipped()))}. "
+            f"Your own, in {get_ipython_dir()}: {mine}. A profile is a folder "
+            f"profile_{name} there with an {CONFIG_FILE}."
+        )
+    try:
+        return PyFileConfigLoader(CONFIG_FILE, path=str(profiles[name])).load_config()
+    except Exception as error:
+        raise OptionError(
+            f"The profile {name!r} ({profiles[name] / CONFIG_FILE}) cannot be read: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,361 @@
+"""One cell on its ranks: from sending it to the last word of every rank."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nbdist.client import presses
+from nbdist.client.channel import Message, failure_of
+from nbdist.core import failures as failing
+from nbdist.core.cells import CellFeed, CellResult, Event, RankResult, elapsed_line
+from nbdist.core.failures import RankFailure, ranks_phrase
+from nbdist.core.lines import Line
+from nbdist.errors import CellTimeout, DistributedError, Interrupted, RankGone
+
+if TYPE_CHECKING:
+    from nbdist.client.cluster import Exit
+    from nbdist.client.session import Session
+
+# After an interrupt (or a timeout) ranks get this long; then the notebook is given back.
+GIVE_BACK_S = 4.5
+# The hub tells of a dead engine a little after its launcher; its last output comes between.
+LAST_WORDS_S = 1.0
+LONGEST_PAUSE_S = 3600.0
+SHORTEST_PAUSE_S = 0.02
+INTERRUPT_NAMES = frozenset({"KeyboardInterrupt", "CancelledError"})
+
+
+class Sink(Protocol):
+    """Where a cell's output goes."""
+
+    def draw(self, events: Sequence[Event]) -> None:
+        """Show these, in order."""
+
+    def close(self, result: CellResult) -> None:
+        """Everything has been drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellRequest:
+    """A cell to run.
+
+    Attributes:
+        code: Source, as IPython takes it.
+        ranks: Where, in rank order.
+        number: The notebook's cell number, for tracebacks; None where there is none.
+        timeout_s: Interrupt the ranks after this long; None for never.
+        is_patient: See LineMerger.
+        keeps_outputs: Whether results carry each rank's outputs (for tabs).
+    """
+
+    code: str
+    ranks: tuple[int, ...]
+    number: int | None = None
+    timeout_s: float | None = None
+    is_patient: bool = False
+    keeps_outputs: bool = False
+
+
+@dataclass(slots=True)
+class _RankState:
+    status: str = ""
+    elapsed_s: float = 0.0
+    reply: Any = None
+    exit_seen_s: float | None = None
+
+
+class CellRun:
+    """The state of one running cell.
+
+    Messages arrive in the client's thread and are put into an inbox; `step` takes them out
+    in the thread that waits. Nothing here blocks.
+    """
+
+    def __init__(self, session: Session, request: CellRequest, sink: Sink):
+        self.request = request
+        self.on_item: Callable[[], None] = lambda: None
+        self._session = session
+        self._sink = sink
+        self._feed = CellFeed(
+            request.ranks, is_patient=request.is_patient, keeps_outputs=request.keeps_outputs
+        )
+        self._states = {rank: _RankState() for rank in request.ranks}
+        # SimpleQueue, because its put() may be called from a signal handler.
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._taken: deque[Callable[[], None]] = deque()
+        self._began_s = time.monotonic()
+        self._presses = 0
+        self._interrupted_s: float | None = None
+        self._has_timed_out = False
+        self._lost_controller: Exit | None = None
+        self._now_s = self._began_s
+
+    # Called from any thread.
+
+    def message(self, rank: int, message: Message) -> None:
+        """A raw iopub message of a rank."""
+        self._put(lambda: self._feed.feed(rank, message, self._now_s))
+
+    def done(self, rank: int, reply: Any) -> None:
+        """The rank's reply, after all its output."""
+        arrived_s = time.monotonic()
+        self._put(lambda: self._end(rank, reply, arrived_s))
+
+    def exited(self, end: Exit) -> None:
+        """A process of the cluster has ended."""
+        self._put(lambda: self._note_exit(end))
+
+    def press(self) -> None:
+        """The user has pressed interrupt."""
+        self._put(self._count_press)
+
+    def _put(self, item: Callable[[], None]) -> None:
+        self._inbox.put(item)
+        self.on_item()
+
+    # Called from the thread that waits.
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not ended."""
+        return tuple(rank for rank, state in self._states.items() if not state.status)
+
+    def step(self, now_s: float) -> float | None:
+        """Take in what has arrived and draw what is due.
+
+        Returns:
+            How long nothing more can happen unless something arrives, in seconds; None when
+            the cell has ended.
+        """
+        self._now_s = now_s
+        self._take_in()
+        self._apply_deadlines(now_s)
+        self._draw(self._feed.due(now_s))
+        if not self.missing:
+            return None
+        pause_s = min(self._deadlines_s(now_s)) - now_s
+        return min(max(pause_s, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
+
+    def block(self, pause_s: float) -> None:
+        """Wait until something arrives, or for this long."""
+        with contextlib.suppress(Empty):
+            self._taken.append(self._inbox.get(timeout=pause_s))
+
+    def finish(self) -> CellResult:
+        """Draw the rest, close the sink, and return or raise what the cell came to.
+
+        Raises:
+            DistributedError: If the code failed on a rank, or a rank died.
+            RankGone: If the controller ended.
+            CellTimeout: If the cell ran past its timeout.
+            Interrupted: If the user interrupted it.
+        """
+        self.on_item = lambda: None
+        now_s = time.monotonic()
+        for rank in self.request.ranks:
+            self._feed.end(rank, now_s)
+        self._draw(self._feed.due(now_s))
+        result = CellResult(tuple(self._rank_result(rank) for rank in self.request.ranks))
+        self._draw([Line("stdout", f"{note}\n") for note in self._notes() if note])
+        self._sink.close(result)
+        self._raise_outcome(result)
+        return result
+
+    def _take_in(self) -> None:
+        while self._taken:
+            self._taken.popleft()()
+        with contextlib.suppress(Empty):
+            while True:
+                self._inbox.get_nowait()()
+
+    def _draw(self, events: Sequence[Event]) -> None:
+        if events:
+            self._sink.draw(events)
+
+    def _end(self, rank: int, reply: Any, arrived_s: float) -> None:
+        state = self._states[rank]
+        if state.status:
+            return
+        state.reply = reply
+        state.elapsed_s = arrived_s - self._began_s
+        failure = failure_of(reply)
+        if failure is None:
+            state.status = "ok"
+        elif failure[0] == "RankDied":
+            state.status = "died"
+        elif self._interrupted_s is not None and failure[0] in INTERRUPT_NAMES:
+            state.status = "interrupted"
+        else:
+            state.status = "error"
+        self._feed.end(rank, self._now_s)
+
+    def _note_exit(self, end: Exit) -> None:
+        if end.rank is None:
+            self._lost_controller = end
+            return
+        rank = self._session.rank_of_engine(end.rank)
+        if rank in self._states:
+            self._states[rank].exit_seen_s = self._now_s
+
+    def _count_press(self) -> None:
+        self._presses += 1
+        if self._presses == 1 and self._interrupted_s is None:
+            self._interrupt(self._now_s)
+
+    def _interrupt(self, now_s: float) -> None:
+        self._interrupted_s = now_s
+        for rank in self.missing:
+            self._session.interrupt(rank)
+
+    def _apply_deadlines(self, now_s: float) -> None:
+        timeout_s = self.request.timeout_s
+        if timeout_s is not None and self._interrupted_s is None:
+            if now_s >= self._began_s + timeout_s:
+                self._has_timed_out = True
+                self._interrupt(now_s)
+        for rank in self.missing:
+            seen_s = self._states[rank].exit_seen_s
+            if seen_s is not None and now_s >= seen_s + LAST_WORDS_S:
+                self._give_up(rank, "died", now_s)
+        is_over = (
+            self._interrupted_s is not None and now_s >= self._interrupted_s + GIVE_BACK_S
+        ) or self._presses > 1
+        if is_over or self._lost_controller is not None:
+            for rank in self.missing:
+                self._give_up(rank, "unfinished", now_s)
+
+    def _give_up(self, rank: int, status: str, now_s: float) -> None:
+        self._states[rank].status = status
+        self._states[rank].elapsed_s = now_s - self._began_s
+        self._feed.end(rank, now_s)
+
+    def _deadlines_s(self, now_s: float) -> list[float]:
+        times = [now_s + LONGEST_PAUSE_S]
+        due_s = self._feed.next_due_s()
+        if due_s is not None:
+            times.append(due_s)
+        if self._interrupted_s is not None:
+            times.append(self._interrupted_s + GIVE_BACK_S)
+        elif self.request.timeout_s is not None:
+            times.append(self._began_s + self.request.timeout_s)
+        seen = [s.exit_seen_s for s in self._states.values() if s.exit_seen_s is not None]
+        times.extend(s + LAST_WORDS_S for s in seen)
+        return times
+
+    def _rank_result(self, rank: int) -> RankResult:
+        state = self._states[rank]
+        failure = None
+        if state.status == "died":
+            failure = RankFailure(rank, "RankDied", self._session.death(rank))
+        elif state.status in {"error", "interrupted"}:
+            failure = self._feed.failure(rank)
+            if failure is None:
+                name, message, lines = failure_of(state.reply) or ("Error", "", ())
+                failure = RankFailure(rank, name, message, lines)
+        return RankResult(
+            rank=rank,
+            status=state.status,
+            elapsed_s=state.elapsed_s,
+            text=self._feed.text(rank),
+            failure=failure,
+            outputs=self._feed.outputs(rank),
+        )
+
+    def _notes(self) -> list[str]:
+        times = {rank: state.elapsed_s for rank, state in self._states.items()}
+        # Whether this line comes depends on measured times: stored outputs do without it.
+        return [
+            "" if self.request.keeps_outputs else self._feed.hidden(),
+            "" if self.request.is_patient else elapsed_line(times),
+        ]
+
+    def _raise_outcome(self, result: CellResult) -> None:
+        if self._lost_controller is not None:
+            raise RankGone(
+                f"The cluster's controller ended ({self._lost_controller.how}) while this cell ran, "
+                "so nothing more can be heard from the ranks. %dist_reset starts afresh."
+            )
+        real = [
+            replace_hint(r.failure, self._session)
+            for r in result.ranks
+            if r.failure is not None and r.status != "interrupted"
+        ]
+        unfinished = [r.rank for r in result.ranks if r.status == "unfinished"]
+        back = [r.rank for r in result.ranks if r.status not in {"unfinished", "died"}]
+        if real:
+            message = failing.summary(real)
+            if unfinished:
+                message += f"; {_still_running(unfinished)}"
+            raise DistributedError(
+                message,
+                ranks=tuple(failure.rank for failure in real),
+                traceback_text=failing.traceback_text(real),
+            )
+        if self._interrupted_s is None:
+            return
+        told = f"{ranks_phrase(back)} back, variables kept" if back else ""
+        if unfinished:
+            told = "; ".join(filter(None, [told, _still_running(unfinished)]))
+        if self._has_timed_out:
+            raise CellTimeout(
+                f"The cell ran longer than --timeout {self.request.timeout_s:g} and was "
+                f"interrupted: {told}."
+            )
+        raise Interrupted(told)
+
+
+def _still_running(ranks: Sequence[int]) -> str:
+    verb = "is" if len(ranks) == 1 else "are"
+    return (
+        f"{ranks_phrase(ranks)} {verb} still in a call that cannot be interrupted; further output "
+        "of this cell is not shown, and new cells wait for it to end (%dist_status tells, "
+        "%dist_reset starts afresh)"
+    )
+
+
+def replace_hint(failure: RankFailure, session: Session) -> RankFailure:
+    """The failure, with what to do added where the reason is the engines' Python."""
+    if failure.name != "ModuleNotFoundError":
+        return failure
+    return replace(failure, message=f"{failure.message}. {session.module_hint()}")
+
+
+def wait(begin: Callable[[], CellRun]) -> CellResult:
+    """Begin a cell and run it to the end in this thread; interrupts are counted by it."""
+    with presses.counted() as pressed:
+        run = begin()
+        pressed.send_to(run.press)
+        while (pause_s := run.step(time.monotonic())) is not None:
+            run.block(pause_s)
+        return run.finish()
+
+
+async def wait_async(begin: Callable[[], CellRun]) -> CellResult:
+    """Begin a cell and run it to the end without blocking the event loop.
+
+    Every message wakes the loop, an interrupt too, so there is no polling.
+    """
+    loop = asyncio.get_running_loop()
+    has_item = asyncio.Event()
+    with presses.counted() as pressed:
+        run = begin()
+        run.on_item = lambda: loop.call_soon_threadsafe(has_item.set)
+        pressed.send_to(run.press)
+        while True:
+            has_item.clear()
+            pause_s = run.step(time.monotonic())
+            if pause_s is None:
+                return run.finish()
+            try:
+                await asyncio.wait_for(has_item.wait(), pause_s)
+            except TimeoutError:
+                continue
+            except asyncio.CancelledError:
+                run.press()  # a frontend that cancels the cell's task means an interrupt

@@ -1,0 +1,58 @@
+"""The folder of one run: connection files, the ranks' store, logs, long outputs.
+
+Only its owner can read it, and it is gone when the run is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from nbdist.errors import StartError
+
+
+def base() -> Path:
+    """The folder that holds the runs of this user, made and checked.
+
+    Raises:
+        StartError: If it belongs to somebody else or others may enter it.
+    """
+    path = Path(tempfile.gettempdir()) / f"nbdist-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_ours or status.st_mode & 0o077:
+        raise StartError(
+            f"{path} is not a folder that only you can enter (owner {status.st_uid}, mode "
+            f"{stat.filemode(status.st_mode)}), so keys would not be safe in it. Remove it, or "
+            "point TMPDIR elsewhere."
+        )
+    return path
+
+
+def create() -> Path:
+    """A new folder for one run, with mode 0700."""
+    while True:
+        try:
+            return Path(tempfile.mkdtemp(prefix="run-", dir=base()))
+        except FileNotFoundError:
+            continue  # the last other run has just ended and taken the folder with it
+
+
+def write_notebook(run_dir: Path, sys_path: list[str], start: dict[str, Any]) -> None:
+    """Leave for the engines what they take over from the notebook."""
+    notebook = {"sys_path": sys_path, "start": start, "kernel_pid": os.getpid()}
+    (run_dir / "notebook.json").write_text(json.dumps(notebook))
+
+
+def failure(run_dir: Path, rank: int) -> dict[str, Any] | None:
+    """Why a rank ended before it was ready, if it could still write that down."""
+    try:
+        written: dict[str, Any] = json.loads((run_dir / f"failed.{rank}").read_text())
+    except (OSError, ValueError):
+        return None
+    return written

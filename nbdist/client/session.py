@@ -1,0 +1,276 @@
+"""The ranks of one notebook: run cells on them, call them, interrupt them.
+
+Only here do rank and engine meet: outside, everything is a rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from nbdist.client import remote, run
+from nbdist.client.cluster import Cluster, Exit
+from nbdist.client.run import CellRequest, CellRun, Sink
+from nbdist.core.cells import CellResult
+from nbdist.core.failures import ranks_are, ranks_phrase
+from nbdist.core.ranks import parse_ranks, rank_label
+from nbdist.core.topology import Topology
+from nbdist.core.wire import CELL_NUMBER
+from nbdist.errors import NbdistError, NotRunning, RankBusy, RankGone
+
+BUSY_GRACE_S = 1.0
+CALL_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank at one moment.
+
+    Attributes:
+        rank: The rank.
+        state: "idle", "running cell [12]" or "ended (signal SIGKILL)".
+        busy_s: How long it has been running; 0 when it is not.
+        memory_bytes: By kind (resident, allocated, reserved); empty while it is busy.
+    """
+
+    rank: int
+    state: str
+    busy_s: float
+    memory_bytes: dict[str, int]
+
+
+class Session:
+    """Running ranks, and the way to them."""
+
+    def __init__(self, cluster: Cluster, topology: Topology, sink: Callable[[CellRequest], Sink]):
+        """Use a started cluster.
+
+        Args:
+            cluster: Started, its groups formed.
+            topology: Which engine has which rank.
+            sink: Makes the place where a cell's output goes.
+        """
+        self.topology = topology
+        self.started_s = time.time()
+        self._cluster = cluster
+        self._sink = sink
+        self._busy: dict[int, tuple[CellRun, float]] = {}
+        self._is_stopped = False
+        cluster.on_exit = self._note_exit
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._is_stopped else self.topology.backend
+        return f"<nbdist.Session ranks {rank_label(self.ranks)}, {state}>"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, dead ones too."""
+        return tuple(place.rank for place in self.topology.ranks)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the cluster has been stopped."""
+        return self._is_stopped
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster under the ranks."""
+        return self._cluster
+
+    def run(
+        self,
+        code: str,
+        *,
+        ranks: str | Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> CellResult:
+        """Run source on ranks as a distributed cell and wait for it.
+
+        Args:
+            code: Source as in a cell, magics included.
+            ranks: "0,2-3", numbers, or None for all.
+            timeout_s: Interrupt the ranks after this long.
+
+        Raises:
+            DistributedError: If it failed on a rank; see also `begin`.
+        """
+        request = CellRequest(code, self.chosen(ranks), timeout_s=timeout_s)
+        return run.wait(lambda: self.begin(request))
+
+    def begin(self, request: CellRequest) -> CellRun:
+        """Send a cell to its ranks; `run.wait` or `run.wait_async` see it through.
+
+        Raises:
+            NotRunning: After the cluster was stopped.
+            RankGone: If a chosen rank has ended.
+            RankBusy: If a chosen rank still runs an earlier cell.
+        """
+        self._check_alive(request.ranks)
+        self._check_idle(request.ranks)
+        one = CellRun(self, request, self._sink(request))
+        assert self._cluster.channel is not None
+        metadata = {} if request.number is None else {CELL_NUMBER: request.number}
+        for rank in request.ranks:
+            self._busy[rank] = (one, time.monotonic())
+        for rank in request.ranks:
+            self._cluster.channel.execute(
+                self.topology.engine_of_rank(rank),
+                request.code,
+                metadata,
+                on_message=lambda message, rank=rank: one.message(rank, message),
+                on_done=lambda reply, rank=rank: self._end(rank, one, reply),
+            )
+        return one
+
+    def chosen(self, ranks: str | Sequence[int] | None) -> tuple[int, ...]:
+        """The ranks that are meant, checked.
+
+        Raises:
+            OptionError: If one does not exist.
+        """
+        if ranks is None:
+            return self.ranks
+        text = ranks if isinstance(ranks, str) else ",".join(map(str, ranks))
+        return parse_ranks(text, self.topology.world_size)
+
+    def call_all(
+        self, function: Callable[..., Future[Any]], *args: Any, deadline_s: float
+    ) -> list[Any]:
+        """Call one of remote's functions on every rank at once; results in rank order.
+
+        Raises:
+            RankGone, RankBusy: As for a cell.
+            NbdistError: What a rank raised, or who has not answered by the deadline.
+        """
+        self._check_alive(self.ranks)
+        self._check_idle(self.ranks)
+        futures = [function(self._call, rank, *args) for rank in self.ranks]
+        end_s = time.monotonic() + deadline_s
+        results = []
+        for rank, future in zip(self.ranks, futures, strict=True):
+            try:
+                results.append(future.result(max(0.0, end_s - time.monotonic())))
+            except TimeoutError as error:
+                late = [r for r, f in zip(self.ranks, futures, strict=True) if not f.done()]
+                raise NbdistError(
+                    f"{ranks_phrase(late)} did not answer within {deadline_s:g} s"
+                ) from error
+            except Exception as error:
+                raise NbdistError(f"rank {rank}: {getattr(error, 'evalue', error)}") from error
+        return results
+
+    def status(self) -> list[RankStatus]:
+        """What every rank does now. A busy rank is not asked, so this never waits for one."""
+        idle = [r for r in self.ranks if r not in self._busy and self._exit(r) is None]
+        asked = (
+            {r: remote.memory_bytes(self._call, r) for r in idle} if not self._is_stopped else {}
+        )
+        return [self._rank_status(rank, asked.get(rank)) for rank in self.ranks]
+
+    def sync(self, deadline_s: float = CALL_DEADLINE_S) -> list[float]:
+        """Wait until all ranks are idle and together; how long each waited, in seconds.
+
+        Raises:
+            NbdistError: Naming the ranks that did not come.
+        """
+        return self.call_all(remote.barrier, deadline_s, deadline_s=deadline_s + 5)
+
+    def interrupt(self, rank: int) -> None:
+        """Send SIGINT to a rank; its variables stay."""
+        self._cluster.interrupt(self.topology.engine_of_rank(rank))
+
+    def stop(self) -> None:
+        """End all ranks and remove what they left. Twice is harmless."""
+        self._is_stopped = True
+        self._cluster.stop()
+
+    def death(self, rank: int) -> str:
+        """How a rank ended, as a sentence."""
+        end = self._exit(rank)
+        how = f" ({end.how})" if end is not None else ""
+        return f"ended{how} while it ran this cell; its variables are lost"
+
+    def rank_of_engine(self, engine: int) -> int:
+        """The rank that runs on an engine."""
+        return self.topology.rank_of_engine(engine)
+
+    def module_hint(self) -> str:
+        """What to do about a module that the ranks cannot import."""
+        return (
+            f"The ranks run {sys.executable}: install it there ({sys.executable} -m pip install "
+            "NAME). If the notebook can import it, its sys.path has changed since %dist_init: "
+            "%dist_reset takes it over, or append to sys.path in a distributed cell"
+        )
+
+    def _call(self, rank: int, name: str, *args: Any) -> Future[Any]:
+        assert self._cluster.channel is not None
+        return self._cluster.channel.call(self.topology.engine_of_rank(rank), name, *args)
+
+    def _exit(self, rank: int) -> Exit | None:
+        return self._cluster.exits.get(self.topology.engine_of_rank(rank))
+
+    def _note_exit(self, end: Exit) -> None:
+        for one in {id(one): one for one, _ in list(self._busy.values())}.values():
+            one.exited(end)
+
+    def _end(self, rank: int, one: CellRun, reply: Any) -> None:
+        busy = self._busy.get(rank)
+        if busy is not None and busy[0] is one:
+            del self._busy[rank]
+        one.done(rank, reply)
+
+    def _check_alive(self, ranks: Sequence[int]) -> None:
+        if self._is_stopped:
+            raise NotRunning("These ranks were stopped. %dist_init starts new ones.")
+        controller = self._cluster.exits.get(None)
+        if controller is not None:
+            raise RankGone(
+                f"The cluster's controller has ended ({controller.how}), so no rank can be reached. "
+                "%dist_reset starts afresh."
+            )
+        gone = [(rank, end) for rank in ranks if (end := self._exit(rank)) is not None]
+        if gone:
+            alive = [rank for rank in self.ranks if self._exit(rank) is None]
+            others = f"%%rank [{rank_label(alive)}] runs on the others; " if alive else ""
+            how = ", ".join(f"rank {rank}: {end.how}" for rank, end in gone)
+            raise RankGone(
+                f"{ranks_phrase([rank for rank, _ in gone])} has ended ({how}). {others}"
+                "%dist_reset starts all afresh."
+            )
+
+    def _check_idle(self, ranks: Sequence[int]) -> None:
+        """Give ranks that were interrupted a moment to come back before refusing."""
+        end_s = time.monotonic() + BUSY_GRACE_S
+        while busy := [rank for rank in ranks if rank in self._busy]:
+            if time.monotonic() > end_s:
+                one, since_s = self._busy[busy[0]]
+                cell = (
+                    "an earlier cell"
+                    if one.request.number is None
+                    else f"cell [{one.request.number}]"
+                )
+                raise RankBusy(
+                    f"{ranks_are(busy)} still running {cell}, for "
+                    f"{time.monotonic() - since_s:.0f} s. Wait for it to end, choose other ranks "
+                    "with %%rank, or start afresh with %dist_reset."
+                )
+            time.sleep(0.01)
+
+    def _rank_status(self, rank: int, asked: Future[dict[str, int]] | None) -> RankStatus:
+        end = self._exit(rank)
+        if end is not None:
+            return RankStatus(rank, f"ended ({end.how})", 0.0, {})
+        busy = self._busy.get(rank)
+        if busy is not None:
+            number = busy[0].request.number
+            state = "running a cell" if number is None else f"running cell [{number}]"
+            return RankStatus(rank, state, time.monotonic() - busy[1], {})
+        try:
+            memory = asked.result(2.0) if asked is not None else {}
+        except TimeoutError:
+            return RankStatus(rank, "does not answer", 0.0, {})
+        return RankStatus(rank, "idle", 0.0, memory)

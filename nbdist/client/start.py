@@ -1,0 +1,258 @@
+"""Bringing ranks up: checks first, then processes, then groups, then names for cells."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from traitlets.config import Config
+
+from nbdist.client import gpus, launcher, profiles, remote, rundir
+from nbdist.client.cluster import Cluster, Progress, installed_torch
+from nbdist.client.run import CellRequest, Sink
+from nbdist.client.session import Session
+from nbdist.core import shm, topology, versions
+from nbdist.core.topology import EngineReport, Gpu, Topology
+from nbdist.errors import NbdistError, OptionError, StartError
+
+DEFAULT_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class StartOptions:
+    """What %dist_init was asked for.
+
+    Attributes:
+        world_size: Ranks; None for one per GPU, or 2 without a GPU.
+        profile: Kind of cluster.
+        gpus: "0,1", "none" for the CPU, None for all.
+        backend: "auto", "nccl" or "gloo".
+        seed: Set on every rank alike; None to leave the generators alone.
+        deadline_s: For the whole start.
+    """
+
+    world_size: int | None = None
+    profile: str = "local"
+    gpus: str | None = None
+    backend: str = "auto"
+    seed: int | None = None
+    deadline_s: float = DEFAULT_DEADLINE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A running session, how long its start took, and what there is to say about it."""
+
+    session: Session
+    elapsed_s: float
+    notes: tuple[str, ...]
+
+
+def start(
+    options: StartOptions, sink: Callable[[CellRequest], Sink], progress: Progress
+) -> Started:
+    """Bring ranks up.
+
+    Raises:
+        OptionError: If an option cannot be met on this machine; nothing has been started.
+        StartError: If a process did not come up; everything has been ended again.
+    """
+    began_s = time.monotonic()
+    notes = [versions.check_system(sys.platform)]
+    if options.backend not in topology.BACKENDS:
+        raise OptionError(
+            f"There is no backend {options.backend!r}. Choose one of {', '.join(topology.BACKENDS)}."
+        )
+    config = profiles.load(options.profile)
+    available = gpus.visible()
+    chosen = topology.select_gpus(available, options.gpus)
+    world_size = options.world_size or topology.default_world_size(chosen)
+    expected = _expected(world_size, chosen, options)
+    notes.append(_check_shm(world_size, uses_nccl=expected.backend == "nccl"))
+    cluster = Cluster(config)
+    try:
+        if cluster.is_local:
+            versions.check_torch(installed_torch(), sys.executable)
+            _configure_local(config, cluster, expected, chosen, options)
+        cluster.start(world_size, options.deadline_s, progress)
+        form = _local_plan if cluster.is_local else _reported_plan
+        plan = form(cluster, options, progress)
+    except BaseException:
+        cluster.stop(grace_s=0)
+        raise
+    session = Session(cluster, plan, sink)
+    return Started(session, time.monotonic() - began_s, tuple(note for note in notes if note))
+
+
+def _expected(world_size: int, chosen: tuple[Gpu, ...], options: StartOptions) -> Topology:
+    """The plan of the local cluster that would be started: refuses what cannot work."""
+    reports = topology.local_reports(
+        world_size, hostname=socket.gethostname(), gpus=chosen, cores=_cores()
+    )
+    return topology.plan(reports, options.backend)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _check_shm(world_size: int, *, uses_nccl: bool) -> str:
+    if not os.path.isdir("/dev/shm"):  # noqa: PTH112, S108  # looked at, not written to
+        return ""
+    usage = shutil.disk_usage("/dev/shm")  # noqa: S108
+    return shm.check(usage.free, usage.total, world_size, uses_nccl=uses_nccl)
+
+
+def _configure_local(
+    config: Config,
+    cluster: Cluster,
+    expected: Topology,
+    chosen: tuple[Gpu, ...],
+    options: StartOptions,
+) -> None:
+    """Tell launcher and engines their ranks, threads and GPUs before anything reports."""
+    common = launcher.local_environment(
+        cluster.run_dir, expected.world_size, expected.ranks[0].threads
+    )
+    if options.gpus is not None:
+        common["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's numbers, which were typed
+        common["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in chosen)
+    config.RankEngineSetLauncher.common_environment = common
+    config.RankEngineSetLauncher.rank_environment = {
+        str(place.rank): launcher.rank_environment(place.rank) for place in expected.ranks
+    }
+    start = {
+        "world_size": expected.world_size,
+        "backend": options.backend,
+        "deadline_s": options.deadline_s,
+    }
+    rundir.write_notebook(cluster.run_dir, list(sys.path), start)
+
+
+def _local_plan(cluster: Cluster, options: StartOptions, progress: Progress) -> Topology:
+    """The groups are formed already; give cells their names."""
+    world_size = len(cluster.pids())
+    progress(f"{world_size} of {world_size} ranks ready, preparing")
+    call = _caller(cluster)
+    end_s = time.monotonic() + options.deadline_s
+    plans = _all(
+        {e: remote.prepare(call, e, options.seed) for e in range(world_size)}, end_s, "prepare"
+    )
+    return plans[0]
+
+
+def _reported_plan(cluster: Cluster, options: StartOptions, progress: Progress) -> Topology:
+    """Ask the engines what they are, assign ranks, form the groups."""
+    assert cluster.channel is not None
+    engines = cluster.channel.engine_ids
+    call = _caller(cluster)
+    end_s = time.monotonic() + options.deadline_s
+    progress("asking the engines where they are")
+    own_address = _own_address()
+    reports = _all(
+        {e: remote.describe(call, e, own_address) for e in engines}, end_s, "describe themselves"
+    )
+    plan = topology.plan(tuple(reports.values()), options.backend)
+    progress(f"forming a group of {plan.world_size} ranks on {plan.n_hosts} host(s)")
+    store_path, address, port = _store(cluster, call, plan, reports, end_s)
+    if _is_this_host(reports):
+        folder = os.getcwd()  # noqa: PTH109  # a string for the wire
+        _all(
+            {e: remote.adopt_notebook(call, e, list(sys.path), folder) for e in engines},
+            end_s,
+            "take over the notebook's folder",
+        )
+    _all(
+        {
+            place.engine_id: remote.join_by_plan(
+                call, place.engine_id, plan, place.rank, store_path, address, port
+            )
+            for place in plan.ranks
+        },
+        end_s,
+        "join the group",
+    )
+    plans = _all({e: remote.prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
+    return plans[engines[0]]
+
+
+def _store(
+    cluster: Cluster,
+    call: remote.Caller,
+    plan: Topology,
+    reports: dict[int, EngineReport],
+    end_s: float,
+) -> tuple[str, str, int]:
+    """(path, address, port): a file on one host that is this one, a port for several."""
+    if plan.n_hosts == 1 and _is_this_host(reports):
+        return str(cluster.run_dir / "store"), "", 0
+    first = plan.engine_of_rank(0)
+    candidates = topology.store_addresses(plan, tuple(reports.values()))
+    tried: dict[str, list[int]] = {}
+    for address in candidates:
+        port = _all(
+            {first: remote.open_store(call, first, address, plan.world_size)}, end_s, "open a port"
+        )[first]
+        found = _all(
+            {e: remote.reachable(call, e, (address,), port) for e in reports}, end_s, "reach rank 0"
+        )
+        tried[address] = [plan.rank_of_engine(e) for e, ok in found.items() if not ok]
+        if not tried[address]:
+            return "", address, port
+    table = "; ".join(f"{address}: not from ranks {ranks}" for address, ranks in tried.items())
+    raise StartError(
+        f"No address of rank 0 can be reached from every rank ({table}). Open the network between "
+        "the hosts, or choose hosts that see each other."
+    )
+
+
+def _is_this_host(reports: dict[int, EngineReport]) -> bool:
+    """Whether every engine runs on the kernel's own host, and so sees its files."""
+    return {report.hostname for report in reports.values()} == {socket.gethostname()}
+
+
+def _own_address() -> str:
+    """An address of this machine toward other hosts, empty without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation; nothing is sent
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def _caller(cluster: Cluster) -> remote.Caller:
+    def call(target: int, name: str, *args: Any) -> Future[Any]:
+        assert cluster.channel is not None
+        return cluster.channel.call(target, name, *args)
+
+    return call
+
+
+def _all(futures: dict[int, Future[Any]], end_s: float, what: str) -> dict[int, Any]:
+    """The engines' answers, or a StartError that names the first that failed or is late."""
+    answers = {}
+    for engine, future in futures.items():
+        try:
+            answers[engine] = future.result(max(0.0, end_s - time.monotonic()))
+        except NbdistError:
+            raise
+        except TimeoutError as error:
+            late = [number for number, f in futures.items() if not f.done()]
+            raise StartError(f"engines {late} did not {what} before the deadline") from error
+        except Exception as error:
+            reason = f"{getattr(error, 'ename', type(error).__name__)}: "
+            reason += str(getattr(error, "evalue", error))
+            if "No module named 'nbdist" in reason:
+                reason += ". Install nbdist for the Python that the engines run."
+            raise StartError(f"engine {engine} could not {what}: {reason}") from error
+    return answers

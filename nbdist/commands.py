@@ -1,0 +1,262 @@
+"""Every verb once: its options, what it runs and what it shows. The magics read this table."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+
+from nbdist.client.start import DEFAULT_DEADLINE_S, Started, StartOptions
+from nbdist.core.failures import ranks_are, ranks_phrase
+from nbdist.core.shown import is_stored
+from nbdist.errors import AlreadyRunning, OptionError
+from nbdist.notebook import LOCAL, NOTEBOOK, CellOptions
+from nbdist.verbs import Option, Verb, positive_number, rank_count
+from nbdist.view import ranks as ranks_view
+from nbdist.view.cells import publish
+from nbdist.view.mime import View
+from nbdist.view.progress import ProgressLine
+from nbdist.view.ranks import RankState
+
+
+def show(view: View) -> None:
+    """Show a view in the running cell."""
+    publish(view._repr_mimebundle_())
+
+
+def start_and_show(options: StartOptions, title: str = "starting") -> Started:
+    """Bring ranks up with a progress line that becomes their table."""
+    progress = ProgressLine(title)
+    started = NOTEBOOK.start(options, progress)
+    progress.finish(ranks_view.started(started.session.topology, started.elapsed_s, started.notes))
+    return started
+
+
+def _start_options(values: Namespace) -> StartOptions:
+    return StartOptions(
+        world_size=values.world_size,
+        profile=values.profile,
+        gpus=values.gpus,
+        backend=values.backend,
+        seed=values.seed,
+        deadline_s=values.timeout_s,
+    )
+
+
+def dist_init(values: Namespace) -> View | None:
+    """Start ranks, or say which ones run already."""
+    options = _start_options(values)
+    if NOTEBOOK.is_running:
+        shown = _already_running(options)
+    else:
+        start_and_show(options)
+        shown = None
+    if values.auto:
+        NOTEBOOK.set_mode("all")
+    return shown
+
+
+def _already_running(options: StartOptions) -> View:
+    session = NOTEBOOK.session
+    running = f"{ranks_are(session.ranks)} already running in this notebook"
+    differing = NOTEBOOK.differs(options)
+    if differing:
+        raise AlreadyRunning(
+            f"{running}, with another {', '.join(differing)} than asked for. %dist_reset with the "
+            "options that you want starts afresh; %dist_shutdown only stops."
+        )
+    view = _status()
+    note = f"{running}; %dist_reset starts afresh."
+    return View(f"{note}\n{view.text}", f"<div>{note}</div>{view.html}")
+
+
+def dist_reset(values: Namespace) -> None:
+    """End the ranks and start new ones, with the same options unless others are given."""
+    asked = _start_options(values)
+    options = NOTEBOOK.options if asked == StartOptions() and NOTEBOOK.is_running else asked
+    mode = NOTEBOOK.mode
+    if NOTEBOOK.is_running:
+        NOTEBOOK.stop()
+    started = start_and_show(options, "starting afresh")
+    if values.auto or mode != LOCAL:
+        is_same_size = not values.auto and options == NOTEBOOK.options
+        NOTEBOOK.set_mode(mode if is_same_size and _fits(mode, started) else "all")
+
+
+def _fits(mode: str, started: Started) -> bool:
+    try:
+        started.session.chosen(mode)
+    except OptionError:
+        return False
+    return True
+
+
+def dist_shutdown(_values: Namespace) -> View:
+    """End the ranks."""
+    session = NOTEBOOK.stop()
+    return View(f"{ranks_phrase(session.ranks)} stopped")
+
+
+def dist_status(_values: Namespace) -> View:
+    """What runs where, and what every rank does."""
+    return _status()
+
+
+def _status() -> View:
+    session = NOTEBOOK.session
+    states = [RankState(s.rank, s.state, s.memory_bytes, s.busy_s) for s in session.status()]
+    return ranks_view.status(
+        session.topology, states, time.time() - session.started_s, NOTEBOOK.mode_phrase
+    )
+
+
+def dist_mode(values: Namespace) -> View:
+    """Set or show where plain cells run."""
+    words = list(values.where)
+    if values.is_on:
+        words.append("all")
+    if values.is_off:
+        words.append(LOCAL)
+    if len(words) > 1 and (values.is_on or values.is_off):
+        raise OptionError(f"%dist_mode: choose one of {', '.join(words)}.")
+    if words:
+        NOTEBOOK.set_mode(" ".join(words))
+    return View(f"plain cells run {NOTEBOOK.mode_phrase}")
+
+
+def sync(values: Namespace) -> View:
+    """Wait until every rank has come to this point."""
+    waited_s = NOTEBOOK.session.sync(values.timeout_s)
+    latest = max(range(len(waited_s)), key=lambda rank: -waited_s[rank])
+    phrase = ranks_phrase(NOTEBOOK.session.ranks)
+    if max(waited_s) < 1 or is_stored():
+        return View(f"{phrase} in step")
+    return View(f"{phrase} in step; rank {latest} came last, after {max(waited_s):.1f} s")
+
+
+def cell_options(values: Namespace) -> CellOptions:
+    """The options of a distributed cell, however its ranks were typed."""
+    named = " ".join(getattr(values, "where", []) or []) or None
+    if named and values.ranks:
+        raise OptionError(f"Ranks are given twice: {named} and --ranks {values.ranks}.")
+    return CellOptions(named or values.ranks, values.has_tabs, values.timeout_s)
+
+
+def distributed(values: Namespace, code: str) -> None:
+    """Run the cell on ranks."""
+    NOTEBOOK.run(code, cell_options(values))
+
+
+_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (all without it)", metavar="RANKS")
+_CELL_OPTIONS = (
+    Option(("--tabs",), "at the end, show each rank's output in a tab", None, name="has_tabs"),
+    Option(
+        ("--timeout",), "interrupt the ranks after S seconds", positive_number, metavar="S",
+        name="timeout_s",
+    ),
+)  # fmt: skip
+_WHERE = Option(("where",), "ranks such as [0,2-3]", metavar="RANKS")
+_START_OPTIONS = (
+    Option(
+        ("-n", "--num-processes"),
+        "ranks (one per GPU without it, or 2 on the CPU)",
+        rank_count,
+        metavar="N",
+        name="world_size",
+    ),
+    Option(("--profile",), "kind of cluster", default="local", metavar="NAME"),
+    Option(("-g", "--gpus", "--gpu-ids"), "GPUs such as 0,1, or none", metavar="IDS", name="gpus"),
+    Option(("--backend",), "auto, nccl or gloo", default="auto", metavar="NAME"),
+    Option(("--seed",), "set the random generators alike on all ranks", int, metavar="S"),
+    Option(
+        ("--timeout",),
+        f"seconds that the start may take ({DEFAULT_DEADLINE_S:.0f})",
+        positive_number,
+        default=DEFAULT_DEADLINE_S,
+        metavar="S",
+        name="timeout_s",
+    ),
+    Option(("--auto",), "run plain cells on all ranks from now on", None),
+)
+_MASTER_ADDRESS = dict.fromkeys(
+    ("-a", "--master-addr"),
+    "not needed; ranks of this machine meet in a file, others find rank 0 by themselves",
+)
+
+VERBS: dict[str, Verb] = {
+    verb.name: verb
+    for verb in (
+        Verb(
+            "dist_init",
+            "Start ranks: one process per GPU, or several on the CPU.",
+            "%dist_init -n 2",
+            dist_init,
+            _START_OPTIONS,
+            replaced=_MASTER_ADDRESS,
+        ),
+        Verb(
+            "dist_reset",
+            "End the ranks and start new ones, with the same options or the ones given.",
+            "%dist_reset",
+            dist_reset,
+            _START_OPTIONS,
+            replaced={
+                **_MASTER_ADDRESS,
+                "--nuclear": "%dist_reset always ends all that it started, and nothing else",
+            },
+        ),
+        Verb("dist_shutdown", "End the ranks.", "%dist_shutdown", dist_shutdown),
+        Verb("dist_status", "Show what runs where.", "%dist_status", dist_status),
+        Verb(
+            "dist_mode",
+            "Set where plain cells run: all, local, or ranks.",
+            "%dist_mode all",
+            dist_mode,
+            (
+                Option(("where",), "all, local, or ranks such as 0,1", metavar="WHERE"),
+                Option(("-e", "--enable"), "the same as all", None, name="is_on"),
+                Option(("-d", "--disable"), "the same as local", None, name="is_off"),
+            ),
+        ),
+        Verb(
+            "sync",
+            "Wait until all ranks have come to this point.",
+            "%sync",
+            sync,
+            (
+                Option(
+                    ("--timeout",),
+                    "seconds to wait at most (30)",
+                    positive_number,
+                    default=30.0,
+                    metavar="S",
+                    name="timeout_s",
+                ),
+            ),
+        ),
+        Verb(
+            "distributed",
+            "Run the cell on all ranks, or on some.",
+            "%%distributed --ranks 0,2-3",
+            distributed,
+            (_RANKS, *_CELL_OPTIONS),
+            is_cell=True,
+        ),
+        Verb(
+            "rank",
+            "Run the cell on the ranks named.",
+            "%%rank [0,2-3]",
+            distributed,
+            (_WHERE, _RANKS, *_CELL_OPTIONS),
+            is_cell=True,
+        ),
+    )
+}
+
+# Magics of nbdistributed that have no counterpart of the same name.
+REPLACED_MAGICS = {
+    "dist_debug": "%dist_status shows what every rank does",
+    "dist_sync_ide": "not needed: no names are copied into the notebook",
+    "timeline_save": "no timeline is kept; ranks that take longer are told under their cell",
+    "timeline_debug": "no timeline is kept; ranks that take longer are told under their cell",
+    "timeline_clear": "no timeline is kept; ranks that take longer are told under their cell",
+}

@@ -1,0 +1,1 @@
+"""Pure functions and frozen records: no torch, no Jupyter, no sockets."""

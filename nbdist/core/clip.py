@@ -1,0 +1,54 @@
+"""The first and the last lines of a long output; everything goes to a file."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TextIO
+
+SHOWN_LINES = 500
+
+
+class Clip:
+    """Decides which lines are shown at once, and keeps the last ones for the end.
+
+    The first `shown` lines are shown as they come. From the next one on, all lines
+    (the first ones too) are written to the file that `open_file` gives, and the last
+    `shown` are kept.
+    """
+
+    def __init__(self, shown: int = SHOWN_LINES):
+        self._shown = shown
+        self._head: list[str] = []
+        self._tail: deque[str] = deque(maxlen=shown)
+        self._file: TextIO | None = None
+        self.count = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether more lines came than are shown at once."""
+        return self.count > self._shown
+
+    @property
+    def needs_file(self) -> bool:
+        """Whether a file has to be given before the next line."""
+        return self._file is None and self.count >= self._shown
+
+    def write_to(self, file: TextIO) -> None:
+        """Write all lines to this file, those already shown included."""
+        self._file = file
+        file.writelines(self._head)
+
+    def add(self, text: str) -> bool:
+        """Count one line (or block of lines); True when it is to be shown at once."""
+        self.count += 1
+        if self.count <= self._shown:
+            self._head.append(text)
+            return True
+        if self._file is not None:
+            self._file.write(text)
+        self._tail.append(text)
+        return False
+
+    def rest(self) -> tuple[int, list[str]]:
+        """How many lines are shown nowhere, and the last ones, which are to be shown now."""
+        return max(0, self.count - self._shown - len(self._tail)), list(self._tail)

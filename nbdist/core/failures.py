@@ -1,0 +1,124 @@
+"""Which rank failed first, and each distinct traceback once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from nbdist.core.ranks import rank_label
+
+# A rank whose peer is gone fails too, often before the peer's own error has
+# arrived. These texts mark such followers; they are never the root cause while
+# another error is there. Seen with Gloo (torch 2.11 and 2.13) and read in NCCL's.
+FOLLOWER_PATTERNS = (
+    r"Connection closed by peer",
+    r"Connection reset by peer",
+    r"Broken pipe",
+    r"Timed out waiting \d+ms",
+    r"Socket Timeout",
+    r"remote process exited or there was a network error",
+    r"NCCL communicator was aborted",
+    r"monitoredBarrier",
+    r"timed out after \d+ms in barrier",
+)
+_FOLLOWER = re.compile("|".join(FOLLOWER_PATTERNS))
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+# More different tracebacks than this are told in one line each: nobody reads eight.
+FULL_TRACEBACKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """One rank's failure in one cell.
+
+    Attributes:
+        rank: The rank.
+        name: The exception's class, or what happened ("RankDied").
+        message: The exception's text.
+        traceback: IPython's coloured traceback lines; empty when there is none.
+        at_s: When it happened, seconds since the epoch by the rank's own clock.
+    """
+
+    rank: int
+    name: str
+    message: str
+    traceback: tuple[str, ...] = ()
+    at_s: float = 0.0
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether this is what a rank sees after another one has failed."""
+        return bool(_FOLLOWER.search(self.message))
+
+
+def root_cause_first(failures: Iterable[RankFailure]) -> tuple[RankFailure, ...]:
+    """Failures in the order in which to read them: causes by time, then followers by time."""
+    return tuple(sorted(failures, key=lambda f: (f.is_follower, f.at_s, f.rank)))
+
+
+def grouped(failures: Iterable[RankFailure]) -> tuple[tuple[RankFailure, tuple[int, ...]], ...]:
+    """Each distinct failure with the ranks that have it, root cause first.
+
+    Two failures are the same when their tracebacks are, memory addresses and
+    colours aside.
+    """
+    groups: dict[tuple[str, str, str], list[RankFailure]] = {}
+    for failure in root_cause_first(failures):
+        key = (failure.name, plain(failure.message), plain("\n".join(failure.traceback)))
+        groups.setdefault(key, []).append(failure)
+    return tuple((same[0], tuple(sorted(f.rank for f in same))) for same in groups.values())
+
+
+def plain(text: str) -> str:
+    """The text without colours, and with memory addresses made equal."""
+    return _ADDRESS.sub("0x...", _ANSI.sub("", text))
+
+
+def ranks_phrase(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0-3`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {rank_label(ranks)}"
+
+
+def ranks_are(ranks: Sequence[int]) -> str:
+    """`rank 1 is`, `ranks 0-3 are`."""
+    return f"{ranks_phrase(ranks)} {'are' if len(ranks) > 1 else 'is'}"
+
+
+def summary(failures: Iterable[RankFailure]) -> str:
+    """One line: the root cause with its ranks, and who else failed.
+
+    `rank 1 raised ValueError: boom; rank 0 then failed with RuntimeError: Connection closed ...`
+    """
+    (first, ranks), *others = grouped(failures)
+    told = f"{ranks_phrase(ranks)} {_verb(first)}{_one_line(first.message)}"
+    for failure, its_ranks in others[:FULL_TRACEBACKS]:
+        verb = f"then failed with {failure.name}: " if failure.is_follower else _verb(failure)
+        told += f"; {ranks_phrase(its_ranks)} {verb}{_one_line(failure.message)}"
+    rest = sorted(rank for _, its in others[FULL_TRACEBACKS:] for rank in its)
+    if rest:
+        told += f"; {ranks_phrase(rest)} failed too"
+    return told
+
+
+def traceback_text(failures: Iterable[RankFailure]) -> str:
+    """Every distinct traceback under the ranks that have it, root cause first."""
+    parts = []
+    for number, (failure, ranks) in enumerate(grouped(failures)):
+        head = f"\x1b[1m{ranks_phrase(ranks)} {_verb(failure)}".rstrip(": ") + "\x1b[0m"
+        if failure.traceback and number < FULL_TRACEBACKS:
+            parts.append(head + ":\n" + "\n".join(failure.traceback))
+        else:
+            parts.append(f"{head}: {failure.message}")
+    return "\n\n".join(parts)
+
+
+def _verb(failure: RankFailure) -> str:
+    return "" if failure.name == "RankDied" else f"raised {failure.name}: "
+
+
+def _one_line(message: str, longest: int = 600) -> str:
+    first = plain(message).strip().split("\n", 1)[0]
+    return first if len(first) <= longest else first[: longest - 3] + "..."

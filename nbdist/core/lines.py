@@ -1,0 +1,242 @@
+"""Line k of every rank, grouped with line k of the others.
+
+The output of several ranks is read as lines. Line k of a rank is shown
+together with line k of the other ranks, equal texts once: `[0-3] loss 2.31`.
+It is shown when every chosen rank has its line k or has ended. A rank that is
+behind by BEHIND_S is not waited for until it has caught up, so a cell in which
+only rank 0 prints is shown live.
+
+Time is an argument everywhere: nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.core.ranks import rank_label
+
+BEHIND_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Whole lines to show on one stream, the ranks' label already in front.
+
+    Attributes:
+        stream: "stdout" or "stderr".
+        text: Ends with a newline.
+    """
+
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The unfinished line of one stream, which replaces the one shown before.
+
+    Attributes:
+        stream: "stdout" or "stderr".
+        text: Without a newline; empty when there is no unfinished line any more.
+    """
+
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """Something that is no line (a figure, say), at its place among a rank's lines."""
+
+    rank: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    text: str
+    is_bar: bool
+    arrived_s: float
+
+
+@dataclass(slots=True)
+class _RankLines:
+    """What one rank has written to one stream and what of it is still to be shown."""
+
+    rank: int
+    items: deque[_Item | Attachment] = field(default_factory=deque)
+    partial: str = ""
+    partial_since_s: float = 0.0
+    next_index: int = 0
+    has_ended: bool = False
+    is_behind: bool = False
+
+
+def overwritten(text: str) -> str:
+    r"""What is left of a line after its carriage returns, as a terminal shows it.
+
+    A trailing `\r` (Windows line ends, or a bar about to be redrawn) erases nothing.
+    """
+    if "\r" not in text:
+        return text
+    shown = ""
+    for part in text.split("\r"):
+        shown = part + shown[len(part) :]
+    return shown
+
+
+def labelled(ranks: Iterable[int], text: str) -> str:
+    """`[0-3] text`, further lines indented to the text's column."""
+    label = f"[{rank_label(ranks)}] "
+    return label + text.replace("\n", "\n" + " " * len(label))
+
+
+class LineMerger:
+    """One stream (stdout or stderr) of all chosen ranks, merged line by line."""
+
+    def __init__(self, stream: str, ranks: Iterable[int], *, is_patient: bool = False):
+        """Merge the lines of `ranks`.
+
+        Args:
+            stream: "stdout" or "stderr", named in what is returned.
+            ranks: The chosen ranks.
+            is_patient: Wait for ranks that are behind until they end, and show no
+                bars: the result then depends on what was written alone, not on when.
+        """
+        self.stream = stream
+        self.hidden_bar_ranks: set[int] = set()
+        self._ranks = {rank: _RankLines(rank) for rank in sorted(ranks)}
+        self._is_patient = is_patient
+        self._bar = ""
+
+    def feed(self, rank: int, text: str, now_s: float) -> None:
+        """Take text as the rank wrote it: any number of lines, or part of one."""
+        lines = self._ranks[rank]
+        *whole, partial = (lines.partial + text).split("\n")
+        for raw in whole:
+            line = raw.removesuffix("\r")
+            lines.items.append(_Item(overwritten(line), "\r" in line, now_s))
+        if partial != lines.partial:
+            if whole or not lines.partial:
+                lines.partial_since_s = now_s
+            # Only the last redraw of a bar matters; keeping them all would grow for ever.
+            lines.partial = "\r" + overwritten(partial) if "\r" in partial else partial
+
+    def block(self, rank: int, text: str, now_s: float) -> None:
+        """Take several lines that are compared with the other ranks' as one."""
+        self._end_partial(self._ranks[rank], now_s)
+        self._ranks[rank].items.append(_Item(text, is_bar=False, arrived_s=now_s))
+
+    def attach(self, rank: int, payload: Any) -> None:
+        """Place a payload after the lines that the rank has written so far."""
+        self._ranks[rank].items.append(Attachment(rank, payload))
+
+    def end(self, rank: int, now_s: float) -> None:
+        """The rank writes no more: an unfinished line of it becomes a whole one."""
+        lines = self._ranks[rank]
+        self._end_partial(lines, now_s)
+        lines.has_ended = True
+
+    def due(self, now_s: float) -> list[Line | Bar | Attachment]:
+        """What can be shown now, in order."""
+        shown: list[Line | Bar | Attachment] = []
+        while True:
+            shown.extend(self._attachments())
+            group = self._next_group(now_s)
+            if not group:
+                break
+            shown.extend(self._show(group))
+        if self._bar and any(isinstance(event, Line) for event in shown):
+            self._bar = ""
+        if not self._is_patient:
+            shown.extend(self._live_bar(now_s))
+        return shown
+
+    def next_due_s(self) -> float | None:
+        """When `due` may have more to show although nothing arrives; None for never."""
+        if self._is_patient:
+            return None
+        heads = [
+            item.arrived_s + BEHIND_S
+            for lines in self._ranks.values()
+            if lines.items and isinstance(item := lines.items[0], _Item)
+        ]
+        partials = [
+            lines.partial_since_s + BEHIND_S
+            for lines in self._ranks.values()
+            if lines.partial and not lines.items and not self._bar
+        ]
+        return min(heads + partials, default=None)
+
+    def _end_partial(self, lines: _RankLines, now_s: float) -> None:
+        if lines.partial:
+            text = overwritten(lines.partial)
+            lines.items.append(_Item(text, "\r" in lines.partial, now_s))
+            lines.partial = ""
+
+    def _attachments(self) -> Iterator[Attachment]:
+        for lines in self._ranks.values():
+            while lines.items and isinstance(lines.items[0], Attachment):
+                yield lines.items.popleft()  # type: ignore[misc]
+
+    def _next_group(self, now_s: float) -> list[_RankLines]:
+        """The ranks whose line k can be shown, k being the lowest not shown."""
+        ready = [lines for lines in self._ranks.values() if lines.items]
+        if not ready:
+            return []
+        index = min(lines.next_index for lines in ready)
+        group = [lines for lines in ready if lines.next_index == index]
+        missing = [
+            lines
+            for lines in self._ranks.values()
+            if not lines.items
+            and lines.next_index <= index
+            and not lines.has_ended
+            and not lines.is_behind
+        ]
+        if missing:
+            oldest_s = min(_arrived(lines.items[0]) for lines in group)
+            if self._is_patient or now_s < oldest_s + BEHIND_S:
+                return []
+            for lines in missing:
+                lines.is_behind = True
+        return group
+
+    def _show(self, group: list[_RankLines]) -> Iterator[Line]:
+        by_text: dict[str, list[int]] = {}
+        is_bar = False
+        for lines in group:
+            item = lines.items.popleft()
+            assert isinstance(item, _Item)
+            is_bar = is_bar or item.is_bar
+            by_text.setdefault(item.text, []).append(lines.rank)
+            lines.next_index += 1
+        furthest = max(lines.next_index for lines in self._ranks.values())
+        for lines in group:
+            lines.is_behind = lines.is_behind and lines.next_index < furthest
+        texts = list(by_text.items())
+        if is_bar and len(texts) > 1:
+            # Bars differ in their rates alone: one is enough to read.
+            self.hidden_bar_ranks.update(rank for _, ranks in texts[1:] for rank in ranks)
+            texts = texts[:1]
+        for text, ranks in texts:
+            yield Line(self.stream, labelled(ranks, text) + "\n")
+
+    def _live_bar(self, now_s: float) -> Iterator[Bar]:
+        text = ""
+        for lines in self._ranks.values():
+            is_old = now_s >= lines.partial_since_s + BEHIND_S
+            if lines.partial and not lines.items and ("\r" in lines.partial or is_old):
+                text = labelled([lines.rank], overwritten(lines.partial))
+                break
+        if text != self._bar:
+            self._bar = text
+            yield Bar(self.stream, text)
+
+
+def _arrived(item: _Item | Attachment) -> float:
+    assert isinstance(item, _Item)
+    return item.arrived_s

@@ -1,0 +1,383 @@
+"""Which engine becomes which rank, on which device, with which backend: decided here, purely.
+
+Engines report what they see (`EngineReport`), `plan` turns the reports into a
+`Topology`. A local cluster is planned the same way, from `local_reports`, before
+any engine runs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from nbdist.core.ranks import is_all, parse_numbers, rank_label
+from nbdist.errors import OptionError, StartError
+
+BACKENDS = ("auto", "nccl", "gloo")
+
+# Interfaces whose addresses lead nowhere from another host, or to that host itself.
+_INNER_INTERFACE = re.compile(r"docker|virbr|br-|lo[0-9]*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU, or one MIG instance of a GPU."""
+
+    index: int  # on the machine, as in nvidia-smi and --gpus
+    uuid: str  # the only name that holds across processes and containers; never empty
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What one engine says about itself before it has a rank."""
+
+    engine_id: int  # ipyparallel's; says nothing about the rank
+    hostname: str  # containers may share one
+    boot_id: str = ""
+    network_namespace: str = ""
+    pid: int = 0  # 0: not started yet
+    addresses: tuple[tuple[str, str], ...] = ()  # (interface, ip)
+    toward_controller: str = ""  # source address of packets to the controller
+    cuda_visible_devices: str | None = None
+    gpus: tuple[Gpu, ...] = ()  # as this process sees them: cuda:0 is the first
+    cores: int = 1  # that this process may use
+    rank_hint: int | None = None  # the launcher's, e.g. SLURM_PROCID
+    size_hint: int | None = None
+    local_hint: int | None = None
+    job_id: str = ""
+    python: str = ""
+    torch_version: str = ""
+    has_cuda: bool = False  # whether this process's torch can use CUDA
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank runs; rank, local_rank and local_world_size are torchrun's."""
+
+    engine_id: int
+    rank: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    host: str
+    pid: int  # 0: not started yet
+    device: str  # "cpu" or "cuda:1", as the rank's own process counts
+    device_name: str  # "" on a CPU, as is device_uuid
+    device_uuid: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Every rank's place, and the backend that joins them."""
+
+    ranks: tuple[RankPlace, ...]  # in rank order
+    backend: str  # "nccl" or "gloo"
+    why: str  # one sentence: why this backend
+    is_scaling: bool  # False: ranks share a GPU or run on CPUs, timings are no scaling numbers
+    n_hosts: int  # network namespaces count as hosts of their own
+    is_launcher_order: bool = False  # False: sorted by host and device, not by the rank hints
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def rank_of_engine(self, engine_id: int) -> int:
+        """Return the rank of an engine of this topology; KeyError for any other."""
+        return {place.engine_id: place.rank for place in self.ranks}[engine_id]
+
+    def engine_of_rank(self, rank: int) -> int:
+        """Return ipyparallel's id of a rank of this topology; KeyError for any other."""
+        return {place.rank: place.engine_id for place in self.ranks}[rank]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """A backend, a sentence that says why, and whether timings on it are scaling numbers."""
+
+    backend: str
+    why: str
+    is_scaling: bool
+
+
+def plan(
+    reports: Sequence[EngineReport], backend: str = "auto", threads: int | None = None
+) -> Topology:
+    """Give every engine a rank, a device and a share of its host's cores.
+
+    Ranks are contiguous on each host, and the order of the reports changes nothing.
+    All ranks get a GPU, or none does.
+
+    Args:
+        reports: One per engine; at least one.
+        backend: `auto`, `nccl` or `gloo`.
+        threads: CPU threads per rank; by default cores // ranks on the host.
+
+    Raises:
+        OptionError: If the backend is unknown or cannot join these ranks, or threads < 1.
+    """
+    assert reports
+    assert len({report.engine_id for report in reports}) == len(reports)
+    if threads is not None and threads < 1:
+        raise OptionError(f"A rank cannot run on {threads} threads. Use 1 or more.")
+    is_launcher_order = _hints_are_usable(reports)
+    ordered = sorted(reports, key=_hinted_order if is_launcher_order else _sorted_order)
+    obstacle = _gpu_obstacle(ordered)
+    places = _place(ordered, threads, uses_gpus=not obstacle)
+    gpu_uuids = [] if obstacle else [place.device_uuid for place in places]
+    choice = choose_backend(backend, gpu_uuids, obstacle)
+    return Topology(
+        ranks=places,
+        backend=choice.backend,
+        why=choice.why,
+        is_scaling=choice.is_scaling,
+        n_hosts=places[-1].node_rank + 1,
+        is_launcher_order=is_launcher_order,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Situation:
+    choice: BackendChoice  # of "auto"; its sentence is a template
+    nccl_error: str = ""  # template; "" where NCCL works
+
+
+_SITUATIONS = {
+    "own GPUs": _Situation(BackendChoice("nccl", "NCCL: each rank has its own GPU.", True)),
+    "shared GPUs": _Situation(
+        BackendChoice("gloo", "Gloo: {sharing}, and NCCL takes one rank per GPU.", False),
+        "NCCL takes one rank per GPU, and {sharing}. Use --backend gloo, or -n {n_gpus}.",
+    ),
+    "MIG slices": _Situation(
+        BackendChoice("gloo", "Gloo: ranks run on MIG slices, which NCCL may not join.", False),
+        "NCCL may not join MIG slices, and ranks run on them. Use --backend gloo, or whole GPUs.",
+    ),
+    "CPUs": _Situation(
+        BackendChoice("gloo", "Gloo on the CPU: {obstacle}.", False),
+        "NCCL needs a GPU for each rank, and {obstacle}. Use --backend gloo or --backend auto.",
+    ),
+}
+_GLOO_ON_OWN_GPUS = "Gloo, as asked: each rank has its own GPU, so NCCL would work too."
+
+
+def choose_backend(wanted: str, gpu_uuids: Sequence[str], obstacle: str = "") -> BackendChoice:
+    """Return NCCL when each rank has a whole GPU of its own, else Gloo.
+
+    Args:
+        wanted: `auto`, `nccl` or `gloo`.
+        gpu_uuids: The GPU of each rank, or nothing when the ranks run on CPUs.
+        obstacle: Why they run on CPUs: a clause for the sentence.
+
+    Raises:
+        OptionError: If the wanted backend is unknown, or is NCCL and cannot run here.
+    """
+    if wanted not in BACKENDS:
+        raise OptionError(f"There is no backend {wanted!r}. Use auto, nccl or gloo.")
+    n_gpus = len(set(gpu_uuids))
+    gpus = "1 GPU" if n_gpus == 1 else f"{n_gpus} GPUs"
+    facts = {
+        "obstacle": obstacle or "no rank sees a GPU",
+        "sharing": f"{len(gpu_uuids)} ranks share {gpus}",
+        "n_gpus": n_gpus,
+    }
+    situation = _SITUATIONS[_device_use(gpu_uuids)]
+    if wanted == "nccl" and situation.nccl_error:
+        raise OptionError(situation.nccl_error.format_map(facts))
+    if wanted == "gloo" and situation.choice.backend == "nccl":
+        return replace(situation.choice, backend="gloo", why=_GLOO_ON_OWN_GPUS)
+    return replace(situation.choice, why=situation.choice.why.format_map(facts))
+
+
+def local_reports(
+    n: int,
+    *,
+    hostname: str,
+    gpus: tuple[Gpu, ...],
+    cores: int,
+    has_cuda: bool = True,
+    torch_version: str = "",
+) -> tuple[EngineReport, ...]:
+    """Return the reports of n engines that the local launcher would start: engine id = rank.
+
+    `plan` of them checks `-n`, `--gpus` and `--backend` before anything starts.
+
+    Raises:
+        OptionError: If n < 1.
+    """
+    if n < 1:
+        raise OptionError(f"-n {n} starts no rank. Use 1 or more.")
+    one = EngineReport(
+        engine_id=0,
+        hostname=hostname,
+        gpus=gpus,
+        cores=cores,
+        size_hint=n,
+        has_cuda=has_cuda,
+        torch_version=torch_version,
+    )
+    return tuple(replace(one, engine_id=i, rank_hint=i, local_hint=i) for i in range(n))
+
+
+def select_gpus(available: tuple[Gpu, ...], spec: str | None) -> tuple[Gpu, ...]:
+    """Return the GPUs that `--gpus` names, in the order typed: the first is `cuda:0`.
+
+    Args:
+        available: The GPUs of this machine.
+        spec: `0,1` or `0-3`; `none` for CPU ranks; None or `all` for every GPU.
+
+    Raises:
+        OptionError: If an id does not exist or stands twice, or the spec has another form.
+    """
+    if spec is None or is_all(spec):
+        return available
+    if spec.strip().lower() == "none":
+        return ()
+    numbers = parse_numbers(spec, "GPUs")
+    by_index = {gpu.index: gpu for gpu in available}
+    for number, count in Counter(numbers).items():
+        if number not in by_index:
+            there = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in available)
+            seen = f"These do: {there}" if there else "This machine has no GPU"
+            raise OptionError(
+                f"GPU {number} does not exist. {seen}. Use --gpus none for ranks on the CPU."
+            )
+        if count > 1:
+            raise OptionError(
+                f"GPU {number} stands {count} times in --gpus {spec}. "
+                "Name each GPU once; with a larger -n the ranks share them."
+            )
+    return tuple(by_index[number] for number in numbers)
+
+
+def default_world_size(gpus: Sequence[Gpu]) -> int:
+    """Return one rank per GPU, and 2 without a GPU."""
+    return len(gpus) or 2
+
+
+def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tuple[str, ...]:
+    """Return the addresses at which other hosts may reach rank 0, the likeliest first.
+
+    On one host that is loopback alone. Otherwise every rank must still try them:
+    only a connection shows which one all hosts reach.
+
+    Raises:
+        StartError: If rank 0 has no address that another host could reach.
+    """
+    if topology.n_hosts == 1:
+        return ("127.0.0.1",)
+    engine_id = topology.engine_of_rank(0)
+    zero = next(report for report in reports if report.engine_id == engine_id)
+    others = [ip for name, ip in zero.addresses if not _INNER_INTERFACE.match(name)]
+    found = [ip for ip in (zero.toward_controller, *others) if _leaves_the_host(ip)]
+    if not found:
+        seen = ", ".join(f"{name} {ip}" for name, ip in zero.addresses) or "none"
+        raise StartError(
+            f"Rank 0 on {zero.hostname} has no address that the other hosts could reach; "
+            f"its addresses: {seen}. Bring up its network, or start all ranks on one host."
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def _leaves_the_host(ip: str) -> bool:
+    if not ip:
+        return False
+    address = ipaddress.ip_address(ip)
+    return not (address.is_loopback or address.is_link_local)
+
+
+def _host_key(report: EngineReport) -> tuple[str, str, str]:
+    return report.hostname, report.boot_id, report.network_namespace
+
+
+def _hints_are_usable(reports: Sequence[EngineReport]) -> bool:
+    n = len(reports)
+    by_hint = {report.rank_hint: report for report in reports}
+    jobs = {report.job_id for report in reports}
+    sizes = {report.size_hint for report in reports if report.size_hint is not None}
+    if by_hint.keys() != set(range(n)) or len(jobs) > 1 or sizes - {n}:
+        return False
+    hosts = [_host_key(by_hint[rank]) for rank in range(n)]
+    n_blocks = sum(1 for _ in groupby(hosts))
+    return n_blocks == len(set(hosts))  # more blocks: the ranks of a host are not contiguous
+
+
+def _hinted_order(report: EngineReport) -> tuple[object, ...]:
+    return (report.rank_hint,)
+
+
+def _sorted_order(report: EngineReport) -> tuple[object, ...]:
+    host = (_natural(report.hostname), report.boot_id, report.network_namespace)
+    local = (report.local_hint is None, report.local_hint or 0)
+    first_device = (report.cuda_visible_devices or "").split(",")[0]
+    return host, local, _natural(first_device), report.engine_id
+
+
+def _natural(text: str) -> tuple[object, ...]:
+    parts = re.split(r"([0-9]+)", text)  # every second part is a number: node2 before node10
+    return tuple(int(part) if i % 2 else part for i, part in enumerate(parts))
+
+
+def _gpu_obstacle(ordered: Sequence[EngineReport]) -> str:
+    """Return why the ranks cannot all use GPUs, as a clause; "" when they can."""
+    if not any(report.gpus for report in ordered):
+        return "no rank sees a GPU"
+    no_cuda = [rank for rank, report in enumerate(ordered) if not report.has_cuda]
+    if no_cuda:
+        versions = " and ".join(sorted({ordered[rank].torch_version for rank in no_cuda}))
+        torch = f"PyTorch {versions}".rstrip()
+        where = "" if len(no_cuda) == len(ordered) else f" of {_which(no_cuda, ordered)}"
+        return f"{torch}{where} cannot use CUDA"
+    no_gpu = [rank for rank, report in enumerate(ordered) if not report.gpus]
+    if no_gpu:
+        return f"no GPU is visible to {_which(no_gpu, ordered)}, and ranks use GPUs all or none"
+    return ""
+
+
+def _which(ranks: Sequence[int], ordered: Sequence[EngineReport]) -> str:
+    hosts = ", ".join(dict.fromkeys(ordered[rank].hostname for rank in ranks))
+    return f"rank{'s' if len(ranks) > 1 else ''} {rank_label(ranks)} ({hosts})"
+
+
+def _place(
+    ordered: Sequence[EngineReport], threads: int | None, *, uses_gpus: bool
+) -> tuple[RankPlace, ...]:
+    sizes = Counter(_host_key(report) for report in ordered)
+    node_ranks = {host: node_rank for node_rank, host in enumerate(sizes)}
+    places: list[RankPlace] = []
+    for rank, report in enumerate(ordered):
+        host = _host_key(report)
+        node_rank = node_ranks[host]
+        local_rank = sum(place.node_rank == node_rank for place in places)
+        gpu_index = local_rank % len(report.gpus) if uses_gpus else None
+        gpu = None if gpu_index is None else report.gpus[gpu_index]
+        places.append(
+            RankPlace(
+                engine_id=report.engine_id,
+                rank=rank,
+                local_rank=local_rank,
+                local_world_size=sizes[host],
+                node_rank=node_rank,
+                host=report.hostname,
+                pid=report.pid,
+                device="cpu" if gpu is None else f"cuda:{gpu_index}",
+                device_name="" if gpu is None else gpu.name,
+                device_uuid="" if gpu is None else gpu.uuid,
+                threads=threads or max(1, report.cores // sizes[host]),
+            )
+        )
+    return tuple(places)
+
+
+def _device_use(gpu_uuids: Sequence[str]) -> str:
+    if not gpu_uuids:
+        return "CPUs"
+    if len(set(gpu_uuids)) < len(gpu_uuids):
+        return "shared GPUs"
+    has_slices = any(uuid.startswith("MIG-") for uuid in gpu_uuids)
+    return "MIG slices" if has_slices else "own GPUs"

@@ -1,0 +1,21 @@
+"""Numbers as short text; everywhere else they are bytes and seconds."""
+
+from __future__ import annotations
+
+from nbdist.core.shown import shown
+
+# Decimal, as memory plans and GPU data sheets count.
+BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def seconds(value_s: float) -> str:
+    """`2.1 s`, or a placeholder where outputs are stored."""
+    return f"{shown(f'{value_s:.1f}')} s"
+
+
+def size(value_bytes: float) -> str:
+    """`1.2 GB`, or a placeholder where outputs are stored."""
+    for unit_bytes, name in BYTE_UNITS:
+        if value_bytes >= unit_bytes:
+            return f"{shown(f'{value_bytes / unit_bytes:.1f}')} {name}"
+    return f"{shown(f'{value_bytes:.0f}')} B"

@@ -1,0 +1,51 @@
+"""Is what is installed new enough, and does nbdist run on this system."""
+
+from __future__ import annotations
+
+import re
+
+from nbdist.errors import StartError
+
+OLDEST_TORCH = (2, 11)
+
+
+def check_torch(version: str | None, where: str) -> None:
+    """Refuse a torch that is missing or older than OLDEST_TORCH.
+
+    Args:
+        version: As in torch.__version__ or its package metadata; None when missing.
+        where: The Python that it is for, named in the message.
+
+    Raises:
+        StartError: With the command that installs a newer one.
+    """
+    needed = ".".join(map(str, OLDEST_TORCH))
+    remedy = f"Install it with: {where} -m pip install 'torch>={needed}'"
+    if version is None:
+        raise StartError(f"torch is not installed for {where}. {remedy}")
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_TORCH:
+        raise StartError(f"torch {version} is too old for nbdist, which needs {needed}. {remedy}")
+
+
+def check_system(platform: str) -> str:
+    """A note for systems with less protection, empty on Linux.
+
+    Args:
+        platform: sys.platform.
+
+    Raises:
+        StartError: On Windows, which has neither fork-free signals nor Gloo over loopback
+            names as used here.
+    """
+    if platform == "linux":
+        return ""
+    if platform == "darwin":
+        return (
+            "macOS: CPU ranks work. There is less protection than on Linux: processes that your "
+            "cells start may outlive a killed kernel."
+        )
+    raise StartError(
+        f"nbdist does not run on {platform!r}. It runs on Linux (CPU and GPU) and on macOS (CPU "
+        "ranks, less protection). On Windows use WSL: wsl --install, then install nbdist there."
+    )

@@ -1,0 +1,15 @@
+"""What both ends of the wire have to agree on."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+# Metadata of every cell that is sent: the notebook's cell number, for tracebacks.
+CELL_NUMBER = "nbdist_cell"
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """The result of the function `package.module:function`, called with the arguments."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)(*args, **kwargs)

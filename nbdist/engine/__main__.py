@@ -1,0 +1,56 @@
+"""The engine's process: the notebook's sys.path, torch and the group, then ipyparallel's engine.
+
+Run by its path, before nbdist can be imported, so the first lines use the standard library
+alone. Torch is imported and the process group formed while the controller is still coming
+up; only then is its connection file waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+URL_FILE_OPTION = "--IPEngine.url_file="
+CONTROLLER_DEADLINE_S = 60.0
+
+
+def wait_for_controller(arguments: list[str], deadline_s: float = CONTROLLER_DEADLINE_S) -> None:
+    """Return once the controller's connection file is there and whole.
+
+    ipyparallel's own waiting looks every 0.1 s and reads a file that may be half written.
+    """
+    paths = [a.removeprefix(URL_FILE_OPTION) for a in arguments if a.startswith(URL_FILE_OPTION)]
+    end = time.monotonic() + deadline_s
+    while paths:
+        try:
+            json.loads(Path(paths[0]).read_text())
+        except (OSError, ValueError):
+            if time.monotonic() > end:
+                sys.exit(f"the controller wrote no {paths[0]} in {deadline_s:.0f} s")
+            time.sleep(0.01)
+        else:
+            return
+
+
+def main() -> None:
+    """Be one rank until told to stop."""
+    run_dir = Path(os.environ["NBDIST_RUN"])
+    notebook = json.loads((run_dir / "notebook.json").read_text())
+    sys.path[:] = notebook["sys_path"]
+
+    from nbdist.engine import runtime
+
+    runtime.join_at_start(run_dir, notebook["start"])
+    wait_for_controller(sys.argv)
+
+    from ipyparallel.engine.app import main as run_engine
+
+    sys.argv[0] = "ipengine"
+    run_engine()
+
+
+if __name__ == "__main__":
+    main()

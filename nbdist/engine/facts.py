@@ -1,0 +1,110 @@
+"""What an engine knows about itself: its host, its GPUs, its launcher's rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+from nbdist.core.topology import EngineReport, Gpu
+
+# The launcher's own numbering of its tasks, in the order in which they are believed.
+RANK_VARIABLES = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID")
+SIZE_VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+LOCAL_VARIABLES = (
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PALS_LOCAL_RANKID",
+)
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+
+
+def describe(engine_id: int, controller_address: str = "") -> EngineReport:
+    """The report of this engine, from which the kernel plans ranks and devices."""
+    return EngineReport(
+        engine_id=engine_id,
+        hostname=socket.gethostname(),
+        boot_id=_read("/proc/sys/kernel/random/boot_id"),
+        network_namespace=_link("/proc/self/ns/net"),
+        pid=os.getpid(),
+        addresses=addresses(),
+        toward_controller=address_toward(controller_address),
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        gpus=gpus(),
+        cores=usable_cores(),
+        rank_hint=_number(RANK_VARIABLES),
+        size_hint=_number(SIZE_VARIABLES),
+        local_hint=_number(LOCAL_VARIABLES),
+        job_id=next((os.environ[v] for v in JOB_VARIABLES if v in os.environ), ""),
+        python=sys.executable,
+        torch_version=str(torch.__version__),
+        has_cuda=torch.cuda.is_available(),
+    )
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs that this process sees, in its own order."""
+    if not torch.cuda.is_available():
+        return ()
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        uuid = str(getattr(properties, "uuid", "")) or f"index-{index}"
+        found.append(Gpu(index=index, uuid=uuid, name=properties.name))
+    return tuple(found)
+
+
+def usable_cores() -> int:
+    """The CPUs that this process may use (its affinity, not the machine's count)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def addresses() -> tuple[tuple[str, str], ...]:
+    """(interface, IPv4 address) of every interface that is up."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return tuple(
+        (name, entry.address)
+        for name, entries in sorted(psutil.net_if_addrs().items())
+        for entry in entries
+        if entry.family == socket.AF_INET and name in up
+    )
+
+
+def address_toward(other: str) -> str:
+    """The own address from which `other` would be reached; empty where there is no way.
+
+    Connecting a UDP socket sends nothing; it makes the kernel choose a route.
+    """
+    if not other:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((other, 9))
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def _number(variables: tuple[str, ...]) -> int | None:
+    return next((int(os.environ[v]) for v in variables if os.environ.get(v, "").isdigit()), None)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

@@ -1,0 +1,288 @@
+"""One rank: its place, its device, its process group, and the names that cells find.
+
+Every function here but `join_at_start` is called from the notebook by name
+(nbdist/client/remote.py lists them); what they return crosses the wire as plain records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbdist.core import topology
+from nbdist.core.ranks import rank_label
+from nbdist.core.topology import EngineReport, RankPlace, Topology
+from nbdist.core.versions import check_torch
+from nbdist.engine import cells, facts
+from nbdist.errors import NbdistError, StartError
+
+# DDP's first use imports torch._dynamo (about a second). Done once the rank has been idle
+# for this long, so that it delays neither the start nor a cell that comes at once.
+PRELOAD_AFTER_S = 1.0
+# What torch is asked for by name: with NCCL, tensors on the CPU still have a group.
+TORCH_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+
+
+@dataclass(slots=True)
+class Runtime:
+    """What this rank remembers between calls."""
+
+    place: RankPlace
+    topology: Topology
+    store: dist.Store
+    generation: int = 0
+
+
+_runtime: Runtime | None = None
+
+
+def current() -> Runtime:
+    """This rank's state.
+
+    Raises:
+        StartError: Before the rank has joined a group.
+    """
+    if _runtime is None:
+        raise StartError("This engine has not joined a group of ranks yet.")
+    return _runtime
+
+
+def join_at_start(run_dir: Path, start: dict[str, Any]) -> None:
+    """Join the local cluster's group before anything else runs in this process.
+
+    Collective: every rank. The rank comes from the launcher. A failure is written to
+    `failed.RANK` in the run folder, where the notebook reads it, and ends the process.
+    """
+    rank = int(os.environ["RANK"])
+    try:
+        check_torch(str(torch.__version__), sys.executable)
+        store = dist.FileStore(str(run_dir / "store"), start["world_size"])
+        report = replace(
+            facts.describe(rank),
+            rank_hint=rank,
+            size_hint=start["world_size"],
+            local_hint=rank,
+            job_id="",
+        )
+        reports = exchange_reports(store, report, start["world_size"], start["deadline_s"])
+        plan = topology.plan(reports, start["backend"], threads=torch.get_num_threads())
+        join(plan, rank, store)
+    except Exception as error:
+        failure = {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "is_explained": isinstance(error, NbdistError),
+            "traceback": traceback.format_exc(),
+        }
+        (run_dir / f"failed.{rank}").write_text(json.dumps(failure))
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def exchange_reports(
+    store: dist.Store, report: EngineReport, world_size: int, deadline_s: float
+) -> list[EngineReport]:
+    """Every rank's report, by way of the store. Collective: every rank.
+
+    Raises:
+        StartError: After the deadline, naming the ranks that have not come.
+    """
+    keys = [f"report/{rank}" for rank in range(world_size)]
+    store.set(f"report/{report.engine_id}", pickle.dumps(report))
+    try:
+        store.wait(keys, timedelta(seconds=deadline_s))
+    except (dist.DistError, RuntimeError) as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise StartError(
+            f"rank {report.engine_id} waited {deadline_s:.0f} s for rank(s) "
+            f"{rank_label(missing)} to join the group"
+        ) from error
+    # The file is in a folder that only this user can read, written by the other ranks.
+    return [pickle.loads(store.get(key)) for key in keys]  # noqa: S301
+
+
+def join(plan: Topology, rank: int, store: dist.Store) -> None:
+    """Form the process group that the plan asks for. Collective: every rank."""
+    global _runtime
+    place = plan.ranks[rank]
+    _set_torchrun_variables(place, plan)
+    options: dict[str, Any] = {}
+    if place.device != "cpu":
+        torch.cuda.set_device(place.device)
+    if plan.backend == "nccl":
+        # Bound to its device the communicator is made now and not in the first collective,
+        # where it could not be aborted.
+        options["device_id"] = torch.device(place.device)
+    dist.init_process_group(
+        TORCH_BACKENDS[plan.backend],
+        store=dist.PrefixStore("group/0", store),
+        rank=rank,
+        world_size=plan.world_size,
+        **options,
+    )
+    _runtime = Runtime(place=place, topology=plan, store=store)
+
+
+def _set_torchrun_variables(place: RankPlace, plan: Topology) -> None:
+    variables = {
+        "RANK": place.rank,
+        "LOCAL_RANK": place.local_rank,
+        "WORLD_SIZE": plan.world_size,
+        "LOCAL_WORLD_SIZE": place.local_world_size,
+        "GROUP_RANK": place.node_rank,
+    }
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    if place.device == "cpu":
+        # Accelerate would take a visible GPU although the ranks agreed on the CPU.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(place.threads)
+        torch.set_num_threads(place.threads)
+
+
+def prepare(seed: int | None = None) -> Topology:
+    """Give cells their names (`rank`, `accelerator`, ...) and return the plan as it is.
+
+    On every rank, in the engine's main thread, once the group is formed.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+    from IPython import get_ipython
+
+    runtime = current()
+    place = runtime.place
+    if place.device != "cpu":
+        torch.cuda.set_device(place.device)  # the current device belongs to a thread
+    if seed is not None:
+        set_seed(seed)
+    shell = get_ipython()
+    cells.install(shell)
+    shell.push(
+        {
+            "rank": place.rank,
+            "world_size": runtime.topology.world_size,
+            "local_rank": place.local_rank,
+            "device": torch.device(place.device),
+            "torch": torch,
+            "dist": dist,
+            "accelerator": Accelerator(),
+        },
+        interactive=False,
+    )
+    asyncio.get_running_loop().call_later(PRELOAD_AFTER_S, import_module, "torch._dynamo")
+    return runtime.topology
+
+
+def open_store(address: str, world_size: int) -> int:
+    """Open the store for other hosts on rank 0's engine and return its port.
+
+    It listens on `address` alone: torch's own listener takes every interface, and has no
+    authentication. One rank: the one that will be 0.
+    """
+    global _open_store
+    listener = socket.create_server((address, 0))
+    port = int(listener.getsockname()[1])
+    _open_store = dist.TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return port
+
+
+_open_store: dist.Store | None = None
+
+
+def reachable(addresses: tuple[str, ...], port: int, deadline_s: float = 2.0) -> tuple[str, ...]:
+    """Those of the addresses at which this engine can reach the port."""
+    found = []
+    for address in addresses:
+        try:
+            socket.create_connection((address, port), deadline_s).close()
+        except OSError:
+            continue
+        found.append(address)
+    return tuple(found)
+
+
+def join_by_plan(plan: Topology, rank: int, store_path: str, address: str, port: int) -> None:
+    """Join a group whose ranks were assigned from reports. Collective: every rank.
+
+    Args:
+        plan: The assignment.
+        rank: This engine's rank in it.
+        store_path: A file that all ranks see (one host), or empty.
+        address: Where rank 0's store listens, used without a file.
+        port: Its port.
+    """
+    if store_path:
+        store: dist.Store = dist.FileStore(store_path, plan.world_size)
+        own_address = "127.0.0.1"
+    else:
+        store = _open_store or dist.TCPStore(address, port, plan.world_size, is_master=False)
+        own_address = facts.address_toward(address)
+    # Gloo looks its own name up otherwise, which on Debian gives 127.0.1.1, where no other
+    # host can reach it.
+    interface = next((name for name, ip in facts.addresses() if ip == own_address), "lo")
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, interface)
+    join(plan, rank, store)
+
+
+def adopt_notebook(sys_path: list[str], folder: str) -> None:
+    """Use the notebook's sys.path and working folder, on an engine of the same host."""
+    os.chdir(folder)
+    sys.path[:] = sys_path
+
+
+def memory_bytes() -> dict[str, int]:
+    """This rank's memory: resident on the host, and allocated and reserved on its GPU."""
+    import psutil
+
+    used = {"resident": int(psutil.Process().memory_info().rss)}
+    if current().place.device != "cpu":
+        used["allocated"] = torch.cuda.memory_allocated()
+        used["reserved"] = torch.cuda.memory_reserved()
+    return used
+
+
+def barrier(deadline_s: float) -> float:
+    """Wait for all ranks and return how long this one waited, in seconds.
+
+    Collective: every rank. It goes through the store, which names who is missing and
+    leaves no collective hanging when a rank does not come.
+
+    Raises:
+        NbdistError: After the deadline, naming the ranks that have not come.
+    """
+    runtime = current()
+    runtime.generation += 1
+    began = time.monotonic()
+    keys = [f"sync/{runtime.generation}/{r}" for r in range(runtime.topology.world_size)]
+    runtime.store.set(keys[runtime.place.rank], b"here")
+    try:
+        runtime.store.wait(keys, timedelta(seconds=deadline_s))
+    except (dist.DistError, RuntimeError) as error:
+        missing = [rank for rank, key in enumerate(keys) if not runtime.store.check([key])]
+        raise NbdistError(
+            f"rank {runtime.place.rank} waited {deadline_s:.0f} s at %sync for rank(s) "
+            f"{rank_label(missing)}"
+        ) from error
+    return time.monotonic() - began

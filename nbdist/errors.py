@@ -1,0 +1,94 @@
+"""Every error that a user of nbdist can meet.
+
+    NbdistError
+        OptionError          a wrong option, rank or value; the message lists the choices
+        StartError           a cluster could not start
+        NotRunning           a verb needs ranks and none are running
+        AlreadyRunning       other ranks are running than the ones asked for
+        RankBusy             a chosen rank still runs an earlier cell
+        RankGone             a chosen rank, or the controller, has ended
+        CellTimeout          a cell ran past its --timeout
+        DistributedError     the user's code failed on one or more ranks
+
+None of them derives from IPython's UsageError: nbval, nbclient and Run All
+pass over that one, so a failure would be reported as success.
+"""
+
+from __future__ import annotations
+
+
+class NbdistError(Exception):
+    """A failure that nbdist found and explains in its message."""
+
+    def _render_traceback_(self) -> list[str]:
+        # IPython calls this instead of drawing frames: the frames would show
+        # nbdist's own code, and the message already says what to do.
+        return [f"{type(self).__name__}: {self}"]
+
+
+class OptionError(NbdistError):
+    """An option, rank or value that does not exist; the message lists what does."""
+
+
+class StartError(NbdistError):
+    """A cluster could not start; the message names the process and its reason."""
+
+
+class NotRunning(NbdistError):
+    """A verb needs ranks and none are running in this notebook."""
+
+
+class AlreadyRunning(NbdistError):
+    """Ranks are running already, and others were asked for."""
+
+
+class RankBusy(NbdistError):
+    """A chosen rank still runs an earlier cell."""
+
+
+class RankGone(NbdistError):
+    """A chosen rank, or the cluster's controller, has ended."""
+
+
+class CellTimeout(NbdistError):
+    """A cell ran longer than its --timeout; its ranks were interrupted."""
+
+
+class DistributedError(NbdistError):
+    """The cell's code raised on one or more ranks.
+
+    Attributes:
+        ranks: The ranks that failed, in rank order.
+        traceback_text: Each distinct traceback once, with its ranks, root cause first.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), traceback_text: str = ""):
+        super().__init__(message)
+        self.ranks = ranks
+        self.traceback_text = traceback_text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions with keyword-only arguments do not survive pickling otherwise.
+        return (_rebuild_distributed_error, (str(self), self.ranks, self.traceback_text))
+
+    def _render_traceback_(self) -> list[str]:
+        summary = f"{type(self).__name__}: {self}"
+        return [self.traceback_text, "", summary] if self.traceback_text else [summary]
+
+
+def _rebuild_distributed_error(
+    message: str, ranks: tuple[int, ...], traceback_text: str
+) -> DistributedError:
+    return DistributedError(message, ranks=ranks, traceback_text=traceback_text)
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user interrupted a distributed cell; says which ranks are back."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"KeyboardInterrupt: {self}"]
+
+
+# Frontends show an exception's class by name; this one is a KeyboardInterrupt to everybody,
+# and its own class exists only to leave nbdist's frames out of the traceback.
+Interrupted.__name__ = "KeyboardInterrupt"

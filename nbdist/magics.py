@@ -1,0 +1,81 @@
+"""The magics: parse what was typed, run the verb, show what it returns."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbdist import commands, routing
+from nbdist.notebook import NOTEBOOK
+from nbdist.verbs import Parsed, Verb, help_view, parse
+from nbdist.view.mime import View
+
+
+def run_line(verb: Verb, line: str) -> None:
+    """Run a line magic."""
+    parsed = parse(verb, line)
+    if _is_answered(verb, parsed):
+        return
+    view = verb.run(parsed.values)
+    if view is not None:
+        commands.show(view)
+
+
+def run_cell(verb: Verb, line: str, cell: str) -> None:
+    """Run a cell magic and block: the way inside other magics and nested cells."""
+    parsed = parse(verb, line)
+    if not _is_answered(verb, parsed) and cell.strip():
+        verb.run(parsed.values, routing.sent_code(f"{verb.typed} {line}\n", cell))
+
+
+async def run_typed(name: str, line: str, code: str) -> None:
+    """Run a distributed cell without blocking the kernel (what `routing.route` writes)."""
+    verb = commands.VERBS[name]
+    parsed = parse(verb, line)
+    if not _is_answered(verb, parsed) and code.strip():
+        await NOTEBOOK.run_async(code, commands.cell_options(parsed.values))
+
+
+def run_local(shell: InteractiveShell, _line: str, cell: str) -> None:
+    """Run a cell in the kernel, inside another magic; at top level `route` does it."""
+    shell.run_cell(cell)
+
+
+def answer(name: str, _line: str) -> None:
+    """Say what replaces a magic of nbdistributed."""
+    commands.show(View(f"%{name}: {commands.REPLACED_MAGICS[name]}"))
+
+
+def _is_answered(verb: Verb, parsed: Parsed) -> bool:
+    for text in parsed.answers:
+        commands.show(View(text))
+    if parsed.wants_help:
+        commands.show(help_view(verb))
+    return parsed.wants_help
+
+
+def register(shell: InteractiveShell) -> None:
+    """Register every magic and the routing of cells. Twice is harmless."""
+    for verb in commands.VERBS.values():
+        function: Any = functools.partial(run_cell if verb.is_cell else run_line, verb)
+        function.__doc__ = help_view(verb).text
+        shell.register_magic_function(function, "cell" if verb.is_cell else "line", verb.name)
+    for name in commands.REPLACED_MAGICS:
+        shell.register_magic_function(functools.partial(answer, name), "line", name)
+    local = functools.partial(run_local, shell)
+    shell.register_magic_function(local, "cell", routing.LOCAL_CELL)
+    unregister(shell)
+    shell.input_transformers_cleanup.insert(0, routing.route)
+
+
+def unregister(shell: InteractiveShell) -> None:
+    """Take the routing away again; the ranks go on."""
+    kept = [one for one in shell.input_transformers_cleanup if not _is_ours(one)]
+    shell.input_transformers_cleanup[:] = kept
+
+
+def _is_ours(transformer: Any) -> bool:
+    # By name: after %reload_ext the function is another object.
+    return getattr(transformer, "__module__", "") == routing.__name__

@@ -1,0 +1,174 @@
+"""What one notebook remembers: its ranks, how they were started, where plain cells run."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from nbdist.client import run
+from nbdist.client.run import CellRequest
+from nbdist.client.session import Session
+from nbdist.client.start import Started, StartOptions, start
+from nbdist.core.cells import CellResult
+from nbdist.core.failures import ranks_are, ranks_phrase
+from nbdist.core.ranks import rank_label
+from nbdist.core.shown import is_stored
+from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
+from nbdist.view.cells import LiveCell
+
+LOCAL = "local"
+EXIT_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CellOptions:
+    """The options of %%distributed and %%rank."""
+
+    ranks: str | None = None
+    has_tabs: bool = False
+    timeout_s: float | None = None
+
+
+class Notebook:
+    """One notebook's ranks and settings. There is one of these in a kernel."""
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._options = StartOptions()
+        self._mode = LOCAL
+        self.cell_number: int | None = None
+
+    @property
+    def session(self) -> Session:
+        """The running ranks.
+
+        Raises:
+            NotRunning: If there are none.
+        """
+        if self._session is None:
+            raise NotRunning(
+                "No ranks are running in this notebook. Start some with %dist_init, for example: "
+                "%dist_init -n 2"
+            )
+        return self._session
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there are ranks."""
+        return self._session is not None
+
+    @property
+    def mode(self) -> str:
+        """Where plain cells run: "local", or ranks."""
+        return self._mode
+
+    @property
+    def mode_phrase(self) -> str:
+        """The mode as the end of a sentence: `in the notebook`, `on ranks 0-1`."""
+        if self._mode == LOCAL:
+            return "in the notebook"
+        return f"on {ranks_phrase(self.session.chosen(self._mode))}"
+
+    def set_mode(self, mode: str) -> None:
+        """Run plain cells from now on in the notebook ("local") or on ranks ("all", "0,1").
+
+        Raises:
+            OptionError: If a rank does not exist.
+            NotRunning: If ranks are named and none are running.
+        """
+        if mode != LOCAL:
+            mode = rank_label(self.session.chosen(mode))
+        self._mode = mode
+
+    def start(self, options: StartOptions, progress: Callable[[str], None]) -> Started:
+        """Bring ranks up.
+
+        Raises:
+            AlreadyRunning: If ranks run already.
+            OptionError, StartError: See client.start.
+            Interrupted: If the user interrupted the start; nothing is left of it.
+        """
+        if self._session is not None:
+            raise AlreadyRunning(
+                f"{ranks_are(self._session.ranks)} already running in this notebook. "
+                "%dist_reset starts afresh; %dist_shutdown stops."
+            )
+        try:
+            started = start(options, self._sink, progress)
+        except KeyboardInterrupt as error:
+            raise Interrupted("the start was interrupted; nothing of it is left") from error
+        self._session, self._options = started.session, options
+        atexit.register(self._stop_at_exit, started.session)
+        return started
+
+    @property
+    def options(self) -> StartOptions:
+        """The options of the last start."""
+        return self._options
+
+    def stop(self) -> Session:
+        """End the ranks; plain cells run in the notebook again.
+
+        Raises:
+            NotRunning: If there are none.
+        """
+        session = self.session
+        self._session, self._mode = None, LOCAL
+        session.stop()
+        atexit.unregister(self._stop_at_exit)
+        return session
+
+    def request(self, code: str, options: CellOptions) -> Callable[[], run.CellRun]:
+        """A cell that is ready to be sent; `run.wait` sends it and sees it through."""
+        session = self.session
+        request = CellRequest(
+            code=code,
+            ranks=session.chosen(options.ranks),
+            number=self.cell_number,
+            timeout_s=options.timeout_s,
+            is_patient=is_stored(),
+            keeps_outputs=options.has_tabs,
+        )
+        return lambda: session.begin(request)
+
+    def run(self, code: str, options: CellOptions) -> CellResult:
+        """Run a distributed cell and block until it ends."""
+        return run.wait(self.request(code, options))
+
+    async def run_async(self, code: str, options: CellOptions) -> CellResult:
+        """Run a distributed cell and leave the kernel's loop free meanwhile."""
+        return await run.wait_async(self.request(code, options))
+
+    def differs(self, asked: StartOptions) -> list[str]:
+        """The options in which running ranks differ from what is asked for now.
+
+        An option that was left at its default asks for nothing.
+        """
+        running = replace(self._options, world_size=self.session.topology.world_size)
+        default = StartOptions()
+        return [
+            field.name
+            for field in fields(StartOptions)
+            if field.name != "deadline_s"
+            and getattr(asked, field.name)
+            not in {getattr(default, field.name), getattr(running, field.name)}
+        ]
+
+    def _sink(self, request: CellRequest) -> LiveCell:
+        return LiveCell(self._output_file, has_tabs=request.keeps_outputs)
+
+    def _output_file(self) -> Path:
+        folder = self.session.cluster.run_dir / "output"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        taken = len(list(folder.iterdir()))
+        return folder / f"cell-{self.cell_number or 0}-{taken}.txt"
+
+    def _stop_at_exit(self, session: Session) -> None:
+        # The guardian would end everything in any case; this lets the ranks end by
+        # themselves first, so that what their code registered for the end is run.
+        session.cluster.stop(grace_s=EXIT_GRACE_S)
+
+
+NOTEBOOK = Notebook()

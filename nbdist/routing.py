@@ -1,0 +1,129 @@
+"""Where a typed cell goes: into the kernel, or to the ranks without blocking the kernel."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbdist.commands import REPLACED_MAGICS, VERBS
+from nbdist.errors import OptionError
+from nbdist.notebook import LOCAL, NOTEBOOK
+
+LOCAL_CELL = "local"
+CELL_VERBS = tuple(name for name, verb in VERBS.items() if verb.is_cell)
+OWN_NAMES = frozenset({*VERBS, *REPLACED_MAGICS, LOCAL_CELL})
+
+# `%%rank[0,1]` is written without a space in nbdistributed, which IPython takes for a name.
+_GLUED_RANKS = re.compile(r"^%%rank\[")
+_MAGIC = re.compile(r"^(%%?)(\w+)(.*)$", re.DOTALL)
+_LOADING = re.compile(r"^%(load|reload|unload)_ext\s+nbdist\b")
+
+
+def route(lines: list[str]) -> list[str]:
+    """Rewrite a typed cell for where it is to run (an IPython input transformer).
+
+    A distributed cell becomes one `await`, so that the kernel goes on answering (widgets,
+    interrupts) while it runs. Inside another magic (%%time) or a nested run_cell an await
+    is not possible; there the lines stay as they are and the blocking magic runs.
+    """
+    lines = [_GLUED_RANKS.sub("%%rank [", line) for line in lines]
+    shell = _shell()
+    if shell is None or _is_nested() or _is_silent(shell):
+        return lines
+    NOTEBOOK.cell_number = shell.execution_count
+    first = _first_code_line(lines)
+    if first is None:
+        return lines
+    magic = _MAGIC.match(lines[first])
+    name = magic.group(2) if magic else ""
+    if magic and magic.group(1) == "%%" and name in (*CELL_VERBS, LOCAL_CELL):
+        return _routed_cell(shell, lines, first, name, magic.group(3).strip())
+    if not lines[first].startswith("%%"):
+        _check_misplaced(lines, first)
+    if NOTEBOOK.mode == LOCAL or name in OWN_NAMES or _LOADING.match(lines[first]):
+        return lines
+    code = "".join(lines)
+    return [_call("distributed", f"--ranks {NOTEBOOK.mode}", code)] if shell.autoawait else lines
+
+
+def _routed_cell(
+    shell: InteractiveShell, lines: list[str], first: int, name: str, line: str
+) -> list[str]:
+    body = "".join(lines[first + 1 :])
+    code = sent_code("".join(lines[: first + 1]), body)
+    if name == LOCAL_CELL:
+        return code.splitlines(keepends=True)
+    if not shell.autoawait:
+        return lines
+    return [_call(name, line, code if body.strip() else "")]
+
+
+def sent_code(above: str, body: str) -> str:
+    """The body under the lines above it as comments, so that line numbers stay right.
+
+    A body that begins with a cell magic has to begin with it; its own line numbers are
+    relative in IPython anyway.
+    """
+    if body.lstrip().startswith("%%"):
+        return body
+    commented = "".join(
+        line if line.startswith("#") else f"# {line}" for line in above.splitlines(keepends=True)
+    )
+    return commented + body
+
+
+def _call(name: str, line: str, code: str) -> str:
+    arguments = f"{name!r}, {line!r}, {code!r}"
+    return f"await __import__('nbdist.magics').magics.run_typed({arguments})\n"
+
+
+def _first_code_line(lines: list[str]) -> int | None:
+    for number, line in enumerate(lines):
+        if line.strip() and not line.lstrip().startswith("#"):
+            return number
+    return None
+
+
+def _check_misplaced(lines: list[str], first: int) -> None:
+    """Say so when a cell magic of ours stands below other code.
+
+    IPython would print that there is no such line magic, and count the cell as passed.
+    """
+    for line in lines[first + 1 :]:
+        match = _MAGIC.match(line)
+        if match and match.group(1) == "%%" and match.group(2) in (*CELL_VERBS, LOCAL_CELL):
+            try:
+                ast.parse("".join(lines))
+            except SyntaxError:
+                raise OptionError(
+                    f"%%{match.group(2)} has to be the first line of its cell, and the whole cell "
+                    "runs on the ranks. Put the lines above it into a cell of their own."
+                ) from None
+
+
+def _shell() -> InteractiveShell | None:
+    return InteractiveShell._instance  # noqa: SLF001  # instance() would make one
+
+
+def _is_nested() -> bool:
+    """Whether a cell is running below this one: then it cannot be awaited on."""
+    import sys
+
+    running = InteractiveShell.run_code.__code__
+    frame: Any = sys._getframe()  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code is running:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_silent(shell: InteractiveShell) -> bool:
+    """Whether a frontend asks for itself (a variable inspector, say): never for the ranks."""
+    kernel = getattr(shell, "kernel", None)
+    if kernel is None:
+        return False
+    return bool(kernel.get_parent("shell").get("content", {}).get("silent"))

@@ -1,0 +1,168 @@
+"""What a verb is: its options, its help, and a parser that never raises UsageError."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from nbdist.errors import OptionError
+from nbdist.view.mime import View
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option or argument of a verb.
+
+    Attributes:
+        flags: As typed (`-n`, `--num-processes`); the long one names it. An argument has one
+            name without dashes.
+        help: One line.
+        kind: Turns the text into a value; None for a switch.
+        default: The value when it is not typed.
+        metavar: Stands for the value in the help.
+        name: Its name in the parsed result.
+    """
+
+    flags: tuple[str, ...]
+    help: str
+    kind: Callable[[str], Any] | None = str
+    default: Any = None
+    metavar: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One thing that a user can ask for.
+
+    Attributes:
+        name: As typed after % or %%.
+        help: What it does, one line.
+        example: A line to try.
+        run: Does it and returns what to show. A cell's verb gets its text as well.
+        options: In the order of the help.
+        is_cell: A cell magic (%%).
+        replaced: Options of the nbdistributed package -> what stands for them here.
+    """
+
+    name: str
+    help: str
+    example: str
+    run: Callable[..., View | None]
+    options: tuple[Option, ...] = ()
+    is_cell: bool = False
+    replaced: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def typed(self) -> str:
+        """The name with its percent signs."""
+        return f"%%{self.name}" if self.is_cell else f"%{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A line that was understood.
+
+    Attributes:
+        values: By option name.
+        answers: What to say about options of nbdistributed that were typed.
+        wants_help: `--help` was typed; nothing else counts then.
+    """
+
+    values: argparse.Namespace
+    answers: tuple[str, ...]
+    wants_help: bool = False
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is an OptionError and nothing exits the kernel."""
+
+    def error(self, message: str) -> NoReturn:
+        # Typed lines must not raise UsageError: nbval and Run All pass over it.
+        raise OptionError(f"{self.prog}: {message}. {self.format_usage().strip()}")
+
+
+def parse(verb: Verb, line: str) -> Parsed:
+    """Read what was typed after a verb.
+
+    Raises:
+        OptionError: If it cannot be read; the message shows the usage.
+    """
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise OptionError(f"{verb.typed}: {error} in {line!r}. Close the quotation.") from error
+    if "--help" in words or "-h" in words:
+        return Parsed(argparse.Namespace(), (), wants_help=True)
+    kept, answers = _without_replaced(verb, words)
+    return Parsed(_parser(verb).parse_args(kept), tuple(answers))
+
+
+def help_view(verb: Verb) -> View:
+    """The verb's help with its example."""
+    return View(f"{_parser(verb).format_help().rstrip()}\n\nexample: {verb.example}")
+
+
+def _parser(verb: Verb) -> _Parser:
+    parser = _Parser(
+        prog=verb.typed,
+        description=verb.help,
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, width=88),
+    )
+    for option in verb.options:
+        _add(parser, option)
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, option: Option) -> None:
+    if not option.flags[0].startswith("-"):
+        parser.add_argument(option.flags[0], nargs="*", help=option.help, metavar=option.metavar)
+    elif option.kind is None:
+        parser.add_argument(*option.flags, action="store_true", help=option.help, dest=option.name)
+    else:
+        parser.add_argument(
+            *option.flags,
+            type=option.kind,
+            default=option.default,
+            help=option.help,
+            metavar=option.metavar,
+            dest=option.name,
+        )
+
+
+def _without_replaced(verb: Verb, words: list[str]) -> tuple[list[str], list[str]]:
+    """The words without nbdistributed's options (and their values), and what to say of them."""
+    kept: list[str] = []
+    answers: list[str] = []
+    takes_value = False
+    for word in words:
+        flag, has_value, _ = word.partition("=")
+        if flag in verb.replaced:
+            answers.append(f"{flag}: {verb.replaced[flag]}")
+            takes_value = not has_value
+        elif takes_value and not word.startswith("-"):
+            takes_value = False
+        else:
+            takes_value = False
+            kept.append(word)
+    return kept, answers
+
+
+def positive_number(text: str) -> float:
+    """A number above 0, such as a time in seconds."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def rank_count(text: str) -> int:
+    """A number of ranks."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks (1 or more)")
+    return int(text)

@@ -1,0 +1,1 @@
+"""Records in, a View out: text always, HTML beside it."""

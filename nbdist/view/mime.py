@@ -1,0 +1,83 @@
+"""A View: what a verb shows, as text always and as HTML where that is better."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Something to show.
+
+    Attributes:
+        text: For terminals, nbval and screen readers; complete by itself.
+        html: The same for notebooks, without scripts; empty where text does.
+    """
+
+    text: str
+    html: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_mimebundle_(self, **_options: object) -> dict[str, str]:
+        bundle = {"text/plain": self.text}
+        if self.html:
+            bundle["text/html"] = self.html
+        return bundle
+
+    def _repr_pretty_(self, printer: object, _cycle: bool) -> None:
+        printer.text(self.text)  # type: ignore[attr-defined]
+
+
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+) -> View:
+    """A table with lines of text around it. Columns of numbers are set to the right."""
+    columns = list(zip(head, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    is_number = [all(_is_number(cell) for cell in column[1:]) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        fitted = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(cells, widths, is_number, strict=True)
+        )
+        return "  ".join(fitted).rstrip()
+
+    text = "\n".join([*before, line(head), *(line(row) for row in rows), *after])
+    return View(text, _table_html(head, rows, is_number, before, after))
+
+
+def _is_number(cell: str) -> bool:
+    return bool(cell) and all(character in "0123456789.,#" for character in cell)
+
+
+def _table_html(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    is_number: Sequence[bool],
+    before: Sequence[str],
+    after: Sequence[str],
+) -> str:
+    def row(tag: str, cells: Sequence[str]) -> str:
+        inner = "".join(
+            f'<{tag} style="text-align:{"right" if right else "left"}">{html.escape(cell)}</{tag}>'
+            for cell, right in zip(cells, is_number, strict=True)
+        )
+        return f"<tr>{inner}</tr>"
+
+    def lines(texts: Sequence[str]) -> str:
+        return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
+
+    body = "".join(row("td", cells) for cells in rows)
+    return (
+        f"<div>{lines(before)}<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>"
+        f"{lines(after)}</div>"
+    )

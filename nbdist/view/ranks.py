@@ -1,0 +1,97 @@
+"""Ranks as a table: where each one runs, and what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nbdist.core import units
+from nbdist.core.shown import shown
+from nbdist.core.topology import Topology
+from nbdist.view.mime import View, table
+
+NO_SCALING = (
+    "Times measured here are no scaling numbers: the ranks share {shared}, they do not each have "
+    "their own."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank does now, as the table shows it."""
+
+    rank: int
+    state: str
+    memory_bytes: Mapping[str, int]
+    busy_s: float = 0.0
+
+
+def _ranks_and_hosts(topology: Topology) -> str:
+    n, hosts = topology.world_size, topology.n_hosts
+    return f"{n} rank{'s' if n > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}"
+
+
+def _why(topology: Topology) -> list[str]:
+    lines = [topology.why]
+    if not topology.is_scaling:
+        on_cpu = topology.ranks[0].device == "cpu"
+        lines.append(NO_SCALING.format(shared="this machine's CPU cores" if on_cpu else "a GPU"))
+    return lines
+
+
+def started(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) -> View:
+    """What %dist_init prints: every rank's host, device, backend and threads, and why."""
+    rows = [
+        [
+            str(place.rank),
+            shown(place.host),
+            f"{place.device} {place.device_name}".strip(),
+            topology.backend,
+            shown(place.threads),
+        ]
+        for place in topology.ranks
+    ]
+    return table(
+        ["rank", "host", "device", "backend", "threads"],
+        rows,
+        before=[f"{_ranks_and_hosts(topology)}, ready in {units.seconds(elapsed_s)}"],
+        after=[*_why(topology), *notes],
+    )
+
+
+def status(topology: Topology, states: Sequence[RankState], running_s: float, mode: str) -> View:
+    """What %dist_status prints: what every rank does, and its memory."""
+    rows = []
+    for place, state in zip(topology.ranks, states, strict=True):
+        doing = state.state
+        if state.busy_s:
+            doing += f" for {units.seconds(state.busy_s)}"
+        rows.append(
+            [
+                str(place.rank),
+                shown(place.host),
+                shown(place.pid),
+                f"{place.device} {place.device_name}".strip(),
+                doing,
+                _memory(state.memory_bytes),
+            ]
+        )
+    head = f"{_ranks_and_hosts(topology)}, {topology.backend}, up for {units.seconds(running_s)}"
+    return table(
+        ["rank", "host", "pid", "device", "state", "memory"],
+        rows,
+        before=[head],
+        after=[f"plain cells run {mode}"],
+    )
+
+
+def _memory(memory_bytes: Mapping[str, int]) -> str:
+    if not memory_bytes:
+        return "-"
+    told = f"{units.size(memory_bytes['resident'])} host"
+    if "allocated" in memory_bytes:
+        told += (
+            f", {units.size(memory_bytes['allocated'])} GPU"
+            f" ({units.size(memory_bytes['reserved'])} reserved)"
+        )
+    return told

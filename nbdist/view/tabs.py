@@ -1,0 +1,98 @@
+"""Every rank's own output side by side, in tabs that need no script and no kernel."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+from nbdist.core.cells import CellResult, RankResult
+from nbdist.core.clip import SHOWN_LINES
+from nbdist.core.lines import overwritten
+from nbdist.view.mime import View
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# Tells the tabs of several cells on one page apart.
+_number = count(1)
+
+_STYLE = """
+.{id} > input {{ position: absolute; opacity: 0; }}
+.{id} > label {{ display: inline-block; padding: 2px 10px; cursor: pointer;
+  border-bottom: 2px solid transparent; }}
+.{id} > input:checked + label {{ border-bottom-color: currentColor; }}
+.{id} > input:focus-visible + label {{ outline: 1px dotted currentColor; }}
+.{id} > section {{ display: none; overflow-x: auto; }}
+{checked} {{ display: block; }}
+"""
+
+
+def tabs(result: CellResult) -> View:
+    """One tab per rank with all that it wrote and displayed; as text, one part per rank."""
+    name = f"nbdist-tabs-{next(_number)}"
+    checked = ", ".join(
+        f".{name} > #{name}-{r.rank}:checked ~ #{name}-{r.rank}-out" for r in result.ranks
+    )
+    controls = "".join(_control(name, r, is_first=not i) for i, r in enumerate(result.ranks))
+    sections = "".join(
+        f'<section id="{name}-{r.rank}-out">{_outputs_html(r)}</section>' for r in result.ranks
+    )
+    style = _STYLE.format(id=name, checked=checked)
+    page = f'<style>{style}</style><div class="{name}">{controls}{sections}</div>'
+    text = "\n".join(f"--- rank {r.rank} ---\n{_outputs_text(r)}" for r in result.ranks)
+    return View(text.rstrip("\n"), page)
+
+
+def _control(name: str, result: RankResult, *, is_first: bool) -> str:
+    rank = result.rank
+    checked = " checked" if is_first else ""
+    state = "" if result.status == "ok" else f" ({html.escape(result.status)})"
+    return (
+        f'<input type="radio" name="{name}" id="{name}-{rank}"{checked}>'
+        f'<label for="{name}-{rank}">rank {rank}{state}</label>'
+    )
+
+
+def _outputs_text(result: RankResult) -> str:
+    parts = [
+        _stream_text(output["text"])
+        if output["output_type"] == "stream"
+        else output["data"].get("text/plain", "") + "\n"
+        for output in result.outputs
+    ]
+    if result.failure is not None:
+        parts.append(f"{result.failure.name}: {result.failure.message}\n")
+    return "".join(parts) or "(no output)\n"
+
+
+def _stream_text(text: str) -> str:
+    """The first and the last lines, as in the cell itself."""
+    lines = [overwritten(line.removesuffix("\r")) for line in text.split("\n")]
+    if len(lines) > 2 * SHOWN_LINES:
+        skipped = len(lines) - 2 * SHOWN_LINES
+        lines = [*lines[:SHOWN_LINES], f"... {skipped:,} lines", *lines[-SHOWN_LINES:]]
+    return "\n".join(lines)
+
+
+def _outputs_html(result: RankResult) -> str:
+    parts = [_output_html(output) for output in result.outputs]
+    if result.failure is not None:
+        trace = "\n".join(result.failure.traceback) or result.failure.message
+        parts.append(f"<pre>{html.escape(_ANSI.sub('', trace))}</pre>")
+    return "".join(parts) or "<pre>(no output)</pre>"
+
+
+def _output_html(output: Mapping[str, Any]) -> str:
+    if output["output_type"] == "stream":
+        return f"<pre>{html.escape(_ANSI.sub('', _stream_text(output['text'])))}</pre>"
+    data = output["data"]
+    for kind in ("image/png", "image/jpeg"):
+        if kind in data:
+            encoded = html.escape("".join(data[kind].split()))
+            alt = html.escape(data.get("text/plain", "figure"))
+            return f'<img src="data:{kind};base64,{encoded}" alt="{alt}">'
+    for kind in ("image/svg+xml", "text/html"):
+        if kind in data:
+            return f"<div>{data[kind]}</div>"
+    return f"<pre>{html.escape(data.get('text/plain', ''))}</pre>"

@@ -1,0 +1,97 @@
+"""What every test shares: folders of its own, one thread, markers, and no process left behind."""
+
+import atexit
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support import lab, processes
+
+_SESSION_VARIABLE = "NBDIST_TEST_SESSION"
+_SESSION = uuid.uuid4().hex  # tells our processes from those of a test session beside us
+_HOME = Path(tempfile.mkdtemp(prefix="nbdist-tests-"))
+_DIRS = (
+    "IPYTHONDIR",
+    "JUPYTER_CONFIG_DIR",
+    "JUPYTER_DATA_DIR",
+    "JUPYTER_RUNTIME_DIR",
+    "JUPYTERLAB_SETTINGS_DIR",
+    "JUPYTERLAB_WORKSPACES_DIR",
+    "MPLCONFIGDIR",
+)
+_END_TIMEOUT_S = 10.0
+
+atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
+os.environ.update({name: str(_HOME / name.lower()) for name in _DIRS})
+os.environ.update({"OMP_NUM_THREADS": "1", _SESSION_VARIABLE: _SESSION})
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the markers that are handled here."""
+    config.addinivalue_line(
+        "markers", "gpu(n): needs n CUDA devices; skipped, with the count, where there are fewer"
+    )
+    config.addinivalue_line("markers", "browser: needs JupyterLab, playwright and Chromium")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, with the reason."""
+    for item in items:
+        if reason := _skip_reason(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_left() -> Iterator[None]:
+    """Fail the session if a process of an nbdist run that it started outlives it."""
+    before = set(_processes_of_this_session())
+    yield
+    started = [p for p in _processes_of_this_session() if p not in before]
+    left = processes.wait_gone(started, _END_TIMEOUT_S)
+    lines = [processes.describe(process) for process in left]
+    for process in left:
+        process.kill()
+    if left:
+        pytest.fail(
+            f"{len(left)} processes with NBDIST_RUN were left running (killed now):\n"
+            + "\n".join(lines),
+            pytrace=False,
+        )
+
+
+def _processes_of_this_session() -> list[psutil.Process]:
+    found = processes.processes_of_run()
+    return [p for p in found if processes.environment(p).get(_SESSION_VARIABLE) == _SESSION]
+
+
+def _skip_reason(item: pytest.Item) -> str | None:
+    needed = max((_gpus_of(marker) for marker in item.iter_markers("gpu")), default=0)
+    if needed and needed > (present := _gpu_count()):
+        return f"needs {needed} GPUs, this machine has {present}"
+    return lab.browser_skip_reason() if item.get_closest_marker("browser") else None
+
+
+def _gpus_of(marker: pytest.Mark) -> int:
+    return int(marker.args[0]) if marker.args else 1
+
+
+@functools.cache
+def _gpu_count() -> int:
+    """GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves visible; torch stays out of it."""
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    count = sum(line.startswith("GPU ") for line in listed.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return count if visible is None else min(count, len([v for v in visible.split(",") if v]))

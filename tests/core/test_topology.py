@@ -1,0 +1,600 @@
+"""Ranks, devices and backends are planned rightly on made-up hosts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+
+import pytest
+
+from nbdist.core.topology import (
+    EngineReport,
+    Gpu,
+    Topology,
+    choose_backend,
+    default_world_size,
+    local_reports,
+    plan,
+    select_gpus,
+    store_addresses,
+)
+from nbdist.errors import OptionError, StartError
+
+
+def gpus(host: str, n: int, kind: str = "GPU") -> tuple[Gpu, ...]:
+    """Return n GPUs with uuids of their own."""
+    return tuple(Gpu(i, f"{kind}-{host}-{i}", "NVIDIA H200") for i in range(n))
+
+
+def engine(engine_id: int, hostname: str = "node1", **facts: object) -> EngineReport:
+    """Return the report of an engine with 16 cores and a torch that has CUDA."""
+    report = EngineReport(engine_id, hostname, boot_id="b-" + hostname, cores=16, has_cuda=True)
+    return replace(report, **facts)  # type: ignore[arg-type]
+
+
+def hinted(layout: Sequence[tuple[int, str]]) -> list[EngineReport]:
+    """Return one engine per (rank hint, hostname), engine ids in reversed order."""
+    n = len(layout)
+    return [
+        engine(n - 1 - i, host, rank_hint=hint, size_hint=n, job_id="77")
+        for i, (hint, host) in enumerate(layout)
+    ]
+
+
+def hosts_of(topology: Topology) -> list[str]:
+    """Return each rank's host."""
+    return [place.host for place in topology.ranks]
+
+
+def engines_of(topology: Topology) -> list[int]:
+    """Return each rank's engine id."""
+    return [place.engine_id for place in topology.ranks]
+
+
+def devices_of(topology: Topology) -> list[str]:
+    """Return each rank's device."""
+    return [place.device for place in topology.ranks]
+
+
+def test_one_host_without_hints_is_ordered_by_engine_id() -> None:
+    """Without hints the ranks of one host follow the engine ids, in whatever order they report."""
+    topology = plan([engine(e) for e in (7, 2, 9, 4)])
+
+    assert engines_of(topology) == [2, 4, 7, 9]
+    assert [p.rank for p in topology.ranks] == [0, 1, 2, 3]
+    assert [p.local_rank for p in topology.ranks] == [0, 1, 2, 3]
+    assert {p.local_world_size for p in topology.ranks} == {4}
+    assert topology.n_hosts == 1
+    assert topology.world_size == 4
+    assert not topology.is_launcher_order
+
+
+def test_engine_and_rank_lead_to_each_other() -> None:
+    """The map between engines and ranks goes both ways and refuses strangers."""
+    topology = plan([engine(e) for e in (7, 2, 9, 4)])
+
+    assert topology.rank_of_engine(9) == 3
+    assert topology.engine_of_rank(3) == 9
+    with pytest.raises(KeyError):
+        topology.rank_of_engine(3)
+    with pytest.raises(KeyError):
+        topology.engine_of_rank(-1)
+
+
+def test_hints_in_order_are_the_ranks() -> None:
+    """Slurm's ranks are kept when each host has a contiguous block, in any order of hosts."""
+    layout = [(r, "node2" if r < 4 else "node1") for r in range(8)]
+    topology = plan(hinted(layout))
+
+    assert engines_of(topology) == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert hosts_of(topology) == ["node2"] * 4 + ["node1"] * 4
+    assert [p.node_rank for p in topology.ranks] == [0] * 4 + [1] * 4
+    assert [p.local_rank for p in topology.ranks] == [0, 1, 2, 3] * 2
+    assert topology.n_hosts == 2
+    assert topology.is_launcher_order
+
+
+def test_cyclic_hints_are_sorted_by_host() -> None:
+    """Hints that alternate between hosts are dropped for contiguous ranks."""
+    reports = hinted([(r, f"node{1 + r % 2}") for r in range(8)])
+    topology = plan(reports)
+
+    assert hosts_of(topology) == ["node1"] * 4 + ["node2"] * 4
+    assert engines_of(topology) == [1, 3, 5, 7, 0, 2, 4, 6]
+    assert not topology.is_launcher_order
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank_hint": None},
+        {"rank_hint": 0},
+        {"rank_hint": 9},
+        {"size_hint": 8},
+        {"job_id": "78"},
+    ],
+)
+def test_hints_that_disagree_are_not_used(change: dict[str, object]) -> None:
+    """One missing, doubled or foreign hint makes the plan sort instead."""
+    reports = hinted([(r, "node1") for r in range(4)])
+    assert engines_of(plan(reports)) == [3, 2, 1, 0]
+    reports[1] = replace(reports[1], **change)  # type: ignore[arg-type]
+    topology = plan(reports)
+
+    assert engines_of(topology) == [0, 1, 2, 3]
+    assert not topology.is_launcher_order
+
+
+def test_every_size_hint_must_agree() -> None:
+    """Engines of a larger job of which only some came up are sorted, not taken for all of it."""
+    reports = [replace(r, size_hint=6) for r in hinted([(r, "node1") for r in range(4)])]
+
+    assert not plan(reports).is_launcher_order
+
+
+def test_hints_need_no_size() -> None:
+    """A launcher that gives a rank but no size is believed."""
+    reports = [replace(r, size_hint=None) for r in hinted([(r, "node1") for r in range(4)])]
+
+    assert plan(reports).is_launcher_order
+
+
+def test_overlapping_ranks_of_two_jobs() -> None:
+    """Two jobs that both count from 0 are merged by host, without a rank twice."""
+    one = [engine(i, "node1", rank_hint=i, size_hint=2, job_id="1") for i in range(2)]
+    two = [engine(2 + i, "node2", rank_hint=i, size_hint=2, job_id="2") for i in range(2)]
+    topology = plan([*two, *one])
+
+    assert engines_of(topology) == [0, 1, 2, 3]
+    assert hosts_of(topology) == ["node1", "node1", "node2", "node2"]
+
+
+def test_two_jobs_whose_hints_together_look_whole() -> None:
+    """Hints 0 and 1 from different jobs are chance, not an order."""
+    reports = [
+        engine(0, rank_hint=1, size_hint=2, job_id="1"),
+        engine(1, rank_hint=0, size_hint=2, job_id="2"),
+    ]
+
+    assert engines_of(plan(reports)) == [0, 1]
+
+
+def test_hosts_sort_naturally() -> None:
+    """Host node2 comes before node10."""
+    topology = plan([engine(e, host) for e, host in enumerate(["node10", "node9", "a3", "node2"])])
+
+    assert hosts_of(topology) == ["a3", "node2", "node9", "node10"]
+
+
+def test_within_a_host_local_hints_come_before_devices_before_ids() -> None:
+    """Engines of one host are sorted by local hint, then by first visible device, then by id."""
+    by_hint = plan(
+        [
+            engine(0, local_hint=1, cuda_visible_devices="0"),
+            engine(1, local_hint=0, cuda_visible_devices="1"),
+        ]
+    )
+    by_device = plan(
+        [engine(0, cuda_visible_devices="10"), engine(1, cuda_visible_devices="2,3"), engine(2)]
+    )
+
+    assert engines_of(by_hint) == [1, 0]
+    assert engines_of(by_device) == [2, 1, 0]
+
+
+def test_containers_with_one_hostname_are_two_hosts() -> None:
+    """The same hostname in two network namespaces, or from two boots, is two hosts."""
+    namespaces = plan([engine(e, network_namespace=f"net:{e % 2}") for e in range(4)])
+    boots = plan([engine(e, boot_id=f"boot{e % 2}") for e in range(4)])
+
+    for topology in (namespaces, boots):
+        assert topology.n_hosts == 2
+        assert engines_of(topology) == [0, 2, 1, 3]
+        assert [p.local_world_size for p in topology.ranks] == [2, 2, 2, 2]
+
+
+def test_uneven_hosts() -> None:
+    """On 3 + 1 ranks the local sizes and threads differ by host."""
+    topology = plan([engine(e, "b" if e == 0 else "a") for e in range(4)])
+
+    assert engines_of(topology) == [1, 2, 3, 0]
+    assert [p.local_world_size for p in topology.ranks] == [3, 3, 3, 1]
+    assert [p.local_rank for p in topology.ranks] == [0, 1, 2, 0]
+    assert [p.node_rank for p in topology.ranks] == [0, 0, 0, 1]
+    assert [p.threads for p in topology.ranks] == [5, 5, 5, 16]
+
+
+def test_random_clusters() -> None:
+    """Any reports in any order give ranks 0..n-1, contiguous per host, and one same plan."""
+    generator = random.Random(7)
+    for _ in range(300):
+        reports = random_reports(generator)
+        topology = plan(reports)
+        generator.shuffle(reports)
+
+        assert topology == plan(reports)
+        assert [p.rank for p in topology.ranks] == list(range(len(reports)))
+        assert sorted(engines_of(topology)) == sorted(r.engine_id for r in reports)
+        blocks = [(node, list(ps)) for node, ps in groupby(topology.ranks, lambda p: p.node_rank)]
+        assert [node for node, _ in blocks] == list(range(topology.n_hosts))
+        for _, places in blocks:
+            assert [p.local_rank for p in places] == list(range(len(places)))
+            assert {p.local_world_size for p in places} == {len(places)}
+        assert len({p.device == "cpu" for p in topology.ranks}) == 1
+
+
+def random_reports(generator: random.Random) -> list[EngineReport]:
+    """Return engines with random ids on random hosts, at times with hints, at times with GPUs."""
+    n = generator.randint(1, 12)
+    ids = generator.sample(range(100), n)
+    hints = generator.sample(range(n), n)
+    names = [generator.choice(["n1", "n2", "n10"]) for _ in range(n)]
+    if generator.random() < 0.3:
+        names.sort()
+        hints.sort()
+    n_gpus = generator.choice([0, 1, 4])
+    return [
+        engine(
+            ids[i],
+            names[i],
+            network_namespace=generator.choice(["net:1", "net:1", "net:2"]),
+            gpus=gpus(names[i], n_gpus),
+            rank_hint=hints[i] if generator.random() < 0.95 else None,
+            local_hint=generator.choice([None, 0, 1]),
+            size_hint=n,
+        )
+        for i in range(n)
+    ]
+
+
+def test_eight_gpus() -> None:
+    """Eight local ranks on eight GPUs take one each and join by NCCL."""
+    topology = plan(
+        local_reports(8, hostname="box", gpus=gpus("box", 8), cores=96, torch_version="2.13.0")
+    )
+
+    assert devices_of(topology) == [f"cuda:{i}" for i in range(8)]
+    assert [p.device_uuid for p in topology.ranks] == [f"GPU-box-{i}" for i in range(8)]
+    assert {p.device_name for p in topology.ranks} == {"NVIDIA H200"}
+    assert {p.threads for p in topology.ranks} == {12}
+    assert engines_of(topology) == list(range(8))
+    assert topology.backend == "nccl"
+    assert topology.why == "NCCL: each rank has its own GPU."
+    assert topology.is_scaling
+    assert topology.is_launcher_order
+
+
+def test_engines_that_see_one_gpu_each_use_cuda_0() -> None:
+    """Where the launcher hides the other GPUs each rank's own is cuda:0, told apart by uuid."""
+    reports = [
+        engine(e, gpus=(Gpu(0, f"GPU-{e}", "NVIDIA A100"),), cuda_visible_devices="0")
+        for e in range(4)
+    ]
+    topology = plan(reports)
+
+    assert devices_of(topology) == ["cuda:0"] * 4
+    assert topology.backend == "nccl"
+
+
+def test_the_device_counts_as_the_process_does() -> None:
+    """With GPUs 6 and 7 chosen the ranks' devices are cuda:0 and cuda:1."""
+    chosen = select_gpus(gpus("box", 8), "7,6")
+    topology = plan(local_reports(2, hostname="box", gpus=chosen, cores=8))
+
+    assert devices_of(topology) == ["cuda:0", "cuda:1"]
+    assert [p.device_uuid for p in topology.ranks] == ["GPU-box-7", "GPU-box-6"]
+
+
+def test_equal_device_strings_on_two_hosts_are_two_gpus() -> None:
+    """Two hosts with a cuda:0 each are no shared GPU."""
+    topology = plan([engine(e, f"node{e}", gpus=gpus(f"node{e}", 1)) for e in range(2)])
+
+    assert topology.backend == "nccl"
+
+
+def test_the_device_follows_the_local_rank() -> None:
+    """The lone rank of a second host takes that host's first GPU, whatever its rank is."""
+    reports = [engine(e, "b" if e == 3 else "a", gpus=gpus(f"{e // 3}", 4)) for e in range(4)]
+    topology = plan(reports)
+
+    assert devices_of(topology) == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
+    assert topology.backend == "nccl"
+
+
+def test_containers_on_one_gpu_share_it() -> None:
+    """Two containers that see the same uuid share a GPU, though they are two hosts."""
+    reports = [engine(e, gpus=gpus("box", 1), network_namespace=f"net:{e}") for e in range(2)]
+    topology = plan(reports)
+
+    assert topology.n_hosts == 2
+    assert topology.backend == "gloo"
+    assert not topology.is_scaling
+
+
+def test_shared_gpu() -> None:
+    """Two ranks on one GPU join by Gloo on that GPU, and their timings are no scaling numbers."""
+    topology = plan(local_reports(2, hostname="box", gpus=gpus("box", 1), cores=16))
+
+    assert devices_of(topology) == ["cuda:0", "cuda:0"]
+    assert topology.backend == "gloo"
+    assert topology.why == "Gloo: 2 ranks share 1 GPU, and NCCL takes one rank per GPU."
+    assert not topology.is_scaling
+
+
+def test_more_ranks_than_gpus_go_round() -> None:
+    """Four ranks on three GPUs: the last one starts again at the first."""
+    topology = plan(local_reports(4, hostname="box", gpus=gpus("box", 3), cores=16))
+
+    assert devices_of(topology) == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
+    assert topology.why == "Gloo: 4 ranks share 3 GPUs, and NCCL takes one rank per GPU."
+
+
+def test_mig_slices() -> None:
+    """Ranks on MIG slices of their own join by Gloo, and the reason is said."""
+    topology = plan(local_reports(2, hostname="box", gpus=gpus("box", 2, "MIG"), cores=16))
+
+    assert devices_of(topology) == ["cuda:0", "cuda:1"]
+    assert topology.backend == "gloo"
+    assert topology.why == "Gloo: ranks run on MIG slices, which NCCL may not join."
+    assert not topology.is_scaling
+
+
+def test_cpu_only() -> None:
+    """Without a GPU all ranks run on the CPU with Gloo, their timings no scaling numbers."""
+    topology = plan(local_reports(2, hostname="box", gpus=(), cores=2, has_cuda=False))
+
+    assert devices_of(topology) == ["cpu", "cpu"]
+    assert {p.device_name + p.device_uuid for p in topology.ranks} == {""}
+    assert topology.backend == "gloo"
+    assert topology.why == "Gloo on the CPU: no rank sees a GPU."
+    assert not topology.is_scaling
+
+
+def test_one_engine_without_cuda_puts_all_on_the_cpu() -> None:
+    """A torch without CUDA on one engine is named and moves every rank to the CPU."""
+    reports = [engine(e, f"node{e}", gpus=gpus(f"node{e}", 1)) for e in range(3)]
+    reports[2] = replace(reports[2], has_cuda=False, torch_version="2.13.0+cpu")
+    topology = plan(reports)
+
+    assert devices_of(topology) == ["cpu"] * 3
+    assert topology.why == "Gloo on the CPU: PyTorch 2.13.0+cpu of rank 2 (node2) cannot use CUDA."
+
+
+def test_no_engine_has_cuda() -> None:
+    """GPUs beside a CPU build of torch are told as the build's fault, not as missing."""
+    reports = local_reports(
+        2,
+        hostname="box",
+        gpus=gpus("box", 2),
+        cores=8,
+        has_cuda=False,
+        torch_version="2.13.0+cpu",
+    )
+
+    assert plan(reports).why == "Gloo on the CPU: PyTorch 2.13.0+cpu cannot use CUDA."
+
+
+def test_one_engine_without_gpu_puts_all_on_the_cpu() -> None:
+    """Engines that see no GPU are named by rank and host and move every rank to the CPU."""
+    reports = [engine(e, f"node{e // 2}", gpus=gpus("node0", 2)) for e in range(4)]
+    reports[2:] = [replace(report, gpus=()) for report in reports[2:]]
+    topology = plan(reports)
+
+    assert devices_of(topology) == ["cpu"] * 4
+    assert topology.why == (
+        "Gloo on the CPU: no GPU is visible to ranks 2-3 (node1), and ranks use GPUs all or none."
+    )
+
+
+def test_nccl_with_too_few_gpus() -> None:
+    """NCCL on fewer GPUs than ranks is refused with both numbers and both ways out."""
+    with pytest.raises(OptionError) as caught:
+        plan(local_reports(4, hostname="box", gpus=gpus("box", 2), cores=8), backend="nccl")
+
+    assert str(caught.value) == (
+        "NCCL takes one rank per GPU, and 4 ranks share 2 GPUs. Use --backend gloo, or -n 2."
+    )
+
+
+def test_nccl_without_a_gpu() -> None:
+    """NCCL without a GPU is refused with the reason and the choices."""
+    with pytest.raises(OptionError) as caught:
+        plan(local_reports(2, hostname="box", gpus=(), cores=8), backend="nccl")
+
+    assert str(caught.value) == (
+        "NCCL needs a GPU for each rank, and no rank sees a GPU. "
+        "Use --backend gloo or --backend auto."
+    )
+
+
+def test_nccl_on_mig_slices() -> None:
+    """NCCL on MIG slices is refused with the choices."""
+    with pytest.raises(OptionError, match=r"MIG slices.* Use --backend gloo, or whole GPUs\.$"):
+        choose_backend("nccl", ["MIG-a", "GPU-b"])
+
+
+def test_nccl_on_own_gpus() -> None:
+    """Asking for what auto would choose changes nothing."""
+    uuids = ["GPU-a", "GPU-b"]
+
+    assert choose_backend("nccl", uuids) == choose_backend("auto", uuids)
+
+
+def test_gloo_on_own_gpus() -> None:
+    """Gloo on own GPUs is allowed, and the sentence says that it was asked for."""
+    topology = plan(local_reports(2, hostname="box", gpus=gpus("box", 2), cores=8), backend="gloo")
+
+    assert topology.backend == "gloo"
+    assert devices_of(topology) == ["cuda:0", "cuda:1"]
+    assert topology.why.startswith("Gloo, as asked: each rank has its own GPU")
+    assert topology.is_scaling
+
+
+@pytest.mark.parametrize("uuids", [[], ["GPU-a", "GPU-a"], ["MIG-a"]])
+def test_gloo_where_auto_takes_it(uuids: list[str]) -> None:
+    """Asking for Gloo where auto takes it anyway changes nothing."""
+    assert choose_backend("gloo", uuids) == choose_backend("auto", uuids)
+
+
+@pytest.mark.parametrize("name", ["mpi", "", "NCCL"])
+def test_unknown_backend(name: str) -> None:
+    """An unknown backend is quoted beside the three that exist."""
+    with pytest.raises(OptionError) as caught:
+        choose_backend(name, [])
+
+    assert str(caught.value) == f"There is no backend {name!r}. Use auto, nccl or gloo."
+
+
+@pytest.mark.parametrize(
+    ("n", "cores", "asked", "expected"),
+    [(2, 16, None, 8), (3, 16, None, 5), (8, 2, None, 1), (2, 16, 3, 3), (1, 7, None, 7)],
+)
+def test_threads(n: int, cores: int, asked: int | None, expected: int) -> None:
+    """A rank gets cores // ranks threads, at least 1, or what was asked for."""
+    topology = plan(local_reports(n, hostname="box", gpus=(), cores=cores), threads=asked)
+
+    assert {p.threads for p in topology.ranks} == {expected}
+
+
+def test_no_threads() -> None:
+    """Zero threads are refused."""
+    with pytest.raises(OptionError, match=r"0 threads\. Use 1 or more\.$"):
+        plan([engine(0)], threads=0)
+
+
+def test_local_plan_is_the_plan_of_the_started_engines() -> None:
+    """What the engines report after the start gives the places that were planned before it."""
+    before = plan(local_reports(4, hostname="box", gpus=gpus("box", 4), cores=8))
+    after = plan(
+        [
+            engine(
+                e,
+                "box",
+                gpus=gpus("box", 4),
+                cores=8,
+                rank_hint=e,
+                size_hint=4,
+                pid=100 + e,
+                network_namespace="net:1",
+            )
+            for e in (2, 0, 3, 1)
+        ]
+    )
+
+    assert [replace(p, pid=0) for p in after.ranks] == list(before.ranks)
+    assert [p.pid for p in after.ranks] == [100, 101, 102, 103]
+    assert replace(after, ranks=()) == replace(before, ranks=())
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_no_ranks(n: int) -> None:
+    """Fewer than one rank is refused."""
+    with pytest.raises(OptionError, match=rf"^-n {n} starts no rank\. Use 1 or more\.$"):
+        local_reports(n, hostname="box", gpus=(), cores=8)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("all", [0, 1, 2, 3]),
+        ("0,1", [0, 1]),
+        ("3, 0", [3, 0]),
+        ("[1-2]", [1, 2]),
+        ("none", []),
+        (" None ", []),
+    ],
+)
+def test_select_gpus(spec: str | None, expected: list[int]) -> None:
+    """GPUs are chosen by id, in the order typed; none at all means CPU ranks."""
+    assert expected == [gpu.index for gpu in select_gpus(gpus("box", 4), spec)]
+
+
+def test_missing_gpu_id() -> None:
+    """An id that does not exist is named beside the ones that do, even within a range."""
+    available = (Gpu(0, "GPU-a", "NVIDIA H200"), Gpu(2, "GPU-c", "NVIDIA T4"))
+    for spec in ("1", "0-2"):
+        with pytest.raises(OptionError) as caught:
+            select_gpus(available, spec)
+
+        assert str(caught.value) == (
+            "GPU 1 does not exist. These do: 0 (NVIDIA H200), 2 (NVIDIA T4). "
+            "Use --gpus none for ranks on the CPU."
+        )
+
+
+def test_gpu_id_without_gpus() -> None:
+    """An id on a machine without GPUs is answered with what to use instead."""
+    with pytest.raises(OptionError, match=r"This machine has no GPU\. Use --gpus none"):
+        select_gpus((), "0")
+
+
+def test_gpu_id_twice() -> None:
+    """An id that stands twice is refused, and sharing is told to be done with -n."""
+    with pytest.raises(OptionError, match=r"^GPU 1 stands 2 times in --gpus 1,0,1\. .*-n"):
+        select_gpus(gpus("box", 2), "1,0,1")
+
+
+def test_malformed_gpus() -> None:
+    """A spec of another form is quoted."""
+    with pytest.raises(OptionError, match=r"^'cuda:0' does not name GPUs"):
+        select_gpus(gpus("box", 2), "cuda:0")
+
+
+@pytest.mark.parametrize(("n_gpus", "expected"), [(0, 2), (1, 1), (8, 8)])
+def test_default_world_size(n_gpus: int, expected: int) -> None:
+    """Without -n there is one rank per GPU, or two on the CPU."""
+    assert expected == default_world_size(gpus("box", n_gpus))
+
+
+def lan(engine_id: int, hostname: str, ip: str, toward: str = "") -> EngineReport:
+    """Return an engine on a host with loopback, docker, bridges and one network."""
+    inner = (("lo", "127.0.0.1"), ("docker0", "172.17.0.1"), ("virbr0", "192.168.122.1"))
+    addresses = (*inner, ("br-1f", "172.18.0.1"), ("eth0", ip), ("ib0", "10.9.0.1"))
+    return engine(engine_id, hostname, addresses=addresses, toward_controller=toward)
+
+
+def test_one_host_meets_on_loopback() -> None:
+    """The ranks of one host meet on loopback, whatever other networks it has."""
+    reports = [lan(e, "node1", "10.0.0.1", "10.0.0.1") for e in range(2)]
+
+    assert store_addresses(plan(reports), reports) == ("127.0.0.1",)
+
+
+def test_the_address_toward_the_controller_comes_first() -> None:
+    """Rank 0's address toward the controller leads, then its others, inner networks left out."""
+    reports = [lan(1, "node1", "10.0.0.1", "10.9.0.1"), lan(0, "node2", "10.0.0.2")]
+
+    assert store_addresses(plan(reports), reports) == ("10.9.0.1", "10.0.0.1")
+
+
+def test_a_controller_on_rank_0_s_host_is_no_address() -> None:
+    """A loopback address toward the controller is of no use to other hosts."""
+    reports = [lan(0, "node1", "10.0.0.1", "127.0.0.1"), lan(1, "node2", "10.0.0.2")]
+
+    assert store_addresses(plan(reports), reports) == ("10.0.0.1", "10.9.0.1")
+
+
+def test_link_local_addresses_are_left_out() -> None:
+    """Addresses that need an interface name to be reached are no candidates."""
+    addresses = (("eth0", "fe80::1%eth0"), ("eth0", "2001:db8::1"), ("lo", "::1"))
+    reports = [engine(0, "node1", addresses=addresses), engine(1, "node2")]
+
+    assert store_addresses(plan(reports), reports) == ("2001:db8::1",)
+
+
+def test_rank_0_without_an_address() -> None:
+    """A rank 0 that only has loopback cannot be met, and its addresses are listed."""
+    reports = [engine(0, "node1", addresses=(("lo", "127.0.0.1"),)), engine(1, "node2")]
+    with pytest.raises(StartError, match=r"^Rank 0 on node1 .* its addresses: lo 127\.0\.0\.1\."):
+        store_addresses(plan(reports), reports)
+
+
+def test_reports_are_not_ordered_by_the_caller() -> None:
+    """The address is rank 0's, not that of the first report."""
+    reports = [lan(0, "node2", "10.0.0.2"), lan(1, "node1", "10.0.0.1")]
+
+    for first, second in pairwise([*reports, reports[0]]):
+        assert store_addresses(plan([first, second]), [first, second])[0] == "10.0.0.1"

@@ -1,0 +1,421 @@
+"""The helpers themselves, on plain kernels and a plain JupyterLab."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.kernel import Kernel, KernelDiedError
+from tests.support.lab import Lab, LabNotebook, browser_page
+from tests.support.processes import (
+    descendants,
+    open_run_dirs,
+    processes_of_run,
+    tcp_listeners,
+    wait_gone,
+)
+
+_ROOT = Path(__file__).parents[2]
+_WAIT_FOREVER = "import sys; print('ready', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with Kernel() as shared:
+        yield shared
+
+
+@pytest.fixture
+def own_kernel(tmp_path: Path) -> Iterator[Kernel]:
+    with Kernel(cwd=tmp_path, env={"GREETING": "hello"}) as own:
+        yield own
+
+
+def _child(**env: str) -> subprocess.Popen[bytes]:
+    """A process that has started, with `env` in its environment, and waits for its stdin."""
+    child = subprocess.Popen(
+        [sys.executable, "-S", "-c", _WAIT_FOREVER],
+        env=os.environ | env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
+    return child
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.communicate()
+
+
+# --- a cell ---------------------------------------------------------------------------------------
+
+
+def test_output_is_kept_by_stream_and_joined(kernel: Kernel) -> None:
+    """Prints of one stream are one output; another stream between them splits it."""
+    cell = kernel.run(
+        "import sys\n"
+        "for i in range(3): print(i, flush=True)\n"
+        "print('oops', file=sys.stderr, flush=True)\n"
+        "print('end')"
+    )
+
+    assert cell.status == "ok"
+    assert cell.text == "0\n1\n2\nend\n"
+    assert cell.stderr == "oops\n"
+    assert [o["text"] for o in cell.outputs] == ["0\n1\n2\n", "oops\n", "end\n"]
+    assert cell.error is None
+
+
+def test_results_and_displays_are_plain_text(kernel: Kernel) -> None:
+    """Displays come before the result, each with its data."""
+    cell = kernel.run("from IPython.display import HTML, display\ndisplay(HTML('<b>x</b>'))\n1 + 1")
+
+    assert cell.plain == ["<IPython.core.display.HTML object>", "2"]
+    assert cell.data("text/html") == ["<b>x</b>"]
+    assert cell.outputs[-1]["execution_count"] == cell.execution_count
+
+
+def test_an_error_has_a_name_and_a_traceback_without_colours(kernel: Kernel) -> None:
+    """A failed cell tells what was raised, and keeps what it printed before."""
+    cell = kernel.run("print('before')\n1 / 0")
+
+    assert cell.status == "error"
+    assert cell.text == "before\n"
+    assert cell.error is not None
+    assert (cell.error.ename, cell.error.evalue) == ("ZeroDivisionError", "division by zero")
+    assert "----> 2 1 / 0" in cell.error.traceback
+    assert "\x1b" not in cell.error.traceback
+
+
+def test_a_usage_error_shows_no_error_output(kernel: Kernel) -> None:
+    """IPython's UsageError fails the cell but leaves only text, so `error` is None."""
+    cell = kernel.run(
+        "from IPython.core.error import UsageError\nraise UsageError('no such option')"
+    )
+
+    assert cell.status == "error"
+    assert cell.error is None
+    assert "no such option" in cell.stderr
+
+
+def test_output_arrives_while_the_cell_runs(kernel: Kernel) -> None:
+    """The first line is there long before the cell ends."""
+    cell = kernel.run("import time\nprint('first', flush=True)\ntime.sleep(1.5)\nprint('last')")
+
+    first, last = cell.arrivals
+    assert (first.msg_type, first.text, last.text) == ("stream", "first\n", "last\n")
+    assert last.time_s - first.time_s > 1.0
+    assert cell.seconds >= last.time_s
+
+
+def test_output_of_child_processes_is_captured(kernel: Kernel) -> None:
+    """The kernel captures file descriptors too, which it would not with pytest's variables."""
+    cell = kernel.run("import os, subprocess\nsubprocess.run(['echo', 'child'])\nos.environ.keys()")
+
+    assert cell.text == "child\n"
+    assert "PYTEST_" not in cell.plain[0]
+
+
+def test_update_display_replaces_the_display(kernel: Kernel) -> None:
+    """An update changes the display in the cell that made it, not the cell that updates."""
+    first = kernel.start("handle = display('old', display_id=True)")
+    assert kernel.finish(first).plain == ["'old'"]
+    second = kernel.run("handle.update('new')")
+
+    assert second.outputs == []
+    assert [a.msg_type for a in second.arrivals] == ["update_display_data"]
+    assert kernel.so_far(first).plain == ["'new'"]
+
+
+def test_clear_output_clears_at_once_or_with_the_next_output(kernel: Kernel) -> None:
+    """`wait=True` keeps the old output until there is a new one."""
+    code = "from IPython.display import clear_output\nprint('old')\n"
+
+    assert kernel.run(code + "clear_output()").outputs == []
+    assert kernel.run(code + "clear_output(wait=True)").text == "old\n"
+    assert kernel.run(code + "clear_output(wait=True); print('new')").text == "new\n"
+
+
+def test_history_is_stored_on_request(kernel: Kernel) -> None:
+    """A cell that is not stored leaves the execution count as it is."""
+    before = kernel.run("1").execution_count
+    kernel.run("2", silent=True)
+    kernel.run("3", store_history=False)
+
+    assert before is not None
+    assert kernel.run("4").execution_count == before + 1
+
+
+# --- several cells, interrupts and ends ---------------------------------------------------------
+
+
+def test_an_error_aborts_the_cells_queued_behind_it(kernel: Kernel) -> None:
+    """Run All stops at the first error, and the next run starts afresh."""
+    cells = kernel.run_all(["print('a')", "import time; time.sleep(0.3); 1/0", "print('c')", "4"])
+
+    assert [c.status for c in cells] == ["ok", "error", "aborted", "aborted"]
+    assert [c.text for c in cells] == ["a\n", "", "", ""]
+    assert kernel.run("print('again')").text == "again\n"
+
+
+def test_interrupt_ends_a_sleep(kernel: Kernel) -> None:
+    """An interrupted cell ends at once with KeyboardInterrupt."""
+    handle = kernel.start("import time\nprint('sleeping', flush=True)\ntime.sleep(60)")
+    running = kernel.wait_output(handle, "sleeping")
+    kernel.interrupt()
+    cell = kernel.finish(handle, timeout_s=20)
+
+    assert running.status == "running"
+    assert cell.error is not None
+    assert cell.error.ename == "KeyboardInterrupt"
+
+
+def test_a_cell_that_does_not_end_tells_its_output(kernel: Kernel) -> None:
+    """Past the deadline the error has the outputs so far; the cell can still be collected."""
+    handle = kernel.start("import time\nprint('stuck here', flush=True)\ntime.sleep(60)")
+    kernel.wait_output(handle, "stuck here")
+    with pytest.raises(TimeoutError, match=r"did not reach the end in time.*\n.*stuck here"):
+        kernel.finish(handle, timeout_s=0.3)
+    with pytest.raises(TimeoutError, match="did not reach the output 'never'"):
+        kernel.wait_output(handle, "never", timeout_s=0.3)
+    kernel.interrupt()
+
+    assert kernel.finish(handle, timeout_s=20).status == "error"
+
+
+def test_a_kernel_has_its_folder_and_environment(own_kernel: Kernel, tmp_path: Path) -> None:
+    """The kernel runs where and with what it was told, on one thread."""
+    cell = own_kernel.run(
+        "import os\nos.getcwd(), os.environ['GREETING'], os.environ['OMP_NUM_THREADS']"
+    )
+
+    assert cell.plain == [repr((str(tmp_path), "hello", "1"))]
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_restart_gives_a_fresh_kernel(own_kernel: Kernel, *, now: bool) -> None:
+    """Variables are gone, the process is another, and output arrives as before."""
+    own_kernel.run("x = 1")
+    before = psutil.Process(own_kernel.pid)
+    own_kernel.restart(now=now)
+
+    assert own_kernel.pid != before.pid
+    assert wait_gone([before]) == []
+    cell = own_kernel.run("print('hello')\nx")
+    assert cell.text == "hello\n"
+    assert cell.error is not None
+    assert cell.error.ename == "NameError"
+    assert cell.execution_count == 1
+
+
+def test_a_killed_kernel_is_reported_with_the_output_so_far(own_kernel: Kernel) -> None:
+    """Whoever waits for a cell of a dead kernel hears of it well before the deadline."""
+    handle = own_kernel.start("import time\nprint('last words', flush=True)\ntime.sleep(60)")
+    own_kernel.wait_output(handle, "last words")
+    own_kernel.kill()
+    start_s = time.monotonic()
+    with pytest.raises(KernelDiedError, match=r"died before the end.*\n.*last words"):
+        own_kernel.finish(handle, timeout_s=60)
+
+    assert time.monotonic() - start_s < 20
+    assert not own_kernel.is_alive()
+
+
+def test_a_kernel_that_does_not_start_tells_why() -> None:
+    """What the process wrote before it ended stands in the error."""
+    kernel = Kernel(env={"PYTHONHASHSEED": "no number"})
+    with pytest.raises(KernelDiedError, match="PYTHONHASHSEED must be"), kernel:
+        pass
+
+
+def test_shutdown_ends_the_process() -> None:
+    """After the `with` block no process of the kernel is left."""
+    with Kernel() as kernel:
+        process = psutil.Process(kernel.pid)
+
+    assert wait_gone([process]) == []
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def test_processes_of_a_run_are_found_by_their_environment(tmp_path: Path) -> None:
+    """NBDIST_RUN tells the processes of one run from those of another."""
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    children = [_child(NBDIST_RUN=one), _child(NBDIST_RUN=two), _child()]
+    first, second, other = (child.pid for child in children)
+    try:
+        assert [p.pid for p in processes_of_run(one)] == [first]
+        assert [p.pid for p in processes_of_run(two.encode())] == [second]
+        assert {first, second} <= {p.pid for p in processes_of_run()}
+        assert other not in {p.pid for p in processes_of_run()}
+        assert {first, second, other} <= {p.pid for p in descendants(os.getpid())}
+        left = wait_gone([first, second], timeout_s=0.2)
+        assert {p.pid for p in left} == {first, second}
+    finally:
+        for child in children:
+            _stop(child)
+
+    assert wait_gone([first, second, other], timeout_s=5) == []
+    assert processes_of_run(one) == []
+
+
+def test_a_zombie_counts_as_gone() -> None:
+    """A process that has ended and that nobody has waited for is not alive."""
+    child = _child()
+    child.kill()
+
+    assert wait_gone([psutil.Process(child.pid)], timeout_s=10) == []
+    _stop(child)
+
+
+def test_listening_sockets_are_listed(kernel: Kernel) -> None:
+    """A kernel listens on loopback only, also on a port opened by a cell."""
+    cell = kernel.run(
+        "import socket\n"
+        "listener = socket.create_server(('127.0.0.1', 0))\n"
+        "listener.getsockname()[1]"
+    )
+    listeners = tcp_listeners([kernel.pid])
+    kernel.run("listener.close()")
+
+    assert int(cell.plain[0]) in {listener.port for listener in listeners}
+    assert {(listener.pid, listener.address) for listener in listeners} == {
+        (kernel.pid, "127.0.0.1")
+    }
+
+
+def test_run_dirs_that_are_left_are_listed(tmp_path: Path) -> None:
+    """Folders count, files do not, and a base that does not exist has none."""
+    (tmp_path / "run-1").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run-2").touch()
+
+    assert open_run_dirs(tmp_path, "run-*") == [tmp_path / "run-1"]
+    assert open_run_dirs(tmp_path / "nowhere") == []
+
+
+# --- conftest -------------------------------------------------------------------------------------
+
+
+def _pytest(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run tests elsewhere with this project's conftest."""
+    (folder / "test_elsewhere.py").write_text(code)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    args = ["-m", "pytest", "-rs", "-p", "tests.conftest", "-p", "no:cacheprovider", str(folder)]
+    env = os.environ | {"PYTHONPATH": str(_ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_process_left_behind_fails_the_session(tmp_path: Path) -> None:
+    """A test that passes but leaves a process of a run fails the session and is ended."""
+    done = _pytest(
+        tmp_path,
+        "import os, subprocess, sys\n"
+        "def test_leaks():\n"
+        "    env = os.environ | {'NBDIST_RUN': 'leak-test'}\n"
+        "    code = 'import time; time.sleep(600)'\n"
+        "    subprocess.Popen([sys.executable, '-S', '-c', code], env=env)\n",
+    )
+
+    assert done.returncode == 1, done.stdout
+    assert "1 processes with NBDIST_RUN were left running" in done.stdout
+    assert "-c import time; time.sleep(600)" in done.stdout
+    assert wait_gone(processes_of_run("leak-test"), timeout_s=10) == []
+
+
+def test_gpu_marker_skips_with_the_count(tmp_path: Path) -> None:
+    """Where there are too few GPUs the reason has both numbers."""
+    done = _pytest(
+        tmp_path, "import pytest\n@pytest.mark.gpu(2)\ndef test_two(): raise AssertionError\n"
+    )
+
+    assert done.returncode == 0, done.stdout
+    assert "needs 2 GPUs, this machine has 0" in done.stdout
+
+
+# --- browser --------------------------------------------------------------------------------------
+
+
+def _notebook(path: Path, *sources: str) -> None:
+    blank: dict[str, object] = {
+        "cell_type": "code",
+        "execution_count": None,
+        "metadata": {},
+        "outputs": [],
+    }
+    cells = [{**blank, "id": f"cell-{i}", "source": source} for i, source in enumerate(sources)]
+    # Without a kernel of its own JupyterLab would ask which one to take.
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    content = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.browser
+def test_a_cell_runs_in_jupyterlab(tmp_path: Path) -> None:
+    """JupyterLab runs, interrupts and restarts; output and prompts are read from the page."""
+    _notebook(
+        tmp_path / "a.ipynb",
+        "1+1",
+        "import time\nprint('sleeping', flush=True)\ntime.sleep(60)",
+        "1/0",
+        "'never run'",
+        "6 * ",
+    )
+    with Lab(tmp_path) as lab, browser_page() as page:
+        notebook = LabNotebook(page, lab, "a.ipynb")
+        server = psutil.Process(lab.pid)
+        kernels = descendants(lab.pid)
+        notebook.run_cell(0)
+
+        assert notebook.output_text(0).strip().endswith("2")
+        assert notebook.prompt(0) == "[1]:"
+        notebook.run_cell(1, wait=False)
+        notebook.wait_text(1, "sleeping")
+        assert notebook.prompt(1) == "[*]:"
+        notebook.interrupt()
+        notebook.wait_done(1, timeout_s=20)
+        assert "KeyboardInterrupt" in notebook.output_text(1)
+        notebook.type_into(4, "7")
+        notebook.run_cell(4)
+        assert "42" in notebook.output_html(4)
+        notebook.restart()
+        notebook.run_cell(0)
+        assert notebook.prompt(0) == "[1]:"
+        with pytest.raises(TimeoutError, match=r"'never' in cell 0.*(?s:.*)1\+1"):
+            notebook.wait_text(0, "never", timeout_s=0.5)
+        picture = tmp_path / "lab.png"
+        notebook.screenshot(picture)
+
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert kernels
+    assert wait_gone([server, *kernels]) == []
+
+
+@pytest.mark.browser
+def test_run_all_in_jupyterlab_stops_at_an_error(tmp_path: Path) -> None:
+    """The cells behind a failing one are not run, and waiting for Run All ends all the same."""
+    _notebook(tmp_path / "a.ipynb", "'first'", "1/0", "'never run'")
+    with Lab(tmp_path) as lab, browser_page() as page:
+        notebook = LabNotebook(page, lab, "a.ipynb")
+        notebook.run_all()
+
+        assert [notebook.prompt(i) for i in range(3)] == ["[1]:", "[2]:", "[ ]:"]
+        assert "ZeroDivisionError" in notebook.output_text(1)

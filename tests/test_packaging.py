@@ -1,0 +1,249 @@
+"""Holds what surrounds the code: dependencies, wheel, commands, changelog, notebook settings."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+import yaml
+from nbval.plugin import get_sanitize_patterns
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
+
+# PyPI's name -> conda-forge's, where they differ.
+CONDA_NAMES = {
+    "build": "python-build",
+    "jupyter-client": "jupyter_client",
+    "matplotlib": "matplotlib-base",
+    "playwright": "playwright-python",
+    "torch": "pytorch",
+}
+# What only some machines have; the code imports it late and goes on without it.
+OPTIONAL_MODULES = {"deepspeed", "pynvml", "pytest"}
+
+WHEEL_FILES = {
+    "nbdist/__init__.py",
+    "nbdist/nbval_sanitize.cfg",
+    "nbdist/profiles/local/ipcluster_config.py",
+}
+
+
+def bounds(*extras: str) -> dict[str, str]:
+    """Name -> version bound of the project's dependencies and of these extras."""
+    lines = list(PROJECT["dependencies"])
+    for extra in extras:
+        lines += PROJECT["optional-dependencies"][extra]
+    return {r.name: str(r.specifier) for r in map(Requirement, lines)}
+
+
+def run(*command: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
+    """The output of a command; the test fails with what it said if it failed."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_conda_environment_equals_pyproject() -> None:
+    """environment.yml names the packages and bounds of pyproject, with its extras test and lab."""
+    listed = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))["dependencies"]
+    conda = dict(line.split(" ") for line in listed if isinstance(line, str))
+    expected = {CONDA_NAMES.get(name, name): spec for name, spec in bounds("test", "lab").items()}
+
+    assert conda == {"python": PROJECT["requires-python"], **expected}
+    assert [line for line in listed if not isinstance(line, str)] == [{"pip": ["-e ."]}]
+
+
+def test_every_dependency_is_pinned_within_its_bound() -> None:
+    """constraints.txt pins each direct dependency to a version that pyproject allows."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    versions = {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in pins}
+    wanted = bounds("test", "lab")
+    wanted.pop("pip")  # comes with Python
+
+    assert all(str(r.specifier).startswith("==") for r in pins)
+    assert wanted.keys() <= versions.keys()
+    assert not [
+        n for n, spec in wanted.items() if versions[n] not in Requirement(n + spec).specifier
+    ]
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    """What nbdist imports at run time stands in pyproject, not only in somebody's environment."""
+    imports = set()
+    for path in (ROOT / "nbdist").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imports |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imports.add(node.module.split(".")[0])
+    foreign = imports - set(sys.stdlib_module_names) - {"nbdist"} - OPTIONAL_MODULES
+    owners = packages_distributions()
+    declared = {canonicalize_name(name) for name in bounds()}
+
+    assert not [
+        module
+        for module in sorted(foreign)
+        if not declared & {canonicalize_name(name) for name in owners.get(module, [])}
+    ]
+
+
+def test_wheel_has_the_shipped_files(wheel: Path) -> None:
+    """The wheel holds the profiles, the nbval settings and the licence, and no tests."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+
+    assert names >= WHEEL_FILES
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"nbdist"}
+
+
+def test_installed_wheel_finds_its_profiles(wheel: Path, tmp_path: Path) -> None:
+    """nbdist from a wheel, away from any checkout, finds the profiles inside the package."""
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    run(*pip, "--target", str(site), str(wheel))
+    program = (
+        "import json, nbdist, nbdist.client.profiles as profiles\n"
+        "print(json.dumps([nbdist.__file__,"
+        " {name: str(path) for name, path in profiles.available().items()}]))"
+    )
+    apart = {"PYTHONPATH": str(site), "IPYTHONDIR": str(tmp_path / "ipython")}
+    package, found = json.loads(run(sys.executable, "-c", program, cwd=elsewhere, env=apart))
+
+    assert Path(package).is_relative_to(site)
+    assert Path(found["local"]) == site / "nbdist" / "profiles" / "local"
+
+
+def test_readme_commands_exist() -> None:
+    """Each `make` command that README shows is a target, and the two main ones are shown."""
+    targets = set(
+        re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"(?:^|`)[ \t]*(?:\$ )?make ([a-z]+)", readme, re.MULTILINE))
+
+    assert {"demo", "test"} <= shown <= targets
+
+
+def test_changelog_has_this_version() -> None:
+    """The changelog has a section for the version being worked on or released."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## \[([^\]]+)\]", text, re.MULTILINE)
+
+    assert {"Unreleased", PROJECT["version"]} & set(sections)
+
+
+def test_ci_run_is_executable() -> None:
+    """The CI's entry can be started as it is."""
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_tracked_files_hold_no_private_paths() -> None:
+    """No file in git names somebody's home folder or holds a private key."""
+    listing = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    home = r"(?<![\w.~-])/(?:root|home|Users)/(?=\w)"
+    private = re.compile(rf"{home}|[A-Z]:\\+Users\\|BEGIN [A-Z ]*PRIVATE KEY".encode())
+    tracked = [ROOT / name for name in listing.stdout.split("\0") if name]
+
+    assert not [
+        str(path)
+        for path in tracked
+        if path.is_file() and path != Path(__file__) and private.search(path.read_bytes())
+    ]
+
+
+def sanitized(text: str) -> str:
+    """The text as nbval compares it."""
+    settings = (ROOT / "nbdist" / "nbval_sanitize.cfg").read_text(encoding="utf-8")
+    for pattern, replacement in get_sanitize_patterns(settings):
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def test_nbval_reads_every_pair() -> None:
+    """Each section of the nbval settings has one pair, in the form that nbval finds."""
+    text = (ROOT / "nbdist" / "nbval_sanitize.cfg").read_text(encoding="utf-8")
+    sections = re.findall(r"^\[.+\]$", text, re.MULTILINE)
+
+    assert len(get_sanitize_patterns(text)) == len(sections) == text.count("\nregex: ")
+
+
+@pytest.mark.parametrize(
+    ("once", "again"),
+    [
+        ("\x1b[0;31mNameError\x1b[0m", "NameError"),
+        ("<object at 0x7f2a10bb3c40>", "<object at 0x10a0f2b50>"),
+        ("pid 4711 ended", "pid 12 ended"),
+        ("{'pid': 4711}", "{'pid': 12}"),
+        ("saved /tmp/tmpx1_2/m.pt", "saved /private/tmp/q/m.pt"),
+        ("saved '/var/folders/ab/T/x'", "saved '/tmp/y'"),
+        ("box in /dev/shm/nbdist-1", "box in /run/user/1000/nbdist-2"),
+        ("at tcp://127.0.0.1:40123", "at tcp://127.0.0.1:51999"),
+        ("listening on port 40123", "listening on port 8888"),
+        ("2026-01-02 03:04:05,678 ready", "2027-11-12T13:14:15Z ready"),
+        ("took 0:00:12.5", "took 1:02:03"),
+        ("Wall time: 12 ms", "Wall time: 1.2 s"),
+        ("1.2 ms +- 3 us per loop (mean of 7)", "9 ns +- 1 ns per loop (mean of 9)"),
+        ("5/5 [00:01<00:00,  4.2it/s]", "5/5 [00:09<?, ?it/s]"),
+        ("step 3: 1,234.5 samples/s", "step 3: 99 samples/s"),
+        ("done in 0.31 s", "done in 12.04 s"),
+    ],
+)
+def test_unstable_text_compares_equal(once: str, again: str) -> None:
+    """What differs between two runs of the same cell is equal after nbval's settings."""
+    assert sanitized(once) == sanitized(again)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "[0-3] loss 2.31",
+        "loss below 3.0: True",
+        "rank 1 of 2, process 0",
+        "tensor([0.5000, 0.2500])",
+        "shape (8, 128), 3 steps, 10 s timeout",
+        "flags 0x1f, ratio 16:9, 50%",
+        "parameters: 1,234,567",
+    ],
+)
+def test_results_stay_comparable(result: str) -> None:
+    """What a cell claims is left as it is by nbval's settings."""
+    assert sanitized(result) == result
