@@ -94,4 +94,6 @@ def _gpu_count() -> int:
         return 0
     count = sum(line.startswith("GPU ") for line in listed.splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return count if visible is None else min(count, len([v for v in visible.split(",") if v]))
+    if visible is None:
+        return count
+    return min(count, len([v for v in visible.split(",") if v not in {"", "-1"}]))

@@ -81,32 +81,41 @@ def end_all(sessions: dict[int, str | None], marker: bytes) -> None:
         time.sleep(SWEEP_PAUSE_S)
 
 
+def watch_kernel(poller: select.poll, kernel: int) -> int:
+    """Let the poller wake when the kernel ends; the descriptor for it, or -1 without one.
+
+    Raises:
+        ProcessLookupError: If the kernel has gone already.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return -1
+    try:
+        descriptor = os.pidfd_open(kernel)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return -1  # refused by a sandbox: the pipe's end still tells
+    poller.register(descriptor, select.POLLIN)
+    return descriptor
+
+
 def wait(kernel: int) -> dict[int, str | None]:
     """Return the sessions to end once the kernel has gone or closed the pipe."""
     sessions: dict[int, str | None] = {}
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
-    kernel_fd = -1
-    if hasattr(os, "pidfd_open"):
-        try:
-            kernel_fd = os.pidfd_open(kernel)
-        except ProcessLookupError:
-            return sessions
-        except OSError:
-            kernel_fd = -1  # refused by a sandbox: the pipe's end still tells
-        else:
-            poller.register(kernel_fd, select.POLLIN)
+    try:
+        kernel_descriptor = watch_kernel(poller, kernel)
+    except ProcessLookupError:
+        return sessions
     text = b""
     while True:
-        for fd, _ in poller.poll():
-            if fd == kernel_fd:
-                return sessions
-            chunk = os.read(0, 4096)
+        for descriptor, _ in poller.poll():
+            chunk = b"" if descriptor == kernel_descriptor else os.read(0, 4096)
             if not chunk:
                 return sessions
             *lines, text = (text + chunk).split(b"\n")
-            for line in lines:
-                pid = int(line[1:])
+            for pid in (int(line[1:]) for line in lines):
                 sessions[pid] = started(pid)
 
 

@@ -19,7 +19,9 @@ FACTS = "nbdist.engine.facts"
 class Caller(Protocol):
     """Something that can call a function by name on one rank or engine."""
 
-    def __call__(self, target: int, name: str, *args: Any) -> Future[Any]: ...
+    def __call__(self, target: int, name: str, /, *args: Any) -> Future[Any]:
+        """A future of the function's result."""
+        ...
 
 
 def describe(call: Caller, engine: int, controller_address: str) -> Future[EngineReport]:
@@ -44,7 +46,7 @@ def reachable(
     return call(engine, f"{RUNTIME}:reachable", tuple(addresses), port)
 
 
-def join_by_plan(  # noqa: PLR0913  # mirrors the engine's function
+def join_by_plan(  # noqa: PLR0913, PLR0917  # mirrors the engine's function
     call: Caller, engine: int, plan: Topology, rank: int, store_path: str, address: str, port: int
 ) -> Future[None]:
     """Form the group. On every engine at once."""

@@ -217,9 +217,7 @@ class CellRun:
     def _apply_deadlines(self, now_s: float) -> None:
         timeout_s = self.request.timeout_s
         if timeout_s is not None and self._interrupted_s is None:
-            if now_s >= self._began_s + timeout_s:
-                self._has_timed_out = True
-                self._interrupt(now_s)
+            self._interrupt_after(timeout_s, now_s)
         for rank in self.missing:
             seen_s = self._states[rank].exit_seen_s
             if seen_s is not None and now_s >= seen_s + LAST_WORDS_S:
@@ -230,6 +228,11 @@ class CellRun:
         if is_over or self._lost_controller is not None:
             for rank in self.missing:
                 self._give_up(rank, "unfinished", now_s)
+
+    def _interrupt_after(self, timeout_s: float, now_s: float) -> None:
+        if now_s >= self._began_s + timeout_s:
+            self._has_timed_out = True
+            self._interrupt(now_s)
 
     def _give_up(self, rank: int, status: str, now_s: float) -> None:
         self._states[rank].status = status
@@ -279,8 +282,8 @@ class CellRun:
     def _raise_outcome(self, result: CellResult) -> None:
         if self._lost_controller is not None:
             raise RankGone(
-                f"The cluster's controller ended ({self._lost_controller.how}) while this cell ran, "
-                "so nothing more can be heard from the ranks. %dist_reset starts afresh."
+                f"The cluster's controller ended ({self._lost_controller.how}) while this cell "
+                "ran, so nothing more can be heard from the ranks. %dist_reset starts afresh."
             )
         real = [
             replace_hint(r.failure, self._session)

@@ -229,8 +229,8 @@ class Session:
         controller = self._cluster.exits.get(None)
         if controller is not None:
             raise RankGone(
-                f"The cluster's controller has ended ({controller.how}), so no rank can be reached. "
-                "%dist_reset starts afresh."
+                f"The cluster's controller has ended ({controller.how}), so no rank can be "
+                "reached. %dist_reset starts afresh."
             )
         gone = [(rank, end) for rank in ranks if (end := self._exit(rank)) is not None]
         if gone:

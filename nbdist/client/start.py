@@ -68,7 +68,8 @@ def start(
     notes = [versions.check_system(sys.platform)]
     if options.backend not in topology.BACKENDS:
         raise OptionError(
-            f"There is no backend {options.backend!r}. Choose one of {', '.join(topology.BACKENDS)}."
+            f"There is no backend {options.backend!r}. "
+            f"Choose one of {', '.join(topology.BACKENDS)}."
         )
     config = profiles.load(options.profile)
     available = gpus.visible()

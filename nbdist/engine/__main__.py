@@ -40,6 +40,9 @@ def main() -> None:
     run_dir = Path(os.environ["NBDIST_RUN"])
     notebook = json.loads((run_dir / "notebook.json").read_text())
     sys.path[:] = notebook["sys_path"]
+    # Inherited from a notebook that nbval runs; ipykernel then leaves out what C code and
+    # child processes print.
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
 
     from nbdist.engine import runtime
 

@@ -81,7 +81,7 @@ def join_at_start(run_dir: Path, start: dict[str, Any]) -> None:
         reports = exchange_reports(store, report, start["world_size"], start["deadline_s"])
         plan = topology.plan(reports, start["backend"], threads=torch.get_num_threads())
         join(plan, rank, store)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # any reason at all is to reach the notebook
         failure = {
             "kind": type(error).__name__,
             "message": str(error),
@@ -117,7 +117,7 @@ def exchange_reports(
 
 def join(plan: Topology, rank: int, store: dist.Store) -> None:
     """Form the process group that the plan asks for. Collective: every rank."""
-    global _runtime
+    global _runtime  # noqa: PLW0603  # one rank per process
     place = plan.ranks[rank]
     _set_torchrun_variables(place, plan)
     options: dict[str, Any] = {}
@@ -193,7 +193,7 @@ def open_store(address: str, world_size: int) -> int:
     It listens on `address` alone: torch's own listener takes every interface, and has no
     authentication. One rank: the one that will be 0.
     """
-    global _open_store
+    global _open_store  # noqa: PLW0603  # kept open as long as the process
     listener = socket.create_server((address, 0))
     port = int(listener.getsockname()[1])
     _open_store = dist.TCPStore(

@@ -1,29 +1,19 @@
-"""A real notebook kernel under test, and what a front end would show of each of its cells."""
+"""A real notebook kernel under test, driven as a notebook front end drives it."""
 
-import copy
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, NewType, Self
+from typing import Any, Self
 
 import zmq
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.channels import ZMQSocketChannel
 from jupyter_client.manager import KernelManager
-from nbformat.v4 import output_from_msg
 
-Output = dict[str, Any]
-Message = dict[str, Any]
-Handle = NewType("Handle", str)
-"""A cell that was sent: the id of its execute_request."""
+from tests.support.cells import Cell, Handle, Notebook
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_DISPLAYS = ("display_data", "execute_result")
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 15.0
 _POLL_S = 0.2  # how often a wait looks whether the kernel still lives
@@ -32,172 +22,6 @@ _LOG_TAIL = 2000
 
 class KernelDiedError(Exception):
     """The kernel ended while somebody waited for it; the message has its log."""
-
-
-class Arrival(NamedTuple):
-    """One output message as it came in, `time_s` after its cell was sent."""
-
-    time_s: float
-    msg_type: str
-    text: str
-
-
-class CellError(NamedTuple):
-    """The last error output of a cell, its traceback without colours."""
-
-    ename: str
-    evalue: str
-    traceback: str
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """What a notebook would store of one executed cell, and how it came about.
-
-    Attributes:
-        status: The execute_reply's "ok", "error" or "aborted"; "running" without a reply.
-        outputs: As in nbformat, in the order of arrival, adjacent text of one stream joined.
-        seconds: From sending the cell until its reply and its last output; so far if running.
-        arrivals: Every output message, also those that later ones updated or cleared. Times are
-            those at which the test looked, so they say little about cells nobody waited for.
-    """
-
-    status: str
-    outputs: list[Output]
-    execution_count: int | None
-    seconds: float
-    arrivals: list[Arrival]
-
-    @property
-    def text(self) -> str:
-        """Everything on stdout."""
-        return self._stream("stdout")
-
-    @property
-    def stderr(self) -> str:
-        """Everything on stderr."""
-        return self._stream("stderr")
-
-    @property
-    def plain(self) -> list[str]:
-        """The text/plain of each display and result."""
-        return self.data("text/plain")
-
-    @property
-    def error(self) -> CellError | None:
-        """The error a reader sees; None where a failed cell shows no error output."""
-        errors = [o for o in self.outputs if o["output_type"] == "error"]
-        if not errors:
-            return None
-        last = errors[-1]
-        traceback = _ANSI.sub("", "\n".join(last["traceback"]))
-        return CellError(last["ename"], _ANSI.sub("", last["evalue"]), traceback)
-
-    @property
-    def visible(self) -> str:
-        """All outputs as text, without colours."""
-        return _visible(self.outputs)
-
-    def data(self, mime: str) -> list[Any]:
-        """What each display and result carries for `mime`."""
-        shown = [o["data"] for o in self.outputs if o["output_type"] in _DISPLAYS]
-        return [bundle[mime] for bundle in shown if mime in bundle]
-
-    def _stream(self, name: str) -> str:
-        streams = [o for o in self.outputs if o["output_type"] == "stream"]
-        return "".join(o["text"] for o in streams if o["name"] == name)
-
-
-@dataclass(slots=True)
-class _Gathering:
-    """A cell in the making."""
-
-    sent_s: float
-    outputs: list[Output] = field(default_factory=list)
-    arrivals: list[Arrival] = field(default_factory=list)
-    reply: Message | None = None
-    done_s: float | None = None
-    is_idle: bool = False
-    clears_next: bool = False
-
-    def snapshot(self) -> Cell:
-        reply = self.reply or {"status": "running"}
-        return Cell(
-            status=reply["status"],
-            outputs=copy.deepcopy(self.outputs),
-            execution_count=reply.get("execution_count"),
-            seconds=(self.done_s or time.monotonic()) - self.sent_s,
-            arrivals=list(self.arrivals),
-        )
-
-    def is_done(self) -> bool:
-        return self.reply is not None and self.is_idle
-
-    def clear(self, *, wait: bool) -> None:
-        self.clears_next = wait
-        if not wait:
-            self.outputs.clear()
-
-    def append(self, output: Output) -> None:
-        if self.clears_next:
-            self.clear(wait=False)
-        last = self.outputs[-1] if self.outputs else None
-        if last and _is_stream(last) and _is_stream(output) and last["name"] == output["name"]:
-            last["text"] += output["text"]
-        else:
-            self.outputs.append(output)
-
-
-class _Notebook:
-    """Turns a kernel's messages into cells as notebook front ends do."""
-
-    def __init__(self) -> None:
-        self._cells: dict[str, _Gathering] = {}
-        self._displays: dict[str, list[Output]] = {}
-
-    def sent(self, handle: Handle, sent_s: float) -> None:
-        self._cells[handle] = _Gathering(sent_s)
-
-    def cell(self, handle: Handle) -> Cell:
-        return self._cells[handle].snapshot()
-
-    def visible(self, handle: Handle) -> str:
-        return _visible(self._cells[handle].outputs)
-
-    def is_done(self, handle: Handle) -> bool:
-        return self._cells[handle].is_done()
-
-    def receive(self, message: Message) -> None:
-        """Take one message of the iopub or shell channel; those of no cell are dropped."""
-        cell = self._cells.get(message["parent_header"].get("msg_id", ""))
-        if cell is None:
-            return
-        kind, content = message["header"]["msg_type"], message["content"]
-        if kind == "execute_reply":
-            cell.reply = content
-        elif kind == "status":
-            cell.is_idle = content["execution_state"] == "idle"
-        else:
-            self._output(cell, kind, message)
-        if cell.is_done() and cell.done_s is None:
-            cell.done_s = time.monotonic()
-
-    def _output(self, cell: _Gathering, kind: str, message: Message) -> None:
-        content = message["content"]
-        if kind == "clear_output":
-            cell.clear(wait=content["wait"])
-        elif kind == "update_display_data":
-            for output in self._displays.get(_display_id(content), []):
-                output.update(data=content["data"], metadata=content["metadata"])
-        elif kind in {"stream", "error", *_DISPLAYS}:
-            new: Output = output_from_msg(message)  # type: ignore[no-untyped-call]
-            cell.append(new)
-            if display_id := _display_id(content):
-                self._displays.setdefault(display_id, []).append(new)
-        else:
-            return  # execute_input, comm messages and what is still to be invented
-        text = _text_of({"output_type": kind, **content})
-        cell.arrivals.append(Arrival(time.monotonic() - cell.sent_s, kind, text))
 
 
 class Kernel:
@@ -210,10 +34,7 @@ class Kernel:
     def __init__(self, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
         self._cwd = cwd
         self._env = notebook_env(env)
-        self._notebook = _Notebook()
-        # A real history file shared by many kernels can be locked, which IPython prints.
-        extra = ["--HistoryManager.hist_file=:memory:"]
-        self._start_args: dict[str, Any] = {"extra_arguments": extra}
+        self._notebook = Notebook()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by shutdown
         self._manager = KernelManager(kernel_name="python3")
         self._client: BlockingKernelClient | None = None
@@ -225,7 +46,8 @@ class Kernel:
                 env=self._env,
                 stdout=self._log,
                 stderr=self._log,
-                **self._start_args,
+                # A history file shared by many kernels can be locked, which IPython prints.
+                extra_arguments=["--HistoryManager.hist_file=:memory:"],
             )
             self._connect()
         except BaseException:
@@ -233,19 +55,13 @@ class Kernel:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     @property
     def pid(self) -> int:
         """The kernel's own process; another one after a restart."""
-        provisioner = self._manager.provisioner
-        pid = getattr(provisioner, "pid", None)
+        pid = getattr(self._manager.provisioner, "pid", None)
         assert isinstance(pid, int), "the kernel has not been started"
         return pid
 
@@ -305,12 +121,8 @@ class Kernel:
     def wait_output(self, handle: Handle, text: str, timeout_s: float = 30.0) -> Cell:
         """Wait until `text` stands in a cell's outputs, ended or not. Raises as `run`."""
 
-        self._wait(
-            handle,
-            lambda: text in self._notebook.visible(handle),
-            timeout_s,
-            f"the output {text!r}",
-        )
+        shown = self._notebook.visible
+        self._wait(handle, lambda: text in shown(handle), timeout_s, f"the output {text!r}")
         return self._notebook.cell(handle)
 
     def so_far(self, handle: Handle) -> Cell:
@@ -369,11 +181,10 @@ class Kernel:
         while not is_over():
             was_alive = self.is_alive()  # before the last look, so nothing it sent is missed
             remaining_s = deadline - time.monotonic()
-            if self._receive(max(0.0, min(_POLL_S, remaining_s))):
-                continue
-            if not was_alive:
+            has_news = self._receive(max(0.0, min(_POLL_S, remaining_s)))
+            if not has_news and not was_alive:
                 raise KernelDiedError(self._report(handle, f"died before {waiting_for}"))
-            if remaining_s <= 0:
+            if remaining_s <= 0:  # also in the middle of endless output
                 raise TimeoutError(self._report(handle, f"did not reach {waiting_for} in time"))
 
     def _receive(self, timeout_s: float) -> bool:
@@ -408,26 +219,3 @@ def notebook_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     return inherited | {"OMP_NUM_THREADS": "1"} | dict(extra or {})
-
-
-def _is_stream(output: Output) -> bool:
-    return str(output["output_type"]) == "stream"
-
-
-def _display_id(content: Message) -> str:
-    return str(content.get("transient", {}).get("display_id", ""))
-
-
-def _visible(outputs: list[Output]) -> str:
-    return "".join(_text_of(output) for output in outputs)
-
-
-def _text_of(output: Output) -> str:
-    """The text a reader sees of one output, without colours."""
-    if "text" in output:
-        text = str(output["text"])
-    elif "data" in output:
-        text = str(output["data"].get("text/plain", "")) + "\n"
-    else:
-        text = "\n".join([*output.get("traceback", ()), ""])
-    return _ANSI.sub("", text)

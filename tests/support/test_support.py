@@ -1,6 +1,5 @@
-"""The helpers themselves, on plain kernels and a plain JupyterLab."""
+"""The helpers themselves, on plain kernels and plain processes."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import psutil
 import pytest
 
 from tests.support.kernel import Kernel, KernelDiedError
-from tests.support.lab import Lab, LabNotebook, browser_page
 from tests.support.processes import (
     descendants,
     open_run_dirs,
@@ -53,9 +51,6 @@ def _child(**env: str) -> subprocess.Popen[bytes]:
 def _stop(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     child.communicate()
-
-
-# --- a cell ---------------------------------------------------------------------------------------
 
 
 def test_output_is_kept_by_stream_and_joined(kernel: Kernel) -> None:
@@ -154,9 +149,6 @@ def test_history_is_stored_on_request(kernel: Kernel) -> None:
     assert kernel.run("4").execution_count == before + 1
 
 
-# --- several cells, interrupts and ends ---------------------------------------------------------
-
-
 def test_an_error_aborts_the_cells_queued_behind_it(kernel: Kernel) -> None:
     """Run All stops at the first error, and the next run starts afresh."""
     cells = kernel.run_all(["print('a')", "import time; time.sleep(0.3); 1/0", "print('c')", "4"])
@@ -198,6 +190,30 @@ def test_a_kernel_has_its_folder_and_environment(own_kernel: Kernel, tmp_path: P
     )
 
     assert cell.plain == [repr((str(tmp_path), "hello", "1"))]
+
+
+def test_endless_output_does_not_outlast_the_deadline(own_kernel: Kernel) -> None:
+    """A cell that never stops printing is given up in time."""
+    handle = own_kernel.start("while True: print('x' * 60, flush=True)")
+    start_s = time.monotonic()
+    with pytest.raises(TimeoutError, match="did not reach the end in time"):
+        own_kernel.finish(handle, timeout_s=1)
+
+    assert time.monotonic() - start_s < 10
+
+
+def test_a_display_is_updated_from_outside_a_cell(kernel: Kernel) -> None:
+    """An update sent by a thread after its cell has ended is not lost."""
+    kernel.run("import threading\nevent = threading.Event()")
+    shown = kernel.start(
+        "handle = display('old', display_id=True)\n"
+        "def late(): event.wait(); handle.update('new')\n"
+        "threading.Thread(target=late).start()"
+    )
+    kernel.finish(shown)
+    kernel.run("event.set()")
+
+    assert kernel.wait_output(shown, "new").plain == ["'new'"]
 
 
 @pytest.mark.parametrize("now", [False, True])
@@ -242,9 +258,6 @@ def test_shutdown_ends_the_process() -> None:
         process = psutil.Process(kernel.pid)
 
     assert wait_gone([process]) == []
-
-
-# --- processes ------------------------------------------------------------------------------------
 
 
 def test_processes_of_a_run_are_found_by_their_environment(tmp_path: Path) -> None:
@@ -303,9 +316,6 @@ def test_run_dirs_that_are_left_are_listed(tmp_path: Path) -> None:
     assert open_run_dirs(tmp_path / "nowhere") == []
 
 
-# --- conftest -------------------------------------------------------------------------------------
-
-
 def _pytest(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run tests elsewhere with this project's conftest."""
     (folder / "test_elsewhere.py").write_text(code)
@@ -349,73 +359,3 @@ def test_gpu_marker_skips_with_the_count(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stdout
     assert "needs 2 GPUs, this machine has 0" in done.stdout
-
-
-# --- browser --------------------------------------------------------------------------------------
-
-
-def _notebook(path: Path, *sources: str) -> None:
-    blank: dict[str, object] = {
-        "cell_type": "code",
-        "execution_count": None,
-        "metadata": {},
-        "outputs": [],
-    }
-    cells = [{**blank, "id": f"cell-{i}", "source": source} for i, source in enumerate(sources)]
-    # Without a kernel of its own JupyterLab would ask which one to take.
-    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    content = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
-    path.write_text(json.dumps(content))
-
-
-@pytest.mark.browser
-def test_a_cell_runs_in_jupyterlab(tmp_path: Path) -> None:
-    """JupyterLab runs, interrupts and restarts; output and prompts are read from the page."""
-    _notebook(
-        tmp_path / "a.ipynb",
-        "1+1",
-        "import time\nprint('sleeping', flush=True)\ntime.sleep(60)",
-        "1/0",
-        "'never run'",
-        "6 * ",
-    )
-    with Lab(tmp_path) as lab, browser_page() as page:
-        notebook = LabNotebook(page, lab, "a.ipynb")
-        server = psutil.Process(lab.pid)
-        kernels = descendants(lab.pid)
-        notebook.run_cell(0)
-
-        assert notebook.output_text(0).strip().endswith("2")
-        assert notebook.prompt(0) == "[1]:"
-        notebook.run_cell(1, wait=False)
-        notebook.wait_text(1, "sleeping")
-        assert notebook.prompt(1) == "[*]:"
-        notebook.interrupt()
-        notebook.wait_done(1, timeout_s=20)
-        assert "KeyboardInterrupt" in notebook.output_text(1)
-        notebook.type_into(4, "7")
-        notebook.run_cell(4)
-        assert "42" in notebook.output_html(4)
-        notebook.restart()
-        notebook.run_cell(0)
-        assert notebook.prompt(0) == "[1]:"
-        with pytest.raises(TimeoutError, match=r"'never' in cell 0.*(?s:.*)1\+1"):
-            notebook.wait_text(0, "never", timeout_s=0.5)
-        picture = tmp_path / "lab.png"
-        notebook.screenshot(picture)
-
-        assert picture.read_bytes().startswith(b"\x89PNG")
-    assert kernels
-    assert wait_gone([server, *kernels]) == []
-
-
-@pytest.mark.browser
-def test_run_all_in_jupyterlab_stops_at_an_error(tmp_path: Path) -> None:
-    """The cells behind a failing one are not run, and waiting for Run All ends all the same."""
-    _notebook(tmp_path / "a.ipynb", "'first'", "1/0", "'never run'")
-    with Lab(tmp_path) as lab, browser_page() as page:
-        notebook = LabNotebook(page, lab, "a.ipynb")
-        notebook.run_all()
-
-        assert [notebook.prompt(i) for i in range(3)] == ["[1]:", "[2]:", "[ ]:"]
-        assert "ZeroDivisionError" in notebook.output_text(1)

@@ -1,0 +1,156 @@
+"""What only a GPU can show: NCCL where each rank has its own, Gloo where two share one."""
+
+from collections.abc import Iterator
+
+import pytest
+
+import nbdist
+from nbdist.client.session import Session
+
+# Each collective with tensors on the rank's device, and the result that every rank must print.
+# `one` is rank + 1, so with two ranks the sum is 3.
+COLLECTIVES = {
+    "all_reduce": ("x = one.clone(); dist.all_reduce(x); print(x.item())", "3.0"),
+    "all_reduce max": (
+        "x = one.clone(); dist.all_reduce(x, dist.ReduceOp.MAX); print(x.item())",
+        "2.0",
+    ),
+    "broadcast": ("x = one.clone(); dist.broadcast(x, 1); print(x.item())", "2.0"),
+    "reduce": ("x = one.clone(); dist.reduce(x, 0); print(x.item() if rank == 0 else 3.0)", "3.0"),
+    "all_gather": (
+        """xs = [torch.zeros_like(one) for _ in range(2)]; dist.all_gather(xs, one)
+print([x.item() for x in xs])""",
+        "[1.0, 2.0]",
+    ),
+    "all_gather_into_tensor": (
+        "x = torch.zeros(2, device=device); dist.all_gather_into_tensor(x, one); print(x.tolist())",
+        "[1.0, 2.0]",
+    ),
+    "gather": (
+        """xs = [torch.zeros_like(one) for _ in range(2)] if rank == 0 else None
+dist.gather(one, xs, 0); print([1.0, 2.0] if xs is None else [x.item() for x in xs])""",
+        "[1.0, 2.0]",
+    ),
+    "scatter": (
+        """x = torch.zeros_like(one); dist.scatter(x, [one, one * 2] if rank == 0 else None, 0)
+print(x.item() == rank + 1)""",
+        "True",
+    ),
+    "reduce_scatter_tensor": (
+        """x = torch.zeros(1, device=device)
+dist.reduce_scatter_tensor(x, torch.arange(2.0, device=device) * one)
+print(x.item() == 3.0 * rank)""",
+        "True",
+    ),
+    "all_to_all_single": (
+        """x = torch.zeros(2, device=device)
+dist.all_to_all_single(x, torch.arange(2.0, device=device) + 10 * rank)
+print(x.tolist() == [float(rank), 10.0 + rank])""",
+        "True",
+    ),
+    "all_gather_object": (
+        "xs = [None, None]; dist.all_gather_object(xs, {'rank': rank}); print(xs)",
+        "[{'rank': 0}, {'rank': 1}]",
+    ),
+    "barrier": ("dist.barrier(); print('passed')", "passed"),
+}
+
+# Gradients of DDP over two halves of a batch against those of the whole batch, in double.
+DDP = """
+torch.manual_seed(0)
+plain = torch.nn.Linear(8, 4).double().to(device)
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4).double()
+torch.manual_seed(1)
+batch = torch.randn(16, 8).double().to(device)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+part = batch[rank * 16 // world_size : (rank + 1) * 16 // world_size]
+accelerator.backward(model(part).pow(2).mean())
+plain(batch).pow(2).mean().backward()
+gradient = accelerator.unwrap_model(model).weight.grad
+print(torch.allclose(gradient, plain.weight.grad, atol=1e-12), gradient.device == device)
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_gpu() -> Iterator[Session]:
+    """Two ranks on the first GPU."""
+    session = nbdist.start(2, gpus="0")
+    yield session
+    session.stop()
+    _forget()
+
+
+def _forget() -> None:
+    from nbdist.notebook import NOTEBOOK
+
+    if NOTEBOOK.is_running:
+        NOTEBOOK.stop()
+
+
+def _printed(session: Session, code: str) -> set[str]:
+    return {result.text.strip() for result in session.run(code).ranks}
+
+
+@pytest.mark.gpu(1)
+def test_one_rank_on_its_own_gpu_uses_nccl() -> None:
+    """One rank and one GPU give NCCL, with a group for tensors on the CPU as well."""
+    session = nbdist.start(1, gpus="0")
+    try:
+        printed = _printed(
+            session,
+            "a, b = torch.ones(2, device=device), torch.ones(2)\n"
+            "dist.all_reduce(a); dist.all_reduce(b); print(a.tolist(), b.tolist(), device)",
+        )
+        trained = _printed(session, DDP)
+    finally:
+        _forget()
+
+    assert session.topology.backend == "nccl"
+    assert session.topology.is_scaling
+    assert printed == {"[1.0, 1.0] [1.0, 1.0] cuda:0"}
+    assert trained == {"True True"}
+
+
+@pytest.mark.gpu(1)
+def test_two_ranks_on_one_gpu_use_gloo(shared_gpu: Session) -> None:
+    """NCCL refuses two ranks on a GPU; Gloo takes them, and the table says no scaling numbers."""
+    topology = shared_gpu.topology
+
+    assert topology.backend == "gloo"
+    assert not topology.is_scaling
+    assert {place.device for place in topology.ranks} == {"cuda:0"}
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collective_on_a_shared_gpu(shared_gpu: Session, name: str) -> None:
+    """The collective gives the right result with tensors on the shared GPU."""
+    code, expected = COLLECTIVES[name]
+
+    printed = _printed(shared_gpu, f"one = torch.tensor([rank + 1.0], device=device)\n{code}")
+
+    assert printed == {expected}
+
+
+@pytest.mark.gpu(1)
+def test_ddp_on_a_shared_gpu(shared_gpu: Session) -> None:
+    """DDP's gradients on a shared GPU are those of the whole batch."""
+    assert _printed(shared_gpu, DDP) == {"True True"}
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_use_nccl() -> None:
+    """With a GPU for each rank NCCL is chosen and adds up."""
+    session = nbdist.start(2)
+    try:
+        printed = _printed(
+            session, "x = torch.ones(1, device=device); dist.all_reduce(x); print(x.item())"
+        )
+        trained = _printed(session, DDP)
+    finally:
+        _forget()
+
+    assert session.topology.backend == "nccl"
+    assert printed == {"2.0"}
+    assert trained == {"True True"}
