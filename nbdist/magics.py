@@ -58,14 +58,15 @@ def _is_answered(verb: Verb, parsed: Parsed) -> bool:
 
 def register(shell: InteractiveShell) -> None:
     """Register every magic and the routing of cells. Twice is harmless."""
+    # Typed for methods in IPython: a plain function is taken for one that lacks its self.
+    add: Any = shell.register_magic_function
     for verb in commands.VERBS.values():
-        function: Any = functools.partial(run_cell if verb.is_cell else run_line, verb)
+        function = functools.partial(run_cell if verb.is_cell else run_line, verb)
         function.__doc__ = help_view(verb).text
-        shell.register_magic_function(function, "cell" if verb.is_cell else "line", verb.name)
+        add(function, "cell" if verb.is_cell else "line", verb.name)
     for name in commands.REPLACED_MAGICS:
-        shell.register_magic_function(functools.partial(answer, name), "line", name)
-    local = functools.partial(run_local, shell)
-    shell.register_magic_function(local, "cell", routing.LOCAL_CELL)
+        add(functools.partial(answer, name), "line", name)
+    add(functools.partial(run_local, shell), "cell", routing.LOCAL_CELL)
     unregister(shell)
     shell.input_transformers_cleanup.insert(0, routing.route)
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("guardian.py")
@@ -37,18 +38,28 @@ class Guard:
         """End everything that is left of the run now; True when the guardian has finished."""
         with self._lock:
             self._is_closing = True
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        end_s = time.monotonic() + CLOSE_DEADLINE_S
         try:
-            self._process.wait(CLOSE_DEADLINE_S)
+            # Not 0: it was killed and not replaced yet, so the work is still to be done.
+            while self._close_one(end_s) != 0:
+                with self._lock:
+                    self._restart()
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    def _close_one(self, end_s: float) -> int:
+        # Said in words: a child that the user's code has forked may hold the pipe open.
+        self._write("stop\n")
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return self._process.wait(max(0.0, end_s - time.monotonic()))
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(  # noqa: S603  # our own program
             [sys.executable, "-I", "-S", str(PROGRAM), str(os.getpid()), str(self._run_dir)],
             stdin=subprocess.PIPE,
+            bufsize=0,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             # Out of the kernel's process group: an interrupt is not for the guardian, and
@@ -63,14 +74,21 @@ class Guard:
         with self._lock:
             if self._is_closing:
                 return
-            self._process = self._start()
-            for pid in self._pids:
-                self._tell(pid)
+            self._restart()
+
+    def _restart(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process = self._start()
+        for pid in self._pids:
+            self._tell(pid)
 
     def _tell(self, pid: int) -> None:
+        self._write(f"+{pid}\n")
+
+    def _write(self, line: str) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"+{pid}\n".encode())
-            self._process.stdin.flush()
+            self._process.stdin.write(line.encode())
         except BrokenPipeError:
-            return  # killed just now: the next guardian is told of all of them
+            return  # killed just now: the next guardian is told of everything

@@ -2,8 +2,8 @@
 
 A program of its own (`python -I -S guardian.py KERNEL_PID RUN_DIR`), not a module: it must
 outlive the kernel and start in milliseconds, so it uses the standard library alone.
-Standard input brings one line per process that the kernel has started (`+PID`); its end
-means that the cluster stops. It ends nothing that the kernel did not start: only members
+Standard input brings one line per process that the kernel has started (`+PID`); `stop`, or
+its end, means that the cluster stops. It ends nothing that the kernel did not start: only members
 of the sessions it was told of and processes that carry this run's NBDIST_RUN.
 """
 
@@ -69,10 +69,12 @@ def end_all(sessions: dict[int, str | None], marker: bytes) -> None:
             except OSError:
                 continue
         return
+    was_empty = False
     for _ in range(SWEEPS):
         found = members(sessions, marker)
-        if not found:
+        if not found and was_empty:
             return
+        was_empty = not found  # once more: a process that is being started has no marker yet
         for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -115,8 +117,10 @@ def wait(kernel: int) -> dict[int, str | None]:
             if not chunk:
                 return sessions
             *lines, text = (text + chunk).split(b"\n")
-            for pid in (int(line[1:]) for line in lines):
-                sessions[pid] = started(pid)
+            for line in lines:
+                if line == b"stop":
+                    return sessions
+                sessions[int(line[1:])] = started(int(line[1:]))
 
 
 def main() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from IPython.paths import get_ipython_dir
-from traitlets.config import Config, PyFileConfigLoader
+from traitlets.config import Config
+from traitlets.config.loader import PyFileConfigLoader
 
 from nbdist.errors import OptionError
 
@@ -56,9 +57,10 @@ def load(name: str) -> Config:
             f"profile_{name} there with an {CONFIG_FILE}."
         )
     try:
-        return PyFileConfigLoader(CONFIG_FILE, path=str(profiles[name])).load_config()
+        config: Config = PyFileConfigLoader(CONFIG_FILE, path=str(profiles[name])).load_config()
     except Exception as error:
         raise OptionError(
             f"The profile {name!r} ({profiles[name] / CONFIG_FILE}) cannot be read: "
             f"{type(error).__name__}: {error}"
         ) from error
+    return config

@@ -15,7 +15,7 @@ from nbdist.client import presses
 from nbdist.client.channel import Message, failure_of
 from nbdist.core import failures as failing
 from nbdist.core.cells import CellFeed, CellResult, Event, RankResult, elapsed_line
-from nbdist.core.failures import RankFailure, ranks_phrase
+from nbdist.core.failures import RankFailure, ranks_are, ranks_phrase
 from nbdist.core.lines import Line
 from nbdist.errors import CellTimeout, DistributedError, Interrupted, RankGone
 
@@ -303,7 +303,7 @@ class CellRun:
             )
         if self._interrupted_s is None:
             return
-        told = f"{ranks_phrase(back)} back, variables kept" if back else ""
+        told = f"{ranks_are(back)} back, variables kept" if back else ""
         if unfinished:
             told = "; ".join(filter(None, [told, _still_running(unfinished)]))
         if self._has_timed_out:
@@ -315,9 +315,8 @@ class CellRun:
 
 
 def _still_running(ranks: Sequence[int]) -> str:
-    verb = "is" if len(ranks) == 1 else "are"
     return (
-        f"{ranks_phrase(ranks)} {verb} still in a call that cannot be interrupted; further output "
+        f"{ranks_are(ranks)} still in a call that cannot be interrupted; further output "
         "of this cell is not shown, and new cells wait for it to end (%dist_status tells, "
         "%dist_reset starts afresh)"
     )
@@ -349,7 +348,11 @@ async def wait_async(begin: Callable[[], CellRun]) -> CellResult:
     has_item = asyncio.Event()
     with presses.counted() as pressed:
         run = begin()
-        run.on_item = lambda: loop.call_soon_threadsafe(has_item.set)
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(has_item.set)
+
+        run.on_item = wake
         pressed.send_to(run.press)
         while True:
             has_item.clear()

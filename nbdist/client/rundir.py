@@ -5,10 +5,12 @@ Only its owner can read it, and it is gone when the run is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ def base() -> Path:
         StartError: If it belongs to somebody else or others may enter it.
     """
     path = Path(tempfile.gettempdir()) / f"nbdist-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # also where it is no folder: told below
+        path.mkdir(mode=0o700)
     status = path.lstat()
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     if not is_ours or status.st_mode & 0o077:
@@ -43,9 +46,11 @@ def create() -> Path:
             continue  # the last other run has just ended and taken the folder with it
 
 
-def write_notebook(run_dir: Path, sys_path: list[str], start: dict[str, Any]) -> None:
+def write_notebook(run_dir: Path, sys_path: Sequence[object], start: dict[str, Any]) -> None:
     """Leave for the engines what they take over from the notebook."""
-    notebook = {"sys_path": sys_path, "start": start, "kernel_pid": os.getpid()}
+    # Python passes over what is no text in sys.path, a Path for example.
+    paths = [entry for entry in sys_path if isinstance(entry, str)]
+    notebook = {"sys_path": paths, "start": start, "kernel_pid": os.getpid()}
     (run_dir / "notebook.json").write_text(json.dumps(notebook))
 
 
@@ -56,3 +61,8 @@ def failure(run_dir: Path, rank: int) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return written
+
+
+def arrived(run_dir: Path) -> set[int]:
+    """The local ranks that have begun to wait for the others."""
+    return {int(path.suffix[1:]) for path in run_dir.glob("arrived.*")}

@@ -5,6 +5,7 @@ Only here do rank and engine meet: outside, everything is a rank.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -121,8 +122,8 @@ class Session:
                 self.topology.engine_of_rank(rank),
                 request.code,
                 metadata,
-                on_message=lambda message, rank=rank: one.message(rank, message),
-                on_done=lambda reply, rank=rank: self._end(rank, one, reply),
+                on_message=functools.partial(one.message, rank),
+                on_done=functools.partial(self._end, rank, one),
             )
         return one
 

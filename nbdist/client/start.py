@@ -15,7 +15,7 @@ from typing import Any
 from traitlets.config import Config
 
 from nbdist.client import gpus, launcher, profiles, remote, rundir
-from nbdist.client.cluster import Cluster, Progress, installed_torch
+from nbdist.client.cluster import Cluster, Progress, gives_ranks, installed_torch
 from nbdist.client.run import CellRequest, Sink
 from nbdist.client.session import Session
 from nbdist.core import shm, topology, versions
@@ -72,19 +72,24 @@ def start(
             f"Choose one of {', '.join(topology.BACKENDS)}."
         )
     config = profiles.load(options.profile)
+    is_local = gives_ranks(config)
     available = gpus.visible()
-    chosen = topology.select_gpus(available, options.gpus)
-    world_size = options.world_size or topology.default_world_size(chosen)
-    expected = _expected(world_size, chosen, options)
-    notes.append(_check_shm(world_size, uses_nccl=expected.backend == "nccl"))
+    chosen = topology.select_gpus(available, options.gpus) if is_local else available
+    world_size = options.world_size
+    if world_size is None:
+        world_size = topology.default_world_size(chosen)
+    # Of another cluster's machines only its engines can tell what they have.
+    expected = _expected(world_size, chosen, options if is_local else StartOptions())
+    if is_local:
+        versions.check_torch(installed_torch(), sys.executable)
+        notes.append(_check_shm(world_size, uses_nccl=expected.backend == "nccl"))
     cluster = Cluster(config)
     try:
-        if cluster.is_local:
-            versions.check_torch(installed_torch(), sys.executable)
+        if is_local:
             _configure_local(config, cluster, expected, chosen, options)
         cluster.start(world_size, options.deadline_s, progress)
-        form = _local_plan if cluster.is_local else _reported_plan
-        plan = form(cluster, options, progress)
+        form = _local_plan if is_local else _reported_plan
+        plan = form(cluster, world_size, options, progress)
     except BaseException:
         cluster.stop(grace_s=0)
         raise
@@ -139,22 +144,26 @@ def _configure_local(
     rundir.write_notebook(cluster.run_dir, list(sys.path), start)
 
 
-def _local_plan(cluster: Cluster, options: StartOptions, progress: Progress) -> Topology:
+def _local_plan(
+    cluster: Cluster, world_size: int, options: StartOptions, progress: Progress
+) -> Topology:
     """The groups are formed already; give cells their names."""
-    world_size = len(cluster.pids())
     progress(f"{world_size} of {world_size} ranks ready, preparing")
     call = _caller(cluster)
     end_s = time.monotonic() + options.deadline_s
     plans = _all(
         {e: remote.prepare(call, e, options.seed) for e in range(world_size)}, end_s, "prepare"
     )
-    return plans[0]
+    plan: Topology = plans[0]
+    return plan
 
 
-def _reported_plan(cluster: Cluster, options: StartOptions, progress: Progress) -> Topology:
+def _reported_plan(
+    cluster: Cluster, world_size: int, options: StartOptions, progress: Progress
+) -> Topology:
     """Ask the engines what they are, assign ranks, form the groups."""
     assert cluster.channel is not None
-    engines = cluster.channel.engine_ids
+    engines = cluster.channel.engine_ids[:world_size]
     call = _caller(cluster)
     end_s = time.monotonic() + options.deadline_s
     progress("asking the engines where they are")
@@ -162,6 +171,8 @@ def _reported_plan(cluster: Cluster, options: StartOptions, progress: Progress) 
     reports = _all(
         {e: remote.describe(call, e, own_address) for e in engines}, end_s, "describe themselves"
     )
+    if _is_this_host(reports):
+        cluster.identify({engine: report.pid for engine, report in reports.items()})
     plan = topology.plan(tuple(reports.values()), options.backend)
     progress(f"forming a group of {plan.world_size} ranks on {plan.n_hosts} host(s)")
     store_path, address, port = _store(cluster, call, plan, reports, end_s)
@@ -183,7 +194,8 @@ def _reported_plan(cluster: Cluster, options: StartOptions, progress: Progress) 
         "join the group",
     )
     plans = _all({e: remote.prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
-    return plans[engines[0]]
+    prepared: Topology = plans[engines[0]]
+    return prepared
 
 
 def _store(

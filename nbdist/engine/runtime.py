@@ -78,6 +78,7 @@ def join_at_start(run_dir: Path, start: dict[str, Any]) -> None:
             local_hint=rank,
             job_id="",
         )
+        (run_dir / f"arrived.{rank}").touch()
         reports = exchange_reports(store, report, start["world_size"], start["deadline_s"])
         plan = topology.plan(reports, start["backend"], threads=torch.get_num_threads())
         join(plan, rank, store)
@@ -102,7 +103,8 @@ def exchange_reports(
         StartError: After the deadline, naming the ranks that have not come.
     """
     keys = [f"report/{rank}" for rank in range(world_size)]
-    store.set(f"report/{report.engine_id}", pickle.dumps(report))
+    # Bytes are taken too; torch's type annotation knows only text.
+    store.set(f"report/{report.engine_id}", pickle.dumps(report))  # type: ignore[arg-type]
     try:
         store.wait(keys, timedelta(seconds=deadline_s))
     except (dist.DistError, RuntimeError) as error:
@@ -119,6 +121,8 @@ def join(plan: Topology, rank: int, store: dist.Store) -> None:
     """Form the process group that the plan asks for. Collective: every rank."""
     global _runtime  # noqa: PLW0603  # one rank per process
     place = plan.ranks[rank]
+    # ipyparallel's key: user code would hand it to every child process.
+    os.environ.pop("IPP_CONNECTION_INFO", None)
     _set_torchrun_variables(place, plan)
     options: dict[str, Any] = {}
     if place.device != "cpu":
@@ -276,7 +280,7 @@ def barrier(deadline_s: float) -> float:
     runtime.generation += 1
     began = time.monotonic()
     keys = [f"sync/{runtime.generation}/{r}" for r in range(runtime.topology.world_size)]
-    runtime.store.set(keys[runtime.place.rank], b"here")
+    runtime.store.set(keys[runtime.place.rank], "here")
     try:
         runtime.store.wait(keys, timedelta(seconds=deadline_s))
     except (dist.DistError, RuntimeError) as error:
