@@ -1,6 +1,7 @@
 # make demo    runs the first notebook on two ranks, leaves it and an HTML page in build/
 # make test    lint, types, tests, then every notebook against its stored outputs
 # make lab     JupyterLab with the notebooks
+# make store   runs the notebooks and stores their outputs, for `make test` to compare
 # make lint    the style and format check alone
 # make clean   removes everything that make has made
 #
@@ -18,26 +19,26 @@ DEMO := 01_first_steps
 
 # The demo and the tests use no settings of the user's own and leave nothing in HOME.
 SETTINGS := $(CURDIR)/build/settings
-demo unit notebooks: export IPYTHONDIR = $(SETTINGS)/ipython
-demo unit notebooks: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
-demo unit notebooks: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
-demo unit notebooks: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
-demo unit notebooks: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
-demo unit notebooks: export HF_HOME = $(SETTINGS)/huggingface
-demo unit notebooks: export HF_HUB_OFFLINE = 1
+demo unit notebooks store: export IPYTHONDIR = $(SETTINGS)/ipython
+demo unit notebooks store: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
+demo unit notebooks store: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
+demo unit notebooks store: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
+demo unit notebooks store: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
+demo unit notebooks store: export HF_HOME = $(SETTINGS)/huggingface
+demo unit notebooks store: export HF_HUB_OFFLINE = 1
 
 # Stored outputs are those of two ranks on the CPU with one thread each, on any machine.
-notebooks: export NBDIST_TEST = 1
-notebooks: export CUDA_VISIBLE_DEVICES =
-notebooks: export OMP_NUM_THREADS = 1
+notebooks store: export NBDIST_TEST = 1
+notebooks store: export CUDA_VISIBLE_DEVICES =
+notebooks store: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types unit notebooks lab clean
+.PHONY: help demo test lint types unit notebooks store lab clean
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 # torch comes first and alone: whatever asks for it later finds the pinned build in place.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -54,9 +55,11 @@ $(LAB_INSTALLED): $(INSTALLED)
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[test,lab]'
 	@touch $@
 
-# IPython takes a temporary folder instead where the parent of its own does not exist.
-build/settings:
+# IPython takes a temporary folder instead where the parent of its own does not exist. The list
+# of fonts is made here because matplotlib complains in a cell's output when that takes long.
+build/settings: | $(INSTALLED)
 	@mkdir -p $@
+	@MPLCONFIGDIR=$(SETTINGS)/matplotlib $(PY) -c 'import matplotlib.font_manager'
 
 demo: $(INSTALLED) | build/settings
 	$(PY) -m nbconvert --to notebook --execute \
@@ -87,6 +90,12 @@ notebooks: $(INSTALLED) | build/settings
 	$(PY) -m pytest --nbval --nbval-current-env \
 	  --nbval-sanitize-with nbdist/nbval_sanitize.cfg \
 	  --nbval-kernel-startup-timeout 120 --nbval-cell-timeout 300 --timeout 480 notebooks
+
+store: $(INSTALLED) | build/settings
+	$(PY) -m nbconvert --to notebook --execute --inplace \
+	  --ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.record_timing=False \
+	  --ExecutePreprocessor.coalesce_streams=True \
+	  --ExecutePreprocessor.startup_timeout=120 --ExecutePreprocessor.timeout=600 notebooks/*.ipynb
 
 lab: $(LAB_INSTALLED)
 	$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks

@@ -1,0 +1,155 @@
+"""Ranks on two hosts: network namespaces with addresses of their own, on one machine."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PREFIX = f"nd{os.getpid() % 10000}"
+HEAD, FIRST, SECOND, SWITCH = (f"{PREFIX}-{name}" for name in ("head", "a", "b", "sw"))
+ADDRESSES = {HEAD: "10.79.0.1", FIRST: "10.79.0.2", SECOND: "10.79.0.3"}
+
+# Engines 0 and 2 run on the second host, 1 and 3 on the first: engine ids are no ranks.
+PROFILE = f"""
+from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
+
+
+class InNamespace(LocalEngineLauncher):
+    def find_args(self):
+        host = "{FIRST}" if int(self.identifier) % 2 else "{SECOND}"
+        return ["ip", "netns", "exec", host, *super().find_args()]
+
+
+class TwoHosts(LocalEngineSetLauncher):
+    launcher_class = InNamespace
+    delay = 0
+
+
+c = get_config()
+c.Cluster.engine_launcher_class = TwoHosts
+c.Cluster.controller_ip = "{ADDRESSES[HEAD]}"
+c.Cluster.controller_location = "{ADDRESSES[HEAD]}"
+c.Cluster.delay = 0
+c.Cluster.controller_args = [
+    "--HeartMonitor.period=200", "--HeartMonitor.max_heartmonitor_misses=150"
+]
+"""
+
+# Run on the head; prints one JSON line at its end.
+SCRIPT = """
+import json, sys
+import nbdist
+from pathlib import Path
+
+session = nbdist.start(4, profile="twohosts", timeout_s=90)
+result = session.run(
+    "import os\\n"
+    "x = torch.ones(1) * (rank + 1)\\n"
+    "dist.all_reduce(x)\\n"
+    "print(x.item(), local_rank, os.environ['GLOO_SOCKET_IFNAME'])"
+)
+model = session.run(
+    "model = accelerator.prepare(torch.nn.Linear(2, 2))\\n"
+    "model(torch.full((1, 2), rank + 1.0)).sum().backward()\\n"
+    "print(model.module.weight.grad.tolist())"
+)
+files = Path(session.cluster.run_dir, "profile/security").glob("ipcontroller-*-engine.json")
+found = {
+    "hosts": session.topology.n_hosts,
+    "engines": [place.engine_id for place in session.topology.ranks],
+    "node_ranks": [place.node_rank for place in session.topology.ranks],
+    "printed": [rank.text.strip() for rank in result.ranks],
+    "gradients": [rank.text.strip() for rank in model.ranks],
+    "is_encrypted": [bool(json.loads(file.read_text())["curve_serverkey"]) for file in files],
+    "pids": [place.pid for place in session.topology.ranks],
+}
+print(json.dumps(found), flush=True)
+sys.stdin.readline()
+session.stop()
+"""
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+def _can_make_hosts() -> bool:
+    return os.getuid() == 0 and shutil.which("ip") is not None and sys.platform == "linux"
+
+
+@pytest.fixture
+def lan() -> Iterator[None]:
+    """Three hosts on one switch, taken down again."""
+    made = []
+    try:
+        for host in (SWITCH, *ADDRESSES):
+            _ip("netns", "add", host)
+            made.append(host)
+        _ip("-n", SWITCH, "link", "add", "br0", "type", "bridge")
+        _ip("-n", SWITCH, "link", "set", "br0", "up")
+        for host, address in ADDRESSES.items():
+            _ip("-n", host, "link", "set", "lo", "up")
+            peer = ("peer", "name", "eth0", "netns", host)
+            _ip("-n", SWITCH, "link", "add", f"p-{host}"[:15], "type", "veth", *peer)
+            _ip("-n", SWITCH, "link", "set", f"p-{host}"[:15], "master", "br0", "up")
+            _ip("-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", host, "link", "set", "eth0", "up")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+    else:
+        yield
+    finally:
+        for host in made:
+            _ip("netns", "del", host)
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(not _can_make_hosts(), reason="needs root and iproute2 on Linux")
+@pytest.mark.usefixtures("lan")
+def test_ranks_on_two_hosts(tmp_path: Path) -> None:
+    """Ranks are assigned by host, add up over the network, and open no port to all addresses."""
+    profile = tmp_path / "ipython" / "profile_twohosts"
+    profile.mkdir(parents=True)
+    (profile / "ipcluster_config.py").write_text(PROFILE)
+    environment = {**os.environ, "IPYTHONDIR": str(profile.parent), "OMP_NUM_THREADS": "1"}
+    command = ["ip", "netns", "exec", HEAD, sys.executable, "-c", SCRIPT]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        while not lines[-1].startswith("{"):
+            lines.append(process.stdout.readline())
+            assert lines[-1], "the script ended without a result:\n" + "".join(lines)
+        found = json.loads(lines[-1])
+        listeners = "".join(_listeners(host) for host in (FIRST, SECOND))
+        process.stdin.close()
+        process.wait(30)
+
+    assert found["hosts"] == 2
+    assert found["node_ranks"] == [0, 0, 1, 1]
+    assert {tuple(sorted(found["engines"][:2])), tuple(sorted(found["engines"][2:]))} == {
+        (0, 2),
+        (1, 3),
+    }
+    assert found["printed"] == [f"10.0 {rank % 2} eth0" for rank in range(4)]
+    assert found["gradients"] == ["[[2.5, 2.5], [2.5, 2.5]]"] * 4  # the mean of 1, 2, 3 and 4
+    assert found["is_encrypted"] == [True]
+    assert listeners
+    assert "0.0.0.0:" not in listeners
+    assert "*:" not in listeners
+
+
+def _listeners(host: str) -> str:
+    """Address and port of every listening TCP socket on a host, a line each."""
+    answer = subprocess.run(
+        ["ip", "netns", "exec", host, "ss", "-ltnH"],
+        check=True, capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    return "".join(f"{line.split()[3]}\n" for line in answer.stdout.splitlines())
