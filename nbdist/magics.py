@@ -8,7 +8,7 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist import commands, routing
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook import NOTEBOOK, CellOptions
 from nbdist.verbs import Parsed, Verb, help_view, parse
 from nbdist.view.mime import View
 
@@ -32,15 +32,34 @@ def run_cell(verb: Verb, line: str, cell: str) -> None:
 
 async def run_typed(name: str, line: str, code: str) -> None:
     """Run a distributed cell without blocking the kernel (what `routing.route` writes)."""
+    options = _cell_options(name, line, code)
+    if options is not None:
+        await NOTEBOOK.run_async(code, options)
+
+
+def run_blocking(name: str, line: str, code: str) -> None:
+    """The same where cells cannot await (`%autoawait off`)."""
+    options = _cell_options(name, line, code)
+    if options is not None:
+        NOTEBOOK.run(code, options)
+
+
+def _cell_options(name: str, line: str, code: str) -> CellOptions | None:
+    """What was typed after a cell's verb; None where there is nothing to run."""
     verb = commands.VERBS[name]
     parsed = parse(verb, line)
-    if not _is_answered(verb, parsed) and code.strip():
-        await NOTEBOOK.run_async(code, commands.cell_options(parsed.values))
+    if _is_answered(verb, parsed):
+        return None
+    options = commands.cell_options(parsed.values)
+    if code.strip():
+        return options
+    NOTEBOOK.session.chosen(options.ranks)  # so that `%%rank[0] print(1)` is not passed over
+    return None
 
 
 def run_local(shell: InteractiveShell, _line: str, cell: str) -> None:
     """Run a cell in the kernel, inside another magic; at top level `route` does it."""
-    shell.run_cell(cell)
+    shell.run_cell(cell).raise_error()
 
 
 def answer(name: str, _line: str) -> None:

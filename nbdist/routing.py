@@ -6,6 +6,7 @@ import ast
 import re
 from typing import Any
 
+from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.commands import REPLACED_MAGICS, VERBS
@@ -46,19 +47,19 @@ def route(lines: list[str]) -> list[str]:
     if NOTEBOOK.mode == LOCAL or name in OWN_NAMES or _LOADING.match(lines[first]):
         return lines
     code = "".join(lines)
-    return [_call("distributed", f"--ranks {NOTEBOOK.mode}", code)] if shell.autoawait else lines
+    return [_call(shell, "distributed", f"--ranks {NOTEBOOK.mode}", code)]
 
 
 def _routed_cell(
     shell: InteractiveShell, lines: list[str], first: int, name: str, line: str
 ) -> list[str]:
+    if line in {"?", "??"}:
+        return lines  # `%%distributed?` asks IPython for help
     body = "".join(lines[first + 1 :])
     code = sent_code("".join(lines[: first + 1]), body)
     if name == LOCAL_CELL:
         return code.splitlines(keepends=True)
-    if not shell.autoawait:
-        return lines
-    return [_call(name, line, code if body.strip() else "")]
+    return [_call(shell, name, line, code if body.strip() else "")]
 
 
 def sent_code(above: str, body: str) -> str:
@@ -75,9 +76,10 @@ def sent_code(above: str, body: str) -> str:
     return commented + body
 
 
-def _call(name: str, line: str, code: str) -> str:
-    arguments = f"{name!r}, {line!r}, {code!r}"
-    return f"await __import__('nbdist.magics').magics.run_typed({arguments})\n"
+def _call(shell: InteractiveShell, name: str, line: str, code: str) -> str:
+    magics = "__import__('nbdist.magics').magics"
+    call = f"await {magics}.run_typed" if shell.autoawait else f"{magics}.run_blocking"
+    return f"{call}({name!r}, {line!r}, {code!r})\n"
 
 
 def _first_code_line(lines: list[str]) -> int | None:
@@ -109,13 +111,16 @@ def _shell() -> InteractiveShell | None:
 
 
 def _is_nested() -> bool:
-    """Whether a cell is running below this one: then it cannot be awaited on."""
+    """Whether a cell is running below this one: then it cannot be awaited on.
+
+    The same while a console asks whether what has been typed so far is a whole cell.
+    """
     import sys
 
-    running = InteractiveShell.run_code.__code__
+    running = {InteractiveShell.run_code.__code__, TransformerManager.check_complete.__code__}
     frame: Any = sys._getframe()  # noqa: SLF001
     while frame is not None:
-        if frame.f_code is running:
+        if frame.f_code in running:
             return True
         frame = frame.f_back
     return False

@@ -155,7 +155,10 @@ def _without_replaced(verb: Verb, words: list[str]) -> tuple[list[str], list[str
 
 def positive_number(text: str) -> float:
     """A number above 0, such as a time in seconds."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value

@@ -61,6 +61,11 @@ class Channel:
 
             reply.iopub_callbacks.append(deliver)
 
+        try:
+            ident = client._engines[engine_id].encode()  # noqa: SLF001
+        except KeyError:  # it has gone just now
+            on_done(ipyparallel.error.EngineError(f"engine {engine_id} is not registered"))
+            return
         content = {
             "code": code,
             "silent": False,
@@ -73,7 +78,7 @@ class Channel:
             client._mux_stream,  # noqa: SLF001
             "execute_request",
             content=content,
-            ident=client._engines[engine_id].encode(),  # noqa: SLF001
+            ident=ident,
             metadata=dict(metadata),
             track_outstanding=True,
             message_future_hook=hook,
@@ -106,6 +111,9 @@ class Channel:
 
 
 def _is_engine_loss(reply: Any) -> bool:
+    if isinstance(reply, ipyparallel.error.RemoteError):
+        # The client itself makes up this reply of an engine that is gone.
+        return reply.ename == "EngineError" and "died while running task" in reply.evalue
     return isinstance(reply, ipyparallel.error.EngineError | ipyparallel.error.TaskAborted)
 
 

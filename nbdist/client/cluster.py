@@ -90,6 +90,7 @@ class Cluster:
         self.on_exit: Callable[[Exit], None] = lambda _: None
         self.channel: Channel | None = None
         self._is_stopping = False
+        self._owner = os.getpid()
         # The launcher's number -> ipyparallel's engine id; equal where the launcher says so.
         self._engine_of: dict[int, int] = {}
         self._started: dict[int, LocalProcessLauncher] = {}
@@ -127,13 +128,21 @@ class Cluster:
         """
         engines = {pid: engine for engine, pid in pids.items()}
         self._engine_of = {
-            n: engines[pid] for n, one in self._started.items() if one.pid in engines
+            n: engines[one.pid] for n, one in self._started.items() if one.pid in engines
         }
         known = list(self.exits.values())
         self.exits.clear()
         for one in known:
             number = None if one.rank is None else self._engine_of.get(one.rank, one.rank)
             self.exits[number] = replace(one, rank=number)
+
+    def exit_of(self, engine: int, deadline_s: float) -> Exit | None:
+        """The end of an engine, waited for if it can be seen from here; None if it is unknown."""
+        end_s = time.monotonic() + deadline_s
+        seen_here = {self._engine_of.get(number, number) for number in self._started}
+        while engine in seen_here and engine not in self.exits and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+        return self.exits.get(engine)
 
     def _own_launchers(self) -> dict[int, LocalProcessLauncher]:
         # ipyparallel takes a launcher out of this when its process ends.
@@ -275,7 +284,8 @@ class Cluster:
 
         Processes get SIGTERM first and `grace_s` to end; the guardian kills the rest.
         """
-        if self._is_stopping:
+        # A forked child of the notebook that ends must not take the ranks along.
+        if self._is_stopping or os.getpid() != self._owner:
             return
         self._is_stopping = True
         try:

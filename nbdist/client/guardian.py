@@ -101,26 +101,48 @@ def watch_kernel(poller: select.poll, kernel: int) -> int:
     return descriptor
 
 
+def take_in(sessions: dict[int, str | None], text: bytes) -> bytes | None:
+    """Note the processes that the pipe tells of now.
+
+    Args:
+        sessions: Where they are noted, with their start times.
+        text: The unfinished line of last time.
+
+    Returns:
+        The unfinished line, or None when the pipe has ended or said `stop`.
+    """
+    while True:
+        try:
+            chunk = os.read(0, 4096)
+        except BlockingIOError:
+            return text
+        if not chunk:
+            return None
+        *lines, text = (text + chunk).split(b"\n")
+        for line in lines:
+            if line == b"stop":
+                return None
+            sessions[int(line[1:])] = started(int(line[1:]))
+
+
 def wait(kernel: int) -> dict[int, str | None]:
     """Return the sessions to end once the kernel has gone or closed the pipe."""
     sessions: dict[int, str | None] = {}
+    os.set_blocking(0, False)
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
     try:
         kernel_descriptor = watch_kernel(poller, kernel)
     except ProcessLookupError:
+        take_in(sessions, b"")  # what it had still said
         return sessions
-    text = b""
-    while True:
-        for descriptor, _ in poller.poll():
-            chunk = b"" if descriptor == kernel_descriptor else os.read(0, 4096)
-            if not chunk:
-                return sessions
-            *lines, text = (text + chunk).split(b"\n")
-            for line in lines:
-                if line == b"stop":
-                    return sessions
-                sessions[int(line[1:])] = started(int(line[1:]))
+    text: bytes | None = b""
+    while text is not None:
+        ready = {descriptor for descriptor, _ in poller.poll()}
+        text = take_in(sessions, text)
+        if kernel_descriptor in ready:
+            break
+    return sessions
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from nbdist.client import presses
 from nbdist.client.channel import Message, failure_of
 from nbdist.core import failures as failing
 from nbdist.core.cells import CellFeed, CellResult, Event, RankResult, elapsed_line
-from nbdist.core.failures import RankFailure, ranks_are, ranks_phrase
+from nbdist.core.failures import RankFailure, ranks_are
 from nbdist.core.lines import Line
 from nbdist.errors import CellTimeout, DistributedError, Interrupted, RankGone
 
@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 
 # After an interrupt (or a timeout) ranks get this long; then the notebook is given back.
 GIVE_BACK_S = 4.5
+# After a second press; a rank in Python code is back by then, however fast the presses came.
+GIVE_BACK_AGAIN_S = 0.5
 # The hub tells of a dead engine a little after its launcher; its last output comes between.
 LAST_WORDS_S = 1.0
+# A rank tells that its cell begins this long before it takes interrupts (at most).
+BEGIN_S = 0.1
 LONGEST_PAUSE_S = 3600.0
 SHORTEST_PAUSE_S = 0.02
 INTERRUPT_NAMES = frozenset({"KeyboardInterrupt", "CancelledError"})
@@ -69,6 +73,8 @@ class _RankState:
     elapsed_s: float = 0.0
     reply: Any = None
     exit_seen_s: float | None = None
+    begun_s: float | None = None
+    is_interrupted: bool = False
 
 
 class CellRun:
@@ -101,7 +107,7 @@ class CellRun:
 
     def message(self, rank: int, message: Message) -> None:
         """A raw iopub message of a rank."""
-        self._put(lambda: self._feed.feed(rank, message, self._now_s))
+        self._put(lambda: self._hear(rank, message))
 
     def done(self, rank: int, reply: Any) -> None:
         """The rank's reply, after all its output."""
@@ -179,6 +185,11 @@ class CellRun:
         if events:
             self._sink.draw(events)
 
+    def _hear(self, rank: int, message: Message) -> None:
+        if message["header"]["msg_type"] == "execute_input":
+            self._states[rank].begun_s = self._now_s
+        self._feed.feed(rank, message, self._now_s)
+
     def _end(self, rank: int, reply: Any, arrived_s: float) -> None:
         state = self._states[rank]
         if state.status:
@@ -187,7 +198,8 @@ class CellRun:
         state.elapsed_s = arrived_s - self._began_s
         failure = failure_of(reply)
         if failure is None:
-            state.status = "ok"
+            # %run shows its script's error and replies ok: the cell has failed all the same.
+            state.status = "ok" if self._feed.failure(rank) is None else "error"
         elif failure[0] == "RankDied":
             state.status = "died"
         elif self._interrupted_s is not None and failure[0] in INTERRUPT_NAMES:
@@ -207,12 +219,21 @@ class CellRun:
     def _count_press(self) -> None:
         self._presses += 1
         if self._presses == 1 and self._interrupted_s is None:
-            self._interrupt(self._now_s)
+            self._interrupted_s = self._now_s
 
-    def _interrupt(self, now_s: float) -> None:
-        self._interrupted_s = now_s
-        for rank in self.missing:
-            self._session.interrupt(rank)
+    def _give_back_s(self) -> float:
+        """When the notebook is given back, whatever the ranks do."""
+        if self._interrupted_s is None:
+            return float("inf")
+        return self._interrupted_s + (GIVE_BACK_AGAIN_S if self._presses > 1 else GIVE_BACK_S)
+
+    def _interrupt_s(self, rank: int) -> float:
+        """When to interrupt a rank: an engine ignores it until its cell has begun."""
+        state = self._states[rank]
+        if self._interrupted_s is None or state.is_interrupted or state.status:
+            return float("inf")
+        begun_s = float("inf") if state.begun_s is None else state.begun_s
+        return min(begun_s + BEGIN_S, self._give_back_s())
 
     def _apply_deadlines(self, now_s: float) -> None:
         timeout_s = self.request.timeout_s
@@ -222,17 +243,17 @@ class CellRun:
             seen_s = self._states[rank].exit_seen_s
             if seen_s is not None and now_s >= seen_s + LAST_WORDS_S:
                 self._give_up(rank, "died", now_s)
-        is_over = (
-            self._interrupted_s is not None and now_s >= self._interrupted_s + GIVE_BACK_S
-        ) or self._presses > 1
-        if is_over or self._lost_controller is not None:
+            elif now_s >= self._interrupt_s(rank):
+                self._states[rank].is_interrupted = True
+                self._session.interrupt(rank)
+        if now_s >= self._give_back_s() or self._lost_controller is not None:
             for rank in self.missing:
                 self._give_up(rank, "unfinished", now_s)
 
     def _interrupt_after(self, timeout_s: float, now_s: float) -> None:
         if now_s >= self._began_s + timeout_s:
             self._has_timed_out = True
-            self._interrupt(now_s)
+            self._interrupted_s = now_s
 
     def _give_up(self, rank: int, status: str, now_s: float) -> None:
         self._states[rank].status = status
@@ -240,16 +261,16 @@ class CellRun:
         self._feed.end(rank, now_s)
 
     def _deadlines_s(self, now_s: float) -> list[float]:
-        times = [now_s + LONGEST_PAUSE_S]
+        times = [now_s + LONGEST_PAUSE_S, self._give_back_s()]
         due_s = self._feed.next_due_s()
         if due_s is not None:
             times.append(due_s)
-        if self._interrupted_s is not None:
-            times.append(self._interrupted_s + GIVE_BACK_S)
-        elif self.request.timeout_s is not None:
+        if self._interrupted_s is None and self.request.timeout_s is not None:
             times.append(self._began_s + self.request.timeout_s)
-        seen = [s.exit_seen_s for s in self._states.values() if s.exit_seen_s is not None]
-        times.extend(s + LAST_WORDS_S for s in seen)
+        for rank in self.missing:
+            seen_s = self._states[rank].exit_seen_s
+            times.append(self._interrupt_s(rank))
+            times.append(float("inf") if seen_s is None else seen_s + LAST_WORDS_S)
         return times
 
     def _rank_result(self, rank: int) -> RankResult:

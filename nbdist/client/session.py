@@ -25,6 +25,8 @@ from nbdist.errors import NbdistError, NotRunning, RankBusy, RankGone
 
 BUSY_GRACE_S = 1.0
 CALL_DEADLINE_S = 30.0
+# The controller may tell of a death some milliseconds before the process has been reaped.
+EXIT_KNOWN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ class Session:
 
     def status(self) -> list[RankStatus]:
         """What every rank does now. A busy rank is not asked, so this never waits for one."""
-        idle = [r for r in self.ranks if r not in self._busy and self._exit(r) is None]
+        idle = [r for r in self.ranks if r not in self._busy and self._is_connected(r)]
         asked = (
             {r: remote.memory_bytes(self._call, r) for r in idle} if not self._is_stopped else {}
         )
@@ -191,7 +193,7 @@ class Session:
 
     def death(self, rank: int) -> str:
         """How a rank ended, as a sentence."""
-        end = self._exit(rank)
+        end = self._cluster.exit_of(self.topology.engine_of_rank(rank), EXIT_KNOWN_S)
         how = f" ({end.how})" if end is not None else ""
         return f"ended{how} while it ran this cell; its variables are lost"
 
@@ -214,6 +216,12 @@ class Session:
     def _exit(self, rank: int) -> Exit | None:
         return self._cluster.exits.get(self.topology.engine_of_rank(rank))
 
+    def _is_connected(self, rank: int) -> bool:
+        """Whether the rank can be reached; of ranks on other hosts no exit may be known."""
+        channel = self._cluster.channel
+        engine = self.topology.engine_of_rank(rank)
+        return self._exit(rank) is None and channel is not None and engine in channel.engine_ids
+
     def _note_exit(self, end: Exit) -> None:
         for one in {id(one): one for one, _ in list(self._busy.values())}.values():
             one.exited(end)
@@ -233,11 +241,14 @@ class Session:
                 f"The cluster's controller has ended ({controller.how}), so no rank can be "
                 "reached. %dist_reset starts afresh."
             )
-        gone = [(rank, end) for rank in ranks if (end := self._exit(rank)) is not None]
+        gone = [(rank, self._exit(rank)) for rank in ranks if not self._is_connected(rank)]
         if gone:
-            alive = [rank for rank in self.ranks if self._exit(rank) is None]
+            alive = [rank for rank in self.ranks if self._is_connected(rank)]
             others = f"%%rank [{rank_label(alive)}] runs on the others; " if alive else ""
-            how = ", ".join(f"rank {rank}: {end.how}" for rank, end in gone)
+            how = ", ".join(
+                f"rank {rank}: {end.how if end is not None else 'its connection is lost'}"
+                for rank, end in gone
+            )
             raise RankGone(
                 f"{ranks_phrase([rank for rank, _ in gone])} has ended ({how}). {others}"
                 "%dist_reset starts all afresh."
@@ -265,6 +276,8 @@ class Session:
         end = self._exit(rank)
         if end is not None:
             return RankStatus(rank, f"ended ({end.how})", 0.0, {})
+        if not self._is_stopped and not self._is_connected(rank):
+            return RankStatus(rank, "ended (its connection is lost)", 0.0, {})
         busy = self._busy.get(rank)
         if busy is not None:
             number = busy[0].request.number

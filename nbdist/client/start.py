@@ -7,18 +7,19 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from traitlets.config import Config
 
-from nbdist.client import gpus, launcher, profiles, remote, rundir
+from nbdist.client import gpus, launcher, network, profiles, remote, rundir
 from nbdist.client.cluster import Cluster, Progress, gives_ranks, installed_torch
 from nbdist.client.run import CellRequest, Sink
 from nbdist.client.session import Session
 from nbdist.core import shm, topology, versions
+from nbdist.core.failures import ranks_phrase
 from nbdist.core.topology import EngineReport, Gpu, Topology
 from nbdist.errors import NbdistError, OptionError, StartError
 
@@ -66,11 +67,7 @@ def start(
     """
     began_s = time.monotonic()
     notes = [versions.check_system(sys.platform)]
-    if options.backend not in topology.BACKENDS:
-        raise OptionError(
-            f"There is no backend {options.backend!r}. "
-            f"Choose one of {', '.join(topology.BACKENDS)}."
-        )
+    _check_values(options)
     config = profiles.load(options.profile)
     is_local = gives_ranks(config)
     available = gpus.visible()
@@ -83,6 +80,7 @@ def start(
     if is_local:
         versions.check_torch(installed_torch(), sys.executable)
         notes.append(_check_shm(world_size, uses_nccl=expected.backend == "nccl"))
+    network.encrypt(config)
     cluster = Cluster(config)
     try:
         if is_local:
@@ -93,8 +91,24 @@ def start(
     except BaseException:
         cluster.stop(grace_s=0)
         raise
+    notes.append(network.warning(plan))
     session = Session(cluster, plan, sink)
     return Started(session, time.monotonic() - began_s, tuple(note for note in notes if note))
+
+
+def _check_values(options: Any) -> None:
+    """Refuse what Python callers can pass and the magics cannot."""
+    if options.backend not in topology.BACKENDS:
+        raise OptionError(
+            f"There is no backend {options.backend!r}. "
+            f"Choose one of {', '.join(topology.BACKENDS)}."
+        )
+    if not isinstance(options.world_size, int | None):
+        raise OptionError(f"{options.world_size!r} is no number of ranks. Use 1 or more.")
+    if not isinstance(options.gpus, str | None):
+        raise OptionError(f'gpus is a text such as "0,1" or "none", not {options.gpus!r}.')
+    if options.deadline_s <= 0:
+        raise OptionError(f"A start cannot take {options.deadline_s:g} s. Use more than 0.")
 
 
 def _expected(world_size: int, chosen: tuple[Gpu, ...], options: StartOptions) -> Topology:
@@ -140,6 +154,7 @@ def _configure_local(
         "world_size": expected.world_size,
         "backend": options.backend,
         "deadline_s": options.deadline_s,
+        "gpus": [(gpu.index, gpu.uuid, gpu.name) for gpu in chosen],
     }
     rundir.write_notebook(cluster.run_dir, list(sys.path), start)
 
@@ -150,10 +165,10 @@ def _local_plan(
     """The groups are formed already; give cells their names."""
     progress(f"{world_size} of {world_size} ranks ready, preparing")
     call = _caller(cluster)
+    engines = range(world_size)
     end_s = time.monotonic() + options.deadline_s
-    plans = _all(
-        {e: remote.prepare(call, e, options.seed) for e in range(world_size)}, end_s, "prepare"
-    )
+    _adopt_notebook(call, engines, end_s)  # again: IPython has added to sys.path
+    plans = _all({e: remote.prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
     plan: Topology = plans[0]
     return plan
 
@@ -177,12 +192,7 @@ def _reported_plan(
     progress(f"forming a group of {plan.world_size} ranks on {plan.n_hosts} host(s)")
     store_path, address, port = _store(cluster, call, plan, reports, end_s)
     if _is_this_host(reports):
-        folder = os.getcwd()  # noqa: PTH109  # a string for the wire
-        _all(
-            {e: remote.adopt_notebook(call, e, list(sys.path), folder) for e in engines},
-            end_s,
-            "take over the notebook's folder",
-        )
+        _adopt_notebook(call, engines, end_s)
     _all(
         {
             place.engine_id: remote.join_by_plan(
@@ -198,6 +208,12 @@ def _reported_plan(
     return prepared
 
 
+def _adopt_notebook(call: remote.Caller, engines: Iterable[int], end_s: float) -> None:
+    folder = os.getcwd()  # noqa: PTH109  # a string for the wire
+    futures = {e: remote.adopt_notebook(call, e, list(sys.path), folder) for e in engines}
+    _all(futures, end_s, "take over the notebook's folder")
+
+
 def _store(
     cluster: Cluster,
     call: remote.Caller,
@@ -210,18 +226,22 @@ def _store(
         return str(cluster.run_dir / "store"), "", 0
     first = plan.engine_of_rank(0)
     candidates = topology.store_addresses(plan, tuple(reports.values()))
-    tried: dict[str, list[int]] = {}
+    tried: dict[str, str] = {}
     for address in candidates:
-        port = _all(
-            {first: remote.open_store(call, first, address, plan.world_size)}, end_s, "open a port"
-        )[first]
+        opened = remote.open_store(call, first, address, plan.world_size)
+        try:
+            port = _all({first: opened}, end_s, "open a port")[first]
+        except StartError as error:  # an address of a gateway, which rank 0 itself has not
+            tried[address] = str(error)
+            continue
         found = _all(
             {e: remote.reachable(call, e, (address,), port) for e in reports}, end_s, "reach rank 0"
         )
-        tried[address] = [plan.rank_of_engine(e) for e, ok in found.items() if not ok]
-        if not tried[address]:
+        missing = sorted(plan.rank_of_engine(e) for e, ok in found.items() if not ok)
+        if not missing:
             return "", address, port
-    table = "; ".join(f"{address}: not from ranks {ranks}" for address, ranks in tried.items())
+        tried[address] = f"not from {ranks_phrase(missing)}"
+    table = "; ".join(f"{address}: {why}" for address, why in tried.items())
     raise StartError(
         f"No address of rank 0 can be reached from every rank ({table}). Open the network between "
         "the hosts, or choose hosts that see each other."

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.core.lines import Attachment, Bar, Line, LineMerger
@@ -14,11 +14,16 @@ from nbdist.core.ranks import rank_label
 
 # A result with these types alone is text and is merged line by line like print().
 TEXT_TYPES = frozenset({"text/plain", "text/llm+plain"})
+# A widget's other half is in the rank's process, out of the notebook's reach.
+WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 # Python callers get this much of each rank's text back; the notebook shows all of it.
 KEPT_TEXT_CHARACTERS = 1_000_000
 # Times are told when the slowest rank took this much longer than the fastest.
 NOTABLE_DIFFERENCE_S = 0.5
 NOTABLE_DIFFERENCE = 0.1
+
+# A raw iopub message.
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +67,9 @@ class RankResult:
         elapsed_s: From sending the cell to the rank's last word.
         text: What it printed (stdout and results), the last million characters.
         failure: Why it failed, or None.
-        outputs: Everything it wrote and displayed, in order, as notebook outputs, each
-            stream's text within KEPT_TEXT_CHARACTERS; only where it was asked for.
+        outputs: Everything it wrote and displayed, in order, as notebook outputs, updates and
+            clear_output() carried out. Of a longer text the last KEPT_TEXT_CHARACTERS, and
+            a line that says so. Only where it was asked for.
     """
 
     rank: int
@@ -97,12 +103,61 @@ class CellResult:
         return tuple(r.rank for r in self.ranks)
 
 
+class _Tail:
+    """The last KEPT_TEXT_CHARACTERS of a text that comes in any number of pieces."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._size = 0
+        self.skipped = 0
+
+    def add(self, text: str) -> None:
+        """Append to the text."""
+        self._pieces.append(text)
+        self._size += len(text)
+        if self._size > 2 * KEPT_TEXT_CHARACTERS:
+            self._cut()
+
+    def text(self) -> str:
+        """The end of the text; `skipped` characters came before it."""
+        self._cut()
+        return self._pieces[0]
+
+    def _cut(self) -> None:
+        joined = "".join(self._pieces)
+        self._pieces = [joined[-KEPT_TEXT_CHARACTERS:]]
+        self._size = len(self._pieces[0])
+        self.skipped += len(joined) - self._size
+
+
+@dataclass(slots=True)
+class _Output:
+    """One entry of a rank's outputs: a stream's text, or a display."""
+
+    stream: str = ""
+    text: _Tail = field(default_factory=_Tail)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    display_id: Any = None
+
+    def in_notebook_format(self) -> dict[str, Any]:
+        if not self.stream:
+            data, metadata = dict(self.data), dict(self.metadata)
+            return {"output_type": "display_data", "data": data, "metadata": metadata}
+        text = self.text.text()
+        if self.text.skipped:
+            text = f"... {self.text.skipped:,} characters before this are not kept\n{text}"
+        return {"output_type": "stream", "name": self.stream, "text": text}
+
+
 @dataclass(slots=True)
 class _RankFeed:
     failure: RankFailure | None = None
-    text: str = ""
-    rich: list[Rich | Clear] = field(default_factory=list)
-    outputs: list[dict[str, Any]] = field(default_factory=list)
+    text: _Tail = field(default_factory=_Tail)
+    unshown: list[Rich | Clear] = field(default_factory=list)
+    outputs: list[_Output] = field(default_factory=list)
+    clears_outputs: bool = False
+    has_rich: bool = False
     has_ended: bool = False
 
 
@@ -110,7 +165,9 @@ class CellFeed:
     """Folds the raw iopub messages of all chosen ranks into what to show.
 
     Text is merged over the ranks. Rich output is shown from the lowest rank that
-    has any; what the others display is counted, and kept for tabs.
+    has any: rank 0's at its place among the lines, another rank's once every lower
+    one has ended without any (when all have ended, if patient). What the others
+    display is counted, and kept for tabs.
     """
 
     def __init__(
@@ -118,22 +175,20 @@ class CellFeed:
     ):
         """Fold for `ranks`; see LineMerger for `is_patient`."""
         self.ranks = tuple(sorted(ranks))
+        self._is_patient = is_patient
         self._keeps_outputs = keeps_outputs
         self._feeds = {rank: _RankFeed() for rank in self.ranks}
         self._mergers = {
             name: LineMerger(name, self.ranks, is_patient=is_patient)
             for name in ("stdout", "stderr")
         }
-        self._hidden_rich: dict[int, int] = defaultdict(int)
-        self._shown_rank: int | None = None
+        self._widget_ranks: set[int] = set()
 
-    def feed(self, rank: int, message: Mapping[str, Any], now_s: float) -> None:
+    def feed(self, rank: int, message: Message, now_s: float) -> None:
         """Take one raw iopub message of a rank; types that show nothing are passed over."""
-        handler = _HANDLERS.get(message["header"]["msg_type"])
+        handler = self._HANDLERS.get(message["header"]["msg_type"])
         if handler is not None:
-            handler(self, rank, message["content"], now_s)
-            if message["header"]["msg_type"] == "error":
-                self._date_failure(rank, message["header"].get("date"))
+            handler(self, rank, message, now_s)
 
     def end(self, rank: int, now_s: float) -> None:
         """The rank has no more output."""
@@ -143,11 +198,12 @@ class CellFeed:
 
     def due(self, now_s: float) -> list[Event]:
         """What can be shown now, in order."""
-        events: list[Event] = []
+        events: list[Event] = [] if self._is_patient else self._late_displays()
         for merger in self._mergers.values():
             for event in merger.due(now_s):
                 events.extend(self._display(event) if isinstance(event, Attachment) else [event])
-        events.extend(self._late_displays())
+        if self._is_patient and all(feed.has_ended for feed in self._feeds.values()):
+            events.extend(self._late_displays())
         return events
 
     def next_due_s(self) -> float | None:
@@ -161,125 +217,157 @@ class CellFeed:
 
     def text(self, rank: int) -> str:
         """What the rank has printed so far (stdout and results)."""
-        return self._feeds[rank].text
+        return self._feeds[rank].text.text()
 
     def outputs(self, rank: int) -> tuple[dict[str, Any], ...]:
         """The rank's outputs in notebook format, where they were asked for."""
-        return tuple(self._feeds[rank].outputs)
+        return tuple(output.in_notebook_format() for output in self._feeds[rank].outputs)
 
     def hidden(self) -> str:
         """What was not shown, in a sentence; empty when everything was."""
-        told = []
         by_count: dict[int, list[int]] = defaultdict(list)
-        for rank, count in self._hidden_rich.items():
-            by_count[count].append(rank)
-        for count, ranks in sorted(by_count.items()):
-            noun = "display" if count == 1 else "displays"
-            each = " each" if len(ranks) > 1 else ""
-            told.append(f"{count} {noun}{each} of {ranks_phrase(sorted(ranks))}")
+        for rank, feed in self._feeds.items():
+            by_count[sum(_is_display(payload) for payload in feed.unshown)].append(rank)
+        by_count.pop(0, None)
+        told = [_displays_phrase(count, ranks) for count, ranks in sorted(by_count.items())]
         bars = {r for merger in self._mergers.values() for r in merger.hidden_bar_ranks}
         if bars:
             told.append(f"progress bars of {ranks_phrase(sorted(bars))}")
-        return f"not shown: {', '.join(told)} (--tabs shows all ranks)" if told else ""
+        if told:
+            told[-1] += " (--tabs shows all ranks)"
+        if self._widget_ranks:
+            which = ranks_phrase(sorted(self._widget_ranks))
+            told.append(f"widgets of {which}, which work in the notebook alone")
+        return f"not shown: {', '.join(told)}" if told else ""
+
+    def _shown_rank(self) -> int | None:
+        """The rank whose displays are shown; None while that is open."""
+        for rank, feed in self._feeds.items():
+            if feed.has_rich:
+                return rank
+            if not feed.has_ended:
+                break
+        return None
 
     def _display(self, attachment: Attachment) -> list[Event]:
-        payload = attachment.payload
-        if self._shown_rank is None and attachment.rank == self.ranks[0]:
-            self._shown_rank = attachment.rank
-        if attachment.rank == self._shown_rank:
+        rank, payload = attachment.rank, attachment.payload
+        shown_rank = self._shown_rank()
+        # When a higher rank is found to be the one to show depends on when lower ones end.
+        if rank == self.ranks[0] or (rank == shown_rank and not self._is_patient):
             return [payload]
-        self._feeds[attachment.rank].rich.append(payload)
-        if isinstance(payload, Rich) and not payload.is_update:
-            self._hidden_rich[attachment.rank] += 1
+        unshown = self._feeds[rank].unshown
+        if unshown and isinstance(unshown[-1], Clear):
+            unshown.clear()
+        if isinstance(payload, Clear) and not payload.wait:
+            unshown.clear()
+        elif isinstance(payload, Rich) and shown_rank not in {None, rank}:
+            unshown.append(replace(payload, data={}))  # only counted from here on
+        else:
+            unshown.append(payload)
         return []
 
     def _late_displays(self) -> list[Event]:
-        """Displays of a higher rank, once every lower one has ended without any."""
-        if self._shown_rank is not None:
+        """What a rank has displayed before it was known that its displays are shown."""
+        rank = self._shown_rank()
+        if rank is None:
             return []
-        for rank in self.ranks:
-            if self._feeds[rank].rich:
-                self._shown_rank = rank
-                self._hidden_rich.pop(rank, None)
-                shown, self._feeds[rank].rich = list(self._feeds[rank].rich), []
-                return shown
-            if not self._feeds[rank].has_ended:
-                break
-        return []
+        unshown, self._feeds[rank].unshown = self._feeds[rank].unshown, []
+        return [payload for payload in unshown if isinstance(payload, Rich)]
 
-    def _keep(self, rank: int, output: dict[str, Any]) -> None:
+    def _keep(self, rank: int, output: _Output) -> None:
+        feed = self._feeds[rank]
         if not self._keeps_outputs:
             return
-        outputs = self._feeds[rank].outputs
-        is_stream = output["output_type"] == "stream"
-        if is_stream and outputs and outputs[-1].get("name") == output["name"]:
-            text = outputs[-1]["text"] + output["text"]
-            outputs[-1]["text"] = text[-KEPT_TEXT_CHARACTERS:]
-        else:
-            outputs.append(output)
+        if feed.clears_outputs:
+            feed.outputs.clear()
+            feed.clears_outputs = False
+        feed.outputs.append(output)
 
-    def _text(self, rank: int, text: str) -> None:
-        kept = self._feeds[rank].text + text
-        self._feeds[rank].text = kept[-KEPT_TEXT_CHARACTERS:]
-
-    def _stream(self, rank: int, content: Mapping[str, Any], now_s: float) -> None:
-        self._mergers[content["name"]].feed(rank, content["text"], now_s)
-        if content["name"] == "stdout":
-            self._text(rank, content["text"])
-        self._keep(
-            rank, {"output_type": "stream", "name": content["name"], "text": content["text"]}
-        )
-
-    def _result(self, rank: int, content: Mapping[str, Any], now_s: float) -> None:
-        data = content["data"]
-        self._keep(rank, {"output_type": "display_data", "data": data, "metadata": {}})
-        if TEXT_TYPES.issuperset(data):
-            self._mergers["stdout"].block(rank, data.get("text/plain", ""), now_s)
-            self._text(rank, data.get("text/plain", "") + "\n")
-        else:
-            self._rich(rank, content, is_update=False)
-
-    def _update(self, rank: int, content: Mapping[str, Any], _now_s: float) -> None:
-        self._rich(rank, content, is_update=True)
-
-    def _rich(self, rank: int, content: Mapping[str, Any], *, is_update: bool) -> None:
-        rich = Rich(
-            rank,
-            content["data"],
-            content.get("metadata", {}),
-            content.get("transient", {}),
-            is_update=is_update,
-        )
-        self._mergers["stdout"].attach(rank, rich)
-
-    def _clear(self, rank: int, content: Mapping[str, Any], _now_s: float) -> None:
-        self._mergers["stdout"].attach(rank, Clear(rank, wait=bool(content.get("wait"))))
+    def _stream(self, rank: int, message: Message, now_s: float) -> None:
+        name, text = message["content"]["name"], message["content"]["text"]
+        self._mergers[name].feed(rank, text, now_s)
+        feed = self._feeds[rank]
+        if name == "stdout":
+            feed.text.add(text)
         if self._keeps_outputs:
+            if feed.clears_outputs or not feed.outputs or feed.outputs[-1].stream != name:
+                self._keep(rank, _Output(stream=name))
+            feed.outputs[-1].text.add(text)
+
+    def _result(self, rank: int, message: Message, now_s: float) -> None:
+        rich = self._rich(rank, message)
+        display_id = rich.transient.get("display_id")
+        if not rich.data and display_id is None:
+            return
+        self._keep(rank, _Output(data=rich.data, metadata=rich.metadata, display_id=display_id))
+        # With a display_id it may be updated later, which a line cannot.
+        is_text = display_id is None and TEXT_TYPES.issuperset(rich.data)
+        text = rich.data.get("text/plain", "")
+        if is_text or message["header"]["msg_type"] == "execute_result":
+            self._feeds[rank].text.add(text.removesuffix("\n") + "\n")
+        if is_text:
+            self._mergers["stdout"].block(rank, text, now_s)
+        else:
+            self._attach(rich, now_s)
+
+    def _update(self, rank: int, message: Message, now_s: float) -> None:
+        rich = self._rich(rank, message, is_update=True)
+        display_id = rich.transient.get("display_id")
+        for output in self._feeds[rank].outputs:
+            if display_id is not None and output.display_id == display_id:
+                output.data, output.metadata = rich.data, rich.metadata
+        self._attach(rich, now_s)
+
+    def _rich(self, rank: int, message: Message, *, is_update: bool = False) -> Rich:
+        content = message["content"]
+        data = dict(content["data"])
+        if data.pop(WIDGET_TYPE, None) is not None:
+            self._widget_ranks.add(rank)
+        metadata, transient = content.get("metadata") or {}, content.get("transient") or {}
+        return Rich(rank, data, metadata, transient, is_update=is_update)
+
+    def _attach(self, rich: Rich, now_s: float) -> None:
+        self._feeds[rich.rank].has_rich = True
+        # An update changes a display elsewhere and leaves the line at hand alone.
+        self._mergers["stdout"].attach(rich.rank, rich, now_s, ends_line=not rich.is_update)
+
+    def _clear(self, rank: int, message: Message, now_s: float) -> None:
+        wait = bool(message["content"].get("wait"))
+        self._mergers["stdout"].attach(rank, Clear(rank, wait=wait), now_s)
+        self._feeds[rank].clears_outputs = True
+        if not wait:
             self._feeds[rank].outputs.clear()
 
-    def _error(self, rank: int, content: Mapping[str, Any], _now_s: float) -> None:
-        self._feeds[rank].failure = RankFailure(
-            rank, content["ename"], content["evalue"], tuple(content["traceback"])
-        )
-
-    def _date_failure(self, rank: int, date: Any) -> None:
-        failure = self._feeds[rank].failure
+    def _error(self, rank: int, message: Message, _now_s: float) -> None:
+        content, date = message["content"], message["header"].get("date")
         if isinstance(date, str):
             date = datetime.fromisoformat(date)
-        if failure is not None and isinstance(date, datetime):
-            self._feeds[rank].failure = RankFailure(
-                rank, failure.name, failure.message, failure.traceback, date.timestamp()
-            )
+        self._feeds[rank].failure = RankFailure(
+            rank,
+            content["ename"],
+            content["evalue"],
+            tuple(content["traceback"]),
+            date.timestamp() if isinstance(date, datetime) else 0.0,
+        )
+
+    _HANDLERS: ClassVar[Mapping[str, Callable[..., None]]] = {
+        "stream": _stream,
+        "display_data": _result,
+        "execute_result": _result,
+        "update_display_data": _update,
+        "clear_output": _clear,
+        "error": _error,
+    }
 
 
-_HANDLERS = {
-    "stream": CellFeed._stream,
-    "display_data": CellFeed._result,
-    "execute_result": CellFeed._result,
-    "update_display_data": CellFeed._update,
-    "clear_output": CellFeed._clear,
-    "error": CellFeed._error,
-}
+def _is_display(payload: Rich | Clear) -> bool:
+    return isinstance(payload, Rich) and not payload.is_update
+
+
+def _displays_phrase(count: int, ranks: list[int]) -> str:
+    noun = "display" if count == 1 else "displays"
+    each = " each" if len(ranks) > 1 else ""
+    return f"{count} {noun}{each} of {ranks_phrase(ranks)}"
 
 
 def elapsed_line(elapsed_s: Mapping[int, float]) -> str:

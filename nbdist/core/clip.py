@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TextIO
 
+from nbdist.core.lines import Line
+
 SHOWN_LINES = 500
 
 
@@ -12,21 +14,16 @@ class Clip:
     """Decides which lines are shown at once, and keeps the last ones for the end.
 
     The first `shown` lines are shown as they come. From the next one on, all lines
-    (the first ones too) are written to the file that `open_file` gives, and the last
+    (the first ones too) are written to the file that `write_to` names, and the last
     `shown` are kept.
     """
 
     def __init__(self, shown: int = SHOWN_LINES):
         self._shown = shown
         self._head: list[str] = []
-        self._tail: deque[str] = deque(maxlen=shown)
+        self._tail: deque[Line] = deque(maxlen=shown)
         self._file: TextIO | None = None
         self.count = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether more lines came than are shown at once."""
-        return self.count > self._shown
 
     @property
     def needs_file(self) -> bool:
@@ -37,18 +34,19 @@ class Clip:
         """Write all lines to this file, those already shown included."""
         self._file = file
         file.writelines(self._head)
+        self._head.clear()
 
-    def add(self, text: str) -> bool:
-        """Count one line (or block of lines); True when it is to be shown at once."""
+    def add(self, line: Line) -> bool:
+        """Count one line; True when it is to be shown at once."""
         self.count += 1
         if self.count <= self._shown:
-            self._head.append(text)
+            self._head.append(line.text)
             return True
         if self._file is not None:
-            self._file.write(text)
-        self._tail.append(text)
+            self._file.write(line.text)
+        self._tail.append(line)
         return False
 
-    def rest(self) -> tuple[int, list[str]]:
+    def rest(self) -> tuple[int, list[Line]]:
         """How many lines are shown nowhere, and the last ones, which are to be shown now."""
         return max(0, self.count - self._shown - len(self._tail)), list(self._tail)

@@ -25,6 +25,7 @@ FOLLOWER_PATTERNS = (
 _FOLLOWER = re.compile("|".join(FOLLOWER_PATTERNS))
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_PORT = re.compile(r"(?<=[\w\]]):\d{4,5}\b")
 
 # More different tracebacks than this are told in one line each: nobody reads eight.
 FULL_TRACEBACKS = 3
@@ -63,13 +64,19 @@ def grouped(failures: Iterable[RankFailure]) -> tuple[tuple[RankFailure, tuple[i
     """Each distinct failure with the ranks that have it, root cause first.
 
     Two failures are the same when their tracebacks are, memory addresses and
-    colours aside.
+    colours aside. Followers may also name different ports of their peers.
     """
     groups: dict[tuple[str, str, str], list[RankFailure]] = {}
     for failure in root_cause_first(failures):
-        key = (failure.name, plain(failure.message), plain("\n".join(failure.traceback)))
-        groups.setdefault(key, []).append(failure)
+        groups.setdefault(_sameness(failure), []).append(failure)
     return tuple((same[0], tuple(sorted(f.rank for f in same))) for same in groups.values())
+
+
+def _sameness(failure: RankFailure) -> tuple[str, str, str]:
+    texts = plain(failure.message), plain("\n".join(failure.traceback))
+    if failure.is_follower:
+        texts = _PORT.sub("", texts[0]), _PORT.sub("", texts[1])
+    return (failure.name, *texts)
 
 
 def plain(text: str) -> str:
@@ -93,10 +100,10 @@ def summary(failures: Iterable[RankFailure]) -> str:
     `rank 1 raised ValueError: boom; rank 0 then failed with RuntimeError: Connection closed ...`
     """
     (first, ranks), *others = grouped(failures)
-    told = f"{ranks_phrase(ranks)} {_verb(first)}{_one_line(first.message)}"
+    told = f"{ranks_phrase(ranks)} {_told(first, _one_line(first.message))}"
     for failure, its_ranks in others[:FULL_TRACEBACKS]:
-        verb = f"then failed with {failure.name}: " if failure.is_follower else _verb(failure)
-        told += f"; {ranks_phrase(its_ranks)} {verb}{_one_line(failure.message)}"
+        verb = "then failed with" if failure.is_follower else "raised"
+        told += f"; {ranks_phrase(its_ranks)} {_told(failure, _one_line(failure.message), verb)}"
     rest = sorted(rank for _, its in others[FULL_TRACEBACKS:] for rank in its)
     if rest:
         told += f"; {ranks_phrase(rest)} failed too"
@@ -107,16 +114,25 @@ def traceback_text(failures: Iterable[RankFailure]) -> str:
     """Every distinct traceback under the ranks that have it, root cause first."""
     parts = []
     for number, (failure, ranks) in enumerate(grouped(failures)):
-        head = f"\x1b[1m{ranks_phrase(ranks)} {_verb(failure)}".rstrip(": ") + "\x1b[0m"
-        if failure.traceback and number < FULL_TRACEBACKS:
-            parts.append(head + ":\n" + "\n".join(failure.traceback))
+        who = ranks_phrase(ranks)
+        if number >= FULL_TRACEBACKS:
+            parts.append(f"{_bold(who)} {_told(failure, _one_line(failure.message))}")
+        elif failure.traceback:
+            head = _bold(f"{who} {_told(failure, '')}")
+            parts.append(f"{head}:\n" + "\n".join(failure.traceback))
         else:
-            parts.append(f"{head}: {failure.message}")
+            parts.append(f"{_bold(who)} {_told(failure, failure.message)}")
     return "\n\n".join(parts)
 
 
-def _verb(failure: RankFailure) -> str:
-    return "" if failure.name == "RankDied" else f"raised {failure.name}: "
+def _bold(text: str) -> str:
+    return f"\x1b[1m{text}\x1b[0m"
+
+
+def _told(failure: RankFailure, message: str, verb: str = "raised") -> str:
+    if failure.name == "RankDied":
+        return message
+    return f"{verb} {failure.name}" + (f": {message}" if message else "")
 
 
 def _one_line(message: str, longest: int = 600) -> str:

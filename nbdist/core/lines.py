@@ -11,6 +11,7 @@ Time is an argument everywhere: nothing here reads a clock.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from typing import Any
 from nbdist.core.ranks import rank_label
 
 BEHIND_S = 1.0
+# "Erase to the end of the line" and "erase the line", with which some bars begin a redraw.
+_ERASE = re.compile(r"\x1b\[[02]?K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,48 @@ def overwritten(text: str) -> str:
 
     A trailing `\r` (Windows line ends, or a bar about to be redrawn) erases nothing.
     """
-    if "\r" not in text:
-        return text
     shown = ""
     for part in text.split("\r"):
-        shown = part + shown[len(part) :]
+        written = _ERASE.sub("", part) if "\x1b" in part else part
+        shown = written if len(written) < len(part) else written + shown[len(written) :]
     return shown
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    text: str
+    is_bar: bool
+
+
+def _read(raw: str) -> _Read:
+    r"""A line as it is in the end, and whether it is a progress bar.
+
+    What is written over spaces (tqdm blanks a bar out with `leave=False`) is a plain line.
+    """
+    head, redrawn, last = raw.rstrip("\r").rpartition("\r")
+    if not redrawn:
+        return _Read(overwritten(last), is_bar=False)
+    text, before = overwritten(raw), overwritten(head)
+    if not text.strip():
+        return _Read("", is_bar=False)
+    if before and not before.strip():
+        return _Read(overwritten(last), is_bar=False)
+    return _Read(text, is_bar=True)
+
+
+def _compact(raw: str) -> str:
+    r"""The same unfinished line without redraws that cannot be seen any more.
+
+    Keeping them all would grow for ever. `_read` gives the same for both, whatever else
+    comes: what follows the last `\r` is kept apart from what it overwrites.
+    """
+    if "\r" not in raw:
+        return raw
+    body = raw.rstrip("\r")
+    head, redrawn, last = body.rpartition("\r")
+    if "\r" in head:
+        body = f"\r{overwritten(head)}{redrawn}{last}"
+    return body + "\r" if raw.endswith("\r") else body
 
 
 def labelled(ranks: Iterable[int], text: str) -> str:
@@ -117,21 +156,30 @@ class LineMerger:
         lines = self._ranks[rank]
         *whole, partial = (lines.partial + text).split("\n")
         for raw in whole:
-            line = raw.removesuffix("\r")
-            lines.items.append(_Item(overwritten(line), "\r" in line, now_s))
-        if partial != lines.partial:
-            if whole or not lines.partial:
-                lines.partial_since_s = now_s
-            # Only the last redraw of a bar matters; keeping them all would grow for ever.
-            lines.partial = "\r" + overwritten(partial) if "\r" in partial else partial
+            read = _read(raw)
+            lines.items.append(_Item(read.text, read.is_bar, now_s))
+        if whole or not lines.partial:
+            lines.partial_since_s = now_s
+        lines.partial = _compact(partial)
 
     def block(self, rank: int, text: str, now_s: float) -> None:
         """Take several lines that are compared with the other ranks' as one."""
         self._end_partial(self._ranks[rank], now_s)
-        self._ranks[rank].items.append(_Item(text, is_bar=False, arrived_s=now_s))
+        item = _Item(text.removesuffix("\n"), is_bar=False, arrived_s=now_s)
+        self._ranks[rank].items.append(item)
 
-    def attach(self, rank: int, payload: Any) -> None:
-        """Place a payload after the lines that the rank has written so far."""
+    def attach(self, rank: int, payload: Any, now_s: float, *, ends_line: bool = True) -> None:
+        """Place a payload after what the rank has written so far.
+
+        Args:
+            rank: The rank.
+            payload: Comes back in an Attachment.
+            now_s: The time.
+            ends_line: Finish a line of which a part has been written; without it the
+                payload comes before that line.
+        """
+        if ends_line:
+            self._end_partial(self._ranks[rank], now_s)
         self._ranks[rank].items.append(Attachment(rank, payload))
 
     def end(self, rank: int, now_s: float) -> None:
@@ -149,8 +197,6 @@ class LineMerger:
             if not group:
                 break
             shown.extend(self._show(group))
-        if self._bar and any(isinstance(event, Line) for event in shown):
-            self._bar = ""
         if not self._is_patient:
             shown.extend(self._live_bar(now_s))
         return shown
@@ -167,14 +213,15 @@ class LineMerger:
         partials = [
             lines.partial_since_s + BEHIND_S
             for lines in self._ranks.values()
-            if lines.partial and not lines.items and not self._bar
+            if _is_prompt(lines) and not self._bar
         ]
         return min(heads + partials, default=None)
 
     def _end_partial(self, lines: _RankLines, now_s: float) -> None:
         if lines.partial:
-            text = overwritten(lines.partial)
-            lines.items.append(_Item(text, "\r" in lines.partial, now_s))
+            read = _read(lines.partial)
+            if read.text or "\r" not in lines.partial:  # a bar that was blanked out is no line
+                lines.items.append(_Item(read.text, read.is_bar, now_s))
             lines.partial = ""
 
     def _attachments(self) -> Iterator[Attachment]:
@@ -206,35 +253,42 @@ class LineMerger:
         return group
 
     def _show(self, group: list[_RankLines]) -> Iterator[Line]:
-        by_text: dict[str, list[int]] = {}
-        is_bar = False
+        ranks_by_text: dict[str, list[int]] = {}
+        texts_of_lines = set()
         for lines in group:
             item = lines.items.popleft()
             assert isinstance(item, _Item)
-            is_bar = is_bar or item.is_bar
-            by_text.setdefault(item.text, []).append(lines.rank)
+            ranks_by_text.setdefault(item.text, []).append(lines.rank)
+            if not item.is_bar:
+                texts_of_lines.add(item.text)
             lines.next_index += 1
         furthest = max(lines.next_index for lines in self._ranks.values())
         for lines in group:
             lines.is_behind = lines.is_behind and lines.next_index < furthest
-        texts = list(by_text.items())
-        if is_bar and len(texts) > 1:
-            # Bars differ in their rates alone: one is enough to read.
-            self.hidden_bar_ranks.update(rank for _, ranks in texts[1:] for rank in ranks)
-            texts = texts[:1]
-        for text, ranks in texts:
+        # Bars differ in their rates alone: one is enough to read.
+        bars = [text for text in ranks_by_text if text not in texts_of_lines]
+        for text in bars[1:]:
+            self.hidden_bar_ranks.update(ranks_by_text.pop(text))
+        for text, ranks in ranks_by_text.items():
             yield Line(self.stream, labelled(ranks, text) + "\n")
 
     def _live_bar(self, now_s: float) -> Iterator[Bar]:
         text = ""
         for lines in self._ranks.values():
-            is_old = now_s >= lines.partial_since_s + BEHIND_S
-            if lines.partial and not lines.items and ("\r" in lines.partial or is_old):
-                text = labelled([lines.rank], overwritten(lines.partial))
+            is_due = not _is_prompt(lines) or now_s >= lines.partial_since_s + BEHIND_S
+            if lines.partial and not lines.items and is_due:
+                part = _read(lines.partial).text
+                text = labelled([lines.rank], part) if part else ""
+            if text:
                 break
         if text != self._bar:
             self._bar = text
             yield Bar(self.stream, text)
+
+
+def _is_prompt(lines: _RankLines) -> bool:
+    """Whether an unfinished line waits for its rest; a bar does not, it is shown at once."""
+    return bool(lines.partial) and "\r" not in lines.partial and not lines.items
 
 
 def _arrived(item: _Item | Attachment) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nbdist.errors import StartError
 
 MIB = 2**20
+SHM = "/dev/shm"  # noqa: S108  # named in messages, never written to
 # torch's own files for one rank (semaphores, small tensors of DataLoader workers).
 NEEDED_BYTES_PER_RANK = 4 * MIB
 # NCCL's shared-memory transport, per rank: 9.6 MB a channel pair, measured by many users
@@ -14,7 +15,7 @@ NEEDED_NCCL_BYTES_PER_RANK = 32 * MIB
 SMALL_BYTES = 64 * MIB
 REMEDY = (
     "Give the container more: docker run --shm-size=8g, or in Kubernetes an emptyDir volume "
-    "with medium: Memory mounted at /dev/shm"
+    f"with medium: Memory mounted at {SHM}"
 )
 
 
@@ -27,13 +28,15 @@ def check(free_bytes: int, total_bytes: int, world_size: int, *, uses_nccl: bool
     per_rank = NEEDED_NCCL_BYTES_PER_RANK if uses_nccl else NEEDED_BYTES_PER_RANK
     needed = per_rank * world_size
     if free_bytes < needed:
+        need = "1 rank needs" if world_size == 1 else f"{world_size} ranks need"
+        fewer = ", or start fewer ranks (-n)" if world_size > 1 else ""
         raise StartError(
-            f"/dev/shm has {free_bytes / MIB:.0f} MiB free of {total_bytes / MIB:.0f}; "
-            f"{world_size} ranks need {needed / MIB:.0f} MiB. {REMEDY}, or start fewer ranks (-n)."
+            f"{SHM} has {free_bytes / MIB:.0f} MiB free of {total_bytes / MIB:.0f}; "
+            f"{need} {needed / MIB:.0f} MiB. {REMEDY}{fewer}."
         )
     if total_bytes <= SMALL_BYTES:
         return (
-            f"/dev/shm has only {total_bytes / MIB:.0f} MiB: DataLoader workers will fail with "
+            f"{SHM} has only {total_bytes / MIB:.0f} MiB: DataLoader workers will fail with "
             f"'bus error' or 'No space left'. {REMEDY}, or use num_workers=0."
         )
     return ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from nbdist.core.shown import shown
+from nbdist.core.shown import PLACEHOLDER, is_stored, shown
 
 # Decimal, as memory plans and GPU data sheets count.
 BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+# What is below a unit by less than this prints as 1.0 of it, not as 1000.0 of the next.
+ROUNDS_UP = 0.99995
 
 
 def seconds(value_s: float) -> str:
@@ -14,8 +16,10 @@ def seconds(value_s: float) -> str:
 
 
 def size(value_bytes: float) -> str:
-    """`1.2 GB`, or a placeholder where outputs are stored."""
+    """`1.2 GB`, or a placeholder (for the unit too, which may differ) where outputs are stored."""
+    if is_stored():
+        return PLACEHOLDER
     for unit_bytes, name in BYTE_UNITS:
-        if value_bytes >= unit_bytes:
-            return f"{shown(f'{value_bytes / unit_bytes:.1f}')} {name}"
-    return f"{shown(f'{value_bytes:.0f}')} B"
+        if value_bytes >= unit_bytes * ROUNDS_UP:
+            return f"{value_bytes / unit_bytes:.1f} {name}"
+    return f"{value_bytes:.0f} B"

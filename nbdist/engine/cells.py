@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from typing import Any, NoReturn
 
+from IPython.core import page
+
 from nbdist.core.wire import CELL_NUMBER
+from nbdist.engine import raw_output
 from nbdist.errors import NbdistError
 
 
@@ -14,11 +18,20 @@ class NoKeyboard(NbdistError):
     """The cell asks for typed input, which a rank cannot get."""
 
 
+class RankStays(NbdistError):
+    """The cell asks its rank to end, which only the notebook decides."""
+
+
 def install(shell: Any) -> None:
     """Prepare this engine's shell for distributed cells. Once per engine."""
     number_cells(shell)
     refuse_input(shell.kernel)
+    refuse_exit(shell)
     allow_top_level_await(shell.kernel)
+    name_code_alike(shell.compile)
+    raw_output.install(shell)
+    # `model?` asks for a pager, which only the notebook's own kernel could open.
+    shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     # Out[...] would keep every displayed tensor alive, on the GPU too. `_` still works.
     shell.displayhook.do_full_cache = False
     # Cell numbers are the notebook's here, so one can come twice; the database of inputs
@@ -38,6 +51,20 @@ def number_cells(shell: Any) -> None:
     # IPython reads its counter before pre_run_cell, so the last hook before that is the
     # transformation of the source.
     shell.input_transformers_cleanup.append(take_number)
+
+
+def name_code_alike(compiler: Any) -> None:
+    """Leave the process id out of the file names that warnings and printed tracebacks tell.
+
+    A cell's code is /tmp/ipykernel_PID/HASH.py to ipykernel, another one on each rank, so that
+    equal lines would not be merged.
+    """
+    name_of = compiler.get_code_name
+
+    def get_code_name(*args: Any) -> str:
+        return re.sub(r"ipykernel_\d+", "ipykernel", name_of(*args))
+
+    compiler.get_code_name = get_code_name
 
 
 def refuse_input(kernel: Any) -> None:
@@ -61,6 +88,18 @@ class _MainThread:
     """What ipykernel asks of a shell-channel thread when it runs an async cell."""
 
     parent_thread = threading.main_thread()
+
+
+def refuse_exit(shell: Any) -> None:
+    """Let exit() and quit() fail: they would end the engine a moment after the cell passed."""
+
+    def refuse() -> NoReturn:
+        raise RankStays(
+            "exit() and quit() do not end a rank. %dist_shutdown in a cell of its own ends all; to "
+            "leave a cell early, raise an exception."
+        )
+
+    shell.ask_exit = refuse
 
 
 def allow_top_level_await(kernel: Any) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from nbdist.core import topology
 from nbdist.core.ranks import rank_label
-from nbdist.core.topology import EngineReport, RankPlace, Topology
+from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
 from nbdist.engine import cells, facts
 from nbdist.errors import NbdistError, StartError
@@ -78,6 +78,9 @@ def join_at_start(run_dir: Path, start: dict[str, Any]) -> None:
             local_hint=rank,
             job_id="",
         )
+        if not report.has_cuda:
+            # Then torch sees no GPU; with those of the machine the reason can be told.
+            report = replace(report, gpus=tuple(Gpu(*gpu) for gpu in start["gpus"]))
         (run_dir / f"arrived.{rank}").touch()
         reports = exchange_reports(store, report, start["world_size"], start["deadline_s"])
         plan = topology.plan(reports, start["backend"], threads=torch.get_num_threads())
@@ -242,6 +245,8 @@ def join_by_plan(plan: Topology, rank: int, store_path: str, address: str, port:
     else:
         store = _open_store or dist.TCPStore(address, port, plan.world_size, is_master=False)
         own_address = facts.address_toward(address)
+        # Accelerate asks for these on several hosts, although the group is formed already.
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
     # Gloo looks its own name up otherwise, which on Debian gives 127.0.1.1, where no other
     # host can reach it.
     interface = next((name for name, ip in facts.addresses() if ip == own_address), "lo")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,24 +42,28 @@ class LiveCell:
         self._clip = Clip()
         self._path: Path | None = None
         self._file: TextIO | None = None
-        self._bar: Bar | None = None
-        self._bar_drawn_s = float("-inf")
+        self._bars: dict[str, Bar] = {}  # by stream, the one that changed last at the end
+        self._drawn: Bar | None = None
+        self._drawn_s = float("-inf")
 
     def draw(self, events: Sequence[Event]) -> None:
         """Show these, in order; runs of lines are written at once."""
-        pending: list[str] = []
-        stream = ""
+        pending: list[Line] = []
         for event in events:
-            if isinstance(event, Line) and self._takes(event):
-                if event.stream != stream:
-                    self._write(stream, pending)
-                    stream, pending = event.stream, []
-                pending.append(event.text)
-            elif not isinstance(event, Line):
-                self._write(stream, pending)
+            if isinstance(event, Line):
+                for line in _single_lines(event):
+                    if self._clip.needs_file:
+                        pending.append(self._begin_file())
+                    if self._clip.add(line):
+                        pending.append(line)
+            else:
+                self._write(pending)
                 pending = []
                 self._draw_other(event)
-        self._write(stream, pending)
+        self._write(pending)
+        self._draw_bar()
+        if self._file is not None:
+            self._file.flush()  # its path has been told: it can be read while the cell runs
 
     def close(self, result: CellResult) -> None:
         """Show what was kept back: the last lines, and the tabs."""
@@ -66,59 +71,74 @@ class LiveCell:
         skipped, last = self._clip.rest()
         if skipped:
             text = f"... {skipped:,} lines are not shown; all lines: {shown(self._path)}\n"
-            self._write("stdout", [text])
-        self._write("stdout", last)
-        if self._file is not None:
-            self._file.close()
-        if self._path is not None and not skipped:
-            self._path.unlink()
+            self._write([Line("stdout", text)])
+        self._write(last)
+        self._end_file(is_needed=bool(skipped))
         if self._has_tabs:
             publish(tabs(result)._repr_mimebundle_())
 
-    def _takes(self, line: Line) -> bool:
-        if self._clip.needs_file:
-            self._path = self._output_file()
-            self._file = self._path.open("w")
-            self._clip.write_to(self._file)
-            note = (
-                f"... more than {SHOWN_LINES} lines: all go to {shown(self._path)}, the last "
-                f"{SHOWN_LINES} are shown when the cell ends\n"
-            )
-            self._write("stdout", [note])
-        return self._clip.add(line.text)
+    def _begin_file(self) -> Line:
+        self._path = self._output_file()
+        self._file = self._path.open("w", encoding="utf-8", errors="backslashreplace")
+        self._clip.write_to(self._file)
+        note = (
+            f"... more than {SHOWN_LINES} lines: all go to {shown(self._path)}, the last "
+            f"{SHOWN_LINES} are shown when the cell ends\n"
+        )
+        return Line("stdout", note)
+
+    def _end_file(self, *, is_needed: bool) -> None:
+        if self._file is not None and self._path is not None:
+            self._file.close()
+            if not is_needed:
+                self._path.unlink(missing_ok=True)
+        self._file = self._path = None
 
     def _draw_other(self, event: Bar | Rich | Clear) -> None:
         if isinstance(event, Bar):
-            self._draw_bar(event)
+            self._bars.pop(event.stream, None)
+            if event.text:
+                self._bars[event.stream] = event
         elif isinstance(event, Rich):
             self._erase_bar()
             publish(event.data, event.metadata, event.transient, is_update=event.is_update)
         else:
-            self._bar = None
+            self._drawn = None
+            self._end_file(is_needed=False)
+            self._clip = Clip()
             clear(wait=event.wait)
 
-    def _draw_bar(self, bar: Bar) -> None:
-        now_s = self._clock_s()
-        if not bar.text:
+    def _draw_bar(self) -> None:
+        bar = next(reversed(self._bars.values()), None)
+        if bar is None or (self._drawn is not None and self._drawn.stream != bar.stream):
             self._erase_bar()
-        elif now_s >= self._bar_drawn_s + BAR_PAUSE_S:
-            before = self._bar.text if self._bar is not None else ""
-            self._bar, self._bar_drawn_s = bar, now_s
-            _emit(bar.stream, "\r" + bar.text.ljust(len(before)))
+        now_s = self._clock_s()
+        if bar is None or bar == self._drawn or now_s < self._drawn_s + BAR_PAUSE_S:
+            return
+        before = self._drawn.text if self._drawn is not None else ""
+        self._drawn, self._drawn_s = bar, now_s
+        _emit(bar.stream, "\r" + bar.text.ljust(len(before)))
 
     def _erase_bar(self) -> None:
-        if self._bar is not None:
-            _emit(self._bar.stream, "\r" + " " * len(self._bar.text) + "\r")
-            self._bar = None
+        if self._drawn is not None:
+            _emit(self._drawn.stream, "\r" + " " * len(self._drawn.text) + "\r")
+            self._drawn = None
 
-    def _write(self, stream: str, lines: Sequence[str]) -> None:
+    def _write(self, lines: Sequence[Line]) -> None:
         if lines:
             self._erase_bar()
-            _emit(stream, "".join(lines))
+        for stream, run in groupby(lines, key=lambda line: line.stream):
+            _emit(stream, "".join(line.text for line in run))
+
+
+def _single_lines(block: Line) -> Iterator[Line]:
+    """The lines of a block one by one, for counting."""
+    for text in block.text.removesuffix("\n").split("\n"):
+        yield Line(block.stream, text + "\n")
 
 
 def _emit(stream: str, text: str) -> None:
-    target = getattr(sys, stream or "stdout")
+    target = getattr(sys, stream)
     target.write(text)
     target.flush()
 
@@ -131,7 +151,8 @@ def publish(
     from IPython.display import publish_display_data
 
     if get_ipython() is None:
-        _emit("stdout", data.get("text/plain", "") + "\n")
+        if "text/plain" in data:
+            _emit("stdout", data["text/plain"] + "\n")
         return
     publish_display_data(
         data=dict(data),

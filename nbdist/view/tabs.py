@@ -7,14 +7,17 @@ import re
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
+from uuid import uuid4
 
 from nbdist.core.cells import CellResult, RankResult
 from nbdist.core.clip import SHOWN_LINES
 from nbdist.core.lines import overwritten
+from nbdist.core.shown import is_stored
 from nbdist.view.mime import View
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# Tells the tabs of several cells on one page apart.
+# Tells the tabs of several cells on one page apart. Numbers are alike in every run, so they
+# are only for outputs that are compared: a page may have tabs of an earlier kernel too.
 _number = count(1)
 
 _STYLE = """
@@ -30,7 +33,7 @@ _STYLE = """
 
 def tabs(result: CellResult) -> View:
     """One tab per rank with all that it wrote and displayed; as text, one part per rank."""
-    name = f"nbdist-tabs-{next(_number)}"
+    name = f"nbdist-tabs-{next(_number) if is_stored() else uuid4().hex}"
     checked = ", ".join(
         f".{name} > #{name}-{r.rank}:checked ~ #{name}-{r.rank}-out" for r in result.ranks
     )
@@ -67,32 +70,46 @@ def _outputs_text(result: RankResult) -> str:
 
 
 def _stream_text(text: str) -> str:
-    """The first and the last lines, as in the cell itself."""
-    lines = [overwritten(line.removesuffix("\r")) for line in text.split("\n")]
+    """The first and the last lines, as in the cell itself; ends with a newline."""
+    lines = [overwritten(line) for line in text.removesuffix("\n").split("\n")]
     if len(lines) > 2 * SHOWN_LINES:
         skipped = len(lines) - 2 * SHOWN_LINES
         lines = [*lines[:SHOWN_LINES], f"... {skipped:,} lines", *lines[-SHOWN_LINES:]]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def _outputs_html(result: RankResult) -> str:
     parts = [_output_html(output) for output in result.outputs]
     if result.failure is not None:
         trace = "\n".join(result.failure.traceback) or result.failure.message
-        parts.append(f"<pre>{html.escape(_ANSI.sub('', trace))}</pre>")
+        parts.append(_pre(trace))
     return "".join(parts) or "<pre>(no output)</pre>"
 
 
 def _output_html(output: Mapping[str, Any]) -> str:
     if output["output_type"] == "stream":
-        return f"<pre>{html.escape(_ANSI.sub('', _stream_text(output['text'])))}</pre>"
+        return _pre(_stream_text(output["text"]))
     data = output["data"]
     for kind in ("image/png", "image/jpeg"):
         if kind in data:
             encoded = html.escape("".join(data[kind].split()))
             alt = html.escape(data.get("text/plain", "figure"))
-            return f'<img src="data:{kind};base64,{encoded}" alt="{alt}">'
+            size = _size(output["metadata"].get(kind, {}))
+            return f'<img src="data:{kind};base64,{encoded}" alt="{alt}"{size}>'
     for kind in ("image/svg+xml", "text/html"):
         if kind in data:
             return f"<div>{data[kind]}</div>"
-    return f"<pre>{html.escape(data.get('text/plain', ''))}</pre>"
+    return _pre(data.get("text/plain", ""))
+
+
+def _size(metadata: Mapping[str, Any]) -> str:
+    """The width and height that a figure asks for (retina figures have twice the pixels)."""
+    return "".join(
+        f' {side}="{metadata[side]:g}"'
+        for side in ("width", "height")
+        if isinstance(metadata.get(side), int | float)
+    )
+
+
+def _pre(text: str) -> str:
+    return f"<pre>{html.escape(_ANSI.sub('', text))}</pre>"

@@ -1,0 +1,77 @@
+"""Output past Python (C code, child processes): whole characters, and all of it within its cell."""
+
+# ruff: noqa: SLF001 - ipykernel has no public way to its pipes
+from __future__ import annotations
+
+import array
+import codecs
+import fcntl
+import os
+import select
+import sys
+import termios
+import threading
+import time
+from typing import Any
+
+BUFFER_BYTES = 1 << 16
+DRAIN_DEADLINE_S = 1.0
+
+
+class RawReader:
+    """Reads the pipe behind a stream of ipykernel, in the place of ipykernel's own thread.
+
+    That thread decodes each 1000 bytes by themselves, which breaks characters in two, and
+    nobody can wait for it: what it reads after the cell's reply belongs to no cell and is
+    lost (ipykernel 7.4).
+    """
+
+    def __init__(self, stream: Any):
+        """Take the pipe over from the stream's own thread."""
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        stream._should_watch = False
+        os.write(stream._original_stdstream_fd, b"\0")  # wakes the thread, which drops it
+        stream.watch_fd_thread.join()
+        stream._should_watch = True
+        stream.watch_fd_thread = threading.Thread(target=self._run, daemon=True)
+        stream.watch_fd_thread.start()
+
+    def drain(self) -> None:
+        """Wait until all that was written so far has been passed on."""
+        end_s = time.monotonic() + DRAIN_DEADLINE_S
+        while time.monotonic() < end_s:
+            with self._lock:
+                if not _waiting_bytes(self._stream._fid):
+                    return
+            time.sleep(0.001)
+
+    def _run(self) -> None:
+        stream = self._stream
+        while stream._should_watch:
+            select.select([stream._fid], [], [])
+            # Under the lock, so that an empty pipe means that all has been passed on.
+            with self._lock:
+                raw = os.read(stream._fid, BUFFER_BYTES)
+                if stream._should_watch:
+                    stream.write(self._decoder.decode(raw))
+                    os.write(stream._original_stdstream_copy, raw)
+
+
+def _waiting_bytes(descriptor: int) -> int:
+    count = array.array("i", [0])
+    fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    return count[0]
+
+
+def install(shell: Any) -> None:
+    """Let each cell end only when its output past Python has been taken in. Once per engine."""
+    streams = [s for s in (sys.stdout, sys.stderr) if getattr(s, "_should_watch", False)]
+    readers = [RawReader(stream) for stream in streams if hasattr(stream, "watch_fd_thread")]
+
+    def drain(*_: Any) -> None:
+        for reader in readers:
+            reader.drain()
+
+    shell.events.register("post_run_cell", drain)

@@ -1,0 +1,705 @@
+"""Raw messages of several ranks become what is shown and what each rank did."""
+
+from __future__ import annotations
+
+import random
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from nbdist.core.cells import (
+    KEPT_TEXT_CHARACTERS,
+    CellFeed,
+    CellResult,
+    Clear,
+    Event,
+    RankResult,
+    Rich,
+    elapsed_line,
+)
+from nbdist.core.failures import RankFailure
+from nbdist.core.lines import Bar, Line
+
+PNG = {"image/png": "iVBORw0K", "text/plain": "<Figure>"}
+
+
+def message(kind: str, **content: Any) -> dict[str, Any]:
+    """A raw iopub message, as far as it is read."""
+    return {"header": {"msg_type": kind}, "content": content}
+
+
+def stream(text: str, name: str = "stdout") -> dict[str, Any]:
+    """A message of print()."""
+    return message("stream", name=name, text=text)
+
+
+def result(text: str, **other: str) -> dict[str, Any]:
+    """A message of a cell's last expression."""
+    data = {"text/plain": text, **other}
+    return message("execute_result", data=data, metadata={}, execution_count=1)
+
+
+def display(data: dict[str, Any] = PNG, display_id: str = "") -> dict[str, Any]:
+    """A message of display()."""
+    transient = {"display_id": display_id} if display_id else {}
+    return message("display_data", data=data, metadata={}, transient=transient)
+
+
+def update(data: dict[str, Any], display_id: str) -> dict[str, Any]:
+    """A message of a display handle's update()."""
+    transient = {"display_id": display_id}
+    return message("update_display_data", data=data, metadata={}, transient=transient)
+
+
+def clear(*, wait: bool = False) -> dict[str, Any]:
+    """A message of clear_output()."""
+    return message("clear_output", wait=wait)
+
+
+def png(name: str) -> dict[str, Any]:
+    """A figure that can be told from others."""
+    return {"image/png": name, "text/plain": "<Figure>"}
+
+
+def fed(feed: CellFeed, *messages: tuple[int, dict[str, Any]]) -> list[Event]:
+    """What is shown after these messages."""
+    for rank, one in messages:
+        feed.feed(rank, one, 0)
+    return feed.due(0)
+
+
+def ended(feed: CellFeed) -> list[Event]:
+    """What is shown once all ranks have ended."""
+    for rank in feed.ranks:
+        feed.end(rank, 0)
+    return feed.due(0)
+
+
+def told(events: list[Event]) -> list[str]:
+    """Every event as a short text."""
+    texts = []
+    for event in events:
+        if isinstance(event, Line):
+            texts.append(event.text.removesuffix("\n"))
+        elif isinstance(event, Bar):
+            texts.append(f"bar {event.text}")
+        elif isinstance(event, Clear):
+            texts.append(f"clear {event.rank}{' wait' if event.wait else ''}")
+        else:
+            verb = "updates" if event.is_update else "shows"
+            texts.append(f"{event.rank} {verb} {event.data.get('image/png', '')}".rstrip())
+    return texts
+
+
+# Text
+
+
+def test_print() -> None:
+    """Printed lines are merged over the ranks."""
+    feed = CellFeed(range(2))
+
+    assert fed(feed, (1, stream("x\n")), (0, stream("x\n"))) == [Line("stdout", "[0-1] x\n")]
+
+
+def test_streams_are_separate() -> None:
+    """Lines of stdout and of stderr are counted apart and keep their stream."""
+    feed = CellFeed(range(2))
+    events = fed(
+        feed,
+        (0, stream("w\n", "stderr")),
+        (0, stream("x\n")),
+        (1, stream("x\n")),
+        (1, stream("w\n", "stderr")),
+    )
+
+    assert events == [Line("stdout", "[0-1] x\n"), Line("stderr", "[0-1] w\n")]
+
+
+def test_a_silent_stream_does_not_hold_back_the_other() -> None:
+    """A rank that warns alone is waited with on stderr only."""
+    feed = CellFeed(range(2))
+    events = fed(
+        feed, (0, stream("w\n", "stderr")), (0, stream("x\n")), (1, stream("x\n"))
+    )  # fmt: skip
+
+    assert told(events) == ["[0-1] x"]
+    assert feed.next_due_s() == 1.0
+    assert told(feed.due(1.0)) == ["[0] w"]
+
+
+def test_next_due_is_the_earlier_of_both_streams() -> None:
+    """What waits on either stream counts, whichever is due first; None for never."""
+    feed = CellFeed(range(2))
+    nothing = feed.next_due_s()
+    feed.feed(0, stream("x\n"), 4.0)
+    feed.feed(0, stream("w\n", "stderr"), 4.5)
+    feed.due(4.5)
+
+    assert nothing is None
+    assert feed.next_due_s() == 5.0
+
+
+def test_results_are_lines() -> None:
+    """A last expression's text is merged as a block among the printed lines."""
+    feed = CellFeed(range(2))
+    events = fed(
+        feed,
+        (0, stream("a\n")),
+        (0, result("tensor([1,\n        2])")),
+        (1, stream("a\n")),
+        (1, result("tensor([1,\n        2])")),
+    )
+
+    assert told(events) == ["[0-1] a", "[0-1] tensor([1,\n              2])"]
+
+
+def test_results_that_differ() -> None:
+    """Results that differ are shown per rank, in rank order."""
+    feed = CellFeed(range(3))
+
+    assert told(fed(feed, (2, result("2")), (0, result("0")), (1, result("1")))) == [
+        "[0] 0",
+        "[1] 1",
+        "[2] 2",
+    ]
+
+
+def test_a_text_display_is_a_line() -> None:
+    """display() of an object without any rich form is text, like its result would be."""
+    feed = CellFeed([0])
+
+    assert told(fed(feed, (0, display({"text/plain": "'x'"})))) == ["[0] 'x'"]
+
+
+def test_an_empty_display_is_nothing() -> None:
+    """A display without data and without an id shows nothing, not an empty line."""
+    feed = CellFeed([0])
+
+    assert fed(feed, (0, display({}))) == []
+    assert ended(feed) == []
+
+
+def test_other_messages_are_passed_over() -> None:
+    """Status and input messages show nothing."""
+    feed = CellFeed([0])
+
+    assert fed(feed, (0, message("status", execution_state="busy"))) == []
+    assert fed(feed, (0, message("execute_input", code="x"))) == []
+    assert fed(feed, (0, message("comm_open", comm_id="x"))) == []
+
+
+def test_text_of_a_rank() -> None:
+    """A rank's text is what it printed on stdout and its results, as it wrote them."""
+    feed = CellFeed(range(2))
+    fed(
+        feed,
+        (0, stream("a\n")),
+        (0, stream("not this\n", "stderr")),
+        (0, display()),
+        (0, result("1")),
+        (1, result("   x\n0  1", **{"text/html": "<table>"})),
+    )
+
+    assert feed.text(0) == "a\n1\n"
+    assert feed.text(1) == "   x\n0  1\n"
+
+
+def test_the_end_of_a_long_text_is_kept() -> None:
+    """Of a very long text exactly the last million characters are kept."""
+    feed = CellFeed([0])
+    pieces = [f"{number}\n" for number in range(400_000)]
+    whole = "".join(pieces)
+    for start in range(0, len(pieces), 1000):
+        feed.feed(0, stream("".join(pieces[start : start + 1000])), 0)
+
+    assert len(whole) > 2 * KEPT_TEXT_CHARACTERS
+    assert feed.text(0) == whole[-KEPT_TEXT_CHARACTERS:]
+
+
+# Displays
+
+
+def test_rank_0_shows_its_figure_in_place() -> None:
+    """Rank 0's figure stands between the lines around it; the other's is counted."""
+    feed = CellFeed(range(2))
+    messages = [(rank, one) for rank in (1, 0) for one in (stream("a\n"), display(), stream("b\n"))]
+
+    assert told(fed(feed, *messages)) == ["[0-1] a", "0 shows iVBORw0K", "[0-1] b"]
+    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+
+
+def test_the_lowest_chosen_rank_shows() -> None:
+    """With ranks 2 and 3 chosen it is rank 2 whose figures are shown."""
+    feed = CellFeed((3, 2))
+
+    assert told(fed(feed, (3, display()), (2, display()))) == ["2 shows iVBORw0K"]
+
+
+def test_everything_of_a_display_is_passed_on() -> None:
+    """MIME bundle, metadata and display_id come through unchanged."""
+    feed = CellFeed([0])
+    one = message(
+        "display_data",
+        data=PNG,
+        metadata={"image/png": {"width": 10}},
+        transient={"display_id": "a"},
+    )
+
+    assert fed(feed, (0, one)) == [Rich(0, PNG, {"image/png": {"width": 10}}, {"display_id": "a"})]
+
+
+def test_a_higher_rank_shows_once_the_lower_ended_without() -> None:
+    """A figure of rank 2 alone is shown when ranks 0 and 1 have ended, and is not hidden."""
+    feed = CellFeed(range(3))
+    first = fed(feed, (2, display()))
+    feed.end(0, 0)
+    second = feed.due(0)
+    feed.end(1, 0)
+    third = feed.due(0)
+    later = fed(feed, (2, display(png("second"))))
+
+    assert (first, second) == ([], [])
+    assert told(third) == ["2 shows iVBORw0K"]
+    assert told(later) == ["2 shows second"]
+    assert feed.hidden() == ""
+
+
+def test_late_figures_keep_their_order() -> None:
+    """A figure that waited for the lower rank's end comes before one that came after it."""
+    feed = CellFeed(range(2))
+    fed(feed, (1, display(png("first"))))
+    feed.end(0, 0)
+
+    assert told(fed(feed, (1, display(png("second"))))) == ["1 shows first", "1 shows second"]
+
+
+def test_a_figure_that_still_waits_counts() -> None:
+    """Rank 0 has ended but its figure waits behind a line: rank 1's is not shown instead."""
+    feed = CellFeed(range(2))
+    first = fed(feed, (0, stream("a\n")), (0, display(png("0"))), (1, display(png("1"))))
+    feed.end(0, 0)
+    second = feed.due(0.5)
+    third = feed.due(1.0)
+
+    assert (first, second) == ([], [])
+    assert told(third) == ["[0] a", "0 shows 0"]
+    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+
+
+def test_rank_0_after_rank_1() -> None:
+    """Rank 0's figure is the one shown, even when rank 1's came long before."""
+    feed = CellFeed(range(2))
+    fed(feed, (1, display(png("1"))))
+    events = fed(feed, (0, display(png("0"))))
+
+    assert told(events) == ["0 shows 0"]
+    assert ended(feed) == []
+    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+
+
+def test_only_one_rank_of_many_is_shown() -> None:
+    """When rank 0 shows nothing, rank 1's figures are shown and those of 2 and 3 are counted."""
+    feed = CellFeed(range(4))
+    for rank in (3, 2, 1):
+        fed(feed, (rank, display(png(f"{rank}a"))), (rank, display(png(f"{rank}b"))))
+
+    assert told(ended(feed)) == ["1 shows 1a", "1 shows 1b"]
+    assert feed.hidden() == "not shown: 2 displays each of ranks 2-3 (--tabs shows all ranks)"
+
+
+def test_hidden_counts_are_told_by_count() -> None:
+    """Ranks with the same number of hidden displays are told together."""
+    feed = CellFeed(range(4))
+    fed(feed, (0, display()), (1, display()), (3, display()), (2, display()), (2, display()))
+
+    assert feed.hidden() == (
+        "not shown: 1 display each of ranks 1,3, 2 displays of rank 2 (--tabs shows all ranks)"
+    )
+
+
+def test_hidden_bars_are_told() -> None:
+    """Progress bars that are not shown are told with their ranks."""
+    feed = CellFeed(range(3))
+    for rank in range(3):
+        text = f"\r 50%|  | {rank}.1it/s\r100%|##| {rank}.2it/s\n"
+        feed.feed(rank, stream(text, "stderr"), 0)
+    events = feed.due(0)
+
+    assert events == [Line("stderr", "[0] 100%|##| 0.2it/s\n")]
+    assert feed.hidden() == "not shown: progress bars of ranks 1-2 (--tabs shows all ranks)"
+
+
+def test_nothing_hidden_is_no_sentence() -> None:
+    """When all was shown there is nothing to tell."""
+    feed = CellFeed(range(2))
+    fed(feed, (0, stream("x\n")), (1, stream("x\n")), (0, display()))
+
+    assert feed.hidden() == ""
+
+
+def test_hidden_figures_are_not_kept_in_memory() -> None:
+    """Figures that are known not to be shown are counted without their data."""
+    feed = CellFeed(range(2))
+    fed(feed, (0, display()))
+    for _ in range(3):
+        fed(feed, (1, display()))
+
+    assert [payload.data for payload in feed._feeds[1].unshown] == [{}, {}, {}]
+    assert feed.hidden() == "not shown: 3 displays of rank 1 (--tabs shows all ranks)"
+
+
+def test_a_text_display_with_an_id_can_be_updated() -> None:
+    """Text that may be updated is a display: a line could not change any more."""
+    feed = CellFeed(range(2))
+    events = fed(
+        feed,
+        (0, display({"text/plain": "'x'"}, "a")),
+        (1, display({"text/plain": "'x'"}, "b")),
+        (0, update({"text/plain": "'y'"}, "a")),
+        (1, update({"text/plain": "'y'"}, "b")),
+    )
+
+    assert told(events) == ["0 shows", "0 updates"]
+    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+
+
+def test_an_empty_display_with_an_id_is_passed_on() -> None:
+    """display(display_id=True) makes an empty place that updates fill."""
+    feed = CellFeed([0])
+
+    assert told(fed(feed, (0, display({}, "a")), (0, update(PNG, "a")))) == [
+        "0 shows",
+        "0 updates iVBORw0K",
+    ]
+
+
+def test_updates_of_hidden_displays_are_not_shown() -> None:
+    """Rank 1's updates go the way of its display; they are not counted as further ones."""
+    feed = CellFeed(range(2))
+    fed(feed, (0, display(display_id="a")), (1, display(display_id="b")))
+
+    assert fed(feed, (1, update(PNG, "b")), (1, update(PNG, "b"))) == []
+    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+
+
+def test_updates_keep_the_line_at_hand() -> None:
+    """A display updated in the midst of a printed line leaves the line whole."""
+    feed = CellFeed([0])
+    events = fed(
+        feed,
+        (0, display(display_id="a")),
+        (0, stream("1 ")),
+        (0, update(png("new"), "a")),
+        (0, stream("2\n")),
+    )
+
+    assert told(events) == ["0 shows iVBORw0K", "0 updates new", "[0] 1 2"]
+
+
+def test_clear_output_is_done_once() -> None:
+    """When every rank clears, the notebook's output is cleared once, at rank 0's place."""
+    feed = CellFeed(range(2))
+    messages = [
+        (rank, one) for rank in (1, 0) for one in (stream("a\n"), clear(wait=True), stream("b\n"))
+    ]
+
+    assert told(fed(feed, *messages)) == ["[0-1] a", "clear 0 wait", "[0-1] b"]
+
+
+def test_clear_output_takes_no_display_from_others() -> None:
+    """Rank 0 that clears but shows nothing does not keep rank 1's figure from being shown."""
+    feed = CellFeed(range(2))
+
+    assert told(fed(feed, (0, clear()), (1, display()))) == ["clear 0"]
+    assert told(ended(feed)) == ["1 shows iVBORw0K"]
+
+
+def test_a_late_display_clears_nothing_of_the_others() -> None:
+    """Of figures that rank 1 cleared before they could be shown, only the last one comes."""
+    feed = CellFeed(range(2))
+    events = fed(
+        feed,
+        (0, stream("a\n")),
+        (1, stream("a\n")),
+        (1, display(png("1"))),
+        (1, clear(wait=True)),
+        (1, display(png("2"))),
+        (1, clear()),
+        (1, display(png("3"))),
+    )
+
+    assert told(events) == ["[0-1] a"]
+    assert told(ended(feed)) == ["1 shows 3"]
+
+
+def test_clear_with_wait_at_the_end_clears_nothing() -> None:
+    """clear_output(wait=True) waits for the next output; without one the figure stays."""
+    feed = CellFeed(range(2))
+    fed(feed, (1, display(png("1"))), (1, clear(wait=True)))
+
+    assert told(ended(feed)) == ["1 shows 1"]
+
+
+def test_cleared_displays_of_hidden_ranks_are_not_counted() -> None:
+    """A loop that shows one figure at a time hides one figure, not as many as it has steps."""
+    feed = CellFeed(range(2))
+    for step in range(10):
+        for rank in range(2):
+            fed(feed, (rank, clear(wait=True)), (rank, display(png(f"{step}"))))
+
+    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+
+
+def test_widgets_are_shown_as_text() -> None:
+    """A widget of a rank cannot work in the notebook: its text is shown, and the lack told."""
+    feed = CellFeed(range(2))
+    widget = {
+        "application/vnd.jupyter.widget-view+json": {"model_id": "x"},
+        "text/plain": "  0%|          | 0/3",
+    }
+    events = fed(feed, (0, display(widget)), (1, display(widget)))
+
+    assert told(events) == ["[0-1]   0%|          | 0/3"]
+    assert feed.hidden() == "not shown: widgets of ranks 0-1, which work in the notebook alone"
+
+
+# Patience
+
+
+CONTENTS = ("x\n", "y\n", "part", "\n", "\r10%", "\r20%", "\r    \r", "\r\n")
+
+
+def written(generator: random.Random, *, is_rich: bool) -> list[dict[str, Any]]:
+    """What one rank sends."""
+    rich = (lambda n: display(png(f"{n}")), lambda _: clear(), lambda _: clear(wait=True))
+    plain = (
+        lambda _: stream(generator.choice(CONTENTS)),
+        lambda _: stream(generator.choice(CONTENTS), "stderr"),
+        lambda _: result(generator.choice(("1", "2\n3"))),
+    )
+    return [
+        generator.choice(rich if is_rich and generator.random() < 0.3 else plain)(number)
+        for number in range(generator.randrange(15))
+    ]
+
+
+def cut(generator: random.Random, one: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same message as one or two."""
+    if one["header"]["msg_type"] != "stream":
+        return [one]
+    text, name = one["content"]["text"], one["content"]["name"]
+    at = generator.randint(0, len(text))
+    return [stream(text[:at], name), stream(text[at:], name)]
+
+
+def played(messages: list[list[dict[str, Any]]], generator: random.Random) -> tuple[Any, ...]:
+    """All that a patient feed makes of what the ranks sent, cut and interleaved by chance."""
+    feed = CellFeed(range(len(messages)), is_patient=True, keeps_outputs=True)
+    left = [[piece for one in sent for piece in cut(generator, one)] for sent in messages]
+    events: list[Event] = []
+    going = list(feed.ranks)
+    now_s = 0.0
+    while going:
+        now_s += generator.random()
+        rank = generator.choice(going)
+        if left[rank]:
+            feed.feed(rank, left[rank].pop(0), now_s)
+        else:
+            going.remove(rank)
+            feed.end(rank, now_s)
+        if generator.random() < 0.7:
+            events += feed.due(now_s)
+    events += feed.due(now_s)
+    stderr = [e for e in events if isinstance(e, Line) and e.stream == "stderr"]
+    others = [e for e in events if e not in stderr]
+    texts = [feed.text(rank) for rank in feed.ranks]
+    return others, stderr, texts, feed.hidden(), [feed.outputs(rank) for rank in feed.ranks]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_patient_result_depends_on_what_was_sent_alone(seed: int) -> None:
+    """Lines, figures, clearing, counts and tabs are equal whatever arrives when."""
+    generator = random.Random(seed)
+    count = generator.randint(2, 4)
+    rich_from = generator.randrange(count)
+    messages = [written(generator, is_rich=rank >= rich_from) for rank in range(count)]
+    first = played(messages, generator)
+    for _ in range(15):
+        assert played(messages, generator) == first
+
+
+def test_a_patient_late_figure_comes_last() -> None:
+    """When patient, a figure of a higher rank alone stands below all lines."""
+    feed = CellFeed(range(2), is_patient=True)
+    feed.end(0, 0)
+    events = fed(feed, (1, display()), (1, stream("a\n")))
+
+    assert told(events) == ["[1] a"]
+    assert told(ended(feed)) == ["1 shows iVBORw0K"]
+    assert feed.hidden() == ""
+
+
+# Outputs for tabs
+
+
+def test_outputs_are_kept_on_request_only() -> None:
+    """Without a need for tabs no outputs are collected."""
+    feed = CellFeed([0])
+    fed(feed, (0, stream("x\n")), (0, display()))
+
+    assert feed.outputs(0) == ()
+
+
+def test_outputs_are_in_notebook_format() -> None:
+    """Every rank's outputs come in order, neighbouring pieces of a stream joined."""
+    feed = CellFeed(range(2), keeps_outputs=True)
+    figure = message("display_data", data=PNG, metadata={"image/png": {"width": 5}}, transient={})
+    fed(
+        feed,
+        (1, stream("a\n")),
+        (1, stream("b\n")),
+        (1, stream("w\n", "stderr")),
+        (1, figure),
+        (1, stream("c\n")),
+        (1, result("1")),
+    )
+
+    assert feed.outputs(0) == ()
+    assert feed.outputs(1) == (
+        {"output_type": "stream", "name": "stdout", "text": "a\nb\n"},
+        {"output_type": "stream", "name": "stderr", "text": "w\n"},
+        {"output_type": "display_data", "data": PNG, "metadata": {"image/png": {"width": 5}}},
+        {"output_type": "stream", "name": "stdout", "text": "c\n"},
+        {"output_type": "display_data", "data": {"text/plain": "1"}, "metadata": {}},
+    )
+
+
+def test_outputs_follow_updates() -> None:
+    """A tab shows what a display became, in its place, on the rank that updated it."""
+    feed = CellFeed(range(2), keeps_outputs=True)
+    fed(feed, (0, display(png("old"), "a")), (0, stream("x\n")), (1, display(png("old"), "a")))
+    fed(feed, (0, update(png("new"), "a")))
+
+    assert [o.get("data", {}).get("image/png") for o in feed.outputs(0)] == ["new", None]
+    assert [o["data"]["image/png"] for o in feed.outputs(1)] == ["old"]
+
+
+def test_outputs_follow_clear_output() -> None:
+    """clear_output() empties the rank's tab at once, or at the next output with wait."""
+    feed = CellFeed([0], keeps_outputs=True)
+    fed(feed, (0, stream("a\n")), (0, clear()), (0, stream("b\n")))
+    cleared = feed.outputs(0)
+    fed(feed, (0, clear(wait=True)))
+    waiting = feed.outputs(0)
+    fed(feed, (0, stream("c\n")))
+
+    assert [o["text"] for o in cleared] == ["b\n"]
+    assert [o["text"] for o in waiting] == ["b\n"]
+    assert [o["text"] for o in feed.outputs(0)] == ["c\n"]
+
+
+def test_a_long_output_says_what_it_lacks() -> None:
+    """Of a very long text a tab keeps the end, and tells how much came before it."""
+    feed = CellFeed([0], keeps_outputs=True)
+    for _ in range(30):
+        feed.feed(0, stream("x" * 100_000), 0)
+    (output,) = feed.outputs(0)
+    note, _, kept = output["text"].partition("\n")
+
+    assert note == "... 2,000,000 characters before this are not kept"
+    assert kept == "x" * KEPT_TEXT_CHARACTERS
+
+
+# Failures
+
+
+def test_an_error_becomes_a_failure() -> None:
+    """An error message is not shown at once; it is kept with its traceback and its date."""
+    feed = CellFeed(range(2))
+    error = message("error", ename="ValueError", evalue="boom", traceback=["a", "b"])
+    error["header"]["date"] = datetime(2026, 1, 1, tzinfo=UTC)
+
+    assert fed(feed, (1, error)) == []
+    assert feed.failure(0) is None
+    assert feed.failure(1) == RankFailure(1, "ValueError", "boom", ("a", "b"), 1767225600.0)
+
+
+@pytest.mark.parametrize(
+    ("date", "at_s"),
+    [("2026-01-01T00:00:00Z", 1767225600.0), ("2026-01-01T01:00:00.5+01:00", 1767225600.5)],
+)
+def test_dates_as_text(date: str, at_s: float) -> None:
+    """A date that has not been parsed is read with its time zone."""
+    feed = CellFeed([0])
+    error = message("error", ename="E", evalue="", traceback=[])
+    error["header"]["date"] = date
+    fed(feed, (0, error))
+    failure = feed.failure(0)
+
+    assert failure is not None
+    assert failure.at_s == at_s
+
+
+def test_an_error_without_a_date() -> None:
+    """A failure whose time is unknown is kept as well."""
+    feed = CellFeed([0])
+    fed(feed, (0, message("error", ename="E", evalue="m", traceback=[])))
+
+    assert feed.failure(0) == RankFailure(0, "E", "m")
+
+
+def test_results_by_rank() -> None:
+    """A result is found by its rank; a rank that did not run the cell is an error that tells."""
+    failure = RankFailure(3, "E", "m")
+    both = CellResult((RankResult(1, "ok", 0.1), RankResult(3, "error", 0.2, failure=failure)))
+
+    assert both.numbers == (1, 3)
+    assert both.failures == (failure,)
+    assert both[3].status == "error"
+    with pytest.raises(KeyError, match="rank 0 did not run this cell: ranks 1,3 did"):
+        both[0]
+
+
+# Elapsed times
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "expected"),
+    [
+        ({}, ""),
+        ({0: 9.0}, ""),
+        ({0: 1.0, 1: 1.49}, ""),  # less than half a second
+        ({0: 1.0, 1: 1.5}, "elapsed: [0] 1.0 s, [1] 1.5 s"),
+        ({0: 9.4, 1: 10.0}, ""),  # less than a tenth
+        ({0: 9.0, 1: 10.0}, "elapsed: [0] 9.0 s, [1] 10.0 s"),
+        ({3: 3.41, 0: 1.2, 2: 3.36, 1: 3.4}, "elapsed: [0] 1.2 s, [1-3] 3.4 s"),
+        ({0: 5.0, 1: 1.0, 2: 5.0}, "elapsed: [0,2] 5.0 s, [1] 1.0 s"),
+    ],
+)
+def test_elapsed_line(elapsed_s: dict[int, float], expected: str) -> None:
+    """Times are told where they differ by half a second and a tenth, alike ones together."""
+    assert elapsed_line(elapsed_s) == expected
+
+
+# Size
+
+
+def test_many_small_messages() -> None:
+    """100,000 messages of one line from each of two ranks pass in seconds, none lost."""
+    feed = CellFeed(range(2), keeps_outputs=True)
+    began_s = time.monotonic()
+    shown = []
+    for number in range(100_000):
+        for rank in range(2):
+            feed.feed(rank, stream(f"this is line number {number:06}\n"), 0)
+        shown += feed.due(0)
+    texts = [feed.text(rank) for rank in range(2)]
+    elapsed_s = time.monotonic() - began_s
+
+    assert [e.text for e in shown if isinstance(e, Line)] == [
+        f"[0-1] this is line number {number:06}\n" for number in range(100_000)
+    ]
+    assert [len(text) for text in texts] == [KEPT_TEXT_CHARACTERS] * 2
+    assert elapsed_s < 20

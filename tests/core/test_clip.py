@@ -1,0 +1,100 @@
+"""A long output is shown at both ends and written to a file as a whole."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+
+from nbdist.core.clip import SHOWN_LINES, Clip
+from nbdist.core.lines import Line
+
+
+def clipped(clip: Clip, count: int) -> tuple[list[str], io.StringIO]:
+    """Add `count` numbered lines as a live cell does; what is shown at once, and the file."""
+    file = io.StringIO()
+    at_once = []
+    for number in range(count):
+        if clip.needs_file:
+            clip.write_to(file)
+        line = Line("stdout", f"{number}\n")
+        if clip.add(line):
+            at_once.append(line.text)
+    return at_once, file
+
+
+def numbers(*ranges: range) -> list[str]:
+    """The lines with these numbers."""
+    return [f"{number}\n" for numbers in ranges for number in numbers]
+
+
+def test_500_lines_are_shown() -> None:
+    """The promise is the first and the last 500 lines."""
+    assert SHOWN_LINES == 500
+
+
+@pytest.mark.parametrize(
+    ("count", "at_once", "skipped", "last"),
+    [
+        (0, 0, 0, range(0)),
+        (1, 1, 0, range(0)),
+        (4, 4, 0, range(0)),
+        (5, 5, 0, range(0)),
+        (6, 5, 0, range(5, 6)),
+        (9, 5, 0, range(5, 9)),
+        (10, 5, 0, range(5, 10)),
+        (11, 5, 1, range(6, 11)),
+        (100, 5, 90, range(95, 100)),
+    ],
+)
+def test_both_ends(count: int, at_once: int, skipped: int, last: range) -> None:
+    """With 5 shown, the first 5 come at once, the last 5 at the end, the others are counted."""
+    clip = Clip(5)
+    shown, _ = clipped(clip, count)
+    told, rest = clip.rest()
+
+    assert shown == numbers(range(at_once))
+    assert told == skipped
+    assert [line.text for line in rest] == numbers(last)
+    assert at_once + skipped + len(last) == count
+
+
+@pytest.mark.parametrize(("count", "is_used"), [(0, False), (5, False), (6, True), (50, True)])
+def test_the_file_has_everything(count: int, *, is_used: bool) -> None:
+    """The file gets all lines, those shown before it was there too; a short output has none."""
+    _, file = clipped(Clip(5), count)
+
+    assert file.getvalue() == ("".join(numbers(range(count))) if is_used else "")
+
+
+def test_the_last_lines_keep_their_streams() -> None:
+    """Lines that are kept for the end come back as what they were."""
+    clip = Clip(1)
+    lines = [Line("stdout", "a\n"), Line("stderr", "b\n"), Line("stdout", "c\n")]
+    for line in lines:
+        clip.add(line)
+
+    assert clip.rest() == (1, [lines[2]])
+    assert clip.count == 3
+
+
+def test_without_a_file_nothing_fails() -> None:
+    """A clip whose file could not be opened still shows both ends."""
+    clip = Clip(2)
+    for number in range(10):
+        clip.add(Line("stderr", f"{number}\n"))
+
+    assert clip.rest() == (6, [Line("stderr", "8\n"), Line("stderr", "9\n")])
+
+
+def test_a_hundred_thousand_lines() -> None:
+    """100,000 lines take no time and all are in the file."""
+    began_s = time.monotonic()
+    clip = Clip()
+    at_once, file = clipped(clip, 100_000)
+    skipped, last = clip.rest()
+
+    assert (len(at_once), skipped, len(last)) == (500, 99_000, 500)
+    assert file.getvalue().splitlines() == [str(number) for number in range(100_000)]
+    assert time.monotonic() - began_s < 5

@@ -1,0 +1,499 @@
+"""A running cell's output, drawn at a time of our own into streams of our own."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbdist.core.cells import CellFeed, CellResult, Clear, Event, RankResult, Rich
+from nbdist.core.lines import Bar, Line
+from nbdist.view import cells
+from nbdist.view.cells import LiveCell, clear, publish
+
+RESULT = CellResult((RankResult(0, "ok", 0.1),))
+
+
+@dataclass
+class Notebook:
+    """What a cell has drawn: (stream, text) in order, and a clock that only tests move."""
+
+    path: Path
+    written: list[tuple[str, str]] = field(default_factory=list)
+    published: list[tuple[Any, ...]] = field(default_factory=list)
+    now_s: float = 100.0
+    files: int = 0
+
+    def output_file(self) -> Path:
+        self.files += 1
+        return self.path
+
+    def cell(self, *, has_tabs: bool = False) -> LiveCell:
+        return LiveCell(self.output_file, has_tabs=has_tabs, clock_s=lambda: self.now_s)
+
+    def text(self, stream: str | None = None) -> str:
+        """All that was written to a stream, or to both in order."""
+        return "".join(text for name, text in self.written if stream in {None, name})
+
+    def screen(self) -> list[str]:
+        """The lines that a terminal shows in the end, both streams on one screen."""
+        return [on_screen(line) for line in self.text().split("\n")]
+
+
+@dataclass
+class _Stream:
+    name: str
+    notebook: Notebook
+
+    def write(self, text: str) -> None:
+        self.notebook.written.append((self.name, text))
+
+    def flush(self) -> None:
+        """Everything is written at once."""
+
+
+@pytest.fixture
+def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
+    book = Notebook(tmp_path / "cell-3-0.txt")
+
+    def publish(*args: Any, **options: Any) -> None:
+        book.written.append(("display", ""))
+        book.published.append((*args, options))
+
+    def clear(**options: Any) -> None:
+        book.written.append(("clear", ""))
+        book.published.append(("clear", options))
+
+    streams = SimpleNamespace(stdout=_Stream("stdout", book), stderr=_Stream("stderr", book))
+    monkeypatch.delenv("NBDIST_TEST", raising=False)
+    monkeypatch.setattr(cells, "sys", streams)
+    monkeypatch.setattr(cells, "publish", publish)
+    monkeypatch.setattr(cells, "clear", clear)
+    return book
+
+
+def on_screen(line: str) -> str:
+    """A line after its carriage returns, without the spaces that erase."""
+    shown: list[str] = []
+    column = 0
+    for character in line:
+        if character == "\r":
+            column = 0
+        else:
+            shown[column : column + 1] = [character]
+            column += 1
+    return "".join(shown).rstrip()
+
+
+def out(number: int) -> Line:
+    """A numbered line on stdout."""
+    return Line("stdout", f"[0] {number}\n")
+
+
+# Lines
+
+
+def test_lines_are_written_at_once(notebook: Notebook) -> None:
+    """All lines of one call are one write per run of a stream, in order."""
+    notebook.cell().draw(
+        [Line("stdout", "a\n"), Line("stdout", "b\n"), Line("stderr", "w\n"), Line("stdout", "c\n")]
+    )
+
+    assert notebook.written == [("stdout", "a\nb\n"), ("stderr", "w\n"), ("stdout", "c\n")]
+
+
+def test_displays_come_between_their_lines(notebook: Notebook) -> None:
+    """What was written before a figure is out before the figure is published."""
+    figure = Rich(0, {"image/png": "x"}, {}, {})
+    notebook.cell().draw([Line("stdout", "a\n"), figure, Line("stdout", "b\n")])
+
+    assert notebook.written == [("stdout", "a\n"), ("display", ""), ("stdout", "b\n")]
+
+
+def test_displays_are_passed_on(notebook: Notebook) -> None:
+    """Data, metadata, display_id and whether it is an update reach IPython unchanged."""
+    notebook.cell().draw([Rich(0, {"a": 1}, {"m": 1}, {"display_id": "d"}, is_update=True)])
+
+    assert notebook.published == [({"a": 1}, {"m": 1}, {"display_id": "d"}, {"is_update": True})]
+
+
+def test_clear_is_passed_on(notebook: Notebook) -> None:
+    """clear_output() keeps its `wait`."""
+    notebook.cell().draw([Clear(0, wait=True), Clear(0, wait=False)])
+
+    assert notebook.published == [("clear", {"wait": True}), ("clear", {"wait": False})]
+
+
+def test_a_short_cell_leaves_nothing_else(notebook: Notebook) -> None:
+    """Up to 500 lines are shown as they are: no note, no file."""
+    cell = notebook.cell()
+    cell.draw([out(number) for number in range(500)])
+    cell.close(RESULT)
+
+    assert notebook.text() == "".join(f"[0] {number}\n" for number in range(500))
+    assert notebook.files == 0
+
+
+# Long outputs
+
+
+@pytest.mark.parametrize("step", [1, 7, 100_000])
+def test_both_ends_of_a_long_output(notebook: Notebook, step: int) -> None:
+    """100,000 lines: 500 at once, one note, the last 500 at the end, all in the file."""
+    count = 100_000 if step > 1 else 3_000
+    cell = notebook.cell()
+    for start in range(0, count, step):
+        cell.draw([out(number) for number in range(start, min(start + step, count))])
+    before = notebook.text().splitlines()
+    cell.close(RESULT)
+    after = notebook.text().splitlines()
+
+    assert before[:500] == [f"[0] {number}" for number in range(500)]
+    assert before[500:] == [
+        (
+            f"... more than 500 lines: all go to {notebook.path}, the last 500 are shown when the "
+            "cell ends"
+        )
+    ]
+    assert after[501:] == [
+        f"... {count - 1000:,} lines are not shown; all lines: {notebook.path}",
+        *(f"[0] {number}" for number in range(count - 500, count)),
+    ]
+    assert notebook.path.read_text().splitlines() == [f"[0] {n}" for n in range(count)]
+    assert notebook.files == 1
+
+
+@pytest.mark.parametrize("count", [501, 999, 1000])
+def test_a_file_that_is_not_needed_is_removed(notebook: Notebook, count: int) -> None:
+    """Up to 1000 lines are all shown, nothing is said to be missing, and no file stays."""
+    cell = notebook.cell()
+    cell.draw([out(number) for number in range(count)])
+    existed = notebook.path.exists()
+    cell.close(RESULT)
+    lines = notebook.text().splitlines()
+
+    assert existed
+    assert not notebook.path.exists()
+    assert len(lines) == count + 1
+    assert [line for line in lines if line.startswith("[0] ")] == [
+        f"[0] {number}" for number in range(count)
+    ]
+
+
+def test_1001_lines(notebook: Notebook) -> None:
+    """One line too many is one line that is not shown and a file that has it."""
+    cell = notebook.cell()
+    cell.draw([out(number) for number in range(1001)])
+    cell.close(RESULT)
+
+    assert f"... 1 lines are not shown; all lines: {notebook.path}\n" in notebook.text()
+    assert "[0] 500\n" not in notebook.text()
+    assert "[0] 500\n" in notebook.path.read_text()
+
+
+def test_the_file_can_be_read_while_the_cell_runs(notebook: Notebook) -> None:
+    """The path is told, so what was drawn is in the file at once."""
+    cell = notebook.cell()
+    cell.draw([out(number) for number in range(2000)])
+    count = len(notebook.path.read_text().splitlines())
+    cell.close(RESULT)
+
+    assert count == 2000
+
+
+def test_stored_outputs_have_no_path(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Under NBDIST_TEST=1 the path, which differs from run to run, prints as a placeholder."""
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    cell = notebook.cell()
+    cell.draw([out(number) for number in range(1500)])
+    cell.close(RESULT)
+
+    assert "all go to #, the last" in notebook.text()
+    assert "... 500 lines are not shown; all lines: #\n" in notebook.text()
+    assert str(notebook.path) not in notebook.text()
+
+
+def test_the_last_lines_keep_their_streams(notebook: Notebook) -> None:
+    """Warnings among the last lines still come on stderr."""
+    cell = notebook.cell()
+    cell.draw([out(number) for number in range(500)])
+    cell.draw([Line("stderr", "[0] w\n"), Line("stdout", "[0] x\n")])
+    cell.close(RESULT)
+
+    assert notebook.text("stderr") == "[0] w\n"
+    assert notebook.text("stdout").endswith("[0] x\n")
+
+
+def test_blocks_are_counted_by_their_lines(notebook: Notebook) -> None:
+    """A result of 3000 lines is clipped as 3000 printed lines would be."""
+    cell = notebook.cell()
+    text = "[0] " + "\n    ".join(str(number) for number in range(3000)) + "\n"
+    cell.draw([Line("stdout", text)])
+    cell.close(RESULT)
+
+    assert "... 2,000 lines are not shown" in notebook.text()
+    assert notebook.path.read_text() == text
+
+
+def test_any_text_can_be_written(notebook: Notebook) -> None:
+    """The file takes any character, whatever the locale."""
+    cell = notebook.cell()
+    cell.draw([Line("stdout", "naïve 漢字 🏖 \udcff\n")] * 1001)
+    cell.close(RESULT)
+
+    assert notebook.path.read_text(encoding="utf-8").startswith("naïve 漢字 🏖 \\udcff\n")
+
+
+def test_clear_output_begins_anew(notebook: Notebook) -> None:
+    """After clear_output() the next 500 lines are shown again, and the old file is gone."""
+    cell = notebook.cell()
+    cell.draw([out(number) for number in range(2000)])
+    cell.draw([Clear(0, wait=True)])
+    existed = notebook.path.exists()
+    cell.draw([Line("stdout", "[0] fresh\n")])
+    cell.close(RESULT)
+
+    assert not existed
+    assert notebook.written[-1] == ("stdout", "[0] fresh\n")
+    assert not notebook.path.exists()
+
+
+def test_both_ends_of_what_came_after_clear_output(notebook: Notebook) -> None:
+    """A second long stretch has its own note and its own file."""
+    cell = notebook.cell()
+    cell.draw([out(number) for number in range(2000)])
+    cell.draw([Clear(0, wait=False), *(out(number) for number in range(5000, 7000))])
+    cell.close(RESULT)
+
+    assert notebook.files == 2
+    assert notebook.text().endswith("[0] 6999\n")
+    assert notebook.path.read_text().splitlines() == [f"[0] {n}" for n in range(5000, 7000)]
+
+
+def test_from_messages_to_the_file(notebook: Notebook) -> None:
+    """100,000 lines of each of two ranks, different ones, reach the file in seconds."""
+    began_s = time.monotonic()
+    feed, cell = CellFeed(range(2)), notebook.cell()
+    for start in range(0, 100_000, 1000):
+        for rank in range(2):
+            text = "".join(f"{rank} {number}\n" for number in range(start, start + 1000))
+            content = {"name": "stdout", "text": text}
+            feed.feed(rank, {"header": {"msg_type": "stream"}, "content": content}, 0.0)
+        cell.draw(feed.due(0.0))
+    cell.close(RESULT)
+    elapsed_s = time.monotonic() - began_s
+    lines = notebook.path.read_text().splitlines()
+
+    assert "... 199,000 lines are not shown" in notebook.text()
+    assert lines[0::2] == [f"[0] 0 {number}" for number in range(100_000)]
+    assert lines[1::2] == [f"[1] 1 {number}" for number in range(100_000)]
+    assert elapsed_s < 20
+
+
+# Bars
+
+
+def test_a_bar_is_erased_before_lines(notebook: Notebook) -> None:
+    """A line never stands behind the remains of a bar; the bar comes back below it."""
+    cell = notebook.cell()
+    cell.draw([Bar("stderr", "[0] 50%")])
+    notebook.now_s += 1
+    cell.draw([Line("stdout", "[0] x\n")])
+
+    assert notebook.written == [
+        ("stderr", "\r[0] 50%"),
+        ("stderr", "\r       \r"),
+        ("stdout", "[0] x\n"),
+        ("stderr", "\r[0] 50%"),
+    ]
+    assert notebook.screen() == ["[0] x", "[0] 50%"]
+
+
+def test_a_bar_is_redrawn_ten_times_a_second(notebook: Notebook) -> None:
+    """A thousand redraws in one second are shown ten times."""
+    cell = notebook.cell()
+    for number in range(1000):
+        notebook.now_s = 100 + number / 1000
+        cell.draw([Bar("stderr", f"[0] {number}")])
+
+    assert len(notebook.written) == 10
+    assert [text for _, text in notebook.written][:3] == ["\r[0] 0", "\r[0] 100", "\r[0] 200"]
+
+
+def test_lines_do_not_make_bars_redraw_more_often(notebook: Notebook) -> None:
+    """Between a thousand lines in one second the bar still comes ten times."""
+    cell = notebook.cell()
+    for number in range(1000):
+        notebook.now_s = 100 + number / 1000
+        cell.draw([out(number), Bar("stderr", f"[0] {number}")])
+    cell.close(RESULT)
+    drawn = [text for _, text in notebook.written if text.startswith("\r[")]
+
+    assert len(drawn) == 10
+
+
+def test_a_redraw_that_came_too_early_is_made_up_for(notebook: Notebook) -> None:
+    """The state of a bar that was not drawn is drawn when something else comes."""
+    cell = notebook.cell()
+    cell.draw([Bar("stderr", "[0] 1%")])
+    cell.draw([Bar("stderr", "[0] 99%")])
+    notebook.now_s += 0.1
+    cell.draw([])
+
+    assert notebook.screen() == ["[0] 99%"]
+
+
+def test_a_shorter_bar_leaves_nothing_of_the_longer(notebook: Notebook) -> None:
+    """A bar that shrinks is padded over what it was."""
+    cell = notebook.cell()
+    for text in ("[0] a long bar", "[0] short", "[0] xyz"):
+        cell.draw([Bar("stderr", text)])
+        notebook.now_s += 1
+
+    assert notebook.screen() == ["[0] xyz"]
+
+
+def test_a_withdrawn_bar_is_erased(notebook: Notebook) -> None:
+    """A bar that ended without a line leaves nothing on the screen."""
+    cell = notebook.cell()
+    cell.draw([Bar("stderr", "[0] 50%")])
+    cell.draw([Bar("stderr", "")])
+    cell.close(RESULT)
+
+    assert notebook.screen() == [""]
+    assert len(notebook.written) == 2
+
+
+def test_a_finished_bar_stands_once(notebook: Notebook) -> None:
+    """The last redraw as a line takes the place of the bar."""
+    cell = notebook.cell()
+    cell.draw([Bar("stderr", "[0]  50%")])
+    notebook.now_s += 1
+    cell.draw([Line("stderr", "[0] 100%\n"), Bar("stderr", "")])
+    cell.close(RESULT)
+
+    assert notebook.screen() == ["[0] 100%", ""]
+
+
+def test_the_bars_of_two_streams(notebook: Notebook) -> None:
+    """With one unfinished line on each stream the newer is shown; then the other again."""
+    cell = notebook.cell()
+    screens = []
+    for bar in (Bar("stderr", "[0] 50%"), Bar("stdout", "[0] wait"), Bar("stdout", "")):
+        cell.draw([bar])
+        notebook.now_s += 1
+        screens.append(notebook.screen())
+
+    assert screens == [["[0] 50%"], ["[0] wait"], ["[0] 50%"]]
+
+
+def test_a_bar_is_gone_when_the_cell_ends(notebook: Notebook) -> None:
+    """Closing erases what is unfinished."""
+    cell = notebook.cell()
+    cell.draw([Bar("stdout", "[0] ...")])
+    cell.close(RESULT)
+
+    assert notebook.screen() == [""]
+
+
+def test_a_bar_is_erased_before_a_figure(notebook: Notebook) -> None:
+    """A figure does not come below the remains of a bar."""
+    cell = notebook.cell()
+    cell.draw([Bar("stderr", "[0] 50%"), Rich(0, {}, {}, {})])
+    cell.draw([Bar("stderr", "[0] 60%")])
+    cell.draw([Rich(0, {}, {}, {})])
+    cell.close(RESULT)
+
+    assert notebook.screen() == [""]
+
+
+def test_after_clear_output_a_bar_needs_no_erasing(notebook: Notebook) -> None:
+    """What clear_output() removed is not erased again, which would be an output of its own."""
+    cell = notebook.cell()
+    cell.draw([Bar("stderr", "[0] 50%")])
+    cell.draw([Clear(0, wait=True), Bar("stderr", "")])
+    cell.close(RESULT)
+
+    assert notebook.written == [("stderr", "\r[0] 50%"), ("clear", "")]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_bar_remains_among_lines(notebook: Notebook, seed: int) -> None:
+    """Whatever lines and bars come when, the screen ends as the lines alone."""
+    generator = random.Random(seed)
+    cell = notebook.cell()
+    lines: list[str] = []
+    for number in range(100):
+        events: list[Event] = []
+        if generator.random() < 0.5:
+            events.append(Line(generator.choice(("stdout", "stderr")), f"[0] {number}\n"))
+            lines.append(f"[0] {number}")
+        if generator.random() < 0.7:
+            text = generator.choice(("", "[0] 5%", "[0] a longer bar", "[1] ..."))
+            events.append(Bar(generator.choice(("stdout", "stderr")), text))
+        cell.draw(events)
+        notebook.now_s += generator.random() / 5
+    cell.close(RESULT)
+
+    assert notebook.screen() == [*lines, ""]
+
+
+# Tabs
+
+
+def test_tabs_come_at_the_end(notebook: Notebook) -> None:
+    """With tabs every rank's own output is published when the cell closes, once."""
+    output = {"output_type": "stream", "name": "stdout", "text": "hello\n"}
+    result = CellResult((RankResult(0, "ok", 0.1, outputs=(output,)),))
+    cell = notebook.cell(has_tabs=True)
+    cell.draw([out(1)])
+    before = list(notebook.published)
+    cell.close(result)
+
+    assert before == []
+    ((bundle, _),) = notebook.published
+    assert bundle["text/plain"] == "--- rank 0 ---\nhello"
+    assert "hello" in bundle["text/html"]
+
+
+# Without a notebook
+
+
+def test_publish_outside_ipython(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a script a display is its text; one without text is nothing."""
+    publish({"text/plain": "a table", "text/html": "<table>"})
+    publish({"image/png": "x"})
+    captured = capsys.readouterr()
+
+    assert captured.out == "a table\n"
+    assert captured.err == ""
+
+
+def test_publish_inside_ipython(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In IPython the bundle is published with its metadata and its display_id."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr("IPython.get_ipython", object)
+    monkeypatch.setattr("IPython.display.publish_display_data", lambda **kw: calls.append(kw))
+    publish({"text/plain": "x"})
+    publish({"a": 1}, {"m": 2}, {"display_id": "d"}, is_update=True)
+
+    assert calls == [
+        {"data": {"text/plain": "x"}, "metadata": {}, "transient": {}, "update": False},
+        {"data": {"a": 1}, "metadata": {"m": 2}, "transient": {"display_id": "d"}, "update": True},
+    ]
+
+
+def test_clear_asks_ipython(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clearing is IPython's clear_output, with `wait` as it was asked for."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr("IPython.display.clear_output", lambda **kw: calls.append(kw))
+    clear(wait=True)
+
+    assert calls == [{"wait": True}]

@@ -1,0 +1,111 @@
+"""A View has a complete text; a table is the same as text and as HTML."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from IPython.core.formatters import DisplayFormatter, PlainTextFormatter
+
+from nbdist.view.mime import View, table
+
+
+class _Cells(HTMLParser):
+    """The cells of a table, with their alignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells: list[tuple[str, str]] = []
+        self.tags: list[str] = []
+        self._style = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._style = dict(attrs).get("style") or ""
+
+    def handle_data(self, data: str) -> None:
+        if self.tags[-1] in {"td", "th"}:
+            self.cells.append((data, self._style.removeprefix("text-align:")))
+
+
+def test_a_view_is_its_text() -> None:
+    """Text alone is a complete view; HTML comes beside it."""
+    assert str(View("a")) == "a"
+    assert View("a")._repr_mimebundle_() == {"text/plain": "a"}
+    assert View("a", "<b>a</b>")._repr_mimebundle_(include=None, exclude=None) == {
+        "text/plain": "a",
+        "text/html": "<b>a</b>",
+    }
+
+
+def test_ipython_shows_a_view() -> None:
+    """IPython takes both forms of a view; a plain terminal prints the text, not the repr."""
+    view = View("two\nlines", "<b>html</b>")
+    data, _ = DisplayFormatter().format(view)
+
+    assert data == {"text/plain": "two\nlines", "text/html": "<b>html</b>"}
+    assert PlainTextFormatter()(view) == "two\nlines"
+
+
+def test_columns_are_aligned() -> None:
+    """Columns are as wide as their widest cell; numbers stand right, words left."""
+    view = table(["rank", "host"], [["0", "a"], ["10", "long-name"]])
+
+    assert view.text == "rank  host\n   0  a\n  10  long-name"
+
+
+def test_lines_around_a_table() -> None:
+    """Lines before and after are part of the text and of the HTML, in order."""
+    view = table(["x"], [["1"]], before=["first", "second"], after=["last"])
+    positions = [view.html.index(text) for text in ("first", "second", "<table>", "last")]
+
+    assert view.text == "first\nsecond\nx\n1\nlast"
+    assert positions == sorted(positions)
+
+
+def test_placeholders_are_aligned_as_numbers() -> None:
+    """A column of placeholders looks alike for any machine."""
+    assert table(["threads", "x"], [["#", "a"]]).text == "threads  x\n      #  a"
+
+
+def test_a_column_with_a_gap_is_text() -> None:
+    """One cell that is no number makes a column of words."""
+    assert table(["n", "x"], [["1", "a"], ["-", "b"], ["100", "c"]]).text.splitlines() == [
+        "n    x",
+        "1    a",
+        "-    b",
+        "100  c",
+    ]
+
+
+def test_html_has_the_same_cells() -> None:
+    """The HTML table has the text's cells in order, numbers to the right, escaped."""
+    parser = _Cells()
+    view = table(["rank", "host"], [["0", "<script>alert(1)</script>"], ["1", "a & b"]])
+    parser.feed(view.html)
+
+    assert parser.cells == [
+        ("rank", "right"),
+        ("host", "left"),
+        ("0", "right"),
+        ("<script>alert(1)</script>", "left"),
+        ("1", "right"),
+        ("a & b", "left"),
+    ]
+    assert "script" not in parser.tags
+    assert parser.tags.count("tr") == 3
+
+
+def test_lines_are_escaped() -> None:
+    """Nothing in the lines around a table is taken for HTML."""
+    view = table(["x"], [], before=["<script>"], after=["<img src=x onerror=y>"])
+
+    assert set(re.findall(r"<(\w+)", view.html)) == {"div", "table", "thead", "tr", "th", "tbody"}
+    assert view.text == "<script>\nx\n<img src=x onerror=y>"
+
+
+def test_ragged_rows_are_our_bug() -> None:
+    """A row of another length is refused, not cut."""
+    with pytest.raises(ValueError, match="zip"):
+        table(["a", "b"], [["1"]])

@@ -1,0 +1,126 @@
+"""The tables of %dist_init and %dist_status tell where ranks run."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.core.topology import RankPlace, Topology
+from nbdist.view.ranks import RankState, started, status
+
+
+@pytest.fixture(autouse=True)
+def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBDIST_TEST", raising=False)
+
+
+def place(rank: int, device: str = "cpu", device_name: str = "", host: str = "box") -> RankPlace:
+    """A rank on a host."""
+    return RankPlace(
+        engine_id=rank + 10,
+        rank=rank,
+        local_rank=rank,
+        local_world_size=2,
+        node_rank=0,
+        host=host,
+        pid=4000 + rank,
+        device=device,
+        device_name=device_name,
+        device_uuid="",
+        threads=8,
+    )
+
+
+CPU = Topology((place(0), place(1)), "gloo", "Gloo on the CPU: why.", is_scaling=False, n_hosts=1)
+GPU = Topology(
+    (place(0, "cuda:0", "NVIDIA H200"), place(1, "cuda:0", "NVIDIA H200", "other")),
+    "nccl",
+    "NCCL: why.",
+    is_scaling=True,
+    n_hosts=2,
+)
+STATES = (
+    RankState(0, "idle", {"resident": 512_300_000}),
+    RankState(1, "busy", {"resident": 2_000_000_000}, busy_s=2.5),
+)
+
+
+def test_started() -> None:
+    """%dist_init shows each rank's host, device, backend and threads, the reason and notes."""
+    assert started(CPU, 2.13, notes=["a note"]).text == (
+        "2 ranks on 1 host, ready in 2.1 s\n"
+        "rank  host  device  backend  threads\n"
+        "   0  box   cpu     gloo           8\n"
+        "   1  box   cpu     gloo           8\n"
+        "Gloo on the CPU: why.\n"
+        "Times measured here are no scaling numbers: the ranks share this machine's CPU cores, "
+        "they do not each have their own.\n"
+        "a note"
+    )
+
+
+def test_gpus_by_name() -> None:
+    """GPUs are shown with their names; ranks that each have one measure scaling."""
+    text = started(GPU, 1.0).text
+
+    assert "cuda:0 NVIDIA H200" in text
+    assert text.startswith("2 ranks on 2 hosts, ready in 1.0 s\n")
+    assert "no scaling numbers" not in text
+
+
+def test_a_shared_gpu_is_told() -> None:
+    """Ranks on one GPU are told as that, not as sharing cores."""
+    shared = Topology(GPU.ranks, "gloo", "Gloo: why.", is_scaling=False, n_hosts=1)
+
+    assert "the ranks share a GPU" in started(shared, 1.0).text
+
+
+def test_one_rank_is_singular() -> None:
+    """One rank on one host."""
+    alone = Topology((place(0),), "gloo", "why", is_scaling=False, n_hosts=1)
+
+    assert started(alone, 1.0).text.startswith("1 rank on 1 host, ready")
+
+
+def test_status() -> None:
+    """%dist_status shows what each rank does, since when, its memory, and where cells run."""
+    assert status(CPU, STATES, 63.0, "in the notebook").text == (
+        "2 ranks on 1 host, gloo, up for 63.0 s\n"
+        "rank  host   pid  device  state           memory\n"
+        "   0  box   4000  cpu     idle            512.3 MB host\n"
+        "   1  box   4001  cpu     busy for 2.5 s  2.0 GB host\n"
+        "plain cells run in the notebook"
+    )
+
+
+def test_gpu_memory() -> None:
+    """On a GPU what torch has allocated and reserved is shown beside the host's memory."""
+    memory = {"resident": 1_000_000_000, "allocated": 3_000_000_000, "reserved": 4_000_000_000}
+    states = [RankState(0, "idle", memory), RankState(1, "died", {})]
+    rows = status(GPU, states, 1.0, "on ranks 0-1").text.splitlines()[2:4]
+
+    assert rows[0].endswith("idle   1.0 GB host, 3.0 GB GPU (4.0 GB reserved)")
+    assert rows[1].endswith("died   -")
+
+
+def test_states_belong_to_ranks() -> None:
+    """A state too few is our bug, not a shorter table."""
+    with pytest.raises(ValueError, match="zip"):
+        status(CPU, STATES[:1], 1.0, "in the notebook")
+
+
+def test_stored_tables_are_equal_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under NBDIST_TEST=1 hosts, pids, threads, times and memory of any machine look alike."""
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    other = Topology(
+        tuple(place(rank, host="a-host-with-a-long-name") for rank in range(2)),
+        CPU.backend,
+        CPU.why,
+        is_scaling=False,
+        n_hosts=1,
+    )
+    states = [RankState(rank, "idle", {"resident": 5 * 10**9}) for rank in range(2)]
+    idle = [RankState(rank, "idle", {"resident": 900}) for rank in range(2)]
+
+    assert started(CPU, 1.0) == started(other, 20.0)
+    assert status(CPU, idle, 1.0, "x") == status(other, states, 500.0, "x")
+    assert "box" not in started(CPU, 1.0).text
