@@ -14,7 +14,7 @@ from nbdist.core.ranks import rank_label
 
 # A result with these types alone is text and is merged line by line like print().
 TEXT_TYPES = frozenset({"text/plain", "text/llm+plain"})
-# A widget's other half is in the rank's process, out of the notebook's reach.
+# A live widget: its messages go between the frontend and the rank. Worth nothing once stored.
 WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 # Python callers get this much of each rank's text back; the notebook shows all of it.
 KEPT_TEXT_CHARACTERS = 1_000_000
@@ -182,7 +182,6 @@ class CellFeed:
             name: LineMerger(name, self.ranks, is_patient=is_patient)
             for name in ("stdout", "stderr")
         }
-        self._widget_ranks: set[int] = set()
 
     def feed(self, rank: int, message: Message, now_s: float) -> None:
         """Take one raw iopub message of a rank; types that show nothing are passed over."""
@@ -233,12 +232,7 @@ class CellFeed:
         bars = {r for merger in self._mergers.values() for r in merger.hidden_bar_ranks}
         if bars:
             told.append(f"progress bars of {ranks_phrase(sorted(bars))}")
-        if told:
-            told[-1] += " (--tabs shows all ranks)"
-        if self._widget_ranks:
-            which = ranks_phrase(sorted(self._widget_ranks))
-            told.append(f"widgets of {which}, which work in the notebook alone")
-        return f"not shown: {', '.join(told)}" if told else ""
+        return f"not shown: {', '.join(told)} (--tabs shows all ranks)" if told else ""
 
     def _shown_rank(self) -> int | None:
         """The rank whose displays are shown; None while that is open."""
@@ -321,8 +315,8 @@ class CellFeed:
     def _rich(self, rank: int, message: Message, *, is_update: bool = False) -> Rich:
         content = message["content"]
         data = dict(content["data"])
-        if data.pop(WIDGET_TYPE, None) is not None:
-            self._widget_ranks.add(rank)
+        if self._is_patient:
+            data.pop(WIDGET_TYPE, None)
         metadata, transient = content.get("metadata") or {}, content.get("transient") or {}
         return Rich(rank, data, metadata, transient, is_update=is_update)
 

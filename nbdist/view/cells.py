@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
 
-from nbdist.core.cells import CellResult, Clear, Event, Rich
+from nbdist.core.cells import WIDGET_TYPE, CellResult, Clear, Event, Rich
 from nbdist.core.clip import SHOWN_LINES, Clip
 from nbdist.core.lines import Bar, Line
 from nbdist.core.shown import shown
@@ -100,6 +100,8 @@ class LiveCell:
             if event.text:
                 self._bars[event.stream] = event
         elif isinstance(event, Rich):
+            if self._has_tabs and WIDGET_TYPE not in event.data:
+                return  # in the tabs at the end; a live widget cannot stand there
             self._erase_bar()
             publish(event.data, event.metadata, event.transient, is_update=event.is_update)
         else:

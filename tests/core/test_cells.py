@@ -452,9 +452,19 @@ def test_cleared_displays_of_hidden_ranks_are_not_counted() -> None:
     assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
 
 
-def test_widgets_are_shown_as_text() -> None:
-    """A widget of a rank cannot work in the notebook: its text is shown, and the lack told."""
+def test_widgets_are_shown_live_from_the_lowest_rank() -> None:
+    """A widget is a display like any other: its messages find their way to the rank."""
     feed = CellFeed(range(2))
+    widget = {"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "0/3"}
+    events = fed(feed, (0, display(widget)), (1, display(widget)))
+
+    assert [event.data for event in events] == [widget]
+    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+
+
+def test_stored_widgets_are_text() -> None:
+    """Where outputs are stored a widget is its text: nothing else of it would be left."""
+    feed = CellFeed(range(2), is_patient=True)
     widget = {
         "application/vnd.jupyter.widget-view+json": {"model_id": "x"},
         "text/plain": "  0%|          | 0/3",
@@ -462,7 +472,7 @@ def test_widgets_are_shown_as_text() -> None:
     events = fed(feed, (0, display(widget)), (1, display(widget)))
 
     assert told(events) == ["[0-1]   0%|          | 0/3"]
-    assert feed.hidden() == "not shown: widgets of ranks 0-1, which work in the notebook alone"
+    assert feed.hidden() == ""
 
 
 # Patience
