@@ -1,0 +1,93 @@
+"""Ranks started in this process, in a run folder of the test's own."""
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist.client import rundir, start
+from nbdist.client.run import CellRequest
+from nbdist.client.session import Session
+from nbdist.client.start import StartOptions
+from nbdist.core.cells import CellResult, Event
+from tests.support import processes
+
+
+class Silent:
+    """A sink that shows nothing."""
+
+    def draw(self, events: Sequence[Event]) -> None:
+        """Nothing."""
+
+    def close(self, result: CellResult) -> None:
+        """Nothing."""
+
+
+def silent(_request: CellRequest) -> Silent:
+    return Silent()
+
+
+@contextlib.contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """Let runs of this process live under `path`, and yield the folder that holds them."""
+    before = tempfile.tempdir
+    path.mkdir(exist_ok=True)
+    tempfile.tempdir = str(path)
+    try:
+        yield path / rundir.base().name
+    finally:
+        tempfile.tempdir = before
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Path]:
+    """The folder that will hold the runs; when the test ends nothing of them may be left."""
+    with temporary_folder(tmp_path / "tmp") as base:
+        yield base
+        left = processes_under(base)
+        for process in left:
+            process.kill()
+
+        assert left == []
+        assert processes.open_run_dirs(base) == []
+
+
+def processes_under(base: Path) -> list[psutil.Process]:
+    """Processes of any run under the folder, guardians too."""
+    mine = [
+        p
+        for p in processes.processes_of_run()
+        if processes.environment(p)["NBDIST_RUN"].startswith(str(base))
+    ]
+    return mine + [p for p in psutil.Process().children() if str(base) in " ".join(_command(p))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
+@contextlib.contextmanager
+def session_of(options: StartOptions) -> Iterator[Session]:
+    """Ranks that end with the block."""
+    session = start.start(options, silent, lambda _: None).session
+    try:
+        yield session
+    finally:
+        session.stop()
+
+
+def until(is_true: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Whether it became true in time."""
+    end_s = time.monotonic() + timeout_s
+    while not is_true():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True

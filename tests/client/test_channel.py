@@ -1,0 +1,232 @@
+"""The channel to real engines: whole output, in order, then one last word."""
+
+import queue
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ipyparallel.error import RemoteError
+
+from nbdist.client import remote
+from nbdist.client.channel import Channel, Message, failure_of
+from nbdist.client.session import Session
+from nbdist.client.start import StartOptions
+from nbdist.core.failures import plain
+from nbdist.core.wire import CELL_NUMBER
+from tests.client.conftest import session_of, temporary_folder, until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """Two ranks that the tests of this file share."""
+    folder = tmp_path_factory.mktemp("channel")
+    with temporary_folder(folder / "tmp"), session_of(StartOptions(2, gpus="none")) as one:
+        yield one
+
+
+@pytest.fixture
+def channel(session: Session) -> Channel:
+    """The shared ranks' channel."""
+    assert session.cluster.channel is not None
+    return session.cluster.channel
+
+
+class Heard:
+    """What one engine has said about one cell."""
+
+    def __init__(self, channel: Channel, engine: int, code: str, **metadata: Any) -> None:
+        self.messages: list[Message] = []
+        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        channel.execute(engine, code, metadata, self.messages.append, self._done.put)
+
+    @property
+    def text(self) -> str:
+        return "".join(
+            m["content"]["text"] for m in self.messages if m["header"]["msg_type"] == "stream"
+        )
+
+    def reply(self) -> Any:
+        return self._done.get(timeout=DEADLINE_S)
+
+    def has_more_replies(self) -> bool:
+        return not self._done.empty()
+
+
+def test_output_is_whole_and_in_order(channel: Channel) -> None:
+    """Nothing is lost from the first line to the last, which is there before the reply."""
+    heard = Heard(channel, 0, "for i in range(2000):\n    print(i)")
+    reply = heard.reply()
+
+    assert failure_of(reply) is None
+    assert heard.text.splitlines() == [str(i) for i in range(2000)]
+    assert not heard.has_more_replies()
+
+
+def test_short_cells_never_lose_their_first_words(channel: Channel) -> None:
+    """Output of a cell that ends at once comes between its request and its reply."""
+    for number in range(30):
+        heard = Heard(channel, number % 2, f"print({number})")
+        heard.reply()
+
+        assert heard.text == f"{number}\n"
+
+
+def test_cells_of_both_engines_do_not_mix(channel: Channel) -> None:
+    """Each cell hears its own engine only."""
+    both = [Heard(channel, engine, "for i in range(300):\n    print(rank)") for engine in (0, 1)]
+    replies = [heard.reply() for heard in both]
+
+    assert [failure_of(reply) for reply in replies] == [None, None]
+    assert [set(heard.text.split()) for heard in both] == [{"0"}, {"1"}]
+    assert [len(heard.text.split()) for heard in both] == [300, 300]
+
+
+def test_streams_and_displays_keep_their_order(channel: Channel) -> None:
+    """stdout, a display, stderr and a result arrive as they were made."""
+    heard = Heard(
+        channel,
+        0,
+        "import sys\nprint('one', flush=True)\ndisplay('two')\n"
+        "print('three', file=sys.stderr, flush=True)\n'four'",
+    )
+    heard.reply()
+    kinds = [m["header"]["msg_type"] for m in heard.messages]
+
+    assert [k for k in kinds if k not in {"status", "execute_input"}] == [
+        "stream",
+        "display_data",
+        "stream",
+        "execute_result",
+    ]
+
+
+def test_an_error_is_the_reply_and_an_output(channel: Channel) -> None:
+    """A raised exception comes once as a message and once as the reply; the engine goes on."""
+    heard = Heard(channel, 1, "print('before')\n1 / 0")
+    failure = failure_of(heard.reply())
+    after = Heard(channel, 1, "print('after')")
+    after_failure = failure_of(after.reply())
+
+    assert failure is not None
+    assert failure[:2] == ("ZeroDivisionError", "division by zero")
+    assert [m["header"]["msg_type"] for m in heard.messages].count("error") == 1
+    assert heard.text == "before\n"
+    assert after_failure is None
+    assert after.text == "after\n"
+
+
+def test_queued_cells_run_after_an_error(channel: Channel) -> None:
+    """The engine is not asked to drop what is queued: each cell has its own answer."""
+    first = Heard(channel, 0, "raise ValueError('first')")
+    second = Heard(channel, 0, "print('second')")
+
+    assert failure_of(first.reply()) is not None
+    assert failure_of(second.reply()) is None
+    assert second.text == "second\n"
+
+
+def test_an_exception_named_like_ours_is_no_death(channel: Channel) -> None:
+    """User code may raise an EngineError of its own."""
+    heard = Heard(channel, 0, "class EngineError(Exception): pass\nraise EngineError('mine')")
+
+    assert failure_of(heard.reply())[:2] == ("EngineError", "mine")
+
+
+def test_the_cells_number_is_in_tracebacks(channel: Channel) -> None:
+    """Metadata travels with the cell: the traceback has the notebook's number."""
+    heard = Heard(channel, 0, "1 / 0", **{CELL_NUMBER: 77})
+    heard.reply()
+    [error] = [m for m in heard.messages if m["header"]["msg_type"] == "error"]
+
+    assert "Cell In[77]" in plain("\n".join(error["content"]["traceback"]))
+
+
+def test_the_client_keeps_nothing_of_a_finished_cell(channel: Channel) -> None:
+    """However much a session prints, ipyparallel's own records do not grow with it."""
+    heard = Heard(channel, 0, "for i in range(1000):\n    print('x' * 100)\ndisplay('y' * 1000)")
+    heard.reply()
+    client = channel._client
+
+    assert until(lambda: not client.results)
+    assert len(str(dict(client.metadata))) < 1000
+
+
+def test_a_call_by_name_returns_what_the_function_returns(channel: Channel) -> None:
+    """Functions are named, not pickled, and their results are plain records."""
+    results = [remote.memory_bytes(channel.call, engine).result(DEADLINE_S) for engine in (0, 1)]
+
+    assert all(result["resident"] > 50e6 for result in results)
+
+
+def test_a_call_that_raises_raises_here(channel: Channel) -> None:
+    """The exception's class and text cross the wire."""
+    with pytest.raises(RemoteError, match="literal") as caught:
+        channel.call(0, "builtins:int", "x").result(DEADLINE_S)
+    with pytest.raises(RemoteError) as missing:
+        channel.call(1, "nbdist.nowhere:f").result(DEADLINE_S)
+
+    assert caught.value.ename == "ValueError"
+    assert missing.value.ename == "ModuleNotFoundError"
+
+
+def test_a_barrier_names_who_does_not_come(channel: Channel, session: Session) -> None:
+    """A rank that waits alone says for whom, and the next barrier of all works."""
+    with pytest.raises(RemoteError, match=r"waited 1 s at %sync for rank\(s\) 1"):
+        remote.barrier(channel.call, 0, 1.0).result(DEADLINE_S)
+    # The other one comes late to the first: it finds the first rank's mark there.
+    remote.barrier(channel.call, 1, 1.0).result(DEADLINE_S)
+
+    assert len(session.sync(10.0)) == 2
+
+
+def test_an_interrupt_reaches_a_busy_engine_and_spares_an_idle_one(
+    session: Session, channel: Channel
+) -> None:
+    """SIGINT ends a cell with KeyboardInterrupt; without a cell it changes nothing."""
+    busy = Heard(channel, 0, "print('runs', flush=True)\nimport time\ntime.sleep(60)")
+    assert until(lambda: "runs" in busy.text)
+    session.cluster.interrupt(0)
+    session.cluster.interrupt(1)
+    failure = failure_of(busy.reply())
+    idle = Heard(channel, 1, "print('lives')")
+
+    assert failure is not None
+    assert failure[0] == "KeyboardInterrupt"
+    assert failure_of(idle.reply()) is None
+    assert idle.text == "lives\n"
+
+
+def test_a_signal_by_way_of_the_nanny_reaches_the_engine(channel: Channel) -> None:
+    """Engines on other hosts are signalled through their nanny."""
+    busy = Heard(channel, 1, "print('runs', flush=True)\nimport time\ntime.sleep(60)")
+    assert until(lambda: "runs" in busy.text)
+    channel.signal(1, signal.SIGINT)
+
+    assert failure_of(busy.reply())[0] == "KeyboardInterrupt"
+
+
+def test_an_engine_that_dies_in_a_cell_is_the_cells_last_word(tmp_path: Path) -> None:
+    """What it printed is there, the reply is its death, and the other engine goes on."""
+    with temporary_folder(tmp_path / "tmp"), session_of(StartOptions(2, gpus="none")) as session:
+        channel = session.cluster.channel
+        assert channel is not None
+        dying = Heard(channel, 1, "print('last words', flush=True)\nimport os\nos._exit(9)")
+        other = Heard(channel, 0, "print('lives')")
+        failure = failure_of(dying.reply())
+        other_failure = failure_of(other.reply())
+        assert until(lambda: 1 in session.cluster.exits)
+        end = session.cluster.exits[1]
+        status = session.status()
+
+    assert failure is not None
+    assert failure[0] == "RankDied"
+    assert dying.text == "last words\n"
+    assert other_failure is None
+    assert end.how == "exit code 9"
+    assert [one.state for one in status] == ["idle", "ended (exit code 9)"]

@@ -1,0 +1,236 @@
+"""The guardian ends what the kernel has started, and nothing else."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist.client import guardian
+from nbdist.client.guard import Guard
+from tests.client.conftest import until
+from tests.support import processes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+SLEEP = ["sleep", "300"]
+
+
+class Started:
+    """Processes of one test; they end with it."""
+
+    def __init__(self) -> None:
+        self._all: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            command or SLEEP,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+        )
+        self._all.append(process)
+        return process
+
+    def end(self) -> None:
+        for process in self._all:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with process:
+                process.kill()
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    """Starts sessions of their own, and ends them after the test."""
+    one = Started()
+    yield one
+    one.end()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run's folder with a file in it."""
+    path = tmp_path / "base" / "run-x"
+    path.mkdir(parents=True)
+    (path / "file").touch()
+    return path
+
+
+def ended(*those: subprocess.Popen[bytes]) -> bool:
+    return until(lambda: all(process.poll() is not None for process in those), 5)
+
+
+def test_it_ends_sessions_and_marked_processes_and_no_stranger(
+    started: Started, run_dir: Path
+) -> None:
+    """Told sessions and processes with the run's mark end; all others live on."""
+    told = started("sh", "-c", "sleep 300 & echo $!; wait")
+    assert told.stdout is not None
+    child = psutil.Process(int(told.stdout.readline()))
+    marked = started(env={"NBDIST_RUN": str(run_dir)})
+    strangers = [
+        started(),
+        started(env={"NBDIST_RUN": f"{run_dir}2"}),
+        started(env={"NBDIST_RUN": str(run_dir.parent)}),
+        started(env={"OTHER": f"NBDIST_RUN={run_dir}"}),
+        started("sh", "-c", "sleep 300; exit", f"NBDIST_RUN={run_dir}"),
+    ]
+    one = Guard(run_dir)
+    one.watch(told.pid)
+    is_clean = one.close()
+
+    assert is_clean
+    assert ended(told, marked)
+    assert processes.wait_gone([child], 5) == []
+    assert [process.poll() for process in strangers] == [None] * len(strangers)
+    assert not run_dir.exists()
+    assert not run_dir.parent.exists()
+
+
+def test_another_run_keeps_the_base_folder(started: Started, run_dir: Path) -> None:
+    """The folder of all runs stays while another run is in it."""
+    other = run_dir.parent / "run-y"
+    other.mkdir()
+    Guard(run_dir).close()
+
+    assert not run_dir.exists()
+    assert other.is_dir()
+
+
+def test_a_stranger_that_got_the_pid_again_is_spared(started: Started) -> None:
+    """A leader that did not start when the told one did is somebody else, with its session."""
+    process = started()
+    start = guardian.started(process.pid)
+    marker = b"NBDIST_RUN=/nowhere"
+
+    assert guardian.members({process.pid: start}, marker) == [process.pid]
+    assert guardian.members({process.pid: "1"}, marker) == []
+    # Told when it was gone already: nothing is known of it, so whoever has the pid is spared.
+    assert guardian.members({process.pid: None}, marker) == []
+
+
+def test_a_session_without_its_leader_is_still_ended(started: Started) -> None:
+    """Children are found by their session when the leader has ended before them."""
+    leader = started("sh", "-c", "sleep 300 & echo $!; exec 1>&-; wait")
+    assert leader.stdout is not None
+    child = int(leader.stdout.readline())
+    start = guardian.started(leader.pid)
+    leader.kill()
+    leader.wait()
+
+    assert guardian.members({leader.pid: start}, b"NBDIST_RUN=/nowhere") == [child]
+    guardian.end_all({leader.pid: start}, b"NBDIST_RUN=/nowhere")
+    assert processes.wait_gone([child], 5) == []
+
+
+def test_it_acts_when_the_kernel_is_killed_though_the_pipe_stays_open(
+    started: Started, run_dir: Path
+) -> None:
+    """A child that the user's code has forked holds the pipe; the kernel's end is seen anyway."""
+    code = f"""
+        import os, sys, time
+        from pathlib import Path
+        from nbdist.client.guard import Guard
+        guard = Guard(Path({str(run_dir)!r}))
+        guard.watch({started().pid})
+        if os.fork() == 0:
+            print(os.getpid(), guard.pid, flush=True)
+            time.sleep(300)
+        os.wait()
+    """
+    kernel = started(sys.executable, "-c", textwrap.dedent(code))
+    assert kernel.stdout is not None
+    child, own = (psutil.Process(int(pid)) for pid in kernel.stdout.readline().split())
+    kernel.kill()
+    kernel.wait()
+
+    assert processes.wait_gone([own], 5) == []
+    assert processes.is_alive(child)
+    assert not run_dir.exists()
+    child.kill()
+
+
+def test_what_a_kernel_said_before_its_end_is_heard_after_it(
+    started: Started, run_dir: Path
+) -> None:
+    """A guardian that comes up after the kernel has died still knows of its processes."""
+    told = started()
+    kernel = started("true")
+    kernel.wait()
+    reading, writing = os.pipe()
+    os.write(writing, f"+{told.pid}\n".encode())
+    subprocess.run(
+        [sys.executable, "-I", "-S", guardian.__file__, str(kernel.pid), str(run_dir)],
+        stdin=reading,
+        timeout=10,
+        check=True,
+    )
+    os.close(reading)
+    os.close(writing)
+
+    assert ended(told)
+    assert not run_dir.exists()
+
+
+def test_a_forked_child_does_not_hold_up_the_close(run_dir: Path) -> None:
+    """The pipe's end may be held open elsewhere: the guardian is told to stop in words."""
+    one = Guard(run_dir)
+    assert one._process.stdin is not None
+    held = os.dup(one._process.stdin.fileno())
+    is_clean = one.close()
+    os.close(held)
+
+    assert is_clean
+    assert not run_dir.exists()
+
+
+def test_a_killed_guardian_is_replaced_and_told_again(started: Started, run_dir: Path) -> None:
+    """The new guardian knows the processes of before."""
+    process = started()
+    one = Guard(run_dir)
+    one.watch(process.pid)
+    first = psutil.Process(one.pid)
+    first.kill()
+
+    assert until(lambda: one.pid != first.pid)
+    assert one.close()
+    assert ended(process)
+    assert not run_dir.exists()
+
+
+def test_a_guardian_that_is_killed_just_before_the_close_does_its_work_anyway(
+    monkeypatch: pytest.MonkeyPatch, started: Started, run_dir: Path
+) -> None:
+    """Closing does not take a killed guardian for one that has finished."""
+    monkeypatch.setattr(Guard, "_replace_when_killed", lambda self, process: None)
+    process = started()
+    one = Guard(run_dir)
+    one.watch(process.pid)
+    psutil.Process(one.pid).kill()
+    one._process.wait()
+    one.watch(process.pid)  # into a broken pipe
+
+    assert one.close()
+    assert ended(process)
+    assert not run_dir.exists()
+
+
+def test_signals_that_end_a_terminals_processes_are_not_for_the_guardian(run_dir: Path) -> None:
+    """It has a session of its own, and goes on after SIGINT, SIGTERM and SIGHUP."""
+    one = Guard(run_dir)
+    assert until(lambda: ignores(one.pid, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}))
+    assert os.getsid(one.pid) == one.pid
+    assert one.close()
+
+
+def ignores(pid: int, numbers: set[signal.Signals]) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = int(next(line.split()[1] for line in lines if line.startswith("SigIgn")), 16)
+    return all(mask >> (number - 1) & 1 for number in numbers)

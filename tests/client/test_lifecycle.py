@@ -1,0 +1,331 @@
+"""Ranks live as long as their kernel, are reached by nobody else, and leave nothing behind."""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from tests.support import processes
+from tests.support.kernel import Kernel
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+END_S = 5.0
+LOOPBACK = {"127.0.0.1", "::1"}
+LOOK = """
+import json, nbdist
+cluster = nbdist.session().cluster
+print(json.dumps({
+    "run_dir": str(cluster.run_dir),
+    "guardian": cluster.guardian_pid,
+    "controller": cluster.controller_pid(),
+    "engines": list(cluster.pids().values()),
+}))
+"""
+LOADER = """%%distributed
+from torch.utils.data import DataLoader
+batches = iter(DataLoader(range(10**9), num_workers=1))
+next(batches)
+print("worker runs", flush=True)
+for _ in batches:
+    pass
+"""
+CHILDREN = """%%distributed
+import subprocess, time
+subprocess.Popen(["sleep", "301"])
+subprocess.Popen(["sleep", "302"], start_new_session=True)
+subprocess.Popen(["env", "-i", "sleep", "303"])
+print("children run", flush=True)
+time.sleep(300)
+"""
+
+
+class Run(NamedTuple):
+    """What was started, while it runs."""
+
+    run_dir: Path
+    guardian: psutil.Process
+    controller: psutil.Process
+    engines: list[psutil.Process]
+
+    @property
+    def everything(self) -> list[psutil.Process]:
+        found = {self.guardian, *processes.processes_of_run(str(self.run_dir))}
+        for one in (self.controller, *self.engines):
+            found.update([one, *processes.descendants(one.pid)])
+        return list(found)
+
+
+def look(kernel: Kernel) -> Run:
+    cell = kernel.run(LOOK)
+    assert cell.status == "ok", cell.visible
+    seen = json.loads(cell.text)
+    return Run(
+        Path(seen["run_dir"]),
+        psutil.Process(seen["guardian"]),
+        psutil.Process(seen["controller"]),
+        [psutil.Process(pid) for pid in seen["engines"]],
+    )
+
+
+def started(kernel: Kernel, n: int) -> Run:
+    cell = kernel.run(f"%load_ext nbdist\n%dist_init -n {n}")
+    assert cell.status == "ok", cell.visible
+    return look(kernel)
+
+
+def torch_files() -> set[Path]:
+    return set(Path("/dev/shm").glob("torch*"))
+
+
+def kernel_in(folder: Path) -> Kernel:
+    (folder / "tmp").mkdir(exist_ok=True)
+    return Kernel(cwd=folder, env={"TMPDIR": str(folder / "tmp"), "NBDIST_SEEN": "before"})
+
+
+def assert_nothing_left(run: Run, everything: list[psutil.Process]) -> None:
+    left = processes.wait_gone(everything, END_S)
+    marked = processes.processes_of_run(str(run.run_dir))
+
+    assert [processes.describe(process) for process in [*left, *marked]] == []
+    assert not run.run_dir.exists()
+    assert not run.run_dir.parent.exists()
+
+
+@pytest.fixture
+def stranger() -> Iterator[psutil.Popen]:
+    """Somebody else's process, which has to live on."""
+    with psutil.Popen(["sleep", "300"], start_new_session=True) as process:
+        yield process
+        is_alive = processes.is_alive(process)
+        process.kill()
+
+        assert is_alive
+
+
+@pytest.mark.parametrize("end", ["shutdown", "restart", "kill"])
+def test_an_idle_run_ends_with_its_kernel(end: str, tmp_path: Path, stranger: psutil.Popen) -> None:
+    """However an idle kernel ends, within 5 s no process and no file of its ranks is left."""
+    with kernel_in(tmp_path) as kernel:
+        run = started(kernel, 1)
+        everything = run.everything
+        getattr(kernel, end)()
+
+        assert len(everything) >= 5  # guardian, controller and its child, engine, nanny
+        assert_nothing_left(run, everything)
+
+
+def test_a_busy_run_with_loader_workers_ends_with_its_kernel(
+    tmp_path: Path, stranger: psutil.Popen
+) -> None:
+    """A killed kernel takes along ranks in the middle of a cell and their loader's workers."""
+    shm_before = torch_files()
+    with kernel_in(tmp_path) as kernel:
+        run = started(kernel, 2)
+        kernel.wait_output(kernel.start(LOADER), "[0-1] worker runs")
+        everything = run.everything
+        kernel.kill()
+
+        workers = {p for e in run.engines for p in everything if p not in run} - set(run.engines)
+        assert len(workers) >= 4  # one of each rank beside its nanny
+        assert_nothing_left(run, everything)
+        assert torch_files() <= shm_before
+
+
+def test_a_busy_run_whose_guardian_was_killed_ends_with_its_kernel(
+    tmp_path: Path, stranger: psutil.Popen
+) -> None:
+    """A killed guardian is replaced, and the new one finds children of every kind."""
+    with kernel_in(tmp_path) as kernel:
+        first = started(kernel, 1)
+        first.guardian.kill()
+        kernel.run(
+            "import time\nend_s = time.monotonic() + 5\n"
+            f"while cluster.guardian_pid == {first.guardian.pid} and time.monotonic() < end_s:\n"
+            "    time.sleep(0.01)"
+        )
+        run = look(kernel)
+        kernel.wait_output(kernel.start(CHILDREN), "children run")
+        everything = run.everything
+        sleeping = [p for p in everything if p.name() == "sleep"]
+        kernel.kill()
+
+        assert run.guardian.pid != first.guardian.pid
+        assert len(sleeping) == 3
+        assert_nothing_left(run, everything)
+
+
+def test_a_kernel_that_is_killed_while_ranks_start_leaves_nothing(tmp_path: Path) -> None:
+    """A start that the kernel does not survive is cleaned up like a running one."""
+    with kernel_in(tmp_path) as kernel:
+        kernel.run("%load_ext nbdist")
+        handle = kernel.start("%dist_init -n 2")
+        kernel.wait_output(handle, "waiting for the controller")
+        base = tmp_path / "tmp" / f"nbdist-{os.getuid()}"
+        [run_dir] = processes.open_run_dirs(base)
+        everything = processes.processes_of_run(str(run_dir)) + [
+            p for p in processes.descendants(kernel.pid) if "guardian.py" in " ".join(p.cmdline())
+        ]
+        kernel.kill()
+
+        assert len(everything) >= 4
+        assert processes.wait_gone(everything, END_S) == []
+        assert processes.processes_of_run(str(run_dir)) == []
+        assert not base.exists()
+
+
+def test_two_notebooks_do_not_disturb_each_other(tmp_path: Path, stranger: psutil.Popen) -> None:
+    """Stopping one notebook's ranks, once and again, leaves another's at work."""
+    with kernel_in(tmp_path) as one, kernel_in(tmp_path) as other:
+        handles = [
+            (kernel, kernel.start("%load_ext nbdist\n%dist_init -n 1")) for kernel in (one, other)
+        ]
+        assert [kernel.finish(handle).status for kernel, handle in handles] == ["ok", "ok"]
+        stopped, running = look(one), look(other)
+        everything = stopped.everything
+        # A child of the kernel's own must neither be ended nor hold up the stop.
+        one.run("import os\nif not (child := os.fork()):\n    os.execvp('sleep', ['sleep', '300'])")
+        one.run(
+            "import multiprocessing, time\nm = multiprocessing.get_context('fork')\n"
+            "p = m.Process(target=time.sleep, args=(300,), daemon=True)\np.start()"
+        )
+        stop = one.run("%dist_shutdown")
+        again = one.run("%dist_shutdown")
+        works = other.run("%%distributed\nprint(rank + world_size)")
+        own = one.run("print(p.is_alive())\np.kill()\nos.kill(child, 9)")
+
+        assert stop.status == "ok"
+        assert stop.seconds < END_S
+        assert "rank 0 stopped" in stop.visible
+        assert again.error is not None
+        assert again.error.ename == "NotRunning"
+        assert "%dist_init -n 2" in again.error.evalue
+        assert processes.wait_gone(everything, 0.0) == []
+        assert not stopped.run_dir.exists()
+        assert running.run_dir.exists()
+        assert "1" in works.text
+        assert own.text == "True\n"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A kernel with two ranks, its sys.path and environment changed before they started."""
+    with kernel_in(tmp_path_factory.mktemp("shared")) as kernel:
+        kernel.run(
+            "import os, sys\nsys.path.append('/nowhere/of-the-notebook')\n"
+            "os.environ['NBDIST_SEEN'] = 'in the notebook'"
+        )
+        started(kernel, 2)
+        yield kernel
+
+
+def test_only_loopback_listens(shared: Kernel) -> None:
+    """Every listening socket is on loopback, and no rank serves torch's store."""
+    run = look(shared)
+    listeners = processes.tcp_listeners(run.everything)
+    stores = shared.run("%%distributed\nprint(type(dist.distributed_c10d._get_default_store()))")
+
+    assert {listener.address for listener in listeners} <= LOOPBACK
+    assert {e.pid for e in run.engines} <= {listener.pid for listener in listeners}
+    assert "TCPStore" not in stores.text
+    assert not [one for one in listeners if one.pid == run.guardian.pid]
+
+
+def test_only_the_owner_can_read_the_run(shared: Kernel) -> None:
+    """Nobody else can enter the run's folder, and the keys in it are the owner's alone."""
+    run = look(shared)
+    shared.run("%%distributed\nprint(rank)")
+    folders = [run.run_dir, run.run_dir.parent, run.run_dir / "profile" / "security"]
+    keys = list(run.run_dir.rglob("ipcontroller-*.json"))
+
+    assert [stat.S_IMODE(path.stat().st_mode) for path in folders] == [0o700] * 3
+    assert len(keys) == 2
+    assert {stat.S_IMODE(path.stat().st_mode) for path in keys} == {0o600}
+
+
+def test_the_key_is_in_no_environment_and_no_command_line(shared: Kernel) -> None:
+    """What user code hands to its children does not contain ipyparallel's key."""
+    run = look(shared)
+    [file] = run.run_dir.rglob("ipcontroller-*-client.json")
+    key = json.loads(file.read_text())["key"]
+    told = [
+        *(json.dumps(processes.environment(p)) for p in run.everything),
+        *(" ".join(p.cmdline()) for p in run.everything),
+        shared.run("%%distributed\nimport os\nprint(dict(os.environ))").text,
+    ]
+
+    assert len(told) >= 9
+    assert not [text for text in told if key in text or "IPP_CONNECTION_INFO" in text]
+
+
+def test_ranks_have_the_notebooks_folder_path_and_environment(shared: Kernel) -> None:
+    """Working folder, sys.path and environment are the notebook's at the time of the start."""
+    code = (
+        "import os, sys\n"
+        "print([os.getcwd(), sys.path, os.environ['NBDIST_SEEN'], os.environ['OMP_NUM_THREADS']])"
+    )
+    here = shared.run(code)
+    there = shared.run(f"%%distributed\n{code}")
+
+    assert "/nowhere/of-the-notebook" in here.text
+    assert "in the notebook" in here.text
+    assert there.text == f"[0-1] {here.text}"
+
+
+def test_reset_gives_new_processes_and_fresh_variables(shared: Kernel) -> None:
+    """%dist_reset ends every process of the old run and starts as many ranks anew."""
+    before = look(shared)
+    old = before.everything
+    shared.run("%%distributed\nkept = 1")
+    reset = shared.run("%dist_reset")
+    after = look(shared)
+    variable = shared.run("%%distributed\nprint('kept' in globals())")
+
+    assert reset.status == "ok", reset.visible
+    assert processes.wait_gone(old, 0.0) == []
+    assert len(after.engines) == 2
+    assert not before.run_dir.exists()
+    assert "[0-1] False" in variable.text
+
+
+def test_a_forked_child_of_the_notebook_does_not_end_the_ranks(shared: Kernel) -> None:
+    """What a child inherits runs at its end too: a stop from there does nothing."""
+    forked = shared.run(
+        "import os, nbdist\nif not (child := os.fork()):\n    nbdist.session().stop()\n"
+        "    os._exit(0)\nprint(os.waitpid(child, 0)[1])"
+    )
+    works = shared.run("%%distributed\nprint(world_size)")
+
+    assert forked.text == "0\n"
+    assert works.text == "[0-1] 2\n"
+
+
+def test_a_dead_rank_does_not_outlive_a_stop(shared: Kernel) -> None:
+    """After one rank's death the others are named, and a reset starts all again."""
+    run = look(shared)
+    run.engines[1].kill()
+    processes.wait_gone([run.engines[1]])
+    cell = shared.run("%%distributed\nprint(rank)")
+    reset = shared.run("%dist_reset")
+    works = shared.run("%%distributed\nprint(world_size)")
+
+    assert cell.error is not None
+    assert "rank 1" in cell.error.evalue
+    assert "SIGKILL" in cell.error.evalue
+    assert reset.status == "ok", reset.visible
+    assert "[0-1] 2" in works.text
+
+
+def test_no_profile_is_made_in_the_ipython_folder(shared: Kernel) -> None:
+    """Starting ranks leaves nothing in the user's IPython folder but IPython's own."""
+    found = shared.run(
+        "from IPython.paths import get_ipython_dir\nfrom pathlib import Path\n"
+        "print(sorted(p.name for p in Path(get_ipython_dir()).glob('profile_*')))"
+    )
+
+    assert found.text == "['profile_default']\n"

@@ -1,0 +1,62 @@
+"""Interrupts are counted while a cell runs, and raise again afterwards."""
+
+import signal
+import threading
+
+import pytest
+
+from nbdist.client.presses import Presses, counted
+
+
+def test_presses_are_counted_and_do_not_raise() -> None:
+    """Inside, every SIGINT is one press, those before somebody listens included."""
+    taken: list[int] = []
+    with counted() as presses:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        presses.send_to(lambda: taken.append(1))
+        signal.raise_signal(signal.SIGINT)
+
+    assert len(taken) == 3
+
+
+def test_the_handler_of_before_is_back_afterwards() -> None:
+    """After the block, left by an error or not, SIGINT raises as it did."""
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ValueError, match="left"), counted():
+        raise ValueError("left")
+
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_nested_blocks_count_in_the_inner_one() -> None:
+    """A cell within a cell takes the presses; the outer one goes on after it."""
+    inner_taken: list[int] = []
+    outer_taken: list[int] = []
+    with counted() as outer:
+        outer.send_to(lambda: outer_taken.append(1))
+        with counted() as inner:
+            inner.send_to(lambda: inner_taken.append(1))
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    assert (len(inner_taken), len(outer_taken)) == (1, 1)
+
+
+def test_other_threads_leave_signals_alone() -> None:
+    """Outside the main thread nothing is taken over, and nothing fails."""
+    seen: list[object] = []
+
+    def enter() -> None:
+        with counted() as presses:
+            seen.extend([presses, signal.getsignal(signal.SIGINT)])
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+
+    assert isinstance(seen[0], Presses)
+    assert seen[1] is before

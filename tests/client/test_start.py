@@ -1,0 +1,510 @@
+"""A start either gives ranks, or says what is wrong with the choices, and leaves nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ipyparallel.cluster.launcher import LocalProcessLauncher
+
+from nbdist.client import gpus, start
+from nbdist.client.launcher import RankEngineLauncher
+from nbdist.client.start import StartOptions
+from nbdist.core import shm, versions
+from nbdist.core.topology import Gpu
+from nbdist.errors import NbdistError, OptionError, StartError
+from tests.client.conftest import processes_under, session_of, silent
+from tests.support import processes
+from tests.support.kernel import Kernel, notebook_env
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+SMI = """#!/bin/sh
+case "$*" in
+  *--query-gpu=index,uuid,name*) ;;
+  --list-gpus) exit 1 ;;
+  *) echo "unexpected: $*" >&2; exit 2 ;;
+esac
+echo "0, GPU-11111111-aaaa, NVIDIA H100 80GB HBM3"
+echo "1, GPU-22222222-bbbb, NVIDIA H100 80GB HBM3"
+"""
+TWO_GPUS = (
+    Gpu(0, "GPU-11111111-aaaa", "NVIDIA H100 80GB HBM3"),
+    Gpu(1, "GPU-22222222-bbbb", "NVIDIA H100 80GB HBM3"),
+)
+
+
+def begin(progress: Callable[[str], None] = lambda _: None, **options: Any) -> None:
+    start.start(StartOptions(**options), silent, progress)
+
+
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, whatever this one has."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Source that every process of a run executes before anything else."""
+
+    def put(code: str) -> None:
+        folder = tmp_path / "site"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text("import os, sys\n" + textwrap.dedent(code))
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    return put
+
+
+@pytest.fixture
+def fake_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvidia-smi that tells of two GPUs."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "nvidia-smi").write_text(SMI)
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+# What works.
+
+
+def test_plain_python_gets_ranks(tmp_path: Path) -> None:
+    """nbdist.start() works in a script, prints one table, and the ranks end with the script."""
+    code = """
+        import sys, nbdist
+        session = nbdist.start(1, seed=7)
+        result = session.run("import torch\\nprint(rank, world_size, torch.initial_seed())")
+        assert nbdist.session() is session
+        assert "torch" not in sys.modules
+        print("RUN", session.cluster.run_dir)
+    """
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=notebook_env({"TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 rank on 1 host")
+    assert done.stdout.count("rank  host  device  backend  threads") == 1
+    assert "Gloo on the CPU: no rank sees a GPU." in done.stdout
+    assert "no scaling numbers" in done.stdout
+    assert "0 1 7" in done.stdout
+    assert "<" not in done.stdout.split("RUN")[0]
+    assert done.stderr == ""
+    assert processes.processes_of_run(done.stdout.split("RUN ")[1].strip()) == []
+    assert list(folder.iterdir()) == []
+
+
+def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -> None:
+    """Two ranks, their threads a share of the cores, and a progress line for each step."""
+    steps: list[str] = []
+    started = start.start(StartOptions(), silent, steps.append)
+    plan = started.session.topology
+    results = started.session.run("print(torch.get_num_threads(), flush=True)")
+    started.session.stop()
+    started.session.stop()
+
+    assert [place.rank for place in plan.ranks] == [0, 1]
+    assert {place.device for place in plan.ranks} == {"cpu"}
+    assert (plan.backend, plan.is_scaling) == ("gloo", False)
+    assert [result.text for result in results.ranks] == ["1\n", "1\n"]  # OMP_NUM_THREADS wins
+    assert steps[0] == "starting the controller and the engines"
+    assert steps[-1] == "2 of 2 ranks ready, preparing"
+
+
+# What is refused before anything starts.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"profile": "nope"}, ["no profile 'nope'", "local", "ipcluster_config.py"]),
+        ({"profile": "../local"}, ["no profile '../local'"]),
+        ({"backend": "mpi"}, ["no backend 'mpi'", "auto", "nccl", "gloo"]),
+        ({"backend": "nccl"}, ["no rank sees a GPU", "--backend gloo"]),
+        ({"gpus": "3"}, ["GPU 3 does not exist", "no GPU", "--gpus none"]),
+        ({"gpus": "x"}, ["'x' does not name GPUs"]),
+        ({"world_size": 0}, ["-n 0", "1 or more"]),
+        ({"world_size": -2}, ["-n -2", "1 or more"]),
+        ({"world_size": "2"}, ["'2' is no number of ranks"]),
+        ({"gpus": [0, 1]}, ['"0,1"', "not [0, 1]"]),
+        ({"deadline_s": -1.0}, ["-1 s", "more than 0"]),
+    ],
+)
+def test_a_wrong_option_is_refused_with_the_choices(
+    options: dict[str, Any], words: list[str], no_gpus: None, runs: Path
+) -> None:
+    """A choice that cannot be met names what there is, and starts nothing."""
+    with pytest.raises(OptionError) as caught:
+        begin(**options)
+
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert processes.open_run_dirs(runs) == []
+
+
+def test_magics_refuse_wrong_options_as_errors(tmp_path: Path) -> None:
+    """In a notebook each wrong option is an error output, and makes no profile folder."""
+    lines = {
+        "%dist_init -n x": "x",
+        "%dist_init -n 0": "1 or more",
+        "%dist_init --profile nope": "no profile 'nope'",
+        "%dist_init --backend mpi": "auto, nccl, gloo",
+        "%dist_init --backend nccl": "needs a GPU for each rank",
+        "%dist_init --gpus 9": "GPU 9 does not exist",
+        "%dist_init --timeout -1": "-1",
+        "%dist_init --seed x": "x",
+        "%dist_init --nonsense": "--nonsense",
+        "%dist_reset --backend mpi": "auto, nccl, gloo",
+        "%dist_shutdown": "No ranks are running",
+    }
+    own = tmp_path / "ipython"
+    with Kernel(env={"IPYTHONDIR": str(own), "CUDA_VISIBLE_DEVICES": ""}) as kernel:
+        kernel.run("%load_ext nbdist")
+        cells = [kernel.run(line) for line in lines]
+
+    assert [cell.status for cell in cells] == ["error"] * len(lines)
+    errors = [cell.error for cell in cells if cell.error is not None]
+    assert len(errors) == len(lines)
+    pairs = zip(errors, lines.values(), strict=True)
+    assert [error.evalue for error, word in pairs if word not in error.evalue] == []
+    assert not [e for e in errors if e.ename == "UsageError"]
+    assert [path.name for path in own.glob("profile_*")] == ["profile_default"]
+
+
+# Ranks that do not come up.
+
+
+def test_a_rank_that_dies_at_start_is_named_with_its_exit_code(
+    at_start: Callable[[str], None], runs: Path
+) -> None:
+    """One engine's early end is told at once, though the others would wait for it."""
+    at_start(
+        "if os.environ.get('RANK') == '1':\n    print('no such luck', flush=True)\n    os._exit(3)"
+    )
+    began_s = time.monotonic()
+    with pytest.raises(StartError) as caught:
+        begin(world_size=2, deadline_s=60)
+
+    assert "rank 1 ended before it was ready (exit code 3)" in str(caught.value)
+    assert "no such luck" in str(caught.value)
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_rank_that_cannot_import_torch_shows_the_traceback(
+    at_start: Callable[[str], None], runs: Path
+) -> None:
+    """The reason for a failed import reaches the notebook."""
+    at_start(
+        """
+        class Broken:
+            def find_spec(self, name, path=None, target=None):
+                if name == "torch":
+                    raise ImportError("libtorch_cpu.so: cannot open shared object file")
+        if os.environ.get("RANK") == "1":
+            sys.meta_path.insert(0, Broken())
+        """
+    )
+    with pytest.raises(StartError) as caught:
+        begin(world_size=2, deadline_s=60)
+
+    assert "rank 1" in str(caught.value)
+    assert "ImportError: libtorch_cpu.so: cannot open shared object file" in str(caught.value)
+
+
+def test_an_error_while_joining_is_told_with_the_rank(
+    at_start: Callable[[str], None], runs: Path
+) -> None:
+    """A rank that fails on its way into the group is the one that is named."""
+    at_start(
+        "if os.environ.get('RANK') == '1':\n    os.environ['GLOO_SOCKET_IFNAME'] = 'nonsense0'"
+    )
+    with pytest.raises(StartError) as caught:
+        begin(world_size=2, deadline_s=60)
+
+    assert "rank 1 could not join" in str(caught.value)
+    assert "nonsense0" in str(caught.value)
+
+
+def test_a_rank_that_hangs_at_start_is_named_after_the_deadline(
+    at_start: Callable[[str], None], runs: Path
+) -> None:
+    """Past --timeout the rank that did not come is named, not the one that waited for it."""
+    at_start("import time\nif os.environ.get('RANK') == '1':\n    time.sleep(300)")
+    began_s = time.monotonic()
+    with pytest.raises(StartError) as caught:
+        begin(world_size=2, deadline_s=5)
+
+    assert "rank 1 did not come" in str(caught.value)
+    assert "after 5 s" in str(caught.value)
+    assert "--timeout" in str(caught.value)
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_controller_that_dies_at_start_is_told(
+    at_start: Callable[[str], None], runs: Path
+) -> None:
+    """Without a controller the start ends at once and says so."""
+    at_start(
+        "if 'ipyparallel.controller' in ' '.join(sys.orig_argv):\n"
+        "    print('no port for me', flush=True)\n    os._exit(4)"
+    )
+    began_s = time.monotonic()
+    with pytest.raises(StartError) as caught:
+        begin(world_size=1, deadline_s=60)
+
+    assert "controller ended before it was ready (exit code 4)" in str(caught.value)
+    assert "no port for me" in str(caught.value)
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_profile_with_wrong_settings_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Path
+) -> None:
+    """A launcher that does not exist is told before a run folder or a process is made."""
+    folder = tmp_path / "ipython" / "profile_broken"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("IPYTHONDIR", str(folder.parent))
+    config = folder / "ipcluster_config.py"
+    config.write_text("c = get_config()\nc.Cluster.engine_launcher_class = 'nonsense'\n")
+    with pytest.raises(OptionError, match="nonsense"):
+        begin(profile="broken")
+    config.write_text("1 / 0\n")
+    with pytest.raises(OptionError, match=r"'broken' .* cannot be read: ZeroDivisionError"):
+        begin(profile="broken")
+
+    assert processes.open_run_dirs(runs) == []
+
+
+# Interrupts.
+
+
+@pytest.mark.parametrize("step", ["starting the controller", "waiting for the", "preparing"])
+def test_an_interrupted_start_leaves_nothing(step: str, runs: Path) -> None:
+    """An interrupt at any step of a start ends what has been started so far."""
+
+    def press(text: str) -> None:
+        if step in text:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(press, world_size=2)
+
+    assert processes_under(runs) == []
+    assert not runs.exists()
+
+
+def test_an_interrupt_between_two_engines_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, runs: Path
+) -> None:
+    """Engines that the launcher starts after the interrupt has come are ended too."""
+    spawn = LocalProcessLauncher.start
+
+    def slow(self: RankEngineLauncher) -> Any:
+        result = spawn(self)
+        if self.identifier == "0":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)  # as on a busy machine: the main thread goes on meanwhile
+        return result
+
+    monkeypatch.setattr(RankEngineLauncher, "start", slow)
+    with pytest.raises(KeyboardInterrupt):
+        begin(world_size=3)
+
+    assert processes_under(runs) == []
+    assert not runs.exists()
+
+
+def test_an_interrupted_dist_init_says_so_and_can_be_repeated(tmp_path: Path) -> None:
+    """The stop button during %dist_init ends it within 5 s, and the next one works."""
+    (tmp_path / "tmp").mkdir()
+    with Kernel(env={"TMPDIR": str(tmp_path / "tmp")}) as kernel:
+        kernel.run("%load_ext nbdist")
+        handle = kernel.start("%dist_init -n 2")
+        kernel.wait_output(handle, "waiting for the controller")
+        kernel.interrupt()
+        cell = kernel.finish(handle, 5)
+        left = processes_under(tmp_path)
+        again = kernel.run("%dist_init -n 1\n%dist_shutdown")
+
+    assert cell.error is not None
+    assert cell.error.ename == "KeyboardInterrupt"
+    assert "nothing of it is left" in cell.error.evalue
+    assert left == []
+    assert again.status == "ok", again.visible
+
+
+# Versions, systems, memory.
+
+
+def test_an_old_torch_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Path
+) -> None:
+    """A torch that is too old is named with the version that is needed and how to get it."""
+    info = tmp_path / "torch-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(StartError) as caught:
+        begin(world_size=1)
+
+    assert "torch 1.0 is too old" in str(caught.value)
+    assert f"{sys.executable} -m pip install 'torch>=2.11'" in str(caught.value)
+    assert processes.open_run_dirs(runs) == []
+
+
+def test_a_missing_torch_is_told_with_its_python() -> None:
+    """Without torch the message names the Python that lacks it."""
+    with pytest.raises(StartError, match=r"torch is not installed for /usr/bin/python\. Install"):
+        versions.check_torch(None, "/usr/bin/python")
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "3.0.0a0+git12", "2.100"])
+def test_new_enough_torches_pass(version: str) -> None:
+    """Local, development and later versions are no obstacle."""
+    versions.check_torch(version, "python")
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.1+cu117", "2.2.0"])
+def test_old_torches_do_not_pass(version: str) -> None:
+    """Versions are compared as numbers, not as text."""
+    with pytest.raises(StartError, match="too old"):
+        versions.check_torch(version, "python")
+
+
+def test_other_systems_are_told_what_works() -> None:
+    """Linux says nothing, macOS has less protection, Windows needs WSL."""
+    assert versions.check_system("linux") == ""
+    assert "less protection" in versions.check_system("darwin")
+    with pytest.raises(StartError, match="WSL"):
+        versions.check_system("win32")
+
+
+def test_shared_memory_is_checked() -> None:
+    """Too little is refused with the remedy, Docker's default is warned about."""
+    assert shm.check(2**33, 2**33, 8, uses_nccl=True) == ""
+    assert "num_workers=0" in shm.check(60 * 2**20, 64 * 2**20, 2, uses_nccl=False)
+    with pytest.raises(StartError, match="--shm-size"):
+        shm.check(60 * 2**20, 64 * 2**20, 8, uses_nccl=True)
+
+
+def test_a_full_shared_memory_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, runs: Path
+) -> None:
+    """The machine's own /dev/shm is what is checked."""
+    usage = namedtuple("usage", "total used free")  # noqa: PYI024  # shutil's own kind
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(2**26, 2**26, 0))
+    with pytest.raises(StartError, match=r"/dev/shm has 0 MiB free of 64; 2 ranks need 8 MiB"):
+        begin(world_size=2)
+
+    assert processes.open_run_dirs(runs) == []
+
+
+def test_a_base_folder_of_somebody_else_is_refused(runs: Path) -> None:
+    """Keys are not put into a folder that others may enter."""
+    runs.rmdir()
+    runs.mkdir(mode=0o755)
+    runs.chmod(0o755)
+    with pytest.raises(StartError, match="only you can enter"):
+        begin(world_size=1)
+    runs.rmdir()
+    runs.write_text("a file in the way")
+    with pytest.raises(StartError, match="only you can enter"):
+        begin(world_size=1)
+
+
+# GPUs that nvidia-smi tells of.
+
+
+def test_gpus_are_read_from_nvidia_smi(fake_smi: None) -> None:
+    """The kernel finds the GPUs without torch."""
+    assert gpus.visible() == TWO_GPUS
+
+
+@pytest.mark.parametrize(
+    ("variable", "indices"),
+    [
+        (None, [0, 1]),
+        ("", []),
+        ("-1", []),
+        ("1", [1]),
+        ("1,0", [1, 0]),
+        (" 0 , 1 ", [0, 1]),
+        ("0,7,1", [0]),
+        ("GPU-2222", [1]),
+        ("GPU-22222222-bbbb,0", [1, 0]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_cuda_visible_devices_chooses(variable: str | None, indices: list[int]) -> None:
+    """Numbers and UUIDs are kept in their order, up to the first that does not exist."""
+    assert [gpu.index for gpu in gpus.chosen(TWO_GPUS, variable)] == indices
+
+
+@pytest.mark.parametrize("text", ["", "No devices were found\n", "\n\n"])
+def test_an_nvidia_smi_without_gpus_gives_none(text: str) -> None:
+    """A driver without devices is a machine without GPUs."""
+    assert gpus.parse(text) == ()
+
+
+def test_gpu_names_may_have_commas() -> None:
+    """Only the first two fields are split off."""
+    assert gpus.parse("3, GPU-1, Odd, Name\n") == (Gpu(3, "GPU-1", "Odd, Name"),)
+
+
+def test_a_gpu_that_does_not_exist_is_refused_with_those_that_do(
+    fake_smi: None, runs: Path
+) -> None:
+    """The ids that can be typed are listed with their names."""
+    with pytest.raises(OptionError) as caught:
+        begin(gpus="7")
+
+    assert "GPU 7 does not exist" in str(caught.value)
+    assert "0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)" in str(caught.value)
+
+
+def test_more_ranks_than_gpus_cannot_use_nccl(fake_smi: None, runs: Path) -> None:
+    """The number of ranks that NCCL could take is named."""
+    with pytest.raises(OptionError, match=r"4 ranks share 2 GPUs.*-n 2"):
+        begin(backend="nccl", world_size=4)
+
+
+def test_ranks_fall_back_to_the_cpu_where_torch_has_no_cuda(fake_smi: None, runs: Path) -> None:
+    """One rank for each GPU that is there, on the CPU, and the reason is told."""
+    torch = pytest.importorskip("torch")
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
+    with session_of(StartOptions()) as session:
+        plan = session.topology
+
+    assert [place.device for place in plan.ranks] == ["cpu", "cpu"]
+    assert plan.backend == "gloo"
+    assert plan.why == f"Gloo on the CPU: PyTorch {torch.__version__} cannot use CUDA."
+
+
+def test_nccl_without_cuda_in_torch_is_refused_by_the_ranks(fake_smi: None, runs: Path) -> None:
+    """What only the ranks can find out reaches the notebook as one sentence."""
+    torch = pytest.importorskip("torch")
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
+    with pytest.raises(NbdistError) as caught:
+        begin(backend="nccl", world_size=1)
+
+    assert "NCCL needs a GPU for each rank" in str(caught.value)
+    assert "cannot use CUDA" in str(caught.value)
+    assert "Traceback" not in str(caught.value)

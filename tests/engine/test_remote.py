@@ -1,0 +1,79 @@
+"""The kernel's page of remote functions is what the engines have."""
+
+import inspect
+from collections.abc import Callable
+from concurrent.futures import Future
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from nbdist.client import remote
+from nbdist.core import wire
+
+pytestmark = pytest.mark.engine
+
+
+def of_the_engine(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), function)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("here", "name"), remote.REMOTE_FUNCTIONS.items(), ids=lambda v: getattr(v, "__name__", None)
+)
+def test_parameters_match_the_engines_function(here: Callable[..., Future[Any]], name: str) -> None:
+    """After `call` and `engine` come the engine function's own parameters, in its order."""
+    ours = list(inspect.signature(here).parameters)
+    theirs = inspect.signature(of_the_engine(name)).parameters
+    # The engine is told its own number by its caller.
+    names = [n for n in theirs if not (here is remote.describe and n == "engine_id")]
+    required = [n for n in names if theirs[n].default is inspect.Parameter.empty]
+    passed = ours[2:]
+
+    assert ours[:2] == ["call", "engine"]
+    assert passed == names[: len(passed)]
+    assert len(passed) >= len(required)
+
+
+@pytest.mark.parametrize(
+    ("here", "name"), remote.REMOTE_FUNCTIONS.items(), ids=lambda v: getattr(v, "__name__", None)
+)
+def test_a_call_sends_the_name_and_as_many_arguments_as_the_engine_takes(
+    here: Callable[..., Future[Any]], name: str
+) -> None:
+    """What is sent can be bound to the engine's function."""
+    sent: list[tuple[Any, ...]] = []
+
+    def call(target: int, its_name: str, /, *args: Any) -> Future[Any]:
+        sent.append((target, its_name, *args))
+        return Future()
+
+    count = len(inspect.signature(here).parameters) - 2
+    here(call, 5, *[()] * count)
+    [(target, its_name, *args)] = sent
+    bound = inspect.signature(of_the_engine(name)).bind(*args)
+
+    assert (target, its_name) == (5, name)
+    assert bound.args is not None
+
+
+def test_the_page_is_complete() -> None:
+    """Every public function of the page stands in its table."""
+    public = {
+        f
+        for n, f in vars(remote).items()
+        if inspect.isfunction(f) and f.__module__ == remote.__name__ and not n.startswith("_")
+    }
+
+    assert public == set(remote.REMOTE_FUNCTIONS)
+
+
+def test_a_call_by_name_resolves_the_function() -> None:
+    """Module and function are split at the colon; what is missing raises as an import does."""
+    assert wire.call("math:sqrt", 9.0) == 3.0
+    with pytest.raises(ModuleNotFoundError):
+        wire.call("nbdist.nowhere:f")
+    with pytest.raises(AttributeError):
+        wire.call("math:nothing")

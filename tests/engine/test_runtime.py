@@ -1,0 +1,235 @@
+"""A rank joins its group, or says for whom it waits."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from nbdist.core.topology import EngineReport
+from nbdist.engine import facts, runtime
+from nbdist.errors import NbdistError, StartError
+from tests.support.kernel import notebook_env
+
+pytestmark = pytest.mark.engine
+
+RANK = """
+    import json, sys
+    from pathlib import Path
+    from nbdist.engine import runtime
+    run_dir = Path(sys.argv[1])
+    runtime.join_at_start(run_dir, json.loads((run_dir / "start.json").read_text()))
+    import os, torch, torch.distributed as dist
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    late = int(sys.argv[2])
+    first = runtime.barrier(20.0)
+    try:
+        # The last one to come to the barrier is the one that is named.
+        alone = runtime.barrier(1.0) if late != dist.get_rank() else 0.0
+    except Exception as error:
+        alone = f"{type(error).__name__}: {error}"
+    plan = runtime.current().topology
+    print(json.dumps({
+        "rank": dist.get_rank(), "total": total.item(), "backend": plan.backend,
+        "ranks": [p.rank for p in plan.ranks], "pids": [p.pid for p in plan.ranks],
+        "pid": os.getpid(), "alone": alone, "local_rank": os.environ["LOCAL_RANK"],
+        "cpu": os.environ["ACCELERATE_USE_CPU"], "why": plan.why,
+    }), flush=True)
+    sys.stdin.readline()
+    os._exit(0)
+"""
+
+
+def rank_process(run_dir: Path, rank: int, world_size: int, late: int) -> subprocess.Popen[str]:
+    env = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(RANK), str(run_dir), str(late)],
+        env=notebook_env(env),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def write_start(run_dir: Path, world_size: int, deadline_s: float) -> None:
+    start = {"world_size": world_size, "backend": "auto", "deadline_s": deadline_s, "gpus": []}
+    (run_dir / "start.json").write_text(json.dumps(start))
+
+
+def test_two_processes_join_over_a_file(tmp_path: Path) -> None:
+    """Both have the same plan, an all_reduce over them is right, and a barrier names the absent."""
+    write_start(tmp_path, 2, 30.0)
+    processes = [rank_process(tmp_path, rank, 2, late=1) for rank in (0, 1)]
+    try:
+        outputs = []
+        for process in processes:
+            assert process.stdout is not None
+            outputs.append(process.stdout.readline())
+    finally:
+        for process in processes:
+            with process:
+                process.kill()
+    seen = [json.loads(output) for output in outputs]
+
+    assert [one["rank"] for one in seen] == [0, 1]
+    assert [one["total"] for one in seen] == [3.0, 3.0]
+    assert [one["local_rank"] for one in seen] == ["0", "1"]
+    assert {one["backend"] for one in seen} == {"gloo"}
+    assert [one["cpu"] for one in seen] == ["true", "true"]
+    assert seen[0]["pids"] == seen[1]["pids"] == [one["pid"] for one in seen]
+    assert seen[0]["alone"] == "NbdistError: rank 0 waited 1 s at %sync for rank(s) 1"
+    assert sorted(path.name for path in tmp_path.glob("arrived.*")) == ["arrived.0", "arrived.1"]
+
+
+def test_a_rank_that_waits_in_vain_writes_down_for_whom(tmp_path: Path) -> None:
+    """A failed start is left as a record that names the missing ranks, and ends the process."""
+    write_start(tmp_path, 4, 1.0)
+    with rank_process(tmp_path, 1, 4, late=-1) as process:
+        process.communicate(timeout=60)
+    written = json.loads((tmp_path / "failed.1").read_text())
+
+    assert process.returncode == 1
+    assert written["kind"] == "StartError"
+    assert written["is_explained"]
+    assert written["message"] == "rank 1 waited 1 s for rank(s) 0,2-3 to join the group"
+
+
+def report(rank: int) -> EngineReport:
+    return EngineReport(engine_id=rank, hostname="h", rank_hint=rank)
+
+
+def test_reports_are_exchanged_in_rank_order(tmp_path: Path) -> None:
+    """Every rank gets the reports of all, whoever came first."""
+    found: dict[int, list[EngineReport]] = {}
+
+    def one(rank: int) -> None:
+        store = dist.FileStore(str(tmp_path / "store"), 3)
+        found[rank] = runtime.exchange_reports(store, report(rank), 3, 20.0)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (2, 0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert found == {rank: [report(0), report(1), report(2)] for rank in range(3)}
+
+
+def test_missing_reports_are_named_after_the_deadline(tmp_path: Path) -> None:
+    """The wait ends at its deadline with the ranks that have not come."""
+    store = dist.FileStore(str(tmp_path / "store"), 4)
+    dist.FileStore(str(tmp_path / "store"), 4).set("report/2", "here")
+    began_s = time.monotonic()
+    with pytest.raises(StartError, match=r"rank 0 waited 0 s for rank\(s\) 1,3 to join"):
+        runtime.exchange_reports(store, report(0), 4, 0.3)
+
+    assert time.monotonic() - began_s < 5
+
+
+def test_nothing_is_known_before_a_rank_has_joined() -> None:
+    """Asking a process outside of any group is an explained error."""
+    with pytest.raises(StartError, match="has not joined"):
+        runtime.current()
+    with pytest.raises(NbdistError):
+        runtime.barrier(0.1)
+
+
+def test_an_engine_describes_itself() -> None:
+    """Host, process, network, cores and torch are this process's own."""
+    one = facts.describe(7, "127.0.0.1")
+
+    assert one.engine_id == 7
+    assert one.hostname == socket.gethostname()
+    assert one.pid == os.getpid()
+    assert one.torch_version == torch.__version__
+    assert one.has_cuda == torch.cuda.is_available()
+    assert len(one.gpus) == (torch.cuda.device_count() if one.has_cuda else 0)
+    assert one.cores == len(psutil.Process().cpu_affinity())
+    assert one.python == sys.executable
+    assert one.toward_controller == "127.0.0.1"
+    assert ("lo", "127.0.0.1") in one.addresses
+    assert one.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert one.network_namespace.startswith("net:[")
+
+
+def test_a_launchers_variables_become_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's numbering is taken over; text that is no number is none."""
+    for names in (facts.RANK_VARIABLES, facts.SIZE_VARIABLES, facts.LOCAL_VARIABLES):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    for name in facts.JOB_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    without = facts.describe(0)
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_LOCALID", "x")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    one = facts.describe(0)
+
+    assert (without.rank_hint, without.size_hint, without.local_hint) == (None, None, None)
+    assert without.job_id == ""
+    assert (one.rank_hint, one.size_hint, one.local_hint, one.job_id) == (3, 8, None, "42")
+
+
+def test_a_way_to_nowhere_is_no_address() -> None:
+    """Without a name or a route there is no address, and no error."""
+    assert facts.address_toward("") == ""
+    assert facts.address_toward("127.0.0.1") == "127.0.0.1"
+
+
+def test_reachable_addresses_are_those_that_answer() -> None:
+    """Only an address with a listener on the port is found, in the order asked."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        found = runtime.reachable(("127.0.0.2", "127.0.0.1"), port, 1.0)
+    gone = runtime.reachable(("127.0.0.1",), port, 1.0)
+
+    assert found == ("127.0.0.1",)
+    assert gone == ()
+
+
+def test_the_store_listens_on_the_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own listener would take every interface; ours takes the address it was given."""
+    monkeypatch.setattr(runtime, "_open_store", None)
+    port = runtime.open_store("127.0.0.1", 2)
+    listening = [
+        c.laddr.ip
+        for c in psutil.Process().net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN and c.laddr.port == port
+    ]
+    client = dist.TCPStore("127.0.0.1", port, 2, is_master=False, wait_for_workers=False)
+    client.set("key", "value")
+
+    assert listening == ["127.0.0.1"]
+    assert runtime._open_store is not None
+    assert runtime._open_store.get("key") == b"value"
+
+
+def test_taking_over_the_notebooks_folder_and_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folder and sys.path are replaced, not added to."""
+    monkeypatch.chdir(Path.cwd())
+    monkeypatch.setattr(sys, "path", ["a"])
+    path = sys.path
+    runtime.adopt_notebook(["b", "c"], str(tmp_path))
+
+    assert path == ["b", "c"]
+    assert Path.cwd() == tmp_path

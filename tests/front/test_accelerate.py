@@ -1,0 +1,167 @@
+"""Ordinary Accelerate code runs unchanged on the ranks, and torch stays out of the kernel."""
+
+import json
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+_DATA = """%%distributed
+import json
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+generator = torch.Generator().manual_seed(1)
+x = torch.randn(32, 4, generator=generator)
+y = x.sum(1, keepdim=True)
+"""
+_TRAIN = """%%distributed
+model = network()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = accelerator.prepare(
+    model, optimizer, DataLoader(TensorDataset(x, y), batch_size=16)
+)
+losses = []
+for epoch in range(10):
+    for inputs, targets in loader:
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(accelerator.reduce(loss.detach(), reduction='mean').item())
+"""
+# One step on the whole batch in one process, from the same start.
+_ALONE = """%%distributed
+alone = network()
+nn.functional.mse_loss(alone(x), y).backward()
+"""
+_TOGETHER = """%%distributed
+shared, shards = accelerator.prepare(
+    network(), DataLoader(TensorDataset(x, y), batch_size=16)
+)
+for inputs, targets in shards:
+    accelerator.backward(nn.functional.mse_loss(shared(inputs), targets))
+rows = accelerator.gather(torch.tensor([len(inputs)])).tolist()
+apart = max(
+    (a.grad - b.grad).abs().max().item()
+    for a, b in zip(alone.parameters(), shared.parameters(), strict=True)
+)
+"""
+
+
+@pytest.fixture
+def ready(kernel: Kernel) -> Kernel:
+    """The shared kernel with data and a network on each rank."""
+    cell = kernel.run(_DATA)
+
+    assert cell.status == "ok", cell.visible
+    return kernel
+
+
+def test_every_rank_has_the_promised_names(kernel: Kernel) -> None:
+    """rank, world_size, local_rank, device, torch, dist and accelerator are there and agree."""
+    cell = kernel.run(
+        "%%distributed\nimport torch as t, torch.distributed as d, accelerate\n"
+        "(dist.get_rank() == rank == local_rank == accelerator.process_index,\n"
+        " world_size == dist.get_world_size() == accelerator.num_processes,\n"
+        " device.type == accelerator.device.type == 'cpu', torch is t, dist is d,\n"
+        " isinstance(accelerator, accelerate.Accelerator), str(accelerator.distributed_type))"
+    )
+
+    assert cell.visible == (
+        "[0-1] (True, True, True, True, True, True, 'DistributedType.MULTI_CPU')\n"
+    )
+
+
+def test_collectives_work(kernel: Kernel) -> None:
+    """torch.distributed is ready to use, without a set-up."""
+    cell = kernel.run("%%distributed\nt = torch.tensor([rank + 1.]); dist.all_reduce(t); t.item()")
+
+    assert cell.text == "[0-1] 3.0\n"
+
+
+def test_training_lowers_the_loss_and_keeps_the_ranks_equal(ready: Kernel) -> None:
+    """A prepared model learns, is DDP, and has the same parameters on every rank."""
+    trained = ready.run(_TRAIN)
+    losses = ready.run("%%rank[0]\nprint(json.dumps(losses))")
+    kind = ready.run("%%distributed\ntype(model).__name__")
+    ready.run(
+        "%%distributed\nflat = torch.cat([p.detach().flatten() for p in model.parameters()])\n"
+        "everyone = accelerator.gather(flat[None])"
+    )
+    equal = ready.run("%%distributed\nbool((everyone == everyone[0]).all()), len(everyone)")
+
+    values = json.loads(losses.text.removeprefix("[0] "))
+    assert trained.status == "ok", trained.visible
+    assert values[-1] < 0.5 * values[0]
+    assert kind.text == "[0-1] 'DistributedDataParallel'\n"
+    assert equal.text == "[0-1] (True, 2)\n"
+
+
+def test_gradients_are_those_of_the_whole_batch(ready: Kernel) -> None:
+    """Two half batches give the gradient that one process gets from the whole, within 1e-6."""
+    for code in (_ALONE, _TOGETHER):
+        cell = ready.run(code)
+        assert cell.status == "ok", cell.visible
+    rows = ready.run("%%distributed\nrows")
+    close = ready.run("%%distributed\napart < 1e-6")
+
+    assert rows.text == "[0-1] [16, 16]\n"
+    assert close.text == "[0-1] True\n"
+
+
+def test_an_accelerator_made_by_the_user_works(ready: Kernel) -> None:
+    """`Accelerator()` as in every example joins the same ranks and prepares a model."""
+    cell = ready.run(
+        "%%distributed\nfrom accelerate import Accelerator\nown = Accelerator()\n"
+        "wrapped = own.prepare(network())\n"
+        "own.process_index == rank, own.num_processes, type(wrapped).__name__, own.device.type"
+    )
+
+    assert cell.visible == "[0-1] (True, 2, 'DistributedDataParallel', 'cpu')\n"
+
+
+def test_accelerates_helpers_work(ready: Kernel) -> None:
+    """print, is_main_process, gather and wait_for_everyone do what their page says."""
+    cell = ready.run(
+        "%%distributed\naccelerator.print('once')\naccelerator.wait_for_everyone()\n"
+        "(accelerator.gather(torch.tensor([rank])).tolist(), accelerator.is_main_process)"
+    )
+
+    assert cell.text == "[0] once\n[1] ([0, 1], False)\n[0] ([0, 1], True)\n"
+
+
+def test_a_data_loader_with_workers_works(ready: Kernel) -> None:
+    """Forked workers of a DataLoader end with it and leave the rank usable."""
+    cell = ready.run(
+        "%%distributed\nsum(len(a) for a, _ in DataLoader(TensorDataset(x, y), num_workers=1))"
+    )
+    after = ready.run("%%distributed\nrank")
+
+    assert cell.text == "[0-1] 32\n"
+    assert after.text == "[0] 0\n[1] 1\n"
+
+
+def test_a_seed_makes_ranks_draw_alike(bare_kernel: Kernel) -> None:
+    """%dist_init --seed sets torch, numpy and random alike on all ranks."""
+    bare_kernel.run("%load_ext nbdist")
+    bare_kernel.run("%dist_init -n 2 --seed 11", 120)
+    cell = bare_kernel.run(
+        "%%distributed\nimport random, numpy\n"
+        "print(torch.rand(1).item(), numpy.random.rand(), random.random())"
+    )
+
+    assert cell.text.startswith("[0-1] ")
+
+
+def test_the_kernel_never_imports_torch(ready: Kernel) -> None:
+    """After starting, running and training, neither torch nor accelerate is in the kernel."""
+    for code in ("%dist_status", "%sync", "%%distributed --tabs\n1", "%%rank[1]\nrank"):
+        assert ready.run(code).status == "ok"
+    cell = ready.run("import sys\n[m for m in ('torch', 'accelerate') if m in sys.modules]")
+
+    assert cell.plain == ["[]"]

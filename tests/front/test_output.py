@@ -1,0 +1,311 @@
+"""What ranks write and display, as a reader sees it."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+_IMPORTS = (
+    "%%distributed\nimport ctypes, os, subprocess, sys, time\n"
+    "from IPython.display import HTML, clear_output, display, update_display"
+)
+_NOT_SHOWN = "not shown: 1 display of rank 1 (--tabs shows all ranks)\n"
+_TEXTS = {
+    "equal lines once": ("print('same')", "[0-1] same\n"),
+    "different lines per rank": ("print('r', rank)", "[0] r 0\n[1] r 1\n"),
+    "mixed": (
+        "print('a'); print(rank); print('b')",
+        "[0-1] a\n[0] 0\n[1] 1\n[0-1] b\n",
+    ),
+    "pieces of one line": (
+        "for piece in 'abc': print(piece, end='', flush=True)\nprint()",
+        "[0-1] abc\n",
+    ),
+    "an unfinished last line": ("print('no newline', end='')", "[0-1] no newline\n"),
+    "blank lines and indentation": (
+        "print('\\n  in\\n')",
+        "[0-1] \n[0-1]   in\n[0-1] \n",
+    ),
+    "more lines on one rank": (
+        "for i in range(1 + 2 * rank): print(i)",
+        "[0-1] 0\n[1] 1\n[1] 2\n",
+    ),
+    "output of C code": ("os.write(1, b'raw\\n');", "[0-1] raw\n"),
+    "output of libc": (
+        "libc = ctypes.CDLL(None); libc.puts(b'from C'); libc.fflush(None);",
+        "[0-1] from C\n",
+    ),
+    "a child process": ("subprocess.run(['echo', 'child']);", "[0-1] child\n"),
+    "a shell command's stderr": ("!echo oops >&2", "[0-1] oops\n"),
+    "a thread": (
+        (
+            "import threading\nt = threading.Thread(target=print, args=('thread',))\n"
+            "t.start(); t.join()"
+        ),
+        "[0-1] thread\n",
+    ),
+    "windows line ends": ("print('a\\r\\nb\\r')", "[0-1] a\n[0-1] b\n"),
+    "text that is no UTF-8": ("os.write(1, b'a\\xff\\n');", "[0-1] a\ufffd\n"),
+    "colours": ("print('\\x1b[31mred\\x1b[0m')", "[0-1] red\n"),
+}
+_LINES = 100_000
+_TEST_MODE = [
+    ("import time\nfor i in range(3): print('step', i, rank); time.sleep(0.05 * rank)"),
+    ("if rank == 0: time.sleep(1.5)\nprint('late', rank)"),
+    ("for i in range(20): print(f'\\rbar {i}', end='', flush=True); time.sleep(0.01)"),
+    ("rank"),
+]
+
+
+@pytest.fixture
+def ready(kernel: Kernel) -> Kernel:
+    """The shared kernel, what the cells here import at hand."""
+    assert kernel.run(_IMPORTS).status == "ok"
+    return kernel
+
+
+@pytest.fixture(scope="module")
+def stored_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A kernel whose outputs are going to be stored: NBDIST_TEST=1."""
+    with Kernel(cwd=tmp_path_factory.mktemp("stored"), env={"NBDIST_TEST": "1"}) as stored:
+        stored.run("%load_ext nbdist")
+        yield stored
+
+
+@pytest.mark.parametrize("name", _TEXTS)
+def test_lines_are_merged_in_rank_order(ready: Kernel, name: str) -> None:
+    """Equal lines come once with their ranks, others per rank, all of them whole."""
+    code, shown = _TEXTS[name]
+    cell = ready.run(f"%%distributed\n{code}")
+
+    assert (cell.status, cell.visible) == ("ok", shown)
+
+
+def test_output_of_c_code_at_the_very_end_is_not_lost(ready: Kernel) -> None:
+    """What is written past Python just before the cell ends is in the cell, every time."""
+    texts = [ready.run("%%distributed\nos.write(1, b'raw\\n' * 50);").text for _ in range(20)]
+
+    assert texts == ["[0-1] raw\n" * 50] * 20
+
+
+def test_a_childs_characters_stay_whole(ready: Kernel) -> None:
+    """Text of a child that is read in pieces is decoded as one."""
+    cell = ready.run("%%distributed\nsubprocess.run(['echo', 'x' + 'é' * 20_000]);")
+
+    assert cell.text == "[0-1] x" + "é" * 20_000 + "\n"
+
+
+def test_stderr_stays_stderr(ready: Kernel) -> None:
+    """Both streams are kept apart, from Python, C and children alike."""
+    cell = ready.run(
+        "%%distributed\nprint('out'); print('err', file=sys.stderr)\nos.write(2, b'raw\\n')\n"
+        "subprocess.run(['sh', '-c', 'echo child >&2']);"
+    )
+
+    assert cell.text == "[0-1] out\n"
+    assert sorted(cell.stderr.splitlines()) == ["[0-1] child", "[0-1] err", "[0-1] raw"]
+
+
+def test_output_is_shown_while_the_cell_runs(ready: Kernel, shared_folder: Path) -> None:
+    """A line is there before the cell goes on: the cell waits for a file that we then write."""
+    gate = shared_folder / "gate"
+    handle = ready.start(
+        f"%%distributed\nprint('before')\nwhile not os.path.exists({str(gate)!r}):\n"
+        "    time.sleep(0.01)\nprint('after')"
+    )
+    shown = ready.wait_output(handle, "[0-1] before")
+    gate.touch()
+    cell = ready.finish(handle)
+    gate.unlink()
+
+    assert shown.status == "running"
+    assert "after" not in shown.visible
+    assert cell.text == "[0-1] before\n[0-1] after\n"
+
+
+def test_a_rank_that_is_behind_is_shown_live(ready: Kernel, shared_folder: Path) -> None:
+    """Rank 0's line is not held back for ever by rank 1, which has none; then they join again."""
+    gate = shared_folder / "gate"
+    handle = ready.start(
+        f"%%distributed\nprint('one', rank)\nif rank:\n"
+        f"    while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        "print('two')"
+    )
+    shown = ready.wait_output(handle, "[0] two")
+    gate.touch()
+    cell = ready.finish(handle)
+    gate.unlink()
+
+    assert shown.status == "running"
+    assert cell.text.startswith("[0] one 0\n[1] one 1\n[0] two\n[1] two\n")
+
+
+def test_a_prompt_without_newline_is_shown_live(ready: Kernel, shared_folder: Path) -> None:
+    """An unfinished line is shown while the cell still runs."""
+    gate = shared_folder / "gate"
+    handle = ready.start(
+        f"%%distributed\nprint('epoch 1 ...', end='', flush=True)\n"
+        f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\nprint(' done')"
+    )
+    shown = ready.wait_output(handle, "epoch 1 ...")
+    gate.touch()
+    cell = ready.finish(handle)
+    gate.unlink()
+
+    assert shown.status == "running"
+    assert cell.text.endswith("[0-1] epoch 1 ... done\n")
+
+
+def test_elapsed_times_are_told_when_they_differ(ready: Kernel) -> None:
+    """One line names each rank's time, and none comes where they are alike."""
+    cell = ready.run("%%distributed\nif rank: time.sleep(1.2)")
+    even = ready.run("%%distributed\n1;")
+
+    assert re.fullmatch(r"elapsed: \[0\] 0\.\d s, \[1\] \d\.\d s\n", cell.text), cell.text
+    assert even.visible == ""
+
+
+def test_200_kb_of_a_child_does_not_wedge(ready: Kernel) -> None:
+    """A child that writes more than a pipe holds is read to its end, on both streams."""
+    child = "import sys\nfor f in (sys.stdout, sys.stderr): f.write(('x' * 1023 + '\\\\n') * 200)"
+    cell = ready.run(
+        f"%%distributed\nsubprocess.run([sys.executable, '-c', '''{child}'''])\nprint('end')"
+    )
+
+    assert cell.status == "ok"
+    assert cell.text.count("x" * 1023) == 200
+    assert cell.stderr.count("x" * 1023) == 200
+    assert cell.text.endswith("[0-1] end\n")
+
+
+def test_progress_bars_are_shown_for_the_first_rank(ready: Kernel) -> None:
+    """tqdm redraws one line; its last state stays, and the others are counted."""
+    cell = ready.run(
+        "%%distributed\nfrom tqdm import tqdm\nfor _ in tqdm(range(5)): time.sleep(0.05)"
+    )
+
+    last = cell.stderr.rstrip("\n").rsplit("\r", 1)[-1]
+    redraws = [a for a in cell.arrivals if a.text.startswith("\r")]
+    assert last.startswith("[0] 100%|")
+    assert len(redraws) > 1
+    assert cell.stderr.count("\n") == 1
+    assert "progress bars of rank 1" in cell.text
+
+
+@pytest.mark.parametrize(
+    ("code", "mime"),
+    [
+        ("display(HTML(f'<b>{rank}</b>'))", "text/html"),
+        ("import pandas\npandas.DataFrame({'a': [rank]})", "text/html"),
+        ("import matplotlib.pyplot as plt\nplt.plot([rank, 1])\nplt.show()", "image/png"),
+        ("import matplotlib.pyplot as plt\nplt.plot([rank, 1]);", "image/png"),
+    ],
+)
+def test_rich_output_comes_from_rank_0(ready: Kernel, code: str, mime: str) -> None:
+    """One figure, table or page is shown; the other rank's is counted."""
+    cell = ready.run(f"%%distributed\n{code}")
+
+    assert cell.status == "ok"
+    assert len(cell.data(mime)) == 1
+    assert cell.text.endswith(_NOT_SHOWN)
+
+
+def test_rich_output_of_a_later_rank_is_shown_where_rank_0_has_none(ready: Kernel) -> None:
+    """A figure that only rank 1 makes is not lost."""
+    cell = ready.run("%%distributed\nif rank == 1: display(HTML('only <b>one</b>'))")
+
+    assert cell.data("text/html") == ["only <b>one</b>"]
+    assert "not shown" not in cell.text
+
+
+def test_displays_keep_their_place_between_lines(ready: Kernel) -> None:
+    """Text before a display stays before it, text after it after it."""
+    cell = ready.run("%%distributed\nprint('a')\ndisplay(HTML('h'))\nprint('b')")
+
+    kinds = [o.get("text", o["output_type"]) for o in cell.outputs]
+    assert kinds == ["[0-1] a\n", "display_data", f"[0-1] b\n{_NOT_SHOWN}"]
+
+
+def test_a_display_is_updated_in_place(ready: Kernel) -> None:
+    """display_id works within a cell and from a later one."""
+    first = ready.start(
+        "%%distributed\nh = display(HTML('1'), display_id=True)\nh.update(HTML('2'))"
+    )
+    within = ready.finish(first)
+    later = ready.run("%%distributed\nh.update(HTML('3'))")
+
+    assert within.data("text/html") == ["2"]
+    assert later.data("text/html") == []
+    assert ready.so_far(first).data("text/html") == ["3"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_clear_output_clears(ready: Kernel, wait: bool) -> None:
+    """Only what came after the last clear_output() is left."""
+    cell = ready.run(
+        f"%%distributed\nfor i in range(3):\n    clear_output(wait={wait})\n    print('n', i)"
+    )
+
+    assert cell.text == "[0-1] n 2\n"
+
+
+def test_tabs_show_each_ranks_output(ready: Kernel) -> None:
+    """--tabs gives all that each rank wrote and displayed, as text and as HTML."""
+    cell = ready.run("%%distributed --tabs\nprint('hi', rank)\ndisplay(HTML(f'<b>{rank}</b>'))")
+
+    tabs = cell.plain[-1]
+    page = cell.data("text/html")[-1]
+    assert "--- rank 0 ---\nhi 0\n" in tabs
+    assert "--- rank 1 ---\nhi 1\n" in tabs
+    assert "<b>0</b>" in page
+    assert "<b>1</b>" in page
+    assert "not shown" not in cell.text
+
+
+def test_100_000_lines_are_in_the_file_and_their_ends_are_shown(ready: Kernel) -> None:
+    """Nothing of a flood is lost: both ends are shown, and the file at the path has it all."""
+    cell = ready.run(
+        f"%%distributed\nfor i in range({_LINES}): print(f'line {{i}} of {{rank}}')", 110
+    )
+
+    lines = cell.text.splitlines()
+    notes = [line for line in lines if line.startswith("...")]
+    shown = [line for line in lines if not line.startswith("...")]
+    path = Path(re.search(r"/\S+\.txt", notes[-1])[0])  # type: ignore[index]
+    expected = [f"[{rank}] line {i} of {rank}" for i in range(_LINES) for rank in (0, 1)]
+    assert cell.status == "ok"
+    assert f"{2 * _LINES - 1000:,} lines are not shown" in notes[-1]
+    assert shown == expected[:500] + expected[-500:]
+    assert sorted(path.read_text().splitlines()) == sorted(expected)
+    assert path.stat().st_mode & 0o077 == 0 or path.parent.stat().st_mode & 0o077 == 0
+
+
+def test_the_note_on_the_file_comes_after_the_first_lines(ready: Kernel) -> None:
+    """A batch of many lines at once: 500 of them, then where the others go, then the last ones."""
+    cell = ready.run("%%distributed\nprint('\\n'.join(map(str, range(1500))))")
+
+    lines = cell.text.splitlines()
+    assert lines[:500] == [f"[0-1] {i}" for i in range(500)]
+    assert lines[500].startswith("... more than 500 lines")
+    assert lines[-500:] == [f"[0-1] {i}" for i in range(1000, 1500)]
+
+
+def test_stored_outputs_are_equal_from_run_to_run(stored_kernel: Kernel) -> None:
+    """Under NBDIST_TEST=1 hosts, times, bars and lateness leave no trace in the outputs."""
+    runs = []
+    for _ in range(2):
+        started = stored_kernel.run("%dist_init -n 2", 120)
+        cells = [stored_kernel.run(f"%%distributed\n{code}") for code in _TEST_MODE]
+        status = stored_kernel.run("%dist_status")
+        stored_kernel.run("%dist_shutdown")
+        all_cells = [started, *cells, status]
+        runs.append([cell.outputs for cell in all_cells])
+        assert {a.msg_type for c in all_cells for a in c.arrivals} <= {"stream", "display_data"}
+
+    assert runs[0] == runs[1]
+    assert "ready in #" in started.plain[0]
+    assert cells[1].text == "[0] late 0\n[1] late 1\n"
+    assert cells[2].text == "[0-1] bar 19\n"

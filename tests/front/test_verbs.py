@@ -1,0 +1,352 @@
+"""Every verb and every option, typed in a real kernel with real ranks."""
+
+import re
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+_OPTION_MISTAKES = {
+    "%dist_init --nope": "unrecognized arguments: --nope",
+    "%dist_init -n 0": "'0' is no number of ranks",
+    "%dist_init -n two": "'two' is no number of ranks",
+    "%dist_init --timeout x": "'x' is no number",
+    "%dist_init --timeout -1": "--timeout",
+    "%dist_init --seed x": "invalid int value: 'x'",
+    "%dist_init -n": "expected one argument",
+    "%dist_init 'a": "Close the quotation",
+    "%dist_reset --nope": "unrecognized arguments: --nope",
+    "%dist_shutdown now": "unrecognized arguments: now",
+    "%dist_status extra": "unrecognized arguments: extra",
+    "%dist_mode 5": "rank 5 does not exist: 2 ranks run, 0-1",
+    "%dist_mode somewhere": "Write them as 0, 0,2-3 or all",
+    "%dist_mode -e -d": "choose one of all, local",
+    "%dist_mode all -d": "choose one of all, local",
+    "%sync --timeout 0": "0 is not above 0",
+    "%%distributed --nope\n1": "unrecognized arguments: --nope",
+    "%%distributed --ranks 7\n1": "rank 7 does not exist: 2 ranks run, 0-1",
+    "%%distributed --ranks 1-0\n1": "Write 0-1",
+    "%%distributed --timeout 0\n1": "0 is not above 0",
+    "%%distributed extra\n1": "unrecognized arguments: extra",
+    "%%rank[5]\n1": "rank 5 does not exist: 2 ranks run, 0-1",
+    "%%rank[-1]\n1": "Write them as 0, 0,2-3 or all",
+    "%%rank []\n1": "Write them as 0, 0,2-3 or all",
+    "%%rank [0] --ranks 1\n1": "Ranks are given twice",
+    "%%rank[0] print(1)": "does not name ranks",
+    "x = 1\n%%distributed\nrank": "%%distributed has to be the first line of its cell",
+}
+_REPLACED_OPTIONS = {
+    "%dist_init -n 2 -a 10.0.0.1": "-a: not needed",
+    "%dist_init --master-addr=10.0.0.1": "--master-addr: not needed",
+}
+_REPLACED_MAGICS = {
+    "%dist_debug": "%dist_status",
+    "%dist_sync_ide": "not needed",
+    "%timeline_save t.json": "no timeline is kept",
+    "%timeline_debug": "no timeline is kept",
+    "%timeline_clear": "no timeline is kept",
+}
+_RANKS = {
+    "%%distributed\nrank": "[0] 0\n[1] 1\n",
+    "%%distributed --ranks 1\nrank": "[1] 1\n",
+    "%%distributed --ranks 0-1\nrank": "[0] 0\n[1] 1\n",
+    "%%distributed --ranks=all\nrank": "[0] 0\n[1] 1\n",
+    "%%rank[0]\nrank": "[0] 0\n",
+    "%%rank[0,1]\nrank": "[0] 0\n[1] 1\n",
+    "%%rank [1]\nrank": "[1] 1\n",
+    "%%rank [0, 1]\nrank": "[0] 0\n[1] 1\n",
+    "%%rank 1\nrank": "[1] 1\n",
+    "%%rank --ranks 1\nrank": "[1] 1\n",
+    "# a comment\n\n%%rank[1]\nrank": "[1] 1\n",
+    "\n\n%%rank[1]\nrank": "[1] 1\n",
+}
+_NEEDS_RANKS = ["%%distributed\n1", "%%rank[0]\n1", "%dist_status", "%dist_mode all", "%sync",
+                "%dist_shutdown"]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", _RANKS)
+def test_a_cell_runs_on_the_ranks_that_are_named(kernel: Kernel, code: str) -> None:
+    """Each spelling of ranks runs the cell there and nowhere else."""
+    cell = kernel.run(code)
+
+    assert (cell.status, cell.visible) == ("ok", _RANKS[code])
+
+
+@pytest.mark.parametrize("code", _OPTION_MISTAKES)
+def test_a_wrong_option_is_an_ordinary_error(kernel: Kernel, code: str) -> None:
+    """A mistake fails the cell with an OptionError that says what is wrong, and an error output."""
+    cell = kernel.run(code)
+
+    assert cell.status == "error"
+    assert cell.error is not None
+    assert cell.error.ename == "OptionError"
+    assert _OPTION_MISTAKES[code] in cell.error.evalue
+    assert cell.error.traceback.startswith("OptionError: ")
+
+
+@pytest.mark.parametrize(
+    "verb",
+    ["%dist_init", "%dist_reset", "%dist_shutdown", "%dist_status", "%dist_mode", "%sync",
+     "%%distributed", "%%rank"],
+)  # fmt: skip
+def test_help_shows_the_options_and_does_nothing(kernel: Kernel, verb: str) -> None:
+    """--help shows usage and an example, and runs nothing."""
+    cell = kernel.run(f"{verb} --help")
+    after = kernel.run("%%distributed\nrank")
+
+    assert cell.status == "ok"
+    assert cell.plain[0].startswith(f"usage: {verb}")
+    assert "example: %" in cell.plain[0]
+    assert after.text == "[0] 0\n[1] 1\n"
+
+
+def test_help_of_a_cell_runs_nothing_of_it(kernel: Kernel) -> None:
+    """--help above a body leaves the body alone."""
+    cell = kernel.run("%%distributed --help\n1 / 0")
+
+    assert cell.status == "ok"
+
+
+@pytest.mark.parametrize("code", ["%%distributed?", "%%rank?", "%dist_init?", "%%distributed??"])
+def test_a_question_mark_asks_ipython_for_help(kernel: Kernel, code: str) -> None:
+    """IPython's own help on a magic works for ours, cell magics included."""
+    cell = kernel.run(code)
+
+    assert (cell.status, cell.visible) == ("ok", "")
+
+
+@pytest.mark.parametrize("code", _REPLACED_OPTIONS)
+def test_an_option_of_nbdistributed_says_what_replaces_it(kernel: Kernel, code: str) -> None:
+    """The option is answered, its value is taken with it, and the verb runs."""
+    cell = kernel.run(code)
+
+    assert cell.status == "ok"
+    assert cell.plain[0].startswith(_REPLACED_OPTIONS[code])
+    assert "ranks 0-1 are already running" in cell.plain[1]
+
+
+@pytest.mark.parametrize("code", _REPLACED_MAGICS)
+def test_a_magic_of_nbdistributed_says_what_replaces_it(kernel: Kernel, code: str) -> None:
+    """A magic without a counterpart of the same name is answered."""
+    cell = kernel.run(code)
+
+    assert cell.status == "ok"
+    assert _REPLACED_MAGICS[code] in cell.plain[0]
+
+
+def test_mode_sets_where_plain_cells_run(kernel: Kernel) -> None:
+    """all, ranks, local, -e and -d each route the next plain cell."""
+    where = "import os; 'RANK' in os.environ and os.environ['RANK']"
+    seen = {}
+    for mode in ("all", "1", "-d", "-e", "local"):
+        told = kernel.run(f"%dist_mode {mode}")
+        seen[mode] = (told.plain[0], kernel.run(where).visible)
+
+    assert seen == {
+        "all": ("plain cells run on ranks 0-1", "[0] '0'\n[1] '1'\n"),
+        "1": ("plain cells run on rank 1", "[1] '1'\n"),
+        "-d": ("plain cells run in the notebook", "False\n"),
+        "-e": ("plain cells run on ranks 0-1", "[0] '0'\n[1] '1'\n"),
+        "local": ("plain cells run in the notebook", "False\n"),
+    }
+
+
+def test_mode_alone_tells_the_mode(kernel: Kernel) -> None:
+    """Without an argument %dist_mode shows and changes nothing."""
+    kernel.run("%dist_mode 0")
+    cell = kernel.run("%dist_mode")
+
+    assert cell.plain == ["plain cells run on rank 0"]
+
+
+def test_our_magics_run_in_the_kernel_in_automatic_mode(kernel: Kernel) -> None:
+    """A cell that begins with an nbdist magic is not sent to the ranks, comments above or not."""
+    kernel.run("%dist_mode all")
+    codes = ["%dist_status", "# first\n%sync", "%dist_mode", "%dist_debug", "%load_ext nbdist",
+             "%reload_ext nbdist", "%%rank[0]\nrank"]  # fmt: skip
+    cells = [kernel.run(code) for code in codes]
+    plain = kernel.run("rank")
+
+    assert [cell.status for cell in cells] == ["ok"] * len(codes)
+    assert not any("[0-1]" in cell.visible for cell in cells)
+    assert plain.text == "[0] 0\n[1] 1\n"
+
+
+def test_magics_and_shell_commands_go_along_in_automatic_mode(kernel: Kernel) -> None:
+    """%pwd, !echo and %%bash run where plain cells run."""
+    kernel.run("%dist_mode all")
+
+    assert kernel.run("!echo $RANK").text == "[0] 0\n[1] 1\n"
+    assert kernel.run("%%bash\necho $RANK").text == "[0] 0\n[1] 1\n"
+    assert kernel.run("%env RANK").text == "[0] '0'\n[1] '1'\n"
+
+
+def test_local_runs_in_the_kernel_in_automatic_mode(kernel: Kernel) -> None:
+    """%%local reaches the notebook's own variables, whatever the mode."""
+    kernel.run("mine = 'notebook'")
+    kernel.run("%dist_mode all")
+    kernel.run("mine = 'rank'")
+    cell = kernel.run("%%local\nmine")
+    failed = kernel.run("%%local\n\nnope")
+
+    assert cell.plain == ["'notebook'"]
+    assert failed.error is not None
+    assert failed.error.ename == "NameError"
+    assert f"Cell In[{failed.execution_count}], line 3" in failed.error.traceback
+
+
+def test_an_error_of_a_local_cell_inside_a_magic_fails_the_cell(kernel: Kernel) -> None:
+    """%%time above %%local does not turn an error into success."""
+    cell = kernel.run("%%time\n%%local\n1 / 0")
+
+    assert cell.status == "error"
+
+
+def test_silent_requests_never_go_to_ranks(kernel: Kernel) -> None:
+    """What a front end asks for itself runs in the kernel, in automatic mode too."""
+    kernel.run("%dist_mode all")
+    kernel.run("here = 1", silent=True)
+    on_ranks = kernel.run("'here' in dir()")
+    in_kernel = kernel.run("%%local\n'here' in dir()")
+
+    assert on_ranks.text == "[0-1] False\n"
+    assert in_kernel.plain == ["True"]
+
+
+def test_cells_without_history_do_go_to_ranks(kernel: Kernel) -> None:
+    """nbval runs every cell with store_history off; those are the user's."""
+    kernel.run("%dist_mode all")
+    cell = kernel.run("rank", store_history=False)
+
+    assert cell.text == "[0] 0\n[1] 1\n"
+
+
+def test_automatic_mode_holds_without_autoawait(kernel: Kernel) -> None:
+    """With %autoawait off plain cells still run on the ranks, and errors name their lines."""
+    kernel.run("%autoawait off")
+    kernel.run("%dist_mode all")
+    cell = kernel.run("rank")
+    failed = kernel.run("x = 1\n1 / 0")
+    kernel.run("%dist_mode local")
+    magic = kernel.run("%%rank[1]\nrank")
+    kernel.run("%autoawait on")
+
+    assert cell.text == "[0] 0\n[1] 1\n"
+    assert failed.error is not None
+    assert f"Cell In[{failed.execution_count}], line 2" in failed.error.traceback
+    assert magic.text == "[1] 1\n"
+
+
+def test_status_shows_each_rank(kernel: Kernel) -> None:
+    """%dist_status has one row per rank with its process and state."""
+    pids = kernel.run("%%distributed\nimport os; os.getpid()")
+    cell = kernel.run("%dist_status")
+
+    told = cell.plain[0].splitlines()
+    rows = [line.split() for line in told[2:4]]
+    assert told[0].startswith("2 ranks on 1 host, gloo, up for ")
+    assert [f"[{row[0]}] {row[2]}" for row in rows] == pids.text.splitlines()
+    assert [row[4] for row in rows] == ["idle", "idle"]
+    assert told[4] == "plain cells run in the notebook"
+    assert "<table>" in cell.data("text/html")[0]
+
+
+def test_sync_waits_for_all_ranks(kernel: Kernel) -> None:
+    """%sync says that the ranks are in step, again and again."""
+    cells = [kernel.run("%sync"), kernel.run("%sync --timeout 5")]
+
+    assert [cell.plain for cell in cells] == [["ranks 0-1 in step"]] * 2
+
+
+def test_a_timeout_interrupts_the_ranks_and_keeps_their_variables(kernel: Kernel) -> None:
+    """%%distributed --timeout ends a cell that is still running, and says so."""
+    kernel.run("%%distributed\nkept = rank")
+    cell = kernel.run("%%distributed --timeout 0.3\nimport time; time.sleep(60)")
+    after = kernel.run("%%distributed\nkept")
+
+    assert cell.error is not None
+    assert cell.error.ename == "CellTimeout"
+    assert "longer than --timeout 0.3" in cell.error.evalue
+    assert "ranks 0-1 are back, variables kept" in cell.error.evalue
+    assert after.text == "[0] 0\n[1] 1\n"
+
+
+def test_a_second_init_says_what_runs(kernel: Kernel) -> None:
+    """%dist_init again, with the same options, shows the running ranks and starts none."""
+    before = kernel.run("%%distributed\nimport os; os.getpid()")
+    cells = [kernel.run(code) for code in ("%dist_init -n 2", "%dist_init")]
+    after = kernel.run("%%distributed\nos.getpid()")
+
+    assert all("ranks 0-1 are already running" in cell.plain[0] for cell in cells)
+    assert "%dist_reset starts afresh" in cells[0].plain[0]
+    assert after.text == before.text
+
+
+@pytest.mark.parametrize("options", ["-n 3", "--seed 7", "--gpus none", "--profile other"])
+def test_a_second_init_with_other_options_is_refused(kernel: Kernel, options: str) -> None:
+    """Other ranks than the running ones are not silently left out."""
+    cell = kernel.run(f"%dist_init {options}")
+
+    assert cell.error is not None
+    assert cell.error.ename == "AlreadyRunning"
+    assert "ranks 0-1 are already running" in cell.error.evalue
+
+
+def test_start_from_python_is_refused_while_ranks_run(kernel: Kernel) -> None:
+    """nbdist.start() behaves as %dist_init does with other ranks running."""
+    cell = kernel.run("import nbdist; nbdist.start(2)")
+
+    assert cell.error is not None
+    assert cell.error.ename == "AlreadyRunning"
+
+
+def test_loading_twice_is_harmless(kernel: Kernel) -> None:
+    """%load_ext and %reload_ext again change neither ranks nor routing."""
+    for code in ("%load_ext nbdist", "%reload_ext nbdist", "%unload_ext nbdist",
+                 "%load_ext nbdist"):  # fmt: skip
+        assert kernel.run(code).status == "ok"
+    routes = kernel.run(
+        "[t.__module__ for t in get_ipython().input_transformers_cleanup].count('nbdist.routing')"
+    )
+    cell = kernel.run("%%distributed\nrank")
+
+    assert routes.plain == ["1"]
+    assert cell.text == "[0] 0\n[1] 1\n"
+
+
+def test_a_string_with_our_magic_in_it_is_left_alone(kernel: Kernel) -> None:
+    """Only a cell magic below code is refused, not text that looks like one."""
+    cell = kernel.run('text = """\n%%distributed\n"""\ntext')
+
+    assert cell.plain == ["'\\n%%distributed\\n'"]
+
+
+def test_a_whole_session_from_nothing_to_nothing(bare_kernel: Kernel) -> None:
+    """Verbs before a start name %dist_init; --auto, --seed, reset and shutdown do what they say."""
+    kernel = bare_kernel
+    kernel.run("%load_ext nbdist")
+    early = [kernel.run(code) for code in _NEEDS_RANKS]
+    started = kernel.run("%dist_init --num-processes 2 --seed 3 --auto", 120)
+    first = kernel.run("torch.rand(1).item()")
+    kernel.run("left = 1")
+    reset = kernel.run("%dist_reset", 120)
+    gone = kernel.run("'left' in dir()")
+    again = kernel.run("torch.rand(1).item()")
+    smaller = kernel.run("%dist_reset -n 1", 120)
+    alone = kernel.run("rank, world_size")
+    stopped = kernel.run("%dist_shutdown")
+    local = kernel.run("'rank' in dir()")
+    late = [kernel.run(code) for code in _NEEDS_RANKS]
+
+    assert [c.error and c.error.ename for c in early + late] == ["NotRunning"] * len(early + late)
+    assert all(c.error and "%dist_init -n 2" in c.error.evalue for c in early + late)
+    assert re.match(r"2 ranks on 1 host, ready in \d", started.plain[0])
+    assert "Gloo on the CPU" in started.plain[0]
+    assert first.text.startswith("[0-1] 0.")
+    assert reset.plain[0].startswith("2 ranks")
+    assert gone.text == "[0-1] False\n"
+    assert again.text == first.text
+    assert smaller.plain[0].startswith("1 rank on 1 host")
+    assert alone.text == "[0] (0, 1)\n"
+    assert stopped.plain == ["rank 0 stopped"]
+    assert local.plain == ["False"]
