@@ -46,7 +46,8 @@ def start(  # the options of %dist_init, by name
     from nbdist import commands
     from nbdist.client.start import DEFAULT_DEADLINE_S, StartOptions
 
-    options = StartOptions(n, profile, gpus, backend, seed, timeout_s or DEFAULT_DEADLINE_S)
+    deadline_s = DEFAULT_DEADLINE_S if timeout_s is None else timeout_s
+    options = StartOptions(n, profile, gpus, backend, seed, deadline_s)
     return commands.start_and_show(options).session
 
 

@@ -55,14 +55,25 @@ def dist_init(values: Namespace) -> View | None:
     return shown
 
 
+# The options of a start as they are typed.
+_TYPED = {
+    "world_size": "-n",
+    "profile": "--profile",
+    "gpus": "--gpus",
+    "backend": "--backend",
+    "seed": "--seed",
+}
+
+
 def _already_running(options: StartOptions) -> View:
     session = NOTEBOOK.session
     running = f"{ranks_are(session.ranks)} already running in this notebook"
     differing = NOTEBOOK.differs(options)
     if differing:
+        typed = ", ".join(_TYPED[name] for name in differing)
         raise AlreadyRunning(
-            f"{running}, with another {', '.join(differing)} than asked for. %dist_reset with the "
-            "options that you want starts afresh; %dist_shutdown only stops."
+            f"{running}, with another {typed}. %dist_reset with the options that you want starts "
+            "afresh; %dist_shutdown only stops."
         )
     view = _status()
     note = f"{running}; %dist_reset starts afresh."
@@ -135,7 +146,10 @@ def sync(values: Namespace) -> View:
 
 def cell_options(values: Namespace) -> CellOptions:
     """The options of a distributed cell, however its ranks were typed."""
-    named = " ".join(getattr(values, "where", []) or []) or None
+    where = getattr(values, "where", None)
+    if where == [] and not values.ranks:
+        raise OptionError("%%rank: no rank is named. For example: %%rank [0] or %%rank [0,2-3].")
+    named = " ".join(where or []) or None
     if named and values.ranks:
         raise OptionError(f"Ranks are given twice: {named} and --ranks {values.ranks}.")
     return CellOptions(named or values.ranks, values.has_tabs, values.timeout_s)

@@ -99,6 +99,7 @@ class Notebook:
             started = start(options, self._sink, progress)
         except KeyboardInterrupt as error:
             raise Interrupted("the start was interrupted; nothing of it is left") from error
+        started.session.cell_number = lambda: self.cell_number
         self._session, self._options = started.session, options
         atexit.register(self._stop_at_exit, started.session)
         return started

@@ -19,6 +19,7 @@ from nbdist.client.run import CellRequest, CellRun, Sink
 from nbdist.core.cells import CellResult
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import parse_ranks, rank_label
+from nbdist.core.shown import is_stored
 from nbdist.core.topology import Topology
 from nbdist.core.wire import CELL_NUMBER
 from nbdist.errors import NbdistError, NotRunning, RankBusy, RankGone
@@ -59,6 +60,8 @@ class Session:
         """
         self.topology = topology
         self.started_s = time.time()
+        # The number of the notebook's cell that is running, for tracebacks of `run`.
+        self.cell_number: Callable[[], int | None] = lambda: None
         self._cluster = cluster
         self._sink = sink
         self._busy: dict[int, tuple[CellRun, float]] = {}
@@ -101,7 +104,13 @@ class Session:
         Raises:
             DistributedError: If it failed on a rank; see also `begin`.
         """
-        request = CellRequest(code, self.chosen(ranks), timeout_s=timeout_s)
+        request = CellRequest(
+            code,
+            self.chosen(ranks),
+            number=self.cell_number(),
+            timeout_s=timeout_s,
+            is_patient=is_stored(),
+        )
         return run.wait(lambda: self.begin(request))
 
     def begin(self, request: CellRequest) -> CellRun:
@@ -245,12 +254,13 @@ class Session:
         if gone:
             alive = [rank for rank in self.ranks if self._is_connected(rank)]
             others = f"%%rank [{rank_label(alive)}] runs on the others; " if alive else ""
+            verb = "have" if len(gone) > 1 else "has"
             how = ", ".join(
                 f"rank {rank}: {end.how if end is not None else 'its connection is lost'}"
                 for rank, end in gone
             )
             raise RankGone(
-                f"{ranks_phrase([rank for rank, _ in gone])} has ended ({how}). {others}"
+                f"{ranks_phrase([rank for rank, _ in gone])} {verb} ended ({how}). {others}"
                 "%dist_reset starts all afresh."
             )
 

@@ -81,13 +81,14 @@ def start(
         versions.check_torch(installed_torch(), sys.executable)
         notes.append(_check_shm(world_size, uses_nccl=expected.backend == "nccl"))
     network.encrypt(config)
+    end_s = began_s + options.deadline_s
     cluster = Cluster(config)
     try:
         if is_local:
             _configure_local(config, cluster, expected, chosen, options)
         cluster.start(world_size, options.deadline_s, progress)
         form = _local_plan if is_local else _reported_plan
-        plan = form(cluster, world_size, options, progress)
+        plan = form(cluster, world_size, options, end_s, progress)
     except BaseException:
         cluster.stop(grace_s=0)
         raise
@@ -160,13 +161,12 @@ def _configure_local(
 
 
 def _local_plan(
-    cluster: Cluster, world_size: int, options: StartOptions, progress: Progress
+    cluster: Cluster, world_size: int, options: StartOptions, end_s: float, progress: Progress
 ) -> Topology:
     """The groups are formed already; give cells their names."""
     progress(f"{world_size} of {world_size} ranks ready, preparing")
     call = _caller(cluster)
     engines = range(world_size)
-    end_s = time.monotonic() + options.deadline_s
     _adopt_notebook(call, engines, end_s)  # again: IPython has added to sys.path
     plans = _all({e: remote.prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
     plan: Topology = plans[0]
@@ -174,13 +174,12 @@ def _local_plan(
 
 
 def _reported_plan(
-    cluster: Cluster, world_size: int, options: StartOptions, progress: Progress
+    cluster: Cluster, world_size: int, options: StartOptions, end_s: float, progress: Progress
 ) -> Topology:
     """Ask the engines what they are, assign ranks, form the groups."""
     assert cluster.channel is not None
     engines = cluster.channel.engine_ids[:world_size]
     call = _caller(cluster)
-    end_s = time.monotonic() + options.deadline_s
     progress("asking the engines where they are")
     own_address = _own_address()
     reports = _all(

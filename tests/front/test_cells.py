@@ -156,9 +156,6 @@ def test_tracebacks_inside_another_magic_have_right_numbers(kernel: Kernel) -> N
     assert f"Cell In[{cell.execution_count}], line 2" in cell.error.traceback
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Session.run sends no cell number: the traceback has the engine's count"
-)
 def test_tracebacks_of_session_run_name_the_notebooks_cell(kernel: Kernel) -> None:
     """nbdist.session().run() numbers its cell like the notebook cell that calls it."""
     kernel.run("'so that the engines count behind'")

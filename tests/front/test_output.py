@@ -184,12 +184,13 @@ def test_200_kb_of_a_child_does_not_wedge(ready: Kernel) -> None:
 def test_progress_bars_are_shown_for_the_first_rank(ready: Kernel) -> None:
     """tqdm redraws one line; its last state stays, and the others are counted."""
     cell = ready.run(
-        "%%distributed\nfrom tqdm import tqdm\nfor _ in tqdm(range(5)): time.sleep(0.05)"
+        "%%distributed\nfrom tqdm import tqdm\n"
+        "for _ in tqdm(range(5), desc=f'rank {rank}'): time.sleep(0.05)"
     )
 
     last = cell.stderr.rstrip("\n").rsplit("\r", 1)[-1]
     redraws = [a for a in cell.arrivals if a.text.startswith("\r")]
-    assert last.startswith("[0] 100%|")
+    assert last.startswith("[0] rank 0: 100%|")
     assert len(redraws) > 1
     assert cell.stderr.count("\n") == 1
     assert "progress bars of rank 1" in cell.text
