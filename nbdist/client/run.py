@@ -294,6 +294,8 @@ class CellRun:
 
     def _notes(self) -> list[str]:
         times = {rank: state.elapsed_s for rank, state in self._states.items()}
+        if any(state.status != "ok" for state in self._states.values()):
+            times = {}  # what a failure took says nothing about the ranks
         # Whether this line comes depends on measured times: stored outputs do without it.
         return [
             "" if self.request.keeps_outputs else self._feed.hidden(),

@@ -292,6 +292,21 @@ class LabNotebook:
             ) from error
 
 
+def write_notebook(path: Path, *sources: str) -> None:
+    """Write a notebook of code cells without outputs."""
+    blank: dict[str, object] = {
+        "cell_type": "code",
+        "execution_count": None,
+        "metadata": {},
+        "outputs": [],
+    }
+    cells = [{**blank, "id": f"cell-{i}", "source": source} for i, source in enumerate(sources)]
+    # Without a kernel of its own JupyterLab would ask which one to take.
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    content = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    path.write_text(json.dumps(content))
+
+
 def _write_settings(folder: Path) -> None:
     for name, value in _SETTINGS.items():
         path = folder / "@jupyterlab" / f"{name}.jupyterlab-settings"

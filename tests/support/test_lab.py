@@ -1,33 +1,18 @@
 """The browser helpers on a plain JupyterLab."""
 
-import json
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.lab import Lab, LabNotebook, browser_page
+from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
 from tests.support.processes import descendants, wait_gone
-
-
-def _notebook(path: Path, *sources: str) -> None:
-    blank: dict[str, object] = {
-        "cell_type": "code",
-        "execution_count": None,
-        "metadata": {},
-        "outputs": [],
-    }
-    cells = [{**blank, "id": f"cell-{i}", "source": source} for i, source in enumerate(sources)]
-    # Without a kernel of its own JupyterLab would ask which one to take.
-    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    content = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
-    path.write_text(json.dumps(content))
 
 
 @pytest.mark.browser
 def test_a_cell_runs_in_jupyterlab(tmp_path: Path) -> None:
     """JupyterLab runs, interrupts and restarts; output and prompts are read from the page."""
-    _notebook(
+    write_notebook(
         tmp_path / "a.ipynb",
         "1+1",
         "import time\nprint('sleeping', flush=True)\ntime.sleep(60)",
@@ -68,7 +53,7 @@ def test_a_cell_runs_in_jupyterlab(tmp_path: Path) -> None:
 @pytest.mark.browser
 def test_run_all_in_jupyterlab_stops_at_an_error(tmp_path: Path) -> None:
     """The cells behind a failing one are not run, and waiting for Run All ends all the same."""
-    _notebook(tmp_path / "a.ipynb", "'first'", "1/0", "'never run'")
+    write_notebook(tmp_path / "a.ipynb", "'first'", "1/0", "'never run'")
     with Lab(tmp_path) as lab, browser_page() as page:
         notebook = LabNotebook(page, lab, "a.ipynb")
         notebook.run_all()

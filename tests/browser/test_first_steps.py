@@ -1,0 +1,148 @@
+"""nbdist in a real JupyterLab: what a person sees and clicks."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
+from tests.support.processes import descendants, processes_of_run, wait_gone
+
+CELLS = {
+    "load": "%load_ext nbdist",
+    "start": "%dist_init -n 2",
+    "loop": (
+        "%%distributed\n"
+        "import time\n"
+        "x = 41\n"
+        "for step in range(200):\n"
+        "    print('step', step)\n"
+        "    time.sleep(0.2)"
+    ),
+    "after": "%%distributed\nx + 1",
+    "error": "%%distributed\nif rank == 1:\n    raise ValueError('boom')\nprint('fine')",
+    "bar": (
+        "%%distributed\n"
+        "from tqdm.auto import tqdm\n"
+        "for _ in tqdm(range(5), desc=f'of rank {rank}'): time.sleep(0.02)"
+    ),
+    "figure": (
+        "%%distributed\n"
+        "import matplotlib.pyplot as plt\n"
+        "plt.plot([rank, 1])\n"
+        "plt.show()\n"
+        "print('drawn')"
+    ),
+    "tabs": (
+        "%%distributed --tabs\n"
+        "from IPython.display import HTML, display\n"
+        "display(HTML(f'<b>table of rank {rank}</b>'))"
+    ),
+    "status": "%dist_status",
+}
+
+
+NUMBER = {name: index for index, name in enumerate(CELLS)}
+
+pytestmark = pytest.mark.browser
+
+
+class Tab:
+    """The notebook in the browser, its cells by name."""
+
+    def __init__(self, notebook: LabNotebook, lab: Lab) -> None:
+        self.notebook = notebook
+        self.lab = lab
+
+    def run(self, name: str) -> str:
+        """Run a cell to its end; what stands below it then."""
+        self.notebook.run_cell(NUMBER[name])
+        return self.text(name)
+
+    def text(self, name: str) -> str:
+        """What stands below a cell, each run of white space as one space."""
+        return " ".join(self.notebook.output_text(NUMBER[name]).split())
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    """A notebook with two ranks in JupyterLab."""
+    folder = tmp_path_factory.mktemp("lab")
+    write_notebook(folder / "a.ipynb", *CELLS.values())
+    with Lab(folder) as lab, browser_page(1100, 2400) as page:
+        tab = Tab(LabNotebook(page, lab, "a.ipynb"), lab)
+        tab.run("load")
+        tab.run("start")
+        yield tab
+
+
+def test_the_ranks_stand_in_a_table(tab: Tab) -> None:
+    """%dist_init leaves one table with a row for each rank, and no progress line."""
+    assert tab.text("start").startswith("2 ranks on 1 host, ready in")
+    assert tab.notebook.output(NUMBER["start"]).locator("table tbody tr").count() == 2
+
+
+def test_output_is_live_and_the_stop_button_brings_the_ranks_back(tab: Tab) -> None:
+    """Lines are on the page while the cell runs; after the stop button the variables are there."""
+    tab.notebook.run_cell(NUMBER["loop"], wait=False)
+    tab.notebook.wait_text(NUMBER["loop"], "[0-1] step 3")
+    prompt = tab.notebook.prompt(NUMBER["loop"])
+    pressed_s = time.monotonic()
+    tab.notebook.interrupt()
+    tab.notebook.wait_done(NUMBER["loop"])
+    waited_s = time.monotonic() - pressed_s
+
+    assert prompt == "[*]:"
+    assert waited_s < 5
+    assert "KeyboardInterrupt: ranks 0-1 are back, variables kept" in tab.text("loop")
+    assert tab.run("after") == "[0-1] 42"
+
+
+def test_an_error_is_told_once_with_its_rank(tab: Tab) -> None:
+    """The other rank's output stands above the error."""
+    text = tab.run("error")
+
+    assert text.startswith("[0] fine rank 1 raised ValueError:")
+    assert text.endswith("DistributedError: rank 1 raised ValueError: boom")
+
+
+def test_a_bar_of_a_rank_is_a_live_widget(tab: Tab) -> None:
+    """tqdm's widget of rank 0 is updated on the page; rank 1's is counted."""
+    text = tab.run("bar")
+
+    assert text.startswith("of rank 0: 100% 5/5")
+    assert text.endswith("not shown: 1 display of rank 1 (--tabs shows all ranks)")
+
+
+def test_a_figure_is_shown_once(tab: Tab) -> None:
+    """The figure of rank 0 is an image below the cell."""
+    text = tab.run("figure")
+
+    assert tab.notebook.output(NUMBER["figure"]).locator("img").count() == 1
+    assert "[0-1] drawn" in text
+    assert "not shown: 1 display of rank 1" in text
+
+
+def test_tabs_show_each_rank(tab: Tab) -> None:
+    """A click on a rank's tab shows its output in the place of the other's."""
+    tab.run("tabs")
+    output = tab.notebook.output(NUMBER["tabs"])
+    before = [output.get_by_text(f"table of rank {rank}").is_visible() for rank in range(2)]
+    output.get_by_text("rank 1", exact=True).click()
+    after = [output.get_by_text(f"table of rank {rank}").is_visible() for rank in range(2)]
+
+    assert before == [True, False]
+    assert after == [False, True]
+
+
+def test_a_restart_from_the_menu_ends_the_ranks(tab: Tab) -> None:
+    """All processes of the run are gone within 5 s of a restart of the kernel."""
+    status = tab.run("status")
+    below = set(descendants(tab.lab.pid))
+    running = [process for process in processes_of_run() if process in below]
+    tab.notebook.restart()
+    left = wait_gone(running, timeout_s=5)
+
+    assert "idle" in status
+    assert running
+    assert left == []
