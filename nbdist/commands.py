@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
+from dataclasses import replace
 
 from nbdist.client.start import DEFAULT_DEADLINE_S, Started, StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
@@ -83,22 +84,25 @@ def _already_running(options: StartOptions) -> View:
 def dist_reset(values: Namespace) -> None:
     """End the ranks and start new ones, with the same options unless others are given."""
     asked = _start_options(values)
-    options = NOTEBOOK.options if asked == StartOptions() and NOTEBOOK.is_running else asked
+    options = _same_options(asked) if NOTEBOOK.is_running else asked
     mode = NOTEBOOK.mode
+    ranks: tuple[int, ...] = ()
     if NOTEBOOK.is_running:
-        NOTEBOOK.stop()
+        ranks = NOTEBOOK.stop().ranks
     started = start_and_show(options, "starting afresh")
     if values.auto or mode != LOCAL:
-        is_same_size = not values.auto and options == NOTEBOOK.options
-        NOTEBOOK.set_mode(mode if is_same_size and _fits(mode, started) else "all")
+        # The mode is numbers: of other ranks than before it would mean something else.
+        is_same = not values.auto and ranks == started.session.ranks
+        NOTEBOOK.set_mode(mode if is_same else "all")
 
 
-def _fits(mode: str, started: Started) -> bool:
-    try:
-        started.session.chosen(mode)
-    except OptionError:
-        return False
-    return True
+def _same_options(asked: StartOptions) -> StartOptions:
+    """The options of the running ranks, unless others than --timeout are asked for."""
+    if replace(asked, deadline_s=DEFAULT_DEADLINE_S) != StartOptions():
+        return asked
+    if asked.deadline_s == DEFAULT_DEADLINE_S:
+        return NOTEBOOK.options
+    return replace(NOTEBOOK.options, deadline_s=asked.deadline_s)
 
 
 def dist_shutdown(_values: Namespace) -> View:

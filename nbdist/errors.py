@@ -9,6 +9,10 @@
         RankGone             a chosen rank, or the controller, has ended
         CellTimeout          a cell ran past its --timeout
         DistributedError     the user's code failed on one or more ranks
+        NoKeyboard           on a rank: a cell asked for typed input
+        RankStays            on a rank: a cell asked its rank to end
+    KeyboardInterrupt
+        Interrupted          the user interrupted a distributed cell, or a start
 
 None of them derives from IPython's UsageError: nbval, nbclient and Run All
 pass over that one, so a failure would be reported as success.
@@ -82,8 +86,16 @@ def _rebuild_distributed_error(
     return DistributedError(message, ranks=ranks, traceback_text=traceback_text)
 
 
+class NoKeyboard(NbdistError):
+    """The cell asks for typed input, which a rank cannot get."""
+
+
+class RankStays(NbdistError):
+    """The cell asks its rank to end, which only the notebook decides."""
+
+
 class Interrupted(KeyboardInterrupt):
-    """The user interrupted a distributed cell; says which ranks are back."""
+    """The user interrupted a distributed cell or a start; says what is left of it."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"KeyboardInterrupt: {self}"]

@@ -6,6 +6,7 @@ import ast
 import re
 from typing import Any
 
+from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -31,7 +32,7 @@ def route(lines: list[str]) -> list[str]:
     is not possible; there the lines stay as they are and the blocking magic runs.
     """
     lines = [_GLUED_RANKS.sub("%%rank [", line) for line in lines]
-    shell = _shell()
+    shell = get_ipython()
     if shell is None or _is_nested() or _is_silent(shell):
         return lines
     NOTEBOOK.cell_number = shell.execution_count
@@ -104,10 +105,6 @@ def _check_misplaced(lines: list[str], first: int) -> None:
                     f"%%{match.group(2)} has to be the first line of its cell, and the whole cell "
                     "runs on the ranks. Put the lines above it into a cell of their own."
                 ) from None
-
-
-def _shell() -> InteractiveShell | None:
-    return InteractiveShell._instance  # noqa: SLF001  # instance() would make one
 
 
 def _is_nested() -> bool:

@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 from nbdist.errors import OptionError
 from nbdist.view.mime import View
 
+# A longer time (ten years) is a mistake, and more than waits of Python and torch can take.
+LARGEST = 300_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -154,13 +157,15 @@ def _without_replaced(verb: Verb, words: list[str]) -> tuple[list[str], list[str
 
 
 def positive_number(text: str) -> float:
-    """A number above 0, such as a time in seconds."""
+    """A number above 0 and up to LARGEST, such as a time in seconds."""
     try:
         value = float(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is more than {LARGEST:,}")
     return value
 
 

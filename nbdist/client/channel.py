@@ -5,14 +5,28 @@ Everything that touches ipyparallel's client, its private parts included, is her
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import ipyparallel
 
+from nbdist.errors import StartError
+
 # Resolved in the engine: no function is pickled, so Python versions may differ.
 CALL_BY_NAME = "__import__('nbdist.core.wire', fromlist=['call']).call"
+
+# No public call of ipyparallel can stand for these: see `Channel.execute`.
+PRIVATE = ("_send", "_engines", "_mux_stream")
+
+EXECUTE_OPTIONS = {
+    "silent": False,
+    "store_history": True,
+    "user_expressions": {},
+    "allow_stdin": False,
+    "stop_on_error": False,
+}
 
 Message = Mapping[str, Any]
 
@@ -21,6 +35,18 @@ class Channel:
     """A connected ipyparallel client, reduced to what nbdist needs of it."""
 
     def __init__(self, client: Any):
+        """Take over a connected client.
+
+        Raises:
+            StartError: If this ipyparallel lacks the private parts that `execute` uses.
+        """
+        lacking = [name for name in PRIVATE if not hasattr(client, name)]
+        if lacking:
+            raise StartError(
+                f"ipyparallel {ipyparallel.__version__} has no Client.{', '.join(lacking)}, which "
+                f"nbdist needs. Install another one: {sys.executable} -m pip install "
+                "'ipyparallel==9.2.*'"
+            )
         self._client = client
 
     @property
@@ -51,37 +77,19 @@ class Channel:
                 exception instead where the engine raised, or died.
         """
         client = self._client
-
-        def hook(reply: Any) -> None:
-            def deliver(message: Message) -> None:
-                # The client joins each rank's text to what came before, again and again.
-                client.metadata[reply.msg_id].stdout = ""
-                client.metadata[reply.msg_id].stderr = ""
-                on_message(message)
-
-            reply.iopub_callbacks.append(deliver)
-
         try:
             ident = client._engines[engine_id].encode()  # noqa: SLF001
         except KeyError:  # it has gone just now
             on_done(ipyparallel.error.EngineError(f"engine {engine_id} is not registered"))
             return
-        content = {
-            "code": code,
-            "silent": False,
-            "store_history": True,
-            "user_expressions": {},
-            "allow_stdin": False,
-            "stop_on_error": False,
-        }
         reply = client._send(  # noqa: SLF001
             client._mux_stream,  # noqa: SLF001
             "execute_request",
-            content=content,
+            content={"code": code, **EXECUTE_OPTIONS},
             ident=ident,
             metadata=dict(metadata),
             track_outstanding=True,
-            message_future_hook=hook,
+            message_future_hook=lambda reply: self._listen(reply, on_message),
         )
         # A rank that dies leaves no output future; the reply then is the last word.
         reply.add_done_callback(
@@ -91,6 +99,15 @@ class Channel:
                 else reply.output.add_done_callback(lambda _: on_done(done.result()))
             )
         )
+
+    def _listen(self, reply: Any, on_message: Callable[[Message], None]) -> None:
+        def deliver(message: Message) -> None:
+            # The client joins each rank's text to what came before, again and again.
+            metadata = self._client.metadata[reply.msg_id]
+            metadata.stdout = metadata.stderr = ""
+            on_message(message)
+
+        reply.iopub_callbacks.append(deliver)
 
     def call(self, engine_id: int, name: str, *args: Any) -> Future[Any]:
         """Call `module:function` on an engine; a future of its result.
@@ -103,7 +120,8 @@ class Channel:
 
     def signal(self, engine_id: int, number: int) -> None:
         """Signal an engine by way of its nanny, which may be on another host."""
-        self._client.send_signal(number, targets=[engine_id], block=False)
+        if engine_id in self._client.ids:  # otherwise it has ended just now
+            self._client.send_signal(number, targets=[engine_id], block=False)
 
     def close(self) -> None:
         """Close the connection; the engines go on."""

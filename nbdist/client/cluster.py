@@ -22,7 +22,7 @@ from ipyparallel.cluster.launcher import LocalProcessLauncher, SSHLauncher
 from traitlets import TraitError
 from traitlets.config import Config
 
-from nbdist.client import launcher, rundir
+from nbdist.client import launcher, presses, rundir
 from nbdist.client.channel import Channel
 from nbdist.client.guard import Guard
 from nbdist.client.loop import LoopThread
@@ -42,11 +42,11 @@ class Exit:
     """The end of one of the cluster's processes.
 
     Attributes:
-        rank: The rank, or None for the controller.
+        engine: The engine, or None for the controller.
         code: Its exit code, negative for a signal; None where it cannot be known.
     """
 
-    rank: int | None
+    engine: int | None
     code: int | None
 
     @property
@@ -133,8 +133,8 @@ class Cluster:
         known = list(self.exits.values())
         self.exits.clear()
         for one in known:
-            number = None if one.rank is None else self._engine_of.get(one.rank, one.rank)
-            self.exits[number] = replace(one, rank=number)
+            engine = None if one.engine is None else self._engine_of.get(one.engine, one.engine)
+            self.exits[engine] = replace(one, engine=engine)
 
     def exit_of(self, engine: int, deadline_s: float) -> Exit | None:
         """The end of an engine, waited for if it can be seen from here; None if it is unknown."""
@@ -203,11 +203,11 @@ class Cluster:
 
     def _ended(self, number: int | None, stop_data: dict[str, Any]) -> None:
         """An engine or the controller has ended (called in the cluster's loop)."""
-        rank = None if number is None else self._engine_of.get(number, number)
+        engine = None if number is None else self._engine_of.get(number, number)
         code = stop_data.get("exit_code")
-        self.exits[rank] = Exit(rank, code if isinstance(code, int) else None)
+        self.exits[engine] = Exit(engine, code if isinstance(code, int) else None)
         if not self._is_stopping:
-            self.on_exit(self.exits[rank])
+            self.on_exit(self.exits[engine])
 
     def _wait_for_engines(
         self, world_size: int, end_s: float, deadline_s: float, progress: Progress
@@ -241,9 +241,10 @@ class Cluster:
         """Tell why a process has ended before the start was complete, root cause first."""
         if not self.exits:
             return
-        ended = sorted(self.exits.values(), key=lambda e: -1 if e.rank is None else e.rank)
+        ended = sorted(self.exits.values(), key=lambda e: -1 if e.engine is None else e.engine)
+        # The messages are the local launcher's case, where the engine's number is the rank.
         written = {
-            e.rank: rundir.failure(self.run_dir, e.rank) for e in ended if e.rank is not None
+            e.engine: rundir.failure(self.run_dir, e.engine) for e in ended if e.engine is not None
         }
         for rank, failure in written.items():
             if failure is not None and not failure["message"].startswith("rank "):
@@ -252,12 +253,12 @@ class Cluster:
                     reason = f"{failure['kind']}: {reason}\n{failure['traceback']}"
                 raise StartError(f"rank {rank} could not join: {reason}")
         # A rank that only waited in vain for another one comes last.
-        first = next((e for e in ended if e.rank is None or written[e.rank] is None), None)
+        first = next((e for e in ended if e.engine is None or written[e.engine] is None), None)
         if first is None:
             raise StartError(next(f["message"] for f in written.values() if f is not None))
-        who = "The controller" if first.rank is None else f"rank {first.rank}"
+        who = "The controller" if first.engine is None else f"rank {first.engine}"
         raise StartError(
-            f"{who} ended before it was ready ({first.how}). {self._log_tail(first.rank)}"
+            f"{who} ended before it was ready ({first.how}). {self._log_tail(first.engine)}"
         )
 
     def _log_tail(self, rank: int | None) -> str:
@@ -291,8 +292,10 @@ class Cluster:
         try:
             self._stop_processes(grace_s)
         finally:
-            # Also when an interrupt comes in between: the guardian ends whatever is left.
-            is_clean = self._guard.close()
+            # Also when an interrupt comes in between: the guardian ends whatever is left. A
+            # second one must not break that off; it takes CLOSE_DEADLINE_S at most.
+            with presses.counted():
+                is_clean = self._guard.close()
             for handler in list(self._log.handlers):
                 self._log.removeHandler(handler)
                 handler.close()
@@ -307,10 +310,20 @@ class Cluster:
         engines, controller = self.pids(), self.controller_pid()
         if self._cluster.engine_set is not None and not self._started:
             # A batch system's, or on other hosts: only their launcher can end them.
-            cluster_loop().run(self._cluster.stop_engines(), OTHER_STOP_DEADLINE_S)
+            self._stop_other(self._cluster.stop_engines(), "engines")
         if self._cluster.controller is not None and not _is_own(self._cluster.controller):
-            cluster_loop().run(self._cluster.stop_controller(), OTHER_STOP_DEADLINE_S)
+            self._stop_other(self._cluster.stop_controller(), "controller")
         _terminate([*engines.values(), *([controller] if controller else [])], grace_s)
+
+    def _stop_other(self, coroutine: Any, what: str) -> None:
+        """Let the launcher of another cluster end its own, or say that it did not."""
+        try:
+            cluster_loop().run(coroutine, OTHER_STOP_DEADLINE_S)
+        except TimeoutError:
+            sys.stderr.write(
+                f"nbdist: the profile's launcher did not end the {what} in "
+                f"{OTHER_STOP_DEADLINE_S:.0f} s; look after them with its own tools\n"
+            )
 
 
 def gives_ranks(config: Config) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("guardian.py")
 CLOSE_DEADLINE_S = 5.0
+SHORT_LIFE_S = 0.5
 
 
 class Guard:
@@ -70,7 +71,10 @@ class Guard:
         return process
 
     def _replace_when_killed(self, process: subprocess.Popen[bytes]) -> None:
+        began_s = time.monotonic()
         process.wait()
+        if time.monotonic() - began_s < SHORT_LIFE_S:
+            time.sleep(SHORT_LIFE_S)  # one that cannot start must not be tried without a pause
         with self._lock:
             if self._is_closing:
                 return

@@ -51,15 +51,6 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
         # environment user code would hand it to every child process.
         self.environment.pop("IPP_CONNECTION_INFO", None)
 
-    def engine_log(self, rank: int) -> str:
-        """The last lines that an engine wrote outside of cells; its log is read once."""
-        launcher = self.launchers.get(str(rank))
-        return "" if launcher is None else str(launcher.get_output())
-
-    def pids(self) -> dict[int, int]:
-        """Rank -> process id of the engines that have been started."""
-        return {int(i): launcher.pid for i, launcher in self.launchers.items()}
-
 
 def local_environment(run_dir: Path, world_size: int, threads: int) -> dict[str, str]:
     """What all ranks of one machine share.

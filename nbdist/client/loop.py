@@ -2,7 +2,7 @@
 
 ipyparallel notices the end of a process in the loop that started it. In a loop that is
 closed after each call that notice is lost (seconds instead of 0.03 s), so one loop lives as
-long as the cluster.
+long as the kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
         """The coroutine's result.
@@ -40,8 +39,3 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
-
-    def close(self) -> None:
-        """Stop the loop and end its thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +20,6 @@ from nbdist.core.lines import Line
 from nbdist.errors import CellTimeout, DistributedError, Interrupted, RankGone
 
 if TYPE_CHECKING:
-    from nbdist.client.cluster import Exit
     from nbdist.client.session import Session
 
 # After an interrupt (or a timeout) ranks get this long; then the notebook is given back.
@@ -100,7 +99,8 @@ class CellRun:
         self._presses = 0
         self._interrupted_s: float | None = None
         self._has_timed_out = False
-        self._lost_controller: Exit | None = None
+        self._lost = ""
+        self._is_over = False
         self._now_s = self._began_s
 
     # Called from any thread.
@@ -114,15 +114,21 @@ class CellRun:
         arrived_s = time.monotonic()
         self._put(lambda: self._end(rank, reply, arrived_s))
 
-    def exited(self, end: Exit) -> None:
-        """A process of the cluster has ended."""
-        self._put(lambda: self._note_exit(end))
+    def exited(self, rank: int) -> None:
+        """The process of a rank has ended."""
+        self._put(lambda: self._note_exit(rank))
+
+    def cut_off(self, why: str) -> None:
+        """Nothing more can be heard from any rank; `why` is a sentence without its full stop."""
+        self._put(lambda: self._note_lost(why))
 
     def press(self) -> None:
         """The user has pressed interrupt."""
         self._put(self._count_press)
 
     def _put(self, item: Callable[[], None]) -> None:
+        if self._is_over:
+            return  # a rank that was given up on goes on writing: nobody would take it out
         self._inbox.put(item)
         self.on_item()
 
@@ -154,32 +160,42 @@ class CellRun:
         with contextlib.suppress(Empty):
             self._taken.append(self._inbox.get(timeout=pause_s))
 
+    def close(self) -> None:
+        """Take nothing in any more: what the ranks still send is dropped."""
+        self._is_over = True
+        self.on_item = lambda: None
+
     def finish(self) -> CellResult:
         """Draw the rest, close the sink, and return or raise what the cell came to.
 
+        A sink that fails does not hide that the code has failed.
+
         Raises:
             DistributedError: If the code failed on a rank, or a rank died.
-            RankGone: If the controller ended.
+            RankGone: If the controller ended, or the ranks were stopped meanwhile.
             CellTimeout: If the cell ran past its timeout.
             Interrupted: If the user interrupted it.
         """
-        self.on_item = lambda: None
+        self.close()
         now_s = time.monotonic()
         for rank in self.request.ranks:
             self._feed.end(rank, now_s)
-        self._draw(self._feed.due(now_s))
         result = CellResult(tuple(self._rank_result(rank) for rank in self.request.ranks))
-        self._draw([Line("stdout", f"{note}\n") for note in self._notes() if note])
-        self._sink.close(result)
-        self._raise_outcome(result)
+        try:
+            self._draw(self._feed.due(now_s))
+            self._draw([Line("stdout", f"{note}\n") for note in self._notes() if note])
+            self._sink.close(result)
+        finally:
+            self._raise_outcome(result)
         return result
 
     def _take_in(self) -> None:
         while self._taken:
             self._taken.popleft()()
-        with contextlib.suppress(Empty):
-            while True:
-                self._inbox.get_nowait()()
+        # What is there now and no more: ranks that never stop writing must not keep this
+        # from drawing, or from the deadlines.
+        for _ in range(self._inbox.qsize()):
+            self._inbox.get_nowait()()
 
     def _draw(self, events: Sequence[Event]) -> None:
         if events:
@@ -208,13 +224,12 @@ class CellRun:
             state.status = "error"
         self._feed.end(rank, self._now_s)
 
-    def _note_exit(self, end: Exit) -> None:
-        if end.rank is None:
-            self._lost_controller = end
-            return
-        rank = self._session.rank_of_engine(end.rank)
+    def _note_exit(self, rank: int) -> None:
         if rank in self._states:
             self._states[rank].exit_seen_s = self._now_s
+
+    def _note_lost(self, why: str) -> None:
+        self._lost = self._lost or why
 
     def _count_press(self) -> None:
         self._presses += 1
@@ -246,7 +261,7 @@ class CellRun:
             elif now_s >= self._interrupt_s(rank):
                 self._states[rank].is_interrupted = True
                 self._session.interrupt(rank)
-        if now_s >= self._give_back_s() or self._lost_controller is not None:
+        if now_s >= self._give_back_s() or self._lost:
             for rank in self.missing:
                 self._give_up(rank, "unfinished", now_s)
 
@@ -303,13 +318,13 @@ class CellRun:
         ]
 
     def _raise_outcome(self, result: CellResult) -> None:
-        if self._lost_controller is not None:
+        if self._lost:
             raise RankGone(
-                f"The cluster's controller ended ({self._lost_controller.how}) while this cell "
-                "ran, so nothing more can be heard from the ranks. %dist_reset starts afresh."
+                f"{self._lost} while this cell ran, so nothing more can be heard from the ranks. "
+                "%dist_reset starts afresh."
             )
         real = [
-            replace_hint(r.failure, self._session)
+            self._session.explained(r.failure)
             for r in result.ranks
             if r.failure is not None and r.status != "interrupted"
         ]
@@ -345,17 +360,9 @@ def _still_running(ranks: Sequence[int]) -> str:
     )
 
 
-def replace_hint(failure: RankFailure, session: Session) -> RankFailure:
-    """The failure, with what to do added where the reason is the engines' Python."""
-    if failure.name != "ModuleNotFoundError":
-        return failure
-    return replace(failure, message=f"{failure.message}. {session.module_hint()}")
-
-
 def wait(begin: Callable[[], CellRun]) -> CellResult:
     """Begin a cell and run it to the end in this thread; interrupts are counted by it."""
-    with presses.counted() as pressed:
-        run = begin()
+    with presses.counted() as pressed, contextlib.closing(begin()) as run:
         pressed.send_to(run.press)
         while (pause_s := run.step(time.monotonic())) is not None:
             run.block(pause_s)
@@ -369,8 +376,7 @@ async def wait_async(begin: Callable[[], CellRun]) -> CellResult:
     """
     loop = asyncio.get_running_loop()
     has_item = asyncio.Event()
-    with presses.counted() as pressed:
-        run = begin()
+    with presses.counted() as pressed, contextlib.closing(begin()) as run:
 
         def wake() -> None:
             loop.call_soon_threadsafe(has_item.set)

@@ -16,6 +16,8 @@ from typing import Any
 
 from nbdist.errors import StartError
 
+CREATE_TRIES = 10
+
 
 def base() -> Path:
     """The folder that holds the runs of this user, made and checked.
@@ -38,19 +40,26 @@ def base() -> Path:
 
 
 def create() -> Path:
-    """A new folder for one run, with mode 0700."""
-    while True:
-        try:
+    """A new folder for one run, with mode 0700.
+
+    Raises:
+        StartError: If there is no place for it.
+    """
+    for _ in range(CREATE_TRIES):
+        with contextlib.suppress(FileNotFoundError):
+            # Otherwise the last other run has just ended and taken the folder with it.
             return Path(tempfile.mkdtemp(prefix="run-", dir=base()))
-        except FileNotFoundError:
-            continue  # the last other run has just ended and taken the folder with it
+    raise StartError(
+        f"No folder for the run can be made in {tempfile.gettempdir()}. Make that folder, or point "
+        "TMPDIR elsewhere and restart the kernel."
+    )
 
 
 def write_notebook(run_dir: Path, sys_path: Sequence[object], start: dict[str, Any]) -> None:
     """Leave for the engines what they take over from the notebook."""
     # Python passes over what is no text in sys.path, a Path for example.
     paths = [entry for entry in sys_path if isinstance(entry, str)]
-    notebook = {"sys_path": paths, "start": start, "kernel_pid": os.getpid()}
+    notebook = {"sys_path": paths, "start": start}
     (run_dir / "notebook.json").write_text(json.dumps(notebook))
 
 

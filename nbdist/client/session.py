@@ -10,14 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nbdist.client import remote, run
+from nbdist.client.channel import failure_of
 from nbdist.client.cluster import Cluster, Exit
 from nbdist.client.run import CellRequest, CellRun, Sink
 from nbdist.core.cells import CellResult
-from nbdist.core.failures import ranks_are, ranks_phrase
+from nbdist.core.failures import RankFailure, ranks_are, ranks_phrase
 from nbdist.core.ranks import parse_ranks, rank_label
 from nbdist.core.shown import is_stored
 from nbdist.core.topology import Topology
@@ -26,6 +27,7 @@ from nbdist.errors import NbdistError, NotRunning, RankBusy, RankGone
 
 BUSY_GRACE_S = 1.0
 CALL_DEADLINE_S = 30.0
+STATUS_DEADLINE_S = 2.0
 # The controller may tell of a death some milliseconds before the process has been reaped.
 EXIT_KNOWN_S = 0.5
 
@@ -78,11 +80,6 @@ class Session:
         return tuple(place.rank for place in self.topology.ranks)
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether the cluster has been stopped."""
-        return self._is_stopped
-
-    @property
     def cluster(self) -> Cluster:
         """The cluster under the ranks."""
         return self._cluster
@@ -128,14 +125,19 @@ class Session:
         metadata = {} if request.number is None else {CELL_NUMBER: request.number}
         for rank in request.ranks:
             self._busy[rank] = (one, time.monotonic())
-        for rank in request.ranks:
-            self._cluster.channel.execute(
-                self.topology.engine_of_rank(rank),
-                request.code,
-                metadata,
-                on_message=functools.partial(one.message, rank),
-                on_done=functools.partial(self._end, rank, one),
-            )
+        for number, rank in enumerate(request.ranks):
+            try:
+                self._cluster.channel.execute(
+                    self.topology.engine_of_rank(rank),
+                    request.code,
+                    metadata,
+                    on_message=functools.partial(one.message, rank),
+                    on_done=functools.partial(self._end, rank, one),
+                )
+            except BaseException:
+                for unsent in request.ranks[number:]:  # they would count as busy for ever
+                    self._busy.pop(unsent, None)
+                raise
         return one
 
     def chosen(self, ranks: str | Sequence[int] | None) -> tuple[int, ...]:
@@ -176,12 +178,13 @@ class Session:
         return results
 
     def status(self) -> list[RankStatus]:
-        """What every rank does now. A busy rank is not asked, so this never waits for one."""
-        idle = [r for r in self.ranks if r not in self._busy and self._is_connected(r)]
-        asked = (
-            {r: remote.memory_bytes(self._call, r) for r in idle} if not self._is_stopped else {}
-        )
-        return [self._rank_status(rank, asked.get(rank)) for rank in self.ranks]
+        """What every rank does now, within STATUS_DEADLINE_S. A busy rank is not asked."""
+        asked = {}
+        if not self._is_stopped:
+            idle = [r for r in self.ranks if r not in self._busy and self._is_connected(r)]
+            asked = {r: remote.memory_bytes(self._call, r) for r in idle}
+        end_s = time.monotonic() + STATUS_DEADLINE_S
+        return [self._rank_status(rank, asked.get(rank), end_s) for rank in self.ranks]
 
     def sync(self, deadline_s: float = CALL_DEADLINE_S) -> list[float]:
         """Wait until all ranks are idle and together; how long each waited, in seconds.
@@ -198,6 +201,7 @@ class Session:
     def stop(self) -> None:
         """End all ranks and remove what they left. Twice is harmless."""
         self._is_stopped = True
+        self._cut_off("The ranks were stopped")
         self._cluster.stop()
 
     def death(self, rank: int) -> str:
@@ -206,17 +210,16 @@ class Session:
         how = f" ({end.how})" if end is not None else ""
         return f"ended{how} while it ran this cell; its variables are lost"
 
-    def rank_of_engine(self, engine: int) -> int:
-        """The rank that runs on an engine."""
-        return self.topology.rank_of_engine(engine)
-
-    def module_hint(self) -> str:
-        """What to do about a module that the ranks cannot import."""
-        return (
+    def explained(self, failure: RankFailure) -> RankFailure:
+        """The failure, with what to do added where the reason is the engines' Python."""
+        if failure.name != "ModuleNotFoundError":
+            return failure
+        hint = (
             f"The ranks run {sys.executable}: install it there ({sys.executable} -m pip install "
             "NAME). If the notebook can import it, its sys.path has changed since %dist_init: "
             "%dist_reset takes it over, or append to sys.path in a distributed cell"
         )
+        return replace(failure, message=f"{failure.message}. {hint}")
 
     def _call(self, rank: int, name: str, *args: Any) -> Future[Any]:
         assert self._cluster.channel is not None
@@ -231,9 +234,21 @@ class Session:
         engine = self.topology.engine_of_rank(rank)
         return self._exit(rank) is None and channel is not None and engine in channel.engine_ids
 
+    def _running(self) -> list[CellRun]:
+        return list({id(one): one for one, _ in list(self._busy.values())}.values())
+
+    def _cut_off(self, why: str) -> None:
+        for one in self._running():
+            one.cut_off(why)
+
     def _note_exit(self, end: Exit) -> None:
-        for one in {id(one): one for one, _ in list(self._busy.values())}.values():
-            one.exited(end)
+        if end.engine is None:
+            self._cut_off(f"The cluster's controller ended ({end.how})")
+            return
+        for place in self.topology.ranks:  # an engine beyond the ranks concerns nobody
+            if place.engine_id == end.engine:
+                for one in self._running():
+                    one.exited(place.rank)
 
     def _end(self, rank: int, one: CellRun, reply: Any) -> None:
         busy = self._busy.get(rank)
@@ -267,22 +282,25 @@ class Session:
     def _check_idle(self, ranks: Sequence[int]) -> None:
         """Give ranks that were interrupted a moment to come back before refusing."""
         end_s = time.monotonic() + BUSY_GRACE_S
-        while busy := [rank for rank in ranks if rank in self._busy]:
+        # A rank may end its cell at any moment, in the client's thread.
+        while busy := {r: own for r in ranks if (own := self._busy.get(r)) is not None}:
             if time.monotonic() > end_s:
-                one, since_s = self._busy[busy[0]]
+                one, since_s = next(iter(busy.values()))
                 cell = (
                     "an earlier cell"
                     if one.request.number is None
                     else f"cell [{one.request.number}]"
                 )
                 raise RankBusy(
-                    f"{ranks_are(busy)} still running {cell}, for "
+                    f"{ranks_are(tuple(busy))} still running {cell}, for "
                     f"{time.monotonic() - since_s:.0f} s. Wait for it to end, choose other ranks "
                     "with %%rank, or start afresh with %dist_reset."
                 )
             time.sleep(0.01)
 
-    def _rank_status(self, rank: int, asked: Future[dict[str, int]] | None) -> RankStatus:
+    def _rank_status(
+        self, rank: int, asked: Future[dict[str, int]] | None, end_s: float
+    ) -> RankStatus:
         end = self._exit(rank)
         if end is not None:
             return RankStatus(rank, f"ended ({end.how})", 0.0, {})
@@ -293,8 +311,16 @@ class Session:
             number = busy[0].request.number
             state = "running a cell" if number is None else f"running cell [{number}]"
             return RankStatus(rank, state, time.monotonic() - busy[1], {})
-        try:
-            memory = asked.result(2.0) if asked is not None else {}
-        except TimeoutError:
-            return RankStatus(rank, "does not answer", 0.0, {})
-        return RankStatus(rank, "idle", 0.0, memory)
+        return _idle_status(rank, asked, end_s)
+
+
+def _idle_status(rank: int, asked: Future[dict[str, int]] | None, end_s: float) -> RankStatus:
+    try:
+        left_s = max(0.0, end_s - time.monotonic())
+        memory = asked.result(left_s) if asked is not None else {}
+    except TimeoutError:
+        return RankStatus(rank, "does not answer", 0.0, {})
+    except Exception as error:  # noqa: BLE001  # it has just ended, or torch has failed there
+        name, message, _ = failure_of(error) or ("", str(error), ())
+        return RankStatus(rank, f"cannot answer ({name}: {message})", 0.0, {})
+    return RankStatus(rank, "idle", 0.0, memory)

@@ -21,7 +21,7 @@ from nbdist.client.session import Session
 from nbdist.core import shm, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.topology import EngineReport, Gpu, Topology
-from nbdist.errors import NbdistError, OptionError, StartError
+from nbdist.errors import OptionError, StartError
 
 DEFAULT_DEADLINE_S = 120.0
 
@@ -89,11 +89,11 @@ def start(
         cluster.start(world_size, options.deadline_s, progress)
         form = _local_plan if is_local else _reported_plan
         plan = form(cluster, world_size, options, end_s, progress)
+        session = Session(cluster, plan, sink)
     except BaseException:
         cluster.stop(grace_s=0)
         raise
     notes.append(network.warning(plan))
-    session = Session(cluster, plan, sink)
     return Started(session, time.monotonic() - began_s, tuple(note for note in notes if note))
 
 
@@ -276,8 +276,6 @@ def _all(futures: dict[int, Future[Any]], end_s: float, what: str) -> dict[int, 
     for engine, future in futures.items():
         try:
             answers[engine] = future.result(max(0.0, end_s - time.monotonic()))
-        except NbdistError:
-            raise
         except TimeoutError as error:
             late = [number for number, f in futures.items() if not f.done()]
             raise StartError(f"engines {late} did not {what} before the deadline") from error

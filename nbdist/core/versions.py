@@ -35,8 +35,7 @@ def check_system(platform: str) -> str:
         platform: sys.platform.
 
     Raises:
-        StartError: On Windows, which has neither fork-free signals nor Gloo over loopback
-            names as used here.
+        StartError: Anywhere else.
     """
     if platform == "linux":
         return ""

@@ -11,15 +11,7 @@ from IPython.core import page
 
 from nbdist.core.wire import CELL_NUMBER
 from nbdist.engine import raw_output
-from nbdist.errors import NbdistError
-
-
-class NoKeyboard(NbdistError):
-    """The cell asks for typed input, which a rank cannot get."""
-
-
-class RankStays(NbdistError):
-    """The cell asks its rank to end, which only the notebook decides."""
+from nbdist.errors import NoKeyboard, RankStays
 
 
 def install(shell: Any) -> None:

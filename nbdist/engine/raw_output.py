@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import array
 import codecs
+import contextlib
 import fcntl
 import os
 import select
@@ -16,6 +17,16 @@ from typing import Any
 
 BUFFER_BYTES = 1 << 16
 DRAIN_DEADLINE_S = 1.0
+TAKE_OVER_DEADLINE_S = 1.0
+# What of ipykernel's OutStream is used here. Without one of these its own thread goes on: then
+# characters may break, and what a child prints at the very end of a cell may be lost.
+PRIVATE = (
+    "_should_watch",
+    "_fid",
+    "_original_stdstream_fd",
+    "_original_stdstream_copy",
+    "watch_fd_thread",
+)
 
 
 class RawReader:
@@ -27,14 +38,20 @@ class RawReader:
     """
 
     def __init__(self, stream: Any):
-        """Take the pipe over from the stream's own thread."""
+        """Take the pipe over from the stream's own thread.
+
+        Raises:
+            TimeoutError: If that thread does not end; it then goes on as before.
+        """
         self._stream = stream
         self._lock = threading.Lock()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         stream._should_watch = False
         os.write(stream._original_stdstream_fd, b"\0")  # wakes the thread, which drops it
-        stream.watch_fd_thread.join()
+        stream.watch_fd_thread.join(TAKE_OVER_DEADLINE_S)
         stream._should_watch = True
+        if stream.watch_fd_thread.is_alive():
+            raise TimeoutError("ipykernel's thread has not given its pipe up")
         stream.watch_fd_thread = threading.Thread(target=self._run, daemon=True)
         stream.watch_fd_thread.start()
 
@@ -54,9 +71,14 @@ class RawReader:
             # Under the lock, so that an empty pipe means that all has been passed on.
             with self._lock:
                 raw = os.read(stream._fid, BUFFER_BYTES)
+                if not raw:
+                    return  # a cell has closed the last writing end
                 if stream._should_watch:
                     stream.write(self._decoder.decode(raw))
-                    os.write(stream._original_stdstream_copy, raw)
+                    # A copy for the engine's log. Where that is on a full disk this thread has
+                    # to go on: writers would block for ever on a pipe that nobody reads.
+                    with contextlib.suppress(OSError):
+                        os.write(stream._original_stdstream_copy, raw)
 
 
 def _waiting_bytes(descriptor: int) -> int:
@@ -67,8 +89,12 @@ def _waiting_bytes(descriptor: int) -> int:
 
 def install(shell: Any) -> None:
     """Let each cell end only when its output past Python has been taken in. Once per engine."""
-    streams = [s for s in (sys.stdout, sys.stderr) if getattr(s, "_should_watch", False)]
-    readers = [RawReader(stream) for stream in streams if hasattr(stream, "watch_fd_thread")]
+    readers = []
+    streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
+    for stream in streams:
+        if all(hasattr(stream, name) for name in PRIVATE) and stream._should_watch:
+            with contextlib.suppress(TimeoutError):
+                readers.append(RawReader(stream))
 
     def drain(*_: Any) -> None:
         for reader in readers:

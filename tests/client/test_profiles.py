@@ -145,7 +145,7 @@ def test_every_rank_has_its_own_process_id(plain: Session) -> None:
     """Interrupts and exits go to the engine that is meant, whatever its launcher's number."""
     result = plain.run("import os\nprint(os.getpid())")
     told = {place.rank: place.pid for place in plain.topology.ranks}
-    known = {plain.rank_of_engine(e): pid for e, pid in plain.cluster.pids().items()}
+    known = {plain.topology.rank_of_engine(e): pid for e, pid in plain.cluster.pids().items()}
 
     assert {rank.rank: int(rank.text) for rank in result.ranks} == told == known
 

@@ -329,11 +329,13 @@ def test_a_whole_session_from_nothing_to_nothing(bare_kernel: Kernel) -> None:
     started = kernel.run("%dist_init --num-processes 2 --seed 3 --auto", 120)
     first = kernel.run("torch.rand(1).item()")
     kernel.run("left = 1")
-    reset = kernel.run("%dist_reset", 120)
+    reset = kernel.run("%dist_reset --timeout 110", 120)
     gone = kernel.run("'left' in dir()")
     again = kernel.run("torch.rand(1).item()")
     smaller = kernel.run("%dist_reset -n 1", 120)
     alone = kernel.run("rank, world_size")
+    larger = kernel.run("%dist_reset -n 2", 120)
+    both = kernel.run("world_size")
     stopped = kernel.run("%dist_shutdown")
     local = kernel.run("'rank' in dir()")
     late = [kernel.run(code) for code in _NEEDS_RANKS]
@@ -348,5 +350,6 @@ def test_a_whole_session_from_nothing_to_nothing(bare_kernel: Kernel) -> None:
     assert again.text == first.text
     assert smaller.plain[0].startswith("1 rank on 1 host")
     assert alone.text == "[0] (0, 1)\n"
-    assert stopped.plain == ["rank 0 stopped"]
+    assert larger.plain[0].startswith("2 ranks on 1 host")
+    assert (both.text, stopped.plain) == ("[0-1] 2\n", ["ranks 0-1 stopped"])
     assert local.plain == ["False"]

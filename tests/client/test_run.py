@@ -1,0 +1,134 @@
+"""One cell's state, fed by hand: what it does where ranks, sink or cluster do not play along."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from nbdist.client.run import CellRequest, CellRun, wait
+from nbdist.client.session import Session
+from nbdist.core.cells import CellResult, Event
+from nbdist.core.failures import RankFailure
+from nbdist.errors import DistributedError, RankGone
+
+
+class FakeSession:
+    """Ranks that exist in name alone."""
+
+    def __init__(self) -> None:
+        self.interrupted: list[int] = []
+
+    def interrupt(self, rank: int) -> None:
+        """Note it."""
+        self.interrupted.append(rank)
+
+    def explained(self, failure: RankFailure) -> RankFailure:
+        """The failure as it is."""
+        return failure
+
+
+class Kept:
+    """A sink that keeps what is drawn."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def draw(self, events: Sequence[Event]) -> None:
+        """Keep these."""
+        self.events += events
+
+    def close(self, result: CellResult) -> None:
+        """Nothing."""
+
+
+class Broken(Kept):
+    """A sink on a full disk."""
+
+    def draw(self, events: Sequence[Event]) -> None:
+        """Fail."""
+        raise OSError("No space left on device")
+
+    def close(self, result: CellResult) -> None:
+        """Fail."""
+        raise OSError("No space left on device")
+
+
+class Failed(Exception):
+    """A reply that is an exception, as ipyparallel's are."""
+
+    ename, evalue, traceback = "ValueError", "boom", ()
+
+
+def cell(sink: Kept, ranks: tuple[int, ...] = (0,)) -> CellRun:
+    return CellRun(cast("Session", FakeSession()), CellRequest("code", ranks), sink)
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": words}}
+
+
+def test_a_sink_that_fails_at_the_end_does_not_hide_the_codes_failure() -> None:
+    """The user's exception is raised, with the sink's as its context."""
+    run = cell(Broken())
+    run.done(0, Failed())
+    run.step(0.0)
+
+    with pytest.raises(DistributedError, match="ValueError: boom") as caught:
+        run.finish()
+
+    assert isinstance(caught.value.__context__, OSError)
+
+
+def test_a_sink_that_fails_alone_fails_the_cell() -> None:
+    """Where the code has worked, what could not be shown is still told."""
+    run = cell(Broken())
+    run.done(0, "ok")
+    run.step(0.0)
+
+    with pytest.raises(OSError, match="No space left"):
+        run.finish()
+
+
+def test_nothing_is_kept_of_a_rank_that_writes_on() -> None:
+    """After the end, or after drawing failed, messages are dropped and wake nobody."""
+    broken = cell(Broken())
+    broken.message(0, text("one\n"))
+    with pytest.raises(OSError, match="No space left"):
+        wait(lambda: broken)
+    woken: list[int] = []
+    broken.on_item = lambda: woken.append(1)
+    broken.message(0, text("two\n"))
+
+    assert woken == []
+
+
+def test_ranks_that_are_stopped_meanwhile_end_the_cell() -> None:
+    """A stop from a widget or a task leaves nobody waiting; what came before it is shown."""
+    sink = Kept()
+    run = cell(sink, (0, 1))
+    run.message(0, text("before\n"))
+    run.cut_off("The ranks were stopped")
+
+    assert run.step(0.0) is None
+    with pytest.raises(RankGone, match=r"^The ranks were stopped while this cell ran"):
+        run.finish()
+    assert "before" in str(sink.events)
+
+
+def test_a_flood_of_output_keeps_neither_drawing_nor_deadlines_waiting() -> None:
+    """One step takes in what was there when it began."""
+    sink = Kept()
+    run = cell(sink)
+
+    class Endless(dict[str, Any]):
+        """A message during which the next one comes."""
+
+        def __getitem__(self, key: str) -> Any:
+            if key == "header":
+                run.message(0, Endless(self))
+            return super().__getitem__(key)
+
+    run.message(0, Endless(text("more\n")))
+
+    assert run.step(0.0) is not None
+    assert sink.events != []
