@@ -20,6 +20,8 @@ pass over that one, so a failure would be reported as success.
 
 from __future__ import annotations
 
+import re
+
 
 class NbdistError(Exception):
     """A failure that nbdist found and explains in its message."""
@@ -70,6 +72,8 @@ class DistributedError(NbdistError):
         super().__init__(message)
         self.ranks = ranks
         self.traceback_text = traceback_text
+        if traceback_text:  # shown by plain Python; IPython asks _render_traceback_
+            self.add_note(re.sub(r"\x1b\[[0-9;]*m", "", traceback_text))
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions with keyword-only arguments do not survive pickling otherwise.

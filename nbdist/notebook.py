@@ -5,7 +5,10 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from itertools import count
 from pathlib import Path
+
+from IPython import get_ipython
 
 from nbdist.client import run
 from nbdist.client.run import CellRequest
@@ -39,6 +42,7 @@ class Notebook:
         self._options = StartOptions()
         self._mode = LOCAL
         self.cell_number: int | None = None
+        self._file_numbers = count(1)
 
     @property
     def session(self) -> Session:
@@ -100,6 +104,7 @@ class Notebook:
         except KeyboardInterrupt as error:
             raise Interrupted("the start was interrupted; nothing of it is left") from error
         started.session.cell_number = lambda: self.cell_number
+        started.session.has_name = _notebook_has
         self._session, self._options = started.session, options
         atexit.register(self._stop_at_exit, started.session)
         return started
@@ -163,13 +168,17 @@ class Notebook:
     def _output_file(self) -> Path:
         folder = self.session.cluster.run_dir / "output"
         folder.mkdir(mode=0o700, exist_ok=True)
-        taken = len(list(folder.iterdir()))
-        return folder / f"cell-{self.cell_number or 0}-{taken}.txt"
+        return folder / f"cell-{self.cell_number or 0}-{next(self._file_numbers)}.txt"
 
     def _stop_at_exit(self, session: Session) -> None:
         # The guardian would end everything in any case; this lets the ranks end by
         # themselves first, so that what their code registered for the end is run.
         session.cluster.stop(grace_s=EXIT_GRACE_S)
+
+
+def _notebook_has(name: str) -> bool:
+    shell = get_ipython()
+    return shell is not None and name in shell.user_ns
 
 
 NOTEBOOK = Notebook()

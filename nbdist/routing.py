@@ -15,6 +15,8 @@ from nbdist.errors import OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK
 
 LOCAL_CELL = "local"
+# Leave the notebook's own shell, in automatic mode as well.
+EXITS = frozenset({"exit", "exit()", "quit", "quit()"})
 CELL_VERBS = tuple(name for name, verb in VERBS.items() if verb.is_cell)
 OWN_NAMES = frozenset({*VERBS, *REPLACED_MAGICS, LOCAL_CELL})
 
@@ -45,7 +47,8 @@ def route(lines: list[str]) -> list[str]:
         return _routed_cell(shell, lines, first, name, magic.group(3).strip())
     if not lines[first].startswith("%%"):
         _check_misplaced(lines, first)
-    if NOTEBOOK.mode == LOCAL or name in OWN_NAMES or _LOADING.match(lines[first]):
+    is_exit = "".join(lines).strip() in EXITS
+    if NOTEBOOK.mode == LOCAL or is_exit or name in OWN_NAMES or _LOADING.match(lines[first]):
         return lines
     code = "".join(lines)
     return [_call(shell, "distributed", f"--ranks {NOTEBOOK.mode}", code)]
@@ -56,6 +59,8 @@ def _routed_cell(
 ) -> list[str]:
     if line in {"?", "??"}:
         return lines  # `%%distributed?` asks IPython for help
+    if name == LOCAL_CELL and line:
+        raise OptionError(f"%%local takes no options, not {line!r}: it runs in the notebook.")
     body = "".join(lines[first + 1 :])
     code = sent_code("".join(lines[: first + 1]), body)
     if name == LOCAL_CELL:

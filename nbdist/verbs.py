@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -85,7 +86,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # Typed lines must not raise UsageError: nbval and Run All pass over it.
-        raise OptionError(f"{self.prog}: {message}. {self.format_usage().strip()}")
+        number = re.fullmatch(r"unrecognized arguments: (\d+)", message)
+        if number is not None and "-n" in self.format_usage():
+            message += f" (did you mean -n {number.group(1)}?)"
+        raise OptionError(f"{self.prog}: {message}.\n{self.format_usage().strip()}")
 
 
 def parse(verb: Verb, line: str) -> Parsed:

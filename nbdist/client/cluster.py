@@ -160,7 +160,12 @@ class Cluster:
         progress("starting the controller and the engines")
         self._run(self._start_processes(world_size), end, "the controller's connection file")
         progress("waiting for the controller")
-        client = self._run(self._cluster.connect_client(), end, "the controller")
+        client = self._run(
+            # ipyparallel would give up after 10 s, whatever the start's deadline is.
+            self._cluster.connect_client(timeout=max(1.0, end - time.monotonic())),
+            end,
+            "the controller",
+        )
         self.channel = Channel(client)
         self._wait_for_engines(world_size, end, deadline_s, progress)
 

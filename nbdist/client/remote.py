@@ -63,9 +63,9 @@ def memory_bytes(call: Caller, engine: int) -> Future[dict[str, int]]:
     return call(engine, f"{RUNTIME}:memory_bytes")
 
 
-def barrier(call: Caller, engine: int, deadline_s: float) -> Future[float]:
-    """Wait for all ranks. On every engine at once."""
-    return call(engine, f"{RUNTIME}:barrier", deadline_s)
+def barrier(call: Caller, engine: int, key: str, deadline_s: float) -> Future[float]:
+    """Wait for all ranks. On every engine at once, with the same new key."""
+    return call(engine, f"{RUNTIME}:barrier", key, deadline_s)
 
 
 # Each function of this page with the engine's function that it calls.

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nbdist.client import presses
 from nbdist.client.channel import Message, failure_of
+from nbdist.client.ending import Ending
 from nbdist.core import failures as failing
 from nbdist.core.cells import CellFeed, CellResult, Event, RankResult, elapsed_line
-from nbdist.core.failures import RankFailure, ranks_are
+from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.core.lines import Line
-from nbdist.errors import CellTimeout, DistributedError, Interrupted, RankGone
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -30,6 +30,8 @@ GIVE_BACK_AGAIN_S = 0.5
 LAST_WORDS_S = 1.0
 # A rank tells that its cell begins this long before it takes interrupts (at most).
 BEGIN_S = 0.1
+# A rank that has failed is told of when others still run after this long.
+TELL_S = 1.0
 LONGEST_PAUSE_S = 3600.0
 SHORTEST_PAUSE_S = 0.02
 INTERRUPT_NAMES = frozenset({"KeyboardInterrupt", "CancelledError"})
@@ -74,6 +76,7 @@ class _RankState:
     exit_seen_s: float | None = None
     begun_s: float | None = None
     is_interrupted: bool = False
+    is_told: bool = False
 
 
 class CellRun:
@@ -152,6 +155,7 @@ class CellRun:
         self._draw(self._feed.due(now_s))
         if not self.missing:
             return None
+        self._tell_failures(now_s)
         pause_s = min(self._deadlines_s(now_s)) - now_s
         return min(max(pause_s, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
 
@@ -161,9 +165,14 @@ class CellRun:
             self._taken.append(self._inbox.get(timeout=pause_s))
 
     def close(self) -> None:
-        """Take nothing in any more: what the ranks still send is dropped."""
+        """Take nothing in any more: what the ranks still send is dropped.
+
+        Ranks that still run are interrupted: drawing has failed, and nobody hears them.
+        """
         self._is_over = True
         self.on_item = lambda: None
+        for rank in self.missing:
+            self._session.interrupt(rank)
 
     def finish(self) -> CellResult:
         """Draw the rest, close the sink, and return or raise what the cell came to.
@@ -186,8 +195,15 @@ class CellRun:
             self._draw([Line("stdout", f"{note}\n") for note in self._notes() if note])
             self._sink.close(result)
         finally:
-            self._raise_outcome(result)
+            self._ending().raise_for(result, self._session.explained)
         return result
+
+    def _ending(self) -> Ending:
+        return Ending(
+            lost=self._lost,
+            is_interrupted=self._interrupted_s is not None,
+            timeout_s=self.request.timeout_s if self._has_timed_out else None,
+        )
 
     def _take_in(self) -> None:
         while self._taken:
@@ -282,11 +298,34 @@ class CellRun:
             times.append(due_s)
         if self._interrupted_s is None and self.request.timeout_s is not None:
             times.append(self._began_s + self.request.timeout_s)
+        times.extend(
+            self._began_s + state.elapsed_s + TELL_S
+            for state in self._states.values()
+            if state.status == "error" and not state.is_told and not self.request.is_patient
+        )
         for rank in self.missing:
             seen_s = self._states[rank].exit_seen_s
             times.append(self._interrupt_s(rank))
             times.append(float("inf") if seen_s is None else seen_s + LAST_WORDS_S)
         return times
+
+    def _tell_failures(self, now_s: float) -> None:
+        """Say that a rank has failed while others run on, who may be waiting for it in vain."""
+        if self.request.is_patient or self._interrupted_s is not None:
+            return
+        failed = [
+            failure
+            for rank, state in self._states.items()
+            if state.status == "error"
+            and not state.is_told
+            and now_s >= self._began_s + state.elapsed_s + TELL_S
+            and (failure := self._feed.failure(rank)) is not None
+        ]
+        if failed:
+            for failure in failed:
+                self._states[failure.rank].is_told = True
+            running = f"{ranks_phrase(self.missing)} still running (the stop button interrupts)"
+            self._draw([Line("stderr", f"{failing.summary(failed)}; {running}\n")])
 
     def _rank_result(self, rank: int) -> RankResult:
         state = self._states[rank]
@@ -316,48 +355,6 @@ class CellRun:
             "" if self.request.keeps_outputs else self._feed.hidden(),
             "" if self.request.is_patient else elapsed_line(times),
         ]
-
-    def _raise_outcome(self, result: CellResult) -> None:
-        if self._lost:
-            raise RankGone(
-                f"{self._lost} while this cell ran, so nothing more can be heard from the ranks. "
-                "%dist_reset starts afresh."
-            )
-        real = [
-            self._session.explained(r.failure)
-            for r in result.ranks
-            if r.failure is not None and r.status != "interrupted"
-        ]
-        unfinished = [r.rank for r in result.ranks if r.status == "unfinished"]
-        back = [r.rank for r in result.ranks if r.status not in {"unfinished", "died"}]
-        if real:
-            message = failing.summary(real)
-            if unfinished:
-                message += f"; {_still_running(unfinished)}"
-            raise DistributedError(
-                message,
-                ranks=tuple(failure.rank for failure in real),
-                traceback_text=failing.traceback_text(real),
-            )
-        if self._interrupted_s is None:
-            return
-        told = f"{ranks_are(back)} back, variables kept" if back else ""
-        if unfinished:
-            told = "; ".join(filter(None, [told, _still_running(unfinished)]))
-        if self._has_timed_out:
-            raise CellTimeout(
-                f"The cell ran longer than --timeout {self.request.timeout_s:g} and was "
-                f"interrupted: {told}."
-            )
-        raise Interrupted(told)
-
-
-def _still_running(ranks: Sequence[int]) -> str:
-    return (
-        f"{ranks_are(ranks)} still in a call that cannot be interrupted; further output "
-        "of this cell is not shown, and new cells wait for it to end (%dist_status tells, "
-        "%dist_reset starts afresh)"
-    )
 
 
 def wait(begin: Callable[[], CellRun]) -> CellResult:

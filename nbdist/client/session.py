@@ -8,22 +8,24 @@ from __future__ import annotations
 import functools
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nbdist.client import remote, run
 from nbdist.client.channel import failure_of
 from nbdist.client.cluster import Cluster, Exit
 from nbdist.client.run import CellRequest, CellRun, Sink
+from nbdist.core import hints
 from nbdist.core.cells import CellResult
 from nbdist.core.failures import RankFailure, ranks_are, ranks_phrase
 from nbdist.core.ranks import parse_ranks, rank_label
 from nbdist.core.shown import is_stored
 from nbdist.core.topology import Topology
 from nbdist.core.wire import CELL_NUMBER
-from nbdist.errors import NbdistError, NotRunning, RankBusy, RankGone
+from nbdist.errors import Interrupted, NbdistError, NotRunning, RankBusy, RankGone
 
 BUSY_GRACE_S = 1.0
 CALL_DEADLINE_S = 30.0
@@ -64,6 +66,8 @@ class Session:
         self.started_s = time.time()
         # The number of the notebook's cell that is running, for tracebacks of `run`.
         self.cell_number: Callable[[], int | None] = lambda: None
+        # Whether the notebook itself has a variable of a name, for hints.
+        self.has_name: Callable[[str], bool] = lambda _name: False
         self._cluster = cluster
         self._sink = sink
         self._busy: dict[int, tuple[CellRun, float]] = {}
@@ -159,10 +163,20 @@ class Session:
         Raises:
             RankGone, RankBusy: As for a cell.
             NbdistError: What a rank raised, or who has not answered by the deadline.
+            Interrupted: If the user interrupted it; the ranks have been interrupted too.
         """
         self._check_alive(self.ranks)
         self._check_idle(self.ranks)
         futures = [function(self._call, rank, *args) for rank in self.ranks]
+        try:
+            return self._results(futures, deadline_s)
+        except KeyboardInterrupt as error:
+            late = [r for r, f in zip(self.ranks, futures, strict=True) if not f.done()]
+            for rank in late:
+                self.interrupt(rank)
+            raise Interrupted(f"{ranks_phrase(late)} had not answered") from error
+
+    def _results(self, futures: Sequence[Future[Any]], deadline_s: float) -> list[Any]:
         end_s = time.monotonic() + deadline_s
         results = []
         for rank, future in zip(self.ranks, futures, strict=True):
@@ -192,7 +206,8 @@ class Session:
         Raises:
             NbdistError: Naming the ranks that did not come.
         """
-        return self.call_all(remote.barrier, deadline_s, deadline_s=deadline_s + 5)
+        key = uuid.uuid4().hex
+        return self.call_all(remote.barrier, key, deadline_s, deadline_s=deadline_s + 5)
 
     def interrupt(self, rank: int) -> None:
         """Send SIGINT to a rank; its variables stay."""
@@ -211,15 +226,8 @@ class Session:
         return f"ended{how} while it ran this cell; its variables are lost"
 
     def explained(self, failure: RankFailure) -> RankFailure:
-        """The failure, with what to do added where the reason is the engines' Python."""
-        if failure.name != "ModuleNotFoundError":
-            return failure
-        hint = (
-            f"The ranks run {sys.executable}: install it there ({sys.executable} -m pip install "
-            "NAME). If the notebook can import it, its sys.path has changed since %dist_init: "
-            "%dist_reset takes it over, or append to sys.path in a distributed cell"
-        )
-        return replace(failure, message=f"{failure.message}. {hint}")
+        """The failure, with what to do where the reason is how ranks and notebook differ."""
+        return hints.explained(failure, hints.Surroundings(sys.executable, self.has_name))
 
     def _call(self, rank: int, name: str, *args: Any) -> Future[Any]:
         assert self._cluster.channel is not None

@@ -12,13 +12,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 from traitlets.config import Config
 
 from nbdist.client import gpus, launcher, network, profiles, remote, rundir
 from nbdist.client.cluster import Cluster, Progress, gives_ranks, installed_torch
 from nbdist.client.run import CellRequest, Sink
 from nbdist.client.session import Session
-from nbdist.core import shm, topology, versions
+from nbdist.core import memory, shm, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.topology import EngineReport, Gpu, Topology
 from nbdist.errors import OptionError, StartError
@@ -79,6 +80,7 @@ def start(
     expected = _expected(world_size, chosen, options if is_local else StartOptions())
     if is_local:
         versions.check_torch(installed_torch(), sys.executable)
+        memory.check(psutil.virtual_memory().available, world_size)
         notes.append(_check_shm(world_size, uses_nccl=expected.backend == "nccl"))
     network.encrypt(config)
     end_s = began_s + options.deadline_s

@@ -232,7 +232,7 @@ class CellFeed:
         bars = {r for merger in self._mergers.values() for r in merger.hidden_bar_ranks}
         if bars:
             told.append(f"progress bars of {ranks_phrase(sorted(bars))}")
-        return f"not shown: {', '.join(told)} (--tabs shows all ranks)" if told else ""
+        return f"not shown: {', '.join(told)} (%%distributed --tabs shows all)" if told else ""
 
     def _shown_rank(self) -> int | None:
         """The rank whose displays are shown; None while that is open."""

@@ -44,7 +44,6 @@ class Runtime:
     place: RankPlace
     topology: Topology
     store: dist.Store
-    generation: int = 0
 
 
 _runtime: Runtime | None = None
@@ -166,9 +165,10 @@ def prepare(seed: int | None = None) -> Topology:
 
     On every rank, in the engine's main thread, once the group is formed.
     """
-    from accelerate import Accelerator
     from accelerate.utils import set_seed
     from IPython import get_ipython
+
+    from nbdist.engine.accelerator import LazyAccelerator
 
     runtime = current()
     place = runtime.place
@@ -186,7 +186,7 @@ def prepare(seed: int | None = None) -> Topology:
             "device": torch.device(place.device),
             "torch": torch,
             "dist": dist,
-            "accelerator": Accelerator(),
+            "accelerator": LazyAccelerator(),
         },
         interactive=False,
     )
@@ -272,26 +272,28 @@ def memory_bytes() -> dict[str, int]:
     return used
 
 
-def barrier(deadline_s: float) -> float:
+def barrier(key: str, deadline_s: float) -> float:
     """Wait for all ranks and return how long this one waited, in seconds.
 
-    Collective: every rank. It goes through the store, which names who is missing and
-    leaves no collective hanging when a rank does not come.
+    Collective: every rank, with the same new key. It goes through the store, which names who
+    is missing and leaves no collective hanging when a rank does not come. It looks again and
+    again instead of waiting inside the store, so that an interrupt ends it.
 
     Raises:
         NbdistError: After the deadline, naming the ranks that have not come.
     """
     runtime = current()
-    runtime.generation += 1
-    began = time.monotonic()
-    keys = [f"sync/{runtime.generation}/{r}" for r in range(runtime.topology.world_size)]
+    began_s = time.monotonic()
+    keys = [f"sync/{key}/{rank}" for rank in range(runtime.topology.world_size)]
     runtime.store.set(keys[runtime.place.rank], "here")
-    try:
-        runtime.store.wait(keys, timedelta(seconds=deadline_s))
-    except (dist.DistError, RuntimeError) as error:
-        missing = [rank for rank, key in enumerate(keys) if not runtime.store.check([key])]
-        raise NbdistError(
-            f"rank {runtime.place.rank} waited {deadline_s:.0f} s at %sync for rank(s) "
-            f"{rank_label(missing)}"
-        ) from error
-    return time.monotonic() - began
+    pause_s = 0.001
+    while not runtime.store.check(keys):
+        if time.monotonic() > began_s + deadline_s:
+            missing = [rank for rank, one in enumerate(keys) if not runtime.store.check([one])]
+            raise NbdistError(
+                f"rank {runtime.place.rank} waited {deadline_s:.0f} s at %sync for rank(s) "
+                f"{rank_label(missing)}"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+    return time.monotonic() - began_s

@@ -70,7 +70,10 @@ class LiveCell:
         self._erase_bar()
         skipped, last = self._clip.rest()
         if skipped:
-            text = f"... {skipped:,} lines are not shown; all lines: {shown(self._path)}\n"
+            text = (
+                f"... {skipped:,} lines are not shown; all lines, as long as the ranks run: "
+                f"{shown(self._path)}\n"
+            )
             self._write([Line("stdout", text)])
         self._write(last)
         self._end_file(is_needed=bool(skipped))

@@ -10,10 +10,7 @@ from nbdist.core.shown import shown
 from nbdist.core.topology import Topology
 from nbdist.view.mime import View, table
 
-NO_SCALING = (
-    "Times measured here are no scaling numbers: the ranks share {shared}, they do not each have "
-    "their own."
-)
+NO_SCALING = "The ranks share {shared}: times measured here are no scaling numbers."
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def test_a_bar_of_a_rank_is_a_live_widget(tab: Tab) -> None:
     text = tab.run("bar")
 
     assert text.startswith("of rank 0: 100% 5/5")
-    assert text.endswith("not shown: 1 display of rank 1 (--tabs shows all ranks)")
+    assert text.endswith("not shown: 1 display of rank 1 (%%distributed --tabs shows all)")
 
 
 def test_a_figure_is_shown_once(tab: Tab) -> None:

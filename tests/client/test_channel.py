@@ -178,9 +178,9 @@ def test_a_call_that_raises_raises_here(channel: Channel) -> None:
 def test_a_barrier_names_who_does_not_come(channel: Channel, session: Session) -> None:
     """A rank that waits alone says for whom, and the next barrier of all works."""
     with pytest.raises(RemoteError, match=r"waited 1 s at %sync for rank\(s\) 1"):
-        remote.barrier(channel.call, 0, 1.0).result(DEADLINE_S)
+        remote.barrier(channel.call, 0, "one", 1.0).result(DEADLINE_S)
     # The other one comes late to the first: it finds the first rank's mark there.
-    remote.barrier(channel.call, 1, 1.0).result(DEADLINE_S)
+    remote.barrier(channel.call, 1, "one", 1.0).result(DEADLINE_S)
 
     assert len(session.sync(10.0)) == 2
 

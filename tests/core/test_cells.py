@@ -227,7 +227,7 @@ def test_rank_0_shows_its_figure_in_place() -> None:
     messages = [(rank, one) for rank in (1, 0) for one in (stream("a\n"), display(), stream("b\n"))]
 
     assert told(fed(feed, *messages)) == ["[0-1] a", "0 shows iVBORw0K", "[0-1] b"]
-    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+    assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
 
 
 def test_the_lowest_chosen_rank_shows() -> None:
@@ -285,7 +285,7 @@ def test_a_figure_that_still_waits_counts() -> None:
 
     assert (first, second) == ([], [])
     assert told(third) == ["[0] a", "0 shows 0"]
-    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+    assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
 
 
 def test_rank_0_after_rank_1() -> None:
@@ -296,7 +296,7 @@ def test_rank_0_after_rank_1() -> None:
 
     assert told(events) == ["0 shows 0"]
     assert ended(feed) == []
-    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+    assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
 
 
 def test_only_one_rank_of_many_is_shown() -> None:
@@ -306,7 +306,9 @@ def test_only_one_rank_of_many_is_shown() -> None:
         fed(feed, (rank, display(png(f"{rank}a"))), (rank, display(png(f"{rank}b"))))
 
     assert told(ended(feed)) == ["1 shows 1a", "1 shows 1b"]
-    assert feed.hidden() == "not shown: 2 displays each of ranks 2-3 (--tabs shows all ranks)"
+    assert (
+        feed.hidden() == "not shown: 2 displays each of ranks 2-3 (%%distributed --tabs shows all)"
+    )
 
 
 def test_hidden_counts_are_told_by_count() -> None:
@@ -315,7 +317,8 @@ def test_hidden_counts_are_told_by_count() -> None:
     fed(feed, (0, display()), (1, display()), (3, display()), (2, display()), (2, display()))
 
     assert feed.hidden() == (
-        "not shown: 1 display each of ranks 1,3, 2 displays of rank 2 (--tabs shows all ranks)"
+        "not shown: 1 display each of ranks 1,3, 2 displays of rank 2 "
+        "(%%distributed --tabs shows all)"
     )
 
 
@@ -328,7 +331,7 @@ def test_hidden_bars_are_told() -> None:
     events = feed.due(0)
 
     assert events == [Line("stderr", "[0] 100%|##| 0.2it/s\n")]
-    assert feed.hidden() == "not shown: progress bars of ranks 1-2 (--tabs shows all ranks)"
+    assert feed.hidden() == "not shown: progress bars of ranks 1-2 (%%distributed --tabs shows all)"
 
 
 def test_nothing_hidden_is_no_sentence() -> None:
@@ -347,7 +350,7 @@ def test_hidden_figures_are_not_kept_in_memory() -> None:
         fed(feed, (1, display()))
 
     assert [payload.data for payload in feed._feeds[1].unshown] == [{}, {}, {}]
-    assert feed.hidden() == "not shown: 3 displays of rank 1 (--tabs shows all ranks)"
+    assert feed.hidden() == "not shown: 3 displays of rank 1 (%%distributed --tabs shows all)"
 
 
 def test_a_text_display_with_an_id_can_be_updated() -> None:
@@ -362,7 +365,7 @@ def test_a_text_display_with_an_id_can_be_updated() -> None:
     )
 
     assert told(events) == ["0 shows", "0 updates"]
-    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+    assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
 
 
 def test_an_empty_display_with_an_id_is_passed_on() -> None:
@@ -381,7 +384,7 @@ def test_updates_of_hidden_displays_are_not_shown() -> None:
     fed(feed, (0, display(display_id="a")), (1, display(display_id="b")))
 
     assert fed(feed, (1, update(PNG, "b")), (1, update(PNG, "b"))) == []
-    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+    assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
 
 
 def test_updates_keep_the_line_at_hand() -> None:
@@ -449,7 +452,7 @@ def test_cleared_displays_of_hidden_ranks_are_not_counted() -> None:
         for rank in range(2):
             fed(feed, (rank, clear(wait=True)), (rank, display(png(f"{step}"))))
 
-    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+    assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
 
 
 def test_widgets_are_shown_live_from_the_lowest_rank() -> None:
@@ -459,7 +462,7 @@ def test_widgets_are_shown_live_from_the_lowest_rank() -> None:
     events = fed(feed, (0, display(widget)), (1, display(widget)))
 
     assert [event.data for event in events] == [widget]
-    assert feed.hidden() == "not shown: 1 display of rank 1 (--tabs shows all ranks)"
+    assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
 
 
 def test_stored_widgets_are_text() -> None:

@@ -32,10 +32,10 @@ RANK = """
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
     late = int(sys.argv[2])
-    first = runtime.barrier(20.0)
+    first = runtime.barrier("first", 20.0)
     try:
         # The last one to come to the barrier is the one that is named.
-        alone = runtime.barrier(1.0) if late != dist.get_rank() else 0.0
+        alone = runtime.barrier("second", 1.0) if late != dist.get_rank() else 0.0
     except Exception as error:
         alone = f"{type(error).__name__}: {error}"
     plan = runtime.current().topology
@@ -148,7 +148,7 @@ def test_nothing_is_known_before_a_rank_has_joined() -> None:
     with pytest.raises(StartError, match="has not joined"):
         runtime.current()
     with pytest.raises(NbdistError):
-        runtime.barrier(0.1)
+        runtime.barrier("one", 0.1)
 
 
 def test_an_engine_describes_itself() -> None:

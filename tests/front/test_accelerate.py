@@ -165,3 +165,27 @@ def test_the_kernel_never_imports_torch(ready: Kernel) -> None:
     cell = ready.run("import sys\n[m for m in ('torch', 'accelerate') if m in sys.modules]")
 
     assert cell.plain == ["[]"]
+
+
+def test_an_accelerator_with_settings_of_the_users_own(own_kernel: Kernel) -> None:
+    """The usual first line of a script works, and `accelerator` goes by its settings then."""
+    made = own_kernel.run(
+        "%%distributed\nfrom accelerate import Accelerator\n"
+        "mine = Accelerator(mixed_precision='bf16', gradient_accumulation_steps=4)\n"
+        "print(mine.mixed_precision, mine.num_processes, isinstance(accelerator, Accelerator))"
+    )
+    used = own_kernel.run("%%distributed\nprint(accelerator.mixed_precision, accelerator.device)")
+
+    assert made.text == "[0-1] bf16 2 True\n"
+    assert used.text.startswith("[0-1] bf16 cpu")
+
+
+def test_other_settings_after_the_first_use_are_explained(own_kernel: Kernel) -> None:
+    """Accelerate refuses a second set of settings in a process; the way out is told."""
+    own_kernel.run("%%distributed\naccelerator.device")
+    cell = own_kernel.run(
+        "%%distributed\nfrom accelerate import Accelerator\nAccelerator(mixed_precision='bf16')"
+    )
+
+    assert cell.error is not None
+    assert "make yours before anything uses `accelerator`" in cell.error.evalue

@@ -327,3 +327,54 @@ def test_an_interrupt_aborts_queued_cells(ready: Kernel) -> None:
 
     assert queued.status == "aborted"
     assert after.text == "[0] 0\n[1] 1\n"
+
+
+def test_a_rank_that_fails_is_told_while_the_others_run(kernel: Kernel) -> None:
+    """Its error is on the page after a second, not only when the last rank has ended."""
+    handle = kernel.start("%%distributed\nimport time\nif rank == 1:\n    1 / 0\ntime.sleep(60)")
+    told = kernel.wait_output(handle, "still running", 20)
+    kernel.interrupt()
+    cell = kernel.finish(handle, 20)
+
+    assert told.status == "running"
+    assert "rank 1 raised ZeroDivisionError: division by zero; rank 0 still running" in told.stderr
+    assert cell.error is not None
+    assert cell.error.ename == "DistributedError"
+
+
+def test_a_name_of_the_notebook_on_a_rank_is_explained(kernel: Kernel) -> None:
+    """The commonest mistake: a variable of the notebook in a distributed cell."""
+    kernel.run("of_the_notebook = [1, 2, 3]")
+    cell = kernel.run("%%distributed\nsum(of_the_notebook)")
+
+    assert cell.error is not None
+    assert "of_the_notebook exists in the notebook, not on the ranks" in cell.error.evalue
+
+
+def test_an_interrupted_sync_gives_the_ranks_back(kernel: Kernel) -> None:
+    """%sync that waits for a rank in vain ends with an interrupt, and the next one works."""
+    cell = kernel.run(
+        "import os, signal, threading\nfrom nbdist.client import remote\nimport nbdist\n"
+        "waiting = remote.barrier(nbdist.session()._call, 0, 'alone', 60.0)\n"
+        "threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "get_ipython().run_line_magic('sync', '--timeout 50')",
+        timeout_s=20,
+    )
+    again = kernel.run("%sync")
+
+    assert cell.error is not None
+    assert cell.error.ename == "KeyboardInterrupt"
+    assert "ranks 0-1 had not answered" in cell.error.evalue
+    assert again.status == "ok"
+
+
+def test_in_plain_python_the_error_carries_the_ranks_traceback(kernel: Kernel) -> None:
+    """Where IPython does not draw it, the line on the rank is in the exception's notes."""
+    cell = kernel.run(
+        "import traceback\ntry:\n    nbdist.session().run('1 / 0')\n"
+        "except Exception as error:\n    print(''.join(traceback.format_exception(error)))"
+    )
+
+    assert "ZeroDivisionError" in cell.text
+    assert "line 1" in cell.text
+    assert "1 / 0" in cell.text

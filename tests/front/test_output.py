@@ -12,7 +12,7 @@ _IMPORTS = (
     "%%distributed\nimport ctypes, os, subprocess, sys, time\n"
     "from IPython.display import HTML, clear_output, display, update_display"
 )
-_NOT_SHOWN = "not shown: 1 display of rank 1 (--tabs shows all ranks)\n"
+_NOT_SHOWN = "not shown: 1 display of rank 1 (%%distributed --tabs shows all)\n"
 _TEXTS = {
     "equal lines once": ("print('same')", "[0-1] same\n"),
     "different lines per rank": ("print('r', rank)", "[0] r 0\n[1] r 1\n"),

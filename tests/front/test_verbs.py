@@ -8,6 +8,9 @@ from tests.support.kernel import Kernel
 
 _OPTION_MISTAKES = {
     "%dist_init --nope": "unrecognized arguments: --nope",
+    "%dist_init 4": "unrecognized arguments: 4 (did you mean -n 4?)",
+    "%%rank\n1": "%%rank: no rank is named",
+    "%%local --ranks 0\n1": "%%local takes no options",
     "%dist_init -n 0": "'0' is no number of ranks",
     "%dist_init -n two": "'two' is no number of ranks",
     "%dist_init --timeout x": "'x' is no number",

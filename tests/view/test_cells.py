@@ -161,7 +161,10 @@ def test_both_ends_of_a_long_output(notebook: Notebook, step: int) -> None:
         )
     ]
     assert after[501:] == [
-        f"... {count - 1000:,} lines are not shown; all lines: {notebook.path}",
+        (
+            f"... {count - 1000:,} lines are not shown; "
+            f"all lines, as long as the ranks run: {notebook.path}"
+        ),
         *(f"[0] {number}" for number in range(count - 500, count)),
     ]
     assert notebook.path.read_text().splitlines() == [f"[0] {n}" for n in range(count)]
@@ -191,7 +194,10 @@ def test_1001_lines(notebook: Notebook) -> None:
     cell.draw([out(number) for number in range(1001)])
     cell.close(RESULT)
 
-    assert f"... 1 lines are not shown; all lines: {notebook.path}\n" in notebook.text()
+    assert (
+        f"... 1 lines are not shown; all lines, as long as the ranks run: {notebook.path}\n"
+        in notebook.text()
+    )
     assert "[0] 500\n" not in notebook.text()
     assert "[0] 500\n" in notebook.path.read_text()
 
@@ -216,7 +222,9 @@ def test_stored_outputs_have_no_path(
     cell.close(RESULT)
 
     assert "all go to #, the last" in notebook.text()
-    assert "... 500 lines are not shown; all lines: #\n" in notebook.text()
+    assert (
+        "... 500 lines are not shown; all lines, as long as the ranks run: #\n" in notebook.text()
+    )
     assert str(notebook.path) not in notebook.text()
 
 

@@ -52,8 +52,7 @@ def test_started() -> None:
         "   0  box   cpu     gloo           8\n"
         "   1  box   cpu     gloo           8\n"
         "Gloo on the CPU: why.\n"
-        "Times measured here are no scaling numbers: the ranks share this machine's CPU cores, "
-        "they do not each have their own.\n"
+        "The ranks share this machine's CPU cores: times measured here are no scaling numbers.\n"
         "a note"
     )
 
@@ -71,7 +70,7 @@ def test_a_shared_gpu_is_told() -> None:
     """Ranks on one GPU are told as that, not as sharing cores."""
     shared = Topology(GPU.ranks, "gloo", "Gloo: why.", is_scaling=False, n_hosts=1)
 
-    assert "the ranks share a GPU" in started(shared, 1.0).text
+    assert "The ranks share a GPU" in started(shared, 1.0).text
 
 
 def test_one_rank_is_singular() -> None:

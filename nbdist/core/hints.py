@@ -1,0 +1,66 @@
+"""What to do about errors whose reason is how ranks and notebook differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from nbdist.core.failures import RankFailure
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a hint may need to know of the notebook.
+
+    Attributes:
+        python: The Python that the ranks run.
+        has_name: Whether the notebook itself has a variable of this name.
+    """
+
+    python: str
+    has_name: Callable[[str], bool]
+
+
+def explained(failure: RankFailure, around: Surroundings) -> RankFailure:
+    """The failure, with what to do added to its message where that is known."""
+    hint = _HINTS.get(failure.name, _no_hint)(failure.message, around)
+    return replace(failure, message=f"{failure.message}. {hint}") if hint else failure
+
+
+def _no_hint(_message: str, _around: Surroundings) -> str:
+    return ""
+
+
+def _missing_module(_message: str, around: Surroundings) -> str:
+    return (
+        f"The ranks run {around.python}: install it there ({around.python} -m pip install NAME). "
+        "If the notebook can import it, its sys.path has changed since %dist_init: %dist_reset "
+        "takes it over, or append to sys.path in a distributed cell"
+    )
+
+
+def _name_of_the_notebook(message: str, around: Surroundings) -> str:
+    match = re.search(r"name '(\w+)' is not defined", message)
+    if match is None or not around.has_name(match.group(1)):
+        return ""
+    return (
+        f"{match.group(1)} exists in the notebook, not on the ranks: each has variables of its "
+        "own. Define it in a %%distributed cell"
+    )
+
+
+def _second_accelerator(message: str, _around: Surroundings) -> str:
+    if "AcceleratorState has already been initialized" not in message:
+        return ""
+    return (
+        "On this rank an Accelerator with other settings is in use. %dist_reset, and make yours "
+        "before anything uses `accelerator`"
+    )
+
+
+_HINTS: dict[str, Callable[[str, Surroundings], str]] = {
+    "ModuleNotFoundError": _missing_module,
+    "NameError": _name_of_the_notebook,
+    "ValueError": _second_accelerator,
+}

@@ -1,0 +1,58 @@
+"""Hints: what to do about errors whose reason is how ranks and notebook differ."""
+
+import pytest
+
+from nbdist.core import memory
+from nbdist.core.failures import RankFailure
+from nbdist.core.hints import Surroundings, explained
+from nbdist.errors import StartError
+
+AROUND = Surroundings(python="/env/bin/python", has_name={"data"}.__contains__)
+
+
+def told(name: str, message: str) -> str:
+    """The explained message of a failure."""
+    return explained(RankFailure(1, name, message), AROUND).message
+
+
+def test_a_missing_module_names_the_ranks_python() -> None:
+    """The command that installs it is for the Python that the ranks run."""
+    message = told("ModuleNotFoundError", "No module named 'nosuch'")
+
+    assert message.startswith("No module named 'nosuch'. The ranks run /env/bin/python: ")
+    assert "/env/bin/python -m pip install NAME" in message
+
+
+def test_a_name_of_the_notebook_is_explained() -> None:
+    """A variable that the notebook has and the ranks have not is told as that."""
+    message = told("NameError", "name 'data' is not defined")
+
+    assert message.startswith("name 'data' is not defined. data exists in the notebook")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NameError", "name 'dta' is not defined"),
+        ("NameError", "name 'data' is something else"),
+        ("ValueError", "boom"),
+        ("RuntimeError", "No module named 'data'"),
+    ],
+)
+def test_other_errors_stay_as_they_are(name: str, message: str) -> None:
+    """Nothing is added where nothing is known."""
+    assert told(name, message) == message
+
+
+def test_a_second_accelerator_with_other_settings_is_explained() -> None:
+    """Accelerate's own text says to restart the runtime, which would not help."""
+    message = told("ValueError", "AcceleratorState has already been initialized and cannot ...")
+
+    assert "%dist_reset, and make yours before anything uses `accelerator`" in message
+
+
+def test_more_ranks_than_memory_are_refused() -> None:
+    """200 ranks at 0.25 GB need 50 GB; 20 GB hold 80."""
+    with pytest.raises(StartError, match=r"200 ranks need about 50\.0 GB .*Use -n 80 or fewer"):
+        memory.check(20_000_000_000, 200)
+    memory.check(20_000_000_000, 80)
