@@ -144,6 +144,25 @@ def test_installed_wheel_finds_its_profiles(wheel: Path, tmp_path: Path) -> None
     assert Path(found["local"]) == site / "nbdist" / "profiles" / "local"
 
 
+def test_installed_wheel_starts_ranks(wheel: Path, tmp_path: Path) -> None:
+    """nbdist from a wheel starts a rank, which runs the same nbdist, and stops it again."""
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    run(*pip, "--target", str(site), str(wheel))
+    program = (
+        "import nbdist\n"
+        "session = nbdist.start(1)\n"
+        "result = session.run('import nbdist; print(nbdist.__file__)')\n"
+        "session.stop()\n"
+        "print(result[0].text)"
+    )
+    apart = {"PYTHONPATH": str(site), "IPYTHONDIR": str(tmp_path / "ipython")}
+    printed = run(sys.executable, "-c", program, cwd=elsewhere, env=apart)
+
+    assert str(site / "nbdist" / "__init__.py") in printed.splitlines()
+
+
 def test_readme_commands_exist() -> None:
     """Each `make` command that README shows is a target, and the two main ones are shown."""
     targets = set(

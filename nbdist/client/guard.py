@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+from nbdist.client.guardian import started
+
 PROGRAM = Path(__file__).with_name("guardian.py")
 CLOSE_DEADLINE_S = 5.0
 SHORT_LIFE_S = 0.5
@@ -19,7 +21,8 @@ class Guard:
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
-        self._pids: list[int] = []
+        # With their start times: told to a later guardian, a pid alone may be a stranger's.
+        self._pids: list[tuple[int, str]] = []
         self._is_closing = False
         self._lock = threading.Lock()
         self._process = self._start()
@@ -32,8 +35,8 @@ class Guard:
     def watch(self, pid: int) -> None:
         """End this process's session too when the kernel goes."""
         with self._lock:
-            self._pids.append(pid)
-            self._tell(pid)
+            self._pids.append((pid, started(pid) or ""))
+            self._tell(*self._pids[-1])
 
     def close(self) -> bool:
         """End everything that is left of the run now; True when the guardian has finished."""
@@ -84,11 +87,11 @@ class Guard:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process = self._start()
-        for pid in self._pids:
-            self._tell(pid)
+        for told in self._pids:
+            self._tell(*told)
 
-    def _tell(self, pid: int) -> None:
-        self._write(f"+{pid}\n")
+    def _tell(self, pid: int, start: str) -> None:
+        self._write(f"+{pid} {start}\n")
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None

@@ -122,7 +122,8 @@ def take_in(sessions: dict[int, str | None], text: bytes) -> bytes | None:
         for line in lines:
             if line == b"stop":
                 return None
-            sessions[int(line[1:])] = started(int(line[1:]))
+            pid, _, start = line[1:].partition(b" ")
+            sessions[int(pid)] = start.decode() or started(int(pid))
 
 
 def wait(kernel: int) -> dict[int, str | None]:

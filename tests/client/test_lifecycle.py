@@ -3,6 +3,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -329,3 +331,22 @@ def test_no_profile_is_made_in_the_ipython_folder(shared: Kernel) -> None:
     )
 
     assert found.text == "['profile_default']\n"
+
+
+def test_many_starts_leave_no_descriptor_and_no_thread() -> None:
+    """After the first start and stop, more of them take no more descriptors or threads."""
+    program = (
+        "import os, threading, nbdist\n"
+        "from nbdist.notebook import NOTEBOOK\n"
+        "for _ in range(3):\n"
+        "    nbdist.start(1).run('1')\n"
+        "    NOTEBOOK.stop()\n"
+        "    print('used', len(os.listdir('/proc/self/fd')), threading.active_count())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=90
+    )
+    used = [line for line in done.stdout.splitlines() if line.startswith("used")]
+
+    assert len(used) == 3
+    assert used[1] == used[2]
