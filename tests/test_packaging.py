@@ -126,30 +126,36 @@ def test_wheel_has_the_shipped_files(wheel: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"nbdist"}
 
 
-def test_installed_wheel_finds_its_profiles(wheel: Path, tmp_path: Path) -> None:
-    """nbdist from a wheel, away from any checkout, finds the profiles inside the package."""
-    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    elsewhere.mkdir()
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the wheel has been installed."""
+    folder = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    run(*pip, "--target", str(site), str(wheel))
+    run(*pip, "--target", str(folder), str(wheel))
+    return folder
+
+
+def run_installed(site: Path, tmp_path: Path, program: str) -> str:
+    """What a program prints that runs away from any checkout, with nbdist from the wheel."""
+    apart = {"PYTHONPATH": str(site), "IPYTHONDIR": str(tmp_path / "ipython")}
+    return run(sys.executable, "-c", program, cwd=tmp_path, env=apart)
+
+
+def test_installed_wheel_finds_its_profiles(site: Path, tmp_path: Path) -> None:
+    """nbdist from a wheel, away from any checkout, finds the profiles inside the package."""
     program = (
         "import json, nbdist, nbdist.client.profiles as profiles\n"
         "print(json.dumps([nbdist.__file__,"
         " {name: str(path) for name, path in profiles.available().items()}]))"
     )
-    apart = {"PYTHONPATH": str(site), "IPYTHONDIR": str(tmp_path / "ipython")}
-    package, found = json.loads(run(sys.executable, "-c", program, cwd=elsewhere, env=apart))
+    package, found = json.loads(run_installed(site, tmp_path, program))
 
     assert Path(package).is_relative_to(site)
     assert Path(found["local"]) == site / "nbdist" / "profiles" / "local"
 
 
-def test_installed_wheel_starts_ranks(wheel: Path, tmp_path: Path) -> None:
+def test_installed_wheel_starts_ranks(site: Path, tmp_path: Path) -> None:
     """nbdist from a wheel starts a rank, which runs the same nbdist, and stops it again."""
-    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    run(*pip, "--target", str(site), str(wheel))
     program = (
         "import nbdist\n"
         "session = nbdist.start(1)\n"
@@ -157,8 +163,7 @@ def test_installed_wheel_starts_ranks(wheel: Path, tmp_path: Path) -> None:
         "session.stop()\n"
         "print(result[0].text)"
     )
-    apart = {"PYTHONPATH": str(site), "IPYTHONDIR": str(tmp_path / "ipython")}
-    printed = run(sys.executable, "-c", program, cwd=elsewhere, env=apart)
+    printed = run_installed(site, tmp_path, program)
 
     assert str(site / "nbdist" / "__init__.py") in printed.splitlines()
 

@@ -21,6 +21,7 @@ from nbdist.client.run import CellRequest, Sink
 from nbdist.client.session import Session
 from nbdist.core import memory, shm, topology, versions
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.host import usable_cores
 from nbdist.core.topology import EngineReport, Gpu, Topology
 from nbdist.errors import OptionError, StartError
 
@@ -117,15 +118,9 @@ def _check_values(options: Any) -> None:
 def _expected(world_size: int, chosen: tuple[Gpu, ...], options: StartOptions) -> Topology:
     """The plan of the local cluster that would be started: refuses what cannot work."""
     reports = topology.local_reports(
-        world_size, hostname=socket.gethostname(), gpus=chosen, cores=_cores()
+        world_size, hostname=socket.gethostname(), gpus=chosen, cores=usable_cores()
     )
     return topology.plan(reports, options.backend)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _check_shm(world_size: int, *, uses_nccl: bool) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from nbdist.core.host import usable_cores
 from nbdist.core.topology import EngineReport, Gpu
 
 # The launcher's own numbering of its tasks, in the order in which they are believed.
@@ -57,13 +58,6 @@ def gpus() -> tuple[Gpu, ...]:
         uuid = str(getattr(properties, "uuid", "")) or f"index-{index}"
         found.append(Gpu(index=index, uuid=uuid, name=properties.name))
     return tuple(found)
-
-
-def usable_cores() -> int:
-    """The CPUs that this process may use (its affinity, not the machine's count)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def addresses() -> tuple[tuple[str, str], ...]:
