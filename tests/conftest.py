@@ -4,6 +4,7 @@ import atexit
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import uuid
@@ -29,6 +30,8 @@ _DIRS = (
 )
 _END_TIMEOUT_S = 10.0
 
+# A shell's background job (`make test &`, nohup) ignores SIGINT, and so would every child.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 os.environ.update({name: str(_HOME / name.lower()) for name in _DIRS})
 os.environ.update({"OMP_NUM_THREADS": "1", _SESSION_VARIABLE: _SESSION})
