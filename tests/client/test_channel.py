@@ -216,8 +216,17 @@ def test_an_engine_that_dies_in_a_cell_is_the_cells_last_word(tmp_path: Path) ->
     with temporary_folder(tmp_path / "tmp"), session_of(StartOptions(2, gpus="none")) as session:
         channel = session.cluster.channel
         assert channel is not None
-        dying = Heard(channel, 1, "print('last words', flush=True)\nimport os\nos._exit(9)")
+        # What a process has not sent when it exits so is lost: it goes on once it was heard.
+        gate = tmp_path / "gate"
+        dying = Heard(
+            channel,
+            1,
+            "import os, time\nprint('last words', flush=True)\n"
+            f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\nos._exit(9)",
+        )
         other = Heard(channel, 0, "print('lives')")
+        assert until(lambda: dying.text == "last words\n")
+        gate.touch()
         failure = failure_of(dying.reply())
         other_failure = failure_of(other.reply())
         assert until(lambda: 1 in session.cluster.exits)
