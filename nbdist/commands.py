@@ -16,7 +16,6 @@ from nbdist.view import ranks as ranks_view
 from nbdist.view.cells import publish
 from nbdist.view.mime import View
 from nbdist.view.progress import ProgressLine
-from nbdist.view.ranks import RankState
 
 
 def show(view: View) -> None:
@@ -118,9 +117,8 @@ def dist_status(_values: Namespace) -> View:
 
 def _status() -> View:
     session = NOTEBOOK.session
-    states = [RankState(s.rank, s.state, s.memory_bytes, s.busy_s) for s in session.status()]
     return ranks_view.status(
-        session.topology, states, time.time() - session.started_s, NOTEBOOK.mode_phrase
+        session.topology, session.status(), time.time() - session.started_s, NOTEBOOK.mode_phrase
     )
 
 

@@ -298,34 +298,38 @@ class CellRun:
             times.append(due_s)
         if self._interrupted_s is None and self.request.timeout_s is not None:
             times.append(self._began_s + self.request.timeout_s)
-        times.extend(
-            self._began_s + state.elapsed_s + TELL_S
-            for state in self._states.values()
-            if state.status == "error" and not state.is_told and not self.request.is_patient
-        )
+        times.extend(self._tell_s(rank) for rank in self._states)
         for rank in self.missing:
             seen_s = self._states[rank].exit_seen_s
             times.append(self._interrupt_s(rank))
             times.append(float("inf") if seen_s is None else seen_s + LAST_WORDS_S)
         return times
 
+    def _tell_s(self, rank: int) -> float:
+        """When to tell of a rank's failure; never after an interrupt, or for stored outputs."""
+        state = self._states[rank]
+        is_due = state.status == "error" and not state.is_told
+        if not is_due or self.request.is_patient or self._interrupted_s is not None:
+            return float("inf")
+        return self._began_s + state.elapsed_s + TELL_S
+
     def _tell_failures(self, now_s: float) -> None:
         """Say that a rank has failed while others run on, who may be waiting for it in vain."""
-        if self.request.is_patient or self._interrupted_s is not None:
-            return
-        failed = [
-            failure
-            for rank, state in self._states.items()
-            if state.status == "error"
-            and not state.is_told
-            and now_s >= self._began_s + state.elapsed_s + TELL_S
-            and (failure := self._feed.failure(rank)) is not None
-        ]
+        failed = [rank for rank in self._states if now_s >= self._tell_s(rank)]
+        for rank in failed:
+            self._states[rank].is_told = True
         if failed:
-            for failure in failed:
-                self._states[failure.rank].is_told = True
+            told = failing.summary([self._failure(rank) for rank in failed])
             running = f"{ranks_phrase(self.missing)} still running (the stop button interrupts)"
-            self._draw([Line("stderr", f"{failing.summary(failed)}; {running}\n")])
+            self._draw([Line("stderr", f"{told}; {running}\n")])
+
+    def _failure(self, rank: int) -> RankFailure:
+        """What the rank displayed as its error, or what its reply says where it displayed none."""
+        shown = self._feed.failure(rank)
+        if shown is not None:
+            return shown
+        name, message, lines = failure_of(self._states[rank].reply) or ("Error", "", ())
+        return RankFailure(rank, name, message, lines)
 
     def _rank_result(self, rank: int) -> RankResult:
         state = self._states[rank]
@@ -333,10 +337,7 @@ class CellRun:
         if state.status == "died":
             failure = RankFailure(rank, "RankDied", self._session.death(rank))
         elif state.status in {"error", "interrupted"}:
-            failure = self._feed.failure(rank)
-            if failure is None:
-                name, message, lines = failure_of(state.reply) or ("Error", "", ())
-                failure = RankFailure(rank, name, message, lines)
+            failure = self._failure(rank)
         return RankResult(
             rank=rank,
             status=state.status,

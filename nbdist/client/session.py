@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from nbdist.client import remote, run
@@ -23,6 +22,7 @@ from nbdist.core.cells import CellResult
 from nbdist.core.failures import RankFailure, ranks_are, ranks_phrase
 from nbdist.core.ranks import parse_ranks, rank_label
 from nbdist.core.shown import is_stored
+from nbdist.core.status import RankStatus
 from nbdist.core.topology import Topology
 from nbdist.core.wire import CELL_NUMBER
 from nbdist.errors import Interrupted, NbdistError, NotRunning, RankBusy, RankGone
@@ -32,23 +32,6 @@ CALL_DEADLINE_S = 30.0
 STATUS_DEADLINE_S = 2.0
 # The controller may tell of a death some milliseconds before the process has been reaped.
 EXIT_KNOWN_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """One rank at one moment.
-
-    Attributes:
-        rank: The rank.
-        state: "idle", "running cell [12]" or "ended (signal SIGKILL)".
-        busy_s: How long it has been running; 0 when it is not.
-        memory_bytes: By kind (resident, allocated, reserved); empty while it is busy.
-    """
-
-    rank: int
-    state: str
-    busy_s: float
-    memory_bytes: dict[str, int]
 
 
 class Session:
@@ -311,14 +294,14 @@ class Session:
     ) -> RankStatus:
         end = self._exit(rank)
         if end is not None:
-            return RankStatus(rank, f"ended ({end.how})", 0.0, {})
+            return RankStatus(rank, f"ended ({end.how})", {})
         if not self._is_stopped and not self._is_connected(rank):
-            return RankStatus(rank, "ended (its connection is lost)", 0.0, {})
+            return RankStatus(rank, "ended (its connection is lost)", {})
         busy = self._busy.get(rank)
         if busy is not None:
             number = busy[0].request.number
             state = "running a cell" if number is None else f"running cell [{number}]"
-            return RankStatus(rank, state, time.monotonic() - busy[1], {})
+            return RankStatus(rank, state, {}, time.monotonic() - busy[1])
         return _idle_status(rank, asked, end_s)
 
 
@@ -327,8 +310,8 @@ def _idle_status(rank: int, asked: Future[dict[str, int]] | None, end_s: float) 
         left_s = max(0.0, end_s - time.monotonic())
         memory = asked.result(left_s) if asked is not None else {}
     except TimeoutError:
-        return RankStatus(rank, "does not answer", 0.0, {})
+        return RankStatus(rank, "does not answer", {})
     except Exception as error:  # noqa: BLE001  # it has just ended, or torch has failed there
         name, message, _ = failure_of(error) or ("", str(error), ())
-        return RankStatus(rank, f"cannot answer ({name}: {message})", 0.0, {})
-    return RankStatus(rank, "idle", 0.0, memory)
+        return RankStatus(rank, f"cannot answer ({name}: {message})", {})
+    return RankStatus(rank, "idle", memory)

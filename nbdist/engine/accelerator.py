@@ -23,5 +23,10 @@ class LazyAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         if self.__dict__.get("is_set_up", True):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.__dict__["is_set_up"] = True
-        super().__init__()
+        try:
+            super().__init__()
+        except BaseException:  # the next use tries again, and shows the reason again
+            self.__dict__.clear()
+            self.__dict__["is_set_up"] = False
+            raise
         return getattr(self, name)

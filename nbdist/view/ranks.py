@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from nbdist.core import units
 from nbdist.core.shown import shown
+from nbdist.core.status import RankStatus
 from nbdist.core.topology import Topology
 from nbdist.view.mime import View, table
 
 NO_SCALING = "The ranks share {shared}: times measured here are no scaling numbers."
-
-
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """What one rank does now, as the table shows it."""
-
-    rank: int
-    state: str
-    memory_bytes: Mapping[str, int]
-    busy_s: float = 0.0
 
 
 def _ranks_and_hosts(topology: Topology) -> str:
@@ -56,7 +46,7 @@ def started(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) -> 
     )
 
 
-def status(topology: Topology, states: Sequence[RankState], running_s: float, mode: str) -> View:
+def status(topology: Topology, states: Sequence[RankStatus], running_s: float, mode: str) -> View:
     """What %dist_status prints: what every rank does, and its memory."""
     rows = []
     for place, state in zip(topology.ranks, states, strict=True):

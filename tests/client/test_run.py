@@ -9,6 +9,7 @@ from nbdist.client.run import CellRequest, CellRun, wait
 from nbdist.client.session import Session
 from nbdist.core.cells import CellResult, Event
 from nbdist.core.failures import RankFailure
+from nbdist.core.lines import Line
 from nbdist.errors import DistributedError, RankGone
 
 
@@ -132,3 +133,36 @@ def test_a_flood_of_output_keeps_neither_drawing_nor_deadlines_waiting() -> None
 
     assert run.step(0.0) is not None
     assert sink.events != []
+
+
+def longest_wait_s(run: CellRun, began_s: float) -> float:
+    """How long a run waits at most once a rank's failure is two seconds old."""
+    run.step(began_s + 2.0)
+    pause_s = run.step(began_s + 2.1)
+    assert pause_s is not None
+    return pause_s
+
+
+def test_a_failure_that_was_told_is_waited_for_no_more() -> None:
+    """An error without a displayed traceback is told as well, and then nothing polls."""
+    sink = Kept()
+    run = cell(sink, (0, 1))
+    run.done(1, Failed())
+    pause_s = longest_wait_s(run, run._began_s)
+
+    told = [event.text for event in sink.events if isinstance(event, Line)]
+    assert told == [
+        "rank 1 raised ValueError: boom; rank 0 still running (the stop button interrupts)\n"
+    ]
+    assert pause_s > 60
+
+
+def test_a_failure_is_not_waited_for_after_an_interrupt() -> None:
+    """After an interrupt only the notebook's return is waited for, not what is no longer told."""
+    run = cell(Kept(), (0, 1))
+    run.done(1, Failed())
+    run.step(run._began_s)
+    run.press()
+    run.step(run._began_s + 0.1)
+
+    assert longest_wait_s(run, run._began_s) > 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nbdist.core.status import RankStatus
 from nbdist.core.topology import RankPlace, Topology
-from nbdist.view.ranks import RankState, started, status
+from nbdist.view.ranks import started, status
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +40,8 @@ GPU = Topology(
     n_hosts=2,
 )
 STATES = (
-    RankState(0, "idle", {"resident": 512_300_000}),
-    RankState(1, "busy", {"resident": 2_000_000_000}, busy_s=2.5),
+    RankStatus(0, "idle", {"resident": 512_300_000}),
+    RankStatus(1, "busy", {"resident": 2_000_000_000}, busy_s=2.5),
 )
 
 
@@ -94,7 +95,7 @@ def test_status() -> None:
 def test_gpu_memory() -> None:
     """On a GPU what torch has allocated and reserved is shown beside the host's memory."""
     memory = {"resident": 1_000_000_000, "allocated": 3_000_000_000, "reserved": 4_000_000_000}
-    states = [RankState(0, "idle", memory), RankState(1, "died", {})]
+    states = [RankStatus(0, "idle", memory), RankStatus(1, "died", {})]
     rows = status(GPU, states, 1.0, "on ranks 0-1").text.splitlines()[2:4]
 
     assert rows[0].endswith("idle   1.0 GB host, 3.0 GB GPU (4.0 GB reserved)")
@@ -117,8 +118,8 @@ def test_stored_tables_are_equal_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
         is_scaling=False,
         n_hosts=1,
     )
-    states = [RankState(rank, "idle", {"resident": 5 * 10**9}) for rank in range(2)]
-    idle = [RankState(rank, "idle", {"resident": 900}) for rank in range(2)]
+    states = [RankStatus(rank, "idle", {"resident": 5 * 10**9}) for rank in range(2)]
+    idle = [RankStatus(rank, "idle", {"resident": 900}) for rank in range(2)]
 
     assert started(CPU, 1.0) == started(other, 20.0)
     assert status(CPU, idle, 1.0, "x") == status(other, states, 500.0, "x")

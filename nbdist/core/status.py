@@ -1,0 +1,23 @@
+"""What one rank does at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank at one moment.
+
+    Attributes:
+        rank: The rank.
+        state: "idle", "running cell [12]" or "ended (signal SIGKILL)".
+        memory_bytes: By kind (resident, allocated, reserved); empty while it is busy.
+        busy_s: How long it has been running; 0 when it is not.
+    """
+
+    rank: int
+    state: str
+    memory_bytes: Mapping[str, int]
+    busy_s: float = 0.0
