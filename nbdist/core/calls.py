@@ -1,0 +1,176 @@
+"""What ranks do in torch.distributed, as records: calls, groups, black boxes, findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's code.
+
+    Attributes:
+        cell: The notebook's cell number; None in a file.
+        file: Base name of the file; empty in a cell.
+        line: From 1.
+        source: The line's text, stripped and cut; empty where it is not known.
+    """
+
+    cell: int | None
+    file: str
+    line: int
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a rank that other ranks have a part in.
+
+    Attributes:
+        op: torch.distributed's name: "all_reduce", "send", "barrier", "new_group".
+        detail: "float32[3]", "float32[3], src=0"; empty where there is nothing to say.
+        group: torch's name of the process group.
+        number: The how manieth call of its channel since the last recovery, from 1. A channel is
+            the group for collectives, and (group, source, destination) for send and recv.
+        peer: The other rank of a send or recv, by its global rank; None otherwise, and for a
+            recv from any rank.
+        place: Where in the user's code.
+        run: The cell run in which it was made.
+        began_s: The host's monotonic clock.
+        ended_s: The same; None while it has not ended.
+        state: "waiting" (inside the call, or inside wait() of an asynchronous one), "issued"
+            (asynchronous, not waited for), "done" or "raised".
+    """
+
+    op: str
+    detail: str
+    group: str
+    number: int
+    peer: int | None
+    place: Place | None
+    run: int
+    began_s: float
+    ended_s: float | None
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group of which a rank is a member.
+
+    Attributes:
+        name: torch's name; the same on every member.
+        ranks: Global ranks, in order.
+        calls: Collectives that this rank has made in it since the last recovery.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rank's black box at one moment.
+
+    Attributes:
+        rank: The rank.
+        pid: Its process.
+        generation: How often its groups have been recovered.
+        run: The cell run that it runs, or ran last; 0 before the first.
+        state: "running", "finished" or "raised", of that run.
+        since_s: When the state began; the host's monotonic clock.
+        groups: By name.
+        transfers: (group, source, destination) -> sends and recvs of this rank so far; by
+            global ranks.
+        calls: The newest calls, oldest first.
+    """
+
+    rank: int
+    pid: int
+    generation: int
+    run: int
+    state: str
+    since_s: float
+    groups: Mapping[str, Group]
+    transfers: Mapping[tuple[str, int, int], int]
+    calls: tuple[Call, ...]
+
+    @property
+    def waiting(self) -> Call | None:
+        """The newest call in which the rank is inside now."""
+        return next((call for call in reversed(self.calls) if call.state == "waiting"), None)
+
+
+@dataclass(frozen=True, slots=True)
+class CxxCall:
+    """The newest collective of a group in torch's flight recorder, C++ callers included.
+
+    Attributes:
+        op: "all_reduce".
+        detail: "float32[20]".
+        number: torch's sequence number within the group, since the last recovery.
+        is_pending: Whether the recorder has not seen its end (which it never sees for some).
+    """
+
+    op: str
+    detail: str
+    number: int
+    is_pending: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a rank answers while its main thread is busy or blocked.
+
+    Attributes:
+        place: The innermost line of the user's code that the main thread is in.
+        stack: The main thread's Python stack, innermost last.
+        is_in_torch: The innermost frame is torch's own code.
+        is_asleep: The main thread used no processor time while this was looked at.
+        newest: Group name -> newest collective in the flight recorder; empty without one.
+    """
+
+    place: Place | None
+    stack: tuple[str, ...]
+    is_in_torch: bool
+    is_asleep: bool
+    newest: Mapping[str, CxxCall] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """All that the notebook knows of one rank while a cell runs.
+
+    Attributes:
+        rank: The rank.
+        state: "running", "finished", "raised", "ended" (its process), "stopped" (SIGSTOP),
+            "absent" (idle, the cell was not sent to it) or "busy" (with an earlier cell).
+        how: For "raised" the exception's class, for "ended" how ("signal SIGKILL").
+        box: Its black box; None where it cannot be read.
+        look: Its newest answer; None where it was not asked.
+    """
+
+    rank: int
+    state: str
+    how: str = ""
+    box: Box | None = None
+    look: Look | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Why ranks wait.
+
+    Attributes:
+        text: One line that a person understands.
+        is_certain: A deadlock: it cannot end by itself. Otherwise somebody is only late.
+        waiting: The ranks that wait.
+        blamed: The ranks for which they wait.
+    """
+
+    text: str
+    is_certain: bool
+    waiting: tuple[int, ...]
+    blamed: tuple[int, ...]

@@ -1,0 +1,91 @@
+"""Ranks meet before they form a group: what follows blocks in C++ where nothing ends it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from nbdist.core.ranks import rank_label
+
+FIRST_PAUSE_S = 0.001
+LONGEST_PAUSE_S = 0.02
+DEFAULT_DEADLINE = timedelta(minutes=30)  # torch's own for Gloo
+
+_cancelled = 0
+_met: Counter[tuple[int, ...]] = Counter()
+
+
+def cancel_meetings() -> None:
+    """End every wait of this rank for others, with a RuntimeError there. From any thread."""
+    global _cancelled  # noqa: PLW0603  # a count: a meeting sees that it has changed
+    _cancelled += 1
+
+
+def forget_meetings() -> None:
+    """Number meetings from 0 again; on every rank, with a new generation."""
+    _met.clear()
+
+
+def meet(ranks: Sequence[int], generation: int, deadline: timedelta | None, what: str) -> None:
+    """Return once each of these ranks, of which this is one, has come to the same meeting.
+
+    Collective: these ranks. It goes through the store and looks again and again, so that an
+    interrupt and `cancel_meetings` end it.
+
+    Args:
+        ranks: Global ranks.
+        generation: How often the groups were recovered.
+        deadline: How long to wait; None for torch's own.
+        what: For what, for the message.
+
+    Raises:
+        RuntimeError: When it was cancelled, or after the deadline, naming who has not come.
+    """
+    store = _default_store()
+    if store is None or len(ranks) < 2:
+        return
+    deadline_s = (deadline or DEFAULT_DEADLINE).total_seconds()
+    members = tuple(sorted(ranks))
+    number = _met[members]
+    label = f"nbdist/meet/{generation}/{','.join(map(str, members))}/{number}"
+    keys = [f"{label}/{rank}" for rank in members]
+    own = f"{label}/{dist.get_rank()}"
+    store.set(own, "here")
+    try:
+        _wait(store, keys, deadline_s, what)
+    except BaseException:
+        store.delete_key(own)  # else the next one to come would think that this rank is here
+        raise
+    _met[members] += 1
+
+
+def _wait(store: dist.Store, keys: list[str], deadline_s: float, what: str) -> None:
+    cancelled = _cancelled
+    began_s = time.monotonic()
+    pause_s = FIRST_PAUSE_S
+    while not store.check(keys):
+        missing = f"rank {dist.get_rank()} waited in {what} for other ranks"
+        if cancelled != _cancelled:
+            raise RuntimeError(f"{missing} until the wait was aborted. Every rank has to call it.")
+        if time.monotonic() > began_s + deadline_s:
+            absent = [int(key.rpartition("/")[2]) for key in keys if not store.check([key])]
+            raise RuntimeError(
+                f"{missing} for {deadline_s:g} s; rank(s) {rank_label(absent)} did not come. "
+                "Every rank has to call it."
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _default_store() -> dist.Store | None:
+    """The store of the default group, in which its members' groups are formed as well.
+
+    torch hands it out by a private function alone. Without it there is no meeting.
+    """
+    getter = getattr(c10d, "_get_default_store", None)
+    return getter() if getter is not None and dist.is_initialized() else None
