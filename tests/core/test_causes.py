@@ -1,0 +1,188 @@
+"""Why a process ended, from what it left behind."""
+
+import signal
+
+import pytest
+
+from nbdist.core import causes
+from nbdist.core.causes import OomCounts, Remains
+
+CELL = "/tmp/ipykernel/123.py"
+CELLS = {CELL: 12}
+SHELL = (
+    '  File "/e/lib/python3.11/site-packages/IPython/core/interactiveshell.py", line 9 in run_code'
+)
+
+
+def crash(*threads: tuple[str, tuple[str, ...]]) -> Remains:
+    """What faulthandler leaves: (heading, frames innermost first) of each thread."""
+    lines = ["Fatal Python error: Segmentation fault", ""]
+    for heading, frames in threads:
+        lines += [f"{heading} 0x00007f0000000001 (most recent call first):", *frames, ""]
+    return Remains(crash_text="\n".join(lines), cells=CELLS)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (None, "unknown exit code"),
+        (3, "exit code 3: the process ended itself, by os._exit or in a library"),
+        (-signal.SIGTERM, "signal SIGTERM: sent by somebody else"),
+        (-63, "signal 63: sent by somebody else"),
+        (-signal.SIGSEGV, "signal SIGSEGV"),
+    ],
+)
+def test_an_end_that_left_nothing(code: int | None, told: str) -> None:
+    """Without any remains the code alone is told, and nothing is made up."""
+    if code == -63 and 63 in {int(one) for one in signal.Signals}:
+        pytest.skip("signal 63 has a name on this system")
+
+    assert causes.cause(code, Remains()) == told
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (
+            OomCounts(3, 10, 2_000_000_000),
+            OomCounts(4, 11, 2_000_000_000),
+            "the system killed it for memory (cgroup limit 2.0 GB; oom_kill rose from 3 to 4)",
+        ),
+        (
+            OomCounts(0, 10),
+            OomCounts(2, 12),
+            "the system killed it for memory (oom_kill rose from 0 to 2)",
+        ),
+        (
+            OomCounts(3, 10),
+            OomCounts(3, 11),
+            "the system probably killed it for memory (oom_kill of the machine rose from 10 to 11)",
+        ),
+        (OomCounts(3, 10), OomCounts(3, 10), "sent by somebody else"),
+        (OomCounts(), OomCounts(), "sent by somebody else, or by the system for memory"),
+        (OomCounts(3, None), OomCounts(None, None), "sent by somebody else, or by the system"),
+    ],
+)
+def test_a_kill_for_memory_is_told_by_the_systems_counts(
+    before: OomCounts, after: OomCounts, told: str
+) -> None:
+    """Its own group's count is proof, the machine's is a hint, no count leaves it open."""
+    cause = causes.cause(-signal.SIGKILL, Remains(before=before, after=after))
+
+    assert cause.startswith(f"signal SIGKILL: {told}")
+
+
+def test_our_own_kill_is_no_riddle() -> None:
+    """What nbdist has killed is never blamed on memory or a bug."""
+    risen = Remains(before=OomCounts(1), after=OomCounts(2), is_ours=True)
+
+    assert causes.cause(-signal.SIGKILL, risen) == "signal SIGKILL: sent by nbdist"
+    assert causes.cause(-signal.SIGABRT, risen) == "signal SIGABRT: sent by nbdist"
+
+
+def test_a_crash_is_told_with_function_and_line() -> None:
+    """The innermost function, and the cell's line that called it."""
+    remains = crash(
+        ("Thread", ('  File "/usr/lib/python3.11/threading.py", line 331 in wait',)),
+        (
+            "Current thread",
+            (
+                '  File "/e/lib/python3.11/site-packages/torch/_ops.py", line 50 in op',
+                f'  File "{CELL}", line 3 in <module>',
+                SHELL,
+            ),
+        ),
+    )
+
+    assert causes.cause(-signal.SIGSEGV, remains) == (
+        "signal SIGSEGV in op (torch/_ops.py, line 50), called at line 3 of cell [12]"
+    )
+
+
+def test_a_crash_in_the_cell_itself() -> None:
+    """A C function called from the cell has no Python frame of its own."""
+    remains = crash(("Current thread", (f'  File "{CELL}", line 3 in f', SHELL)))
+
+    assert causes.cause(-signal.SIGSEGV, remains) == "signal SIGSEGV at line 3 of cell [12]"
+
+
+def test_a_crash_outside_of_any_cell() -> None:
+    """Then the innermost line is all that can be told."""
+    remains = crash(("Current thread", ('  File "/home/me/lib.py", line 8 in load',)))
+
+    assert causes.cause(-signal.SIGFPE, remains) == "signal SIGFPE in lib.py, line 8, in load"
+
+
+def test_a_crash_of_a_thread_without_python_tells_what_the_cell_did() -> None:
+    """Gloo ends the process from its own thread: no current thread in the text."""
+    torch = "/e/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+    remains = crash(
+        ("Thread", ('  File "/usr/lib/python3.11/threading.py", line 331 in wait',)),
+        (
+            "Thread",
+            (
+                f'  File "{torch}", line 3252 in all_reduce',
+                f'  File "{CELL}", line 2 in <module>',
+                SHELL,
+            ),
+        ),
+    )
+
+    assert causes.cause(-signal.SIGABRT, remains) == (
+        "signal SIGABRT in a thread of C code, while the cell was in all_reduce "
+        "(torch/distributed/distributed_c10d.py, line 3252), called at line 2 of cell [12]"
+    )
+
+
+def test_a_bus_error_names_shared_memory() -> None:
+    """A full /dev/shm ends processes that way, and nobody guesses it."""
+    remains = crash(("Current thread", (f'  File "{CELL}", line 3 in f', SHELL)))
+
+    assert causes.cause(-signal.SIGBUS, remains) == (
+        "signal SIGBUS at line 3 of cell [12]; usually shared memory (/dev/shm) was full"
+    )
+
+
+def test_counts_of_all_kinds_of_files() -> None:
+    """cgroup v2, v1, the whole machine; a kernel too old to count, and an empty file."""
+    v2 = "low 0\nhigh 0\nmax 12\noom 4\noom_kill 3\noom_group_kill 0\n"
+    v1 = "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"
+    vmstat = "nr_free_pages 1\noom_kill 7\nnuma_hit 2\n"
+
+    assert [causes.oom_kills(text) for text in (v2, v1, vmstat)] == [3, 5, 7]
+    assert causes.oom_kills("oom_kill_disable 0\nunder_oom 0\n") is None
+    assert causes.oom_kills("") is None
+
+
+def test_limits_of_both_kinds() -> None:
+    """ "max" and v1's largest number are no limits."""
+    assert causes.limit_bytes("2147483648\n") == 2147483648
+    assert causes.limit_bytes("max\n") is None
+    assert causes.limit_bytes("9223372036854771712\n") is None
+    assert causes.limit_bytes("") is None
+
+
+def test_the_control_group_of_a_process() -> None:
+    """v1 has a line for memory, v2 the one without controllers; both may be there."""
+    assert causes.cgroups("0::/user.slice/a.scope\n") == {"v2": "/user.slice/a.scope"}
+    assert causes.cgroups("4:memory:/jobs/7\n1:cpu,cpuacct:/jobs/7\n") == {"v1": "/jobs/7"}
+    assert causes.cgroups("4:cpu,memory:/jobs/7\n0::/\n") == {"v1": "/jobs/7", "v2": "/"}
+    assert causes.lineage("/jobs/7") == ["jobs/7", "jobs", ""]
+    assert causes.lineage("/") == [""]
+
+
+def test_the_state_of_a_process_with_an_awkward_name() -> None:
+    """The name may contain what follows it."""
+    assert causes.process_state("123 (a b) T 9) R 1 123 123 0 -1") == "R"
+    assert causes.process_state("123 (python) T 1 123") == "T"
+    assert causes.process_state("") == ""
+
+
+def test_whether_a_signal_is_caught() -> None:
+    """Bit number - 1 of the mask, as the system writes it."""
+    status = "Name:\tpython\nSigIgn:\t0000000001001000\nSigCgt:\t0000040180000002\n"
+
+    assert causes.catches(status, signal.SIGINT)
+    assert causes.catches(status, 43)
+    assert not causes.catches(status, signal.SIGTERM)
+    assert not causes.catches("", signal.SIGINT)

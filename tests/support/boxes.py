@@ -1,0 +1,110 @@
+"""Black boxes by hand: what ranks have called, without ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nbdist.core.calls import Box, Call, CxxCall, Finding, Group, Look, Place, RankView
+from nbdist.core.collectives import diagnose
+
+RUN = 5
+NOW_S = 100.0
+WORLD = "0"
+
+
+def at(line: int, source: str = "", cell: int = 12) -> Place:
+    """A line of a cell."""
+    return Place(cell, "", line, source)
+
+
+def call(  # noqa: PLR0913  # a record has many fields
+    op: str,
+    detail: str = "",
+    *,
+    line: int = 7,
+    source: str = "",
+    state: str = "done",
+    group: str = WORLD,
+    peer: int | None = None,
+    began_s: float = NOW_S - 10,
+) -> Call:
+    """A call of the present cell; `box` gives it its number."""
+    place = at(line, source)
+    ended_s = None if state in {"waiting", "issued"} else began_s
+    return Call(op, detail, group, 0, peer, place, RUN, began_s, ended_s, state)
+
+
+def box(
+    rank: int,
+    *calls: Call,
+    groups: Mapping[str, tuple[int, ...]],
+    state: str = "running",
+    run: int = RUN,
+    generation: int = 0,
+) -> Box:
+    """A rank's box after these calls, numbered as a rank numbers them."""
+    counts: Counter[str] = Counter()
+    transfers: Counter[tuple[str, int, int]] = Counter()
+    numbered = []
+    for one in calls:
+        if one.peer is not None:
+            ends = (rank, one.peer) if "send" in one.op else (one.peer, rank)
+            transfers[one.group, *ends] += 1
+            number = transfers[one.group, *ends]
+        elif "recv" in one.op:
+            number = 0
+        else:
+            counts[one.group] += 1
+            number = counts[one.group]
+            counts[one.group] -= one.state == "raised"  # it was not made
+        numbered.append(replace(one, number=number))
+    own = {n: Group(n, ranks, counts[n]) for n, ranks in groups.items() if rank in ranks}
+    since_s = NOW_S - 20
+    return Box(
+        rank, 1000 + rank, generation, run, state, since_s, own, dict(transfers), tuple(numbered)
+    )
+
+
+def view(
+    rank: int,
+    state: str,
+    *calls: Call,
+    world: int = 2,
+    groups: Mapping[str, tuple[int, ...]] | None = None,
+    how: str = "",
+    look: Look | None = None,
+) -> RankView:
+    """A rank in a world of so many, with further groups."""
+    every = {WORLD: tuple(range(world)), **(groups or {})}
+    in_box = state if state in {"finished", "raised"} else "running"
+    run = RUN if state not in {"absent", "busy"} else RUN - 1
+    own = box(rank, *calls, groups=every, state=in_box, run=run)
+    return RankView(rank, state, how, own, look)
+
+
+def look(place: Place | None = None, *, is_asleep: bool = True, **newest: CxxCall) -> Look:
+    """A rank that sleeps in torch, or computes; the flight recorder's calls by group."""
+    named = {name.removeprefix("g"): one for name, one in newest.items()}
+    return Look(place, (), is_asleep, is_asleep, named)
+
+
+def inner(op: str, detail: str, number: int, *, is_pending: bool = True) -> CxxCall:
+    """A call in the flight recorder."""
+    return CxxCall(op, detail, number, is_pending)
+
+
+REDUCE = "dist.all_reduce(x)"
+
+
+def reduce(state: str = "done", **fields: Any) -> Call:
+    """The all_reduce of most tests."""
+    return replace(call("all_reduce", "float32[3]", source=REDUCE, state=state), **fields)
+
+
+def found(*views: RankView) -> Finding:
+    """The only finding."""
+    (one,) = diagnose(views, NOW_S)
+    return one
