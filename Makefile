@@ -1,7 +1,9 @@
 # make demo    runs the first notebook on two ranks, leaves it and an HTML page in build/
 # make test    lint, types, tests, then every notebook against its stored outputs
+# make faults  every fault on 2 and 4 ranks, and the table of docs/reliability.md from it
 # make lab     JupyterLab with the notebooks
 # make store   runs the notebooks and stores their outputs, for `make test` to compare
+# make bench   what nbdist costs beside the same without it, into docs/benchmarks.md
 # make lint    the style and format check alone
 # make clean   removes everything that make has made
 #
@@ -19,13 +21,13 @@ DEMO := 01_first_steps
 
 # The demo and the tests use no settings of the user's own and leave nothing in HOME.
 SETTINGS := $(CURDIR)/build/settings
-demo unit notebooks store: export IPYTHONDIR = $(SETTINGS)/ipython
-demo unit notebooks store: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
-demo unit notebooks store: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
-demo unit notebooks store: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
-demo unit notebooks store: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
-demo unit notebooks store: export HF_HOME = $(SETTINGS)/huggingface
-demo unit notebooks store: export HF_HUB_OFFLINE = 1
+demo unit faults notebooks store bench: export IPYTHONDIR = $(SETTINGS)/ipython
+demo unit faults notebooks store bench: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
+demo unit faults notebooks store bench: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
+demo unit faults notebooks store bench: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
+demo unit faults notebooks store bench: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
+demo unit faults notebooks store bench: export HF_HOME = $(SETTINGS)/huggingface
+demo unit faults notebooks store bench: export HF_HUB_OFFLINE = 1
 
 # Stored outputs are those of two ranks on the CPU with one thread each, on any machine.
 notebooks store: export NBDIST_TEST = 1
@@ -35,10 +37,10 @@ notebooks store: export OMP_NUM_THREADS = 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types unit notebooks store lab clean
+.PHONY: help demo test lint types unit faults notebooks store bench lab clean
 
 help:
-	@sed -n '1,6s/^# //p' Makefile
+	@sed -n '1,8s/^# //p' Makefile
 
 # torch comes first and alone: whatever asks for it later finds the pinned build in place.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -85,6 +87,15 @@ BROWSER := $(shell command -v chromium || command -v chromium-browser || command
 unit: $(INSTALLED) $(if $(BROWSER),$(LAB_INSTALLED)) | build/settings
 	$(PY) -m pytest tests
 
+# -m "" takes what `make test` leaves out as well. The table is made anew from a run that passed.
+FAULTS := $(CURDIR)/build/faults.jsonl
+
+faults: export NBDIST_FAULTS_LOG = $(FAULTS)
+faults: $(INSTALLED) | build/settings
+	@rm -f $(FAULTS)
+	$(PY) -m pytest -m "" tests/faults
+	$(PY) -m tests.faults.report $(FAULTS) docs/reliability.md
+
 # The kernel is this environment's Python, whatever a notebook's own metadata names.
 notebooks: $(INSTALLED) | build/settings
 	$(PY) -m pytest --nbval --nbval-current-env \
@@ -97,10 +108,14 @@ store: $(INSTALLED) | build/settings
 	  --ExecutePreprocessor.coalesce_streams=True \
 	  --ExecutePreprocessor.startup_timeout=120 --ExecutePreprocessor.timeout=600 notebooks/*.ipynb
 
+bench: export OMP_NUM_THREADS = 1
+bench: $(INSTALLED) | build/settings
+	$(PY) -m benchmarks.run
+
 lab: $(LAB_INSTALLED)
 	$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
-	find nbdist tests notebooks profiles -type d \
+	find nbdist tests benchmarks notebooks profiles -type d \
 	  '(' -name __pycache__ -o -name .ipynb_checkpoints ')' -prune -exec rm -rf {} +

@@ -19,7 +19,7 @@ __all__ = ["__version__", "load_ipython_extension", "session", "shown", "start"]
 __version__ = "0.1.0"
 
 
-def start(  # the options of %dist_init, by name
+def start(  # noqa: PLR0913  # the options of %dist_init, by name
     n: int | None = None,
     *,
     profile: str = "local",
@@ -27,6 +27,8 @@ def start(  # the options of %dist_init, by name
     backend: str = "auto",
     seed: int | None = None,
     timeout_s: float | None = None,
+    grace_s: float | None = None,
+    debug: str = "off",
 ) -> Session:
     """Start ranks and return them; the same as %dist_init.
 
@@ -37,6 +39,8 @@ def start(  # the options of %dist_init, by name
         backend: "auto", "nccl" or "gloo".
         seed: Set on every rank alike.
         timeout_s: For the whole start.
+        grace_s: How long a certain deadlock is left alone before it is aborted, 5 s without it.
+        debug: torch's own checks of every collective: "off", "info" or "detail".
 
     Raises:
         AlreadyRunning: If this process has ranks already.
@@ -44,10 +48,11 @@ def start(  # the options of %dist_init, by name
         StartError: If a rank did not come up.
     """
     from nbdist import commands
-    from nbdist.client.start import DEFAULT_DEADLINE_S, StartOptions
+    from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
 
     deadline_s = DEFAULT_DEADLINE_S if timeout_s is None else timeout_s
-    options = StartOptions(n, profile, gpus, backend, seed, deadline_s)
+    grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
+    options = StartOptions(n, profile, gpus, backend, seed, deadline_s, grace_s, debug)
     return commands.start_and_show(options).session
 
 

@@ -6,12 +6,12 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 
-from nbdist.client.start import DEFAULT_DEADLINE_S, Started, StartOptions
+from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.shown import is_stored
 from nbdist.errors import AlreadyRunning, OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK, CellOptions
-from nbdist.verbs import Option, Verb, positive_number, rank_count
+from nbdist.verbs import Option, Verb, positive_number, rank_count, rank_number
 from nbdist.view import ranks as ranks_view
 from nbdist.view.cells import publish
 from nbdist.view.mime import View
@@ -39,6 +39,8 @@ def _start_options(values: Namespace) -> StartOptions:
         backend=values.backend,
         seed=values.seed,
         deadline_s=values.timeout_s,
+        grace_s=values.grace_s,
+        debug=values.debug,
     )
 
 
@@ -62,6 +64,8 @@ _TYPED = {
     "gpus": "--gpus",
     "backend": "--backend",
     "seed": "--seed",
+    "grace_s": "--grace",
+    "debug": "--debug",
 }
 
 
@@ -110,16 +114,30 @@ def dist_shutdown(_values: Namespace) -> View:
     return View(f"{ranks_phrase(session.ranks)} stopped")
 
 
-def dist_status(_values: Namespace) -> View:
-    """What runs where, and what every rank does."""
-    return _status()
+def dist_status(values: Namespace) -> View:
+    """What runs where, what every rank does, and who waits for whom."""
+    return _status(wants_stacks=values.wants_stacks)
 
 
-def _status() -> View:
+def _status(*, wants_stacks: bool = False) -> View:
     session = NOTEBOOK.session
-    return ranks_view.status(
-        session.topology, session.status(), time.time() - session.started_s, NOTEBOOK.mode_phrase
-    )
+    status = session.status(wants_stacks=wants_stacks)
+    up_s = time.time() - session.started_s
+    return ranks_view.status(session.topology, status, up_s, NOTEBOOK.mode_phrase)
+
+
+def dist_restart(values: Namespace) -> None:
+    """Bring ranks back under their numbers; the others keep everything."""
+    session = NOTEBOOK.session
+    chosen = session.chosen(" ".join(values.where)) if values.where else None
+    progress = ProgressLine("restarting")
+    restarted = session.upkeep.restart(chosen, values.timeout_s, progress)
+    progress.finish(ranks_view.restarted(restarted.ranks, restarted.elapsed_s, restarted.notes))
+
+
+def dist_sync_model(values: Namespace) -> View:
+    """Make the models of all ranks equal to those of one."""
+    return View("\n".join(NOTEBOOK.session.sync_model(values.source)))
 
 
 def dist_mode(values: Namespace) -> View:
@@ -171,6 +189,13 @@ _CELL_OPTIONS = (
     ),
 )  # fmt: skip
 _WHERE = Option(("where",), "ranks such as [0,2-3]", metavar="RANKS")
+
+
+def _grace(text: str) -> float:
+    """Seconds, or 0 for at once."""
+    return 0.0 if text.strip("0.") == "" and "0" in text else positive_number(text)
+
+
 _START_OPTIONS = (
     Option(
         ("-n", "--num-processes"),
@@ -190,6 +215,21 @@ _START_OPTIONS = (
         default=DEFAULT_DEADLINE_S,
         metavar="S",
         name="timeout_s",
+    ),
+    Option(
+        ("--grace",),
+        "how long a certain deadlock is left alone before it is aborted, in seconds "
+        f"({DEFAULT_GRACE_S:.0f}; 0: at once)",
+        _grace,
+        default=DEFAULT_GRACE_S,
+        metavar="S",
+        name="grace_s",
+    ),
+    Option(
+        ("--debug",),
+        "torch's own checks of every collective: off, info or detail",
+        default="off",
+        metavar="LEVEL",
     ),
     Option(("--auto",), "run plain cells on all ranks from now on", None),
 )
@@ -221,7 +261,41 @@ VERBS: dict[str, Verb] = {
             },
         ),
         Verb("dist_shutdown", "End the ranks.", "%dist_shutdown", dist_shutdown),
-        Verb("dist_status", "Show what runs where.", "%dist_status", dist_status),
+        Verb(
+            "dist_status",
+            "Show what runs where, and who waits for whom.",
+            "%dist_status --stacks",
+            dist_status,
+            (Option(("--stacks",), "with every rank's Python stacks", None, name="wants_stacks"),),
+        ),
+        Verb(
+            "dist_restart",
+            "Bring ranks back under their numbers; the others keep everything.",
+            "%dist_restart 1",
+            dist_restart,
+            (
+                Option(("where",), "ranks such as 0,2-3 (those that ended)", metavar="RANKS"),
+                Option(
+                    ("--timeout",),
+                    f"seconds that it may take ({DEFAULT_DEADLINE_S:.0f})",
+                    positive_number,
+                    default=DEFAULT_DEADLINE_S,
+                    metavar="S",
+                    name="timeout_s",
+                ),
+            ),
+        ),
+        Verb(
+            "dist_sync_model",
+            "Make models and optimizers of all ranks equal to those of one.",
+            "%dist_sync_model --from 0",
+            dist_sync_model,
+            (
+                Option(
+                    ("--from",), "the rank that is copied (0)", rank_number, 0, "R", name="source"
+                ),
+            ),
+        ),
         Verb(
             "dist_mode",
             "Set where plain cells run: all, local, or ranks.",

@@ -9,6 +9,7 @@
         RankGone             a chosen rank, or the controller, has ended
         CellTimeout          a cell ran past its --timeout
         DistributedError     the user's code failed on one or more ranks
+            Deadlock         ranks waited for calls that could not come, and were aborted
         NoKeyboard           on a rank: a cell asked for typed input
         RankStays            on a rank: a cell asked its rank to end
     KeyboardInterrupt
@@ -77,17 +78,21 @@ class DistributedError(NbdistError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions with keyword-only arguments do not survive pickling otherwise.
-        return (_rebuild_distributed_error, (str(self), self.ranks, self.traceback_text))
+        return (_rebuild, (type(self), str(self), self.ranks, self.traceback_text))
 
     def _render_traceback_(self) -> list[str]:
         summary = f"{type(self).__name__}: {self}"
         return [self.traceback_text, "", summary] if self.traceback_text else [summary]
 
 
-def _rebuild_distributed_error(
-    message: str, ranks: tuple[int, ...], traceback_text: str
+def _rebuild(
+    kind: type[DistributedError], message: str, ranks: tuple[int, ...], traceback_text: str
 ) -> DistributedError:
-    return DistributedError(message, ranks=ranks, traceback_text=traceback_text)
+    return kind(message, ranks=ranks, traceback_text=traceback_text)
+
+
+class Deadlock(DistributedError):
+    """Ranks waited in collectives that could not end; they were aborted, and are back."""
 
 
 class NoKeyboard(NbdistError):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from IPython import get_ipython
 
-from nbdist.client import run
-from nbdist.client.run import CellRequest
+from nbdist.client import driving
+from nbdist.client.request import CellRequest
+from nbdist.client.run import CellRun
 from nbdist.client.session import Session
 from nbdist.client.start import Started, StartOptions, start
 from nbdist.core.cells import CellResult
@@ -126,8 +127,8 @@ class Notebook:
         atexit.unregister(self._stop_at_exit)
         return session
 
-    def request(self, code: str, options: CellOptions) -> Callable[[], run.CellRun]:
-        """A cell that is ready to be sent; `run.wait` sends it and sees it through."""
+    def request(self, code: str, options: CellOptions) -> Callable[[], CellRun]:
+        """A cell that is ready to be sent; `driving.wait` sends it and sees it through."""
         session = self.session
         request = CellRequest(
             code=code,
@@ -141,11 +142,11 @@ class Notebook:
 
     def run(self, code: str, options: CellOptions) -> CellResult:
         """Run a distributed cell and block until it ends."""
-        return run.wait(self.request(code, options))
+        return driving.wait(self.request(code, options))
 
     async def run_async(self, code: str, options: CellOptions) -> CellResult:
         """Run a distributed cell and leave the kernel's loop free meanwhile."""
-        return await run.wait_async(self.request(code, options))
+        return await driving.wait_async(self.request(code, options))
 
     def differs(self, asked: StartOptions) -> list[str]:
         """The options in which running ranks differ from what is asked for now.

@@ -178,3 +178,10 @@ def rank_count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks (1 or more)")
     return int(text)
+
+
+def rank_number(text: str) -> int:
+    """The number of one rank."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no rank (0 or more)")
+    return int(text)

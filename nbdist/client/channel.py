@@ -5,20 +5,24 @@ Everything that touches ipyparallel's client, its private parts included, is her
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 import ipyparallel
 
-from nbdist.errors import StartError
+from nbdist.core.wire import CONTROL_REQUEST
+from nbdist.errors import NbdistError, StartError
 
 # Resolved in the engine: no function is pickled, so Python versions may differ.
 CALL_BY_NAME = "__import__('nbdist.core.wire', fromlist=['call']).call"
 
-# No public call of ipyparallel can stand for these: see `Channel.execute`.
-PRIVATE = ("_send", "_engines", "_mux_stream")
+# No public call of ipyparallel can stand for these: see `Channel.execute` and `Channel.ask`.
+PRIVATE = ("_send", "_engines", "_mux_stream", "_control_stream", "_registration_callbacks")
 
 EXECUTE_OPTIONS = {
     "silent": False,
@@ -38,7 +42,7 @@ class Channel:
         """Take over a connected client.
 
         Raises:
-            StartError: If this ipyparallel lacks the private parts that `execute` uses.
+            StartError: If this ipyparallel lacks the private parts that are used here.
         """
         lacking = [name for name in PRIVATE if not hasattr(client, name)]
         if lacking:
@@ -48,6 +52,9 @@ class Channel:
                 "'ipyparallel==9.2.*'"
             )
         self._client = client
+        self._asked: dict[int, set[Future[Any]]] = {}
+        self._lock = threading.Lock()
+        client._registration_callbacks.append(self._note_registration)  # noqa: SLF001
 
     @property
     def engine_ids(self) -> tuple[int, ...]:
@@ -118,6 +125,59 @@ class Channel:
         result: Future[Any] = view.apply_async(ipyparallel.Reference(CALL_BY_NAME), name, *args)
         return result
 
+    def ask(self, engine_id: int, name: str, *args: Any) -> Future[Any]:
+        """Ask an engine's control thread, which answers while a cell runs or hangs.
+
+        From any thread; it never waits. An engine whose C code holds the GIL answers when it
+        lets go, one that is stopped never: the caller sets the deadline.
+
+        Uses the client's private `_send` and control stream: ipyparallel itself sends only
+        its own requests (abort, shutdown, signal) this way. (ipyparallel 9.2; checked by
+        tests/client/test_channel.py.)
+
+        Args:
+            engine_id: Whom.
+            name: A name of the engine's table (nbdist/client/remote.py lists them).
+            args: What the function takes.
+
+        Returns:
+            A future of its result. It raises NbdistError with the engine's text where the
+            function raised, and where the engine is gone, or goes before it has answered.
+        """
+        answer: Future[Any] = Future()
+        with self._lock:
+            self._asked.setdefault(engine_id, set()).add(answer)
+        answer.add_done_callback(lambda done: self._forget(engine_id, done))
+        client = self._client
+        try:
+            reply = client._send(  # noqa: SLF001
+                client._control_stream,  # noqa: SLF001
+                CONTROL_REQUEST,
+                content={"name": name},
+                ident=client._engines[engine_id].encode(),  # noqa: SLF001
+                buffers=[pickle.dumps(args)],
+            )
+        except KeyError:  # it has gone just now
+            _settle(answer, NbdistError(f"engine {engine_id} is not registered"))
+        except Exception as error:  # noqa: BLE001  # closed, or not picklable: to whoever waits
+            _settle(answer, error)
+        else:
+            reply.add_done_callback(lambda done: _settle_by_reply(answer, done.result()))
+        return answer
+
+    def _forget(self, engine_id: int, answer: Future[Any]) -> None:
+        with self._lock:
+            self._asked.get(engine_id, set()).discard(answer)
+
+    def _note_registration(self, event: Mapping[str, Any]) -> None:
+        if event["event"] != "unregister":
+            return
+        engine_id = int(event["id"])
+        with self._lock:
+            lost = self._asked.pop(engine_id, set())
+        for answer in lost:
+            _settle(answer, NbdistError(f"engine {engine_id} ended before it answered"))
+
     def signal(self, engine_id: int, number: int) -> None:
         """Signal an engine by way of its nanny, which may be on another host."""
         if engine_id in self._client.ids:  # otherwise it has ended just now
@@ -126,6 +186,30 @@ class Channel:
     def close(self) -> None:
         """Close the connection; the engines go on."""
         self._client.close()
+
+
+def _settle_by_reply(answer: Future[Any], reply: Message) -> None:
+    content = reply["content"]
+    if content["status"] == "ok":
+        try:
+            # Signed with the session's key by our own engine, as every message is.
+            value = pickle.loads(reply["buffers"][0])  # noqa: S301
+        except Exception as error:  # noqa: BLE001  # whatever it is belongs to whoever waits
+            value = error
+        _settle(answer, value)
+        return
+    failure = NbdistError(f"{content['ename']}: {content['evalue']}")
+    failure.add_note(content["traceback"])
+    _settle(answer, failure)
+
+
+def _settle(answer: Future[Any], value: Any) -> None:
+    # A late answer of an engine that counted as gone, or of one that nobody waits for now.
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(value, BaseException):
+            answer.set_exception(value)
+        else:
+            answer.set_result(value)
 
 
 def _is_engine_loss(reply: Any) -> bool:

@@ -5,75 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib.metadata
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ipyparallel
-import psutil
-from ipyparallel.cluster.launcher import LocalProcessLauncher, SSHLauncher
+from ipyparallel.cluster.launcher import LocalProcessLauncher
 from traitlets import TraitError
 from traitlets.config import Config
 
-from nbdist.client import launcher, presses, rundir
+from nbdist.client import controller, guardian, launcher, prepared, presses, processes, rundir
+from nbdist.client.arrivals import POLL_S, Arrivals, Progress
 from nbdist.client.channel import Channel
+from nbdist.client.exits import Exit
 from nbdist.client.guard import Guard
-from nbdist.client.loop import LoopThread
+from nbdist.client.loop import cluster_loop
+from nbdist.client.prepared import installed_torch
 from nbdist.core.failures import ranks_phrase
 from nbdist.errors import OptionError, StartError
 
-Progress = Callable[[str], None]
+__all__ = ["Cluster", "Exit", "Progress", "cluster_loop", "gives_ranks", "installed_torch"]
 
-POLL_S = 0.01
 STOP_GRACE_S = 2.0
 OTHER_STOP_DEADLINE_S = 60.0
-LOG_LINES = 15
-
-
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """The end of one of the cluster's processes.
-
-    Attributes:
-        engine: The engine, or None for the controller.
-        code: Its exit code, negative for a signal; None where it cannot be known.
-    """
-
-    engine: int | None
-    code: int | None
-
-    @property
-    def how(self) -> str:
-        """`exit code 1`, `signal SIGKILL`."""
-        if self.code is None:
-            return "unknown exit code"
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        try:
-            return f"signal {signal.Signals(-self.code).name}"
-        except ValueError:
-            return f"signal {-self.code}"
-
-
-@functools.cache
-def cluster_loop() -> LoopThread:
-    """The one loop of this process that all clusters use."""
-    return LoopThread("nbdist-cluster")
-
-
-def installed_torch() -> str | None:
-    """The version of the torch that local engines will import, without importing it."""
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+END_SESSION_S = 5.0
 
 
 class Cluster:
@@ -89,16 +50,21 @@ class Cluster:
         self.exits: dict[int | None, Exit] = {}
         self.on_exit: Callable[[Exit], None] = lambda _: None
         self.channel: Channel | None = None
+        # Ranks whose cell's end an earlier controller took along; they count as busy.
+        self.unheard: set[int] = set()
         self._is_stopping = False
         self._owner = os.getpid()
         # The launcher's number -> ipyparallel's engine id; equal where the launcher says so.
         self._engine_of: dict[int, int] = {}
         self._started: dict[int, LocalProcessLauncher] = {}
+        self._start_times: dict[int, str] = {}  # pid -> as the guardian knows it
+        self._replaced: set[int] = set()
+        self._connection: controller.Connection | None = None
         self._guard = Guard(self.run_dir)
         try:
-            self._log = _logger(self.run_dir)
-            _mark(config, self.run_dir)
-            self._cluster = _unstarted(config, self.run_dir, self._log)
+            self._log = prepared.logger(self.run_dir)
+            prepared.mark(config, self.run_dir)
+            self._cluster = prepared.cluster(config, self.run_dir, self._log)
         except BaseException:
             self._guard.close()
             raise
@@ -118,7 +84,7 @@ class Cluster:
     def controller_pid(self) -> int | None:
         """The controller's process id, where this kernel has started it itself and it lives."""
         one = self._cluster.controller
-        return int(one.pid) if _is_own(one) and None not in self.exits else None
+        return int(one.pid) if processes.is_own(one) and None not in self.exits else None
 
     def identify(self, pids: dict[int, int]) -> None:
         """Take in which engine has which process, where the launcher did not decide it.
@@ -147,7 +113,7 @@ class Cluster:
     def _own_launchers(self) -> dict[int, LocalProcessLauncher]:
         # ipyparallel takes a launcher out of this when its process ends.
         launchers = getattr(self._cluster.engine_set, "launchers", {})
-        return {int(i): one for i, one in list(launchers.items()) if _is_own(one)}
+        return {int(i): one for i, one in list(launchers.items()) if processes.is_own(one)}
 
     def start(self, world_size: int, deadline_s: float, progress: Progress) -> None:
         """Start controller and engines, connect, and wait until all engines have registered.
@@ -160,32 +126,38 @@ class Cluster:
         progress("starting the controller and the engines")
         self._run(self._start_processes(world_size), end, "the controller's connection file")
         progress("waiting for the controller")
-        client = self._run(
-            # ipyparallel would give up after 10 s, whatever the start's deadline is.
-            self._cluster.connect_client(timeout=max(1.0, end - time.monotonic())),
-            end,
-            "the controller",
+        self.channel = self._connect(end)
+        self._arrivals(None, world_size).wait(end, deadline_s, progress)
+        self._connection = controller.Connection.of(
+            self.run_dir / "profile", self._cluster.cluster_id
         )
-        self.channel = Channel(client)
-        self._wait_for_engines(world_size, end, deadline_s, progress)
 
     async def _start_processes(self, world_size: int) -> None:
         # The engines' program waits for the connection file; other engines need it at once.
-        controller = asyncio.ensure_future(self._cluster.start_controller())
+        starting = asyncio.ensure_future(self._cluster.start_controller())
         try:
             if self._cluster.send_engines_connection_env:
-                await controller
+                await starting
                 await asyncio.sleep(self._cluster.delay)
             else:
                 await asyncio.sleep(0)
             await self._cluster.start_engines(world_size)
             # In the same step of the loop, so that no end of an engine is missed.
             self._watch_processes()
-            await controller
+            await starting
         finally:
-            controller.cancel()
+            starting.cancel()
 
-    def _run(self, coroutine: Any, end_s: float, what: str) -> Any:
+    def _connect(self, end_s: float, engines: Collection[int] | None = None) -> Channel:
+        # ipyparallel would give up after 10 s, whatever the deadline is.
+        coroutine = self._cluster.connect_client(
+            timeout=max(1.0, end_s - time.monotonic()), context=controller.client_context()
+        )
+        return Channel(self._run(coroutine, end_s, "the controller", engines))
+
+    def _run(
+        self, coroutine: Any, end_s: float, what: str, engines: Collection[int] | None = None
+    ) -> Any:
         try:
             return cluster_loop().run(coroutine, max(0.1, end_s - time.monotonic()))
         except TimeoutError as error:
@@ -193,86 +165,168 @@ class Cluster:
                 f"{what} did not come before the start's deadline (--timeout)."
             ) from error
         except (RuntimeError, OSError, ipyparallel.error.IPythonError) as error:
-            self._raise_for_exits()
+            self._arrivals(engines).raise_for_exits()
             raise StartError(f"The cluster could not start: {error}") from error
 
     def _watch_processes(self) -> None:
-        controller = self._cluster.controller
-        controller.on_stop(functools.partial(self._ended, None))
-        if _is_own(controller):
-            self._guard.watch(controller.pid)
+        self._watch_controller()
         for number, one in self._own_launchers().items():
-            one.on_stop(functools.partial(self._ended, number))
-            self._started[number] = one
-            self._guard.watch(one.pid)
+            self._watch_engine(number, one)
+
+    def _watch_controller(self) -> None:
+        one = self._cluster.controller
+        one.on_stop(functools.partial(self._ended, None))
+        if processes.is_own(one):
+            self._guard_one(one.pid)
+
+    def _watch_engine(self, number: int, one: LocalProcessLauncher) -> None:
+        one.on_stop(functools.partial(self._ended, number))
+        self._started[number] = one
+        self._guard_one(one.pid)
+
+    def _guard_one(self, pid: int) -> None:
+        self._guard.watch(pid)
+        self._start_times[pid] = guardian.started(pid) or ""
 
     def _ended(self, number: int | None, stop_data: dict[str, Any]) -> None:
         """An engine or the controller has ended (called in the cluster's loop)."""
         engine = None if number is None else self._engine_of.get(number, number)
         code = stop_data.get("exit_code")
         self.exits[engine] = Exit(engine, code if isinstance(code, int) else None)
-        if not self._is_stopping:
+        if not self._is_stopping and engine not in self._replaced:
             self.on_exit(self.exits[engine])
 
-    def _wait_for_engines(
-        self, world_size: int, end_s: float, deadline_s: float, progress: Progress
+    def _arrivals(self, engines: Collection[int] | None, world_size: int = 0) -> Arrivals:
+        """What to wait for: some engines, or at the start any `world_size` of them."""
+
+        def exits() -> dict[int | None, Exit]:
+            known = self.exits.copy()
+            return {e: x for e, x in known.items() if engines is None or e in {None, *engines}}
+
+        def registered() -> list[int]:
+            known = () if self.channel is None else self.channel.engine_ids
+            return [engine for engine in known if engines is None or engine in engines]
+
+        expected = tuple(range(world_size) if engines is None else engines)
+        return Arrivals(self.run_dir, expected, exits, registered, self._output)
+
+    def _output(self, engine: int | None) -> str:
+        one = self._cluster.controller if engine is None else self._started.get(engine)
+        return "" if one is None else str(one.get_output())
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether single engines can be started again: those of nbdist's own launcher."""
+        return isinstance(self._cluster.engine_set, launcher.RankEngineSetLauncher)
+
+    def restart_engines(
+        self,
+        engines: Collection[int],
+        environment: Mapping[str, str],
+        deadline_s: float,
+        progress: Progress = lambda _: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Put new processes in the place of engines, under the same engine ids.
+
+        A living one is killed, with all processes of its session. Whatever goes wrong, none is
+        left half started: `exits` tells of those that are not there.
+
+        Args:
+            engines: Of the local profile, where the engine's id is its rank.
+            environment: Variables for the new processes.
+            deadline_s: Until all of them are registered.
+            progress: Told what is waited for.
+            check: Called often; may raise to break off.
+
+        Raises:
+            StartError: If one does not come, with its exit code and last lines.
+        """
+        end_s = time.monotonic() + deadline_s
+        self._replaced.update(engines)  # nobody has to be told that they end
+        try:
+            self._unregister(engines, end_s, check)
+            progress("starting new processes")
+            cluster_loop().run(self._start_again(engines, environment), deadline_s)
+            self._arrivals(engines).wait(end_s, deadline_s, progress, check)
+        except BaseException:
+            self.end_engines(engines)
+            raise
+        finally:
+            self._replaced.difference_update(engines)
+
+    def end_engines(self, engines: Collection[int]) -> None:
+        """Kill engines that this kernel has started, with all processes of their sessions."""
+        with presses.counted():
+            for engine in engines:
+                self._kill(engine)
+
+    def _unregister(
+        self, engines: Collection[int], end_s: float, check: Callable[[], None]
     ) -> None:
         assert self.channel is not None
-        told = -1
-        while (ready := len(self.channel.engine_ids)) < world_size:
-            if ready != told:
-                progress(f"{ready} of {world_size} ranks ready")
-                told = ready
-            self._raise_for_exits()
+        for engine in engines:
+            self._kill(engine)
+        # Its nanny tells the controller; where that was killed too, heartbeats do, in 30 s. An
+        # id that is still registered would be given to nobody else.
+        while left := sorted(set(engines).intersection(self.channel.engine_ids)):
+            check()
             if time.monotonic() > end_s:
-                missing = self._missing(world_size)
-                raise StartError(
-                    f"{ready} of {world_size} ranks were ready after {deadline_s:.0f} s; "
-                    f"{ranks_phrase(missing)} did not come. {self._log_tail(missing[0])}"
-                    "A slow file system can be given more time with --timeout."
-                )
+                raise StartError(f"the controller still lists {ranks_phrase(left)} as there")
             time.sleep(POLL_S)
 
-    def _missing(self, world_size: int) -> list[int]:
-        """The ranks for which the others wait: of local ones those that hold all back."""
-        everybody = set(range(world_size))
-        waiting = rundir.arrived(self.run_dir)
-        assert self.channel is not None
-        return sorted(everybody - waiting if waiting else ()) or sorted(
-            everybody - set(self.channel.engine_ids)
-        )
+    def _kill(self, engine: int) -> None:
+        """End an engine's process and its session, and wait until it is known."""
+        pid = self._started[engine].pid
+        if not processes.end_session(pid, self._start_times[pid], END_SESSION_S):
+            raise StartError(
+                f"process {pid} of rank {engine}, or one of its children, cannot be ended "
+                "(uninterruptible in the kernel?)"
+            )
+        self.exit_of(engine, END_SESSION_S)
 
-    def _raise_for_exits(self) -> None:
-        """Tell why a process has ended before the start was complete, root cause first."""
-        if not self.exits:
-            return
-        ended = sorted(self.exits.values(), key=lambda e: -1 if e.engine is None else e.engine)
-        # The messages are the local launcher's case, where the engine's number is the rank.
-        written = {
-            e.engine: rundir.failure(self.run_dir, e.engine) for e in ended if e.engine is not None
-        }
-        for rank, failure in written.items():
-            if failure is not None and not failure["message"].startswith("rank "):
-                reason = failure["message"]
-                if not failure["is_explained"]:
-                    reason = f"{failure['kind']}: {reason}\n{failure['traceback']}"
-                raise StartError(f"rank {rank} could not join: {reason}")
-        # A rank that only waited in vain for another one comes last.
-        first = next((e for e in ended if e.engine is None or written[e.engine] is None), None)
-        if first is None:
-            raise StartError(next(f["message"] for f in written.values() if f is not None))
-        who = "The controller" if first.engine is None else f"rank {first.engine}"
-        raise StartError(
-            f"{who} ended before it was ready ({first.how}). {self._log_tail(first.engine)}"
-        )
+    async def _start_again(self, engines: Collection[int], environment: Mapping[str, str]) -> None:
+        for engine in engines:
+            rundir.forget(self.run_dir, engine)
+            self.exits.pop(engine, None)
+            one = self._cluster.engine_set.start_one(engine, environment)
+            self._watch_engine(engine, one)
 
-    def _log_tail(self, rank: int | None) -> str:
-        one = self._cluster.controller if rank is None else self._started.get(rank)
-        text = "" if one is None else str(one.get_output())
-        lines = text.strip().splitlines()[-LOG_LINES:]
-        return (
-            "Its last lines:\n" + "\n".join(f"    {line}" for line in lines) + "\n" if lines else ""
-        )
+    def restart_controller(self, deadline_s: float) -> None:
+        """Put a new controller in the place of one that has ended; engines keep all they have.
+
+        The channel is a new one. Engines connect again by themselves a moment later: what is sent
+        to one before that is lost.
+
+        Raises:
+            OptionError: If this controller cannot be started again from here.
+            StartError: If the new one does not come; the engines live on.
+        """
+        end_s = time.monotonic() + deadline_s
+        connection, one = self._connection, self._cluster.controller
+        if connection is None or not processes.is_own(one) or connection.is_encrypted:
+            raise OptionError("The controller of this profile cannot be started again from here.")
+        if self.channel is not None:
+            self.channel.close()
+        # Its heart monitor is a child that outlives it and holds its ports.
+        processes.end_session(one.pid, self._start_times[one.pid], END_SESSION_S)
+        gone = [engine for engine in self.exits if engine is not None]
+        connection.restore(gone)
+        known = self.exits.pop(None, None)
+        try:
+            self._run(self._start_controller_again(), end_s, "the controller", ())
+            self.channel = self._connect(end_s, ())
+        except BaseException:
+            if known is not None:
+                self.exits.setdefault(None, known)
+            raise
+
+    async def _start_controller_again(self) -> None:
+        args = [a for a in self._cluster.controller_args if a not in controller.AGAIN]
+        self._cluster.controller_args = [*args, *controller.AGAIN]
+        self._cluster.controller = None  # otherwise ipyparallel refuses
+        await self._cluster.start_controller()
+        self._watch_controller()
 
     def interrupt(self, engine: int) -> None:
         """Send SIGINT to one engine."""
@@ -316,9 +370,9 @@ class Cluster:
         if self._cluster.engine_set is not None and not self._started:
             # A batch system's, or on other hosts: only their launcher can end them.
             self._stop_other(self._cluster.stop_engines(), "engines")
-        if self._cluster.controller is not None and not _is_own(self._cluster.controller):
+        if self._cluster.controller is not None and not processes.is_own(self._cluster.controller):
             self._stop_other(self._cluster.stop_controller(), "controller")
-        _terminate([*engines.values(), *([controller] if controller else [])], grace_s)
+        processes.terminate([*engines.values(), *([controller] if controller else [])], grace_s)
 
     def _stop_other(self, coroutine: Any, what: str) -> None:
         """Let the launcher of another cluster end its own, or say that it did not."""
@@ -338,55 +392,7 @@ def gives_ranks(config: Config) -> bool:
         OptionError: If the profile has settings that ipyparallel does not understand.
     """
     try:
-        cluster = _unstarted(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
+        cluster = prepared.cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
     except (TraitError, ImportError, KeyError) as error:
         raise OptionError(f"The profile's settings cannot be used: {error}") from error
     return issubclass(cluster.engine_launcher_class, launcher.RankEngineSetLauncher)
-
-
-def _unstarted(config: Config, run_dir: Path, log: logging.Logger) -> Any:
-    return ipyparallel.Cluster(
-        config=config,
-        parent=None,
-        log=log,
-        load_profile=False,
-        profile_dir=str(run_dir / "profile"),
-        shutdown_atexit=False,
-    )
-
-
-def _logger(run_dir: Path) -> logging.Logger:
-    logger = logging.getLogger(f"nbdist.cluster.{run_dir.name}")
-    logger.addHandler(logging.FileHandler(run_dir / "cluster.log", delay=True))
-    logger.propagate = False
-    return logger
-
-
-def _mark(config: Config, run_dir: Path) -> None:
-    """Give every process of the run its mark, beside the variables that the profile sets.
-
-    A process that changes its own environment is still found by its session; one that
-    leaves its session is still found by this.
-    """
-    mark = {"NBDIST_RUN": str(run_dir)}
-    for name in {"BaseLauncher", *(n for n, section in config.items() if "environment" in section)}:
-        config[name].environment = {**config[name].get("environment", {}), **mark}
-
-
-def _is_own(one: Any) -> bool:
-    """Whether this launcher's process is a child of this kernel (SSH's pids are elsewhere)."""
-    return (
-        isinstance(one, LocalProcessLauncher) and not isinstance(one, SSHLauncher) and one.pid > 0
-    )
-
-
-def _terminate(pids: list[int], grace_s: float) -> None:
-    processes = []
-    for pid in pids:
-        try:
-            process = psutil.Process(pid)
-            process.terminate()
-        except psutil.NoSuchProcess:
-            continue
-        processes.append(process)
-    psutil.wait_procs(processes, timeout=grace_s)

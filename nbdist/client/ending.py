@@ -2,13 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from nbdist.client.aftermath import Outcome
 from nbdist.core import failures as failing
 from nbdist.core.cells import CellResult
-from nbdist.core.failures import RankFailure, ranks_are
-from nbdist.errors import CellTimeout, DistributedError, Interrupted, RankGone
+from nbdist.core.failures import RankFailure, is_follower, ranks_are, ranks_phrase
+from nbdist.core.ranks import rank_label
+from nbdist.errors import CellTimeout, Deadlock, DistributedError, Interrupted, RankGone
+
+UNTOUCHED = Outcome()
+INTERRUPT_NAMES = frozenset({"KeyboardInterrupt", "CancelledError"})
+
+
+def is_by_interrupt(failure: tuple[str, str, tuple[str, ...]], *, was_aborted: bool) -> bool:
+    """Whether a rank ended because it was interrupted, or released from a collective for it.
+
+    Args:
+        failure: (name, message, traceback lines).
+        was_aborted: The cell's collectives were aborted.
+    """
+    name, message, _ = failure
+    return name in INTERRUPT_NAMES or (was_aborted and is_follower(message))
+
+
+def waits_told(waiting: Mapping[int, str]) -> str:
+    """`rank 0 was waiting in barrier at line 3 of cell [4]`, for ranks that an interrupt aborts."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in waiting.items():
+        by_text.setdefault(text, []).append(rank)
+    return "; ".join(
+        f"{ranks_phrase(ranks)} {'were' if len(ranks) > 1 else 'was'} {text}"
+        for text, ranks in by_text.items()
+    )
+
+
+def stuck_told(ranks: Sequence[int], places: Mapping[int, str]) -> str:
+    """Who does not take an interrupt, where, and what the next press does."""
+    where = "; ".join(f"rank {r}: {places[r]}" for r in ranks if places.get(r))
+    return (
+        f"{ranks_are(ranks)} still in C code that takes no interrupt"
+        + (f" ({where})" if where else "")
+        + ". It comes back when that returns; another press ends and replaces "
+        f"{ranks_phrase(ranks)}, whose variables are then lost"
+    )
+
+
+def unreleased_told(ranks: Sequence[int]) -> str:
+    """Who has not come back although all collectives were aborted."""
+    return (
+        f"{ranks_are(ranks)} not back from the abort: the stop button gives the notebook back, "
+        f"%dist_restart {rank_label(ranks)} then replaces"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +65,21 @@ class Ending:
         lost: Why nothing more can be heard from the ranks, as the begin of a sentence; or "".
         is_interrupted: The user, or a timeout, interrupted it.
         timeout_s: The timeout that it ran past, or None.
+        aborted: Who waited for whom when the collectives were aborted; empty if they were not.
+        is_deadlock: They were aborted because they could not end.
+        grace_s: How long after that was told.
+        outcome: What became of the groups.
+        replaced: Ranks in C code that the user gave up on.
     """
 
     lost: str
     is_interrupted: bool
     timeout_s: float | None
+    aborted: str = ""
+    is_deadlock: bool = False
+    grace_s: float = 0.0
+    outcome: Outcome = UNTOUCHED
+    replaced: tuple[int, ...] = ()
 
     def raise_for(
         self, result: CellResult, explained: Callable[[RankFailure], RankFailure]
@@ -32,44 +88,70 @@ class Ending:
 
         Raises:
             RankGone: If the ranks cannot be heard any more.
+            Deadlock: If its collectives were aborted because they could not end.
             DistributedError: If the code failed on a rank, or a rank died.
             CellTimeout: If it ran past its timeout.
             Interrupted: If the user interrupted it.
         """
         if self.lost:
-            raise RankGone(
-                f"{self.lost} while this cell ran, so nothing more can be heard from the ranks. "
-                "%dist_reset starts afresh."
-            )
-        unfinished = [r.rank for r in result.ranks if r.status == "unfinished"]
-        _raise_failures(
-            [
-                explained(r.failure)
-                for r in result.ranks
-                if r.failure is not None and r.status != "interrupted"
-            ],
-            unfinished,
-        )
+            raise RankGone(f"{self.lost} while this cell ran: its output and result are lost.")
+        failures = [
+            explained(r.failure)
+            for r in result.ranks
+            if r.failure is not None
+            and r.status != "interrupted"
+            and not (self.aborted and is_follower(r.failure.message))
+        ]
+        after = self._after(result)
+        if failures:
+            _raise_failures(failures, self._told_with_failures(after))
+        if self.is_deadlock:
+            raise Deadlock(f"{self.aborted}; {after}")
         if not self.is_interrupted:
             return
-        back = [r.rank for r in result.ranks if r.status not in {"unfinished", "died"}]
-        told = f"{ranks_are(back)} back, variables kept" if back else ""
-        if unfinished:
-            told = "; ".join(filter(None, [told, _still_running(unfinished)]))
         if self.timeout_s is not None:
             raise CellTimeout(
                 f"The cell ran longer than --timeout {self.timeout_s:g} and was interrupted: "
-                f"{told}."
+                f"{after}."
             )
-        raise Interrupted(told)
+        raise Interrupted(after)
+
+    def _told_with_failures(self, after: str) -> str:
+        if self.is_deadlock:
+            return f"{self.aborted}; {after}"
+        return after if self.aborted or self.outcome.problem else ""
+
+    def _after(self, result: CellResult) -> str:
+        """`aborted after 5 s: ranks 0-1 are back, variables kept, groups recovered`."""
+        lost = {"unfinished", "died"}
+        back = [r.rank for r in result.ranks if r.status not in lost]
+        unfinished = [
+            r.rank for r in result.ranks if r.status == "unfinished" and r.rank not in self.replaced
+        ]
+        parts = []
+        if back:
+            groups = ", groups recovered" if self.outcome.is_recovered else ""
+            parts.append(f"{ranks_are(back)} back, variables kept{groups}")
+        if self.replaced:
+            verb = "were" if len(self.replaced) > 1 else "was"
+            parts.append(
+                f"{ranks_phrase(self.replaced)} {verb} ended and will be replaced before the next "
+                "cell"
+            )
+        if unfinished:
+            parts.append(_still_running(unfinished))
+        if self.outcome.problem:
+            parts.append(self.outcome.problem)
+        told = "; ".join(parts)
+        if self.is_deadlock:
+            return f"aborted after {self.grace_s:g} s: {told}"
+        return f"{told}; {self.aborted}" if self.aborted else told
 
 
-def _raise_failures(failures: list[RankFailure], unfinished: list[int]) -> None:
-    if not failures:
-        return
+def _raise_failures(failures: list[RankFailure], after: str) -> None:
     message = failing.summary(failures)
-    if unfinished:
-        message += f"; {_still_running(unfinished)}"
+    if after:
+        message += f"; {after}"
     raise DistributedError(
         message,
         ranks=tuple(failure.rank for failure in failures),
@@ -79,8 +161,7 @@ def _raise_failures(failures: list[RankFailure], unfinished: list[int]) -> None:
 
 def _still_running(ranks: Sequence[int]) -> str:
     return (
-        f"{ranks_are(ranks)} still in a call that an interrupt does not end: a collective that "
-        "waits for another rank, or other C code. Until it returns, cells there are refused and "
-        "what it prints is not shown. %dist_status tells; %dist_reset starts afresh, without the "
-        "variables"
+        f"{ranks_are(ranks)} still in C code that takes no interrupt. Until it returns, cells "
+        "there are refused and what it prints is not shown. %dist_status --stacks tells where; "
+        f"%dist_restart {rank_label(ranks)} replaces, without the variables"
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
 from traitlets import Dict, Unicode
+
+from nbdist.core import nccl
 
 ENGINE_PROGRAM = Path(__file__).resolve().parent.parent / "engine" / "__main__.py"
 
@@ -21,6 +24,7 @@ class RankEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
         env: dict[str, str] = super().get_env()
         env.update(self.parent.common_environment)
         env.update(self.parent.rank_environment.get(self.identifier, {}))
+        env.update(self.parent.again_environment)
         return env
 
     def find_args(self) -> list[str]:
@@ -30,6 +34,8 @@ class RankEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
             *super().find_args(),
             f"--IPEngine.id={self.identifier}",
             f"--IPEngine.url_file={url_file}",
+            # Otherwise it would end some time after the controller has. The guardian ends it.
+            "--IPEngine.max_heartbeat_misses=0",
         ]
 
 
@@ -50,13 +56,66 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
         # The key is in the connection file, which only this user can read. In the
         # environment user code would hand it to every child process.
         self.environment.pop("IPP_CONNECTION_INFO", None)
+        # Of engines that are started now in the place of others.
+        self.again_environment: Mapping[str, str] = {}
+
+    def start_one(self, rank: int, environment: Mapping[str, str]) -> RankEngineLauncher:
+        """Start the engine of one rank again, whose process has ended.
+
+        Only in the loop in which the others were started: the end of a process is noticed there.
+
+        Args:
+            rank: The rank, which is the engine's id.
+            environment: Variables beside those of the first time.
+        """
+        identifier = str(rank)
+        self.stop_data.get("engines", {}).pop(identifier, None)
+        self.outputs.pop(identifier, None)
+        one = self.launcher_class(
+            work_dir=self.work_dir,
+            parent=self,
+            log=self.log,
+            profile_dir=self.profile_dir,
+            cluster_id=self.cluster_id,
+            environment=self.environment,
+            identifier=identifier,
+            output_file=str(
+                Path(self.profile_dir)
+                / "log"
+                / f"ipengine-{self.cluster_id}-{self.engine_set_id}-{rank}.log"
+            ),
+        )
+        one.engine_cmd, one.engine_args = list(self.engine_cmd), list(self.engine_args)
+        one.on_stop(self._notice_engine_stopped)
+        self.launchers[identifier] = one
+        self.again_environment = environment
+        try:
+            self.notify_start(one.start())
+        except BaseException:
+            del self.launchers[identifier]
+            raise
+        finally:
+            self.again_environment = {}
+        return one
 
 
-def local_environment(run_dir: Path, world_size: int, threads: int) -> dict[str, str]:
+# What torch calls the levels of its own checks; "off" leaves the notebook's environment alone.
+DEBUG_LEVELS = {"off": "", "info": "INFO", "detail": "DETAIL"}
+
+
+def local_environment(
+    run_dir: Path, world_size: int, threads: int, debug: str = "off"
+) -> dict[str, str]:
     """What all ranks of one machine share.
 
-    OMP_NUM_THREADS of the notebook wins. Gloo's sockets stay on the loopback interface:
-    they have no authentication.
+    OMP_NUM_THREADS and NCCL's variables of the notebook win. Gloo's sockets stay on the loopback
+    interface: they have no authentication.
+
+    Args:
+        run_dir: Of this run.
+        world_size: Ranks.
+        threads: Per rank.
+        debug: One of DEBUG_LEVELS.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     env = {
@@ -65,7 +124,10 @@ def local_environment(run_dir: Path, world_size: int, threads: int) -> dict[str,
         "LOCAL_WORLD_SIZE": str(world_size),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
+        **nccl.environment(os.environ),
     }
+    if DEBUG_LEVELS[debug]:
+        env["TORCH_DISTRIBUTED_DEBUG"] = DEBUG_LEVELS[debug]
     if "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(threads)
     return env

@@ -8,6 +8,7 @@ long as the kernel.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -39,3 +40,9 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+
+@functools.cache
+def cluster_loop() -> LoopThread:
+    """The one loop of this process that all clusters use."""
+    return LoopThread("nbdist-cluster")

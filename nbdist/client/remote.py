@@ -6,14 +6,20 @@ signatures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from nbdist.core.calls import CxxCall, Look
+from nbdist.core.recovery import MadeGroup, Recovered
 from nbdist.core.topology import EngineReport, Topology
 
 RUNTIME = "nbdist.engine.runtime"
 FACTS = "nbdist.engine.facts"
+GROUPS = "nbdist.engine.groups"
+MODELS = "nbdist.engine.models"
+NAMESPACE = "nbdist.engine.namespace"
+SYNC = "nbdist.engine.sync"
 
 
 class Caller(Protocol):
@@ -68,7 +74,90 @@ def barrier(call: Caller, engine: int, key: str, deadline_s: float) -> Future[fl
     return call(engine, f"{RUNTIME}:barrier", key, deadline_s)
 
 
-# Each function of this page with the engine's function that it calls.
+def rejoin(  # mirrors the engine's function
+    call: Caller,
+    engine: int,
+    plan: Topology,
+    rank: int,
+    generation: int,
+    made: Sequence[MadeGroup],
+) -> Future[None]:
+    """Let a process that replaces another into its groups, while the others recover theirs."""
+    return call(engine, f"{RUNTIME}:rejoin", plan, rank, generation, made)
+
+
+def names(call: Caller, engine: int) -> Future[tuple[str, ...]]:
+    """The names that the user's code has defined on the rank."""
+    return call(engine, f"{NAMESPACE}:names")
+
+
+def group_names(call: Caller, engine: int) -> Future[dict[str, str]]:
+    """Variable -> torch's name of the process groups that the user's variables hold."""
+    return call(engine, f"{NAMESPACE}:group_names")
+
+
+def name_groups(call: Caller, engine: int, variables: Mapping[str, str]) -> Future[None]:
+    """Give the rank's process groups these variables."""
+    return call(engine, f"{NAMESPACE}:name_groups", variables)
+
+
+def recover(call: Caller, engine: int, generation: int, dead: tuple[int, ...]) -> Future[Recovered]:
+    """Give the process groups new connections. On every living rank at once."""
+    return call(engine, f"{GROUPS}:recover", generation, dead)
+
+
+def groups_made(call: Caller, engine: int) -> Future[tuple[MadeGroup, ...]]:
+    """The process groups that the user's code made on this rank."""
+    return call(engine, f"{GROUPS}:groups_made")
+
+
+def checksums(call: Caller, engine: int) -> Future[dict[str, str]]:
+    """Model -> checksum of its values on this rank."""
+    return call(engine, f"{MODELS}:checksums")
+
+
+def catching_up(call: Caller, engine: int, is_on: bool) -> Future[None]:
+    """Let a rank that replaces another build its models alone."""
+    return call(engine, f"{MODELS}:catching_up", is_on)
+
+
+def sync_model(call: Caller, engine: int, source: int) -> Future[list[str]]:
+    """Make the DDP models equal to those of a rank. On every rank at once."""
+    return call(engine, f"{SYNC}:sync_model", source)
+
+
+def ping(ask: Caller, engine: int) -> Future[str]:
+    """The name of the engine's thread that answers."""
+    return ask(engine, "ping")
+
+
+def look(ask: Caller, engine: int) -> Future[Look]:
+    """What the rank's main thread is doing."""
+    return ask(engine, "look")
+
+
+def newest(ask: Caller, engine: int) -> Future[Mapping[str, CxxCall]]:
+    """Group name -> newest collective in the rank's flight recorder."""
+    return ask(engine, "newest")
+
+
+def stacks(ask: Caller, engine: int) -> Future[str]:
+    """Python stacks of the rank's threads; empty while it is idle."""
+    return ask(engine, "stacks")
+
+
+def abort(ask: Caller, engine: int) -> Future[int]:
+    """Break off the collectives in which the rank waits. On every rank."""
+    return ask(engine, "abort")
+
+
+def snapshot(ask: Caller, engine: int) -> Future[bytes | None]:
+    """The rank's black box."""
+    return ask(engine, "snapshot")
+
+
+# Each function of this page that runs in the engine's main thread, between its cells, with the
+# engine's function that it calls.
 REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     describe: f"{FACTS}:describe",
     prepare: f"{RUNTIME}:prepare",
@@ -78,4 +167,24 @@ REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     adopt_notebook: f"{RUNTIME}:adopt_notebook",
     memory_bytes: f"{RUNTIME}:memory_bytes",
     barrier: f"{RUNTIME}:barrier",
+    rejoin: f"{RUNTIME}:rejoin",
+    names: f"{NAMESPACE}:names",
+    group_names: f"{NAMESPACE}:group_names",
+    name_groups: f"{NAMESPACE}:name_groups",
+    recover: f"{GROUPS}:recover",
+    groups_made: f"{GROUPS}:groups_made",
+    checksums: f"{MODELS}:checksums",
+    catching_up: f"{MODELS}:catching_up",
+    sync_model: f"{SYNC}:sync_model",
+}
+
+# Each function that the engine's control thread answers at any time (`Channel.ask`), with its
+# name in the table of nbdist/engine/responder.py.
+CONTROL_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
+    ping: "ping",
+    look: "look",
+    newest: "newest",
+    stacks: "stacks",
+    abort: "abort",
+    snapshot: "snapshot",
 }

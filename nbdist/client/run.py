@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from nbdist.client import presses
+from nbdist.client.aftermath import Aftermath, Outcome
 from nbdist.client.channel import Message, failure_of
-from nbdist.client.ending import Ending
+from nbdist.client.ending import Ending, is_by_interrupt, stuck_told, unreleased_told, waits_told
+from nbdist.client.ladder import NEVER_S, Ladder
+from nbdist.client.request import VIEWED, CellRequest, RankState, Sink
 from nbdist.core import failures as failing
 from nbdist.core.cells import CellFeed, CellResult, Event, RankResult, elapsed_line
 from nbdist.core.failures import RankFailure, ranks_phrase
@@ -22,61 +22,15 @@ from nbdist.core.lines import Line
 if TYPE_CHECKING:
     from nbdist.client.session import Session
 
-# After an interrupt (or a timeout) ranks get this long; then the notebook is given back.
-GIVE_BACK_S = 4.5
-# After a second press; a rank in Python code is back by then, however fast the presses came.
-GIVE_BACK_AGAIN_S = 0.5
 # The hub tells of a dead engine a little after its launcher; its last output comes between.
 LAST_WORDS_S = 1.0
-# A rank tells that its cell begins this long before it takes interrupts (at most).
-BEGIN_S = 0.1
-# A rank that has failed is told of when others still run after this long.
-TELL_S = 1.0
+# A rank that has failed is told of when others still run after this long, unless it is told
+# before that who waits for it.
+TELL_S = 2.0
+# Ranks are back from an abort in milliseconds; those that are not by then are named.
+ABORTED_S = 3.0
 LONGEST_PAUSE_S = 3600.0
 SHORTEST_PAUSE_S = 0.02
-INTERRUPT_NAMES = frozenset({"KeyboardInterrupt", "CancelledError"})
-
-
-class Sink(Protocol):
-    """Where a cell's output goes."""
-
-    def draw(self, events: Sequence[Event]) -> None:
-        """Show these, in order."""
-
-    def close(self, result: CellResult) -> None:
-        """Everything has been drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class CellRequest:
-    """A cell to run.
-
-    Attributes:
-        code: Source, as IPython takes it.
-        ranks: Where, in rank order.
-        number: The notebook's cell number, for tracebacks; None where there is none.
-        timeout_s: Interrupt the ranks after this long; None for never.
-        is_patient: See LineMerger.
-        keeps_outputs: Whether results carry each rank's outputs (for tabs).
-    """
-
-    code: str
-    ranks: tuple[int, ...]
-    number: int | None = None
-    timeout_s: float | None = None
-    is_patient: bool = False
-    keeps_outputs: bool = False
-
-
-@dataclass(slots=True)
-class _RankState:
-    status: str = ""
-    elapsed_s: float = 0.0
-    reply: Any = None
-    exit_seen_s: float | None = None
-    begun_s: float | None = None
-    is_interrupted: bool = False
-    is_told: bool = False
 
 
 class CellRun:
@@ -86,21 +40,27 @@ class CellRun:
     in the thread that waits. Nothing here blocks.
     """
 
-    def __init__(self, session: Session, request: CellRequest, sink: Sink):
+    def __init__(self, session: Session, request: CellRequest, sink: Sink, run_id: int = 0):
         self.request = request
         self.on_item: Callable[[], None] = lambda: None
         self._session = session
         self._sink = sink
+        self._run_id = run_id
         self._feed = CellFeed(
             request.ranks, is_patient=request.is_patient, keeps_outputs=request.keeps_outputs
         )
-        self._states = {rank: _RankState() for rank in request.ranks}
+        self._states = {rank: RankState() for rank in request.ranks}
         # SimpleQueue, because its put() may be called from a signal handler.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._taken: deque[Callable[[], None]] = deque()
         self._began_s = time.monotonic()
-        self._presses = 0
-        self._interrupted_s: float | None = None
+        self._ladder = Ladder()
+        self._watchdog = session.watchdog(run_id, self._began_s, is_quiet=request.is_patient)
+        self._aftermath: Aftermath | None = None
+        self._abort = ""
+        self._aborted_s = NEVER_S
+        self._is_deadlock = False
+        self._replaced: tuple[int, ...] = ()
         self._has_timed_out = False
         self._lost = ""
         self._is_over = False
@@ -127,7 +87,7 @@ class CellRun:
 
     def press(self) -> None:
         """The user has pressed interrupt."""
-        self._put(self._count_press)
+        self._put(lambda: self._ladder.press(self._now_s))
 
     def _put(self, item: Callable[[], None]) -> None:
         if self._is_over:
@@ -147,16 +107,20 @@ class CellRun:
 
         Returns:
             How long nothing more can happen unless something arrives, in seconds; None when
-            the cell has ended.
+            the cell has ended and the ranks' groups are in step.
         """
         self._now_s = now_s
         self._take_in()
         self._apply_deadlines(now_s)
         self._draw(self._feed.due(now_s))
-        if not self.missing:
+        if self.missing:
+            self._watch(now_s)
+            self._tell_failures(now_s)
+            pause_s: float | None = min(self._deadlines_s(now_s)) - now_s
+        else:
+            pause_s = self._clean_up(now_s)
+        if pause_s is None:
             return None
-        self._tell_failures(now_s)
-        pause_s = min(self._deadlines_s(now_s)) - now_s
         return min(max(pause_s, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
 
     def block(self, pause_s: float) -> None:
@@ -180,6 +144,7 @@ class CellRun:
         A sink that fails does not hide that the code has failed.
 
         Raises:
+            Deadlock: If ranks waited for calls that could not come, and were aborted.
             DistributedError: If the code failed on a rank, or a rank died.
             RankGone: If the controller ended, or the ranks were stopped meanwhile.
             CellTimeout: If the cell ran past its timeout.
@@ -193,17 +158,30 @@ class CellRun:
         try:
             self._draw(self._feed.due(now_s))
             self._draw([Line("stdout", f"{note}\n") for note in self._notes() if note])
+            self.tell(self._afterwards())
             self._sink.close(result)
         finally:
             self._ending().raise_for(result, self._session.explained)
         return result
 
     def _ending(self) -> Ending:
+        outcome = self._aftermath.outcome if self._aftermath is not None else None
         return Ending(
             lost=self._lost,
-            is_interrupted=self._interrupted_s is not None,
+            is_interrupted=self._ladder.has_begun,
             timeout_s=self.request.timeout_s if self._has_timed_out else None,
+            aborted=self._abort,
+            is_deadlock=self._is_deadlock,
+            grace_s=self._session.grace_s,
+            outcome=outcome or Outcome(),
+            replaced=self._replaced,
         )
+
+    def _afterwards(self) -> tuple[str, ...]:
+        """What the ranks' calls, and their groups, came to."""
+        if self._aftermath is not None and self._aftermath.outcome is not None:
+            return self._aftermath.outcome.lines
+        return () if self._lost else self._session.health.mismatches(self._run_id)
 
     def _take_in(self) -> None:
         while self._taken:
@@ -216,6 +194,10 @@ class CellRun:
     def _draw(self, events: Sequence[Event]) -> None:
         if events:
             self._sink.draw(events)
+
+    def tell(self, lines: Iterable[str]) -> None:
+        """Show lines of nbdist's own among the cell's output."""
+        self._draw([Line("stderr", f"{line}\n") for line in lines])
 
     def _hear(self, rank: int, message: Message) -> None:
         if message["header"]["msg_type"] == "execute_input":
@@ -234,7 +216,8 @@ class CellRun:
             state.status = "ok" if self._feed.failure(rank) is None else "error"
         elif failure[0] == "RankDied":
             state.status = "died"
-        elif self._interrupted_s is not None and failure[0] in INTERRUPT_NAMES:
+            self._tell_death(rank)
+        elif self._ladder.has_begun and is_by_interrupt(failure, was_aborted=bool(self._abort)):
             state.status = "interrupted"
         else:
             state.status = "error"
@@ -243,48 +226,48 @@ class CellRun:
     def _note_exit(self, rank: int) -> None:
         if rank in self._states:
             self._states[rank].exit_seen_s = self._now_s
+            self._tell_death(rank)
+
+    def _tell_death(self, rank: int) -> None:
+        """Say that a rank is gone while others still run; at the end the error says it."""
+        state = self._states[rank]
+        others = [r for r in self.missing if r != rank]
+        if others and not state.is_told:
+            state.is_told = True
+            self.tell([f"rank {rank} {self._session.death(rank)}"])
 
     def _note_lost(self, why: str) -> None:
         self._lost = self._lost or why
 
-    def _count_press(self) -> None:
-        self._presses += 1
-        if self._presses == 1 and self._interrupted_s is None:
-            self._interrupted_s = self._now_s
-
-    def _give_back_s(self) -> float:
-        """When the notebook is given back, whatever the ranks do."""
-        if self._interrupted_s is None:
-            return float("inf")
-        return self._interrupted_s + (GIVE_BACK_AGAIN_S if self._presses > 1 else GIVE_BACK_S)
-
-    def _interrupt_s(self, rank: int) -> float:
-        """When to interrupt a rank: an engine ignores it until its cell has begun."""
+    def _sigint_s(self, rank: int) -> float:
+        """When to interrupt a rank."""
         state = self._states[rank]
-        if self._interrupted_s is None or state.is_interrupted or state.status:
-            return float("inf")
-        begun_s = float("inf") if state.begun_s is None else state.begun_s
-        return min(begun_s + BEGIN_S, self._give_back_s())
+        if state.is_interrupted or state.status:
+            return NEVER_S
+        return self._ladder.sigint_s(state.begun_s)
 
     def _apply_deadlines(self, now_s: float) -> None:
         timeout_s = self.request.timeout_s
-        if timeout_s is not None and self._interrupted_s is None:
+        if timeout_s is not None and not self._ladder.has_begun:
             self._interrupt_after(timeout_s, now_s)
         for rank in self.missing:
             seen_s = self._states[rank].exit_seen_s
             if seen_s is not None and now_s >= seen_s + LAST_WORDS_S:
                 self._give_up(rank, "died", now_s)
-            elif now_s >= self._interrupt_s(rank):
+            elif now_s >= self._sigint_s(rank):
                 self._states[rank].is_interrupted = True
                 self._session.interrupt(rank)
-        if now_s >= self._give_back_s() or self._lost:
+        if self._ladder.replace_s is not None and self.missing and not self._replaced:
+            self._replaced = self.missing
+            self._session.upkeep.give_up(self._replaced)
+        if now_s >= self._ladder.give_back_s or self._lost:
             for rank in self.missing:
                 self._give_up(rank, "unfinished", now_s)
 
     def _interrupt_after(self, timeout_s: float, now_s: float) -> None:
         if now_s >= self._began_s + timeout_s:
             self._has_timed_out = True
-            self._interrupted_s = now_s
+            self._ladder.time_out(now_s)
 
     def _give_up(self, rank: int, status: str, now_s: float) -> None:
         self._states[rank].status = status
@@ -292,25 +275,70 @@ class CellRun:
         self._feed.end(rank, now_s)
 
     def _deadlines_s(self, now_s: float) -> list[float]:
-        times = [now_s + LONGEST_PAUSE_S, self._give_back_s()]
+        times = [now_s + LONGEST_PAUSE_S, self._watchdog.next_s, self._ladder.give_back_s]
         due_s = self._feed.next_due_s()
         if due_s is not None:
             times.append(due_s)
-        if self._interrupted_s is None and self.request.timeout_s is not None:
+        if not self._ladder.has_begun and self.request.timeout_s is not None:
             times.append(self._began_s + self.request.timeout_s)
+        times.append(self._aborted_s + ABORTED_S)
         times.extend(self._tell_s(rank) for rank in self._states)
         for rank in self.missing:
             seen_s = self._states[rank].exit_seen_s
-            times.append(self._interrupt_s(rank))
-            times.append(float("inf") if seen_s is None else seen_s + LAST_WORDS_S)
+            times.append(self._sigint_s(rank))
+            times.append(NEVER_S if seen_s is None else seen_s + LAST_WORDS_S)
         return times
+
+    def _watch(self, now_s: float) -> None:
+        """Tell who waits for whom; abort what cannot end, or what the user wants to end."""
+        dog, ladder = self._watchdog, self._ladder
+        self.tell(dog.look(now_s, self._rank_states, is_urgent=ladder.has_begun))
+        if not self._abort and dog.deadlock is not None and now_s >= dog.abort_s:
+            self._is_deadlock = True
+            self._abort_now(dog.deadlock.text)
+        if not self._abort and now_s >= ladder.abort_s and dog.waiting:
+            self._abort_now(dog.deadlock.text if dog.deadlock else waits_told(dog.waiting))
+        stuck = [rank for rank in self.missing if rank not in dog.waiting]
+        if stuck and now_s >= ladder.warn_s:
+            ladder.warned(now_s)
+            self.tell([stuck_told(stuck, dog.places)])
+
+        if now_s >= self._aborted_s + ABORTED_S:
+            self._aborted_s = NEVER_S
+            self.tell([unreleased_told(self.missing)])
+
+    def _abort_now(self, why: str) -> None:
+        self._abort = why
+        self._aborted_s = self._now_s
+        self._session.health.abort()
+
+    def _clean_up(self, now_s: float) -> float | None:
+        """See to the groups once all ranks have ended; None when that is done."""
+        if self._aftermath is None:
+            statuses = {state.status for state in self._states.values()}
+            if self._lost or (statuses == {"ok"} and not self._abort):
+                return None
+            needs_recovery = bool(self._abort) or "died" in statuses
+            self._aftermath = Aftermath(self._session, now_s, is_certain=needs_recovery)
+            self._aftermath.on_answer = lambda: self._put(lambda: None)
+        if now_s >= self._ladder.give_back_s:
+            self._aftermath.give_up()
+        return self._aftermath.step(now_s)
+
+    def _rank_states(self) -> dict[int, tuple[str, str]]:
+        """What every rank does, as the diagnosis calls it."""
+        states = self._session.rank_states()
+        for rank, state in self._states.items():
+            failure = self._feed.failure(rank)
+            states[rank] = VIEWED[state.status], failure.name if failure is not None else ""
+        return states
 
     def _tell_s(self, rank: int) -> float:
         """When to tell of a rank's failure; never after an interrupt, or for stored outputs."""
         state = self._states[rank]
         is_due = state.status == "error" and not state.is_told
-        if not is_due or self.request.is_patient or self._interrupted_s is not None:
-            return float("inf")
+        if not is_due or self.request.is_patient or self._ladder.has_begun:
+            return NEVER_S
         return self._began_s + state.elapsed_s + TELL_S
 
     def _tell_failures(self, now_s: float) -> None:
@@ -318,10 +346,10 @@ class CellRun:
         failed = [rank for rank in self._states if now_s >= self._tell_s(rank)]
         for rank in failed:
             self._states[rank].is_told = True
-        if failed:
+        if failed and self._watchdog.deadlock is None:
             told = failing.summary([self._failure(rank) for rank in failed])
             running = f"{ranks_phrase(self.missing)} still running (the stop button interrupts)"
-            self._draw([Line("stderr", f"{told}; {running}\n")])
+            self.tell([f"{told}; {running}"])
 
     def _failure(self, rank: int) -> RankFailure:
         """What the rank displayed as its error, or what its reply says where it displayed none."""
@@ -356,39 +384,3 @@ class CellRun:
             "" if self.request.keeps_outputs else self._feed.hidden(),
             "" if self.request.is_patient else elapsed_line(times),
         ]
-
-
-def wait(begin: Callable[[], CellRun]) -> CellResult:
-    """Begin a cell and run it to the end in this thread; interrupts are counted by it."""
-    with presses.counted() as pressed, contextlib.closing(begin()) as run:
-        pressed.send_to(run.press)
-        while (pause_s := run.step(time.monotonic())) is not None:
-            run.block(pause_s)
-        return run.finish()
-
-
-async def wait_async(begin: Callable[[], CellRun]) -> CellResult:
-    """Begin a cell and run it to the end without blocking the event loop.
-
-    Every message wakes the loop, an interrupt too, so there is no polling.
-    """
-    loop = asyncio.get_running_loop()
-    has_item = asyncio.Event()
-    with presses.counted() as pressed, contextlib.closing(begin()) as run:
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(has_item.set)
-
-        run.on_item = wake
-        pressed.send_to(run.press)
-        while True:
-            has_item.clear()
-            pause_s = run.step(time.monotonic())
-            if pause_s is None:
-                return run.finish()
-            try:
-                await asyncio.wait_for(has_item.wait(), pause_s)
-            except TimeoutError:
-                continue
-            except asyncio.CancelledError:
-                run.press()  # a frontend that cancels the cell's task means an interrupt

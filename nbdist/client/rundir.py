@@ -75,3 +75,9 @@ def failure(run_dir: Path, rank: int) -> dict[str, Any] | None:
 def arrived(run_dir: Path) -> set[int]:
     """The local ranks that have begun to wait for the others."""
     return {int(path.suffix[1:]) for path in run_dir.glob("arrived.*")}
+
+
+def forget(run_dir: Path, rank: int) -> None:
+    """Remove what an earlier process of the rank has left for the notebook."""
+    for name in ("failed", "arrived"):
+        (run_dir / f"{name}.{rank}").unlink(missing_ok=True)

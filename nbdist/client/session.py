@@ -6,6 +6,7 @@ Only here do rank and engine meet: outside, everything is a rank.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import time
 import uuid
@@ -13,23 +14,29 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from nbdist.client import remote, run
-from nbdist.client.channel import failure_of
+from nbdist.client import driving, remote, states
 from nbdist.client.cluster import Cluster, Exit
-from nbdist.client.run import CellRequest, CellRun, Sink
+from nbdist.client.health import Health
+from nbdist.client.repair import Restarted
+from nbdist.client.request import CellRequest, Sink
+from nbdist.client.run import CellRun
+from nbdist.client.upkeep import Upkeep
+from nbdist.client.watchdog import Watchdog
 from nbdist.core import hints
 from nbdist.core.cells import CellResult
 from nbdist.core.failures import RankFailure, ranks_are, ranks_phrase
 from nbdist.core.ranks import parse_ranks, rank_label
 from nbdist.core.shown import is_stored
-from nbdist.core.status import RankStatus
+from nbdist.core.status import Status
 from nbdist.core.topology import Topology
-from nbdist.core.wire import CELL_NUMBER
+from nbdist.core.wire import CELL_NUMBER, CELL_RUN
 from nbdist.errors import Interrupted, NbdistError, NotRunning, RankBusy, RankGone
 
 BUSY_GRACE_S = 1.0
+GRACE_S = 5.0
+SYNC_MODEL_S = 300.0
+RESTART_S = 120.0
 CALL_DEADLINE_S = 30.0
-STATUS_DEADLINE_S = 2.0
 # The controller may tell of a death some milliseconds before the process has been reaped.
 EXIT_KNOWN_S = 0.5
 
@@ -37,15 +44,28 @@ EXIT_KNOWN_S = 0.5
 class Session:
     """Running ranks, and the way to them."""
 
-    def __init__(self, cluster: Cluster, topology: Topology, sink: Callable[[CellRequest], Sink]):
+    def __init__(
+        self,
+        cluster: Cluster,
+        topology: Topology,
+        sink: Callable[[CellRequest], Sink],
+        *,
+        grace_s: float = GRACE_S,
+        seed: int | None = None,
+    ):
         """Use a started cluster.
 
         Args:
             cluster: Started, its groups formed.
             topology: Which engine has which rank.
             sink: Makes the place where a cell's output goes.
+            grace_s: A certain deadlock is aborted this long after it was told.
+            seed: Set on every rank, also on one that replaces another.
         """
         self.topology = topology
+        self.seed = seed
+        self.grace_s = grace_s
+        self.health = Health(cluster, topology)
         self.started_s = time.time()
         # The number of the notebook's cell that is running, for tracebacks of `run`.
         self.cell_number: Callable[[], int | None] = lambda: None
@@ -55,6 +75,8 @@ class Session:
         self._sink = sink
         self._busy: dict[int, tuple[CellRun, float]] = {}
         self._is_stopped = False
+        self.upkeep = Upkeep(self)
+        self._run_ids = itertools.count(1)
         cluster.on_exit = self._note_exit
 
     def __repr__(self) -> str:
@@ -95,21 +117,27 @@ class Session:
             timeout_s=timeout_s,
             is_patient=is_stored(),
         )
-        return run.wait(lambda: self.begin(request))
+        return driving.wait(lambda: self.begin(request))
 
     def begin(self, request: CellRequest) -> CellRun:
-        """Send a cell to its ranks; `run.wait` or `run.wait_async` see it through.
+        """Send a cell to its ranks; `driving.wait` or `driving.wait_async` see it through.
 
         Raises:
             NotRunning: After the cluster was stopped.
             RankGone: If a chosen rank has ended.
             RankBusy: If a chosen rank still runs an earlier cell.
         """
+        self.upkeep.make_whole()
         self._check_alive(request.ranks)
         self._check_idle(request.ranks)
-        one = CellRun(self, request, self._sink(request))
+        self.upkeep.recover_if_needed()
+        run_id = next(self._run_ids)
+        one = CellRun(self, request, self._sink(request), run_id)
+        one.tell(self.upkeep.take_notes())
         assert self._cluster.channel is not None
-        metadata = {} if request.number is None else {CELL_NUMBER: request.number}
+        metadata = {CELL_RUN: run_id}
+        if request.number is not None:
+            metadata[CELL_NUMBER] = request.number
         for rank in request.ranks:
             self._busy[rank] = (one, time.monotonic())
         for number, rank in enumerate(request.ranks):
@@ -148,9 +176,10 @@ class Session:
             NbdistError: What a rank raised, or who has not answered by the deadline.
             Interrupted: If the user interrupted it; the ranks have been interrupted too.
         """
+        self.upkeep.make_whole()
         self._check_alive(self.ranks)
         self._check_idle(self.ranks)
-        futures = [function(self._call, rank, *args) for rank in self.ranks]
+        futures = [function(self.call, rank, *args) for rank in self.ranks]
         try:
             return self._results(futures, deadline_s)
         except KeyboardInterrupt as error:
@@ -174,14 +203,9 @@ class Session:
                 raise NbdistError(f"rank {rank}: {getattr(error, 'evalue', error)}") from error
         return results
 
-    def status(self) -> list[RankStatus]:
-        """What every rank does now, within STATUS_DEADLINE_S. A busy rank is not asked."""
-        asked = {}
-        if not self._is_stopped:
-            idle = [r for r in self.ranks if r not in self._busy and self._is_connected(r)]
-            asked = {r: remote.memory_bytes(self._call, r) for r in idle}
-        end_s = time.monotonic() + STATUS_DEADLINE_S
-        return [self._rank_status(rank, asked.get(rank), end_s) for rank in self.ranks]
+    def status(self, *, wants_stacks: bool = False) -> Status:
+        """What every rank does now, within seconds; see client.states."""
+        return states.status(self, wants_stacks=wants_stacks)
 
     def sync(self, deadline_s: float = CALL_DEADLINE_S) -> list[float]:
         """Wait until all ranks are idle and together; how long each waited, in seconds.
@@ -191,6 +215,60 @@ class Session:
         """
         key = uuid.uuid4().hex
         return self.call_all(remote.barrier, key, deadline_s, deadline_s=deadline_s + 5)
+
+    @property
+    def busy_ranks(self) -> tuple[int, ...]:
+        """The ranks that run a cell, or were given up on in one, and live."""
+        return tuple(rank for rank in self.ranks if rank in self._busy and not self.exit_of(rank))
+
+    def running_cell(self, rank: int) -> tuple[int | None, float] | None:
+        """(the notebook's cell number, since when) of the cell that a rank runs; None if idle."""
+        busy = self._busy.get(rank)
+        return None if busy is None else (busy[0].request.number, busy[1])
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the ranks were ended by `stop`."""
+        return self._is_stopped
+
+    def watchdog(self, run_id: int, began_s: float, *, is_quiet: bool) -> Watchdog:
+        """What watches a cell of these ranks."""
+        return Watchdog(self.health, run_id, began_s, self.grace_s, is_quiet=is_quiet)
+
+    def rank_states(self) -> dict[int, tuple[str, str]]:
+        """Every rank as far as no cell is asked: "busy" or "absent", as core.calls says it."""
+        return {rank: ("busy" if rank in self._busy else "absent", "") for rank in self.ranks}
+
+    def restart(
+        self, ranks: str | Sequence[int] | None = None, deadline_s: float = RESTART_S
+    ) -> Restarted:
+        """Put new processes in the place of ranks; the others keep variables, groups and models.
+
+        Args:
+            ranks: As in `run`; None for those that have ended.
+            deadline_s: For all of it.
+
+        Raises:
+            NotRunning, OptionError, RankBusy, StartError, Interrupted: See Upkeep.restart.
+        """
+        chosen = None if ranks is None else self.chosen(ranks)
+        return self.upkeep.restart(chosen, deadline_s, lambda _text: None)
+
+    def free(self, rank: int) -> None:
+        """Count a rank as idle: its cell cannot be heard of any more."""
+        self._busy.pop(rank, None)
+
+    def sync_model(self, source: int = 0, deadline_s: float = SYNC_MODEL_S) -> tuple[str, ...]:
+        """Make models and optimizers of all ranks equal to those of one; what was done, as lines.
+
+        Raises:
+            OptionError: If there is no such rank.
+            NbdistError: What a rank raised, such as that its model is another one.
+        """
+        self.chosen([source])
+        self.upkeep.recover_if_needed()
+        told = self.call_all(remote.sync_model, source, deadline_s=deadline_s)
+        return tuple(told[source])
 
     def interrupt(self, rank: int) -> None:
         """Send SIGINT to a rank; its variables stay."""
@@ -204,26 +282,29 @@ class Session:
 
     def death(self, rank: int) -> str:
         """How a rank ended, as a sentence."""
-        end = self._cluster.exit_of(self.topology.engine_of_rank(rank), EXIT_KNOWN_S)
-        how = f" ({end.how})" if end is not None else ""
+        self._cluster.exit_of(self.topology.engine_of_rank(rank), EXIT_KNOWN_S)
+        told = self.health.end_of(rank)
+        how = f" ({told})" if told else ""
         return f"ended{how} while it ran this cell; its variables are lost"
 
     def explained(self, failure: RankFailure) -> RankFailure:
         """The failure, with what to do where the reason is how ranks and notebook differ."""
         return hints.explained(failure, hints.Surroundings(sys.executable, self.has_name))
 
-    def _call(self, rank: int, name: str, *args: Any) -> Future[Any]:
+    def call(self, rank: int, name: str, *args: Any) -> Future[Any]:
+        """Call `module:function` in a rank's main thread; see client.remote."""
         assert self._cluster.channel is not None
         return self._cluster.channel.call(self.topology.engine_of_rank(rank), name, *args)
 
-    def _exit(self, rank: int) -> Exit | None:
+    def exit_of(self, rank: int) -> Exit | None:
+        """The end of a rank's process; None while it lives."""
         return self._cluster.exits.get(self.topology.engine_of_rank(rank))
 
-    def _is_connected(self, rank: int) -> bool:
+    def is_connected(self, rank: int) -> bool:
         """Whether the rank can be reached; of ranks on other hosts no exit may be known."""
         channel = self._cluster.channel
         engine = self.topology.engine_of_rank(rank)
-        return self._exit(rank) is None and channel is not None and engine in channel.engine_ids
+        return self.exit_of(rank) is None and channel is not None and engine in channel.engine_ids
 
     def _running(self) -> list[CellRun]:
         return list({id(one): one for one, _ in list(self._busy.values())}.values())
@@ -238,6 +319,8 @@ class Session:
             return
         for place in self.topology.ranks:  # an engine beyond the ranks concerns nobody
             if place.engine_id == end.engine:
+                is_ours = place.rank in self.upkeep.ended_by_us
+                self.health.note_exit(place.rank, end.code, is_ours=is_ours)
                 for one in self._running():
                     one.exited(place.rank)
 
@@ -256,18 +339,17 @@ class Session:
                 f"The cluster's controller has ended ({controller.how}), so no rank can be "
                 "reached. %dist_reset starts afresh."
             )
-        gone = [(rank, self._exit(rank)) for rank in ranks if not self._is_connected(rank)]
+        gone = {r: self.health.end_of(r) for r in ranks if not self.is_connected(r)}
         if gone:
-            alive = [rank for rank in self.ranks if self._is_connected(rank)]
+            alive = [rank for rank in self.ranks if self.is_connected(rank)]
             others = f"%%rank [{rank_label(alive)}] runs on the others; " if alive else ""
             verb = "have" if len(gone) > 1 else "has"
             how = ", ".join(
-                f"rank {rank}: {end.how if end is not None else 'its connection is lost'}"
-                for rank, end in gone
+                f"rank {rank}: {end or 'its connection is lost'}" for rank, end in gone.items()
             )
             raise RankGone(
-                f"{ranks_phrase([rank for rank, _ in gone])} {verb} ended ({how}). {others}"
-                "%dist_reset starts all afresh."
+                f"{ranks_phrase(tuple(gone))} {verb} ended ({how}). %dist_restart "
+                f"{rank_label(tuple(gone))} brings it back; {others}%dist_reset starts all afresh."
             )
 
     def _check_idle(self, ranks: Sequence[int]) -> None:
@@ -288,30 +370,3 @@ class Session:
                     "with %%rank, or start afresh with %dist_reset."
                 )
             time.sleep(0.01)
-
-    def _rank_status(
-        self, rank: int, asked: Future[dict[str, int]] | None, end_s: float
-    ) -> RankStatus:
-        end = self._exit(rank)
-        if end is not None:
-            return RankStatus(rank, f"ended ({end.how})", {})
-        if not self._is_stopped and not self._is_connected(rank):
-            return RankStatus(rank, "ended (its connection is lost)", {})
-        busy = self._busy.get(rank)
-        if busy is not None:
-            number = busy[0].request.number
-            state = "running a cell" if number is None else f"running cell [{number}]"
-            return RankStatus(rank, state, {}, time.monotonic() - busy[1])
-        return _idle_status(rank, asked, end_s)
-
-
-def _idle_status(rank: int, asked: Future[dict[str, int]] | None, end_s: float) -> RankStatus:
-    try:
-        left_s = max(0.0, end_s - time.monotonic())
-        memory = asked.result(left_s) if asked is not None else {}
-    except TimeoutError:
-        return RankStatus(rank, "does not answer", {})
-    except Exception as error:  # noqa: BLE001  # it has just ended, or torch has failed there
-        name, message, _ = failure_of(error) or ("", str(error), ())
-        return RankStatus(rank, f"cannot answer ({name}: {message})", {})
-    return RankStatus(rank, "idle", memory)

@@ -17,15 +17,16 @@ from traitlets.config import Config
 
 from nbdist.client import gpus, launcher, network, profiles, remote, rundir
 from nbdist.client.cluster import Cluster, Progress, gives_ranks, installed_torch
-from nbdist.client.run import CellRequest, Sink
+from nbdist.client.request import CellRequest, Sink
 from nbdist.client.session import Session
-from nbdist.core import memory, shm, topology, versions
+from nbdist.core import memory, nccl, shm, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.core.topology import EngineReport, Gpu, Topology
 from nbdist.errors import OptionError, StartError
 
 DEFAULT_DEADLINE_S = 120.0
+DEFAULT_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class StartOptions:
         backend: "auto", "nccl" or "gloo".
         seed: Set on every rank alike; None to leave the generators alone.
         deadline_s: For the whole start.
+        grace_s: How long a certain deadlock is left alone before it is aborted; 0 for at once.
+        debug: torch's own checks of every collective: "off", "info" or "detail".
     """
 
     world_size: int | None = None
@@ -47,6 +50,8 @@ class StartOptions:
     backend: str = "auto"
     seed: int | None = None
     deadline_s: float = DEFAULT_DEADLINE_S
+    grace_s: float = DEFAULT_GRACE_S
+    debug: str = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +85,12 @@ def start(
     # Of another cluster's machines only its engines can tell what they have.
     expected = _expected(world_size, chosen, options if is_local else StartOptions())
     if is_local:
-        versions.check_torch(installed_torch(), sys.executable)
-        memory.check(psutil.virtual_memory().available, world_size)
-        notes.append(_check_shm(world_size, uses_nccl=expected.backend == "nccl"))
+        notes += _local_notes(expected, options)
+    elif options.debug != "off":
+        raise OptionError(
+            f"--debug is for ranks of the profile local. For {options.profile!r} set "
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its engines start."
+        )
     network.encrypt(config)
     end_s = began_s + options.deadline_s
     cluster = Cluster(config)
@@ -92,7 +100,7 @@ def start(
         cluster.start(world_size, options.deadline_s, progress)
         form = _local_plan if is_local else _reported_plan
         plan = form(cluster, world_size, options, end_s, progress)
-        session = Session(cluster, plan, sink)
+        session = Session(cluster, plan, sink, grace_s=options.grace_s, seed=options.seed)
     except BaseException:
         cluster.stop(grace_s=0)
         raise
@@ -113,6 +121,15 @@ def _check_values(options: Any) -> None:
         raise OptionError(f'gpus is a text such as "0,1" or "none", not {options.gpus!r}.')
     if options.deadline_s <= 0:
         raise OptionError(f"A start cannot take {options.deadline_s:g} s. Use more than 0.")
+    if not isinstance(options.grace_s, int | float) or not options.grace_s >= 0:
+        raise OptionError(
+            f"A deadlock cannot be left alone for {options.grace_s!r} s. Use 0 (at once) or more."
+        )
+    if options.debug not in tuple(launcher.DEBUG_LEVELS):  # also of what cannot be hashed
+        raise OptionError(
+            f"There is no --debug {options.debug!r}. "
+            f"Choose one of {', '.join(launcher.DEBUG_LEVELS)}."
+        )
 
 
 def _expected(world_size: int, chosen: tuple[Gpu, ...], options: StartOptions) -> Topology:
@@ -130,6 +147,17 @@ def _check_shm(world_size: int, *, uses_nccl: bool) -> str:
     return shm.check(usage.free, usage.total, world_size, uses_nccl=uses_nccl)
 
 
+def _local_notes(expected: Topology, options: StartOptions) -> list[str]:
+    """What is to be said of this machine, and of the environment that its ranks will have."""
+    versions.check_torch(installed_torch(), sys.executable)
+    memory.check(psutil.virtual_memory().available, expected.world_size)
+    uses_nccl = expected.backend == "nccl"
+    notes = [_check_shm(expected.world_size, uses_nccl=uses_nccl)]
+    if uses_nccl:
+        notes += nccl.conflicts(os.environ)
+    return notes
+
+
 def _configure_local(
     config: Config,
     cluster: Cluster,
@@ -139,7 +167,7 @@ def _configure_local(
 ) -> None:
     """Tell launcher and engines their ranks, threads and GPUs before anything reports."""
     common = launcher.local_environment(
-        cluster.run_dir, expected.world_size, expected.ranks[0].threads
+        cluster.run_dir, expected.world_size, expected.ranks[0].threads, options.debug
     )
     if options.gpus is not None:
         common["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's numbers, which were typed

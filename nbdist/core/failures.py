@@ -21,6 +21,7 @@ FOLLOWER_PATTERNS = (
     r"NCCL communicator was aborted",
     r"monitoredBarrier",
     r"timed out after \d+ms in barrier",
+    r"until the wait was aborted",  # engine/meeting.py
 )
 _FOLLOWER = re.compile("|".join(FOLLOWER_PATTERNS))
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -52,7 +53,12 @@ class RankFailure:
     @property
     def is_follower(self) -> bool:
         """Whether this is what a rank sees after another one has failed."""
-        return bool(_FOLLOWER.search(self.message))
+        return is_follower(self.message)
+
+
+def is_follower(message: str) -> bool:
+    """Whether an exception's text is what a rank sees after another one has failed."""
+    return bool(_FOLLOWER.search(message))
 
 
 def root_cause_first(failures: Iterable[RankFailure]) -> tuple[RankFailure, ...]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from nbdist.core import mismatch
 from nbdist.core.failures import RankFailure
 
 
@@ -23,7 +24,8 @@ class Surroundings:
 
 
 def explained(failure: RankFailure, around: Surroundings) -> RankFailure:
-    """The failure, with what to do added to its message where that is known."""
+    """The failure in plain words, with what to do added to its message where that is known."""
+    failure = replace(failure, message=mismatch.readable(failure.message))
     hint = _HINTS.get(failure.name, _no_hint)(failure.message, around)
     return replace(failure, message=f"{failure.message}. {hint}") if hint else failure
 

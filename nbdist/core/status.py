@@ -15,9 +15,24 @@ class RankStatus:
         state: "idle", "running cell [12]" or "ended (signal SIGKILL)".
         memory_bytes: By kind (resident, allocated, reserved); empty while it is busy.
         busy_s: How long it has been running; 0 when it is not.
+        stack: Its threads' Python stacks, main thread first; empty unless they were asked for.
     """
 
     rank: int
     state: str
     memory_bytes: Mapping[str, int]
     busy_s: float = 0.0
+    stack: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """All ranks at one moment.
+
+    Attributes:
+        ranks: In rank order.
+        waits: Who waits for whom, a line for each cause.
+    """
+
+    ranks: tuple[RankStatus, ...]
+    waits: tuple[str, ...] = ()

@@ -41,8 +41,9 @@ def check_system(platform: str) -> str:
         return ""
     if platform == "darwin":
         return (
-            "macOS: CPU ranks work. There is less protection than on Linux: processes that your "
-            "cells start may outlive a killed kernel."
+            "macOS: CPU ranks work. There is less protection than on Linux: a hung collective is "
+            "named, but cannot be aborted (%dist_reset ends the ranks and starts new ones), and "
+            "processes that your cells start may outlive a killed kernel."
         )
     raise StartError(
         f"nbdist does not run on {platform!r}. It runs on Linux (CPU and GPU) and on macOS (CPU "

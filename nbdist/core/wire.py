@@ -7,6 +7,11 @@ from typing import Any
 
 # Metadata of every cell that is sent: the notebook's cell number, for tracebacks.
 CELL_NUMBER = "nbdist_cell"
+# And a number of its own for each cell that is sent: the notebook's can come twice.
+CELL_RUN = "nbdist_run"
+# Message types of what an engine answers beside its cells.
+CONTROL_REQUEST = "nbdist_request"
+CONTROL_REPLY = "nbdist_reply"
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -44,9 +44,15 @@ def main() -> None:
     # child processes print.
     os.environ.pop("PYTEST_CURRENT_TEST", None)
 
+    from nbdist.engine import crashes
+
+    crashes.arm(run_dir, int(os.environ["RANK"]))
+
     from nbdist.engine import runtime
 
-    runtime.join_at_start(run_dir, notebook["start"])
+    # In the place of a rank that has ended it joins later, when the others make room for it.
+    if os.environ.pop("NBDIST_REPLACES", None) is None:
+        runtime.join_at_start(run_dir, notebook["start"])
     wait_for_controller(sys.argv)
 
     from ipyparallel.engine.app import main as run_engine

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import import_module
@@ -23,11 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbdist.core import topology
+from nbdist.core import nccl, topology
 from nbdist.core.ranks import rank_label
+from nbdist.core.recovery import MadeGroup
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
-from nbdist.engine import cells, facts
+from nbdist.engine import blackbox, cells, crashes, facts, responder
 from nbdist.errors import NbdistError, StartError
 
 # DDP's first use imports torch._dynamo (about a second). Done once the rank has been idle
@@ -35,6 +37,9 @@ from nbdist.errors import NbdistError, StartError
 PRELOAD_AFTER_S = 1.0
 # What torch is asked for by name: with NCCL, tensors on the CPU still have a group.
 TORCH_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+# torch's own (10 minutes with NCCL, 30 with Gloo) ends the wait for a peer that only computes for
+# long. Waiting in vain is seen from outside, in seconds.
+GROUP_TIMEOUT = timedelta(days=1)
 
 
 @dataclass(slots=True)
@@ -119,28 +124,82 @@ def exchange_reports(
     return [pickle.loads(store.get(key)) for key in keys]  # noqa: S301
 
 
-def join(plan: Topology, rank: int, store: dist.Store) -> None:
-    """Form the process group that the plan asks for. Collective: every rank."""
+def join(
+    plan: Topology,
+    rank: int,
+    store: dist.Store,
+    generation: int = 0,
+    made: Sequence[MadeGroup] = (),
+) -> None:
+    """Form the process group that the plan asks for.
+
+    Collective: every rank. With a generation: this process takes a dead rank's place, and the
+    others are in `groups.recover` with the same one meanwhile.
+
+    Args:
+        plan: Who is which rank.
+        rank: This process's.
+        store: All ranks' common store.
+        generation: How often the groups have been recovered once this is done.
+        made: The user's groups that the others have (core.recovery.merge_made).
+
+    Raises:
+        NbdistError: With a generation, when other ranks do not come.
+    """
     global _runtime  # noqa: PLW0603  # one rank per process
     place = plan.ranks[rank]
     # ipyparallel's key: user code would hand it to every child process.
     os.environ.pop("IPP_CONNECTION_INFO", None)
     _set_torchrun_variables(place, plan)
+    os.environ.update(nccl.environment(os.environ))  # read when the group is made
     options: dict[str, Any] = {}
     if place.device != "cpu":
         torch.cuda.set_device(place.device)
     if plan.backend == "nccl":
         # Bound to its device the communicator is made now and not in the first collective,
-        # where it could not be aborted.
+        # where it could not be aborted. torch does this for the GPU's half of the pair.
         options["device_id"] = torch.device(place.device)
+    from nbdist.engine import abort, checks, groups  # they need this module
+
+    # All before the first group, which they are to know.
+    abort.install()
+    groups.install()
+    checks.install()
+    common = groups.generation_store(store, generation)
+    if generation:
+        groups.meet(common, rank, range(plan.world_size))
     dist.init_process_group(
         TORCH_BACKENDS[plan.backend],
-        store=dist.PrefixStore("group/0", store),
+        store=common,
         rank=rank,
         world_size=plan.world_size,
+        timeout=GROUP_TIMEOUT,
         **options,
     )
     _runtime = Runtime(place=place, topology=plan, store=store)
+    groups.rejoin(made)
+    run_dir = os.environ.get("NBDIST_RUN")  # not there on another host
+    blackbox.install(blackbox.open_box(Path(run_dir) if run_dir else None, rank))
+    blackbox.reset(generation)
+
+
+def rejoin(plan: Topology, rank: int, generation: int, made: Sequence[MadeGroup]) -> None:
+    """Take the place of a rank of this host that has ended.
+
+    On a new process, while every other rank is in `groups.recover` with the same generation, or
+    in this as well.
+
+    Args:
+        plan: The assignment of the first start.
+        rank: This process's.
+        generation: How often the groups have been recovered once this is done.
+        made: The user's groups that the others have.
+
+    Raises:
+        NbdistError: If other ranks do not come.
+    """
+    store = dist.FileStore(str(Path(os.environ["NBDIST_RUN"]) / "store"), plan.world_size)
+    join(plan, rank, store, generation, made)
 
 
 def _set_torchrun_variables(place: RankPlace, plan: Topology) -> None:
@@ -178,6 +237,13 @@ def prepare(seed: int | None = None) -> Topology:
         set_seed(seed)
     shell = get_ipython()
     cells.install(shell)
+    blackbox.watch_cells(shell)
+    responder.install(shell.kernel)
+    run_dir = Path(os.environ.get("NBDIST_RUN", ""))
+    is_here = bool(run_dir.name) and run_dir.is_dir()  # not for an engine on another host
+    if is_here:
+        crashes.arm(run_dir, place.rank)
+    crashes.note_cells(shell.compile, run_dir if is_here else None, place.rank)
     shell.push(
         {
             "rank": place.rank,

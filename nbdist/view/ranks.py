@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 
 from nbdist.core import units
+from nbdist.core.failures import ranks_are
 from nbdist.core.shown import shown
-from nbdist.core.status import RankStatus
+from nbdist.core.status import Status
 from nbdist.core.topology import Topology
 from nbdist.view.mime import View, table
 
@@ -46,10 +48,17 @@ def started(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) -> 
     )
 
 
-def status(topology: Topology, states: Sequence[RankStatus], running_s: float, mode: str) -> View:
-    """What %dist_status prints: what every rank does, and its memory."""
+def restarted(ranks: Sequence[int], elapsed_s: float, notes: Sequence[str]) -> View:
+    """What %dist_restart prints: who is back, and what is missing there."""
+    head = f"{ranks_are(ranks)} back after {units.seconds(elapsed_s)}, groups rejoined"
+    lines = [head, *notes]
+    return View("\n".join(lines), "".join(f"<div>{html.escape(line)}</div>" for line in lines))
+
+
+def status(topology: Topology, states: Status, running_s: float, mode: str) -> View:
+    """What %dist_status prints: what every rank does, its memory, and who waits for whom."""
     rows = []
-    for place, state in zip(topology.ranks, states, strict=True):
+    for place, state in zip(topology.ranks, states.ranks, strict=True):
         doing = state.state
         if state.busy_s:
             doing += f" for {units.seconds(state.busy_s)}"
@@ -64,12 +73,25 @@ def status(topology: Topology, states: Sequence[RankStatus], running_s: float, m
             ]
         )
     head = f"{_ranks_and_hosts(topology)}, {topology.backend}, up for {units.seconds(running_s)}"
-    return table(
+    view = table(
         ["rank", "host", "pid", "device", "state", "memory"],
         rows,
         before=[head],
-        after=[f"plain cells run {mode}"],
+        after=[*states.waits, f"plain cells run {mode}"],
     )
+    return _with_stacks(view, states)
+
+
+def _with_stacks(view: View, states: Status) -> View:
+    stacks = [(f"rank {one.rank}", one.stack.rstrip()) for one in states.ranks if one.stack]
+    if not stacks:
+        return view
+    text = "\n\n".join([view.text, *(f"{who}\n{stack}" for who, stack in stacks)])
+    blocks = "".join(
+        f"<details open><summary>{who}</summary><pre>{html.escape(stack)}</pre></details>"
+        for who, stack in stacks
+    )
+    return View(text, view.html + blocks)
 
 
 def _memory(memory_bytes: Mapping[str, int]) -> str:

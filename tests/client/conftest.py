@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from nbdist.client import rundir, start
-from nbdist.client.run import CellRequest
+from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
 from nbdist.core.cells import CellResult, Event

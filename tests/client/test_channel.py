@@ -1,8 +1,10 @@
 """The channel to real engines: whole output, in order, then one last word."""
 
+import pickle
 import queue
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from nbdist.client import remote
 from nbdist.client.channel import Channel, Message, failure_of
 from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
+from nbdist.core.calls import Look
 from nbdist.core.failures import plain
 from nbdist.core.wire import CELL_NUMBER
+from nbdist.errors import NbdistError
 from tests.client.conftest import session_of, temporary_folder, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -211,6 +215,100 @@ def test_a_signal_by_way_of_the_nanny_reaches_the_engine(channel: Channel) -> No
     assert failure_of(busy.reply())[0] == "KeyboardInterrupt"
 
 
+def test_an_engine_answers_while_its_cell_runs(channel: Channel, tmp_path: Path) -> None:
+    """A question is answered at once, and the cell's output is what it is without questions."""
+    gate = tmp_path / "gate"
+    busy = Heard(
+        channel,
+        0,
+        f"import os, time\nprint('begins', flush=True)\nwhile not os.path.exists({str(gate)!r}):\n"
+        "    print('.', end='')\n    time.sleep(0.01)\nprint('ends')",
+    )
+    assert until(lambda: "begins" in busy.text)
+    answers = [channel.ask(0, "ping").result(DEADLINE_S) for _ in range(20)]
+    gate.touch()
+    failure = failure_of(busy.reply())
+
+    assert failure is None
+    assert set(answers) == {"Control"}
+    assert busy.text.startswith("begins\n.")
+    assert set(busy.text.removeprefix("begins\n").removesuffix("ends\n")) == {"."}
+    assert busy.text.endswith(".ends\n")
+
+
+def test_questions_from_many_threads_are_all_answered(channel: Channel) -> None:
+    """Every future is settled, and nothing of it is kept."""
+    with ThreadPoolExecutor(8) as threads:
+        engines = [number % 2 for number in range(64)]
+        asked = list(threads.map(lambda engine: channel.ask(engine, "look"), engines))
+    answers = [one.result(DEADLINE_S) for one in asked]
+
+    assert all(isinstance(one, Look) for one in answers)
+    assert not any(channel._asked.values())
+
+
+def test_what_is_wrong_with_a_question_is_its_answer(channel: Channel) -> None:
+    """An unknown name, wrong arguments, what cannot be sent, an engine that there is not."""
+    unknown, arguments, unsendable, nobody = (
+        channel.ask(0, "os.getpid"),
+        channel.ask(0, "ping", 1),
+        channel.ask(0, "ping", lambda: None),
+        channel.ask(7, "ping"),
+    )
+    with pytest.raises(NbdistError, match=r"KeyError: 'os.getpid'"):
+        unknown.result(DEADLINE_S)
+    with pytest.raises(NbdistError, match=r"TypeError: ping\(\) takes 0") as caught:
+        arguments.result(DEADLINE_S)
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        unsendable.result(DEADLINE_S)
+    with pytest.raises(NbdistError, match="engine 7 is not registered"):
+        nobody.result(DEADLINE_S)
+
+    assert "responder.py" in caught.value.__notes__[0]
+
+
+def test_a_closed_channel_raises_in_the_future() -> None:
+    """To whoever waits, and not to who asks."""
+    client = FakeClient()
+    channel = Channel(client)
+    answer = channel.ask(0, "ping")
+
+    assert isinstance(answer.exception(0), OSError)
+
+
+def test_a_late_answer_of_a_lost_engine_changes_nothing() -> None:
+    """The engine counts as gone; the answer that comes even so is dropped."""
+    reply: Future[Any] = Future()
+    client = FakeClient(reply)
+    channel = Channel(client)
+    answer = channel.ask(0, "ping")
+    [note] = client._registration_callbacks
+    note({"event": "register", "id": 0})
+    is_waiting = not answer.done()
+    note({"event": "unregister", "id": 0})
+    reply.set_result({"content": {"status": "ok"}, "buffers": [pickle.dumps("late")]})
+
+    assert is_waiting
+    with pytest.raises(NbdistError, match="engine 0 ended before it answered"):
+        answer.result(0)
+
+
+class FakeClient:
+    """An ipyparallel client with one engine that answers when it is told to."""
+
+    _mux_stream = _control_stream = None
+
+    def __init__(self, reply: "Future[Any] | None" = None) -> None:
+        self._registration_callbacks: list[Callable[[Any], None]] = []
+        self._engines = {0: "uuid"}
+        self.reply = reply
+
+    def _send(self, *_: Any, **__: Any) -> "Future[Any]":
+        if self.reply is None:
+            raise OSError("Connections have been closed.")
+        return self.reply
+
+
 def test_an_engine_that_dies_in_a_cell_is_the_cells_last_word(tmp_path: Path) -> None:
     """What it printed is there, the reply is its death, and the other engine goes on."""
     with temporary_folder(tmp_path / "tmp"), session_of(StartOptions(2, gpus="none")) as session:
@@ -238,4 +336,5 @@ def test_an_engine_that_dies_in_a_cell_is_the_cells_last_word(tmp_path: Path) ->
     assert dying.text == "last words\n"
     assert other_failure is None
     assert end.how == "exit code 9"
-    assert [one.state for one in status] == ["idle", "ended (exit code 9)"]
+    assert status.ranks[0].state == "idle"
+    assert status.ranks[1].state.startswith("ended (exit code 9: the process ended itself")

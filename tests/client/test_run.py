@@ -1,11 +1,13 @@
 """One cell's state, fed by hand: what it does where ranks, sink or cluster do not play along."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
-from nbdist.client.run import CellRequest, CellRun, wait
+from nbdist.client.driving import wait
+from nbdist.client.request import CellRequest
+from nbdist.client.run import CellRun
 from nbdist.client.session import Session
 from nbdist.core.cells import CellResult, Event
 from nbdist.core.failures import RankFailure
@@ -13,11 +15,54 @@ from nbdist.core.lines import Line
 from nbdist.errors import DistributedError, RankGone
 
 
+class FakeWatchdog:
+    """Sees nothing."""
+
+    next_s = abort_s = float("inf")
+    deadlock = None
+    waiting: ClassVar[dict[int, str]] = {}
+    places: ClassVar[dict[int, str]] = {}
+
+    def look(self, *_: object, **__: object) -> list[str]:
+        """Nothing to tell."""
+        return []
+
+
+class FakeHealth:
+    """Ranks whose calls always fit together."""
+
+    needs_recovery = False
+
+    def ask_all(self, _name: str) -> dict[int, Any]:
+        """Nobody can be reached."""
+        return {}
+
+    def boxes(self) -> dict[int, Any]:
+        """There are none."""
+        return {}
+
+    def mismatches(self, _run: int) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+
 class FakeSession:
     """Ranks that exist in name alone."""
 
+    grace_s = 5.0
+    busy_ranks = ()
+
     def __init__(self) -> None:
         self.interrupted: list[int] = []
+        self.health = FakeHealth()
+
+    def watchdog(self, *_: object, **__: object) -> FakeWatchdog:
+        """One that is blind."""
+        return FakeWatchdog()
+
+    def rank_states(self) -> dict[int, tuple[str, str]]:
+        """Nobody is known."""
+        return {}
 
     def interrupt(self, rank: int) -> None:
         """Note it."""

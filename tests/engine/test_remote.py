@@ -10,6 +10,7 @@ import pytest
 
 from nbdist.client import remote
 from nbdist.core import wire
+from nbdist.engine import responder
 
 pytestmark = pytest.mark.engine
 
@@ -60,14 +61,43 @@ def test_a_call_sends_the_name_and_as_many_arguments_as_the_engine_takes(
 
 
 def test_the_page_is_complete() -> None:
-    """Every public function of the page stands in its table."""
+    """Every public function of the page stands in one of its tables."""
     public = {
         f
         for n, f in vars(remote).items()
         if inspect.isfunction(f) and f.__module__ == remote.__name__ and not n.startswith("_")
     }
 
-    assert public == set(remote.REMOTE_FUNCTIONS)
+    assert public == {*remote.REMOTE_FUNCTIONS, *remote.CONTROL_FUNCTIONS}
+
+
+def test_what_the_control_thread_answers_is_what_can_be_asked() -> None:
+    """Both tables have the same names, and the functions take the same arguments."""
+    asked = {name: here for here, name in remote.CONTROL_FUNCTIONS.items()}
+    parameters = {
+        name: (
+            list(inspect.signature(here).parameters)[2:],
+            list(inspect.signature(responder.TABLE[name]).parameters),
+        )
+        for name, here in asked.items()
+    }
+
+    assert set(asked) == set(responder.TABLE)
+    assert all(ours == theirs for ours, theirs in parameters.values())
+
+
+@pytest.mark.parametrize("here", remote.CONTROL_FUNCTIONS, ids=lambda v: v.__name__)
+def test_a_question_sends_its_name(here: Callable[..., Future[Any]]) -> None:
+    """Each function of the page asks its engine by the name in the table."""
+    sent: list[tuple[Any, ...]] = []
+
+    def ask(target: int, its_name: str, /, *args: Any) -> Future[Any]:
+        sent.append((target, its_name, *args))
+        return Future()
+
+    here(ask, 5)
+
+    assert sent == [(5, remote.CONTROL_FUNCTIONS[here])]
 
 
 def test_a_call_by_name_resolves_the_function() -> None:

@@ -1,0 +1,96 @@
+"""Run every benchmark, print the table, and write it to docs/benchmarks.md (`make bench`)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks import Row
+
+# In the order of the page.
+MODULES = ("collective_cost",)
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+PACKAGES = ("torch", "ipyparallel", "ipykernel", "accelerate")
+HEAD = ("what", "nbdist", "without it", "ratio", "promised", "how measured")
+
+
+def run(names: Iterable[str]) -> Iterator[tuple[str, list[Row]]]:
+    """(title, rows) of each benchmark; the title is the first line of its docstring."""
+    for name in names:
+        module = importlib.import_module(f"benchmarks.{name}")
+        title = (module.__doc__ or name).strip().splitlines()[0].rstrip(".")
+        yield title, module.rows()
+
+
+def machine() -> str:
+    """The machine in one line: what the numbers depend on, and nothing that names it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    return (
+        f"{cores} cores, {memory_gib:.0f} GiB memory, {platform.system()} "
+        f"{platform.machine()}, Python {platform.python_version()}, {packages}."
+    )
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as the texts of the table."""
+    promises = []
+    if row.most_ratio is not None:
+        promises.append(f"ratio <= {row.most_ratio:g}")
+    if row.most_more is not None:
+        promises.append(f"<= {row.most_more:g} {row.unit} more")
+    promise = " and ".join(promises)
+    if promise:
+        promise += ": kept" if row.is_kept else ": NOT KEPT"
+    values = (f"{value:.4g} {row.unit}" for value in (row.ours, row.other))
+    return (row.name, *values, f"{row.ratio:.3f}", promise or "-", row.how)
+
+
+def page(tables: list[tuple[str, list[Row]]], where: str) -> str:
+    """The whole page as markdown."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `make bench`. Each line compares nbdist with the same thing done without it;",
+        "both took turns, and the numbers are medians. At a ratio of 1 nbdist costs nothing.",
+        "",
+        where,
+    ]
+    for title, rows in tables:
+        lines += ["", f"## {title}", "", _line(HEAD), _line(["---"] * len(HEAD))]
+        lines += [_line(cells(row)) for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _line(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(text.replace('|', '/') for text in texts)} |"
+
+
+def main() -> int:
+    """Run, print, write; 1 if a promise is not kept."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("modules", nargs="*", help=f"of {', '.join(MODULES)}; all without it")
+    parser.add_argument("--no-page", action="store_true", help="leave docs/benchmarks.md alone")
+    options = parser.parse_args()
+    unknown = sorted(set(options.modules) - set(MODULES))
+    if unknown:
+        parser.error(f"there is no benchmark {', '.join(unknown)}: choose of {', '.join(MODULES)}")
+    tables = []
+    for title, rows in run(options.modules or MODULES):
+        tables.append((title, rows))
+        print(f"{title}\n", *("  " + "  ".join(cells(row)) + "\n" for row in rows), sep="")
+    # Some of the benchmarks alone do not make the page.
+    if not options.modules and not options.no_page:
+        PAGE.write_text(page(tables, machine()), encoding="utf-8")
+    return int(not all(row.is_kept for _, rows in tables for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

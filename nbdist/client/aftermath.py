@@ -1,0 +1,126 @@
+"""After a cell that failed: are the groups still in step, and if not, make them anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbdist.client import remote
+from nbdist.core import collectives, recovery
+from nbdist.core.calls import CxxCall
+from nbdist.core.failures import ranks_phrase
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+COUNT_S = 1.0
+RECOVER_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of the groups.
+
+    Attributes:
+        is_recovered: They were made anew.
+        lines: What there is to say of it.
+        problem: Why they could not be; empty where they could, or did not have to be.
+    """
+
+    is_recovered: bool = False
+    lines: tuple[str, ...] = ()
+    problem: str = ""
+
+
+class Aftermath:
+    """Counts the calls of all ranks, and makes their groups anew where the counts differ."""
+
+    def __init__(self, session: Session, now_s: float, *, is_certain: bool):
+        """Begin; `step` goes on.
+
+        Args:
+            session: Its ranks are idle, or have been given up on.
+            now_s: Monotonic clock.
+            is_certain: The groups are broken in any case.
+        """
+        self.on_answer: Callable[[], None] = lambda: None
+        self.outcome: Outcome | None = None
+        self._session = session
+        self._newest: dict[int, Future[Any]] = {}
+        self._recovering: dict[int, Future[Any]] = {}
+        self._end_s = now_s + COUNT_S
+        if is_certain:
+            self._recover(now_s)
+        else:
+            self._newest = self._listen(session.health.ask_all(remote.newest))
+
+    def step(self, now_s: float) -> float | None:
+        """Take in what has come; how long to wait at most in seconds, or None when it is over."""
+        if self.outcome is None and (self._has_all() or now_s >= self._end_s):
+            if self._recovering:
+                self.outcome = self._recovered()
+            elif self._is_out_of_step():
+                self._recover(now_s)
+            else:
+                self.outcome = Outcome()
+        return None if self.outcome is not None else max(0.0, self._end_s - now_s)
+
+    def give_up(self) -> None:
+        """End now: the next cell begins with what is still to be done."""
+        if self.outcome is None:
+            self._session.health.needs_recovery = True
+            self.outcome = Outcome(problem="the groups are made anew before the next cell")
+
+    def _listen(self, futures: dict[int, Future[Any]]) -> dict[int, Future[Any]]:
+        for future in futures.values():
+            future.add_done_callback(lambda _: self.on_answer())
+        return futures
+
+    def _has_all(self) -> bool:
+        return all(f.done() for f in [*self._newest.values(), *self._recovering.values()])
+
+    def _is_out_of_step(self) -> bool:
+        newest: dict[int, Mapping[str, CxxCall]] = {
+            rank: future.result()
+            for rank, future in self._newest.items()
+            if future.done() and future.exception() is None
+        }
+        boxes = self._session.health.boxes()
+        living = [box for rank, box in boxes.items() if rank in self._newest]
+        return collectives.counts_differ(living, newest)
+
+    def _recover(self, now_s: float) -> None:
+        self._newest = {}
+        busy = self._session.busy_ranks
+        if busy:
+            self._session.health.needs_recovery = True
+            problem = f"the groups are made anew once {ranks_phrase(busy)} is back"
+            self.outcome = Outcome(problem=problem)
+            return
+        self._end_s = now_s + RECOVER_S
+        self._recovering = self._listen(self._session.upkeep.begin_recovery())
+        if not self._recovering:
+            self.outcome = Outcome()
+
+    def _recovered(self) -> Outcome:
+        failed = {rank: told for rank, f in self._recovering.items() if (told := _failure(f))}
+        self._session.health.needs_recovery = bool(failed)
+        if failed:
+            rank, why = min(failed.items())
+            problem = (
+                f"{ranks_phrase(sorted(failed))} could not make the groups anew "
+                f"(rank {rank}: {why}); %dist_reset starts afresh"
+            )
+            return Outcome(problem=problem)
+        results = {rank: future.result() for rank, future in self._recovering.items()}
+        return Outcome(is_recovered=True, lines=recovery.notes(results))
+
+
+def _failure(future: Future[Any]) -> str:
+    """Why there is no answer; empty where there is one."""
+    if not future.done():
+        return f"no answer in {RECOVER_S:.0f} s"
+    error = future.exception()
+    return "" if error is None else str(getattr(error, "evalue", error))

@@ -1,0 +1,121 @@
+"""Waiting for engines that have been started, and telling why one does not come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from nbdist.client import rundir
+from nbdist.core.failures import ranks_phrase
+from nbdist.errors import StartError
+
+Progress = Callable[[str], None]
+
+POLL_S = 0.01
+LOG_LINES = 15
+
+
+class Ended(Protocol):
+    """The end of a process, as `cluster.Exit` has it."""
+
+    @property
+    def how(self) -> str:
+        """`exit code 1`, `signal SIGKILL`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Engines on their way.
+
+    Attributes:
+        run_dir: Where engines write why they could not join.
+        expected: Their engine ids, which are ranks where it matters.
+        exits: The ends so far of processes that matter: engine, None for the controller -> end.
+        registered: Those of the engines that are there now.
+        output: What a process (engine, None for the controller) has written.
+    """
+
+    run_dir: Path
+    expected: tuple[int, ...]
+    exits: Callable[[], Mapping[int | None, Ended]]
+    registered: Callable[[], Collection[int]]
+    output: Callable[[int | None], str]
+
+    def wait(
+        self,
+        end_s: float,
+        deadline_s: float,
+        progress: Progress,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Return once all are there.
+
+        Args:
+            end_s: When to give up; monotonic clock.
+            deadline_s: The whole time that was given, for the message.
+            progress: Told how many are there.
+            check: Called often; may raise to break off.
+
+        Raises:
+            StartError: When a process ends, or at the end, naming who is missing.
+        """
+        told = -1
+        while (ready := len(self.registered())) < len(self.expected):
+            if ready != told:
+                progress(f"{ready} of {len(self.expected)} ranks ready")
+                told = ready
+            self.raise_for_exits()
+            check()
+            if time.monotonic() > end_s:
+                missing = self._missing()
+                raise StartError(
+                    f"{ready} of {len(self.expected)} ranks were ready after {deadline_s:.0f} s; "
+                    f"{ranks_phrase(missing)} did not come. {self._log_tail(missing[0])}"
+                    "A slow file system can be given more time with --timeout."
+                )
+            time.sleep(POLL_S)
+
+    def raise_for_exits(self) -> None:
+        """Tell why a process has ended before all were there, root cause first.
+
+        Raises:
+            StartError: If one has.
+        """
+        exits = self.exits()
+        if not exits:
+            return
+        ended = sorted(exits, key=lambda engine: -1 if engine is None else engine)
+        # The messages are the local launcher's case, where the engine's number is the rank.
+        written = {e: rundir.failure(self.run_dir, e) for e in ended if e is not None}
+        for rank, failure in written.items():
+            if failure is not None and not failure["message"].startswith("rank "):
+                reason = failure["message"]
+                if not failure["is_explained"]:
+                    reason = f"{failure['kind']}: {reason}\n{failure['traceback']}"
+                raise StartError(f"rank {rank} could not join: {reason}")
+        # A rank that only waited in vain for another one comes last.
+        first = [engine for engine in ended if engine is None or written[engine] is None]
+        if not first:
+            raise StartError(next(f["message"] for f in written.values() if f is not None))
+        who = "The controller" if first[0] is None else f"rank {first[0]}"
+        raise StartError(
+            f"{who} ended before it was ready ({exits[first[0]].how}). {self._log_tail(first[0])}"
+        )
+
+    def _missing(self) -> list[int]:
+        """The ranks for which the others wait: of local ones those that hold all back."""
+        everybody = set(self.expected)
+        waiting = rundir.arrived(self.run_dir)
+        return sorted(everybody - waiting if waiting else ()) or sorted(
+            everybody.difference(self.registered())
+        )
+
+    def _log_tail(self, engine: int | None) -> str:
+        lines = self.output(engine).strip().splitlines()[-LOG_LINES:]
+        return (
+            "Its last lines:\n" + "\n".join(f"    {line}" for line in lines) + "\n" if lines else ""
+        )

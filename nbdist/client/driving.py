@@ -1,0 +1,48 @@
+"""Sees a running cell through: blocking, or without blocking the notebook's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+from nbdist.client import presses
+from nbdist.client.run import CellRun
+from nbdist.core.cells import CellResult
+
+
+def wait(begin: Callable[[], CellRun]) -> CellResult:
+    """Begin a cell and run it to the end in this thread; interrupts are counted by it."""
+    with presses.counted() as pressed, contextlib.closing(begin()) as run:
+        pressed.send_to(run.press)
+        while (pause_s := run.step(time.monotonic())) is not None:
+            run.block(pause_s)
+        return run.finish()
+
+
+async def wait_async(begin: Callable[[], CellRun]) -> CellResult:
+    """Begin a cell and run it to the end without blocking the event loop.
+
+    Every message wakes the loop, an interrupt too, so there is no polling.
+    """
+    loop = asyncio.get_running_loop()
+    has_item = asyncio.Event()
+    with presses.counted() as pressed, contextlib.closing(begin()) as run:
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(has_item.set)
+
+        run.on_item = wake
+        pressed.send_to(run.press)
+        while True:
+            has_item.clear()
+            pause_s = run.step(time.monotonic())
+            if pause_s is None:
+                return run.finish()
+            try:
+                await asyncio.wait_for(has_item.wait(), pause_s)
+            except TimeoutError:
+                continue
+            except asyncio.CancelledError:
+                run.press()  # a frontend that cancels the cell's task means an interrupt

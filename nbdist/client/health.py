@@ -1,0 +1,243 @@
+"""What the notebook knows of its ranks without their main threads' help, and how it frees them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nbdist.client import causes, remote
+from nbdist.client.channel import Channel
+from nbdist.client.cluster import Cluster
+from nbdist.core import blackbox, collectives
+from nbdist.core.calls import Box, Look, RankView
+from nbdist.core.topology import Topology
+from nbdist.errors import NbdistError
+
+T = TypeVar("T")
+
+# A rank that has not answered by then is asked again.
+ANSWER_S = 1.0
+# A rank that has answered is left alone for this long.
+LOOK_PAUSE_S = 0.5
+
+
+class Health:
+    """Black boxes, process states and looks of all ranks; abort and recovery of their groups.
+
+    Attributes:
+        generation: How often the groups have been made anew.
+        needs_recovery: They are broken, and could not be made anew yet.
+    """
+
+    def __init__(self, cluster: Cluster, topology: Topology):
+        self.generation = 0
+        self.needs_recovery = False
+        self._cluster = cluster
+        self._topology = topology
+        self._boxes = BoxFiles(cluster.run_dir / "boxes")
+        self._looks: dict[int, Look] = {}
+        self._asked: dict[int, tuple[Future[Any], float]] = {}
+        self._looked_s: dict[int, float] = {}
+        self._snapshots: dict[int, tuple[Future[Any], float]] = {}
+        self._remote: dict[int, Box] = {}
+        self._watched: dict[int, tuple[int, causes.Watched]] = {}
+        self._causes: dict[int, str] = {}
+        self.watch_processes()
+
+    def box(self, rank: int) -> Box | None:
+        """The rank's black box; of a rank on another host as it was at its last answer."""
+        box = self._boxes.read(rank)
+        if box is not None:
+            return box
+        self._ask_snapshot(rank)
+        return self._remote.get(rank)
+
+    def boxes(self) -> dict[int, Box]:
+        """The boxes of all ranks that have one."""
+        found = {place.rank: self.box(place.rank) for place in self._topology.ranks}
+        return {rank: box for rank, box in found.items() if box is not None}
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the rank's process was stopped by a signal (seen on this host only)."""
+        pid = self._pids().get(rank)
+        return pid is not None and causes.process_state(pid) == "T"
+
+    def watch_processes(self) -> None:
+        """Read what will be needed to tell how a rank ended. Once its process is there."""
+        for rank, pid in self._pids().items():
+            known = self._watched.get(rank)
+            if known is None or known[0] != pid:
+                watched = causes.Watched(self._cluster.run_dir, rank, pid)
+                self._watched[rank] = pid, watched
+                self._causes.pop(rank, None)
+
+    def note_exit(self, rank: int, code: int | None, *, is_ours: bool) -> None:
+        """Find out how a rank ended, at once: another process may take its place and its files."""
+        known = self._watched.get(rank)
+        if known is not None:
+            self._causes[rank] = known[1].cause(code, is_ours=is_ours)
+
+    def end_of(self, rank: int) -> str:
+        """How the rank's process ended; empty while it lives."""
+        end = self._cluster.exits.get(self._topology.engine_of_rank(rank))
+        return "" if end is None else self._causes.get(rank) or end.how
+
+    def _pids(self) -> dict[int, int]:
+        pids = self._cluster.pids()
+        ranks = {place.engine_id: place.rank for place in self._topology.ranks}
+        return {ranks[engine]: pid for engine, pid in pids.items() if engine in ranks}
+
+    def look(self, rank: int) -> Look | None:
+        """The rank's newest answer."""
+        return self._looks.get(rank)
+
+    def ask_looks(self, ranks: Iterable[int], now_s: float) -> None:
+        """Ask ranks what they are doing, those that have been asked and are late aside."""
+        for rank in ranks:
+            asked = self._asked.get(rank)
+            if asked is not None and not asked[0].done() and now_s < asked[1] + ANSWER_S:
+                continue
+            if rank in self._looks and now_s < self._looked_s.get(rank, 0.0) + LOOK_PAUSE_S:
+                continue
+            self._looked_s[rank] = now_s
+            future = self.ask(remote.look, rank)
+            if future is not None:
+                self._asked[rank] = (future, now_s)
+
+    def take_looks(self) -> None:
+        """Take in the answers that have come."""
+        for rank, (future, _) in list(self._asked.items()):
+            if future.done():
+                del self._asked[rank]
+                if future.exception() is None:
+                    self._looks[rank] = future.result()
+                else:  # an older answer would be about something else
+                    self._looks.pop(rank, None)
+
+    def forget_look(self, rank: int) -> None:
+        """Drop a rank's answer, and the one that it may be about to give."""
+        self._looks.pop(rank, None)
+        self._asked.pop(rank, None)
+
+    def forget_looks(self) -> None:
+        """Drop the answers: they are about an earlier cell."""
+        self._looks.clear()
+        self._asked.clear()
+
+    def ask(self, question: Callable[..., Future[T]], rank: int) -> Future[T] | None:
+        """An answer from the rank's control thread; None where it cannot be reached.
+
+        Args:
+            question: One of remote's control functions.
+            rank: Who is asked.
+        """
+        channel: Channel | None = self._cluster.channel
+        engine = self._topology.engine_of_rank(rank)
+        if channel is None or engine not in channel.engine_ids or engine in self._cluster.exits:
+            return None
+        return question(lambda _rank, name, *args: channel.ask(engine, name, *args), rank)
+
+    def ask_all(self, question: Callable[..., Future[T]]) -> dict[int, Future[T]]:
+        """The same from every rank that can be reached."""
+        asked = {place.rank: self.ask(question, place.rank) for place in self._topology.ranks}
+        return {rank: future for rank, future in asked.items() if future is not None}
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """The ranks whose processes have ended."""
+        return tuple(place.rank for place in self._topology.ranks if self.end_of(place.rank))
+
+    def abort(self) -> None:
+        """Break off every collective of every rank; their groups are of no use afterwards.
+
+        Nobody waits for the answers: a rank that cannot answer is released by its peers' abort.
+        """
+        self.needs_recovery = True
+        self.ask_all(remote.abort)
+
+    def begin_recovery(self, call: remote.Caller) -> dict[int, Future[Any]]:
+        """Make all groups anew, those with a dead rank aside, on all living ranks at once.
+
+        Args:
+            call: Calls a function in a rank's main thread; all of them have to be idle.
+        """
+        self.generation += 1
+        dead = self.dead
+        living = [place.rank for place in self._topology.ranks if place.rank not in dead]
+        return {rank: remote.recover(call, rank, self.generation, dead) for rank in living}
+
+    def stack(self, rank: int, asked: Future[str] | None, end_s: float) -> str:
+        """A rank's Python stacks: its own answer, or faulthandler's where C code holds the GIL."""
+        if asked is not None:
+            with contextlib.suppress(TimeoutError, NbdistError):
+                return asked.result(max(0.0, min(end_s - time.monotonic(), ANSWER_S)))
+        pid = self._pids().get(rank)
+        if pid is None or self.end_of(rank):
+            return ""
+        deadline_s = max(0.1, end_s - time.monotonic())
+        return causes.dump_stack(self._cluster.run_dir, rank, pid, deadline_s)
+
+    def mismatches(self, run: int) -> tuple[str, ...]:
+        """Calls of a cell that did not fit together, but ended, as sentences."""
+        return collectives.mismatches(list(self.boxes().values()), run)
+
+    def views(self, states: Mapping[int, tuple[str, str]]) -> list[RankView]:
+        """All ranks as the diagnosis wants them.
+
+        Args:
+            states: What is known of ranks from their cells: rank -> (state, how) of RankView.
+        """
+        self.take_looks()
+        return [self._view(place.rank, *states[place.rank]) for place in self._topology.ranks]
+
+    def _view(self, rank: int, state: str, how: str) -> RankView:
+        end = self.end_of(rank)
+        if end:
+            state, how = "ended", end
+        elif state in {"running", "busy"} and self.is_stopped(rank):
+            state = "stopped"
+        return RankView(rank, state, how, self.box(rank), self._looks.get(rank))
+
+    def _ask_snapshot(self, rank: int) -> None:
+        now_s = time.monotonic()
+        asked = self._snapshots.get(rank)
+        if asked is not None:
+            future, asked_s = asked
+            if not future.done() and now_s < asked_s + ANSWER_S:
+                return
+            if future.done() and future.exception() is None and future.result() is not None:
+                self._remote[rank] = blackbox.read(future.result())
+        sent = self.ask(remote.snapshot, rank)
+        if sent is not None:
+            self._snapshots[rank] = (sent, now_s)
+
+
+class BoxFiles:
+    """The boxes that lie in this host's run folder."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._maps: dict[int, tuple[int, mmap.mmap]] = {}
+
+    def read(self, rank: int) -> Box | None:
+        """The rank's box; None where it has none here."""
+        path = self._folder / str(rank)
+        try:
+            inode = path.stat().st_ino
+        except OSError:
+            return None
+        known = self._maps.get(rank)
+        if known is None or known[0] != inode:  # a rank that replaces another has a new one
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                known = inode, mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            finally:
+                os.close(descriptor)
+            self._maps[rank] = known
+        return blackbox.read(known[1])

@@ -1,0 +1,50 @@
+"""An ipyparallel cluster that has its settings, log and mark, and has not been started."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from pathlib import Path
+from typing import Any
+
+import ipyparallel
+from traitlets.config import Config
+
+
+def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
+    """Ipyparallel's object, with a profile folder of the run's own."""
+    return ipyparallel.Cluster(
+        config=config,
+        parent=None,
+        log=log,
+        load_profile=False,
+        profile_dir=str(run_dir / "profile"),
+        shutdown_atexit=False,
+    )
+
+
+def logger(run_dir: Path) -> logging.Logger:
+    """What ipyparallel has to say goes into a file of the run."""
+    one = logging.getLogger(f"nbdist.cluster.{run_dir.name}")
+    one.addHandler(logging.FileHandler(run_dir / "cluster.log", delay=True))
+    one.propagate = False
+    return one
+
+
+def mark(config: Config, run_dir: Path) -> None:
+    """Give every process of the run its mark, beside the variables that the profile sets.
+
+    A process that changes its own environment is still found by its session; one that
+    leaves its session is still found by this.
+    """
+    variables = {"NBDIST_RUN": str(run_dir)}
+    for name in {"BaseLauncher", *(n for n, section in config.items() if "environment" in section)}:
+        config[name].environment = {**config[name].get("environment", {}), **variables}
+
+
+def installed_torch() -> str | None:
+    """The version of the torch that local engines will import, without importing it."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None

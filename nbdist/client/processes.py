@@ -1,0 +1,65 @@
+"""The processes of one run: which are this kernel's own, and how they are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ipyparallel.cluster.launcher import LocalProcessLauncher, SSHLauncher
+
+from nbdist.client import guardian
+
+POLL_S = 0.01
+# No process has this in its environment: variables have an equals sign.
+NO_MARKER = b"NBDIST_RUN"
+
+
+def is_own(one: Any) -> bool:
+    """Whether this launcher's process is a child of this kernel (SSH's pids are elsewhere)."""
+    return (
+        isinstance(one, LocalProcessLauncher) and not isinstance(one, SSHLauncher) and one.pid > 0
+    )
+
+
+def terminate(pids: list[int], grace_s: float) -> None:
+    """Ask processes to end, and wait for that until `grace_s` is over."""
+    processes = []
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            process.terminate()
+        except psutil.NoSuchProcess:
+            continue
+        processes.append(process)
+    psutil.wait_procs(processes, timeout=grace_s)
+
+
+def end_session(pid: int, start: str, deadline_s: float) -> bool:
+    """Kill a process that leads its session, and whatever else is in that session.
+
+    Args:
+        pid: The leader, which may have ended already.
+        start: When it started (`guardian.started`); a stranger that got the pid again is spared.
+        deadline_s: How long to go on.
+
+    Returns:
+        False where something was still there at the deadline.
+    """
+    if not Path("/proc/self").is_dir():  # macOS: no list of sessions
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        return True
+    end_s = time.monotonic() + deadline_s
+    while found := guardian.members({pid: start}, NO_MARKER):
+        if time.monotonic() > end_s:
+            return False
+        for one in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        time.sleep(POLL_S)
+    return True

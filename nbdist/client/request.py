@@ -1,0 +1,64 @@
+"""A cell to run, where its output goes, and what one rank has done with it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nbdist.core.cells import CellResult, Event
+
+
+class Sink(Protocol):
+    """Where a cell's output goes."""
+
+    def draw(self, events: Sequence[Event]) -> None:
+        """Show these, in order."""
+
+    def close(self, result: CellResult) -> None:
+        """Everything has been drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellRequest:
+    """A cell to run.
+
+    Attributes:
+        code: Source, as IPython takes it.
+        ranks: Where, in rank order.
+        number: The notebook's cell number, for tracebacks; None where there is none.
+        timeout_s: Interrupt the ranks after this long; None for never.
+        is_patient: See LineMerger.
+        keeps_outputs: Whether results carry each rank's outputs (for tabs).
+    """
+
+    code: str
+    ranks: tuple[int, ...]
+    number: int | None = None
+    timeout_s: float | None = None
+    is_patient: bool = False
+    keeps_outputs: bool = False
+
+
+@dataclass(slots=True)
+class RankState:
+    """What one rank has done with a cell so far; the status is empty until it has ended."""
+
+    status: str = ""
+    elapsed_s: float = 0.0
+    reply: Any = None
+    exit_seen_s: float | None = None
+    begun_s: float | None = None
+    is_interrupted: bool = False
+    is_told: bool = False
+
+
+# A status of RankState or RankResult as the diagnosis calls it (core.calls.RankView).
+VIEWED = {
+    "": "running",
+    "unfinished": "running",
+    "ok": "finished",
+    "error": "raised",
+    "interrupted": "raised",
+    "died": "ended",
+}

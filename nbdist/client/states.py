@@ -1,0 +1,94 @@
+"""What every rank does at one moment: for %dist_status."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nbdist.client import remote
+from nbdist.client.channel import failure_of
+from nbdist.core import collectives, sentences
+from nbdist.core.calls import RankView
+from nbdist.core.status import RankStatus, Status
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+DEADLINE_S = 2.0
+
+
+def status(session: Session, *, wants_stacks: bool = False) -> Status:
+    """What every rank does now, within DEADLINE_S. A busy rank's cell is not disturbed.
+
+    Args:
+        session: The ranks.
+        wants_stacks: With every rank's Python stacks, also of ranks blocked in C++.
+    """
+    views = {} if session.is_stopped else _views(session)
+    gone = {"ended", "stopped", "running", "busy"}
+    idle = [r for r, v in views.items() if v.state not in gone and session.is_connected(r)]
+    asked = {rank: remote.memory_bytes(session.call, rank) for rank in idle}
+    stacks = session.health.ask_all(remote.stacks) if wants_stacks and views else {}
+    end_s = time.monotonic() + DEADLINE_S
+    shown = []
+    for rank in session.ranks:
+        one = _rank_status(session, rank, views.get(rank), asked.get(rank), end_s)
+        if wants_stacks and views:
+            one = replace(one, stack=session.health.stack(rank, stacks.get(rank), end_s))
+        shown.append(one)
+    findings = collectives.diagnose(list(views.values()), time.monotonic(), 0.0)
+    return Status(tuple(shown), tuple(one.text for one in findings))
+
+
+def _views(session: Session) -> dict[int, RankView]:
+    """As in a running cell; idle ranks have ended the newest cell, or had no part in it."""
+    boxes = session.health.boxes()
+    busy = session.busy_ranks
+    newest = max((boxes[rank].run for rank in busy if rank in boxes), default=0)
+    known: dict[int, tuple[str, str]] = {}
+    for rank in session.ranks:
+        box = boxes.get(rank)
+        has_part = box is not None and box.run == newest
+        if rank in busy:
+            known[rank] = "running" if has_part else "busy", ""
+        else:
+            known[rank] = box.state if box is not None and has_part else "absent", ""
+    return {view.rank: view for view in session.health.views(known)}
+
+
+def _rank_status(
+    session: Session,
+    rank: int,
+    view: RankView | None,
+    asked: Future[dict[str, int]] | None,
+    end_s: float,
+) -> RankStatus:
+    end = session.health.end_of(rank)
+    if end:
+        return RankStatus(rank, f"ended ({end})", {})
+    if view is not None and not session.is_connected(rank):
+        return RankStatus(rank, "ended (its connection is lost)", {})
+    if view is not None and view.state == "stopped":
+        return RankStatus(rank, "stopped (SIGSTOP)", {})
+    cell = session.running_cell(rank)
+    if cell is None:
+        return _idle_status(rank, asked, end_s)
+    number, since_s = cell
+    state = "running a cell" if number is None else f"running cell [{number}]"
+    waits = "" if view is None else sentences.state_of(view.box, view)
+    doing = ", ".join(filter(None, [state, waits]))
+    return RankStatus(rank, doing, {}, time.monotonic() - since_s)
+
+
+def _idle_status(rank: int, asked: Future[dict[str, int]] | None, end_s: float) -> RankStatus:
+    try:
+        left_s = max(0.0, end_s - time.monotonic())
+        memory: Any = asked.result(left_s) if asked is not None else {}
+    except TimeoutError:
+        return RankStatus(rank, "does not answer", {})
+    except Exception as error:  # noqa: BLE001  # it has just ended, or torch has failed there
+        name, message, _ = failure_of(error) or ("", str(error), ())
+        return RankStatus(rank, f"cannot answer ({name}: {message})", {})
+    return RankStatus(rank, "idle", memory)

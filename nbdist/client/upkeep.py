@@ -1,0 +1,133 @@
+"""Keeps ranks fit for the next cell: groups made anew, ranks and controller replaced."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from nbdist.client import repair
+from nbdist.client.aftermath import Aftermath, Outcome
+from nbdist.client.repair import Restarted
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.units import seconds
+from nbdist.errors import NbdistError, NotRunning, OptionError
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+RESTART_S = 120.0
+
+
+def _silent(_text: str) -> None:
+    pass
+
+
+class Upkeep:
+    """What is to be done for the ranks of one session between their cells.
+
+    Attributes:
+        ended_by_us: The ranks that are being ended on purpose.
+    """
+
+    def __init__(self, session: Session):
+        self.ended_by_us: set[int] = set()
+        self._session = session
+        self._given_up: set[int] = set()
+        self._notes: list[str] = []
+
+    def take_notes(self) -> list[str]:
+        """What was done and not told yet, a line each."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def make_whole(self) -> None:
+        """Replace a controller that has ended, and ranks that the user gave up on.
+
+        Raises:
+            StartError: If the new one does not come.
+        """
+        session = self._session
+        if session.is_stopped:
+            return
+        told = repair.reconnect(session)
+        if told:
+            self._notes.append(told)
+        if self._given_up:
+            restarted = self.restart(sorted(self._given_up), RESTART_S, _silent)
+            self._notes += [
+                f"{ranks_phrase(restarted.ranks)} replaced in {seconds(restarted.elapsed_s)}",
+                *restarted.notes,
+            ]
+
+    def restart(
+        self,
+        ranks: Sequence[int] | None,
+        deadline_s: float,
+        progress: Callable[[str], None],
+    ) -> Restarted:
+        """Put new processes in the place of ranks.
+
+        Args:
+            ranks: None for those that have ended.
+            deadline_s: For all of it.
+            progress: Told what is waited for.
+
+        Raises:
+            NotRunning: After the ranks were stopped.
+            OptionError: If none is named and none has ended; on other profiles than local.
+            RankBusy, StartError, NbdistError, Interrupted: See repair.restart.
+        """
+        session = self._session
+        if session.is_stopped:
+            raise NotRunning("These ranks were stopped. %dist_init starts new ones.")
+        chosen = session.health.dead if ranks is None else tuple(ranks)
+        if not chosen:
+            last = session.ranks[-1]
+            raise OptionError(
+                f"No rank has ended. %dist_restart {last} replaces rank {last}, whose variables "
+                "are then lost; %dist_reset starts all afresh."
+            )
+        self.ended_by_us |= set(chosen)
+        try:
+            restarted = repair.restart(session, chosen, deadline_s, progress)
+        finally:
+            self.ended_by_us -= set(chosen)
+        self._given_up -= set(restarted.ranks)
+        session.health.watch_processes()
+        return restarted
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """End ranks that take no interrupt; the next cell begins with their replacement."""
+        self._given_up |= set(ranks)
+        self.ended_by_us |= set(ranks)
+        engine = self._session.topology.engine_of_rank
+        self._session.cluster.end_engines([engine(rank) for rank in ranks])
+
+    def begin_recovery(self) -> dict[int, Future[Any]]:
+        """Make the groups anew on all living ranks, which have to be idle."""
+        return self._session.health.begin_recovery(self._session.call)
+
+    def recover(self) -> Outcome:
+        """Make the groups anew and wait for it."""
+        aftermath = Aftermath(self._session, time.monotonic(), is_certain=True)
+        answered = threading.Event()
+        aftermath.on_answer = answered.set
+        while (pause_s := aftermath.step(time.monotonic())) is not None:
+            answered.wait(pause_s)
+            answered.clear()
+        return aftermath.outcome or Outcome()
+
+    def recover_if_needed(self) -> None:
+        """Do what an earlier cell could not: it was given back while a rank was still busy.
+
+        Raises:
+            NbdistError: If the groups cannot be made anew.
+        """
+        if self._session.health.needs_recovery and not self._session.busy_ranks:
+            outcome = self.recover()
+            if outcome.problem:
+                raise NbdistError(f"The cell was not run: {outcome.problem}.")
+            self._notes += outcome.lines

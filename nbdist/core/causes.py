@@ -1,0 +1,199 @@
+"""Why a rank's process has ended, from its exit code and what it left behind."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from nbdist.core import units
+from nbdist.core.stacks import Frame, ThreadStack, frame_text, parse_dump, place_name, user_part
+
+# The files of a rank in the run folder.
+CRASH_FILE = "crash.{rank}"
+STACKS_FILE = "stacks.{rank}"
+CELLS_FILE = "cells.{rank}"
+
+# Asks a rank's faulthandler for its stacks. Jobs' own code uses SIGUSR1 and SIGUSR2 (Slurm,
+# submitit); nobody uses this one. macOS has no such signals.
+DUMP_SIGNAL: int = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
+
+# Sent by the process's own code: faulthandler writes where it was.
+CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
+_HINTS = {"SIGBUS": "; usually shared memory (/dev/shm) was full"}
+# cgroup v1 says "no limit" with the largest number of whole pages.
+_NO_LIMIT_BYTES = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class OomCounts:
+    """How many processes the system has killed for memory; None where it cannot be read.
+
+    Attributes:
+        cgroup: In the rank's own control group.
+        machine: On the whole machine.
+        limit_bytes: The control group's limit; None where there is none.
+    """
+
+    cgroup: int | None = None
+    machine: int | None = None
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What an ended rank left behind.
+
+    Attributes:
+        crash_text: What its faulthandler wrote.
+        cells: File name of a cell's code -> the cell's number.
+        before: The system's counts when the rank was started.
+        after: The same when it had ended.
+        is_ours: nbdist itself killed it.
+    """
+
+    crash_text: str = ""
+    cells: Mapping[str, int] | None = None
+    before: OomCounts = OomCounts()
+    after: OomCounts = OomCounts()
+    is_ours: bool = False
+
+
+def cause(code: int | None, remains: Remains) -> str:
+    """One phrase: `signal SIGSEGV in f (lib.py, line 9), called at line 3 of cell [12]`.
+
+    Args:
+        code: The exit code, negative for a signal; None where it is not known.
+        remains: What the process left behind.
+    """
+    if code is None:
+        return "unknown exit code"
+    if code >= 0:
+        return f"exit code {code}: the process ended itself, by os._exit or in a library"
+    name = signal_name(-code)
+    if name in CRASHES and not remains.is_ours:
+        return f"signal {name}{_place_of_crash(remains)}{_HINTS.get(name, '')}"
+    return f"signal {name}: {_sender(name, remains)}"
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`; the number itself where it has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def _sender(name: str, remains: Remains) -> str:
+    if remains.is_ours:
+        return "sent by nbdist"
+    if name != "SIGKILL":
+        return "sent by somebody else"
+    return _killer(remains.before, remains.after)
+
+
+def _killer(before: OomCounts, after: OomCounts) -> str:
+    if _rose(before.cgroup, after.cgroup):
+        limit = (
+            "" if after.limit_bytes is None else f"cgroup limit {units.size(after.limit_bytes)}; "
+        )
+        return (
+            f"the system killed it for memory ({limit}oom_kill rose from {before.cgroup} to "
+            f"{after.cgroup})"
+        )
+    if _rose(before.machine, after.machine):
+        # Another process of the machine may have been the one.
+        return (
+            "the system probably killed it for memory (oom_kill of the machine rose from "
+            f"{before.machine} to {after.machine})"
+        )
+    if after.cgroup is None and after.machine is None:
+        return "sent by somebody else, or by the system for memory"
+    return "sent by somebody else"
+
+
+def _rose(before: int | None, after: int | None) -> bool:
+    return before is not None and after is not None and after > before
+
+
+def _place_of_crash(remains: Remains) -> str:
+    cells = remains.cells or {}
+    threads = parse_dump(remains.crash_text)
+    crashed = next((one for one in threads if one.is_current), None)
+    if crashed is not None and crashed.frames:
+        return _where(crashed, cells)
+    # A thread without Python, such as Gloo's: then what the cell was doing is what counts.
+    main = next((t for t in threads if any(frame.file in cells for frame in t.frames)), None)
+    if main is None:
+        return " in C code" if threads else ""
+    return f" in a thread of C code, while the cell was{_where(main, cells)}"
+
+
+def _where(thread: ThreadStack, cells: Mapping[str, int]) -> str:
+    frames = user_part(thread.frames) or thread.frames
+    innermost = frames[-1]
+    called = next((frame for frame in reversed(frames) if frame.file in cells), None)
+    if called is None:
+        return f" in {frame_text(innermost, cells)}"
+    if called is innermost:
+        return f" at {_line_of(called, cells)}"
+    return f" in {_function_of(innermost, cells)}, called at {_line_of(called, cells)}"
+
+
+def _line_of(frame: Frame, cells: Mapping[str, int]) -> str:
+    return f"line {frame.line} of {place_name(frame.file, cells)}"
+
+
+def _function_of(frame: Frame, cells: Mapping[str, int]) -> str:
+    return f"{frame.function} ({place_name(frame.file, cells)}, line {frame.line})"
+
+
+def oom_kills(text: str) -> int | None:
+    """The count in memory.events (cgroup v2), memory.oom_control (v1) or /proc/vmstat."""
+    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+    return None if found is None else int(found[1])
+
+
+def limit_bytes(text: str) -> int | None:
+    """The limit in memory.max (v2) or memory.limit_in_bytes (v1); None where there is none."""
+    text = text.strip()
+    if not text.isdigit() or int(text) >= _NO_LIMIT_BYTES:  # "max"
+        return None
+    return int(text)
+
+
+def cgroups(text: str) -> dict[str, str]:
+    """The paths in /proc/PID/cgroup that can count memory: "v1" or "v2" -> path."""
+    found = {}
+    for line in text.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(","):
+            found["v1"] = path
+        elif number == "0" and not controllers:
+            found["v2"] = path
+    return found
+
+
+def lineage(path: str) -> list[str]:
+    """A control group and those above it, innermost first, the root as an empty name.
+
+    In a container the path may be the host's, of which only the end, or nothing, can be seen.
+    """
+    pure = PurePosixPath(path.lstrip("/"))
+    names = [str(one) for one in (pure, *pure.parents)]
+    return ["" if name == "." else name for name in names]
+
+
+def process_state(stat: str) -> str:
+    """The state in /proc/PID/stat: "R", "S", "D", "Z", "T" (stopped), "t" (by a debugger)."""
+    # The name before it may contain spaces and parentheses.
+    return stat.rpartition(")")[2].split()[0] if ")" in stat else ""
+
+
+def catches(status: str, number: int) -> bool:
+    """Whether /proc/PID/status says that the process has a handler for a signal."""
+    found = re.search(r"^SigCgt:\s*([0-9a-fA-F]+)$", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)

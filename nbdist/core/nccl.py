@@ -1,0 +1,131 @@
+"""What torch's NCCL backend must be told so that a hung call can be aborted and the rank lives.
+
+By default torch ends a process whose NCCL call takes too long: right for a job of hours on many
+machines, wrong in a notebook, where the variables are what is to be saved. The table is from the
+documentation and the source of torch 2.11 to 2.13; not verified on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_FALSE = {"", "0", "n", "no", "f", "false"}
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable of torch's NCCL backend.
+
+    Attributes:
+        name: As torch reads it first.
+        value: What ranks get; None if they get nothing and the default is what is needed.
+        reason: What it does to a rank, as the end of "with another value ...".
+        older: Names that torch also reads.
+        breaks_abort: With another value a hung call cannot be aborted with the rank alive.
+    """
+
+    name: str
+    value: str | None
+    reason: str
+    older: tuple[str, ...] = ()
+    breaks_abort: bool = True
+
+    def given(self, environ: Mapping[str, str]) -> tuple[str, str] | None:
+        """(name, value) as the user has set it, or None."""
+        names = (name for name in (self.name, *self.older) if name in environ)
+        return next(((name, environ[name]) for name in names), None)
+
+
+ENVIRONMENT = (
+    Variable(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "0",
+        "torch ends the process of a rank whose call failed, timed out or was aborted",
+        ("NCCL_ASYNC_ERROR_HANDLING",),
+    ),
+    Variable(
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "0",
+        "torch ends the process of a rank whose own watcher stands still, as in an abort that "
+        "takes long",
+    ),
+    Variable(
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        "0",
+        "torch throws in its watcher's thread, which ends the process, when an abort leaves a "
+        "CUDA error behind",
+    ),
+    Variable(
+        "TORCH_NCCL_PROPAGATE_ERROR",
+        "0",
+        "an error of one rank is handed to the others by way of the store, which breaks ranks "
+        "that were not aborted",
+    ),
+    Variable(
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "0",
+        "torch waits for a dump of all ranks, and then ends the process",
+    ),
+    Variable(
+        "TORCH_FR_BUFFER_SIZE",
+        "2000",
+        "the calls of DDP and FSDP cannot be named when they hang",
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE",),
+        breaks_abort=False,
+    ),
+    Variable(
+        "TORCH_NCCL_BLOCKING_WAIT",
+        None,
+        "wait() raises by itself after the group's timeout, also while a peer still computes, "
+        "and torch starts no watcher, which sees calls end",
+        ("NCCL_BLOCKING_WAIT",),
+    ),
+    Variable(
+        "TORCH_NCCL_DESYNC_DEBUG",
+        None,
+        "torch takes TORCH_NCCL_ASYNC_ERROR_HANDLING=3, whatever it was given, and ends the "
+        "process of a rank whose call timed out",
+        ("NCCL_DESYNC_DEBUG",),
+    ),
+)
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a rank is to be given; what the user has set is left alone.
+
+    Args:
+        environ: The environment that the rank would have.
+    """
+    return {
+        row.name: row.value
+        for row in ENVIRONMENT
+        if row.value is not None and row.given(environ) is None
+    }
+
+
+def conflicts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """One sentence for each variable that takes protection away, with what to do about it.
+
+    Args:
+        environ: The environment that the ranks have, those of `environment` included or not.
+    """
+    told = []
+    for row in ENVIRONMENT:
+        given = row.given(environ)
+        if given is None or _is_harmless(row, given[1]):
+            continue
+        name, value = given
+        lost = "a hung NCCL call cannot be aborted safely: " if row.breaks_abort else ""
+        told.append(
+            f"{name}={value} was kept. With it {lost}{row.reason}. Set it to {row.value or '0'}, "
+            "or remove it."
+        )
+    return tuple(told)
+
+
+def _is_harmless(row: Variable, given: str) -> bool:
+    value = given.strip()
+    if row.value in {None, "0"}:
+        return value.lower() in _FALSE
+    return value.isdigit() and int(value) > 0  # a size: any but none at all

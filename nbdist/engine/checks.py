@@ -1,0 +1,130 @@
+"""torch's own checks of every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL), without their faults.
+
+torch puts a checking backend around each group's own. With Gloo a DistributedDataParallel then
+ends the process (SIGSEGV, 2.11 to 2.13): its logger takes the backend of type GLOO for Gloo's
+own class. With NCCL the same level makes torch end a rank whose call was aborted. Both look only
+at the moment or at the place in which a backend was made. So here groups are made at the level
+below, and the checking backend comes in afterwards, under a type that nobody asks for by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from nbdist.errors import NbdistError
+
+_CHECKED = {"gloo", "nccl"}
+_installed: list[Any] = []  # torch's own helper, once it is replaced
+
+
+def are_on() -> bool:
+    """Whether this process was started with torch's checks of every collective."""
+    return dist.get_debug_level() == dist.DebugLevel.DETAIL
+
+
+def install() -> bool:
+    """Check every group that is made from now on; False if no checks were asked for.
+
+    Once per process, before its first group. Where this torch lacks what is needed, its own
+    way of checking stays, with its faults.
+    """
+    if _installed or not are_on() or not hasattr(c10d, "_create_process_group_wrapper"):
+        return bool(_installed)
+    # Below init_process_group, new_group and init_device_mesh: they all look it up by this name.
+    helper = c10d._new_process_group_helper  # noqa: SLF001
+    _installed.append(helper)
+
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        with _level(dist.DebugLevel.INFO):
+            result = helper(*args, **kwargs)
+        group, store = result
+        if isinstance(group, dist.ProcessGroup):  # else this rank is no member
+            _check(group, store)
+        return result
+
+    c10d._new_process_group_helper = checking  # noqa: SLF001
+    return True
+
+
+@contextmanager
+def _level(level: Any) -> Iterator[None]:
+    before = dist.get_debug_level()
+    dist.set_debug_level(level)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
+def _check(group: Any, store: dist.Store) -> None:
+    """Put checking backends before the group's own. Collective: its members."""
+    world = c10d._world  # noqa: SLF001  # torch keeps a group's kinds nowhere else
+    name = world.pg_names[group]
+    config = c10d.BackendConfig(c10d.Backend(world.pg_backend_config[group]))
+    kinds = config.get_device_backend_map()
+    # One kind for all devices: torch makes it once, under the first device's prefix.
+    is_one = len(set(kinds.values())) == 1
+    for device, kind in kinds.items():
+        if kind not in _CHECKED:
+            continue
+        own = group._get_backend(torch.device(device))  # noqa: SLF001  # there is no other way
+        timeout = own.options._timeout  # noqa: SLF001
+        checked = around(own, group, dist.PrefixStore(f"{device}/", store), timeout)
+        unused = unused_type(group)
+        for one in kinds if is_one else (device,):
+            group._register_backend(torch.device(one), unused, checked)  # noqa: SLF001
+        if is_one:
+            break
+    # The group tells its backends too, and torch's flight recorder shows what they know.
+    group._set_group_name(name)  # noqa: SLF001
+    group._set_group_desc(group.group_desc)  # noqa: SLF001
+
+
+def around(backend: Any, group: Any, store: dist.Store, timeout: timedelta) -> Any:
+    """The backend inside torch's checks if they are on, else the backend itself.
+
+    Collective: every member. Register the result under a type that has no name.
+
+    Args:
+        backend: A Gloo or NCCL backend of this rank.
+        group: The group that it is for.
+        store: New, with the prefix of group and device.
+        timeout: For the checks.
+    """
+    # Private; without it the group works, but is no longer checked.
+    wrap = getattr(c10d, "_create_process_group_wrapper", None)
+    if not are_on() or wrap is None:
+        return backend
+    return wrap(
+        wrapped_pg=backend,
+        store_prefix=group.group_name,
+        store=store,
+        rank=group.rank(),
+        world_size=group.size(),
+        timeout=timeout,
+    )
+
+
+def unused_type(group: Any) -> Any:
+    """A backend type that the group has not had yet: 255, then 254 and so on.
+
+    A type is bound to its first backend for good, so every new backend needs another. From
+    above, as recoveries count from below.
+
+    Raises:
+        NbdistError: After 249 new backends of one group.
+    """
+    for number in range(255, 6, -1):  # up to 6 they have a name and a meaning
+        kind = dist.ProcessGroup.BackendType(number)
+        try:
+            group._backend_id(kind)  # noqa: SLF001  # torch cannot be asked otherwise
+        except RuntimeError:
+            return kind
+    raise NbdistError("A group has been recovered 249 times. %dist_reset starts afresh.")

@@ -1,0 +1,282 @@
+"""The models that live on this rank: found, reset after an abort, compared between ranks.
+
+Nothing is asked of the user: DDP and FSDP2 objects are found among Python's objects and named
+as the notebook names them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nbdist.core.recovery import HALVES, SHARDED
+
+# A tensor is hashed in pieces: one on a GPU is never copied to the host as a whole.
+_PIECE_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model whose gradients ranks combine.
+
+    Attributes:
+        name: The variable that holds it, or holds what it is in; otherwise its class.
+        module: A DDP object, or the outermost FSDP2 module.
+        is_sharded: FSDP2: each rank has a part of it.
+    """
+
+    name: str
+    module: torch.nn.Module
+    is_sharded: bool
+
+
+@dataclass(slots=True)
+class _State:
+    """Whether this rank builds models that the others have already."""
+
+    is_catching_up: bool = False
+    is_installed: bool = False
+
+
+_state = _State()
+
+
+def find() -> tuple[Model, ...]:
+    """Every live DDP and FSDP2 model of this process, by name."""
+    modules = list(_live(torch.nn.Module))
+    ddps = [m for m in modules if issubclass(type(m), DistributedDataParallel)]
+    shards = [m for m in modules if issubclass(type(m), FSDPModule)]
+    inner = {id(child) for m in shards for child in m.modules() if child is not m}
+    roots = [m for m in shards if id(m) not in inner]
+    found = [(m, False) for m in ddps] + [(m, True) for m in roots]
+    names = _names([module for module, _ in found])
+    models = [Model(names[id(module)], module, sharded) for module, sharded in found]
+    return tuple(sorted(models, key=lambda model: model.name))
+
+
+def optimizers(model: Model) -> tuple[tuple[str, Optimizer], ...]:
+    """The optimizers that step this model's parameters, with their names, by name."""
+    own = {id(p) for p in model.module.parameters()}
+    found = [
+        one
+        for one in _live(Optimizer)
+        # Accelerate's wrapper is an optimizer too, and holds the real one.
+        if not isinstance(getattr(one, "optimizer", None), Optimizer)
+        and any(id(p) in own for group in one.param_groups for p in group["params"])
+    ]
+    names = _names(found)
+    return tuple(sorted(((names[id(one)], one) for one in found), key=lambda pair: pair[0]))
+
+
+def schedulers(optimizer: Optimizer) -> tuple[LRScheduler, ...]:
+    """The learning rate schedulers of an optimizer, by class."""
+    own = [one for one in _live(LRScheduler) if getattr(one, "optimizer", None) is optimizer]
+    return tuple(sorted(own, key=lambda one: type(one).__name__))
+
+
+def reset() -> dict[str, int]:
+    """Make models ready for a new step after a broken one: model -> gradients cleared.
+
+    Gradients of a broken step are there on some ranks, on others half or not at all.
+    """
+    cleared = {}
+    for model in find():
+        if model.is_sharded:
+            _reset_shards(model.module)
+        elif (reducer := getattr(model.module, "reducer", None)) is not None:
+            # Without it the reducer of a rank whose forward had no backward raises in the
+            # next step, while the other ranks wait for it. torch itself calls it so.
+            reducer._reset_state()  # noqa: SLF001
+        with_gradient = [p for p in model.module.parameters() if p.grad is not None]
+        for parameter in with_gradient:
+            parameter.grad = None
+        cleared[model.name] = len(with_gradient)
+    return cleared
+
+
+def checksums() -> dict[str, str]:
+    """Model -> checksum of its parameters, HALVES, checksum of its buffers.
+
+    Equal on two ranks when every bit is. SHARDED for a model of which each rank has a part.
+    This rank alone.
+    """
+    return {
+        model.name: SHARDED
+        if model.is_sharded
+        else f"{_digest(model.module.named_parameters())}{HALVES}"
+        f"{_digest(model.module.named_buffers())}"
+        for model in find()
+    }
+
+
+def catching_up(is_on: bool) -> None:
+    """Let this rank alone build the models that the others have: DDP then sends nothing.
+
+    It ends with `sync.sync_model`.
+    """
+    if not _state.is_installed:
+        _state.is_installed = True
+        cls: Any = DistributedDataParallel
+        cls.__init__ = _quiet_at_times(cls.__init__)
+    _state.is_catching_up = is_on
+
+
+def is_catching_up() -> bool:
+    """Whether this rank replaces another one and has not got its models' values yet."""
+    return _state.is_catching_up
+
+
+def rebuild_reducer(module: DistributedDataParallel) -> None:
+    """Give a DDP object a new reducer, as after unpickling, all its options kept.
+
+    A reducer changes its buckets after the first step, so an old one does not fit a replaced
+    rank's new one. Hooks that Python registered are registered again. Every rank of its group.
+    """
+    ddp: Any = module
+    # The same private steps as in DDP.__setstate__, which torch keeps in order for itself.
+    parameters, expects_sparse = ddp._build_params_for_reducer()  # noqa: SLF001
+    names = ddp._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
+    ddp._ddp_init_helper(parameters, expects_sparse, names, ddp.static_graph)  # noqa: SLF001
+    ddp._has_rebuilt_buckets = False  # noqa: SLF001
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()  # noqa: SLF001
+        ddp.logger._set_static_graph()  # noqa: SLF001
+        # The new reducer's first backward reduces all at its end, once it is asked to.
+        ddp._static_graph_delay_allreduce_enqueued = False  # noqa: SLF001
+    for hook, hook_state in ddp._comm_hooks:  # noqa: SLF001
+        torch.distributed._register_comm_hook(ddp.reducer, hook_state, hook)  # noqa: SLF001
+    if ddp.mixed_precision is not None:
+        ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)  # noqa: SLF001
+
+
+def _quiet_at_times(construct: Any) -> Any:
+    """DDP's constructor, without its collectives while this rank is catching up."""
+
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        # The sixth argument after the module, which nobody gives by place.
+        if _state.is_catching_up and len(args) <= 5:
+            kwargs["init_sync"] = False
+        construct(self, *args, **kwargs)
+
+    return init
+
+
+def _reset_shards(root: torch.nn.Module) -> None:
+    """Bring FSDP2 back to its state between two steps. torch has nothing public for it.
+
+    Otherwise a rank that is in the middle of backward and one in the middle of forward gather
+    different tensors in the next step, which kills a rank.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for module in root.modules():
+        if not issubclass(type(module), FSDPModule):
+            continue
+        shard: Any = module
+        state = shard._get_fsdp_state()  # noqa: SLF001
+        state._training_state = TrainingState.IDLE  # noqa: SLF001
+        state._state_ctx.iter_forward_root = None  # noqa: SLF001
+        state._state_ctx.post_backward_final_callback_queued = False  # noqa: SLF001
+        if hasattr(state, "_modules_to_run_forward"):
+            state._modules_to_run_forward.clear()  # noqa: SLF001
+        # torch 2.11 has one group in a module, later ones several.
+        single = getattr(state, "_fsdp_param_group", None)
+        for group in getattr(state, "_fsdp_param_groups", [single]):
+            if group is not None:
+                group._training_state = TrainingState.IDLE  # noqa: SLF001
+                group._all_gather_result = None  # noqa: SLF001
+        shard.reshard()
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    total = hashlib.sha1(usedforsecurity=False)
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        for piece in _pieces(tensor):
+            total.update(piece)
+    return total.hexdigest()[:16]
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    flat = tensor.detach().contiguous().view(-1)
+    if not flat.numel():
+        return
+    step = max(1, _PIECE_BYTES // flat.element_size())
+    for piece in torch.split(flat, step):
+        yield piece.cpu().view(torch.uint8).numpy().data
+
+
+def _live(kind: type) -> Iterator[Any]:
+    """Every live object of a class.
+
+    By its type: asking each object for its class would run code of lazy ones.
+    """
+    return (one for one in gc.get_objects() if issubclass(type(one), kind))
+
+
+def _names(objects: Iterable[Any]) -> dict[int, str]:
+    """Name each object, by id; no two names are equal."""
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    known = _variables()
+    for one in objects:
+        base = known.get(id(one)) or type(getattr(one, "module", one)).__name__
+        name, number = base, 2
+        while name in taken:
+            name, number = f"{base}_{number}", number + 1
+        taken.add(name)
+        names[id(one)] = name
+    return names
+
+
+def _variables() -> dict[int, str]:
+    """Name, by id, what the user's variables hold, themselves or one step inside."""
+    names: dict[int, str] = {}
+    namespace = {n: v for n, v in _namespace().items() if not n.startswith("_")}
+    for name, value in namespace.items():
+        names.setdefault(id(value), name)
+    for name, value in namespace.items():
+        for inner_name, inner in _inside(value):
+            names.setdefault(id(inner), f"{name}{inner_name}")
+    return names
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a variable's value holds that can have a name of its own."""
+    if isinstance(value, torch.nn.Module):
+        # Compiled models and the like: named as what they are in.
+        yield from (("", child) for child in value.modules() if child is not value)
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, Optimizer):
+        yield "", getattr(value, "optimizer", None)
+    elif not isinstance(value, type) and not hasattr(value, "__path__"):
+        inner = getattr(value, "__dict__", None)
+        if isinstance(inner, dict) and type(value).__module__ == "__main__":
+            yield from ((f".{key}", item) for key, item in inner.items())
+
+
+def _namespace() -> Mapping[str, Any]:
+    """The names that the user's cells have made."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return dict(shell.user_ns if shell is not None else vars(sys.modules["__main__"]))

@@ -1,0 +1,109 @@
+"""Answers the notebook on ipykernel's control thread, also while the main thread is blocked.
+
+It needs the GIL only: a main thread that waits in a collective, or sleeps, has released it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+from nbdist.core import stacks, wire
+from nbdist.engine import blackbox, crashes, looks
+from nbdist.errors import StartError
+
+
+def ping() -> str:
+    """The name of the thread that answers."""
+    return threading.current_thread().name
+
+
+def all_stacks() -> str:
+    """Python stacks of all threads that do something, the cell's first; empty when idle."""
+    names = {one.ident: one.name for one in threading.enumerate()}
+    own = threading.get_ident()
+    found = [
+        stacks.ThreadStack(
+            names.get(ident, f"thread {ident}"),
+            is_current=False,
+            frames=looks.with_sources(looks.frames_of(frame)),
+        )
+        for ident, frame in sys._current_frames().items()  # noqa: SLF001  # there is no other way
+        if ident != own
+    ]
+    return stacks.stacks_text(found, crashes.cells)
+
+
+def abort() -> int:
+    """Break off every collective that this rank waits in; how many connections and groups.
+
+    Raises:
+        NbdistError: If NCCL refused. Gloo's connections have been ended even so.
+    """
+    from nbdist.engine import abort as gloo  # these need runtime, which needs this module
+    from nbdist.engine import nccl
+
+    return gloo.abort() + nccl.abort()
+
+
+# All that can be asked, nbdist/client/remote.py has the same names. Nothing else is called.
+TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "ping": ping,
+        "look": looks.look,
+        "newest": looks.newest,
+        "stacks": all_stacks,
+        "abort": abort,
+        "snapshot": blackbox.snapshot,
+    }
+)
+
+
+def install(kernel: Any) -> None:
+    """Answer "nbdist_request" on the kernel's control channel from now on.
+
+    `control_handlers` is ipykernel's own table of message types (6.29 and 7.4: a plain
+    function is called there with stream, identities and the message). No public way adds a
+    message to the control channel, and only that one is read while a cell runs.
+
+    Raises:
+        StartError: If this ipykernel has no such table.
+    """
+    handlers = getattr(kernel, "control_handlers", None)
+    if not isinstance(handlers, dict):
+        version = importlib.metadata.version("ipykernel")
+        raise StartError(
+            f"ipykernel {version} has no Kernel.control_handlers, which nbdist "
+            f"needs. Install another one: {sys.executable} -m pip install 'ipykernel==7.*'"
+        )
+
+    def respond(stream: Any, ident: Any, request: Any) -> None:
+        content, buffers = answer(request)
+        kernel.session.send(
+            stream, wire.CONTROL_REPLY, content, parent=request, ident=ident, buffers=buffers
+        )
+
+    handlers[wire.CONTROL_REQUEST] = respond
+
+
+def answer(request: Any) -> tuple[dict[str, str], list[bytes]]:
+    """Content and buffers of the reply to a message; what the function raised is in it."""
+    try:
+        function = TABLE[request["content"]["name"]]
+        # Signed with the session's key by our own notebook, as every message is.
+        arguments = pickle.loads(request["buffers"][0])  # noqa: S301
+        return {"status": "ok"}, [pickle.dumps(function(*arguments))]
+    except Exception as error:  # noqa: BLE001  # anything at all is the caller's, not this thread's
+        content = {
+            "status": "error",
+            "ename": type(error).__name__,
+            "evalue": str(error),
+            "traceback": traceback.format_exc(),
+        }
+        return content, []

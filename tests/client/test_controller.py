@@ -1,0 +1,162 @@
+"""A new controller takes the place of one that has ended; the ranks keep all they have."""
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist.client import driving, repair
+from nbdist.client.request import CellRequest
+from nbdist.client.session import Session
+from nbdist.client.start import StartOptions
+from nbdist.errors import RankGone, StartError
+from tests.client.conftest import session_of, until
+from tests.support import processes
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total); print(total.item())"
+LONG = """
+import time
+from pathlib import Path
+Path(f"{folder}/runs.{rank}").touch()
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    time.sleep(0.01)
+after = 1
+"""
+
+
+def texts(session: Session, code: str, ranks: str | None = None) -> list[str]:
+    return [result.text for result in session.run(code, ranks=ranks).ranks]
+
+
+def end_controller(session: Session, number: int = signal.SIGKILL) -> None:
+    pid = session.cluster.controller_pid()
+    assert pid is not None
+    os.kill(pid, number)
+    assert until(lambda: None in session.cluster.exits)
+
+
+@pytest.fixture
+def pair(runs: Path) -> Iterator[Session]:
+    """Two ranks."""
+    with session_of(StartOptions(world_size=2, gpus="none")) as session:
+        yield session
+
+
+def test_ranks_keep_their_variables_and_work_goes_on(pair: Session) -> None:
+    """After a SIGKILL and after a SIGTERM, which takes the connection files along.
+
+    Then collectives, the interrupt and the notice of a death work as before.
+    """
+    texts(pair, "kept = [rank]")
+    pids = pair.cluster.pids()
+    notes = []
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        end_controller(pair, number)
+        notes.append(repair.reconnect(pair))
+
+        assert texts(pair, SUM) == ["3.0\n"] * 2
+        assert texts(pair, "print(kept)") == ["[0]\n", "[1]\n"]
+        assert pair.cluster.pids() == pids
+        assert repair.reconnect(pair) == ""
+    keys = list(pair.cluster.run_dir.rglob("ipcontroller-*.json"))
+    one = pair.begin(CellRequest("import time\ntime.sleep(300)", (0, 1)))
+    one.press()
+    with pytest.raises(KeyboardInterrupt, match="ranks 0-1 are back"):
+        driving.wait(lambda: one)
+    os.kill(pids[1], signal.SIGKILL)
+    channel = pair.cluster.channel
+    assert channel is not None
+
+    assert "signal SIGKILL" in notes[0]
+    assert "kept their variables" in notes[0]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in keys} == {0o600}
+    assert until(lambda: 1 not in channel.engine_ids, 5)  # the new controller heard of it
+    assert until(lambda: 1 in pair.cluster.exits)
+    with pytest.raises(RankGone, match=r"rank 1 has ended \(rank 1: signal SIGKILL"):
+        texts(pair, "1")
+
+
+def test_a_cell_in_which_the_controller_ends_fails_at_once(
+    pair: Session, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its ranks finish it unheard and count as busy until then; no old answer is printed."""
+    one = pair.begin(CellRequest(LONG.replace("{folder}", str(tmp_path)), (0, 1)))
+    with contextlib.closing(one):
+        assert until(lambda: len(list(tmp_path.glob("runs.*"))) == 2)
+        began_s = time.monotonic()
+        end_controller(pair)
+        with pytest.raises(RankGone, match="controller ended"):
+            driving.wait(lambda: one)
+    failed_s = time.monotonic() - began_s
+    note = repair.reconnect(pair)
+    busy = pair.busy_ranks
+
+    def is_idle() -> bool:
+        repair.reconnect(pair)  # as each cell does
+        return not pair.busy_ranks
+
+    assert failed_s < 1.5
+    assert "ranks 0-1 are still in a cell" in note
+    assert busy == (0, 1)
+    assert until(is_idle, 10)
+    assert texts(pair, "print(after)") == ["1\n", "1\n"]
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_rank_that_ended_meanwhile_is_known_and_comes_back(pair: Session) -> None:
+    """The list of engines that the controller left still has it; a restart gives it its number."""
+    end_controller(pair)
+    os.kill(pair.cluster.pids()[1], signal.SIGKILL)
+    assert until(lambda: 1 in pair.cluster.exits)
+    texts_of_note = repair.reconnect(pair)
+    channel = pair.cluster.channel
+    assert channel is not None
+    registered = channel.engine_ids
+    done = repair.restart(pair, (1,), 60, lambda _: None)
+
+    assert texts_of_note
+    assert registered == (0,)
+    assert done.ranks == (1,)
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+
+
+def test_without_the_list_of_engines_it_says_so_and_can_be_tried_again(pair: Session) -> None:
+    """The form in which ipyparallel keeps its engines is its own: read, and refused otherwise."""
+    [path] = pair.cluster.run_dir.rglob("engines*.json")
+    whole = path.read_text()
+    texts(pair, "kept = 1")
+    end_controller(pair)
+    path.write_text('{"other": {}}')
+    with pytest.raises(StartError, match="list of engines"):
+        repair.reconnect(pair)
+    is_known = None in pair.cluster.exits
+    path.write_text(whole)
+    repair.reconnect(pair)
+
+    assert set(json.loads(whole)) == {"engines", "next_id"}
+    assert set(json.loads(whole)["engines"]) == {"0", "1"}
+    assert is_known
+    assert texts(pair, "print(kept)") == ["1\n", "1\n"]
+
+
+def test_a_stop_ends_a_new_controller_too(runs: Path) -> None:
+    """Neither the first controller's child nor any process of the second is left."""
+    with session_of(StartOptions(world_size=1, gpus="none")) as session:
+        first = processes.processes_of_run(str(session.cluster.run_dir))
+        end_controller(session)
+        repair.reconnect(session)
+        everything = {*first, *processes.processes_of_run(str(session.cluster.run_dir))}
+        session.stop()
+
+    assert len(everything) >= 5
+    assert processes.wait_gone(everything, 5) == []

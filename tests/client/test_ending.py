@@ -1,0 +1,143 @@
+"""The one error in which a cell that was aborted, interrupted or failed ends."""
+
+import pickle
+
+import pytest
+
+from nbdist.client.aftermath import Outcome
+from nbdist.client.ending import Ending, is_by_interrupt, stuck_told, waits_told
+from nbdist.core.cells import CellResult, RankResult
+from nbdist.core.failures import RankFailure
+from nbdist.errors import CellTimeout, Deadlock, DistributedError, Interrupted
+
+LINE = "rank 0 waits in barrier at line 1 of cell [4]; rank 1 finished the cell without calling it"
+RELEASED = RankFailure(0, "RuntimeError", "[..] Connection closed by peer [127.0.0.1]:4711", ())
+RECOVERED = Outcome(is_recovered=True)
+
+
+def ended(*ranks: RankResult) -> CellResult:
+    return CellResult(ranks)
+
+
+def raised(ending: Ending, result: CellResult) -> BaseException:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011  # which one is looked at
+        ending.raise_for(result, lambda failure: failure)
+    return caught.value
+
+
+def test_a_deadlock_fails_with_its_line_and_says_what_is_back() -> None:
+    """What the released rank raised is noise, and not shown."""
+    ending = Ending("", False, None, LINE, is_deadlock=True, grace_s=5.0, outcome=RECOVERED)
+    error = raised(ending, ended(RankResult(0, "error", 6.0, "", RELEASED), RankResult(1, "ok", 0)))
+
+    assert isinstance(error, Deadlock)
+    assert str(error) == (
+        f"{LINE}; aborted after 5 s: ranks 0-1 are back, variables kept, groups recovered"
+    )
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert type(pickle.loads(pickle.dumps(error))) is Deadlock
+
+
+def test_an_aborted_cell_fails_although_the_code_caught_the_abort() -> None:
+    """All ranks replied ok, and yet the collective was never made."""
+    ending = Ending("", False, None, LINE, is_deadlock=True, outcome=RECOVERED)
+
+    assert isinstance(raised(ending, ended(RankResult(0, "ok", 6.0))), Deadlock)
+
+
+def test_the_peers_own_error_is_the_root_cause_of_a_deadlock() -> None:
+    """Its traceback is shown; what came back is told."""
+    own = RankFailure(1, "ValueError", "boom", ("Traceback of rank 1",))
+    ending = Ending("", False, None, LINE, is_deadlock=True, grace_s=1.0, outcome=RECOVERED)
+    error = raised(
+        ending,
+        ended(RankResult(0, "error", 2.0, "", RELEASED), RankResult(1, "error", 0.1, "", own)),
+    )
+
+    assert type(error) is DistributedError
+    assert error.ranks == (1,)
+    assert str(error).startswith("rank 1 raised ValueError: boom; ")
+    assert LINE in str(error)
+    assert "ranks 0-1 are back, variables kept, groups recovered" in str(error)
+
+
+def test_an_interrupted_collective_is_an_interrupt() -> None:
+    """Released by the abort that an interrupt asked for: KeyboardInterrupt, not a failure."""
+    told = waits_told({0: "waiting in barrier at line 1 of cell [4]"})
+    ending = Ending("", True, None, told, outcome=RECOVERED)
+    error = raised(
+        ending, ended(RankResult(0, "interrupted", 1.0, "", RELEASED), RankResult(1, "ok", 0))
+    )
+
+    assert isinstance(error, Interrupted)
+    assert str(error) == (
+        "ranks 0-1 are back, variables kept, groups recovered; rank 0 was waiting in barrier at "
+        "line 1 of cell [4]"
+    )
+
+
+def test_a_rank_in_c_code_is_named_with_the_way_to_replace_it() -> None:
+    """After the notebook was given back."""
+    problem = Outcome(problem="the groups are made anew once rank 1 is back")
+    ending = Ending("", True, None, outcome=problem)
+    error = raised(
+        ending, ended(RankResult(0, "interrupted", 1.0), RankResult(1, "unfinished", 4.5))
+    )
+
+    assert "rank 0 is back, variables kept; rank 1 is still in C code" in str(error)
+    assert "%dist_restart 1 replaces" in str(error)
+    assert str(error).endswith("the groups are made anew once rank 1 is back")
+
+
+def test_ranks_that_the_user_gave_up_on_are_not_said_to_run() -> None:
+    """They were ended by the press."""
+    ending = Ending("", True, None, replaced=(1,))
+    error = raised(
+        ending, ended(RankResult(0, "interrupted", 1.0), RankResult(1, "unfinished", 2.0))
+    )
+
+    assert "still in C code" not in str(error)
+    assert "rank 1 was ended" in str(error)
+
+
+def test_a_timeout_that_aborts_says_who_waited() -> None:
+    """It is a CellTimeout with the wait in it."""
+    ending = Ending("", True, 3.0, LINE, outcome=RECOVERED)
+    error = raised(ending, ended(RankResult(0, "interrupted", 4.0, "", RELEASED)))
+
+    assert isinstance(error, CellTimeout)
+    assert "--timeout 3" in str(error)
+    assert LINE in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "was_aborted", "expected"),
+    [
+        ("KeyboardInterrupt", "", False, True),
+        ("CancelledError", "", False, True),
+        ("RuntimeError", "Connection closed by peer", True, True),
+        ("RuntimeError", "Connection closed by peer", False, False),
+        ("ValueError", "boom", True, False),
+    ],
+)
+def test_what_counts_as_interrupted(
+    name: str, message: str, *, was_aborted: bool, expected: bool
+) -> None:
+    """A lost connection only where we have ended it."""
+    assert is_by_interrupt((name, message, ()), was_aborted=was_aborted) is expected
+
+
+def test_equal_waits_are_one_phrase() -> None:
+    """Ranks in the same line are named together."""
+    told = waits_told({0: "waiting in a", 1: "waiting in a", 2: "waiting in b"})
+
+    assert told == "ranks 0-1 were waiting in a; rank 2 was waiting in b"
+
+
+def test_stuck_ranks_are_told_with_their_place_and_the_price() -> None:
+    """The next press is explained before it does anything."""
+    told = stuck_told([1], {1: "line 3 of cell [12]: a @ b"})
+
+    assert "rank 1 is still in C code" in told
+    assert "line 3 of cell [12]: a @ b" in told
+    assert "variables are then lost" in told

@@ -1,0 +1,72 @@
+"""The consequences of an interrupt in time: SIGINT, abort, warning, the notebook back."""
+
+import pytest
+
+from nbdist.client.ladder import GIVE_BACK_AGAIN_S, GIVE_BACK_S, NEVER_S, Ladder
+
+
+def test_nothing_happens_before_a_press() -> None:
+    """No signal, no abort, no end."""
+    ladder = Ladder()
+
+    assert not ladder.has_begun
+    assert {ladder.sigint_s(1.0), ladder.abort_s, ladder.warn_s, ladder.give_back_s} == {NEVER_S}
+
+
+def test_one_press_interrupts_aborts_warns_and_gives_back_in_that_order() -> None:
+    """SIGINT a moment after the cell has begun, abort after 1 s, the notebook within 5 s."""
+    ladder = Ladder()
+    ladder.press(100.0)
+
+    assert ladder.sigint_s(90.0) < 100.0
+    assert ladder.sigint_s(100.5) == pytest.approx(100.6)
+    assert ladder.sigint_s(None) == ladder.give_back_s
+    assert 100.0 < ladder.abort_s <= 101.0
+    assert ladder.abort_s < ladder.warn_s < ladder.give_back_s == 100.0 + GIVE_BACK_S
+    assert ladder.give_back_s < 105.0
+
+
+def test_a_second_press_hurries_and_takes_no_rank_away() -> None:
+    """Aborts at once and gives the notebook back soon; nobody was warned, so nobody is ended."""
+    ladder = Ladder()
+    ladder.press(100.0)
+    ladder.press(100.3)
+
+    assert ladder.abort_s == pytest.approx(100.3)
+    assert ladder.give_back_s == pytest.approx(100.3 + GIVE_BACK_AGAIN_S)
+    assert ladder.replace_s is None
+
+
+def test_a_press_after_the_warning_gives_the_ranks_up() -> None:
+    """Only a user who has read what it costs ends a rank."""
+    ladder = Ladder()
+    ladder.press(100.0)
+    ladder.warned(101.6)
+    ladder.press(101.6)
+    hurried_s = ladder.give_back_s
+    ladder.press(102.0)
+
+    assert hurried_s > 102.0
+    assert ladder.replace_s == 102.0
+    assert ladder.give_back_s == 102.0
+
+
+def test_a_warning_is_given_once() -> None:
+    """After it nothing more is due."""
+    ladder = Ladder()
+    ladder.press(100.0)
+    ladder.warned(101.6)
+
+    assert ladder.is_warned
+    assert ladder.warn_s == NEVER_S
+
+
+def test_a_timeout_begins_the_same_without_a_press() -> None:
+    """And the first press after it does not count as a second one."""
+    ladder = Ladder()
+    ladder.time_out(100.0)
+    ladder.press(100.2)
+
+    assert ladder.has_begun
+    assert ladder.give_back_s == 100.0 + GIVE_BACK_S
+    assert ladder.replace_s is None

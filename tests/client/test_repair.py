@@ -1,0 +1,223 @@
+"""A rank comes back under its number with all groups; the others keep what they have."""
+
+import contextlib
+import os
+import signal
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nbdist.client import repair
+from nbdist.client.request import CellRequest
+from nbdist.client.session import Session
+from nbdist.client.start import StartOptions
+from nbdist.errors import Interrupted, OptionError, RankBusy, StartError
+from tests.client.conftest import session_of, until
+from tests.support import processes
+from tests.support.kernel import Kernel
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+DEADLINE_S = 60.0
+SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total); print(total.item())"
+PAIR_SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total, group=pair); print(total)"
+
+
+def restart(
+    session: Session, *ranks: int, progress: Callable[[str], None] = lambda _: None
+) -> repair.Restarted:
+    return repair.restart(session, ranks, DEADLINE_S, progress)
+
+
+def texts(session: Session, code: str, ranks: str | None = None) -> list[str]:
+    return [result.text for result in session.run(code, ranks=ranks).ranks]
+
+
+def kill(session: Session, *ranks: int) -> None:
+    pids = session.cluster.pids()
+    for rank in ranks:
+        os.kill(pids[rank], signal.SIGKILL)
+    assert until(lambda: set(ranks) <= set(session.cluster.exits))
+
+
+@pytest.fixture
+def pair(runs: Path) -> Iterator[Session]:
+    """Two ranks."""
+    with session_of(StartOptions(world_size=2, gpus="none", seed=7)) as session:
+        yield session
+
+
+def test_a_killed_rank_comes_back_and_the_other_keeps_all(pair: Session) -> None:
+    """Same number, new process, every group right; once more for rank 0, which lives and is idle.
+
+    The numbers: 1 + 2 over two ranks.
+    """
+    texts(pair, "kept = [rank, rank]\ndef step(): pass\npair = dist.new_group([1, 0])")
+    before = pair.cluster.pids()
+    kill(pair, 1)
+    done = restart(pair, 1)
+    after = pair.cluster.pids()
+
+    assert done.ranks == (1,)
+    assert done.elapsed_s < DEADLINE_S
+    assert (after[0], set(after)) == (before[0], {0, 1})
+    assert after[1] != before[1]
+    assert pair.cluster.exits == {}
+    assert texts(pair, "import os; print(os.getpid())") == [f"{after[0]}\n", f"{after[1]}\n"]
+    [note] = done.notes
+    assert note.startswith("rank 1 lacks kept, step: ")
+    assert "%%rank [1]" in note
+    assert "%dist_sync_model" in note
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+    assert texts(pair, PAIR_SUM) == ["tensor([3.])\n"] * 2
+    assert texts(pair, "print('kept' in globals())") == ["True\n", "False\n"]
+    assert texts(pair, "print(torch.initial_seed())", ranks="1") == ["7\n"]
+
+    texts(pair, "later = dist.new_group([0, 1])")
+    again = restart(pair, 0)
+
+    assert "rank 0 lacks os" in again.notes[0]  # rank 1 has it from the cell above
+    assert pair.cluster.pids()[1] == after[1]
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+    assert texts(pair, PAIR_SUM) == ["tensor([3.])\n"] * 2
+    assert texts(pair, PAIR_SUM.replace("pair", "later")) == ["tensor([3.])\n"] * 2
+    kill(pair, 0)  # the death of a new process is told as that of an old one
+    assert pair.cluster.exits[0].how == "signal SIGKILL"
+
+
+def test_two_of_three_and_then_all_come_back(runs: Path) -> None:
+    """Ranks that have ended and were not named come along; with nobody left nothing is lacking."""
+    with session_of(StartOptions(world_size=3, gpus="none")) as session:
+        texts(session, "kept = 1")
+        kill(session, 0, 2)
+        some = restart(session, 2)
+        sums = texts(session, SUM)
+        kept = texts(session, "print('kept' in globals())")
+        kill(session, 0, 1, 2)
+        everybody = restart(session, 0, 1, 2)
+        later = texts(session, SUM)
+
+    assert some.ranks == (0, 2)
+    assert "rank 0 had ended too, and came back as well" in some.notes
+    assert sums == ["6.0\n"] * 3
+    assert kept == ["False\n", "True\n", "False\n"]
+    assert everybody.notes == ()
+    assert later == ["6.0\n"] * 3
+
+
+def test_a_busy_rank_is_replaced_with_its_children(pair: Session) -> None:
+    """Only a rank that stays has to be idle; the old process's children end with it."""
+    cell = CellRequest(
+        "import subprocess, time\nchild = subprocess.Popen(['sleep', '301'])\ntime.sleep(300)", (1,)
+    )
+    with contextlib.closing(pair.begin(cell)):
+        engine = psutil.Process(pair.cluster.pids()[1])
+        assert until(lambda: "sleep" in [child.name() for child in engine.children()])
+        children = [child for child in engine.children() if child.name() == "sleep"]
+        with pytest.raises(RankBusy, match=r"rank 1 is still .* %dist_restart 0-1"):
+            restart(pair, 0)
+        done = restart(pair, 1)
+
+    assert done.ranks == (1,)
+    assert processes.wait_gone([engine, *children], 0) == []
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+
+
+def test_a_process_that_does_not_come_is_told_and_tried_again(
+    pair: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its exit code and last words are in the error, the rank counts as ended, the next works."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    code = """
+        import os, sys
+        if "NBDIST_REPLACES" in os.environ:
+            print("my last words", flush=True)
+            os._exit(5)
+    """
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
+    texts(pair, "kept = 1")
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        with pytest.raises(StartError, match=r"rank 1 ended before .*exit code 5(.|\n)*my last"):
+            restart(pair, 1)
+    end = pair.cluster.exits[1]
+    restart(pair, 1)
+
+    assert end.how == "exit code 5"
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+    assert texts(pair, "print(kept)", ranks="0") == ["1\n"]
+
+
+@pytest.mark.parametrize("moment", ["starting new processes", "forming the groups again"])
+def test_an_interrupted_restart_leaves_nothing_half(pair: Session, moment: str) -> None:
+    """The rank counts as ended and no process of it is left; the next restart brings it."""
+    started: list[int] = []
+
+    def press(step: str) -> None:
+        started.extend(pid for pid in pair.cluster.pids().values() if pid not in started)
+        if step == moment:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    texts(pair, "kept = 1")
+    survivor = pair.cluster.pids()[0]
+    with pytest.raises(Interrupted, match="%dist_restart 1 begins again"):
+        restart(pair, 1, progress=press)
+    pids = pair.cluster.pids()
+    ended = set(pair.cluster.exits)
+    restart(pair, 1)
+
+    assert pids == {0: survivor}
+    assert ended == {1}
+    assert processes.wait_gone([pid for pid in started if pid != survivor], 0) == []
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+    assert texts(pair, "print(kept)", ranks="0") == ["1\n"]
+
+
+def test_another_profile_is_refused_with_what_to_do() -> None:
+    """Where other launchers start the engines, the way is a new start."""
+    session: Any = types.SimpleNamespace(cluster=types.SimpleNamespace(can_restart=False))
+    with pytest.raises(OptionError, match=r"profile local.*%dist_reset"):
+        repair.restart(session, (1,), DEADLINE_S, lambda _: None)
+
+
+def test_nothing_outlives_a_kernel_killed_after_a_restart(tmp_path: Path) -> None:
+    """New engines and a new controller end with the kernel, as those of the first start do."""
+    (tmp_path / "tmp").mkdir()
+    code = """
+        import os, signal, time, nbdist
+        from nbdist.client import repair
+        session = nbdist.session()
+        os.kill(session.cluster.controller_pid(), signal.SIGKILL)
+        while None not in session.cluster.exits: time.sleep(0.01)
+        repair.restart(session, (1,), 60, lambda step: None)
+        print(session.cluster.run_dir)
+    """
+    with Kernel(cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")}) as kernel:
+        kernel.run("%load_ext nbdist\n%dist_init -n 2")
+        cell = kernel.run(textwrap.dedent(code))
+        assert cell.status == "ok", cell.visible
+        run_dir = Path(cell.text.splitlines()[-1])
+        kernel.wait_output(
+            kernel.start("%%distributed\nimport time\nprint('on', flush=True)\ntime.sleep(300)"),
+            "on",
+        )
+        everything = [
+            *processes.processes_of_run(str(run_dir)),
+            *(
+                p
+                for p in processes.descendants(kernel.pid)
+                if "guardian.py" in " ".join(p.cmdline())
+            ),
+        ]
+        kernel.kill()
+
+        assert len(everything) >= 7  # guardian, controller and its child, engines, nannies
+        assert processes.wait_gone(everything, 5.0) == []
+        assert processes.processes_of_run(str(run_dir)) == []
+        assert not run_dir.exists()

@@ -1,0 +1,62 @@
+"""One kernel with ranks at a time, shared by the faults that leave it whole."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.faults import Ranks
+
+
+class Holder:
+    """Starts ranks when they are first asked for, and again after a test has broken them."""
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | None = None
+
+    def get(self, n: int) -> Ranks:
+        """Ranks that are whole; not whole again until the test says so."""
+        if self._ranks is None or self._ranks.n != n:
+            self.drop()
+            self._ranks = Ranks.start(n)
+        self._ranks.is_whole = False
+        return self._ranks
+
+    def drop(self) -> None:
+        """End the ranks; nothing of them may be left."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            assert ranks.end() == []
+
+    def drop_broken(self) -> None:
+        """End the ranks if the last test did not leave them whole."""
+        if self._ranks is not None and not self._ranks.is_whole:
+            self.drop()
+
+
+@pytest.fixture(scope="session")
+def _holder() -> Iterator[Holder]:
+    holder = Holder()
+    yield holder
+    holder.drop()
+
+
+@pytest.fixture
+def ranks_of(_holder: Holder) -> Iterator[Callable[[int], Ranks]]:
+    """`ranks_of(n)`: n ranks that a test sets `is_whole` on when a next one may use them."""
+    yield _holder.get
+    _holder.drop_broken()
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[Callable[..., Ranks]]:
+    """`own_ranks(n, ...)`: ranks for one test alone, as `Ranks.start` makes them."""
+    started: list[Ranks] = []
+
+    def start(*args: object, **options: object) -> Ranks:
+        started.append(Ranks.start(*args, **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    left = [line for ranks in started for line in ranks.end()]
+
+    assert left == []

@@ -1,0 +1,156 @@
+"""A fault as a record, and how one is made to happen."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nbdist.core.failures import ranks_phrase
+from tests.support.cells import Cell, Handle
+from tests.support.faults import TOLD_S, Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One way in which a cell on ranks goes wrong.
+
+    In the texts `{waiting}` stands for the ranks that wait ("ranks 0,2-3 wait"), `{place}` for
+    the line of `source` in the cell.
+
+    Attributes:
+        name: As in the table of docs/reliability.md.
+        kind: The class of faults that it belongs to.
+        code: The cell, without its first line.
+        told: Stands on stderr while the cell runs, in one line; empty where nothing has to be told.
+        source: The line of the cell in which the ranks wait.
+        waiting: Who waits; None for all ranks but rank 1.
+        unnamed: Ranks that the line must not name.
+        ename: The error's name that the cell fails with.
+        error: Stands in the error's text.
+        said: Stands on stderr when the cell has ended.
+        act: What the user, or the world, does: a name in ACTS.
+        dead: The ranks that do not survive.
+        is_short: Runs in `make test` too.
+        promise_s: Within which time the line has to come.
+    """
+
+    name: str
+    kind: str
+    code: str
+    told: tuple[str, ...] = ("{waiting} in", "{place}", "rank 1")
+    source: str = ""
+    waiting: tuple[int, ...] | None = None
+    unnamed: tuple[int, ...] = ()
+    ename: str = "Deadlock"
+    error: tuple[str, ...] = ("back", "variables kept")
+    said: str = ""
+    act: str = "nothing"
+    dead: tuple[int, ...] = ()
+    is_short: bool = False
+    promise_s: float = TOLD_S
+
+    def fragments(self, world_size: int, cell_number: int | None) -> list[str]:
+        """What the told line has to contain."""
+        waiting = self.waiting or tuple(rank for rank in range(world_size) if rank != 1)
+        verb = "wait" if len(waiting) > 1 else "waits"
+        place = f"line {self._line}"
+        if cell_number is not None:
+            place += f" of cell [{cell_number}]: {self.source}"
+        named = {"waiting": f"{ranks_phrase(waiting)} {verb}", "place": place}
+        return [fragment.format(**named) for fragment in self.told]
+
+    @property
+    def _line(self) -> int:
+        """Of `source` in the whole cell; 0 where there is none."""
+        lines = ["%%distributed", *self.code.splitlines()]
+        return 1 + next((i for i, line in enumerate(lines) if self.source in line), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a fault came to.
+
+    Attributes:
+        cell: The cell as it ended.
+        line: The line that told of it; "" where none did.
+        told_s: From its begin until the line; None without one.
+        back_s: Until the notebook was back: from the interrupt, or from the fault's begin.
+    """
+
+    cell: Cell
+    line: str
+    told_s: float | None
+    back_s: float
+
+
+Act = Callable[[Ranks, Handle], float]
+"""Does something to a cell that has begun; returns when, by the host's clock."""
+
+
+def _press(times: int, gap_s: float) -> Act:
+    def act(ranks: Ranks, handle: Handle) -> float:
+        pressed_s = time.monotonic()
+        for _ in range(times):
+            if ranks.kernel.so_far(handle).status != "running":
+                break
+            ranks.kernel.interrupt()
+            signal.sigtimedwait([], gap_s)
+        return pressed_s
+
+    return act
+
+
+def _kill(which: signal.Signals) -> Act:
+    def act(ranks: Ranks, handle: Handle) -> float:
+        killed_s = time.monotonic()
+        ranks.engines[1].send_signal(which)
+        return killed_s
+
+    return act
+
+
+def _nothing(ranks: Ranks, handle: Handle) -> float:
+    return ranks.begin_s(handle)
+
+
+ACTS: dict[str, Act] = {
+    "nothing": _nothing,
+    "press": _press(1, 0.0),
+    "press twice": _press(2, 0.05),
+    "press on": _press(100, 0.05),
+    "SIGKILL": _kill(signal.SIGKILL),
+    "SIGSEGV": _kill(signal.SIGSEGV),
+}
+
+
+def happen(ranks: Ranks, fault: Fault, delay_s: float = 0.0) -> Outcome:
+    """Let a fault happen, see it told, do what has to be done, and wait for the cell's end.
+
+    A press comes after the line, everything else before it, both this long after the begin.
+    """
+    (ranks.folder / "end").unlink(missing_ok=True)
+    handle = ranks.kernel.start(f"%%distributed\n{fault.code}")
+    begun_s = ranks.begin_s(handle)
+    signal.sigtimedwait([], delay_s)
+    if fault.act.startswith("press"):
+        line, told_s = _told(ranks, fault, handle, begun_s)
+        begun_s = ACTS[fault.act](ranks, handle)
+    else:
+        begun_s = max(begun_s, ACTS[fault.act](ranks, handle))
+        line, told_s = _told(ranks, fault, handle, begun_s)
+    (ranks.folder / "end").touch()
+    cell = ranks.finish(handle)
+    return Outcome(cell, line, told_s, time.monotonic() - begun_s)
+
+
+def _told(ranks: Ranks, fault: Fault, handle: Handle, begun_s: float) -> tuple[str, float | None]:
+    """The line that tells of a fault, and how long after its begin it came."""
+    if not fault.told:
+        return "", None
+    first = fault.fragments(ranks.n, None)[0]
+    cell = ranks.kernel.wait_output(handle, first, fault.promise_s + 20)
+    told_s = time.monotonic() - begun_s
+    line = next((line for line in cell.stderr.splitlines() if first in line), "")
+    return line, told_s

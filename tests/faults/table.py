@@ -1,0 +1,192 @@
+"""Every fault that happens in a cell, as a table: hangs, interrupts and deaths."""
+
+from tests.faults.fault import Fault
+from tests.support.faults import DEATH_TOLD_S
+
+_MISSING = "if rank != 1:\n    go()\n    {}"
+_LOOP = "go()\nwhile True:\n    {}"
+_COLLECTIVES = "go()\nwhile True:\n    dist.all_reduce(x)"
+_TRAIN = """go()
+while True:
+    for batch in DataLoader(range(64), batch_size=8, num_workers=1):
+        other(batch.float()[:, None].expand(-1, 4)).mean().backward()
+        other.zero_grad()"""
+_STUCK = """class Stuck(Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): time.sleep(3600 if rank == 1 else 0); return i
+for batch in DataLoader(Stuck(), batch_size=4, num_workers=1):
+    go()
+    dist.all_reduce(x)
+"""
+
+
+def _missing(
+    name: str, kind: str, source: str, told: str = "{waiting} in", *, is_short: bool = False
+) -> Fault:
+    """Every rank but rank 1 runs a line that waits for rank 1."""
+    code = _MISSING.format(source)
+    fragments = (told, "{place}", "rank 1")
+    return Fault(name, kind, code, told=fragments, source=source, is_short=is_short)
+
+
+HANGS = (
+    _missing(
+        "missing call",
+        "collective",
+        "dist.all_reduce(x)",
+        "{waiting} in all_reduce(float32[3])",
+        is_short=True,
+    ),
+    Fault(
+        "wrong order",
+        "collective",
+        "go()\nif rank == 1:\n    dist.broadcast(x, src=0)\nelse:\n    dist.all_reduce(x)",
+        told=("wait", "all_reduce(float32[3]", "broadcast(float32[3]", "rank 1"),
+        is_short=True,
+    ),
+    _missing("barrier", "collective", "dist.barrier()", "{waiting} in barrier"),
+    _missing(
+        "all_gather_object",
+        "collective",
+        "dist.all_gather_object([None] * world_size, rank)",
+        "{waiting} in all_gather_object",
+    ),
+    Fault(
+        "async wait",
+        "collective",
+        "if rank != 1:\n    work = dist.all_reduce(x, async_op=True)\n    go()\n    work.wait()",
+        told=("{waiting} in all_reduce(float32[3])", "rank 1"),
+        is_short=True,
+    ),
+    Fault(
+        "hang in a subgroup",
+        "group",
+        "if rank == 0:\n    go()\n    dist.all_reduce(x, group=pair)",
+        source="dist.all_reduce(x, group=pair)",
+        waiting=(0,),
+        unnamed=(2, 3),
+        is_short=True,
+    ),
+    _missing(
+        "new_group on one rank only",
+        "group",
+        "dist.new_group(list(range(world_size)))",
+        "{waiting} in new_group",
+    ),
+    Fault(
+        "send without recv",
+        "point to point",
+        "if rank == 0:\n    go()\n    dist.send(x, 1)",
+        told=("{waiting} in send(float32[3]", "{place}", "rank 1"),
+        source="dist.send(x, 1)",
+        waiting=(0,),
+        unnamed=(2, 3),
+        is_short=True,
+    ),
+    Fault(
+        "recv without send",
+        "point to point",
+        "if rank == 0:\n    go()\n    dist.recv(x, 1)",
+        told=("{waiting} in recv(float32[3]", "{place}", "rank 1"),
+        source="dist.recv(x, 1)",
+        waiting=(0,),
+        unnamed=(2, 3),
+    ),
+    Fault(
+        "backward on one rank, DDP",
+        "model",
+        "loss = ddp(data).sum()\nif rank != 1:\n    go()\n    loss.backward()",
+        source="loss.backward()",
+        said="gradients of ddp were cleared",
+        is_short=True,
+    ),
+    Fault(
+        "forward on one rank, FSDP2",
+        "model",
+        "if rank != 1:\n    go()\n    sharded(data)",
+        source="sharded(data)",
+        is_short=True,
+    ),
+    Fault(
+        "backward on one rank, FSDP2",
+        "model",
+        "loss = sharded(data).sum()\nif rank != 1:\n    go()\n    loss.backward()",
+        source="loss.backward()",
+    ),
+    _missing("accelerator.prepare", "model", "accelerator.prepare(nn.Linear(4, 4))"),
+    Fault(
+        "a rank raises while others wait",
+        "error",
+        "if rank == 1:\n    raise ValueError('boom')\ngo()\ndist.all_reduce(x)",
+        source="dist.all_reduce(x)",
+        ename="DistributedError",
+        error=("rank 1 raised ValueError: boom", "variables kept"),
+        is_short=True,
+    ),
+)
+
+_BACK = ("back", "variables kept")
+
+
+def _pressed(
+    name: str,
+    code: str,
+    told: tuple[str, ...] = (),
+    *,
+    act: str = "press",
+    is_short: bool = False,
+) -> Fault:
+    return Fault(
+        name,
+        "interrupt",
+        code,
+        told=told,
+        ename="KeyboardInterrupt",
+        error=_BACK,
+        act=act,
+        is_short=is_short,
+    )
+
+
+_HANG = _MISSING.format("dist.all_reduce(x)")
+INTERRUPTS = (
+    _pressed("interrupt in sleep", "go()\ntime.sleep(3600)"),
+    _pressed("interrupt in a loop", _LOOP.format("pass")),
+    _pressed("interrupt in matmul", f"big = torch.ones(2000, 2000)\n{_LOOP.format('big @ big')}"),
+    _pressed("interrupt in a collective", _HANG, is_short=True),
+    _pressed("interrupt between collectives", _COLLECTIVES),
+    _pressed("interrupt in a DataLoader loop", _TRAIN, is_short=True),
+    _pressed("interrupt twice", _HANG, act="press twice"),
+    _pressed("interrupt during a recovery", _HANG, act="press on", is_short=True),
+    _pressed("DataLoader worker stuck", _STUCK, ("{waiting} in all_reduce",)),
+)
+
+
+def _death(name: str, code: str, how: str, *, act: str, is_short: bool = False) -> Fault:
+    return Fault(
+        name,
+        "death",
+        code,
+        told=(f"rank 1 ended ({how}",),
+        ename="DistributedError",
+        error=(f"rank 1 ended ({how}",),
+        act=act,
+        dead=(1,),
+        is_short=is_short,
+        promise_s=DEATH_TOLD_S,
+    )
+
+
+_BUSY = "go()\nuntil_end()"
+_EXITS = "if rank == 1:\n    threading.Timer(0.5, os._exit, (3,)).start()\n"
+DEATHS = (
+    _death("SIGKILL mid-cell", _BUSY, "signal SIGKILL", act="SIGKILL"),
+    _death("SIGSEGV mid-cell", _BUSY, "signal SIGSEGV", act="SIGSEGV"),
+    _death("os._exit mid-cell", "go()\nif rank == 1: os._exit(3)\nuntil_end()", "exit code 3",
+           act="nothing"),
+    _death("SIGKILL in a collective", _COLLECTIVES, "signal SIGKILL", act="SIGKILL", is_short=True),
+    _death("SIGSEGV in a collective", _COLLECTIVES, "signal SIGSEGV", act="SIGSEGV"),
+    _death("os._exit in a collective", _EXITS + _COLLECTIVES, "exit code 3", act="nothing"),
+)  # fmt: skip
+
+FAULTS = (*HANGS, *INTERRUPTS, *DEATHS)

@@ -1,0 +1,115 @@
+"""The kernel or the controller goes while ranks are idle, or stuck in a collective."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support import processes
+from tests.support.faults import (
+    BACK_S,
+    DEATH_TOLD_S,
+    GONE_S,
+    LOAD_S,
+    Measured,
+    Ranks,
+    record,
+    shm_files,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+long = pytest.mark.faults
+# Workers of a loader, a child in a session of its own, and a rank that waits for ever.
+_STUCK = """%%distributed
+import subprocess
+subprocess.Popen(['sleep', '3600'], start_new_session=True)
+batches = iter(DataLoader(range(10**9), num_workers=1))
+next(batches)
+go()
+if rank != 1:
+    dist.all_reduce(x)
+time.sleep(3600)"""
+_ENDS = ("shutdown", "restart", "kill")
+
+
+def _table() -> list[Any]:
+    return [
+        pytest.param(n, end, is_busy, id=f"{n}-{end}-{'mid-cell' if is_busy else 'idle'}",
+                     marks=() if (n, end, is_busy) == (2, "kill", True) else (long,))
+        for n in (2, 4) for end in _ENDS for is_busy in (False, True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "end", "is_busy"), _table())
+def test_nothing_outlives_the_kernel(
+    n: int, end: str, *, is_busy: bool, own_ranks: Callable[..., Ranks]
+) -> None:
+    """Within 5 s no process, no folder and no /dev/shm file is left; a stranger lives on."""
+    with psutil.Popen(["sleep", "300"], start_new_session=True) as stranger:
+        ranks = own_ranks(n)
+        ranks.set_kept()
+        if is_busy:
+            ranks.begin_s(ranks.kernel.start(_STUCK), n)
+        everything = ranks.everything()
+        if end == "restart":  # the new kernel is below the same manager, and nobody's rank
+            everything = [p for p in everything if p.pid != ranks.kernel.pid]
+        began_s = time.monotonic()
+        getattr(ranks.kernel, end)()
+        left = processes.wait_gone(everything, GONE_S + LOAD_S)
+        gone_s = time.monotonic() - began_s
+        is_alive = processes.is_alive(stranger)
+        stranger.kill()
+    n_left = len(left) + len(ranks.processes())
+    case = f"kernel {end}, {'mid-cell' if is_busy else 'idle'}"
+    record(Measured(case, "kernel", n, back_s=gone_s, n_left=n_left))
+
+    assert len(everything) >= n + 2  # controller, guardian, ranks
+    assert [processes.describe(process) for process in left] == []
+    assert n_left == 0
+    assert list((ranks.folder / "tmp").glob("nbdist-*")) == []
+    assert shm_files(everything) == []
+    assert is_alive
+
+
+@pytest.mark.parametrize(
+    ("n", "is_busy"),
+    [
+        pytest.param(2, True, id="2-mid-cell"),
+        pytest.param(2, False, id="2-idle", marks=long),
+        pytest.param(4, True, id="4-mid-cell", marks=long),
+        pytest.param(4, False, id="4-idle", marks=long),
+    ],
+)
+def test_the_controller_is_killed(
+    n: int, *, is_busy: bool, ranks_of: Callable[[int], Ranks]
+) -> None:
+    """The running cell fails at once with a plain line; the next one works, all variables kept."""
+    ranks = ranks_of(n)
+    ranks.set_kept()
+    controller = ranks.look()[2][0]
+    if is_busy:
+        handle = ranks.kernel.start("%%distributed\ngo()\nuntil_end()")
+        ranks.begin_s(handle, n)
+    began_s = time.monotonic()
+    controller.kill()
+    if not is_busy:
+        processes.wait_gone([controller])
+        handle = ranks.kernel.start("%%distributed\nprint('alive')")
+    cell = ranks.finish(handle)
+    told_s = time.monotonic() - began_s
+    (ranks.folder / "end").touch()
+    ranks.ok("%%distributed\nprint('reached')")
+    back_s = time.monotonic() - began_s
+
+    assert told_s < DEATH_TOLD_S + BACK_S + LOAD_S
+    if is_busy:
+        assert cell.error is not None
+        assert cell.error.ename == "RankGone"
+        assert "controller ended (signal SIGKILL)" in cell.error.evalue
+    else:
+        assert "controller had ended (signal SIGKILL)" in cell.visible
+    case = f"controller killed, {'mid-cell' if is_busy else 'idle'}"
+    ranks.conclude(case, "controller", told_s, back_s)

@@ -1,0 +1,183 @@
+"""A rank that ends while nothing runs, one that is stopped, and a wrong shape."""
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.support import processes
+from tests.support.faults import (
+    ABORT_S,
+    DEATH_TOLD_S,
+    GRACE_S,
+    LOAD_S,
+    TOLD_S,
+    Ranks,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+long = pytest.mark.faults
+_EXIT_SOON = "%%rank[1]\nimport threading\nthreading.Timer(0.3, os._exit, (3,)).start()"
+_ENDS = {
+    "SIGKILL": (signal.SIGKILL, "signal SIGKILL"),
+    "SIGSEGV": (signal.SIGSEGV, "signal SIGSEGV"),
+    "os._exit": (None, "exit code 3"),
+}
+# All ranks agree when to stop, however long one of them was away.
+_AGREED_LOOP = """%%distributed
+over = torch.zeros(1)
+go()
+while not over.item():
+    if rank == 0 and os.path.exists('end'):
+        over += 1
+    dist.all_reduce(over)
+print('passed')"""
+_STOPS = {
+    "SIGSTOP mid-cell": "%%distributed\ngo()\nuntil_end()\nprint('passed')",
+    "SIGSTOP in a collective": _AGREED_LOOP,
+}
+_TABLE = [
+    pytest.param(2, "SIGKILL", id="2-SIGKILL"),
+    pytest.param(2, "SIGSEGV", id="2-SIGSEGV", marks=long),
+    pytest.param(2, "os._exit", id="2-os._exit", marks=long),
+    *(pytest.param(4, name, id=f"4-{name}", marks=long) for name in _ENDS),
+]
+_STOP_TABLE = [
+    pytest.param(2, "SIGSTOP in a collective", id="2-collective"),
+    pytest.param(2, "SIGSTOP mid-cell", id="2-mid-cell", marks=long),
+    *(pytest.param(4, name, id=f"4-{name}", marks=long) for name in _STOPS),
+]
+
+
+def _until_status(ranks: Ranks, text: str, timeout_s: float) -> float:
+    """How long until %dist_status says it."""
+    began_s = time.monotonic()
+    while text not in (shown := ranks.ok("%dist_status").visible):
+        assert time.monotonic() - began_s < timeout_s, shown
+    return time.monotonic() - began_s
+
+
+@pytest.mark.parametrize(("n", "name"), _TABLE)
+def test_a_rank_that_ends_while_idle(n: int, name: str, ranks_of: Callable[[int], Ranks]) -> None:
+    """The status and the next cell name it, survivors work on, and a restart makes all whole."""
+    which, how = _ENDS[name]
+    ranks = ranks_of(n)
+    ranks.set_kept()
+    if which is None:
+        ranks.ok(_EXIT_SOON)
+        assert processes.wait_gone([ranks.engines[1]]) == []
+    else:
+        ranks.engines[1].send_signal(which)
+    told_s = _until_status(ranks, f"ended ({how}", 10)
+    cell = ranks.kernel.run("%%distributed\nkept")
+    ranks.revive([1])
+
+    assert cell.error is not None
+    assert cell.error.ename == "RankGone"
+    assert f"rank 1: {how}" in cell.error.evalue
+    assert "%dist_restart" in cell.error.evalue
+    assert told_s < DEATH_TOLD_S + LOAD_S
+    ranks.conclude(f"{name} idle", "death", told_s, None)
+
+
+@pytest.mark.parametrize(("n", "name"), _STOP_TABLE)
+def test_a_stopped_rank(n: int, name: str, ranks_of: Callable[[int], Ranks]) -> None:
+    """It is told, nothing is aborted however long it lasts, and after SIGCONT the cell passes."""
+    ranks = ranks_of(n)
+    ranks.set_kept()
+    handle = ranks.kernel.start(_STOPS[name])
+    ranks.begin_s(handle, n)
+    stopped_s = time.monotonic()
+    ranks.engines[1].suspend()
+    try:
+        ranks.kernel.wait_output(handle, "rank 1 is stopped", 20)
+        told_s = time.monotonic() - stopped_s
+        _pause(GRACE_S + TOLD_S + ABORT_S)
+        so_far = ranks.kernel.so_far(handle)
+    finally:
+        (ranks.folder / "end").touch()
+        began_s = time.monotonic()
+        ranks.engines[1].resume()
+    cell = ranks.finish(handle)
+    back_s = time.monotonic() - began_s
+
+    assert so_far.status == "running", so_far.visible
+    assert cell.status == "ok", cell.visible
+    assert "passed" in cell.text
+    told = [line for line in cell.stderr.splitlines() if line.startswith("rank 1 is stopped")]
+    assert len(told) == 1, cell.stderr
+    assert "abort" not in cell.stderr
+    assert told_s < DEATH_TOLD_S + LOAD_S
+    ranks.conclude(name, "stop", told_s, back_s)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_rank_that_is_stopped_while_idle(n: int, ranks_of: Callable[[int], Ranks]) -> None:
+    """The status says so, and a cell waits for SIGCONT."""
+    ranks = ranks_of(n)
+    ranks.set_kept()
+    ranks.engines[1].suspend()
+    try:
+        told_s = _until_status(ranks, "stopped", 10)
+        handle = ranks.kernel.start("%%distributed\nprint(rank)")
+        ranks.kernel.wait_output(handle, "rank 1 is stopped", 20)
+    finally:
+        ranks.engines[1].resume()
+    cell = ranks.finish(handle)
+
+    assert cell.status == "ok", cell.visible
+    ranks.conclude("SIGSTOP idle", "stop", told_s, None)
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=long)])
+def test_a_wrong_small_shape(n: int, ranks_of: Callable[[int], Ranks]) -> None:
+    """Whether Gloo hangs or mixes the numbers up, both shapes are named and nothing is lost."""
+    ranks = ranks_of(n)
+    ranks.set_kept()
+    handle = ranks.kernel.start(
+        "%%distributed\ngo()\ndist.all_reduce(torch.ones(4 if rank == 1 else 3))"
+    )
+    began_s = ranks.begin_s(handle, n)
+    cell = ranks.finish(handle)
+    back_s = time.monotonic() - began_s
+
+    assert "float32[3]" in cell.stderr, cell.visible
+    assert "float32[4]" in cell.stderr, cell.visible
+    if cell.status != "ok":
+        assert cell.error is not None
+        assert cell.error.ename in {"Deadlock", "DistributedError"}, cell.visible
+    assert back_s < TOLD_S + GRACE_S + ABORT_S + LOAD_S
+    ranks.conclude("wrong small shape", "shape", None, back_s)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_wrong_large_shape(n: int, ranks_of: Callable[[int], Ranks]) -> None:
+    """Gloo ends a rank's process; both shapes are told, survivors keep all, a restart heals."""
+    ranks = ranks_of(n)
+    ranks.set_kept()
+    handle = ranks.kernel.start(
+        "%%distributed\ngo()\ndist.all_reduce(torch.ones(10 if rank == 1 else 10**6))"
+    )
+    began_s = ranks.begin_s(handle, n)
+    ranks.kernel.wait_output(handle, "ended (signal SIGABRT", 30)
+    told_s = time.monotonic() - began_s
+    cell = ranks.finish(handle)
+    back_s = time.monotonic() - began_s
+    dead = [rank for rank, process in ranks.engines.items() if not processes.is_alive(process)]
+    ranks.revive(dead)
+
+    assert cell.error is not None
+    assert cell.error.ename == "DistributedError"
+    assert "SIGABRT" in cell.error.evalue
+    for shape in ("float32[10]", "float32[1000000]"):
+        assert shape in cell.error.evalue + cell.stderr, cell.visible
+    ranks.conclude("wrong large shape", "shape", told_s, back_s)
+
+
+def _pause(seconds: float) -> None:
+    """Let a time pass in which nothing may happen."""
+    signal.sigtimedwait([], seconds)

@@ -1,0 +1,80 @@
+"""Each fault in a cell is told in time, ends as promised, and costs no variable."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.faults.fault import Fault, Outcome, happen
+from tests.faults.table import FAULTS
+from tests.support.faults import (
+    ABORT_S,
+    BACK_S,
+    GRACE_S,
+    LOAD_S,
+    Ranks,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+
+def _cases() -> Iterator[object]:
+    for n in (2, 4):
+        for fault in FAULTS:
+            marks = () if fault.is_short and n == 2 else (pytest.mark.faults,)
+            yield pytest.param(n, fault, id=f"{n}-{fault.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("n", "fault"), list(_cases()))
+def test_a_fault(n: int, fault: Fault, ranks_of: Callable[[int], Ranks]) -> None:
+    """It is told once, in time; the cell fails as promised; survivors and models go on."""
+    ranks = ranks_of(n)
+    ranks.set_kept()
+    outcome = happen(ranks, fault)
+
+    assert outcome.cell.status == "error"
+    _assert_told(ranks, fault, outcome)
+    _assert_error(fault, outcome)
+    assert outcome.back_s < _allowed_s(fault) + LOAD_S
+    if fault.dead:
+        _check_survivors(ranks, [rank for rank in range(n) if rank not in fault.dead])
+        ranks.revive(fault.dead)
+    ranks.conclude(fault.name, fault.kind, outcome.told_s, outcome.back_s)
+
+
+def _check_survivors(ranks: Ranks, survivors: list[int]) -> None:
+    """A group that the dead rank is no member of works before the restart."""
+    code = "(dist.all_reduce(x := torch.ones(1), group=rest), x.item())[1]"
+    assert ranks.values(code, survivors) == dict.fromkeys(survivors, len(survivors))
+
+
+def _allowed_s(fault: Fault) -> float:
+    """How long the notebook may be away: from the press, or from the fault's begin."""
+    if fault.act.startswith("press"):
+        return BACK_S
+    return fault.promise_s + (0.0 if fault.dead else GRACE_S) + ABORT_S
+
+
+def _assert_told(ranks: Ranks, fault: Fault, outcome: Outcome) -> None:
+    if outcome.told_s is None:
+        return
+    cell = outcome.cell
+    for fragment in fault.fragments(ranks.n, cell.execution_count):
+        assert fragment in outcome.line, cell.visible
+    for rank in fault.unnamed:
+        assert f"rank {rank}" not in outcome.line
+        assert f"ranks {rank}" not in outcome.line
+    assert cell.stderr.count(outcome.line) == 1, cell.visible
+    assert outcome.told_s < fault.promise_s + LOAD_S
+
+
+def _assert_error(fault: Fault, outcome: Outcome) -> None:
+    error = outcome.cell.error
+    assert error is not None, outcome.cell.visible
+    assert error.ename == fault.ename, outcome.cell.visible
+    assert fault.said in outcome.cell.stderr, outcome.cell.visible
+    for fragment in fault.error:
+        assert fragment in error.evalue, error.evalue
+    if fault.ename == "Deadlock":
+        assert error.evalue.startswith(outcome.line), error.evalue
+    elif fault.ename == "DistributedError" and not fault.dead:
+        assert outcome.line in error.evalue, error.evalue

@@ -1,0 +1,56 @@
+"""The table of docs/reliability.md says what was measured, and has every fault of the matrix."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.faults import report
+from tests.faults.table import FAULTS
+from tests.support.faults import Measured
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+_CASES = [
+    Measured("b", "hang", 4, 1.26, 3.0, True, True, 0),
+    Measured("a", "death", 2, 0.31, None, True, False, 2),
+    Measured("b", "hang", 2, 1.24, 2.96, True, True, 0),
+    Measured("c", "hang", 2, None, 0.06, None, None, 0),
+]
+
+
+def test_measured_cases_become_rows(tmp_path: Path) -> None:
+    """Classes stay together in the order of the run; what is not right stands out."""
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(asdict(case)) + "\n" for case in _CASES))
+
+    assert report.table(report.read(log)).splitlines()[2:] == [
+        "| b | 2 | 1.2 | 3.0 | yes | yes | 0 |",
+        "| b | 4 | 1.3 | 3.0 | yes | yes | 0 |",
+        "| c | 2 | - | 0.1 | - | - | 0 |",
+        "| a | 2 | 0.3 | - | yes | **no** | 2 |",
+    ]
+
+
+def test_only_the_table_of_the_page_is_replaced(tmp_path: Path) -> None:
+    """What stands around the two marks stays; a page without them is refused."""
+    log, page = tmp_path / "log.jsonl", tmp_path / "page.md"
+    log.write_text(json.dumps(asdict(_CASES[0])) + "\n")
+    page.write_text(f"before\n{report.BEGIN}\nof earlier\n{report.END}\nafter\n")
+    report.main(str(log), str(page))
+    made = page.read_text()
+
+    assert made.startswith(f"before\n{report.BEGIN}\n\nMeasured with torch ")
+    assert made.endswith(f"| yes | yes | 0 |\n\n{report.END}\nafter\n")
+    assert "of earlier" not in made
+    with pytest.raises(ValueError, match="no '<!-- table"):
+        report.replaced("nothing here", "new")
+
+
+def test_the_page_has_every_fault_of_the_matrix() -> None:
+    """Each fault in a cell has a row for 2 and one for 4 ranks, and no row has a no."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    seen = {tuple(part.strip() for part in row.split("|")[1:3]) for row in rows}
+
+    assert {(fault.name, str(n)) for fault in FAULTS for n in (2, 4)} - seen == set()
+    assert not [row for row in rows if "**no**" in row]

@@ -1,0 +1,195 @@
+"""Plain processes that are ranks: they join over a file as engines do, and run a given text."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from tests.support.kernel import notebook_env
+
+TIMEOUT_S = 90.0
+POLL_S = 0.01
+
+# What every text finds: its place, the modules, and the ways to hang, wait and answer.
+PRELUDE = """
+import faulthandler, json, os, pickle, signal, socket, sys, threading, time
+from pathlib import Path
+faulthandler.dump_traceback_later(80, exit=True)
+rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+run_dir = Path(os.environ["TEST_RUN_DIR"])
+import torch, torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from nbdist.core.recovery import merge_made
+from nbdist.engine import abort, groups, models, runtime, sync
+from nbdist.errors import NbdistError
+
+is_new = "TEST_REJOIN" in os.environ
+if is_new:
+    generation, plan, made = pickle.loads(Path(os.environ["TEST_REJOIN"]).read_bytes())
+    store = dist.FileStore(str(run_dir / "store"), n)
+    runtime.join(plan, rank, store, generation, made)
+else:
+    runtime.join_at_start(run_dir, json.loads((run_dir / "start.json").read_text()))
+
+def done(**result):
+    (run_dir / f"result.{rank}.tmp").write_text(json.dumps(result))
+    os.rename(run_dir / f"result.{rank}.tmp", run_dir / f"result.{rank}")
+    sys.stdout.flush()
+    os._exit(0)
+
+def say(name, data=b""):
+    (run_dir / f"{name}.{rank}.tmp").write_bytes(data)
+    os.rename(run_dir / f"{name}.{rank}.tmp", run_dir / f"{name}.{rank}")
+
+def wait_for(name, ranks=range(n)):
+    paths = [run_dir / f"{name}.{one}" for one in ranks]
+    until = time.monotonic() + 40
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < until, [path.name for path in paths if not path.exists()]
+        time.sleep(0.005)
+    return [path.read_bytes() for path in paths]
+
+def wait_asleep():
+    "Until the main thread waits inside the system, without using the processor."
+    stat = Path(f"/proc/self/task/{os.getpid()}/stat")
+    last, same = None, 0
+    until = time.monotonic() + 40
+    while same < 10:
+        assert time.monotonic() < until
+        fields = stat.read_text().rpartition(")")[2].split()
+        now = (fields[0], fields[11], fields[12])
+        same = same + 1 if now == last and fields[0] == "S" else 0
+        last = now
+        time.sleep(0.01)
+
+def broken_off(call):
+    "Run a call that waits in vain, abort it from a thread, and return its error's class."
+    count = []
+    def watch():
+        wait_asleep()
+        count.append(abort.abort())
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        call()
+    except RuntimeError as error:
+        thread.join()
+        return type(error).__name__, count[0]
+    thread.join()
+    return "", count[0]
+
+def counts():
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+def total(group=None):
+    one = torch.tensor([rank + 1.0])
+    dist.all_reduce(one, group=group)
+    return one.item()
+"""
+
+
+class TorchRanks:
+    """Ranks 0 to n-1, each running the same text after `PRELUDE`. A context manager.
+
+    The text calls `done(key=value, ...)` at its end.
+    """
+
+    def __init__(self, folder: Path, size: int, text: str, **env: str) -> None:
+        self.folder = folder
+        self.size = size
+        self._text = PRELUDE + textwrap.dedent(text)
+        self._env = env
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        start = {"world_size": size, "backend": "auto", "deadline_s": 60.0, "gpus": []}
+        (folder / "start.json").write_text(json.dumps(start))
+        for rank in range(size):
+            self._start(rank)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+    def wait_for(self, name: str, rank: int) -> bytes:
+        """What a rank said under a name."""
+        path = self.folder / f"{name}.{rank}"
+        until_s = time.monotonic() + TIMEOUT_S
+        while not path.exists():
+            if self._processes[rank].poll() is not None or time.monotonic() > until_s:
+                raise AssertionError(self.report())
+            time.sleep(POLL_S)
+        return path.read_bytes()
+
+    def replace(self, rank: int, *rejoin: Any) -> None:
+        """Kill a rank and start a process in its place, which joins with the arguments."""
+        process = self._processes[rank]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        path = self.folder / f"rejoin.{rank}.pickle"
+        path.write_bytes(pickle.dumps(rejoin))
+        self._start(rank, TEST_REJOIN=str(path))
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL a rank and wait for its end."""
+        self._processes[rank].kill()
+        self._processes[rank].wait()
+
+    def results(self, *ranks: int) -> list[dict[str, Any]]:
+        """What the ranks ended with; of all ranks if none is named."""
+        chosen = ranks or range(self.size)
+        return [json.loads(self.wait_for_end(rank)) for rank in chosen]
+
+    def wait_for_end(self, rank: int) -> str:
+        """A rank's result, as text."""
+        try:
+            self._processes[rank].wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"rank {rank} did not end\n{self.report()}") from None
+        path = self.folder / f"result.{rank}"
+        if not path.exists():
+            raise AssertionError(f"rank {rank} ended without a result\n{self.report()}")
+        return path.read_text()
+
+    def report(self) -> str:
+        """What all ranks have printed, and how they ended."""
+        return "\n".join(
+            f"--- rank {rank}, {process.poll()}:\n"
+            + (self.folder / f"log.{rank}").read_text(errors="replace")[-3000:]
+            for rank, process in self._processes.items()
+        )
+
+    def _start(self, rank: int, **env: str) -> None:
+        own = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "TEST_RUN_DIR": str(self.folder),
+            **self._env,
+            **env,
+        }
+        with (self.folder / f"log.{rank}").open("ab") as log:
+            self._processes[rank] = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", self._text],
+                env=notebook_env(own),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
