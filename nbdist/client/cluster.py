@@ -40,6 +40,8 @@ END_SESSION_S = 5.0
 class Cluster:
     """A controller and its engines, with their run folder and guardian."""
 
+    _replaced: frozenset[int] = frozenset()  # engines that end on purpose
+
     def __init__(self, config: Config):
         """Make the run folder and the guardian; `start` brings the processes up.
 
@@ -58,7 +60,6 @@ class Cluster:
         self._engine_of: dict[int, int] = {}
         self._started: dict[int, LocalProcessLauncher] = {}
         self._start_times: dict[int, str] = {}  # pid -> as the guardian knows it
-        self._replaced: set[int] = set()
         self._connection: controller.Connection | None = None
         self._guard = Guard(self.run_dir)
         try:
@@ -243,7 +244,7 @@ class Cluster:
             StartError: If one does not come, with its exit code and last lines.
         """
         end_s = time.monotonic() + deadline_s
-        self._replaced.update(engines)  # nobody has to be told that they end
+        self._replaced = frozenset(engines)  # nobody has to be told that they end
         try:
             self._unregister(engines, end_s, check)
             progress("starting new processes")
@@ -253,7 +254,7 @@ class Cluster:
             self.end_engines(engines)
             raise
         finally:
-            self._replaced.difference_update(engines)
+            self._replaced = frozenset()
 
     def end_engines(self, engines: Collection[int]) -> None:
         """Kill engines that this kernel has started, with all processes of their sessions."""

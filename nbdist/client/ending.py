@@ -62,7 +62,7 @@ class Ending:
     """How a cell ended, as far as its ranks' results do not tell.
 
     Attributes:
-        lost: Why nothing more can be heard from the ranks, as the begin of a sentence; or "".
+        lost: Why nothing more can be heard from the ranks, and what to do; or "".
         is_interrupted: The user, or a timeout, interrupted it.
         timeout_s: The timeout that it ran past, or None.
         aborted: Who waited for whom when the collectives were aborted; empty if they were not.
@@ -94,7 +94,7 @@ class Ending:
             Interrupted: If the user interrupted it.
         """
         if self.lost:
-            raise RankGone(f"{self.lost} while this cell ran: its output and result are lost.")
+            raise RankGone(self.lost)
         failures = [
             explained(r.failure)
             for r in result.ranks

@@ -44,8 +44,9 @@ class Health:
         self._looks: dict[int, Look] = {}
         self._asked: dict[int, tuple[Future[Any], float]] = {}
         self._looked_s: dict[int, float] = {}
-        self._snapshots: dict[int, tuple[Future[Any], float]] = {}
+        self._snapshots: dict[int, tuple[Future[tuple[float, bytes | None]], float]] = {}
         self._remote: dict[int, Box] = {}
+        self._answered_s: dict[int, float] = {}
         self._watched: dict[int, tuple[int, causes.Watched]] = {}
         self._causes: dict[int, str] = {}
         self.watch_processes()
@@ -211,11 +212,16 @@ class Health:
             future, asked_s = asked
             if not future.done() and now_s < asked_s + ANSWER_S:
                 return
-            if future.done() and future.exception() is None and future.result() is not None:
-                self._remote[rank] = blackbox.read(future.result())
+            if future.done() and future.exception() is None:
+                their_now_s, content = future.result()
+                if content is not None:
+                    box = blackbox.read(content)
+                    self._remote[rank] = box.shifted(self._answered_s[rank] - their_now_s)
         sent = self.ask(remote.snapshot, rank)
         if sent is not None:
             self._snapshots[rank] = (sent, now_s)
+            # When it came, by our clock: their times are told by theirs.
+            sent.add_done_callback(lambda _: self._answered_s.__setitem__(rank, time.monotonic()))
 
 
 class BoxFiles:

@@ -151,8 +151,8 @@ def abort(ask: Caller, engine: int) -> Future[int]:
     return ask(engine, "abort")
 
 
-def snapshot(ask: Caller, engine: int) -> Future[bytes | None]:
-    """The rank's black box."""
+def snapshot(ask: Caller, engine: int) -> Future[tuple[float, bytes | None]]:
+    """(now by the clock of the rank's host, the rank's black box)."""
     return ask(engine, "snapshot")
 
 

@@ -81,9 +81,14 @@ class CellRun:
         """The process of a rank has ended."""
         self._put(lambda: self._note_exit(rank))
 
-    def cut_off(self, why: str) -> None:
-        """Nothing more can be heard from any rank; `why` is a sentence without its full stop."""
-        self._put(lambda: self._note_lost(why))
+    def cut_off(self, why: str, what_now: str) -> None:
+        """Nothing more can be heard from any rank.
+
+        Args:
+            why: A sentence without its full stop.
+            what_now: What the user can do; a whole sentence.
+        """
+        self._put(lambda: self._note_lost(f"{why} while this cell ran. {what_now}"))
 
     def press(self) -> None:
         """The user has pressed interrupt."""

@@ -33,6 +33,7 @@ from nbdist.core.wire import CELL_NUMBER, CELL_RUN
 from nbdist.errors import Interrupted, NbdistError, NotRunning, RankBusy, RankGone
 
 BUSY_GRACE_S = 1.0
+ALIVE_PAUSE_S = 0.5
 GRACE_S = 5.0
 SYNC_MODEL_S = 300.0
 RESTART_S = 120.0
@@ -193,15 +194,32 @@ class Session:
         results = []
         for rank, future in zip(self.ranks, futures, strict=True):
             try:
-                results.append(future.result(max(0.0, end_s - time.monotonic())))
+                results.append(self._result(future, end_s))
             except TimeoutError as error:
                 late = [r for r, f in zip(self.ranks, futures, strict=True) if not f.done()]
                 raise NbdistError(
                     f"{ranks_phrase(late)} did not answer within {deadline_s:g} s"
                 ) from error
+            except RankGone:
+                raise
             except Exception as error:
                 raise NbdistError(f"rank {rank}: {getattr(error, 'evalue', error)}") from error
         return results
+
+    def _result(self, future: Future[Any], end_s: float) -> Any:
+        while True:
+            left_s = max(0.0, end_s - time.monotonic())
+            try:
+                return future.result(min(left_s, ALIVE_PAUSE_S))
+            except TimeoutError:
+                controller = self._cluster.exits.get(None)
+                if controller is not None:  # its answers were on their way and never come
+                    raise RankGone(
+                        f"The cluster's controller ended ({controller.how}) while the ranks were "
+                        "asked. Their variables are kept: try again, which starts another one."
+                    ) from None
+                if left_s <= ALIVE_PAUSE_S:
+                    raise
 
     def status(self, *, wants_stacks: bool = False) -> Status:
         """What every rank does now, within seconds; see client.states."""
@@ -277,7 +295,7 @@ class Session:
     def stop(self) -> None:
         """End all ranks and remove what they left. Twice is harmless."""
         self._is_stopped = True
-        self._cut_off("The ranks were stopped")
+        self._cut_off("The ranks were stopped", "%dist_init starts new ones.")
         self._cluster.stop()
 
     def death(self, rank: int) -> str:
@@ -309,13 +327,17 @@ class Session:
     def _running(self) -> list[CellRun]:
         return list({id(one): one for one, _ in list(self._busy.values())}.values())
 
-    def _cut_off(self, why: str) -> None:
+    def _cut_off(self, why: str, what_now: str) -> None:
         for one in self._running():
-            one.cut_off(why)
+            one.cut_off(why, what_now)
 
     def _note_exit(self, end: Exit) -> None:
         if end.engine is None:
-            self._cut_off(f"The cluster's controller ended ({end.how})")
+            self._cut_off(
+                f"The cluster's controller ended ({end.how})",
+                "The ranks go on and keep their variables, but what they print and reply now is "
+                "lost. The next cell starts another controller.",
+            )
             return
         for place in self.topology.ranks:  # an engine beyond the ranks concerns nobody
             if place.engine_id == end.engine:
@@ -333,12 +355,6 @@ class Session:
     def _check_alive(self, ranks: Sequence[int]) -> None:
         if self._is_stopped:
             raise NotRunning("These ranks were stopped. %dist_init starts new ones.")
-        controller = self._cluster.exits.get(None)
-        if controller is not None:
-            raise RankGone(
-                f"The cluster's controller has ended ({controller.how}), so no rank can be "
-                "reached. %dist_reset starts afresh."
-            )
         gone = {r: self.health.end_of(r) for r in ranks if not self.is_connected(r)}
         if gone:
             alive = [rank for rank in self.ranks if self.is_connected(rank)]

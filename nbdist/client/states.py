@@ -26,6 +26,7 @@ def status(session: Session, *, wants_stacks: bool = False) -> Status:
         session: The ranks.
         wants_stacks: With every rank's Python stacks, also of ranks blocked in C++.
     """
+    session.upkeep.reconnect()
     views = {} if session.is_stopped else _views(session)
     gone = {"ended", "stopped", "running", "busy"}
     idle = [r for r, v in views.items() if v.state not in gone and session.is_connected(r)]

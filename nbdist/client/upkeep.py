@@ -49,18 +49,24 @@ class Upkeep:
         Raises:
             StartError: If the new one does not come.
         """
-        session = self._session
-        if session.is_stopped:
-            return
-        told = repair.reconnect(session)
-        if told:
-            self._notes.append(told)
-        if self._given_up:
+        self.reconnect()
+        if self._given_up and not self._session.is_stopped:
             restarted = self.restart(sorted(self._given_up), RESTART_S, _silent)
             self._notes += [
                 f"{ranks_phrase(restarted.ranks)} replaced in {seconds(restarted.elapsed_s)}",
                 *restarted.notes,
             ]
+
+    def reconnect(self) -> None:
+        """Replace a controller that has ended; the ranks keep all they have.
+
+        Raises:
+            StartError: If the new one does not come.
+            OptionError: If this profile's cannot be started again.
+        """
+        if not self._session.is_stopped:
+            told = repair.reconnect(self._session)
+            self._notes += [told] if told else []
 
     def restart(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,18 @@ class Box:
     def waiting(self) -> Call | None:
         """The newest call in which the rank is inside now."""
         return next((call for call in reversed(self.calls) if call.state == "waiting"), None)
+
+    def shifted(self, seconds: float) -> Box:
+        """The same by a clock that is this much ahead, for a box of another host."""
+        calls = tuple(
+            replace(
+                call,
+                began_s=call.began_s + seconds,
+                ended_s=None if call.ended_s is None else call.ended_s + seconds,
+            )
+            for call in self.calls
+        )
+        return replace(self, since_s=self.since_s + seconds, calls=calls)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from nbdist.core.ranks import rank_label
 from nbdist.core.recovery import MadeGroup, Recovered
-from nbdist.engine import abort, blackbox, models, nccl, runtime
+from nbdist.engine import abort, blackbox, looks, models, nccl, runtime
 from nbdist.errors import NbdistError
 
 # All living ranks must have come by then; and each of them must have connected.
@@ -108,17 +108,17 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
     """Give every process group without a dead member new connections, and reset models.
 
     Collective: every living rank, in its main thread, with the same arguments; a rank that
-    takes a dead one's place calls `runtime.join` with the generation meanwhile. Collectives
-    that still wait on this rank are ended first.
+    takes a dead one's place calls `runtime.join` with the generation meanwhile. Connections
+    of the old groups, and what still waits in them, are ended once all ranks have come.
 
     Args:
         generation: Higher than ever before, the same on every rank.
         dead: Global ranks that do not come.
 
     Raises:
-        NbdistError: A rank has not come or connected within DEADLINE_S, named; the groups are
-            unusable then, and a call with a higher generation can be tried. Or a group has
-            been recovered 249 times, which is all that torch allows.
+        NbdistError: A rank has not come or connected within DEADLINE_S, named; a call with a
+            higher generation can be tried. Or a group has been recovered 249 times, which is
+            all that torch allows.
     """
     state = runtime.current()
     world = _world()
@@ -138,15 +138,17 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
         _register(world, one)
     # What an aborted cell had begun with torch's coalescing manager would fail the next one.
     world.pg_coalesce_state.clear()
-    reset = models.reset()
+    found = models.find()  # all of Python's objects are looked at, so once
+    reset = models.reset(found)
     blackbox.reset(generation)
+    looks.mark_recovered()
     return Recovered(
         generation=generation,
         renewed=tuple(str(world.pg_names[pg]) for pg in whole),
         skipped={str(world.pg_names[pg]): groups[pg] for pg in groups if pg not in whole},
         models=tuple(reset),
         gradients=reset,
-        checksums=models.checksums(),
+        checksums=models.checksums(found),
     )
 
 

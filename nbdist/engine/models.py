@@ -86,13 +86,13 @@ def schedulers(optimizer: Optimizer) -> tuple[LRScheduler, ...]:
     return tuple(sorted(own, key=lambda one: type(one).__name__))
 
 
-def reset() -> dict[str, int]:
+def reset(found: tuple[Model, ...] | None = None) -> dict[str, int]:
     """Make models ready for a new step after a broken one: model -> gradients cleared.
 
     Gradients of a broken step are there on some ranks, on others half or not at all.
     """
     cleared = {}
-    for model in find():
+    for model in find() if found is None else found:
         if model.is_sharded:
             _reset_shards(model.module)
         elif (reducer := getattr(model.module, "reducer", None)) is not None:
@@ -106,7 +106,7 @@ def reset() -> dict[str, int]:
     return cleared
 
 
-def checksums() -> dict[str, str]:
+def checksums(found: tuple[Model, ...] | None = None) -> dict[str, str]:
     """Model -> checksum of its parameters, HALVES, checksum of its buffers.
 
     Equal on two ranks when every bit is. SHARDED for a model of which each rank has a part.
@@ -117,7 +117,7 @@ def checksums() -> dict[str, str]:
         if model.is_sharded
         else f"{_digest(model.module.named_parameters())}{HALVES}"
         f"{_digest(model.module.named_buffers())}"
-        for model in find()
+        for model in (find() if found is None else found)
     }
 
 

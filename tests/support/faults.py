@@ -244,6 +244,7 @@ class Ranks:
         """
         if not self._is_back_to(self._n_processes, 1.0):
             self.kernel.run("%%distributed\nraise ValueError('another error')")
+            self.ok("%%distributed\nimport gc\ngc.collect();")
             self._is_back_to(self._n_processes, GONE_S)
         return max(len(self.processes()) - self._n_processes, 0)
 
