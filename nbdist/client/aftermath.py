@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 from nbdist.client import remote
 from nbdist.core import collectives, recovery
 from nbdist.core.calls import CxxCall
-from nbdist.core.failures import ranks_phrase
+from nbdist.core.failures import ranks_are, ranks_phrase
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
 
 COUNT_S = 1.0
 RECOVER_S = 15.0
+# How often it is looked whether a rank has ended that the others wait for.
+LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,17 @@ class Aftermath:
     def step(self, now_s: float) -> float | None:
         """Take in what has come; how long to wait at most in seconds, or None when it is over."""
         if self.outcome is None and (self._has_all() or now_s >= self._end_s):
-            if self._recovering:
+            if self._recovering and not self._is_any_lost():
                 self.outcome = self._recovered()
-            elif self._is_out_of_step():
+            elif self._recovering or self._is_out_of_step():
                 self._recover(now_s)
             else:
                 self.outcome = Outcome()
-        return None if self.outcome is not None else max(0.0, self._end_s - now_s)
+        elif self.outcome is None and self._is_any_lost():
+            self._break_off()
+        if self.outcome is not None:
+            return None
+        return max(0.0, min(self._end_s - now_s, LOOK_S if self._recovering else COUNT_S))
 
     def give_up(self) -> None:
         """End now: the next cell begins with what is still to be done."""
@@ -79,7 +85,20 @@ class Aftermath:
         return futures
 
     def _has_all(self) -> bool:
-        return all(f.done() for f in [*self._newest.values(), *self._recovering.values()])
+        is_reachable = self._session.health.is_reachable
+        return all(
+            future.done() or not is_reachable(rank)
+            for rank, future in [*self._newest.items(), *self._recovering.items()]
+        )
+
+    def _is_any_lost(self) -> bool:
+        """Whether a rank has ended in this recovery: the others would wait for it."""
+        return not all(map(self._session.health.is_reachable, self._recovering))
+
+    def _break_off(self) -> None:
+        for rank, future in self._recovering.items():
+            if not future.done() and self._session.health.is_reachable(rank):
+                self._session.interrupt(rank)
 
     def _is_out_of_step(self) -> bool:
         newest: dict[int, Mapping[str, CxxCall]] = {
@@ -96,7 +115,7 @@ class Aftermath:
         busy = self._session.busy_ranks
         if busy:
             self._session.health.needs_recovery = True
-            problem = f"the groups are made anew once {ranks_phrase(busy)} is back"
+            problem = f"the groups are made anew once {ranks_are(busy)} back"
             self.outcome = Outcome(problem=problem)
             return
         self._end_s = now_s + RECOVER_S

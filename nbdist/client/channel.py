@@ -119,9 +119,15 @@ class Channel:
     def call(self, engine_id: int, name: str, *args: Any) -> Future[Any]:
         """Call `module:function` on an engine; a future of its result.
 
-        The future raises ipyparallel's RemoteError where the function raised.
+        The future raises ipyparallel's RemoteError where the function raised, and NbdistError
+        where the engine is gone.
         """
-        view = self._client[engine_id]
+        try:
+            view = self._client[engine_id]
+        except (IndexError, ipyparallel.error.NoEnginesRegistered):  # it has gone just now
+            lost: Future[Any] = Future()
+            lost.set_exception(NbdistError(f"engine {engine_id} is not registered"))
+            return lost
         result: Future[Any] = view.apply_async(ipyparallel.Reference(CALL_BY_NAME), name, *args)
         return result
 

@@ -139,10 +139,20 @@ class Health:
             rank: Who is asked.
         """
         channel: Channel | None = self._cluster.channel
-        engine = self._topology.engine_of_rank(rank)
-        if channel is None or engine not in channel.engine_ids or engine in self._cluster.exits:
+        if channel is None or not self.is_reachable(rank):
             return None
+        engine = self._topology.engine_of_rank(rank)
         return question(lambda _rank, name, *args: channel.ask(engine, name, *args), rank)
+
+    def is_reachable(self, rank: int) -> bool:
+        """Whether the rank lives and is registered; which of both ends first differs."""
+        channel: Channel | None = self._cluster.channel
+        engine = self._topology.engine_of_rank(rank)
+        return (
+            channel is not None
+            and engine in channel.engine_ids
+            and engine not in self._cluster.exits
+        )
 
     def ask_all(self, question: Callable[..., Future[T]]) -> dict[int, Future[T]]:
         """The same from every rank that can be reached."""
@@ -169,8 +179,8 @@ class Health:
             call: Calls a function in a rank's main thread; all of them have to be idle.
         """
         self.generation += 1
-        dead = self.dead
-        living = [place.rank for place in self._topology.ranks if place.rank not in dead]
+        living = [place.rank for place in self._topology.ranks if self.is_reachable(place.rank)]
+        dead = tuple(place.rank for place in self._topology.ranks if place.rank not in living)
         return {rank: remote.recover(call, rank, self.generation, dead) for rank in living}
 
     def stack(self, rank: int, asked: Future[str] | None, end_s: float) -> str:

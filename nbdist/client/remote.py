@@ -15,6 +15,7 @@ from nbdist.core.recovery import MadeGroup, Recovered
 from nbdist.core.topology import EngineReport, Topology
 
 RUNTIME = "nbdist.engine.runtime"
+BLACKBOX = "nbdist.engine.blackbox"
 FACTS = "nbdist.engine.facts"
 GROUPS = "nbdist.engine.groups"
 MODELS = "nbdist.engine.models"
@@ -126,6 +127,11 @@ def sync_model(call: Caller, engine: int, source: int) -> Future[list[str]]:
     return call(engine, f"{SYNC}:sync_model", source)
 
 
+def box_problem(call: Caller, engine: int) -> Future[str]:
+    """Why the rank's black box cannot be read from outside; empty when it can."""
+    return call(engine, f"{BLACKBOX}:problem")
+
+
 def ping(ask: Caller, engine: int) -> Future[str]:
     """The name of the engine's thread that answers."""
     return ask(engine, "ping")
@@ -159,6 +165,7 @@ def snapshot(ask: Caller, engine: int) -> Future[tuple[float, bytes | None]]:
 # Each function of this page that runs in the engine's main thread, between its cells, with the
 # engine's function that it calls.
 REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
+    box_problem: f"{BLACKBOX}:problem",
     describe: f"{FACTS}:describe",
     prepare: f"{RUNTIME}:prepare",
     open_store: f"{RUNTIME}:open_store",

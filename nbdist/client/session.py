@@ -320,9 +320,7 @@ class Session:
 
     def is_connected(self, rank: int) -> bool:
         """Whether the rank can be reached; of ranks on other hosts no exit may be known."""
-        channel = self._cluster.channel
-        engine = self.topology.engine_of_rank(rank)
-        return self.exit_of(rank) is None and channel is not None and engine in channel.engine_ids
+        return self.health.is_reachable(rank)
 
     def _running(self) -> list[CellRun]:
         return list({id(one): one for one, _ in list(self._busy.values())}.values())

@@ -100,11 +100,11 @@ def start(
         cluster.start(world_size, options.deadline_s, progress)
         form = _local_plan if is_local else _reported_plan
         plan = form(cluster, world_size, options, end_s, progress)
+        notes += [*_box_problems(cluster, plan, end_s), network.warning(plan)]
         session = Session(cluster, plan, sink, grace_s=options.grace_s, seed=options.seed)
     except BaseException:
         cluster.stop(grace_s=0)
         raise
-    notes.append(network.warning(plan))
     return Started(session, time.monotonic() - began_s, tuple(note for note in notes if note))
 
 
@@ -230,6 +230,13 @@ def _reported_plan(
     plans = _all({e: remote.prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
     prepared: Topology = plans[engines[0]]
     return prepared
+
+
+def _box_problems(cluster: Cluster, plan: Topology, end_s: float) -> list[str]:
+    """What is to be said of ranks whose hangs could not be explained, each reason once."""
+    call = _caller(cluster)
+    asked = {place.engine_id: remote.box_problem(call, place.engine_id) for place in plan.ranks}
+    return list(dict.fromkeys(_all(asked, end_s, "tell of their black boxes").values()))
 
 
 def _adopt_notebook(call: remote.Caller, engines: Iterable[int], end_s: float) -> None:

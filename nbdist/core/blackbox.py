@@ -17,6 +17,7 @@ from mmap import mmap
 from time import monotonic
 
 from nbdist.core.calls import Box, Call, Group, Place
+from nbdist.core.ranks import pack_ranks, unpack_ranks
 
 WORD_BYTES = 8
 LAYOUT_VERSION = 1
@@ -115,7 +116,7 @@ class Writer:
         """The channel of a group, made at its first call; NO_CHANNEL when there is no room."""
         with self._lock:
             found = self._channels.get(name)
-            text = name.encode() + b"\0" + _pack_ranks(ranks)
+            text = name.encode() + b"\0" + pack_ranks(ranks)
             return self._new_channel(name, (_IS_GROUP, 0, 0, 0), text) if found is None else found
 
     def transfer(self, group: int, source: int, destination: int) -> int:
@@ -325,7 +326,7 @@ def _read_channels(
             name, _, ranks = text.partition(b"\0")
             names[channel] = name.decode()
             if kind == _IS_GROUP:
-                groups[names[channel]] = Group(names[channel], _unpack_ranks(ranks), count)
+                groups[names[channel]] = Group(names[channel], unpack_ranks(ranks), count)
         else:
             names[channel] = names.get(group, "")
             if kind == _IS_TRANSFER:
@@ -369,25 +370,6 @@ def _unpack_place(packed: bytes) -> Place | None:
     text = packed[_PLACE.size :].rstrip(b"\0").decode(errors="ignore")
     file, _, source = text.partition("\0")
     return Place(cell=None if cell == _NO_CELL else cell, file=file, line=line, source=source)
-
-
-def _pack_ranks(ranks: Sequence[int]) -> bytes:
-    """Runs of equal steps, "0:8:2,9:10:1": thousands of ranks fit where they are regular."""
-    runs: list[str] = []
-    at = 0
-    while at < len(ranks):
-        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
-        end = at + 1
-        while end < len(ranks) and step > 0 and ranks[end] - ranks[end - 1] == step:
-            end += 1
-        runs.append(f"{ranks[at]}:{ranks[end - 1] + 1}:{max(step, 1)}")
-        at = end
-    return ",".join(runs).encode()
-
-
-def _unpack_ranks(packed: bytes) -> tuple[int, ...]:
-    runs = [run.split(":") for run in packed.decode().split(",") if run]
-    return tuple(rank for run in runs for rank in range(*map(int, run)))
 
 
 def _channel_at(channel: int) -> int:

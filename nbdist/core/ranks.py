@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from nbdist.errors import OptionError
 
@@ -77,6 +77,32 @@ def parse_numbers(text: str, what: str) -> tuple[int, ...]:
             raise OptionError(f"{first}-{last} in {text!r} runs backwards. Write {last}-{first}.")
         numbers += range(first, last + 1)
     return tuple(numbers)
+
+
+def pack_ranks(ranks: Sequence[int]) -> bytes:
+    """Return the ranks in their order, as runs of equal steps.
+
+    Thousands of ranks fit into little space where they are regular, as a mesh's are:
+
+    >>> pack_ranks((0, 2, 4, 6, 9))
+    b'0:8:2,9:10:1'
+    """
+    runs: list[str] = []
+    at = 0
+    while at < len(ranks):
+        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
+        end = at + 1
+        while end < len(ranks) and step > 0 and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        runs.append(f"{ranks[at]}:{ranks[end - 1] + 1}:{max(step, 1)}")
+        at = end
+    return ",".join(runs).encode()
+
+
+def unpack_ranks(packed: bytes) -> tuple[int, ...]:
+    """Return the ranks that `pack_ranks` has packed."""
+    runs = [run.split(":") for run in packed.decode().split(",") if run]
+    return tuple(rank for run in runs for rank in range(*map(int, run)))
 
 
 def _without_brackets(text: str) -> str:

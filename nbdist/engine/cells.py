@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import signal
+import socket
 import sys
 import threading
 from typing import Any, NoReturn
@@ -20,6 +23,7 @@ def install(shell: Any) -> None:
     refuse_input(shell.kernel)
     refuse_exit(shell)
     allow_top_level_await(shell.kernel)
+    wake_on_signals(asyncio.get_running_loop())
     name_code_alike(shell.compile)
     raw_output.install(shell)
     # `model?` asks for a pager, which only the notebook's own kernel could open.
@@ -43,6 +47,28 @@ def number_cells(shell: Any) -> None:
     # IPython reads its counter before pre_run_cell, so the last hook before that is the
     # transformation of the source.
     shell.input_transformers_cleanup.append(take_number)
+
+
+def wake_on_signals(loop: asyncio.AbstractEventLoop) -> None:
+    """Let an interrupt end a cell that awaits at once. In the main thread, its loop running.
+
+    ipykernel's handler cancels the cell's task, but Python goes on with the interrupted select()
+    (PEP 475), so that the loop would not hear of it before its next event. With a wake-up
+    descriptor the signal itself is one.
+    """
+    waking, woken = socket.socketpair()
+    waking.setblocking(False)
+    woken.setblocking(False)
+    before = signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+    if before != -1:  # somebody wakes this process already, asyncio's own handlers for example
+        signal.set_wakeup_fd(before)
+        return
+    _wakers.extend([waking, woken])
+    loop.add_reader(woken, woken.recv, 4096)
+
+
+# Open as long as the process.
+_wakers: list[socket.socket] = []
 
 
 def name_code_alike(compiler: Any) -> None:

@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from nbdist.core.ranks import is_all, parse_numbers, parse_ranks, rank_label
+from nbdist.core.ranks import (
+    is_all,
+    pack_ranks,
+    parse_numbers,
+    parse_ranks,
+    rank_label,
+    unpack_ranks,
+)
 from nbdist.errors import OptionError
 
 
@@ -118,3 +125,13 @@ def test_is_all() -> None:
         False,
         False,
     ]
+
+
+def test_packed_ranks_come_back_in_their_order() -> None:
+    """Any order and any gaps come back the same; regular ones are short however many they are."""
+    chance = random.Random(5)
+    lists = [(), (3,), (5, 4, 3), (2, 2), (0, 1, 3, 5, 7, 6)]
+    lists += [tuple(chance.sample(range(30), chance.randrange(12))) for _ in range(200)]
+
+    assert [unpack_ranks(pack_ranks(ranks)) for ranks in lists] == lists
+    assert len(pack_ranks(range(3, 8192, 8))) < 16

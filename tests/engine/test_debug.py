@@ -62,11 +62,11 @@ def test_detail_names_shape_and_order_and_the_ranks_go_on(tmp_path: Path) -> Non
 
     assert worked == {WORKED}
     assert kind == {"_ProcessGroupWrapper DebugLevel.DETAIL"}
-    assert "TensorShape=[3]" in str(shape.value)
-    assert "TensorShape=[4]" in str(shape.value)
-    assert "OpType=ALLREDUCE" in str(order.value)
-    assert "OpType=BROADCAST" in str(order.value)
-    assert "TensorShape=[6]" in str(grouped.value)
+    assert "rank 0 is in all_reduce(float32[3])" in str(shape.value)
+    assert "rank 1 is in all_reduce(float32[4])" in str(shape.value)
+    assert "rank 0 is in broadcast(float32[3])" in str(order.value)
+    assert "rank 1 is in all_reduce(float32[3])" in str(order.value)
+    assert "rank 1 is in all_reduce(float32[6])" in str(grouped.value)
     assert after == {"[2.0, 2.0, 2.0]"}
 
 

@@ -152,7 +152,7 @@ class Ranks:
 
     def make(self) -> None:
         """Define tools and models on all ranks, the models untrained."""
-        self.ok(TOOLS)
+        self.ok(TOOLS, 30)
         self.steps = 0
 
     def values(self, expression: str, ranks: Iterable[int] | None = None) -> dict[int, Any]:
