@@ -38,14 +38,18 @@ def waits_told(waiting: Mapping[int, str]) -> str:
     )
 
 
-def stuck_told(ranks: Sequence[int], places: Mapping[int, str]) -> str:
+def stuck_told(ranks: Sequence[int], places: Mapping[int, str], *, can_replace: bool) -> str:
     """Who does not take an interrupt, where, and what the next press does."""
     where = "; ".join(f"rank {r}: {places[r]}" for r in ranks if places.get(r))
+    next_press = (
+        f"ends and replaces {ranks_phrase(ranks)}, whose variables are then lost"
+        if can_replace
+        else "gives the notebook back at once"
+    )
     return (
         f"{ranks_are(ranks)} still in C code that takes no interrupt"
         + (f" ({where})" if where else "")
-        + ". It comes back when that returns; another press ends and replaces "
-        f"{ranks_phrase(ranks)}, whose variables are then lost"
+        + f". It comes back when that returns; another press {next_press}"
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -46,9 +48,10 @@ class Health:
         self._looked_s: dict[int, float] = {}
         self._snapshots: dict[int, tuple[Future[tuple[float, bytes | None]], float]] = {}
         self._remote: dict[int, Box] = {}
-        self._answered_s: dict[int, float] = {}
+        self._arrived: dict[int, tuple[float, tuple[float, bytes | None]]] = {}
         self._watched: dict[int, tuple[int, causes.Watched]] = {}
         self._causes: dict[int, str] = {}
+        self._last_words: dict[int, str] = {}
         self.watch_processes()
 
     def box(self, rank: int) -> Box | None:
@@ -56,6 +59,7 @@ class Health:
         box = self._boxes.read(rank)
         if box is not None:
             return box
+        self._take_snapshot(rank)
         self._ask_snapshot(rank)
         return self._remote.get(rank)
 
@@ -83,11 +87,18 @@ class Health:
         known = self._watched.get(rank)
         if known is not None:
             self._causes[rank] = known[1].cause(code, is_ours=is_ours)
+        self._last_words[rank] = collectives.last_words(
+            list(self.boxes().values()), rank, is_abort=code == -signal.SIGABRT
+        )
 
     def end_of(self, rank: int) -> str:
         """How the rank's process ended; empty while it lives."""
         end = self._cluster.exits.get(self._topology.engine_of_rank(rank))
         return "" if end is None else self._causes.get(rank) or end.how
+
+    def last_words_of(self, rank: int) -> str:
+        """What an ended rank was doing in torch.distributed; empty if nothing in its cell."""
+        return self._last_words.get(rank, "")
 
     def _pids(self) -> dict[int, int]:
         pids = self._cluster.pids()
@@ -217,21 +228,25 @@ class Health:
 
     def _ask_snapshot(self, rank: int) -> None:
         now_s = time.monotonic()
-        asked = self._snapshots.get(rank)
-        if asked is not None:
-            future, asked_s = asked
-            if not future.done() and now_s < asked_s + ANSWER_S:
-                return
-            if future.done() and future.exception() is None:
-                their_now_s, content = future.result()
-                if content is not None:
-                    box = blackbox.read(content)
-                    self._remote[rank] = box.shifted(self._answered_s[rank] - their_now_s)
+        asked, asked_s = self._snapshots.get(rank, (None, 0.0))
+        if asked is not None and not asked.done() and now_s < asked_s + ANSWER_S:
+            return
         sent = self.ask(remote.snapshot, rank)
         if sent is not None:
             self._snapshots[rank] = (sent, now_s)
-            # When it came, by our clock: their times are told by theirs.
-            sent.add_done_callback(lambda _: self._answered_s.__setitem__(rank, time.monotonic()))
+            sent.add_done_callback(functools.partial(self._note_snapshot, rank))
+
+    def _note_snapshot(self, rank: int, sent: Future[tuple[float, bytes | None]]) -> None:
+        """Note when an answer came by our clock: its times are told by theirs."""
+        if sent.exception() is None:
+            # In one step: this is the client's thread, and the main thread takes it.
+            self._arrived[rank] = time.monotonic(), sent.result()
+
+    def _take_snapshot(self, rank: int) -> None:
+        if arrived := self._arrived.pop(rank, None):
+            came_s, (their_now_s, content) = arrived
+            if content is not None:
+                self._remote[rank] = blackbox.read(content).shifted(came_s - their_now_s)
 
 
 class BoxFiles:

@@ -262,7 +262,8 @@ class CellRun:
             elif now_s >= self._sigint_s(rank):
                 self._states[rank].is_interrupted = True
                 self._session.interrupt(rank)
-        if self._ladder.replace_s is not None and self.missing and not self._replaced:
+        is_asked = self._ladder.replace_s is not None and self.missing and not self._replaced
+        if is_asked and self._session.upkeep.can_replace:
             self._replaced = self.missing
             self._session.upkeep.give_up(self._replaced)
         if now_s >= self._ladder.give_back_s or self._lost:
@@ -306,7 +307,8 @@ class CellRun:
         stuck = [rank for rank in self.missing if rank not in dog.waiting]
         if stuck and now_s >= ladder.warn_s:
             ladder.warned(now_s)
-            self.tell([stuck_told(stuck, dog.places)])
+            can_replace = self._session.upkeep.can_replace
+            self.tell([stuck_told(stuck, dog.places, can_replace=can_replace)])
 
         if now_s >= self._aborted_s + ABORTED_S:
             self._aborted_s = NEVER_S

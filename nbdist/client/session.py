@@ -29,7 +29,7 @@ from nbdist.core.ranks import parse_ranks, rank_label
 from nbdist.core.shown import is_stored
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
-from nbdist.core.wire import CELL_NUMBER, CELL_RUN
+from nbdist.core.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RUN
 from nbdist.errors import Interrupted, NbdistError, NotRunning, RankBusy, RankGone
 
 BUSY_GRACE_S = 1.0
@@ -136,7 +136,7 @@ class Session:
         one = CellRun(self, request, self._sink(request), run_id)
         one.tell(self.upkeep.take_notes())
         assert self._cluster.channel is not None
-        metadata = {CELL_RUN: run_id}
+        metadata = {CELL_RUN: run_id, CELL_FOR_ALL: set(request.ranks) == set(self.ranks)}
         if request.number is not None:
             metadata[CELL_NUMBER] = request.number
         for rank in request.ranks:
@@ -303,7 +303,9 @@ class Session:
         self._cluster.exit_of(self.topology.engine_of_rank(rank), EXIT_KNOWN_S)
         told = self.health.end_of(rank)
         how = f" ({told})" if told else ""
-        return f"ended{how} while it ran this cell; its variables are lost"
+        doing = self.health.last_words_of(rank)
+        last = f"; {doing}" if doing else ""
+        return f"ended{how} while it ran this cell{last}; its variables are lost"
 
     def explained(self, failure: RankFailure) -> RankFailure:
         """The failure, with what to do where the reason is how ranks and notebook differ."""

@@ -102,8 +102,14 @@ class Upkeep:
         finally:
             self.ended_by_us -= set(chosen)
         self._given_up -= set(restarted.ranks)
+        self.ended_by_us -= set(restarted.ranks)  # those that an earlier cell gave up on, too
         session.health.watch_processes()
         return restarted
+
+    @property
+    def can_replace(self) -> bool:
+        """Whether `give_up` can be used: not where other launchers than nbdist's own start ranks."""
+        return self._session.cluster.can_restart
 
     def give_up(self, ranks: Sequence[int]) -> None:
         """End ranks that take no interrupt; the next cell begins with their replacement."""

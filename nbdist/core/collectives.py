@@ -11,6 +11,7 @@ from nbdist.core.sentences import (
     act_of,
     at_told,
     blamed,
+    last_call,
     line,
     name_told,
     place_told,
@@ -66,8 +67,38 @@ def mismatches(boxes: Sequence[Box], run: int) -> tuple[str, ...]:
             if len({call.op for call in calls.values()}) > 1:
                 broken.add(group)  # what follows is out of step in any case
             if all(call.state == "done" for call in calls.values()):
-                told[_mismatch(calls)] = None
+                told[f"{_mismatch(calls)}: the results are wrong"] = None
     return tuple(told)
+
+
+def last_words(boxes: Sequence[Box], rank: int, *, is_abort: bool) -> str:
+    """What a rank that has ended was doing in torch.distributed; empty if nothing in this cell.
+
+    Gloo ends a process by SIGABRT that gets more bytes than its own part of a call has: then it
+    is told who called it with what. At once, as a recovery counts all calls anew.
+
+    Args:
+        boxes: Of all ranks, the ended one's too.
+        rank: The ended one.
+        is_abort: It ended by SIGABRT.
+    """
+    own = next((box for box in boxes if box.rank == rank), None)
+    if own is None or own.state != "running" or not any(c.run == own.run for c in own.calls[-1:]):
+        return ""
+    for call in reversed(own.calls if is_abort else ()):
+        if call.run == own.run and call.state in {"waiting", "issued"} and not is_transfer(call):
+            parts = {box.rank: part for box in boxes if (part := _part(box, own, call))}
+            if len({act_of(part).kind for part in parts.values()}) > 1:
+                return _mismatch(parts)
+    return last_call(own)
+
+
+def _part(box: Box, own: Box, call: Call) -> Call | None:
+    """A rank's part in another one's call, whatever became of it; None where it has none."""
+    key = (call.group, call.number, call.run)
+    parts = (one for one in reversed(box.calls) if (one.group, one.number, one.run) == key)
+    same = None if box.generation != own.generation else next(parts, None)
+    return None if same is None or is_transfer(same) else same
 
 
 def counts_differ(boxes: Sequence[Box], newest: Mapping[int, Mapping[str, CxxCall]]) -> bool:
@@ -154,7 +185,7 @@ def _together(ranks: set[int], needs: Mapping[int, Sequence[Need]]) -> list[set[
 
 
 def _mismatch(calls: Mapping[int, Call]) -> str:
-    """`ranks 0-1 called all_reduce with different shapes: ...: the results are wrong`."""
+    """`ranks 0-1 called all_reduce with different shapes: ..., ...`."""
     ops = {call.op for call in calls.values()}
     by_text: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
@@ -165,4 +196,4 @@ def _mismatch(calls: Mapping[int, Call]) -> str:
     what = "shapes" if len(shapes) > 1 else "arguments"
     which = f"{ops.pop()} with different {what}" if len(ops) == 1 else "different collectives"
     told = ", ".join(f"{text} ({ranks_phrase(ranks)})" for text, ranks in by_text.items())
-    return f"{ranks_phrase(sorted(calls))} called {which}: {told}: the results are wrong"
+    return f"{ranks_phrase(sorted(calls))} called {which}: {told}"

@@ -26,6 +26,8 @@ FOLLOWER_PATTERNS = (
 _FOLLOWER = re.compile("|".join(FOLLOWER_PATTERNS))
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+# As IPython begins a frame: `File /usr/lib/python3.11/random.py:12, in choice(seq)`.
+_LIBRARY_FRAME = re.compile(r"\s*File .*[/\\](?:site-packages|dist-packages|python3\.\d+)[/\\]")
 _PORT = re.compile(r"(?<=[\w\]]):\d{4,5}\b")
 
 # More different tracebacks than this are told in one line each: nobody reads eight.
@@ -108,27 +110,41 @@ def summary(failures: Iterable[RankFailure]) -> str:
     (first, ranks), *others = grouped(failures)
     told = f"{ranks_phrase(ranks)} {_told(first, _one_line(first.message))}"
     for failure, its_ranks in others[:FULL_TRACEBACKS]:
-        verb = "then failed with" if failure.is_follower else "raised"
-        told += f"; {ranks_phrase(its_ranks)} {_told(failure, _one_line(failure.message), verb)}"
+        found = _FOLLOWER.search(plain(failure.message))
+        # Of a follower's message, which says where in Gloo's source it is, only what happened.
+        message, verb = (found[0], "then failed with") if found else (failure.message, "raised")
+        told += f"; {ranks_phrase(its_ranks)} {_told(failure, _one_line(message), verb)}"
     rest = sorted(rank for _, its in others[FULL_TRACEBACKS:] for rank in its)
     if rest:
         told += f"; {ranks_phrase(rest)} failed too"
     return told
 
 
-def traceback_text(failures: Iterable[RankFailure]) -> str:
-    """Every distinct traceback under the ranks that have it, root cause first."""
+def traceback_text(failures: Sequence[RankFailure]) -> str:
+    """Every distinct traceback under the ranks that have it, root cause first.
+
+    Of ranks that failed because of another one, without the frames of libraries: what matters is
+    where their own code was. A death has no traceback; `summary` tells it.
+    """
     parts = []
-    for number, (failure, ranks) in enumerate(grouped(failures)):
+    has_cause = any(not failure.is_follower for failure in failures)
+    raised = [failure for failure in failures if failure.name != "RankDied"]
+    for number, (failure, ranks) in enumerate(grouped(raised)):
         who = ranks_phrase(ranks)
         if number >= FULL_TRACEBACKS:
             parts.append(f"{_bold(who)} {_told(failure, _one_line(failure.message))}")
         elif failure.traceback:
             head = _bold(f"{who} {_told(failure, '')}")
-            parts.append(f"{head}:\n" + "\n".join(failure.traceback))
+            is_short = has_cause and failure.is_follower
+            frames = [f for f in failure.traceback if not (is_short and _is_library(f))]
+            parts.append(f"{head}:\n" + "\n".join(frames))
         else:
             parts.append(f"{_bold(who)} {_told(failure, failure.message)}")
     return "\n\n".join(parts)
+
+
+def _is_library(frame: str) -> bool:
+    return bool(_LIBRARY_FRAME.match(plain(frame)))
 
 
 def _bold(text: str) -> str:

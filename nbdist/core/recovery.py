@@ -96,7 +96,7 @@ def _cleared(results: Mapping[int, Recovered]) -> list[str]:
     names = {n: None for one in results.values() for n, count in one.gradients.items() if count}
     if not names:
         return []
-    return [f"gradients of {', '.join(names)} were cleared: they were half made on some ranks"]
+    return [f"gradients of {', '.join(names)} were cleared: they may be half made"]
 
 
 def _apart(results: Mapping[int, Recovered]) -> list[str]:

@@ -135,7 +135,7 @@ def place_told(place: Place | None, *, with_source: bool = True) -> str:
     if place is None:
         return ""
     where = f"cell [{place.cell}]" if place.cell is not None else place.file
-    source = place.source.strip()
+    source = place.source.strip().removesuffix(":")
     if len(source) > SOURCE_CHARACTERS:
         source = source[: SOURCE_CHARACTERS - 3] + "..."
     told = f"line {place.line}" + (f" of {where}" if where else "")

@@ -9,6 +9,8 @@ from typing import Any
 CELL_NUMBER = "nbdist_cell"
 # And a number of its own for each cell that is sent: the notebook's can come twice.
 CELL_RUN = "nbdist_run"
+# Whether all ranks were sent this cell.
+CELL_FOR_ALL = "nbdist_for_all"
 # Message types of what an engine answers beside its cells.
 CONTROL_REQUEST = "nbdist_request"
 CONTROL_REPLY = "nbdist_reply"

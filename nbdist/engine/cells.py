@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from types import TracebackType
 from typing import Any, NoReturn
 
 from IPython.core import page
 
+from nbdist.core import stacks
 from nbdist.core.wire import CELL_NUMBER
 from nbdist.engine import raw_output
 from nbdist.errors import NoKeyboard, RankStays
@@ -25,6 +29,7 @@ def install(shell: Any) -> None:
     allow_top_level_await(shell.kernel)
     wake_on_signals(asyncio.get_running_loop())
     name_code_alike(shell.compile)
+    hide_own_frames(shell.InteractiveTB)
     raw_output.install(shell)
     # `model?` asks for a pager, which only the notebook's own kernel could open.
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
@@ -83,6 +88,44 @@ def name_code_alike(compiler: Any) -> None:
         return re.sub(r"ipykernel_\d+", "ipykernel", name_of(*args))
 
     compiler.get_code_name = get_code_name
+
+
+def hide_own_frames(tracebacks: Any) -> None:
+    """Leave nbdist's frames around torch's functions out of the tracebacks of cells.
+
+    A frame of nbdist at the very end stays: there nbdist itself has raised.
+    """
+    structured = tracebacks.structured_traceback
+
+    @functools.wraps(structured)
+    def structured_traceback(kind: Any, error: Any, *args: Any, **options: Any) -> Any:
+        for one in _chain(error):
+            _unlink_own(one.__traceback__)
+        return structured(kind, error, *args, **options)
+
+    tracebacks.structured_traceback = structured_traceback
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception and those that it came from; they can go round in a circle."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _unlink_own(link: TracebackType | None) -> None:
+    while link is not None:
+        following = link.tb_next
+        while (
+            following is not None
+            and following.tb_next is not None
+            and stacks.is_ours(following.tb_frame.f_code.co_filename)
+        ):
+            following = following.tb_next
+        link.tb_next = following
+        link = following
 
 
 def refuse_input(kernel: Any) -> None:

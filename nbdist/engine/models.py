@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from IPython.core.getipython import get_ipython
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nbdist.core.recovery import HALVES, SHARDED
+from nbdist.core.wire import CELL_FOR_ALL
 
 # A tensor is summed in pieces, so that what is needed beside it stays small.
 _PIECE_BYTES = 1 << 22
@@ -126,7 +128,8 @@ def checksums(found: tuple[Model, ...] | None = None) -> dict[str, str]:
 def catching_up(is_on: bool) -> None:
     """Let this rank alone build the models that the others have: DDP then sends nothing.
 
-    It ends with `sync.sync_model`.
+    Except in a cell that all ranks run: there they build it together. It ends with
+    `sync.sync_model`.
     """
     if not _state.is_installed:
         _state.is_installed = True
@@ -169,11 +172,19 @@ def _quiet_at_times(construct: Any) -> Any:
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         # The sixth argument after the module, which nobody gives by place.
-        if _state.is_catching_up and len(args) <= 5:
+        if _state.is_catching_up and len(args) <= 5 and not _runs_on_all():
             kwargs["init_sync"] = False
         construct(self, *args, **kwargs)
 
     return init
+
+
+def _runs_on_all() -> bool:
+    """Whether every rank was sent the cell that runs here."""
+    kernel: Any = getattr(get_ipython(), "kernel", None)
+    if kernel is None:
+        return False
+    return bool(kernel.get_parent("shell").get("metadata", {}).get(CELL_FOR_ALL))
 
 
 def _reset_shards(root: torch.nn.Module) -> None:

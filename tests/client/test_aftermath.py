@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from typing import Any, cast
 
-from nbdist.client.aftermath import COUNT_S, RECOVER_S, Aftermath
+from nbdist.client.aftermath import COUNT_S, LOOK_S, RECOVER_S, Aftermath
 from nbdist.client.session import Session
 from nbdist.core.calls import Box, Group
 from nbdist.core.recovery import Recovered
@@ -28,6 +28,11 @@ class FakeHealth:
         self.needs_recovery = False
         self.calls = calls
         self.newest: dict[int, Future[Any]] = {rank: done({}) for rank in range(len(calls))}
+        self.lost: set[int] = set()
+
+    def is_reachable(self, rank: int) -> bool:
+        """Until the test lets it end."""
+        return rank not in self.lost
 
     def ask_all(self, _question: object) -> dict[int, Future[Any]]:
         """As the test has set it."""
@@ -45,11 +50,16 @@ class FakeSession:
         self.health = FakeHealth(*calls)
         self.busy_ranks = busy
         self.recoveries: list[dict[int, Future[Any]]] = []
+        self.interrupted: list[int] = []
         self.upkeep = self
+
+    def interrupt(self, rank: int) -> None:
+        """Note it."""
+        self.interrupted.append(rank)
 
     def begin_recovery(self) -> dict[int, Future[Any]]:
         """Futures that the test completes."""
-        self.recoveries.append({0: Future(), 1: Future()})
+        self.recoveries.append({rank: Future() for rank in {0, 1} - self.health.lost})
         return self.recoveries[-1]
 
 
@@ -78,7 +88,7 @@ def test_groups_out_of_step_are_made_anew() -> None:
     for future in session.recoveries[0].values():
         future.set_result(RECOVERED)
 
-    assert pause_s == RECOVER_S
+    assert pause_s == LOOK_S
     assert len(woken) == 2
     assert aftermath.step(100.2) is None
     assert aftermath.outcome is not None
@@ -135,6 +145,36 @@ def test_a_recovery_that_fails_is_told_and_tried_again_later() -> None:
     assert "ranks 0-1 could not" in second.outcome.problem
     assert failed.health.needs_recovery
     assert silent.health.needs_recovery
+
+
+def test_a_death_during_the_recovery_begins_another_without_that_rank() -> None:
+    """The others are interrupted, who would wait for it; what they raise then is no problem."""
+    session = FakeSession(3, 4)
+    aftermath = begin(session, is_certain=True)
+    session.health.lost.add(1)
+    pause_s = aftermath.step(100.1)
+    session.recoveries[0][0].set_exception(KeyboardInterrupt())
+    aftermath.step(100.2)
+    session.recoveries[1][0].set_result(RECOVERED)
+
+    assert pause_s == LOOK_S
+    assert session.interrupted == [0]
+    assert aftermath.step(100.3) is None
+    assert [set(one) for one in session.recoveries] == [{0, 1}, {0}]
+    assert aftermath.outcome is not None
+    assert aftermath.outcome.is_recovered
+    assert not session.health.needs_recovery
+
+
+def test_with_nobody_left_there_is_nothing_to_recover() -> None:
+    """All ranks have ended: the cell fails with that alone."""
+    session = FakeSession(3, 4)
+    aftermath = begin(session, is_certain=True)
+    session.health.lost |= {0, 1}
+
+    assert aftermath.step(100.1) is None
+    assert aftermath.outcome is not None
+    assert not aftermath.outcome.problem
 
 
 def test_giving_up_leaves_the_rest_to_the_next_cell() -> None:

@@ -136,7 +136,7 @@ def test_equal_waits_are_one_phrase() -> None:
 
 def test_stuck_ranks_are_told_with_their_place_and_the_price() -> None:
     """The next press is explained before it does anything."""
-    told = stuck_told([1], {1: "line 3 of cell [12]: a @ b"})
+    told = stuck_told([1], {1: "line 3 of cell [12]: a @ b"}, can_replace=True)
 
     assert "rank 1 is still in C code" in told
     assert "line 3 of cell [12]: a @ b" in told

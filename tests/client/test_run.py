@@ -41,6 +41,10 @@ class FakeHealth:
         """There are none."""
         return {}
 
+    def is_reachable(self, _rank: int) -> bool:
+        """Everybody."""
+        return True
+
     def mismatches(self, _run: int) -> tuple[str, ...]:
         """None."""
         return ()

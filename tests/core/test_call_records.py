@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.core.calls import Box, Call, RankView
-from nbdist.core.collectives import counts_differ, mismatches
+from nbdist.core.collectives import counts_differ, last_words, mismatches
 from nbdist.core.sentences import last_call, place_told, state_of
 from tests.support.boxes import REDUCE, RUN, WORLD, at, box, call, inner, look, reduce, view
 
@@ -57,6 +57,31 @@ def test_calls_that_fit_are_no_mismatch() -> None:
 
     for one, other in pairs:
         assert mismatches([box(0, one, groups=PAIR), box(1, other, groups=PAIR)], RUN) == ()
+
+
+@pytest.mark.parametrize("state", ["waiting", "raised"])
+def test_a_rank_that_gloo_ended_is_told_with_both_shapes(state: str) -> None:
+    """Its peer still waits, or has raised, for which its call does not count."""
+    boxes = [
+        box(0, reduce("waiting", place=at(2)), groups=PAIR),
+        box(1, reduce(state, detail="float32[900]", place=at(3)), groups=PAIR, state="raised"),
+    ]
+
+    assert last_words(boxes, 0, is_abort=True) == (
+        "ranks 0-1 called all_reduce with different shapes: "
+        "float32[3] at line 2 of cell [12] (rank 0), float32[900] at line 3 of cell [12] (rank 1)"
+    )
+    assert "it was still in it" in last_words(boxes, 0, is_abort=False)
+
+
+def test_last_words_are_of_the_cell_that_ran() -> None:
+    """Nothing is told of an idle rank, of an earlier cell's calls, or without a box."""
+    old = replace(box(0, reduce(), groups=PAIR), run=RUN + 1)
+
+    assert "which was over" in last_words([box(0, reduce(), groups=PAIR)], 0, is_abort=True)
+    assert last_words([old], 0, is_abort=True) == ""
+    assert last_words([box(0, reduce(), groups=PAIR, state="finished")], 0, is_abort=True) == ""
+    assert last_words([], 0, is_abort=True) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Every fault that happens in a cell, as a table: hangs, interrupts and deaths."""
 
 from tests.faults.fault import Fault
-from tests.support.faults import DEATH_TOLD_S
+from tests.support.faults import DEATH_TOLD_S, LATE_TOLD_S
 
 _MISSING = "if rank != 1:\n    go()\n    {}"
 _LOOP = "go()\nwhile True:\n    {}"
@@ -136,6 +136,7 @@ def _pressed(
     act: str = "press",
     is_short: bool = False,
 ) -> Fault:
+    """What is told of at all before the press is only late."""
     return Fault(
         name,
         "interrupt",
@@ -145,6 +146,7 @@ def _pressed(
         error=_BACK,
         act=act,
         is_short=is_short,
+        promise_s=LATE_TOLD_S,
     )
 
 

@@ -12,7 +12,6 @@ from tests.support.faults import (
     BACK_S,
     DEATH_TOLD_S,
     GONE_S,
-    LOAD_S,
     Measured,
     Ranks,
     record,
@@ -58,7 +57,7 @@ def test_nothing_outlives_the_kernel(
             everything = [p for p in everything if p.pid != ranks.kernel.pid]
         began_s = time.monotonic()
         getattr(ranks.kernel, end)()
-        left = processes.wait_gone(everything, GONE_S + LOAD_S)
+        left = processes.wait_gone(everything, GONE_S + ranks.load_s)
         gone_s = time.monotonic() - began_s
         is_alive = processes.is_alive(stranger)
         stranger.kill()
@@ -104,7 +103,7 @@ def test_the_controller_is_killed(
     ranks.ok("%%distributed\nprint('reached')")
     back_s = time.monotonic() - began_s
 
-    assert told_s < DEATH_TOLD_S + BACK_S + LOAD_S
+    assert told_s < DEATH_TOLD_S + BACK_S + ranks.load_s
     if is_busy:
         assert cell.error is not None
         assert cell.error.ename == "RankGone"

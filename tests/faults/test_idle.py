@@ -11,7 +11,6 @@ from tests.support.faults import (
     ABORT_S,
     DEATH_TOLD_S,
     GRACE_S,
-    LOAD_S,
     TOLD_S,
     Ranks,
 )
@@ -78,7 +77,7 @@ def test_a_rank_that_ends_while_idle(n: int, name: str, ranks_of: Callable[[int]
     assert cell.error.ename == "RankGone"
     assert f"rank 1: {how}" in cell.error.evalue
     assert "%dist_restart" in cell.error.evalue
-    assert told_s < DEATH_TOLD_S + LOAD_S
+    assert told_s < DEATH_TOLD_S + ranks.load_s
     ranks.conclude(f"{name} idle", "death", told_s, None)
 
 
@@ -109,7 +108,7 @@ def test_a_stopped_rank(n: int, name: str, ranks_of: Callable[[int], Ranks]) -> 
     told = [line for line in cell.stderr.splitlines() if line.startswith("rank 1 is stopped")]
     assert len(told) == 1, cell.stderr
     assert "abort" not in cell.stderr
-    assert told_s < DEATH_TOLD_S + LOAD_S
+    assert told_s < DEATH_TOLD_S + ranks.load_s
     ranks.conclude(name, "stop", told_s, back_s)
 
 
@@ -149,7 +148,7 @@ def test_a_wrong_small_shape(n: int, ranks_of: Callable[[int], Ranks]) -> None:
     if cell.status != "ok":
         assert cell.error is not None
         assert cell.error.ename in {"Deadlock", "DistributedError"}, cell.visible
-    assert back_s < TOLD_S + GRACE_S + ABORT_S + LOAD_S
+    assert back_s < TOLD_S + GRACE_S + ABORT_S + ranks.load_s
     ranks.conclude("wrong small shape", "shape", None, back_s)
 
 

@@ -78,7 +78,7 @@ def test_ten_recoveries_and_the_same_losses(n: int, ranks_of: Callable[[int], Ra
 
     assert len({loss for losses in expected for loss in losses[0]}) > _STEPS  # it does train
     assert seen == expected
-    assert max(back_s) < TOLD_S + GRACE_S + ABORT_S + LOAD_S
+    assert max(back_s) < TOLD_S + GRACE_S + ABORT_S + ranks.load_s
     ranks.conclude("ten recoveries in a row", "repeat", None, max(back_s))
 
 

@@ -13,7 +13,6 @@ from tests.support.faults import (
     ABORT_S,
     DEATH_TOLD_S,
     GRACE_S,
-    LOAD_S,
     TOLD_S,
     Measured,
     Ranks,
@@ -96,7 +95,7 @@ def test_a_rank_is_killed_for_its_memory(n: int, ranks_of: Callable[[int], Ranks
     assert cell.error.ename == "DistributedError"
     assert "rank 1 ended (signal SIGKILL" in cell.error.evalue
     assert "memory" in cell.error.evalue
-    assert back_s < 10 + DEATH_TOLD_S + ABORT_S + LOAD_S  # the first is for the filling
+    assert back_s < 10 + DEATH_TOLD_S + ABORT_S + ranks.load_s  # the first is for the filling
     ranks.conclude("memory limit of a control group", "resource", None, back_s)
 
 
@@ -116,7 +115,7 @@ def test_a_rank_cannot_allocate(n: int, ranks_of: Callable[[int], Ranks]) -> Non
     assert cell.error is not None
     assert cell.error.ename == "DistributedError"
     assert "rank 1 raised RuntimeError" in cell.error.evalue
-    assert back_s < TOLD_S + GRACE_S + ABORT_S + LOAD_S
+    assert back_s < TOLD_S + GRACE_S + ABORT_S + ranks.load_s
     ranks.conclude("allocation fails", "resource", None, back_s)
 
 
@@ -157,7 +156,7 @@ def test_the_disk_fills_while_ranks_run(n: int, own_ranks: Callable[..., Ranks])
     assert "line 2999" in output.text
     assert cell.error is not None
     assert cell.error.ename == "Deadlock", cell.visible
-    assert told_s < TOLD_S + LOAD_S
+    assert told_s < TOLD_S + ranks.load_s
     ranks.conclude("disk full while ranks run", "resource", told_s, back_s)
 
 

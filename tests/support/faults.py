@@ -23,11 +23,12 @@ from tests.support.kernel import Kernel
 
 # What is promised, in seconds, and what a busy machine of two cores may add to each.
 TOLD_S = 2.0  # from the begin of a wait until its line
+LATE_TOLD_S = 5.0  # the same where the other rank is only late
 DEATH_TOLD_S = 1.0  # from the end, or stop, of a rank until its line
 ABORT_S = 2.0  # from the abort until the cell has ended, everything recovered
 BACK_S = 5.0  # from an interrupt until the notebook is back
 GONE_S = 5.0  # from the kernel's end until nothing is left
-LOAD_S = 1.5
+LOAD_S = 1.5  # times the ranks that share a core
 GRACE_S = 1.0  # as the ranks here are started
 
 LOG = "NBDIST_FAULTS_LOG"
@@ -138,7 +139,7 @@ class Ranks:
         """Shut the kernel down; what is left of it after GONE_S, as lines."""
         everything = self.everything() if self.kernel.is_alive() else []
         self.kernel.shutdown()
-        left = processes.wait_gone(everything, GONE_S + LOAD_S)
+        left = processes.wait_gone(everything, GONE_S + self.load_s)
         found = [processes.describe(process) for process in left]
         found += [str(path) for path in (self.folder / "tmp").glob("nbdist-*/*")]
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -199,6 +200,11 @@ class Ranks:
             "weights": [[weight], [weight]],
         }
         return self.values("check()") == dict.fromkeys(range(self.n), right)
+
+    @property
+    def load_s(self) -> float:
+        """What a busy machine may add to a promise."""
+        return LOAD_S * max(1.0, self.n / (os.cpu_count() or 1))
 
     def revive(self, dead: Iterable[int]) -> None:
         """Bring dead ranks back as a user does; the others keep all, before and after."""
