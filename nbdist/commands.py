@@ -137,7 +137,8 @@ def dist_restart(values: Namespace) -> None:
 
 def dist_sync_model(values: Namespace) -> View:
     """Make the models of all ranks equal to those of one."""
-    return View("\n".join(NOTEBOOK.session.sync_model(values.source)))
+    names = NOTEBOOK.session.sync_model(values.source)
+    return View(f"all ranks have rank {values.source}'s {', '.join(names)}")
 
 
 def dist_mode(values: Namespace) -> View:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from nbdist.client.session import Session
 
 COUNT_S = 1.0
-RECOVER_S = 15.0
+# Longer than the ranks themselves wait: they name who has not come.
+RECOVER_S = recovery.DEADLINE_S + 5.0
 # How often it is looked whether a rank has ended that the others wait for.
 LOOK_S = 0.1
 

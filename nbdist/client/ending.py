@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.client.aftermath import Outcome
@@ -53,11 +53,22 @@ def stuck_told(ranks: Sequence[int], places: Mapping[int, str], *, can_replace: 
     )
 
 
-def unreleased_told(ranks: Sequence[int]) -> str:
-    """Who has not come back although all collectives were aborted."""
+def unreleased_told(ranks: Sequence[int], waiting: Collection[int]) -> str:
+    """Who has not come back although all collectives were aborted.
+
+    Args:
+        ranks: Those that have not.
+        waiting: Who is still inside a collective; the others compute, and never were in it.
+    """
+    held = [rank for rank in ranks if rank in waiting]
+    if not held:
+        return (
+            f"{ranks_are(ranks)} still running, in no collective: the cell ends with "
+            f"{ranks_phrase(ranks)} (the stop button interrupts)"
+        )
     return (
-        f"{ranks_are(ranks)} not back from the abort: the stop button gives the notebook back, "
-        f"%dist_restart {rank_label(ranks)} then replaces"
+        f"{ranks_are(held)} not back from the abort: the stop button gives the notebook back, "
+        f"%dist_restart {rank_label(held)} then replaces"
     )
 
 

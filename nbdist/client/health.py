@@ -109,24 +109,32 @@ class Health:
         """The rank's newest answer."""
         return self._looks.get(rank)
 
-    def ask_looks(self, ranks: Iterable[int], now_s: float) -> None:
-        """Ask ranks what they are doing, those that have been asked and are late aside."""
+    def ask_looks(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
+        """Ask ranks what they are doing, those that have been asked and are late aside.
+
+        Args:
+            ranks: Who is asked.
+            now_s: Monotonic clock.
+            newer_than_s: An answer to an older question will not do, however new it is.
+        """
         for rank in ranks:
             asked = self._asked.get(rank)
             if asked is not None and not asked[0].done() and now_s < asked[1] + ANSWER_S:
                 continue
-            if rank in self._looks and now_s < self._looked_s.get(rank, 0.0) + LOOK_PAUSE_S:
+            looked_s = self._looked_s.get(rank, 0.0)
+            is_new = newer_than_s <= looked_s and now_s < looked_s + LOOK_PAUSE_S
+            if rank in self._looks and is_new:
                 continue
-            self._looked_s[rank] = now_s
             future = self.ask(remote.look, rank)
             if future is not None:
                 self._asked[rank] = (future, now_s)
 
     def take_looks(self) -> None:
         """Take in the answers that have come."""
-        for rank, (future, _) in list(self._asked.items()):
+        for rank, (future, asked_s) in list(self._asked.items()):
             if future.done():
                 del self._asked[rank]
+                self._looked_s[rank] = asked_s
                 if future.exception() is None:
                     self._looks[rank] = future.result()
                 else:  # an older answer would be about something else
@@ -181,7 +189,7 @@ class Health:
         Nobody waits for the answers: a rank that cannot answer is released by its peers' abort.
         """
         self.needs_recovery = True
-        self.ask_all(remote.abort)
+        self.ask_all(lambda ask, rank: remote.abort(ask, rank, self.generation))
 
     def begin_recovery(self, call: remote.Caller) -> dict[int, Future[Any]]:
         """Make all groups anew, those with a dead rank aside, on all living ranks at once.
@@ -224,7 +232,9 @@ class Health:
             state, how = "ended", end
         elif state in {"running", "busy"} and self.is_stopped(rank):
             state = "stopped"
-        return RankView(rank, state, how, self.box(rank), self._looks.get(rank))
+        # The box after the answer: what has happened meanwhile is in it.
+        look, looked_s = self._looks.get(rank), self._looked_s.get(rank, 0.0)
+        return RankView(rank, state, how, self.box(rank), look, looked_s)
 
     def _ask_snapshot(self, rank: int) -> None:
         now_s = time.monotonic()

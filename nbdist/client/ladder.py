@@ -14,6 +14,8 @@ ABORT_S = 1.0
 WARN_S = 1.5
 # A rank tells that its cell begins this long before it takes interrupts (at most).
 BEGIN_S = 0.1
+# Between two interrupts of a rank: the second would hit what the first one made it clean up.
+SIGINT_AGAIN_S = 0.5
 
 NEVER_S = float("inf")
 
@@ -31,6 +33,7 @@ class Ladder:
     began_s: float | None = None
     presses: int = 0
     replace_s: float | None = None
+    _pressed_s: float = 0.0
     _again_s: float = NEVER_S
     _warned_s: float = NEVER_S
 
@@ -46,6 +49,7 @@ class Ladder:
         only by a press that comes after its rank was named with that very consequence.
         """
         self.presses += 1
+        self._pressed_s = now_s
         if self.began_s is None:
             self.began_s = now_s
         elif now_s > self._warned_s:
@@ -67,14 +71,17 @@ class Ladder:
         """Whether the user has been told what the next press does."""
         return self._warned_s < NEVER_S
 
-    def sigint_s(self, begun_s: float | None) -> float:
-        """When a rank whose cell began then gets SIGINT: an engine ignores it before.
+    def sigint_s(self, begun_s: float | None, sent_s: float | None = None) -> float:
+        """When a rank gets SIGINT, for each press one: its code may have caught the one before.
 
         Args:
-            begun_s: None while its cell has not begun.
+            begun_s: When its cell began, before which an engine ignores it; None if it has not.
+            sent_s: When it got the last one.
         """
         if self.began_s is None:
             return NEVER_S
+        if sent_s is not None:
+            return sent_s + SIGINT_AGAIN_S if self._pressed_s > sent_s else NEVER_S
         return min(NEVER_S if begun_s is None else begun_s + BEGIN_S, self.give_back_s)
 
     @property

@@ -152,9 +152,9 @@ def stacks(ask: Caller, engine: int) -> Future[str]:
     return ask(engine, "stacks")
 
 
-def abort(ask: Caller, engine: int) -> Future[int]:
+def abort(ask: Caller, engine: int, generation: int) -> Future[int]:
     """Break off the collectives in which the rank waits. On every rank."""
-    return ask(engine, "abort")
+    return ask(engine, "abort", generation)
 
 
 def snapshot(ask: Caller, engine: int) -> Future[tuple[float, bytes | None]]:

@@ -29,6 +29,8 @@ INTERRUPT_PAUSE_S = 0.1
 # What is sent to an engine before it has found a new controller is lost, so it is sent again.
 PING_PAUSE_S = 0.2
 RECONNECT_DEADLINE_S = 30.0
+# A rank whose cell's end was lost with the controller may be idle: it gets this long to say so.
+UNHEARD_S = 2.0
 SHOWN_NAMES = 12
 
 
@@ -141,8 +143,10 @@ class _Restart:
         health, topology = self._session.health, self._session.topology
         health.generation += 1
         new = self._replaced
-        for rank in new:
-            remote.adopt_notebook(self._call, rank, list(sys.path), os.getcwd())  # noqa: PTH109
+        folder = os.getcwd()  # noqa: PTH109  # a string for the wire
+        adopted = {
+            rank: remote.adopt_notebook(self._call, rank, list(sys.path), folder) for rank in new
+        }
         futures: dict[int, Future[Any]] = {
             rank: remote.recover(self._call, rank, health.generation, ()) for rank in self._staying
         }
@@ -153,6 +157,7 @@ class _Restart:
         except BaseException:
             self._interrupt({rank: futures[rank] for rank in self._staying})
             raise
+        self._results(adopted, "take the notebook's folder")
         self._all(lambda c, rank: remote.prepare(c, rank, self._session.seed), new, "prepare")
         if self._staying:  # otherwise there is nobody to catch up with
             variables: dict[str, str] = {}
@@ -186,7 +191,7 @@ class _Restart:
     def _results(self, futures: Mapping[int, Future[Any]], what: str) -> list[Any]:
         while late := [rank for rank, future in futures.items() if not future.done()]:
             self._check()
-            gone = [rank for rank in late if self._engine(rank) in self._cluster.exits]
+            gone = [rank for rank in futures if self._engine(rank) in self._cluster.exits]
             if gone:
                 raise NbdistError(
                     f"{ranks_phrase(gone)} ended "
@@ -194,9 +199,11 @@ class _Restart:
                 )
             if self._left_s() <= 0:
                 raise NbdistError(f"{ranks_phrase(late)} did not {what} before the deadline")
+            if any(future.done() and future.exception() for future in futures.values()):
+                break  # the others would wait for it
             time.sleep(POLL_S)
         for rank, future in futures.items():
-            error = future.exception()
+            error = future.exception() if future.done() else None
             if error is not None:
                 name, message, _ = failure_of(error) or ("", str(error), ())
                 raise NbdistError(f"rank {rank} could not {what}: {name}: {message}") from error
@@ -255,6 +262,7 @@ def reconnect(session: Session, deadline_s: float = RECONNECT_DEADLINE_S) -> str
     cluster.restart_controller(deadline_s)
     cluster.unheard = {rank for rank in session.busy_ranks if rank in _living(session)}
     _await_answers(session, began_s + deadline_s)
+    _await_unheard(session, time.monotonic() + UNHEARD_S)
     kept = f"; {ranks_are(sorted(cluster.unheard))} still in a cell" if cluster.unheard else ""
     return (
         f"The cluster's controller had ended ({end.how}). A new one took its place in "
@@ -287,13 +295,23 @@ def _await_answers(session: Session, end_s: float) -> None:
         time.sleep(POLL_S)
 
 
+def _await_unheard(session: Session, end_s: float) -> None:
+    """Give ranks that count as busy, and may not be, time to find the new controller."""
+    next_s = 0.0
+    while session.cluster.unheard.intersection(_living(session)) and time.monotonic() < end_s:
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + PING_PAUSE_S
+            _ping_unheard(session)
+        time.sleep(POLL_S)
+
+
 def _ping_unheard(session: Session) -> None:
     """Ask ranks whose cell's end can no longer be heard; the answer comes when they are idle."""
     unheard = session.cluster.unheard
     for rank in unheard.intersection(session.ranks):
 
-        def heard(_: Any, rank: int = rank) -> None:
-            if rank in unheard:
+        def heard(answer: Future[Any], rank: int = rank) -> None:
+            if rank in unheard and answer.exception() is None:
                 unheard.discard(rank)
                 session.free(rank)
 
@@ -301,13 +319,4 @@ def _ping_unheard(session: Session) -> None:
 
 
 def _ping(session: Session, rank: int) -> Future[Any]:
-    def call(engine: int, name: str, *args: Any) -> Future[Any]:
-        assert session.cluster.channel is not None
-        try:
-            return session.cluster.channel.call(engine, name, *args)
-        except IndexError as error:  # it is not registered: it has ended just now
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
-
-    return remote.memory_bytes(call, session.topology.engine_of_rank(rank))
+    return remote.memory_bytes(session.call, rank)

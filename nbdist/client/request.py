@@ -49,7 +49,7 @@ class RankState:
     reply: Any = None
     exit_seen_s: float | None = None
     begun_s: float | None = None
-    is_interrupted: bool = False
+    interrupted_s: float | None = None
     is_told: bool = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -59,6 +60,7 @@ class CellRun:
         self._aftermath: Aftermath | None = None
         self._abort = ""
         self._aborted_s = NEVER_S
+        self._released: frozenset[int] = frozenset()
         self._is_deadlock = False
         self._replaced: tuple[int, ...] = ()
         self._has_timed_out = False
@@ -74,8 +76,7 @@ class CellRun:
 
     def done(self, rank: int, reply: Any) -> None:
         """The rank's reply, after all its output."""
-        arrived_s = time.monotonic()
-        self._put(lambda: self._end(rank, reply, arrived_s))
+        self._put(functools.partial(self._end, rank, reply, time.monotonic()))
 
     def exited(self, rank: int) -> None:
         """The process of a rank has ended."""
@@ -247,9 +248,9 @@ class CellRun:
     def _sigint_s(self, rank: int) -> float:
         """When to interrupt a rank."""
         state = self._states[rank]
-        if state.is_interrupted or state.status:
+        if state.status:
             return NEVER_S
-        return self._ladder.sigint_s(state.begun_s)
+        return self._ladder.sigint_s(state.begun_s, state.interrupted_s)
 
     def _apply_deadlines(self, now_s: float) -> None:
         timeout_s = self.request.timeout_s
@@ -260,7 +261,7 @@ class CellRun:
             if seen_s is not None and now_s >= seen_s + LAST_WORDS_S:
                 self._give_up(rank, "died", now_s)
             elif now_s >= self._sigint_s(rank):
-                self._states[rank].is_interrupted = True
+                self._states[rank].interrupted_s = now_s
                 self._session.interrupt(rank)
         is_asked = self._ladder.replace_s is not None and self.missing and not self._replaced
         if is_asked and self._session.upkeep.can_replace:
@@ -304,19 +305,22 @@ class CellRun:
             self._abort_now(dog.deadlock.text)
         if not self._abort and now_s >= ladder.abort_s and dog.waiting:
             self._abort_now(dog.deadlock.text if dog.deadlock else waits_told(dog.waiting))
-        stuck = [rank for rank in self.missing if rank not in dog.waiting]
+        # Those that were aborted are about to come back, and are named if they do not.
+        stuck = sorted({*self.missing} - {*dog.waiting} - self._released)
         if stuck and now_s >= ladder.warn_s:
             ladder.warned(now_s)
-            can_replace = self._session.upkeep.can_replace
-            self.tell([stuck_told(stuck, dog.places, can_replace=can_replace)])
-
+            upkeep = self._session.upkeep
+            self.tell([stuck_told(stuck, dog.places, can_replace=upkeep.can_replace)])
         if now_s >= self._aborted_s + ABORTED_S:
             self._aborted_s = NEVER_S
-            self.tell([unreleased_told(self.missing)])
+            self.tell([unreleased_told(self.missing, dog.waiting)])
+            if dog.deadlock is not None:  # its code has caught the error, and waits again
+                self._session.health.abort()
 
     def _abort_now(self, why: str) -> None:
         self._abort = why
         self._aborted_s = self._now_s
+        self._released = frozenset(self._watchdog.waiting)
         self._session.health.abort()
 
     def _clean_up(self, now_s: float) -> float | None:
@@ -325,12 +329,18 @@ class CellRun:
             statuses = {state.status for state in self._states.values()}
             if self._lost or (statuses == {"ok"} and not self._abort):
                 return None
-            needs_recovery = bool(self._abort) or "died" in statuses
+            needs_recovery = bool(self._abort) or "died" in statuses or self._is_cut()
             self._aftermath = Aftermath(self._session, now_s, is_certain=needs_recovery)
             self._aftermath.on_answer = lambda: self._put(lambda: None)
         if now_s >= self._ladder.give_back_s:
             self._aftermath.give_up()
-        return self._aftermath.step(now_s)
+        pause_s = self._aftermath.step(now_s)
+        return None if pause_s is None else min(pause_s, self._ladder.give_back_s - now_s)
+
+    def _is_cut(self) -> bool:
+        """Whether a rank's connection to another one is gone, though no call is missing."""
+        failed = [rank for rank, state in self._states.items() if state.status == "error"]
+        return any(self._failure(rank).is_follower for rank in failed)
 
     def _rank_states(self) -> dict[int, tuple[str, str]]:
         """What every rank does, as the diagnosis calls it."""
@@ -353,7 +363,7 @@ class CellRun:
         failed = [rank for rank in self._states if now_s >= self._tell_s(rank)]
         for rank in failed:
             self._states[rank].is_told = True
-        if failed and self._watchdog.deadlock is None:
+        if failed and not self._abort and self._watchdog.deadlock is None:
             told = failing.summary([self._failure(rank) for rank in failed])
             running = f"{ranks_phrase(self.missing)} still running (the stop button interrupts)"
             self.tell([f"{told}; {running}"])

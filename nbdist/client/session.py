@@ -168,9 +168,15 @@ class Session:
         return parse_ranks(text, self.topology.world_size)
 
     def call_all(
-        self, function: Callable[..., Future[Any]], *args: Any, deadline_s: float
+        self,
+        function: Callable[..., Future[Any]],
+        *args: Any,
+        deadline_s: float,
+        is_collective: bool = False,
     ) -> list[Any]:
         """Call one of remote's functions on every rank at once; results in rank order.
+
+        With `is_collective` ranks that wait for one that failed are freed.
 
         Raises:
             RankGone, RankBusy: As for a cell.
@@ -183,11 +189,16 @@ class Session:
         futures = [function(self.call, rank, *args) for rank in self.ranks]
         try:
             return self._results(futures, deadline_s)
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, RankGone) as error:
             late = [r for r, f in zip(self.ranks, futures, strict=True) if not f.done()]
             for rank in late:
                 self.interrupt(rank)
+            if isinstance(error, RankGone):
+                raise
             raise Interrupted(f"{ranks_phrase(late)} had not answered") from error
+        finally:
+            if is_collective:
+                self.upkeep.release(futures)
 
     def _results(self, futures: Sequence[Future[Any]], deadline_s: float) -> list[Any]:
         end_s = time.monotonic() + deadline_s
@@ -218,6 +229,7 @@ class Session:
                         f"The cluster's controller ended ({controller.how}) while the ranks were "
                         "asked. Their variables are kept: try again, which starts another one."
                     ) from None
+                self._check_alive(self.ranks)  # the others would wait for one that has ended
                 if left_s <= ALIVE_PAUSE_S:
                     raise
 
@@ -277,7 +289,7 @@ class Session:
         self._busy.pop(rank, None)
 
     def sync_model(self, source: int = 0, deadline_s: float = SYNC_MODEL_S) -> tuple[str, ...]:
-        """Make models and optimizers of all ranks equal to those of one; what was done, as lines.
+        """Make models and optimizers of all ranks equal to those of one; the models' names.
 
         Raises:
             OptionError: If there is no such rank.
@@ -285,7 +297,7 @@ class Session:
         """
         self.chosen([source])
         self.upkeep.recover_if_needed()
-        told = self.call_all(remote.sync_model, source, deadline_s=deadline_s)
+        told = self.call_all(remote.sync_model, source, deadline_s=deadline_s, is_collective=True)
         return tuple(told[source])
 
     def interrupt(self, rank: int) -> None:
@@ -342,9 +354,11 @@ class Session:
         for place in self.topology.ranks:  # an engine beyond the ranks concerns nobody
             if place.engine_id == end.engine:
                 is_ours = place.rank in self.upkeep.ended_by_us
-                self.health.note_exit(place.rank, end.code, is_ours=is_ours)
-                for one in self._running():
-                    one.exited(place.rank)
+                try:
+                    self.health.note_exit(place.rank, end.code, is_ours=is_ours)
+                finally:  # a cell that is not told would wait for ever
+                    for one in self._running():
+                        one.exited(place.rank)
 
     def _end(self, rank: int, one: CellRun, reply: Any) -> None:
         busy = self._busy.get(rank)

@@ -27,23 +27,23 @@ def status(session: Session, *, wants_stacks: bool = False) -> Status:
         wants_stacks: With every rank's Python stacks, also of ranks blocked in C++.
     """
     session.upkeep.reconnect()
-    views = {} if session.is_stopped else _views(session)
+    seen = {} if session.is_stopped else views(session)
     gone = {"ended", "stopped", "running", "busy"}
-    idle = [r for r, v in views.items() if v.state not in gone and session.is_connected(r)]
+    idle = [r for r, v in seen.items() if v.state not in gone and session.is_connected(r)]
     asked = {rank: remote.memory_bytes(session.call, rank) for rank in idle}
-    stacks = session.health.ask_all(remote.stacks) if wants_stacks and views else {}
+    stacks = session.health.ask_all(remote.stacks) if wants_stacks and seen else {}
     end_s = time.monotonic() + DEADLINE_S
     shown = []
     for rank in session.ranks:
-        one = _rank_status(session, rank, views.get(rank), asked.get(rank), end_s)
-        if wants_stacks and views:
+        one = _rank_status(session, rank, seen.get(rank), asked.get(rank), end_s)
+        if wants_stacks and seen:
             one = replace(one, stack=session.health.stack(rank, stacks.get(rank), end_s))
         shown.append(one)
-    findings = collectives.diagnose(list(views.values()), time.monotonic(), 0.0)
+    findings = collectives.diagnose(list(seen.values()), time.monotonic(), 0.0)
     return Status(tuple(shown), tuple(one.text for one in findings))
 
 
-def _views(session: Session) -> dict[int, RankView]:
+def views(session: Session) -> dict[int, RankView]:
     """As in a running cell; idle ranks have ended the newest cell, or had no part in it."""
     boxes = session.health.boxes()
     busy = session.busy_ranks

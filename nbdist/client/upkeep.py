@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import repair
+from nbdist.client import presses, repair, states
 from nbdist.client.aftermath import Aftermath, Outcome
 from nbdist.client.repair import Restarted
+from nbdist.core import collectives
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.units import seconds
-from nbdist.errors import NbdistError, NotRunning, OptionError
+from nbdist.errors import Interrupted, NbdistError, NotRunning, OptionError
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
 
 RESTART_S = 120.0
+# Between two looks at ranks that no cell watches any more.
+LOOK_PAUSE_S = 0.25
+POLL_S = 0.01
+# Ranks that fail for the same reason do so within this time of each other.
+RELEASE_S = 1.0
 
 
 def _silent(_text: str) -> None:
@@ -67,6 +74,24 @@ class Upkeep:
         if not self._session.is_stopped:
             told = repair.reconnect(self._session)
             self._notes += [told] if told else []
+            self._release_unheard()
+
+    def _release_unheard(self) -> None:
+        """Abort what can never end in a cell that ended for the notebook with its controller."""
+        session = self._session
+        found: set[str] | None = None
+        for _ in range(2):
+            unheard = session.cluster.unheard.intersection(session.busy_ranks)
+            if not unheard:
+                return
+            session.health.ask_looks(unheard, time.monotonic())
+            time.sleep(LOOK_PAUSE_S)
+            seen = collectives.diagnose(list(states.views(session).values()), time.monotonic())
+            certain = {one.text for one in seen if one.is_certain}
+            found = certain if found is None else found & certain
+        if found:
+            session.health.abort()
+            self._notes += [f"{text}; aborted" for text in sorted(found)]
 
     def restart(
         self,
@@ -108,7 +133,7 @@ class Upkeep:
 
     @property
     def can_replace(self) -> bool:
-        """Whether `give_up` can be used: not where other launchers than nbdist's own start ranks."""
+        """Whether ranks can be given up: not where other launchers than nbdist's start them."""
         return self._session.cluster.can_restart
 
     def give_up(self, ranks: Sequence[int]) -> None:
@@ -122,14 +147,35 @@ class Upkeep:
         """Make the groups anew on all living ranks, which have to be idle."""
         return self._session.health.begin_recovery(self._session.call)
 
+    def release(self, futures: Sequence[Future[Any]]) -> None:
+        """Break off what ranks still wait in when another one of them has failed.
+
+        Args:
+            futures: What they were asked; those that answer soon by themselves are left alone.
+        """
+        end_s = time.monotonic() + RELEASE_S
+        while not all(future.done() for future in futures):
+            if time.monotonic() > end_s:
+                self._session.health.abort()
+                return
+            time.sleep(POLL_S)
+
     def recover(self) -> Outcome:
-        """Make the groups anew and wait for it."""
+        """Make the groups anew and wait for it.
+
+        Raises:
+            Interrupted: If the user interrupted it; the next cell begins with it.
+        """
+        presses_or_answers: SimpleQueue[bool] = SimpleQueue()  # a signal handler may put
         aftermath = Aftermath(self._session, time.monotonic(), is_certain=True)
-        answered = threading.Event()
-        aftermath.on_answer = answered.set
-        while (pause_s := aftermath.step(time.monotonic())) is not None:
-            answered.wait(pause_s)
-            answered.clear()
+        aftermath.on_answer = lambda: presses_or_answers.put(False)
+        with presses.counted() as pressed:
+            pressed.send_to(lambda: presses_or_answers.put(True))
+            while (pause_s := aftermath.step(time.monotonic())) is not None:
+                with contextlib.suppress(Empty):
+                    if presses_or_answers.get(timeout=pause_s):
+                        aftermath.give_up()
+                        raise Interrupted("the groups are made anew before the next cell")
         return aftermath.outcome or Outcome()
 
     def recover_if_needed(self) -> None:
@@ -137,6 +183,7 @@ class Upkeep:
 
         Raises:
             NbdistError: If the groups cannot be made anew.
+            Interrupted: If the user interrupted it.
         """
         if self._session.health.needs_recovery and not self._session.busy_ranks:
             outcome = self.recover()

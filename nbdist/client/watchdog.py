@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from nbdist.client.health import Health
+from nbdist.client.ladder import NEVER_S
 from nbdist.core import collectives, sentences, waits
 from nbdist.core.calls import Finding, RankView
 from nbdist.core.failures import ranks_are, ranks_phrase
@@ -16,7 +17,6 @@ AFTER_S = 1.0
 # Somebody who is only late is told of after this long, and again after LATE_AGAIN_S.
 LATE_S = 5.0
 LATE_AGAIN_S = 60.0
-NEVER_S = float("inf")
 
 States = Mapping[int, tuple[str, str]]
 
@@ -43,6 +43,7 @@ class Watchdog:
         self._next_s = began_s + AFTER_S - PAUSE_S
         self._views: list[RankView] = []
         self._last: tuple[Finding, ...] = ()
+        self._found: dict[tuple[int, ...], tuple[Finding, float]] = {}
         self._told: list[Finding] = []
         self._told_stopped: set[int] = set()
         self._told_s: float | None = None
@@ -103,11 +104,13 @@ class Watchdog:
         self._forget_older(known)
         self._views = self._health.views(known)
         findings = collectives.diagnose(self._views, now_s, AFTER_S)
+        before, self._found = self._found, self._found_since(findings, now_s)
         if is_urgent or findings or self._is_quiet_too_long(now_s):
             asked = [view.rank for view in self._views if view.state != "ended"]
-            self._health.ask_looks(asked, now_s)
+            firm = [self._found[one.waiting][1] for one in findings if _is_firm(one)]
+            self._health.ask_looks(asked, now_s, newer_than_s=max(firm, default=0.0))
         # Only what has been seen twice: a rank that begins to wait a moment later is in it.
-        steady = [one for one in findings if self._is_steady(one)]
+        steady = [one for one in findings if one.waiting in before and self._is_steady(one, now_s)]
         self._last = findings
         if not any(one.is_certain for one in findings):
             self._told_s = None
@@ -126,12 +129,31 @@ class Watchdog:
         is_done = any(view.state != "running" for view in self._views)
         return is_done or now_s - max(since_s, default=now_s) >= AFTER_S
 
-    def _is_steady(self, one: Finding) -> bool:
-        """Whether it stands since the last look, and rests on what is known for sure."""
-        before = [old for old in self._last if old.waiting == one.waiting]
-        if one.is_certain:
-            return one in before and (self._is_all_in_boxes(one) or self._has_all_looks())
-        return bool(before)
+    def _found_since(
+        self, findings: Sequence[Finding], now_s: float
+    ) -> dict[tuple[int, ...], tuple[Finding, float]]:
+        """The findings by their ranks, each with since when it is just that."""
+        since = {}
+        for one in findings:
+            old, old_s = self._found.get(one.waiting, (None, now_s))
+            is_same = old is not None and _essence(one) == _essence(old)
+            since[one.waiting] = one, old_s if is_same else now_s
+        return since
+
+    def _is_steady(self, one: Finding, now_s: float) -> bool:
+        """Whether it stands since an earlier look, and rests on what is known for sure.
+
+        Boxes and answers are of different moments: put together they can show what never was.
+        But where all of them are the same before a moment and after it, so they were in it.
+        """
+        if not _is_firm(one):
+            return True
+        _, since_s = self._found[one.waiting]
+        ranks = {view.rank for view in self._views}
+        if self._is_all_in_boxes(one):  # else every recorder counts, also for what it lacks
+            ranks = {*one.waiting, *one.blamed}
+        needed = [v for v in self._views if v.rank in ranks and v.state != "ended"]
+        return since_s < now_s and all(v.look and v.looked_s >= since_s for v in needed)
 
     def _is_all_in_boxes(self, one: Finding) -> bool:
         return all(
@@ -140,20 +162,17 @@ class Watchdog:
             if view.rank in one.waiting
         )
 
-    def _has_all_looks(self) -> bool:
-        return all(view.look is not None for view in self._views if view.state != "ended")
-
     def _told_now(self, steady: Sequence[Finding], now_s: float) -> list[str]:
         lines = []
         for one in steady:
             if one.is_certain:
                 self._told_s = now_s if self._told_s is None else self._told_s
-                if not self._is_told(one):
-                    self._told.append(one)
-                    lines.append(one.text)
+            if _is_firm(one) and not self._is_told(one):
+                self._told.append(one)
+                lines.append(one.text)
         if any(one.is_certain for one in steady) or self._is_quiet:
             return lines
-        return lines + self._late(steady, now_s)
+        return lines + self._late([one for one in steady if not _is_firm(one)], now_s)
 
     def _is_told(self, one: Finding) -> bool:
         """Whether it was told, maybe before further ranks began to wait as well."""
@@ -181,3 +200,13 @@ class Watchdog:
             return []
         who = ranks_phrase(told)
         return [f"{ranks_are(told)} stopped (SIGSTOP); kill -CONT lets {who} go on"]
+
+
+def _is_firm(one: Finding) -> bool:
+    """Whether it is told at once: it does not depend on time."""
+    return one.is_certain or one.is_doomed
+
+
+def _essence(one: Finding) -> tuple[object, ...]:
+    """What makes a finding the same one: where somebody computes meanwhile does not matter."""
+    return one.is_certain, one.is_doomed, one.blamed, one.marks

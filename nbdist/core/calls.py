@@ -142,6 +142,8 @@ class Look:
         is_in_torch: The innermost frame is torch's own code.
         is_asleep: The main thread used no processor time while this was looked at.
         newest: Group name -> newest collective in the flight recorder; empty without one.
+        is_free: The main thread is neither in a call itself, nor joins a thread that is.
+        free_threads: Names of the other threads that run the user's code and are in no call.
     """
 
     place: Place | None
@@ -149,6 +151,8 @@ class Look:
     is_in_torch: bool
     is_asleep: bool
     newest: Mapping[str, CxxCall] = field(default_factory=dict)
+    is_free: bool = False
+    free_threads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,7 @@ class RankView:
         how: For "raised" the exception's class, for "ended" how ("signal SIGKILL").
         box: Its black box; None where it cannot be read.
         look: Its newest answer; None where it was not asked.
+        looked_s: When it was asked for that answer; the host's monotonic clock.
     """
 
     rank: int
@@ -169,6 +174,7 @@ class RankView:
     how: str = ""
     box: Box | None = None
     look: Look | None = None
+    looked_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +186,13 @@ class Finding:
         is_certain: A deadlock: it cannot end by itself. Otherwise somebody is only late.
         waiting: The ranks that wait.
         blamed: The ranks for which they wait.
+        marks: Which calls they wait in, by number: the same line can be another call.
+        is_doomed: Not certain, as somebody is only late, but the call can never be made whole.
     """
 
     text: str
     is_certain: bool
     waiting: tuple[int, ...]
     blamed: tuple[int, ...]
+    marks: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
+    is_doomed: bool = field(default=False, compare=False)

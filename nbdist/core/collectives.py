@@ -39,9 +39,14 @@ def diagnose(views: Sequence[RankView], now_s: float, after_s: float = 1.0) -> t
         for ranks in _together(waiting, scene.needs):
             waits = [scene.waits[rank] for rank in sorted(ranks)]
             if any(now_s - wait.since_s >= after_s for wait in waits):
-                whom = blamed(waits, scene.needs) if is_certain else ()
+                missing = scene.never_come(ranks)
+                whom = blamed(waits, scene.needs) if is_certain else missing
                 text = line(waits, scene.needs)
-                findings.append(Finding(text, is_certain, tuple(sorted(ranks)), whom))
+                marks = tuple(wait.key for wait in waits)
+                is_doomed = bool(missing) and not is_certain
+                findings.append(
+                    Finding(text, is_certain, tuple(sorted(ranks)), whom, marks, is_doomed)
+                )
     return (*findings, *_sleepers(scene, now_s - _SLEEPS_LONG * after_s))
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from nbdist.core.ranks import rank_label
 
+# All living ranks have to come to a recovery by then, and then to be connected as soon.
+DEADLINE_S = 15.0
 # In a checksum's place: each rank holds another part, so there is nothing to compare.
 SHARDED = "sharded"
 # Between a checksum's two halves, parameters and buffers.

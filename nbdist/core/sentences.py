@@ -39,6 +39,10 @@ _MISSING = {
         "has not come to {it} yet (still running{at})",
         "have not come to {it} yet (still running{at})",
     ),
+    "threaded": (
+        "has not come to {it} yet, but may in another thread ({how})",
+        "have not come to {it} yet, but may in another thread ({how})",
+    ),
     "waiting": ("waits in {theirs}", "wait in {theirs}"),
     "unknown": (
         "may have called {it} or not: its calls cannot be read",
@@ -320,6 +324,7 @@ def _fields(need: Need, near: Place | None, *, is_short: bool) -> dict[str, str]
     """What the texts of _MISSING are filled with."""
     at = place_told(need.at)
     how = {"raised": need.how or "an error", "raised in": need.how or "an error"}
+    how["threaded"] = need.how
     return {
         "how": how.get(need.kind, f" ({need.how})" if need.how else ""),
         "at": f": {at}" if at and not is_short else "",

@@ -8,7 +8,7 @@ still move. Those who wait and are not reached can not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nbdist.core.calls import Box, Call, CxxCall, RankView
@@ -16,6 +16,8 @@ from nbdist.core.sentences import Act, Need, Wait, act_inside, act_of
 
 # Ranks in these states make no further call in this cell.
 OVER = frozenset({"finished", "raised", "ended", "absent"})
+# The reasons for which a call of other ranks can never be made whole.
+NEVER_COME = frozenset({"finished", "absent", "instead"})
 # What one of a transfer's two ranks needs from the other.
 _PARTNERS = {True: "a recv from", False: "a send to"}
 
@@ -41,8 +43,22 @@ class Scene:
         found = ((view.rank, self._wait(view)) for view in views)
         self.waits = {rank: wait for rank, wait in found if wait is not None}
         needs = {rank: tuple(self._needs(rank)) for rank in self.waits}
-        self.needs = {rank: lacks for rank, lacks in needs.items() if lacks}
+        others = {rank: self._in_other_threads(rank) for rank in self.waits}
+        self.needs = {r: lacks for r, lacks in needs.items() if lacks and all(others[r])}
+        # What would release a rank's other threads could release the rank.
+        self._links = {r: [*self.needs[r], *(n for o in others[r] for n in o)] for r in self.needs}
         self.movable = self._movable()
+
+    def never_come(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Whose part in the calls of these ranks will be missing, whatever the others do."""
+        found = {
+            need.rank
+            for rank in ranks
+            if not self._is_at_work(rank)
+            for need in self.needs[rank]
+            if need.kind in NEVER_COME and not need.is_open
+        }
+        return tuple(sorted(found))
 
     def _state(self, view: RankView) -> str:
         box = view.box
@@ -73,6 +89,14 @@ class Scene:
         call = box.waiting
         # Work that C++ has issued is waited for without a number: the recorder knows which it is.
         return None if call is not None and call.op == "wait" and not call.number else call
+
+    def _in_other_threads(self, rank: int) -> list[tuple[Need, ...]]:
+        """What further calls lack in which the rank is at the same time."""
+        told, box = self._call(rank), self.views[rank].box
+        if told is None or box is None:
+            return []
+        calls = [one for one in box.calls if one.state == "waiting" and one is not told]
+        return [tuple(self._call_needs(rank, one)) for one in calls]
 
     def _inner_wait(self, view: RankView) -> Wait | None:
         """A wait in a call that C++ issued.
@@ -114,7 +138,11 @@ class Scene:
                 for q in self._members(group):
                     if q != rank and (need := self._inner_need(q, group, pending)):
                         yield replace(need, is_open=need.is_open or is_open)
-        elif is_transfer(call):
+        else:
+            yield from self._call_needs(rank, call)
+
+    def _call_needs(self, rank: int, call: Call) -> Iterator[Need]:
+        if is_transfer(call):
             yield from self._transfer_needs(rank, call)
         elif call.number:
             yield from self._collective_needs(rank, call)
@@ -245,6 +273,9 @@ class Scene:
     def _missing(self, q: int, *, is_open: bool = False) -> Need:
         """That q has not come, and what it does instead."""
         state = self.states[q]
+        is_done = q in self.waits or state in {"finished", "raised"}
+        if is_done and (threads := self._free_threads(q)):
+            return Need(q, "threaded", ", ".join(threads), is_open=True)
         if state == "running" and q in self.waits:
             return Need(q, "waiting", theirs=self.waits[q].act, is_open=is_open)
         if is_open and state in OVER:
@@ -275,14 +306,31 @@ class Scene:
         look = self.views[rank].look
         return None if look is None else look.newest.get(group)
 
+    def _free_threads(self, rank: int) -> tuple[str, ...]:
+        """The rank's threads beside the main one that may still make a call."""
+        view = self.views[rank]
+        return () if view.look is None else view.look.free_threads
+
+    def _is_at_work(self, rank: int) -> bool:
+        """Whether it is not the main thread that waits: that one may still end the cell."""
+        view = self.views[rank]
+        is_new = view.looked_s >= last_event_s(view.box)
+        return view.look is not None and is_new and view.look.is_free
+
+    def _has_thread_in_call(self, rank: int) -> bool:
+        """Whether it has ended the cell with a thread left in a call, after which it may go on."""
+        box = self.views[rank].box
+        return self.states[rank] != "ended" and box is not None and box.waiting is not None
+
     def _movable(self) -> set[int]:
         """Waiting ranks from which a chain of needs leads to a rank that may still come."""
-        movable: set[int] = set()
-        fixed = {rank for rank, state in self.states.items() if state in OVER} | set(self.needs)
+        movable = {rank for rank in self.needs if self._is_at_work(rank)}
+        over = {rank for rank, state in self.states.items() if state in OVER}
+        fixed = {r for r in over if not self._has_thread_in_call(r)} | set(self.needs)
         while True:
             more = {
                 rank
-                for rank, needs in self.needs.items()
+                for rank, needs in self._links.items()
                 if rank not in movable
                 and any(n.is_open or n.rank not in fixed or n.rank in movable for n in needs)
             }

@@ -54,6 +54,8 @@ class _Known:
     shared: list[Any] = field(default_factory=list)
     inherited: list[Any] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
+    generation: int = 0
+    ending: threading.Lock = field(default_factory=threading.Lock)
     is_installed: bool = False
 
 
@@ -83,17 +85,31 @@ def is_supported() -> bool:
     return any(_members(loop) for loop in _known.loops)
 
 
-def abort() -> int:
+def abort(generation: int | None = None) -> int | None:
     """Shut every connection of this process's Gloo groups down and return how many there were.
 
     From any thread, also while the main thread is blocked in C++. All groups of this process
     are unusable afterwards, until all ranks have been in `groups.recover`. Only connections
     that a Gloo device holds are touched: no other socket of this process.
+
+    Args:
+        generation: Of the groups that are meant: a request can come late, when newer groups have
+            taken their place, and then nothing happens and None is returned. None: whichever.
     """
-    # A new group's members meet through the store, where there is no connection to shut down.
-    meeting.cancel_meetings()
-    sockets = {member for loop in tuple(_known.loops) for member in _members(loop)}
-    return sum(_shut(number, inode) for number, inode in sockets)
+    with _known.ending:
+        if generation is not None and generation < _known.generation:
+            return None
+        # A new group's members meet through the store, where there is no connection to shut down.
+        meeting.cancel_meetings()
+        sockets = {member for loop in tuple(_known.loops) for member in _members(loop)}
+        return sum(_shut(number, inode) for number, inode in sockets)
+
+
+def outdate(generation: int) -> None:
+    """Ignore requests to abort older groups than these from now on, and end what they wait in."""
+    with _known.ending:
+        _known.generation = generation
+    abort()
 
 
 def shared_devices() -> list[Any]:
@@ -257,4 +273,4 @@ def _forget() -> None:
     _known.inherited += _known.shared
     _known.shared.clear()
     _known.loops.clear()
-    _known.lock = threading.RLock()
+    _known.lock, _known.ending = threading.RLock(), threading.Lock()

@@ -93,7 +93,7 @@ def name_code_alike(compiler: Any) -> None:
 def hide_own_frames(tracebacks: Any) -> None:
     """Leave nbdist's frames around torch's functions out of the tracebacks of cells.
 
-    A frame of nbdist at the very end stays: there nbdist itself has raised.
+    One at the very end stays where nbdist itself has raised.
     """
     structured = tracebacks.structured_traceback
 
@@ -118,14 +118,20 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _unlink_own(link: TracebackType | None) -> None:
     while link is not None:
         following = link.tb_next
-        while (
-            following is not None
-            and following.tb_next is not None
-            and stacks.is_ours(following.tb_frame.f_code.co_filename)
-        ):
+        while following is not None and _is_around_others(following):
             following = following.tb_next
         link.tb_next = following
         link = following
+
+
+def _is_around_others(link: TracebackType) -> bool:
+    """Whether it is a frame of nbdist in which somebody else's function has raised.
+
+    A wrapper of the recorder can be the last Python frame: what it calls, `original`, may be C++.
+    """
+    code = link.tb_frame.f_code
+    is_last = link.tb_next is None
+    return stacks.is_ours(code.co_filename) and (not is_last or "original" in code.co_freevars)
 
 
 def refuse_input(kernel: Any) -> None:

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from nbdist.errors import NbdistError
 
 _CHECKED = {"gloo", "nccl"}
+_NAMED_NUMBERS, _LAST_NUMBER = 7, 255
 _installed: list[Any] = []  # torch's own helper, once it is replaced
 
 
@@ -115,16 +116,19 @@ def around(backend: Any, group: Any, store: dist.Store, timeout: timedelta) -> A
 def unused_type(group: Any) -> Any:
     """A backend type that the group has not had yet: 255, then 254 and so on.
 
-    A type is bound to its first backend for good, so every new backend needs another. From
-    above, as recoveries count from below.
+    torch's number of a type is one byte, and is bound to its first backend for good, so every
+    new backend needs another. The first seven have names and meanings (gloo, nccl, ...).
 
     Raises:
-        NbdistError: After 249 new backends of one group.
+        NbdistError: There is none left.
     """
-    for number in range(255, 6, -1):  # up to 6 they have a name and a meaning
+    for number in range(_LAST_NUMBER, _NAMED_NUMBERS - 1, -1):
         kind = dist.ProcessGroup.BackendType(number)
         try:
             group._backend_id(kind)  # noqa: SLF001  # torch cannot be asked otherwise
         except RuntimeError:
             return kind
-    raise NbdistError("A group has been recovered 249 times. %dist_reset starts afresh.")
+    raise NbdistError(
+        f"group {group.group_name} has been recovered {_LAST_NUMBER - _NAMED_NUMBERS + 1} times, "
+        "which is all that torch allows. Save what you need, then start anew with %dist_reset."
+    )

@@ -20,15 +20,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from nbdist.core.ranks import rank_label
-from nbdist.core.recovery import MadeGroup, Recovered
-from nbdist.engine import abort, blackbox, looks, models, nccl, runtime
+from nbdist.core.recovery import DEADLINE_S, MadeGroup, Recovered
+from nbdist.engine import abort, blackbox, checks, collection, looks, models, nccl, runtime
 from nbdist.errors import NbdistError
-
-# All living ranks must have come by then; and each of them must have connected.
-DEADLINE_S = 30.0
-# torch's number of a backend is one byte, and an object takes each number once. The first
-# seven have names (gloo, nccl, ...).
-_FIRST_NUMBER, _LAST_NUMBER = 7, 255
 
 
 @dataclass(slots=True)
@@ -37,7 +31,8 @@ class _Kept:
 
     Attributes:
         made: The groups that the user's code made, in order.
-        stores: ProcessGroup -> the store of its newest backend; C++ does not keep it alive.
+        stores: ProcessGroup -> the stores of its backends; C++ keeps these alive no more than
+            half, and the backends that were replaced stay in the object.
         is_installed: Whether torch's helper is wrapped.
     """
 
@@ -104,6 +99,7 @@ def generation_store(store: dist.Store, generation: int) -> dist.Store:
     return dist.PrefixStore(f"group/{generation}", store)
 
 
+@collection.put_off()  # all ranks would wait for one's finalizer
 def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
     """Give every process group without a dead member new connections, and reset models.
 
@@ -125,14 +121,14 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
     groups = {pg: tuple(world.pg_group_ranks[pg]) for pg in world.pg_map}
     whole = [pg for pg, ranks in groups.items() if not set(ranks) & set(dead)]
     for pg in whole:
-        _unused_type(pg)
+        checks.unused_type(pg)
     _forget_closed(world)
     living = [r for r in range(state.topology.world_size) if r not in dead]
     store = generation_store(state.store, generation)
     meet(store, state.place.rank, living)
     # Also when nothing waits: the old connections would stay open as long as the objects. Not
     # earlier: a rank that has not come yet may be connecting, and would fail by it.
-    abort.abort()
+    abort.outdate(generation)
     fresh = [_connect(pg, store) for pg in whole]
     for one in fresh:
         _register(world, one)
@@ -303,7 +299,7 @@ def _register(world: Any, fresh: _Fresh) -> None:
     kinds: dict[int, Any] = {}
     for device, backend in fresh.backends.items():
         if id(backend) not in kinds:
-            kinds[id(backend)] = _unused_type(pg)
+            kinds[id(backend)] = checks.unused_type(pg)
         # The default backend stays a name, "gloo": an unknown number there fails DDP.
         pg._register_backend(torch.device(device), kinds[id(backend)], backend)  # noqa: SLF001
     # The helper tells the backends too, and torch's flight recorder shows what they know.
@@ -311,25 +307,6 @@ def _register(world: Any, fresh: _Fresh) -> None:
     pg._set_group_desc(pg.group_desc)  # noqa: SLF001
     world.pg_map[pg] = (world.pg_map[pg][0], fresh.store)
     _kept.stores.setdefault(pg, []).extend(fresh.kept)
-
-
-def _unused_type(pg: Any) -> Any:
-    """A backend type that the group has not had yet: 7, then 8 and so on.
-
-    Raises:
-        NbdistError: There is none left.
-    """
-    for number in range(_FIRST_NUMBER, _LAST_NUMBER + 1):
-        kind = dist.ProcessGroup.BackendType(number)
-        try:
-            pg._backend_id(kind)  # noqa: SLF001  # torch cannot be asked otherwise
-        except RuntimeError:
-            return kind
-    raise NbdistError(
-        f"group {pg.group_name} has been recovered {_LAST_NUMBER - _FIRST_NUMBER + 1} "
-        "times, which is all that torch allows. Save what you need, then start anew with "
-        "%dist_reset."
-    )
 
 
 def _forget_closed(world: Any) -> None:

@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d
 from nbdist.core import causes, stacks
 from nbdist.core.calls import CxxCall, Look
 from nbdist.core.stacks import Frame
-from nbdist.engine import crashes
+from nbdist.engine import crashes, threads
 from nbdist.engine.places import Places
 
 # A main thread that uses no processor time for this long, and is asleep before and after, is
@@ -49,13 +49,17 @@ def look() -> Look:
     place = _places.find(frame)
     shown = with_sources(stacks.user_part(frames))
     is_asleep = asleep.end()
+    is_in_torch = place is not None and is_torch(frames[-1].file)
+    is_free, free_threads = threads.free(_places, waits_inside=is_in_torch and is_asleep)
     return Look(
         place=place,
         stack=tuple(stacks.frame_text(one, crashes.cells) for one in shown),
-        is_in_torch=place is not None and is_torch(frames[-1].file),
+        is_in_torch=is_in_torch,
         is_asleep=is_asleep,
         # Last: a backend notes a call in a thread of its own, a moment after it was made.
         newest=newest(),
+        is_free=is_free,
+        free_threads=free_threads,
     )
 
 

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nbdist.core.recovery import HALVES, SHARDED
 from nbdist.core.wire import CELL_FOR_ALL
+from nbdist.errors import NbdistError
 
 # A tensor is summed in pieces, so that what is needed beside it stays small.
 _PIECE_BYTES = 1 << 22
@@ -39,11 +40,13 @@ class Model:
         name: The variable that holds it, or holds what it is in; otherwise its class.
         module: A DDP object, or the outermost FSDP2 module.
         is_sharded: FSDP2: each rank has a part of it.
+        is_named: A variable holds it: it is no leftover, such as a failed cell's.
     """
 
     name: str
     module: torch.nn.Module
     is_sharded: bool
+    is_named: bool = True
 
 
 @dataclass(slots=True)
@@ -60,13 +63,17 @@ _state = _State()
 def find() -> tuple[Model, ...]:
     """Every live DDP and FSDP2 model of this process, by name."""
     modules = list(_live(DistributedDataParallel, FSDPModule))
-    ddps = [m for m in modules if issubclass(type(m), DistributedDataParallel)]
+    # One without a reducer comes from a constructor that has failed: the error holds it.
+    ddps = [
+        m for m in modules if issubclass(type(m), DistributedDataParallel) and hasattr(m, "reducer")
+    ]
     shards = [m for m in modules if issubclass(type(m), FSDPModule)]
     inner = {id(child) for m in shards for child in m.modules() if child is not m}
     roots = [m for m in shards if id(m) not in inner]
     found = [(m, False) for m in ddps] + [(m, True) for m in roots]
-    names = _names([module for module, _ in found])
-    models = [Model(names[id(module)], module, sharded) for module, sharded in found]
+    known = _variables()
+    names = _names([module for module, _ in found], known)
+    models = [Model(names[id(m)], m, sharded, id(m) in known) for m, sharded in found]
     return tuple(sorted(models, key=lambda model: model.name))
 
 
@@ -174,9 +181,25 @@ def _quiet_at_times(construct: Any) -> Any:
         # The sixth argument after the module, which nobody gives by place.
         if _state.is_catching_up and len(args) <= 5 and not _runs_on_all():
             kwargs["init_sync"] = False
+            construct(self, *args, **kwargs)
+            self.register_forward_pre_hook(_refuse_alone)
+            return
         construct(self, *args, **kwargs)
 
     return init
+
+
+def _refuse_alone(*_: Any) -> None:
+    """Before the forward of a model that was built alone: it is not the others' model yet.
+
+    Raises:
+        NbdistError: In a cell of all ranks, which would train different models without a word.
+    """
+    if _state.is_catching_up and _runs_on_all():
+        raise NbdistError(
+            "this rank's model was built alone, after a restart, and has not got the others' "
+            "values: %dist_sync_model sends them"
+        )
 
 
 def _runs_on_all() -> bool:
@@ -260,11 +283,16 @@ def _live(*kinds: type) -> Iterator[Any]:
     return itertools.compress(objects, is_wanted)
 
 
-def _names(objects: Iterable[Any]) -> dict[int, str]:
-    """Name each object, by id; no two names are equal."""
+def _names(objects: Iterable[Any], known: Mapping[int, str] | None = None) -> dict[int, str]:
+    """Name each object, by id; no two names are equal.
+
+    Args:
+        objects: What is named.
+        known: `_variables`, where it is there already.
+    """
     names: dict[int, str] = {}
     taken: set[str] = set()
-    known = _variables()
+    known = _variables() if known is None else known
     for one in objects:
         base = known.get(id(one)) or type(getattr(one, "module", one)).__name__
         name, number = base, 2

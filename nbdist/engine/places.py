@@ -15,6 +15,7 @@ from nbdist.core.calls import Place
 
 MAX_PLACES = 4096
 MAX_SOURCE_CHARS = 120
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
 _NOT_THE_USERS = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
@@ -43,6 +44,10 @@ class Places:
         """The innermost line of the user's code, from this frame outwards."""
         frame = self._users_frame(frame)
         return None if frame is None else self._describe(frame.f_code.co_filename, frame.f_lineno)
+
+    def is_users(self, frame: FrameType | None) -> bool:
+        """Whether this frame, or one outwards of it, runs the user's code."""
+        return self._users_frame(frame) is not None
 
     def packed(self, frame: FrameType | None) -> bytes:
         """The same, as it stands in a black box; empty where there is none."""
@@ -78,6 +83,8 @@ class Places:
         if file.startswith("<"):  # generated code, frozen modules
             return False
         path = Path(file)
+        if not _PACKAGES.isdisjoint(path.parts):  # on sys.path by PYTHONPATH or a .pth file
+            return False
         return not any(path.is_relative_to(folder) for folder in self._folders)
 
     def _cell(self, file: str) -> int | None:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nbdist.core import stacks, wire
-from nbdist.engine import blackbox, crashes, looks
+from nbdist.engine import blackbox, collection, crashes, looks
 from nbdist.errors import StartError
 
 
@@ -41,8 +41,11 @@ def all_stacks() -> str:
     return stacks.stacks_text(found, crashes.cells)
 
 
-def abort() -> int:
+def abort(generation: int) -> int:
     """Break off every collective that this rank waits in; how many connections and groups.
+
+    Args:
+        generation: Of the groups that are meant; newer ones are left alone.
 
     Raises:
         NbdistError: If NCCL refused. Gloo's connections have been ended even so.
@@ -50,7 +53,8 @@ def abort() -> int:
     from nbdist.engine import abort as gloo  # these need runtime, which needs this module
     from nbdist.engine import nccl
 
-    return gloo.abort() + nccl.abort()
+    ended = gloo.abort(generation)
+    return 0 if ended is None else ended + nccl.abort()
 
 
 def snapshot() -> tuple[float, bytes | None]:
@@ -98,6 +102,7 @@ def install(kernel: Any) -> None:
     handlers[wire.CONTROL_REQUEST] = respond
 
 
+@collection.put_off()  # requests to abort would wait behind a finalizer
 def answer(request: Any) -> tuple[dict[str, str], list[bytes]]:
     """Content and buffers of the reply to a message; what the function raised is in it."""
     try:

@@ -168,6 +168,7 @@ def join(
     common = groups.generation_store(store, generation)
     if generation:
         groups.meet(common, rank, range(plan.world_size))
+        abort.outdate(generation)
     dist.init_process_group(
         TORCH_BACKENDS[plan.backend],
         store=common,

@@ -35,19 +35,21 @@ class _Sketch:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """One rank's models, and whether it takes a dead rank's place."""
+    """One rank's models, which of them no variable holds, and whether it replaces a dead rank."""
 
     sketches: dict[str, _Sketch]
     sharded: tuple[str, ...]
+    unnamed: frozenset[str]
     is_new: bool
 
 
 def sync_model(source: int) -> list[str]:
-    """Send a rank's DDP models to all others and return their names.
+    """Send a rank's DDP models to all others and return their names, and what was left out.
 
     Collective: every rank, with the same source. Parameters, buffers, the state and settings of
     their optimizers, and their schedulers. Models are paired by name. Gradients are
-    cleared. Nothing is changed on any rank when an error is raised.
+    cleared. Nothing is changed on any rank when an error is raised. A model that no variable
+    holds may be a leftover, such as a failed cell's: it is left out where it does not fit.
 
     Raises:
         NbdistError: There is no DDP model on the source, or a rank's model of that name is
@@ -57,18 +59,23 @@ def sync_model(source: int) -> list[str]:
     own = _Offer(
         {name: _sketch(one) for name, one in found.items() if not one.is_sharded},
         tuple(name for name, one in found.items() if one.is_sharded),
+        frozenset(name for name, one in found.items() if not one.is_named),
         models.is_catching_up(),
     )
     offers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(offers, own)
-    _refuse(offers, source)
+    left_out = _refuse(offers, source)
     is_anyone_new = any(offer.is_new for offer in offers)
     rank = dist.get_rank()
-    for name, sketch in offers[source].sketches.items():
+    sent = {n: one for n, one in offers[source].sketches.items() if n not in left_out}
+    for name, sketch in sent.items():
         if rank in sketch.ranks:
             _send(found[name], source, is_rebuilt=is_anyone_new)
     models.catching_up(False)
-    return list(offers[source].sketches)
+    return [
+        *sent,
+        *(f"{n} left out, as no variable holds it: {why}" for n, why in left_out.items()),
+    ]
 
 
 def _sketch(model: models.Model) -> _Sketch:
@@ -90,8 +97,8 @@ def _sketch(model: models.Model) -> _Sketch:
     )
 
 
-def _refuse(offers: list[_Offer], source: int) -> None:
-    """Raise the same error on every rank when something does not fit."""
+def _refuse(offers: list[_Offer], source: int) -> dict[str, str]:
+    """Raise the same error on every rank when something does not fit; what is left out, and why."""
     if not offers[source].sketches:
         sharded = offers[source].sharded
         raise NbdistError(
@@ -104,18 +111,26 @@ def _refuse(offers: list[_Offer], source: int) -> None:
             )
         )
     problems = []
+    left_out = {}
     for name, sketch in offers[source].sketches.items():
+        found = []
         if source not in sketch.ranks:
-            problems.append(f"rank {source} is no member of {name}'s group")
+            found.append(f"rank {source} is no member of {name}'s group")
         for rank in sketch.ranks:
             problem = _difference(name, sketch, offers[rank].sketches.get(name))
             if problem:
-                problems.append(f"rank {rank}: {problem}")
-    if problems:
+                found.append(f"rank {rank}: {problem}")
+        if found and name in offers[source].unnamed:
+            left_out[name] = found[0]
+        else:
+            problems += found
+    if problems or len(left_out) == len(offers[source].sketches):
+        problems = problems or list(left_out.values())
         raise NbdistError(
             f"models differ from rank {source}'s, so nothing was sent: {'; '.join(problems[:5])}. "
             "Build the model (and its optimizer) on that rank first, under the same names."
         )
+    return left_out
 
 
 def _difference(name: str, ours: _Sketch, theirs: _Sketch | None) -> str:
@@ -124,14 +139,14 @@ def _difference(name: str, ours: _Sketch, theirs: _Sketch | None) -> str:
         return f"no DDP model named {name}"
     if ours.ranks != theirs.ranks:
         return f"{name} is in a group of ranks {rank_label(theirs.ranks)}"
-    mine, other = dict_of(ours), dict_of(theirs)
+    mine, other = _parts(ours), _parts(theirs)
     for key in dict.fromkeys((*mine, *other)):
         if mine.get(key) != other.get(key):
             return f"{name}: {key} is {other.get(key, 'missing')}, not {mine.get(key, 'missing')}"
     return ""
 
 
-def dict_of(sketch: _Sketch) -> dict[str, Any]:
+def _parts(sketch: _Sketch) -> dict[str, Any]:
     """The sketch as named parts, for a message that names the one that differs."""
     parts: dict[str, Any] = {n: f"{kind} {list(shape)}" for n, kind, shape in sketch.tensors}
     for (name, kind, groups), schedulers in zip(sketch.optimizers, sketch.schedulers, strict=True):

@@ -141,3 +141,11 @@ def test_stuck_ranks_are_told_with_their_place_and_the_price() -> None:
     assert "rank 1 is still in C code" in told
     assert "line 3 of cell [12]: a @ b" in told
     assert "variables are then lost" in told
+
+
+def test_a_press_promises_no_replacement_where_there_is_none() -> None:
+    """Ranks that a batch system or another host has started cannot be replaced one by one."""
+    told = stuck_told([0, 1], {}, can_replace=False)
+
+    assert "another press gives the notebook back" in told
+    assert "lost" not in told

@@ -70,3 +70,15 @@ def test_a_timeout_begins_the_same_without_a_press() -> None:
     assert ladder.has_begun
     assert ladder.give_back_s == 100.0 + GIVE_BACK_S
     assert ladder.replace_s is None
+
+
+def test_each_press_interrupts_once_more_but_not_at_once() -> None:
+    """Code that has caught the first KeyboardInterrupt gets another; what cleans up has time."""
+    ladder = Ladder()
+    ladder.press(100.0)
+
+    assert ladder.sigint_s(90.0, 100.0) == NEVER_S
+    ladder.press(100.1)
+    assert ladder.sigint_s(90.0, 100.0) == pytest.approx(100.5)
+    assert ladder.sigint_s(90.0, 100.0) < ladder.give_back_s
+    assert ladder.sigint_s(90.0, 100.5) == NEVER_S

@@ -90,6 +90,27 @@ def test_a_killed_rank_comes_back_and_the_other_keeps_all(pair: Session) -> None
     assert pair.cluster.exits[0].how == "signal SIGKILL"
 
 
+def test_after_a_restart_all_build_a_model_together_or_the_new_rank_alone(pair: Session) -> None:
+    """In a cell for all ranks they get rank 0's values; in one of its own the new rank sends none.
+
+    Until the new rank has the others' values it builds models without a word to them, but in a
+    cell that all run the others wait for it.
+    """
+    build = (
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "model = DDP(torch.nn.Linear(1, 1).requires_grad_())\n"
+    )
+    value = "print(model.module.weight.item())"
+    kill(pair, 1)
+    restart(pair, 1)
+    together = texts(pair, f"torch.manual_seed(rank)\n{build}{value}")
+    alone = texts(pair, f"torch.manual_seed(1)\n{build}{value}", ranks="1")
+
+    assert together[0] == together[1]
+    assert alone[0] != together[1]
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+
+
 def test_two_of_three_and_then_all_come_back(runs: Path) -> None:
     """Ranks that have ended and were not named come along; with nobody left nothing is lacking."""
     with session_of(StartOptions(world_size=3, gpus="none")) as session:

@@ -1,6 +1,7 @@
 """One cell's state, fed by hand: what it does where ranks, sink or cluster do not play along."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -50,6 +51,18 @@ class FakeHealth:
         return ()
 
 
+class FakeUpkeep:
+    """Ends ranks, where they can be replaced."""
+
+    def __init__(self) -> None:
+        self.can_replace = True
+        self.given_up: list[int] = []
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """Note them."""
+        self.given_up += ranks
+
+
 class FakeSession:
     """Ranks that exist in name alone."""
 
@@ -59,6 +72,7 @@ class FakeSession:
     def __init__(self) -> None:
         self.interrupted: list[int] = []
         self.health = FakeHealth()
+        self.upkeep: FakeUpkeep = FakeUpkeep()
 
     def watchdog(self, *_: object, **__: object) -> FakeWatchdog:
         """One that is blind."""
@@ -215,3 +229,73 @@ def test_a_failure_is_not_waited_for_after_an_interrupt() -> None:
     run.step(run._began_s + 0.1)
 
     assert longest_wait_s(run, run._began_s) > 1
+
+
+@pytest.mark.parametrize(("can_replace", "given_up"), [(True, [1]), (False, [])])
+def test_a_press_after_the_warning_ends_ranks_only_where_others_can_take_their_place(
+    *, can_replace: bool, given_up: list[int]
+) -> None:
+    """The cell ends at once in both cases."""
+    session, sink = FakeSession(), Kept()
+    session.upkeep.can_replace = can_replace
+    run = CellRun(cast("Session", session), CellRequest("code", (0, 1)), sink)
+    run.done(0, Failed())
+    began_s = run._began_s
+    run.press()
+    run.step(began_s)
+    run.step(began_s + 1.6)
+    warned = str(sink.events)
+    run.press()
+    run.step(began_s + 1.7)
+    run.press()
+    run.step(began_s + 1.8)
+    after_s = run.step(began_s + 1.9)
+
+    assert ("another press ends and replaces rank 1" in warned) == can_replace
+    assert session.upkeep.given_up == given_up
+    assert run.missing == ()
+    assert after_s is None or after_s < 2.0
+
+
+class SlowUpkeep(FakeUpkeep):
+    """A recovery that nobody answers."""
+
+    n_begun = 0
+
+    def begin_recovery(self) -> dict[int, Future[Any]]:
+        """Ask a rank that says nothing."""
+        self.n_begun += 1
+        return {0: Future()}
+
+
+class Cut(Exception):
+    """A rank's reply when another one has shut their connection."""
+
+    ename, evalue, traceback = "RuntimeError", "Connection closed by peer [127.0.0.1]:1234", ()
+
+
+def test_a_connection_that_is_gone_is_made_anew_though_no_call_is_missing() -> None:
+    """Otherwise every later cell would fail by it."""
+    session = FakeSession()
+    session.upkeep = upkeep = SlowUpkeep()
+    run = CellRun(cast("Session", session), CellRequest("code", (0,)), Kept())
+    run.done(0, Cut())
+    run.step(run._began_s)
+
+    assert upkeep.n_begun == 1
+
+
+def test_a_recovery_that_lasts_does_not_keep_the_notebook_after_an_interrupt() -> None:
+    """It is back within five seconds of the press, and the next cell recovers."""
+    session = FakeSession()
+    session.upkeep = SlowUpkeep()
+    run = CellRun(cast("Session", session), CellRequest("code", (0,)), Kept())
+    run.press()
+    run.step(run._began_s)
+    run.done(0, Cut())
+    pause_s = run.step(run._began_s + 1.0)
+
+    assert pause_s is not None
+    assert 1.0 + pause_s < 5.0
+    assert run.step(run._began_s + 4.6) is None
+    assert session.health.needs_recovery

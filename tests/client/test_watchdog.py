@@ -6,9 +6,9 @@ from typing import cast
 
 import pytest
 
-from nbdist.client.health import Health
+from nbdist.client.health import LOOK_PAUSE_S, Health
 from nbdist.client.watchdog import AFTER_S, LATE_S, PAUSE_S, Watchdog
-from nbdist.core.calls import Box, Call, Group, Place, RankView
+from nbdist.core.calls import Box, Call, CxxCall, Group, Look, Place, RankView
 
 RUN = 7
 WORLD = Group("0", (0, 1), 0)
@@ -36,6 +36,9 @@ class FakeHealth:
         self.boxes = dict(boxes)
         self.asked: list[int] = []
         self.stopped: set[int] = set()
+        self.answers: dict[int, Look] = {}
+        self.looks: dict[int, tuple[Look, float]] = {}
+        self.is_deaf = False
 
     def forget_looks(self) -> None:
         """Nothing."""
@@ -43,14 +46,24 @@ class FakeHealth:
     def forget_look(self, _rank: int) -> None:
         """Nothing."""
 
-    def ask_looks(self, ranks: Iterable[int], _now_s: float) -> None:
-        """Note who was asked."""
-        self.asked += ranks
+    def ask_looks(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
+        """Note who was asked; the answer is there at the next look, and kept for half a second."""
+        for rank in ranks:
+            self.asked.append(rank)
+            _, looked_s = self.looks.get(rank, (None, 0.0))
+            if not self.is_deaf and not newer_than_s <= looked_s > now_s - LOOK_PAUSE_S:
+                self.looks[rank] = self.answers.get(rank, Look(None, (), False, False)), now_s
 
     def views(self, states: Mapping[int, tuple[str, str]]) -> list[RankView]:
         """As Health does, without processes."""
         return [
-            RankView(r, "stopped" if r in self.stopped else states[r][0], states[r][1], one)
+            RankView(
+                r,
+                "stopped" if r in self.stopped else states[r][0],
+                states[r][1],
+                one,
+                *self.looks.get(r, ()),
+            )
             for r, one in self.boxes.items()
         ]
 
@@ -163,3 +176,84 @@ def test_ranks_are_asked_when_nobody_makes_a_call_or_somebody_is_done() -> None:
 
     assert quiet == []
     assert set(watch.health.asked) == {0, 1}
+
+
+def test_an_old_answer_beside_a_new_box_is_no_deadlock() -> None:
+    """Rank 1 slept in a call that rank 0 has joined since: its answer is from before that."""
+    pending = CxxCall("all_gather", "float32[3]", 1, is_pending=True)
+    watch = Watch({0: box(0), 1: box(1)})
+    watch.health.answers[0] = Look(None, (), False, False, {"1": replace(pending, number=0)})
+    watch.health.answers[1] = Look(None, (), True, True, {"0": pending})
+    watch.until(1.0)  # asked, as nobody makes a call
+    watch.health.answers[1] = Look(None, (), False, False, {"0": replace(pending, number=2)})
+    watch.health.boxes[0] = box(0, waits_since_s=0.0)
+    watch.until(4.0)
+
+    assert watch.told == []
+    assert watch.dog.deadlock is None
+
+
+def test_a_deadlock_is_told_only_when_its_ranks_have_answered_since() -> None:
+    """Else nobody knows whether a rank that has ended the cell has a thread that goes on."""
+    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
+    watch.states[1] = "finished", ""
+    watch.health.is_deaf = True
+    watch.until(8.0)
+    deaf = list(watch.told)
+    watch.health.is_deaf = False
+    watch.until(10.0)
+
+    assert deaf == []
+    assert len(watch.told) == 1
+
+
+def test_a_rank_whose_other_thread_goes_on_is_only_late() -> None:
+    """It has finished the cell, and may make the call all the same."""
+    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
+    watch.states[1] = "finished", ""
+    watch.health.answers[1] = Look(None, (), False, False, free_threads=("loader",))
+    watch.until(30.0)
+
+    (told_s, line), *others = watch.told
+    assert others == []
+    assert line.endswith("rank 1 has not come to it yet, but may in another thread (loader)")
+    assert told_s >= LATE_S
+    assert watch.dog.deadlock is None
+
+
+def test_the_next_call_of_the_same_line_is_another_finding() -> None:
+    """In a loop the words are the same: only one that lasts is told."""
+    watch = Watch({0: box(0, waits_since_s=0.0), 1: box(1, "finished")})
+    watch.states[1] = "finished", ""
+    for number in range(1, 40):
+        call = replace(box(0, waits_since_s=0.0).calls[0], number=number)
+        group = Group("0", (0, 1), number)
+        own = replace(watch.health.boxes[0], calls=(call,), groups={"0": group})
+        watch.health.boxes[0] = own
+        watch.until(number * PAUSE_S)
+
+    assert watch.told == []
+
+
+def test_a_call_that_nobody_can_complete_is_told_before_the_last_rank_is_there() -> None:
+    """And aborted only then: the rank that computes is left alone."""
+    boxes = {0: box(0, waits_since_s=0.1), 1: box(1, "finished"), 2: box(2)}
+    world = {"0": Group("0", (0, 1, 2), 0)}
+    boxes = {r: replace(one, groups=world) for r, one in boxes.items()}
+    boxes[0] = replace(boxes[0], groups={"0": Group("0", (0, 1, 2), 1)})
+    watch = Watch(boxes)
+    watch.states[1] = "finished", ""
+    watch.until(20.0)
+    told = list(watch.told)
+    abort_s = watch.dog.abort_s
+    watch.health.boxes[2] = replace(boxes[0], rank=2)
+    watch.until(30.0)
+
+    assert len(told) == 1
+    assert told[0][0] <= 2.1
+    assert "rank 1 finished the cell without calling it" in told[0][1]
+    assert "rank 2 has not come to it yet" in told[0][1]
+    assert abort_s == float("inf")
+    assert watch.told == told
+    assert watch.dog.deadlock is not None
+    assert watch.dog.abort_s < 30.0

@@ -149,4 +149,5 @@ def test_a_place_in_words() -> None:
     """In a cell, in a file, unknown."""
     assert place_told(at(7, REDUCE)) == f"line 7 of cell [12]: {REDUCE}"
     assert place_told(replace(at(7), cell=None, file="train.py")) == "line 7 of train.py"
+    assert place_told(at(7, "for x in loader:")) == "line 7 of cell [12]: for x in loader"
     assert place_told(None) == ""

@@ -181,34 +181,43 @@ class Simulation:
         return Call(part.op, "f[3]", name, part.number, peer, place, RUN, 0.0, None, state)
 
 
-def certain(views: list[RankView]) -> set[int]:
-    """The ranks that are said to be stuck; those that are told of at all are told once."""
+def certain(views: list[RankView], doomed: set[frozenset[int]] | None = None) -> set[int]:
+    """The ranks that are said to be stuck; those that are told of at all are told once.
+
+    Sets of ranks of which one has to be stuck in the end are put into `doomed`.
+    """
     found = diagnose(views, 10.0)
     told = [rank for one in found for rank in one.waiting]
     assert len(told) == len(set(told))
     for one in found:
         assert one.text
-        assert bool(one.blamed) == one.is_certain
+        assert bool(one.blamed) == (one.is_certain or one.is_doomed)
+        if doomed is not None and one.is_doomed:
+            doomed.add(frozenset(one.waiting))
     return {rank for one in found if one.is_certain for rank in one.waiting}
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs(seed: int) -> None:
     """Certain is what never moves again; in the end, all who wait and nobody else."""
-    deadlocks = 0
+    deadlocks = n_doomed = 0
     for program in range(PROGRAMS):
         number = seed * PROGRAMS + program
         print(f"seed {number}")  # noqa: T201  # shown when it fails
         simulation = Simulation(random.Random(number))
         accused: set[int] = set()
+        doomed: set[frozenset[int]] = set()
         while movers := simulation.movers():
-            accused |= certain(simulation.views())
+            accused |= certain(simulation.views(), doomed)
             who = simulation.random.choice(movers)
             assert who not in accused
             simulation.step(who)
         stuck = {n for n, rank in enumerate(simulation.ranks) if rank.blocked}
         assert certain(simulation.views()) == stuck
         assert accused <= stuck
+        assert all(ranks & stuck for ranks in doomed)
+        n_doomed += len(doomed)
         deadlocks += bool(stuck)
     # Both outcomes have to be seen, or nothing was shown.
     assert PROGRAMS // 5 < deadlocks < PROGRAMS * 4 // 5
+    assert n_doomed > PROGRAMS // 20

@@ -185,3 +185,28 @@ def test_without_proc_nothing_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert abort.abort() == 0
     assert not abort.is_supported()
     assert abort._epolls() == set()
+
+
+LATE = """
+    from nbdist.engine import responder
+    say("here")
+    wait_for("here")
+    groups.recover(1)
+    late = [responder.abort(0), total()]
+    say("asked")
+    wait_for("asked")
+    count = responder.abort(1)
+    groups.recover(2)
+    done(late=late, count=count, total=total())
+"""
+
+
+def test_a_request_that_comes_late_ends_nothing(tmp_path: Path) -> None:
+    """Groups that took the place of those that were meant go on; these can be ended too."""
+    with TorchRanks(tmp_path, 2, LATE) as ranks:
+        results = ranks.results()
+
+    for one in results:
+        assert one["late"] == [0, 3.0]
+        assert one["total"] == 3.0
+    assert sum(one["count"] for one in results) >= 1

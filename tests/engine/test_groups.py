@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from nbdist.core.recovery import MadeGroup, Recovered, merge_made
-from nbdist.engine import groups
+from nbdist.engine import checks
 from nbdist.errors import NbdistError
 from tests.support.torch_ranks import TorchRanks
 
@@ -257,7 +257,7 @@ def test_a_group_that_has_used_every_number_says_how_to_go_on() -> None:
             return 1
 
     with pytest.raises(NbdistError, match=r"group 3 has been recovered 249 times.*%dist_reset"):
-        groups._unused_type(Spent())
+        checks.unused_type(Spent())
 
 
 def test_an_answer_crosses_the_wire() -> None:

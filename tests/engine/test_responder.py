@@ -1,5 +1,6 @@
 """The control thread's answers: from a fixed table, and never an exception into the thread."""
 
+import gc
 import pickle
 import threading
 from types import SimpleNamespace
@@ -94,3 +95,19 @@ def test_stacks_tell_what_other_threads_do() -> None:
     assert threading.current_thread().name not in text
     assert "the user's:\n  test_responder.py, line" in text
     assert "in users_function: gate.wait()" in text
+
+
+def test_the_users_finalizers_do_not_run_in_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DataLoader's may wait for seconds, with requests to abort behind it; then as before."""
+    seen = []
+    table = {"ping": lambda: seen.append(gc.isenabled())}
+    monkeypatch.setattr(responder, "TABLE", table)
+    for is_on in (True, False):
+        (gc.enable if is_on else gc.disable)()
+        try:
+            responder.answer(request("ping"))
+            seen.append(gc.isenabled())
+        finally:
+            gc.enable()
+
+    assert seen == [False, True, False, False]

@@ -76,8 +76,13 @@ def test_ten_recoveries_and_the_same_losses(n: int, ranks_of: Callable[[int], Ra
         back_s.append(cell.seconds)
         seen.append(ranks.values("both()"))
 
-    assert len({loss for losses in expected for loss in losses[0]}) > _STEPS  # it does train
-    assert seen == expected
+    assert len({losses[0][0] for losses in expected}) == _STEPS  # it does train
+    # Two numbers have one sum; of more, DDP's buckets decide in which order they are added, and
+    # a deadlock in its first step moves the step after which it arranges them anew.
+    tolerance = 0 if n == 2 else 1e-6
+    for now, then in zip(seen, expected, strict=True):
+        for rank in range(n):
+            assert now[rank] == pytest.approx(then[rank], rel=tolerance, abs=0)
     assert max(back_s) < TOLD_S + GRACE_S + ABORT_S + ranks.load_s
     ranks.conclude("ten recoveries in a row", "repeat", None, max(back_s))
 
@@ -87,7 +92,7 @@ def test_ten_recoveries_and_the_same_losses(n: int, ranks_of: Callable[[int], Ra
 def test_many_recoveries_leave_no_descriptor_and_no_thread(
     n: int, ranks_of: Callable[[int], Ranks]
 ) -> None:
-    """After the first few, ten more recoveries take less than a descriptor each."""
+    """Ten more recoveries take less than a descriptor each, and at most a thread a group."""
     ranks = ranks_of(n)
     ranks.set_kept()
     used = "[len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))]"
@@ -100,7 +105,7 @@ def test_many_recoveries_leave_no_descriptor_and_no_thread(
         if number in {2, 12}:
             counts.append(ranks.values(used))
     before, after = counts
-    n_groups = 4  # the world, FSDP2's mesh, and two of TOOLS; one thread each is known to stay
+    n_groups = max(ranks.values("len(dist.distributed_c10d._world.pg_map)").values())
 
     for rank in range(n):
         assert after[rank][0] - before[rank][0] < 10

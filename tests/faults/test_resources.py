@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -192,6 +193,6 @@ def test_shared_memory_fills_while_ranks_run(n: int, own_ranks: Callable[..., Ra
 
     assert cell.error is not None
     assert cell.error.ename == "DistributedError", cell.visible
-    assert "rank 1 raised RuntimeError" in cell.error.evalue
-    assert "shared memory" in cell.visible or "shm" in cell.visible, cell.visible
+    assert re.search(r"rank 1 raised (RuntimeError|OSError)", cell.error.evalue)
+    assert re.search(r"shared memory|shm|No space left", cell.visible), cell.visible
     ranks.conclude("/dev/shm full while ranks run", "resource", None, back_s)

@@ -180,6 +180,18 @@ def test_an_accelerator_with_settings_of_the_users_own(own_kernel: Kernel) -> No
     assert used.text.startswith("[0-1] bf16 cpu")
 
 
+@pytest.mark.parametrize("use", ["wait_for_everyone()", "print('')", "is_main_process"])
+def test_the_first_use_may_be_a_method(own_kernel: Kernel, use: str) -> None:
+    """Whatever is used first, the accelerator then knows both ranks and waits for them."""
+    own_kernel.run(f"%%distributed\naccelerator.{use}")
+    cell = own_kernel.run(
+        "%%distributed\naccelerator.wait_for_everyone()\n"
+        "print(accelerator.num_processes, accelerator.process_index, type(accelerator).__name__)"
+    )
+
+    assert cell.text == "[0] 2 0 Accelerator\n[1] 2 1 Accelerator\n"
+
+
 def test_other_settings_after_the_first_use_are_explained(own_kernel: Kernel) -> None:
     """Accelerate refuses a second set of settings in a process; the way out is told."""
     own_kernel.run("%%distributed\naccelerator.device")

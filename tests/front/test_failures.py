@@ -57,6 +57,23 @@ def test_an_error_on_one_rank_fails_the_cell(ready: Kernel) -> None:
     assert cell.text == "[0] before 0\n[1] before 1\n"
 
 
+def test_tracebacks_through_torch_do_not_show_nbdist(ready: Kernel) -> None:
+    """Every collective goes through nbdist's recorder, whose frames no traceback has, nor %tb's."""
+    cell = ready.run(
+        "%%distributed\ntry:\n    dist.broadcast('no tensor', src=0)\n"
+        "except TypeError as error:\n    raise KeyError('lost') from error"
+    )
+    again = ready.run("%%distributed\n%tb")
+    inside = ready.run("%%distributed\ndist.all_reduce(torch.ones(1), async_op=True).wait('long')")
+
+    assert cell.error is not None
+    assert "in broadcast(" in cell.error.traceback
+    assert "KeyError: 'lost'" in cell.error.traceback
+    assert inside.error is not None
+    assert "TypeError: wait()" in inside.error.traceback  # raised by C++ below nbdist's frame
+    assert "recorder.py" not in cell.error.traceback + again.text + inside.error.traceback
+
+
 def test_an_equal_error_is_shown_once(ready: Kernel) -> None:
     """All ranks fail alike: one traceback, all ranks named."""
     cell = ready.run("%%distributed\nobject().nope")

@@ -1,0 +1,59 @@
+"""Which of this rank's threads may still make a call, seen from another thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+
+from nbdist.engine import recorder
+from nbdist.engine.places import Places
+
+
+def free(places: Places, *, waits_inside: bool) -> tuple[bool, tuple[str, ...]]:
+    """(whether the main thread is free, the names of the other free threads).
+
+    Free is who is neither inside a recorded call nor joins a thread that is. Of the other
+    threads only those count that run the user's code. From any other thread than the main one.
+
+    Args:
+        places: Knows the user's code.
+        waits_inside: The main thread waits in a call that C++ made.
+    """
+    main = threading.main_thread().ident
+    current = sys._current_frames()  # noqa: SLF001  # there is no other way
+    calling = {ident for ident, frame in current.items() if _is_in_call(frame)}
+    idle = {
+        ident: frame
+        for ident, frame in current.items()
+        if ident not in calling and _joined(frame) not in calling
+    }
+    names = {one.ident: one.name for one in threading.enumerate()}
+    others = sorted(
+        names.get(ident, f"thread {ident}")
+        for ident, frame in idle.items()
+        if ident not in {main, threading.get_ident()} and places.is_users(frame)
+    )
+    return main in idle and not waits_inside, tuple(others)
+
+
+def _is_in_call(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == recorder.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _joined(frame: FrameType | None) -> int | None:
+    """The thread that this one waits for in join(), however long it takes; None otherwise."""
+    for _ in range(2):  # before Python 3.13 join calls another function
+        if frame is None or frame.f_code.co_filename != threading.__file__:
+            return None
+        if frame.f_code.co_name == "join":
+            found = frame.f_locals
+            thread = found.get("self")
+            is_endless = found.get("timeout") is None
+            return thread.ident if is_endless and isinstance(thread, threading.Thread) else None
+        frame = frame.f_back
+    return None

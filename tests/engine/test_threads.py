@@ -1,0 +1,103 @@
+"""Which threads of a rank may still make a call: neither those in one, nor who joins those."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from nbdist.engine import recorder, threads
+from nbdist.engine.places import Places
+
+pytestmark = pytest.mark.engine
+
+DEADLINE_S = 20.0
+Seen = tuple[bool, tuple[str, ...]]
+
+
+def in_call(wait: Callable[[], object]) -> None:
+    """Wait below a frame of the recorder, as every recorded call does."""
+    names: dict[str, Callable[[Callable[[], object]], None]] = {}
+    source = "def call(wait): wait()"
+    exec(compile(source, recorder.__file__, "exec"), names)
+    names["call"](wait)
+
+
+class Held:
+    """A thread that is held somewhere until it is let go."""
+
+    def __init__(self, name: str, body: Callable[[Callable[[], object]], object]):
+        self.is_there, self.may_go = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=lambda: body(self._wait), name=name, daemon=True)
+
+    def _wait(self) -> None:
+        self.is_there.set()
+        self.may_go.wait(DEADLINE_S)
+
+
+@contextmanager
+def held(name: str, body: Callable[[Callable[[], object]], object]) -> Iterator[Held]:
+    """A thread that runs `body`, which has reached its wait."""
+    one = Held(name, body)
+    one.thread.start()
+    try:
+        assert one.is_there.wait(DEADLINE_S)
+        yield one
+    finally:
+        one.may_go.set()
+        one.thread.join(DEADLINE_S)
+
+
+def seen_while(main: Callable[[Callable[[], object]], object], *release: Held) -> Seen:
+    """What another thread sees while this one, the main thread, is in the wait of `main`.
+
+    Then the wait ends, and so do those of the threads in `release`.
+    """
+    found: list[Seen] = []
+    looked = threading.Event()
+    main_ident = threading.get_ident()
+    assert main_ident == threading.main_thread().ident
+
+    def look() -> None:
+        end_s = time.monotonic() + DEADLINE_S
+        while sys._current_frames()[main_ident].f_code.co_filename != threading.__file__:
+            assert time.monotonic() < end_s
+        found.append(threads.free(Places(), waits_inside=False))
+        looked.set()
+        for one in release:
+            one.may_go.set()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    main(lambda: looked.wait(DEADLINE_S))
+    looker.join(DEADLINE_S)
+    return found[0]
+
+
+def test_a_main_thread_is_free_until_it_makes_a_call() -> None:
+    """Alone, it waits in nothing that is recorded, or in a call."""
+    assert seen_while(lambda wait: wait()) == (True, ())
+    assert seen_while(in_call) == (False, ())
+
+
+def test_a_thread_of_the_users_is_free_unless_it_is_in_a_call() -> None:
+    """By its name; one that runs no code of the user does not count."""
+    idle = threading.Event()
+    library = threading.Thread(target=idle.wait, name="library", daemon=True)
+    library.start()
+    with held("loader", lambda wait: wait()), held("caller", in_call):
+        assert seen_while(in_call) == (False, ("loader",))
+    idle.set()
+    library.join(DEADLINE_S)
+
+
+def test_who_joins_a_thread_in_a_call_waits_with_it() -> None:
+    """Without a timeout: with one it goes on by itself."""
+    with held("caller", in_call) as one:
+        assert seen_while(lambda _: one.thread.join(), one) == (False, ())
+    with held("caller", in_call) as one:
+        assert seen_while(lambda _: one.thread.join(DEADLINE_S), one) == (True, ())
+    with held("loader", lambda wait: wait()) as one:
+        assert seen_while(lambda _: one.thread.join(), one) == (True, ("loader",))

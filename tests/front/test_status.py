@@ -1,0 +1,99 @@
+"""%dist_status says who waits for whom, with stacks, while a cell hangs and afterwards."""
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+# Asked from another thread of the notebook, as a panel would: the cell below runs meanwhile.
+_ASK_WHILE_IT_HANGS = """
+import threading, nbdist
+from nbdist.view import ranks
+seen = []
+def ask():
+    session = nbdist.session()
+    while not session.status().waits:
+        pass
+    status = session.status(wants_stacks=True)
+    seen.append(ranks.status(session.topology, status, 1.0, "in the notebook").text)
+asking = threading.Thread(target=ask)
+asking.start()
+"""
+_HANG = """%%distributed
+def deep(x):
+    dist.all_reduce(x)
+if rank == 0:
+    deep(torch.ones(3))
+"""
+
+
+def test_status_tells_who_waits_and_shows_the_stack_of_a_rank_blocked_in_cxx(
+    kernel: Kernel,
+) -> None:
+    """State, line and stack, while the main thread of the rank is inside Gloo."""
+    kernel.run(_ASK_WHILE_IT_HANGS)
+    hang = kernel.run(_HANG)
+    shown = kernel.run("asking.join(10); print(seen[0])").text
+
+    assert hang.error is not None
+    assert hang.error.ename == "Deadlock"
+    line = next(line for line in shown.splitlines() if line.startswith("rank 0 waits in "))
+    assert line.startswith("rank 0 waits in all_reduce(float32[3]) at line 3 of cell [")
+    assert line.endswith("dist.all_reduce(x); rank 1 finished the cell without calling it")
+    row = next(line for line in shown.splitlines() if line.lstrip().startswith("0 "))
+    assert ", waiting in all_reduce(float32[3]) at line 3 of cell [" in row
+    stack = shown.split("\nrank 0\n")[1]
+    assert "deep(torch.ones(3))" in stack
+    assert "dist.all_reduce(x)" in stack
+    assert "nbdist/engine" not in stack
+    assert "IPython" not in stack
+
+
+def test_status_of_idle_ranks_has_no_waits(kernel: Kernel) -> None:
+    """After a hang was ended nothing is left of it."""
+    kernel.run(_HANG)
+    cell = kernel.run("%dist_status --stacks")
+
+    assert "wait" not in cell.plain[0]
+    assert cell.plain[0].count(" idle ") == 2
+
+
+def test_a_hang_is_told_once_and_fails_the_cell_with_the_same_line(kernel: Kernel) -> None:
+    """One line on stderr; the error begins with it and says what is back."""
+    cell = kernel.run(_HANG)
+    after = kernel.run(
+        "%%distributed\nx = torch.ones(1) * (rank + 1)\ndist.all_reduce(x)\nx.item()"
+    )
+
+    assert cell.error is not None
+    told = cell.stderr.splitlines()
+    assert len(told) == 1
+    assert cell.error.evalue == (
+        f"{told[0]}; aborted after 5 s: ranks 0-1 are back, variables kept, groups recovered"
+    )
+    assert "Traceback" not in cell.error.traceback
+    assert after.text == "[0-1] 3.0\n"
+
+
+def test_an_error_of_all_ranks_recovers_nothing(kernel: Kernel) -> None:
+    """Their calls are in step: nothing is touched, nothing said."""
+    kernel.run(
+        "%%distributed\nlayer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))"
+    )
+    kernel.run("%%distributed\nlayer(torch.ones(1, 2)).sum().backward()")
+    cell = kernel.run("%%distributed\n1 / 0")
+    kept = kernel.run("%%distributed\nprint(layer.module.weight.grad is not None)\ndel layer")
+
+    assert cell.error is not None
+    assert cell.error.evalue == "ranks 0-1 raised ZeroDivisionError: division by zero"
+    assert cell.stderr == ""
+    assert kept.text == "[0-1] True\n"
+
+
+def test_different_shapes_that_do_not_hang_are_told(kernel: Kernel) -> None:
+    """Gloo gives wrong numbers without a word for them."""
+    cell = kernel.run("%%distributed\ny = torch.ones(3 + rank)\ndist.all_reduce(y)")
+
+    assert "float32[3]" in cell.stderr
+    assert "float32[4]" in cell.stderr
