@@ -237,6 +237,7 @@ def test_nbval_reads_every_pair() -> None:
         ("<object at 0x7f2a10bb3c40>", "<object at 0x10a0f2b50>"),
         ("pid 4711 ended", "pid 12 ended"),
         ("{'pid': 4711}", "{'pid': 12}"),
+        ("at line 7 of cell [12]: x()", "at line 7 of cell [1]: x()"),
         ("saved /tmp/tmpx1_2/m.pt", "saved /private/tmp/q/m.pt"),
         ("saved '/var/folders/ab/T/x'", "saved '/tmp/y'"),
         ("box in /dev/shm/nbdist-1", "box in /run/user/1000/nbdist-2"),

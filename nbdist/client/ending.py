@@ -53,23 +53,28 @@ def stuck_told(ranks: Sequence[int], places: Mapping[int, str], *, can_replace: 
     )
 
 
-def unreleased_told(ranks: Sequence[int], waiting: Collection[int]) -> str:
-    """Who has not come back although all collectives were aborted.
+def unreleased_told(
+    ranks: Sequence[int], waiting: Collection[int], *, is_named: bool
+) -> tuple[str, ...]:
+    """Who has not come back although all collectives were aborted, as lines.
 
     Args:
         ranks: Those that have not.
         waiting: Who is still inside a collective; the others compute, and never were in it.
+        is_named: The others have been named already.
     """
     held = [rank for rank in ranks if rank in waiting]
-    if not held:
-        return (
+    if held:
+        told = (
+            f"{ranks_are(held)} not back from the abort: the stop button gives the notebook back, "
+            f"%dist_restart {rank_label(held)} then replaces"
+        )
+    else:
+        told = (
             f"{ranks_are(ranks)} still running, in no collective: the cell ends with "
             f"{ranks_phrase(ranks)} (the stop button interrupts)"
         )
-    return (
-        f"{ranks_are(held)} not back from the abort: the stop button gives the notebook back, "
-        f"%dist_restart {rank_label(held)} then replaces"
-    )
+    return (told,) if held or not is_named else ()
 
 
 @dataclass(frozen=True, slots=True)

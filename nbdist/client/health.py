@@ -63,6 +63,10 @@ class Health:
         self._ask_snapshot(rank)
         return self._remote.get(rank)
 
+    def close(self) -> None:
+        """Let go of the ranks' files; a map keeps its descriptor open."""
+        self._boxes.close()
+
     def boxes(self) -> dict[int, Box]:
         """The boxes of all ranks that have one."""
         found = {place.rank: self.box(place.rank) for place in self._topology.ranks}
@@ -266,6 +270,10 @@ class BoxFiles:
         self._folder = folder
         self._maps: dict[int, tuple[int, mmap.mmap]] = {}
 
+    def close(self) -> None:
+        """Unmap all; reading maps them again."""
+        self._maps.clear()
+
     def read(self, rank: int) -> Box | None:
         """The rank's box; None where it has none here."""
         path = self._folder / str(rank)
@@ -281,4 +289,7 @@ class BoxFiles:
             finally:
                 os.close(descriptor)
             self._maps[rank] = known
-        return blackbox.read(known[1])
+        try:
+            return blackbox.read(known[1])
+        except ValueError:  # it is just being made
+            return None

@@ -238,7 +238,7 @@ class CellRun:
         """Say that a rank is gone while others still run; at the end the error says it."""
         state = self._states[rank]
         others = [r for r in self.missing if r != rank]
-        if others and not state.is_told:
+        if others and not (state.is_told or self.request.is_patient):
             state.is_told = True
             self.tell([f"rank {rank} {self._session.death(rank)}"])
 
@@ -313,7 +313,7 @@ class CellRun:
             self.tell([stuck_told(stuck, dog.places, can_replace=upkeep.can_replace)])
         if now_s >= self._aborted_s + ABORTED_S:
             self._aborted_s = NEVER_S
-            self.tell([unreleased_told(self.missing, dog.waiting)])
+            self.tell(unreleased_told(self.missing, dog.waiting, is_named=ladder.is_warned))
             if dog.deadlock is not None:  # its code has caught the error, and waits again
                 self._session.health.abort()
 
@@ -329,18 +329,15 @@ class CellRun:
             statuses = {state.status for state in self._states.values()}
             if self._lost or (statuses == {"ok"} and not self._abort):
                 return None
-            needs_recovery = bool(self._abort) or "died" in statuses or self._is_cut()
+            failed = [rank for rank, state in self._states.items() if state.status == "error"]
+            is_cut = any(self._failure(rank).is_follower for rank in failed)
+            needs_recovery = bool(self._abort) or "died" in statuses or is_cut
             self._aftermath = Aftermath(self._session, now_s, is_certain=needs_recovery)
             self._aftermath.on_answer = lambda: self._put(lambda: None)
         if now_s >= self._ladder.give_back_s:
             self._aftermath.give_up()
         pause_s = self._aftermath.step(now_s)
         return None if pause_s is None else min(pause_s, self._ladder.give_back_s - now_s)
-
-    def _is_cut(self) -> bool:
-        """Whether a rank's connection to another one is gone, though no call is missing."""
-        failed = [rank for rank, state in self._states.items() if state.status == "error"]
-        return any(self._failure(rank).is_follower for rank in failed)
 
     def _rank_states(self) -> dict[int, tuple[str, str]]:
         """What every rank does, as the diagnosis calls it."""

@@ -56,11 +56,21 @@ def create() -> Path:
 
 
 def write_notebook(run_dir: Path, sys_path: Sequence[object], start: dict[str, Any]) -> None:
-    """Leave for the engines what they take over from the notebook."""
+    """Leave for the engines what they take over from the notebook.
+
+    Raises:
+        StartError: If the folder cannot be written.
+    """
     # Python passes over what is no text in sys.path, a Path for example.
     paths = [entry for entry in sys_path if isinstance(entry, str)]
     notebook = {"sys_path": paths, "start": start}
-    (run_dir / "notebook.json").write_text(json.dumps(notebook))
+    try:
+        (run_dir / "notebook.json").write_text(json.dumps(notebook))
+    except OSError as error:
+        raise StartError(
+            f"The run's folder {run_dir} cannot be written ({error.strerror}). Free some space "
+            "there, or point TMPDIR elsewhere and restart the kernel."
+        ) from error
 
 
 def failure(run_dir: Path, rank: int) -> dict[str, Any] | None:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from nbdist.client import driving, remote, states
+from nbdist.client import answers, driving, remote, states
 from nbdist.client.cluster import Cluster, Exit
 from nbdist.client.health import Health
 from nbdist.client.repair import Restarted
 from nbdist.client.request import CellRequest, Sink
 from nbdist.client.run import CellRun
-from nbdist.client.upkeep import Upkeep
+from nbdist.client.upkeep import RESTART_S, Upkeep
 from nbdist.client.watchdog import Watchdog
 from nbdist.core import hints
 from nbdist.core.cells import CellResult
@@ -30,13 +30,11 @@ from nbdist.core.shown import is_stored
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
 from nbdist.core.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RUN
-from nbdist.errors import Interrupted, NbdistError, NotRunning, RankBusy, RankGone
+from nbdist.errors import Interrupted, NotRunning, RankBusy, RankGone
 
 BUSY_GRACE_S = 1.0
-ALIVE_PAUSE_S = 0.5
 GRACE_S = 5.0
 SYNC_MODEL_S = 300.0
-RESTART_S = 120.0
 CALL_DEADLINE_S = 30.0
 # The controller may tell of a death some milliseconds before the process has been reaped.
 EXIT_KNOWN_S = 0.5
@@ -176,8 +174,6 @@ class Session:
     ) -> list[Any]:
         """Call one of remote's functions on every rank at once; results in rank order.
 
-        With `is_collective` ranks that wait for one that failed are freed.
-
         Raises:
             RankGone, RankBusy: As for a cell.
             NbdistError: What a rank raised, or who has not answered by the deadline.
@@ -188,7 +184,9 @@ class Session:
         self._check_idle(self.ranks)
         futures = [function(self.call, rank, *args) for rank in self.ranks]
         try:
-            return self._results(futures, deadline_s)
+            return answers.collect(
+                dict(zip(self.ranks, futures, strict=True)), deadline_s, self._controller_end
+            )
         except (KeyboardInterrupt, RankGone) as error:
             late = [r for r, f in zip(self.ranks, futures, strict=True) if not f.done()]
             for rank in late:
@@ -197,41 +195,12 @@ class Session:
                 raise
             raise Interrupted(f"{ranks_phrase(late)} had not answered") from error
         finally:
-            if is_collective:
+            if is_collective:  # peers of a rank that failed would wait for it for ever
                 self.upkeep.release(futures)
 
-    def _results(self, futures: Sequence[Future[Any]], deadline_s: float) -> list[Any]:
-        end_s = time.monotonic() + deadline_s
-        results = []
-        for rank, future in zip(self.ranks, futures, strict=True):
-            try:
-                results.append(self._result(future, end_s))
-            except TimeoutError as error:
-                late = [r for r, f in zip(self.ranks, futures, strict=True) if not f.done()]
-                raise NbdistError(
-                    f"{ranks_phrase(late)} did not answer within {deadline_s:g} s"
-                ) from error
-            except RankGone:
-                raise
-            except Exception as error:
-                raise NbdistError(f"rank {rank}: {getattr(error, 'evalue', error)}") from error
-        return results
-
-    def _result(self, future: Future[Any], end_s: float) -> Any:
-        while True:
-            left_s = max(0.0, end_s - time.monotonic())
-            try:
-                return future.result(min(left_s, ALIVE_PAUSE_S))
-            except TimeoutError:
-                controller = self._cluster.exits.get(None)
-                if controller is not None:  # its answers were on their way and never come
-                    raise RankGone(
-                        f"The cluster's controller ended ({controller.how}) while the ranks were "
-                        "asked. Their variables are kept: try again, which starts another one."
-                    ) from None
-                self._check_alive(self.ranks)  # the others would wait for one that has ended
-                if left_s <= ALIVE_PAUSE_S:
-                    raise
+    def _controller_end(self) -> str:
+        end = self._cluster.exits.get(None)
+        return "" if end is None else end.how
 
     def status(self, *, wants_stacks: bool = False) -> Status:
         """What every rank does now, within seconds; see client.states."""
@@ -309,6 +278,7 @@ class Session:
         self._is_stopped = True
         self._cut_off("The ranks were stopped", "%dist_init starts new ones.")
         self._cluster.stop()
+        self.health.close()
 
     def death(self, rank: int) -> str:
         """How a rank ended, as a sentence."""

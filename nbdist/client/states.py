@@ -71,7 +71,7 @@ def _rank_status(
         return RankStatus(rank, f"ended ({end})", {})
     if view is not None and not session.is_connected(rank):
         return RankStatus(rank, "ended (its connection is lost)", {})
-    if view is not None and view.state == "stopped":
+    if view is not None and session.health.is_stopped(rank):
         return RankStatus(rank, "stopped (SIGSTOP)", {})
     cell = session.running_cell(rank)
     if cell is None:

@@ -143,7 +143,7 @@ class Look:
         is_asleep: The main thread used no processor time while this was looked at.
         newest: Group name -> newest collective in the flight recorder; empty without one.
         is_free: The main thread is neither in a call itself, nor joins a thread that is.
-        free_threads: Names of the other threads that run the user's code and are in no call.
+        free_threads: Names of other threads and of tasks of the user that are in no call.
     """
 
     place: Place | None

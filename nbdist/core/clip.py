@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TextIO
+from collections.abc import Iterable
+from typing import Protocol
 
 from nbdist.core.lines import Line
 
 SHOWN_LINES = 500
+
+
+class LineFile(Protocol):
+    """What takes all lines."""
+
+    def write(self, text: str) -> object:
+        """Append one line."""
+
+    def writelines(self, texts: Iterable[str]) -> object:
+        """Append lines."""
 
 
 class Clip:
@@ -22,7 +33,7 @@ class Clip:
         self._shown = shown
         self._head: list[str] = []
         self._tail: deque[Line] = deque(maxlen=shown)
-        self._file: TextIO | None = None
+        self._file: LineFile | None = None
         self.count = 0
 
     @property
@@ -30,7 +41,7 @@ class Clip:
         """Whether a file has to be given before the next line."""
         return self._file is None and self.count >= self._shown
 
-    def write_to(self, file: TextIO) -> None:
+    def write_to(self, file: LineFile) -> None:
         """Write all lines to this file, those already shown included."""
         self._file = file
         file.writelines(self._head)

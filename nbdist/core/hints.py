@@ -25,9 +25,18 @@ class Surroundings:
 
 def explained(failure: RankFailure, around: Surroundings) -> RankFailure:
     """The failure in plain words, with what to do added to its message where that is known."""
-    failure = replace(failure, message=mismatch.readable(failure.message))
+    failure = _readable(failure)
     hint = _HINTS.get(failure.name, _no_hint)(failure.message, around)
     return replace(failure, message=f"{failure.message}. {hint}") if hint else failure
+
+
+def _readable(failure: RankFailure) -> RankFailure:
+    """The failure with torch's message in one sentence, which reads the same on all ranks."""
+    told = mismatch.readable(failure.message)
+    traceback = tuple(line.replace(failure.message, told) for line in failure.traceback)
+    return (
+        failure if told == failure.message else replace(failure, message=told, traceback=traceback)
+    )
 
 
 def _no_hint(_message: str, _around: Surroundings) -> str:

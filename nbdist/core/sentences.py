@@ -40,8 +40,8 @@ _MISSING = {
         "have not come to {it} yet (still running{at})",
     ),
     "threaded": (
-        "has not come to {it} yet, but may in another thread ({how})",
-        "have not come to {it} yet, but may in another thread ({how})",
+        "has not come to {it} yet, but may in the background ({how})",
+        "have not come to {it} yet, but may in the background ({how})",
     ),
     "waiting": ("waits in {theirs}", "wait in {theirs}"),
     "unknown": (

@@ -129,6 +129,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
     # Also when nothing waits: the old connections would stay open as long as the objects. Not
     # earlier: a rank that has not come yet may be connecting, and would fail by it.
     abort.outdate(generation)
+    nccl.abort()  # a communicator can only be renewed once the old one is gone
     fresh = [_connect(pg, store) for pg in whole]
     for one in fresh:
         _register(world, one)

@@ -1,9 +1,11 @@
-"""Which of this rank's threads may still make a call, seen from another thread."""
+"""Which of this rank's threads and tasks may still make a call, seen from another thread."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 from nbdist.engine import recorder
@@ -11,10 +13,11 @@ from nbdist.engine.places import Places
 
 
 def free(places: Places, *, waits_inside: bool) -> tuple[bool, tuple[str, ...]]:
-    """(whether the main thread is free, the names of the other free threads).
+    """(whether the main thread is free, the names of the other free threads and tasks).
 
     Free is who is neither inside a recorded call nor joins a thread that is. Of the other
-    threads only those count that run the user's code. From any other thread than the main one.
+    threads only those count that run the user's code. Tasks of asyncio run in the main thread,
+    so they are as free as it is. From any other thread than the main one.
 
     Args:
         places: Knows the user's code.
@@ -34,7 +37,19 @@ def free(places: Places, *, waits_inside: bool) -> tuple[bool, tuple[str, ...]]:
         for ident, frame in idle.items()
         if ident not in {main, threading.get_ident()} and places.is_users(frame)
     )
-    return main in idle and not waits_inside, tuple(others)
+    is_free = main in idle and not waits_inside
+    return is_free, (*others, *(_tasks(places) if is_free else ()))
+
+
+def _tasks(places: Places) -> Iterator[str]:
+    """The user's tasks that go on when the cell that made them has ended."""
+    # The loop in which cells run; a kernel without one has no tasks.
+    kernel = getattr(places.shell, "kernel", None)
+    loop = getattr(getattr(kernel, "io_loop", None), "asyncio_loop", None)
+    for task in asyncio.all_tasks(loop) if loop is not None else ():
+        work = task.get_coro()
+        if places.is_users(getattr(work, "cr_frame", None)):
+            yield f"task {getattr(work, '__name__', task.get_name())}"
 
 
 def _is_in_call(frame: FrameType | None) -> bool:

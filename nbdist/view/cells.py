@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from nbdist.core.cells import WIDGET_TYPE, CellResult, Clear, Event, Rich
 from nbdist.core.clip import SHOWN_LINES, Clip
 from nbdist.core.lines import Bar, Line
 from nbdist.core.shown import shown
+from nbdist.view.output_file import OutputFile
 from nbdist.view.tabs import tabs
 
 # tqdm redraws ten times a second; more often nobody can read.
@@ -40,8 +41,7 @@ class LiveCell:
         self._has_tabs = has_tabs
         self._clock_s = clock_s
         self._clip = Clip()
-        self._path: Path | None = None
-        self._file: TextIO | None = None
+        self._file: OutputFile | None = None
         self._bars: dict[str, Bar] = {}  # by stream, the one that changed last at the end
         self._drawn: Bar | None = None
         self._drawn_s = float("-inf")
@@ -69,33 +69,32 @@ class LiveCell:
         """Show what was kept back: the last lines, and the tabs."""
         self._erase_bar()
         skipped, last = self._clip.rest()
-        if skipped:
-            text = (
-                f"... {skipped:,} lines are not shown; all lines, as long as the ranks run: "
-                f"{shown(self._path)}\n"
+        if skipped and self._file is not None:
+            self._file.flush()
+            where = (
+                f"they could not be kept ({self._file.problem}: {shown(self._file.path)})"
+                if self._file.problem
+                else f"all lines, as long as the ranks run: {shown(self._file.path)}"
             )
-            self._write([Line("stdout", text)])
+            self._write([Line("stdout", f"... {skipped:,} lines are not shown; {where}\n")])
         self._write(last)
         self._end_file(is_needed=bool(skipped))
         if self._has_tabs:
             publish(tabs(result)._repr_mimebundle_())
 
     def _begin_file(self) -> Line:
-        self._path = self._output_file()
-        self._file = self._path.open("w", encoding="utf-8", errors="backslashreplace")
+        self._file = OutputFile(self._output_file())
         self._clip.write_to(self._file)
         note = (
-            f"... more than {SHOWN_LINES} lines: all go to {shown(self._path)}, the last "
+            f"... more than {SHOWN_LINES} lines: all go to {shown(self._file.path)}, the last "
             f"{SHOWN_LINES} are shown when the cell ends\n"
         )
         return Line("stdout", note)
 
     def _end_file(self, *, is_needed: bool) -> None:
-        if self._file is not None and self._path is not None:
-            self._file.close()
-            if not is_needed:
-                self._path.unlink(missing_ok=True)
-        self._file = self._path = None
+        if self._file is not None:
+            self._file.close(is_needed=is_needed)
+        self._file = None
 
     def _draw_other(self, event: Bar | Rich | Clear) -> None:
         if isinstance(event, Bar):

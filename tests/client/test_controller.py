@@ -16,7 +16,7 @@ from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
 from nbdist.errors import RankGone, StartError
-from tests.client.conftest import session_of, until
+from tests.client.conftest import processes_under, session_of, temporary_folder, until
 from tests.support import processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -26,8 +26,7 @@ LONG = """
 import time
 from pathlib import Path
 Path(f"{folder}/runs.{rank}").touch()
-end = time.monotonic() + 2
-while time.monotonic() < end:
+while not Path("{folder}/end").exists():
     time.sleep(0.01)
 after = 1
 """
@@ -44,11 +43,22 @@ def end_controller(session: Session, number: int = signal.SIGKILL) -> None:
     assert until(lambda: None in session.cluster.exits)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """Two ranks; when the last test has ended nothing of them may be left."""
+    with temporary_folder(tmp_path_factory.mktemp("controller") / "tmp") as base:
+        with session_of(StartOptions(world_size=2, gpus="none")) as session:
+            yield session
+        assert processes_under(base) == []
+
+
 @pytest.fixture
-def pair(runs: Path) -> Iterator[Session]:
-    """Two ranks."""
-    with session_of(StartOptions(world_size=2, gpus="none")) as session:
-        yield session
+def pair(shared: Session) -> Session:
+    """The same two ranks for each test, whole whatever the one before has done to them."""
+    repair.reconnect(shared)
+    if shared.health.dead:
+        repair.restart(shared, shared.health.dead, 60, lambda _: None)
+    return shared
 
 
 def test_ranks_keep_their_variables_and_work_goes_on(pair: Session) -> None:
@@ -99,6 +109,7 @@ def test_a_cell_in_which_the_controller_ends_fails_at_once(
     failed_s = time.monotonic() - began_s
     note = repair.reconnect(pair)
     busy = pair.busy_ranks
+    (tmp_path / "end").touch()
 
     def is_idle() -> bool:
         repair.reconnect(pair)  # as each cell does
@@ -111,6 +122,36 @@ def test_a_cell_in_which_the_controller_ends_fails_at_once(
     assert texts(pair, "print(after)") == ["1\n", "1\n"]
     assert texts(pair, SUM) == ["3.0\n"] * 2
     assert capsys.readouterr().out == ""
+
+
+def test_a_cell_sent_to_a_dead_controller_keeps_no_rank_busy(pair: Session) -> None:
+    """No rank has ever got it; the next cell runs as soon as the ranks are reached again."""
+    pid = pair.cluster.controller_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankGone, match="controller ended"):
+        texts(pair, SUM)
+
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+
+
+def test_ranks_that_hang_unheard_are_freed(pair: Session, tmp_path: Path) -> None:
+    """Their cell ended for the notebook with its controller: nobody else watches or can press."""
+    texts(pair, "kept = [rank]")
+    code = f"open('{tmp_path}/runs.' + str(rank), 'w')\nif rank == 0: dist.barrier()"
+    one = pair.begin(CellRequest(code, (0, 1)))
+    assert until(lambda: len(list(tmp_path.glob("runs.*"))) == 2)
+    end_controller(pair)
+    with pytest.raises(RankGone, match="controller ended"):
+        driving.wait(lambda: one)
+
+    def is_idle() -> bool:
+        pair.upkeep.make_whole()  # as each cell does
+        return not pair.busy_ranks
+
+    assert until(is_idle, 10)
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+    assert texts(pair, "print(kept)") == ["[0]\n", "[1]\n"]
 
 
 def test_a_rank_that_ended_meanwhile_is_known_and_comes_back(pair: Session) -> None:

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from nbdist.client.aftermath import Outcome
-from nbdist.client.ending import Ending, is_by_interrupt, stuck_told, waits_told
+from nbdist.client.ending import Ending, is_by_interrupt, stuck_told, unreleased_told, waits_told
 from nbdist.core.cells import CellResult, RankResult
 from nbdist.core.failures import RankFailure
 from nbdist.errors import CellTimeout, Deadlock, DistributedError, Interrupted
@@ -149,3 +149,15 @@ def test_a_press_promises_no_replacement_where_there_is_none() -> None:
 
     assert "another press gives the notebook back" in told
     assert "lost" not in told
+
+
+def test_only_who_is_in_a_collective_is_held_by_the_abort() -> None:
+    """A rank that computes had no part in the deadlock: its cell ends when it is done."""
+    held = unreleased_told([0, 1], {0}, is_named=False)
+    computing = unreleased_told([1], {}, is_named=False)
+
+    assert [line.partition(":")[0] for line in held] == ["rank 0 is not back from the abort"]
+    assert [line.partition(":")[0] for line in computing] == [
+        "rank 1 is still running, in no collective"
+    ]
+    assert unreleased_told([1], {}, is_named=True) == ()

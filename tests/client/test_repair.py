@@ -4,6 +4,8 @@ import contextlib
 import os
 import signal
 import textwrap
+import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +14,20 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.client import repair
+from nbdist.client import driving, repair
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
-from nbdist.errors import Interrupted, OptionError, RankBusy, StartError
-from tests.client.conftest import session_of, until
+from nbdist.errors import (
+    DistributedError,
+    Interrupted,
+    NbdistError,
+    OptionError,
+    RankBusy,
+    RankGone,
+    StartError,
+)
+from tests.client.conftest import processes_under, session_of, temporary_folder, until
 from tests.support import processes
 from tests.support.kernel import Kernel
 
@@ -45,11 +55,21 @@ def kill(session: Session, *ranks: int) -> None:
     assert until(lambda: set(ranks) <= set(session.cluster.exits))
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """Two ranks; when the last test has ended nothing of them may be left."""
+    with temporary_folder(tmp_path_factory.mktemp("repair") / "tmp") as base:
+        with session_of(StartOptions(world_size=2, gpus="none", seed=7)) as session:
+            yield session
+        assert processes_under(base) == []
+
+
 @pytest.fixture
-def pair(runs: Path) -> Iterator[Session]:
-    """Two ranks."""
-    with session_of(StartOptions(world_size=2, gpus="none", seed=7)) as session:
-        yield session
+def pair(shared: Session) -> Session:
+    """The same two ranks for each test, whole whatever the one before has done to them."""
+    if shared.cluster.exits:
+        restart(shared, *shared.health.dead)
+    return shared
 
 
 def test_a_killed_rank_comes_back_and_the_other_keeps_all(pair: Session) -> None:
@@ -111,6 +131,7 @@ def test_after_a_restart_all_build_a_model_together_or_the_new_rank_alone(pair: 
     assert texts(pair, SUM) == ["3.0\n"] * 2
 
 
+@pytest.mark.faults
 def test_two_of_three_and_then_all_come_back(runs: Path) -> None:
     """Ranks that have ended and were not named come along; with nobody left nothing is lacking."""
     with session_of(StartOptions(world_size=3, gpus="none")) as session:
@@ -200,6 +221,61 @@ def test_an_interrupted_restart_leaves_nothing_half(pair: Session, moment: str) 
     assert texts(pair, "print(kept)", ranks="0") == ["1\n"]
 
 
+def test_a_death_during_a_restart_is_told_at_once(pair: Session) -> None:
+    """The other ranks would wait half a minute for the one that has ended; both come back."""
+
+    def end_survivor(step: str) -> None:
+        if step == "forming the groups again":
+            kill(pair, 0)
+
+    began_s = time.monotonic()
+    with pytest.raises(NbdistError, match=r"rank 0 ended \(signal SIGKILL\) while ranks were to"):
+        restart(pair, 1, progress=end_survivor)
+    failed_s = time.monotonic() - began_s
+    again = restart(pair, *pair.health.dead)
+
+    assert failed_s < DEADLINE_S / 3
+    assert again.ranks == (0, 1)
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+
+
+def test_a_death_while_all_ranks_are_asked_is_told_at_once(pair: Session) -> None:
+    """As in %sync: the others do not wait for it, and are free for the next cell."""
+    os.kill(pair.cluster.pids()[1], signal.SIGSTOP)
+    killer = threading.Timer(0.3, kill, (pair, 1))
+    killer.start()
+    began_s = time.monotonic()
+    with pytest.raises(RankGone, match=r"rank 1 has ended \(rank 1: signal SIGKILL"):
+        pair.sync()
+    failed_s = time.monotonic() - began_s
+    killer.join()
+
+    assert failed_s < 5
+    assert texts(pair, "print(rank)", ranks="0") == ["0\n"]
+
+
+def test_all_ranks_can_die_in_one_collective(pair: Session) -> None:
+    """The cell fails with their deaths, and where they were; nobody is left to recover."""
+    one = pair.begin(CellRequest("print('on')\nwhile True: dist.all_reduce(torch.ones(2))", (0, 1)))
+    boxes = pair.health.boxes
+    assert until(lambda: all(box.state == "running" and box.calls for box in boxes().values()))
+    kill(pair, 0, 1)
+    with pytest.raises(DistributedError, match=r"signal SIGKILL.* all_reduce\(float32\[2\]\) at"):
+        driving.wait(lambda: one)
+
+
+def test_a_rank_that_a_wrong_shape_killed_is_told_with_both_shapes(pair: Session) -> None:
+    """Gloo ends a process that gets more bytes than its tensor has."""
+    code = "x = torch.ones(10 if rank else 1000000)\ndist.all_reduce(x)"
+    with pytest.raises(DistributedError) as caught:
+        texts(pair, code)
+
+    assert "rank 1 ended (signal SIGABRT" in str(caught.value)
+    assert "ranks 0-1 called all_reduce with different shapes" in str(caught.value)
+    assert "float32[1000000] at line 2" in str(caught.value)
+    assert "float32[10] at line 2" in str(caught.value)
+
+
 def test_another_profile_is_refused_with_what_to_do() -> None:
     """Where other launchers start the engines, the way is a new start."""
     session: Any = types.SimpleNamespace(cluster=types.SimpleNamespace(can_restart=False))
@@ -207,6 +283,7 @@ def test_another_profile_is_refused_with_what_to_do() -> None:
         repair.restart(session, (1,), DEADLINE_S, lambda _: None)
 
 
+@pytest.mark.faults
 def test_nothing_outlives_a_kernel_killed_after_a_restart(tmp_path: Path) -> None:
     """New engines and a new controller end with the kernel, as those of the first start do."""
     (tmp_path / "tmp").mkdir()

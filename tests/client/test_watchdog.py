@@ -179,18 +179,22 @@ def test_ranks_are_asked_when_nobody_makes_a_call_or_somebody_is_done() -> None:
 
 
 def test_an_old_answer_beside_a_new_box_is_no_deadlock() -> None:
-    """Rank 1 slept in a call that rank 0 has joined since: its answer is from before that."""
+    """Rank 1 may have left its call since it answered; only a new answer tells."""
     pending = CxxCall("all_gather", "float32[3]", 1, is_pending=True)
     watch = Watch({0: box(0), 1: box(1)})
-    watch.health.answers[0] = Look(None, (), False, False, {"1": replace(pending, number=0)})
+    watch.health.answers[0] = Look(None, (), False, False, {"0": replace(pending, number=0)})
     watch.health.answers[1] = Look(None, (), True, True, {"0": pending})
     watch.until(1.0)  # asked, as nobody makes a call
-    watch.health.answers[1] = Look(None, (), False, False, {"0": replace(pending, number=2)})
-    watch.health.boxes[0] = box(0, waits_since_s=0.0)
+    watch.health.is_deaf = True
+    watch.health.boxes[0] = box(0, "finished")
+    watch.states[0] = "finished", ""
     watch.until(4.0)
+    old = list(watch.told)
+    watch.health.is_deaf = False
+    watch.until(5.0)
 
-    assert watch.told == []
-    assert watch.dog.deadlock is None
+    assert old == []
+    assert [line.partition(" in ")[0] for _, line in watch.told] == ["rank 1 waits"]
 
 
 def test_a_deadlock_is_told_only_when_its_ranks_have_answered_since() -> None:
@@ -216,7 +220,7 @@ def test_a_rank_whose_other_thread_goes_on_is_only_late() -> None:
 
     (told_s, line), *others = watch.told
     assert others == []
-    assert line.endswith("rank 1 has not come to it yet, but may in another thread (loader)")
+    assert line.endswith("rank 1 has not come to it yet, but may in the background (loader)")
     assert told_s >= LATE_S
     assert watch.dog.deadlock is None
 

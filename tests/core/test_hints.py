@@ -3,7 +3,7 @@
 import pytest
 
 from nbdist.core import memory
-from nbdist.core.failures import RankFailure
+from nbdist.core.failures import RankFailure, summary
 from nbdist.core.hints import Surroundings, explained
 from nbdist.errors import StartError
 
@@ -49,6 +49,28 @@ def test_a_second_accelerator_with_other_settings_is_explained() -> None:
     message = told("ValueError", "AcceleratorState has already been initialized and cannot ...")
 
     assert "%dist_reset, and make yours before anything uses `accelerator`" in message
+
+
+def test_a_mismatch_that_each_rank_tells_from_its_own_side_stands_once() -> None:
+    """torch's message begins with the rank that tells it; explained, all ranks fail alike."""
+
+    def call(rank: int) -> str:
+        return (
+            f"Rank {rank} is running collective: CollectiveFingerPrint(SequenceNumber=0, "
+            f"OpType=ALLGATHER, TensorShape=[{rank + 3}], TensorDtypes=Float"
+        )
+
+    failures = []
+    for rank, other in [(1, 0), (0, 1)]:
+        message = f"Detected mismatch between collectives on ranks. {call(rank)}, but {call(other)}"
+        lines = ("Cell In[1], line 1", f"\x1b[31mRuntimeError\x1b[39m: {message}")
+        failures.append(explained(RankFailure(rank, "RuntimeError", message, lines), AROUND))
+
+    assert summary(failures) == (
+        "ranks 0-1 raised RuntimeError: the calls of the ranks do not match: rank 0 is in "
+        "all_gather(float32[3]), rank 1 is in all_gather(float32[4]) (numbers are those within the "
+        "group)"
+    )
 
 
 def test_more_ranks_than_memory_are_refused() -> None:

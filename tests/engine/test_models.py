@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbdist.engine import models
+from nbdist.engine import models, sync
+from nbdist.errors import NbdistError
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
@@ -142,6 +143,20 @@ def test_what_does_not_fit_is_named_on_every_rank(tmp_path: Path, kind: str, say
         assert one["total"] == 3.0
 
 
+def test_a_leftover_that_no_variable_holds_is_left_out() -> None:
+    """A failed cell's error holds its model on one rank alone; named models still have to fit."""
+    one = sync._Sketch((("w", "torch.float32", (2,)),), (), (), (0, 1))
+    ours = sync._Offer({"model": one, "Linear": one}, (), frozenset({"Linear"}), is_new=False)
+    theirs = sync._Offer({"model": one}, (), frozenset(), is_new=True)
+    lacking = sync._Offer({"Linear": one}, (), frozenset({"Linear"}), is_new=True)
+
+    assert list(sync._refuse([ours, theirs], 0)) == ["Linear"]
+    with pytest.raises(NbdistError, match="rank 1: no DDP model named model"):
+        sync._refuse([ours, lacking], 0)
+    with pytest.raises(NbdistError, match="rank 0: no DDP model named Linear"):
+        sync._refuse([theirs, lacking], 1)
+
+
 REPLACED = (
     COMMON
     + """
@@ -262,3 +277,26 @@ class TestNames:
         monkeypatch.setattr(models, "_PIECE_BYTES", 48)
 
         assert models._digest(tensors) == whole
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+    def test_a_sum_is_of_the_values_and_their_order(self, dtype: torch.dtype) -> None:
+        """Not of where they lie; two words that have changed places are seen."""
+        values = torch.arange(101).remainder(2).to(dtype)
+        other = values.clone()
+        other[8:24] = values[8:24].flip(0)
+
+        assert models._sum(values[1:]) == models._sum(values[1:].clone())
+        assert models._sum(values) != models._sum(other)
+
+    def test_models_of_classes_made_from_ddp_are_found(self) -> None:
+        """Of any depth, and nothing else."""
+
+        class Child(dict[str, int]):
+            pass
+
+        class Grandchild(Child):
+            pass
+
+        held = [Child(), Grandchild()]
+
+        assert {id(one) for one in models._live(Child)} == {id(one) for one in held}

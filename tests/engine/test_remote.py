@@ -95,9 +95,10 @@ def test_a_question_sends_its_name(here: Callable[..., Future[Any]]) -> None:
         sent.append((target, its_name, *args))
         return Future()
 
-    here(ask, 5)
+    given = range(7, 5 + len(inspect.signature(here).parameters))
+    here(ask, 5, *given)
 
-    assert sent == [(5, remote.CONTROL_FUNCTIONS[here])]
+    assert sent == [(5, remote.CONTROL_FUNCTIONS[here], *given)]
 
 
 def test_a_call_by_name_resolves_the_function() -> None:

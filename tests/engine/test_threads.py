@@ -1,10 +1,12 @@
 """Which threads of a rank may still make a call: neither those in one, nor who joins those."""
 
+import asyncio
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType, SimpleNamespace
 
 import pytest
 
@@ -50,27 +52,36 @@ def held(name: str, body: Callable[[Callable[[], object]], object]) -> Iterator[
         one.thread.join(DEADLINE_S)
 
 
-def seen_while(main: Callable[[Callable[[], object]], object], *release: Held) -> Seen:
+def is_waiting(frame: FrameType) -> bool:
+    """Whether a thread is in a wait or join of the threading module."""
+    return frame.f_code.co_filename == threading.__file__
+
+
+def seen_while(
+    main: Callable[[Callable[[], object]], object], *release: Held, places: Places | None = None
+) -> Seen:
     """What another thread sees while this one, the main thread, is in the wait of `main`.
 
     Then the wait ends, and so do those of the threads in `release`.
     """
     found: list[Seen] = []
     looked = threading.Event()
+    began: list[bool] = []  # no event: the main thread would be in threading's code to set it
     main_ident = threading.get_ident()
     assert main_ident == threading.main_thread().ident
 
     def look() -> None:
         end_s = time.monotonic() + DEADLINE_S
-        while sys._current_frames()[main_ident].f_code.co_filename != threading.__file__:
+        while not began or not is_waiting(sys._current_frames()[main_ident]):
             assert time.monotonic() < end_s
-        found.append(threads.free(Places(), waits_inside=False))
+        found.append(threads.free(places or Places(), waits_inside=False))
         looked.set()
         for one in release:
             one.may_go.set()
 
     looker = threading.Thread(target=look)
     looker.start()
+    began.append(True)
     main(lambda: looked.wait(DEADLINE_S))
     looker.join(DEADLINE_S)
     return found[0]
@@ -101,3 +112,22 @@ def test_who_joins_a_thread_in_a_call_waits_with_it() -> None:
         assert seen_while(lambda _: one.thread.join(DEADLINE_S), one) == (True, ())
     with held("loader", lambda wait: wait()) as one:
         assert seen_while(lambda _: one.thread.join(), one) == (True, ("loader",))
+
+
+def test_a_task_that_a_cell_has_left_may_call_too() -> None:
+    """While the main thread blocks in a call its loop stands still, and so do its tasks."""
+
+    async def later() -> None:
+        await asyncio.sleep(DEADLINE_S)
+
+    async def both() -> tuple[Seen, Seen]:
+        loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
+        places = Places(SimpleNamespace(kernel=SimpleNamespace(io_loop=loop)))
+        places.is_users = lambda frame: frame is not None and "later" in frame.f_code.co_name  # type: ignore[method-assign]
+        task = asyncio.create_task(later())
+        await asyncio.sleep(0)
+        found = seen_while(lambda wait: wait(), places=places), seen_while(in_call, places=places)
+        task.cancel()
+        return found
+
+    assert asyncio.run(both()) == ((True, ("task later",)), (False, ()))

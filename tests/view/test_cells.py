@@ -505,3 +505,19 @@ def test_clear_asks_ipython(monkeypatch: pytest.MonkeyPatch) -> None:
     clear(wait=True)
 
     assert calls == [{"wait": True}]
+
+
+def test_a_full_disk_costs_the_long_output_and_not_the_cell(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The first and the last lines are shown; that the others are lost is said with the reason."""
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    cell = LiveCell(lambda: full)
+    cell.draw([Line("stdout", f"line {n}\n") for n in range(3000)])
+    cell.close(CellResult(()))
+    out = capsys.readouterr().out
+
+    assert "line 0\n" in out
+    assert "line 2999\n" in out
+    assert "could not be kept (No space left on device: " in out

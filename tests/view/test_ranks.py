@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.core.status import RankStatus
+from nbdist.core.status import RankStatus, Status
 from nbdist.core.topology import RankPlace, Topology
 from nbdist.view.ranks import started, status
 
@@ -83,7 +83,7 @@ def test_one_rank_is_singular() -> None:
 
 def test_status() -> None:
     """%dist_status shows what each rank does, since when, its memory, and where cells run."""
-    assert status(CPU, STATES, 63.0, "in the notebook").text == (
+    assert status(CPU, Status(STATES), 63.0, "in the notebook").text == (
         "2 ranks on 1 host, gloo, up for 63.0 s\n"
         "rank  host   pid  device  state           memory\n"
         "   0  box   4000  cpu     idle            512.3 MB host\n"
@@ -96,7 +96,7 @@ def test_gpu_memory() -> None:
     """On a GPU what torch has allocated and reserved is shown beside the host's memory."""
     memory = {"resident": 1_000_000_000, "allocated": 3_000_000_000, "reserved": 4_000_000_000}
     states = [RankStatus(0, "idle", memory), RankStatus(1, "died", {})]
-    rows = status(GPU, states, 1.0, "on ranks 0-1").text.splitlines()[2:4]
+    rows = status(GPU, Status(tuple(states)), 1.0, "on ranks 0-1").text.splitlines()[2:4]
 
     assert rows[0].endswith("idle   1.0 GB host, 3.0 GB GPU (4.0 GB reserved)")
     assert rows[1].endswith("died   -")
@@ -105,7 +105,7 @@ def test_gpu_memory() -> None:
 def test_states_belong_to_ranks() -> None:
     """A state too few is our bug, not a shorter table."""
     with pytest.raises(ValueError, match="zip"):
-        status(CPU, STATES[:1], 1.0, "in the notebook")
+        status(CPU, Status(STATES[:1]), 1.0, "in the notebook")
 
 
 def test_stored_tables_are_equal_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +118,9 @@ def test_stored_tables_are_equal_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
         is_scaling=False,
         n_hosts=1,
     )
-    states = [RankStatus(rank, "idle", {"resident": 5 * 10**9}) for rank in range(2)]
-    idle = [RankStatus(rank, "idle", {"resident": 900}) for rank in range(2)]
+    states = tuple(RankStatus(rank, "idle", {"resident": 5 * 10**9}) for rank in range(2))
+    idle = tuple(RankStatus(rank, "idle", {"resident": 900}) for rank in range(2))
 
     assert started(CPU, 1.0) == started(other, 20.0)
-    assert status(CPU, idle, 1.0, "x") == status(other, states, 500.0, "x")
+    assert status(CPU, Status(idle), 1.0, "x") == status(other, Status(states), 500.0, "x")
     assert "box" not in started(CPU, 1.0).text

@@ -1,0 +1,66 @@
+"""The answers of several ranks to one call, or the one error that tells why there are none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from nbdist.core.failures import is_follower, ranks_phrase
+from nbdist.errors import NbdistError, RankGone
+
+PAUSE_S = 0.5
+
+
+def collect(
+    futures: Mapping[int, Future[Any]], deadline_s: float, controller_end: Callable[[], str]
+) -> list[Any]:
+    """The answers, in the order of the futures.
+
+    Args:
+        futures: By rank.
+        deadline_s: For all of them.
+        controller_end: How the controller ended; empty while it lives.
+
+    Raises:
+        RankGone: If the controller ended: answers that were on their way never come.
+        NbdistError: Who has not answered by the deadline; or what a rank raised, the root cause
+            of several.
+    """
+    end_s = time.monotonic() + deadline_s
+    answers, errors = [], {}
+    for rank, future in futures.items():
+        try:
+            answers.append(_result(future, end_s, controller_end))
+        except TimeoutError as error:
+            late = [one for one, other in futures.items() if not other.done()]
+            raise NbdistError(
+                f"{ranks_phrase(late)} did not answer within {deadline_s:g} s"
+            ) from error
+        except RankGone:
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever a rank raised is told
+            errors[rank] = error
+    if errors:
+        told = {rank: str(getattr(error, "evalue", error)) for rank, error in errors.items()}
+        # A rank whose peer has failed loses its connection: that is no root cause.
+        first = min(errors, key=lambda rank: (is_follower(told[rank]), rank))
+        raise NbdistError(f"rank {first}: {told[first]}") from errors[first]
+    return answers
+
+
+def _result(future: Future[Any], end_s: float, controller_end: Callable[[], str]) -> Any:
+    while True:
+        left_s = max(0.0, end_s - time.monotonic())
+        try:
+            return future.result(min(left_s, PAUSE_S))
+        except TimeoutError:
+            end = controller_end()
+            if end:
+                raise RankGone(
+                    f"The cluster's controller ended ({end}) while the ranks were asked. Their "
+                    "variables are kept: try again, which starts another one."
+                ) from None
+            if left_s <= PAUSE_S:
+                raise

@@ -1,0 +1,50 @@
+"""What several ranks answer, and which of several errors is told."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from nbdist.client.answers import collect
+from nbdist.errors import NbdistError, RankGone
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def failed(message: str) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(RuntimeError(message))
+    return future
+
+
+def lives() -> str:
+    return ""
+
+
+def test_answers_come_in_rank_order() -> None:
+    """As the futures are given."""
+    assert collect({0: done("a"), 1: done("b")}, 1.0, lives) == ["a", "b"]
+
+
+def test_the_root_cause_is_told_and_not_the_lost_connection() -> None:
+    """Rank 0 has failed because rank 1 had."""
+    futures = {0: failed("Connection closed by peer [127.0.0.1]:1"), 1: failed("out of memory")}
+
+    with pytest.raises(NbdistError, match=r"^rank 1: out of memory$"):
+        collect(futures, 1.0, lives)
+
+
+def test_who_has_not_answered_is_named() -> None:
+    """After the deadline, all that are late."""
+    with pytest.raises(NbdistError, match=r"^ranks 1-2 did not answer within 0.01 s$"):
+        collect({0: done(1), 1: Future(), 2: Future()}, 0.01, lives)
+
+
+def test_the_end_of_the_controller_ends_the_wait() -> None:
+    """Long before the deadline."""
+    with pytest.raises(RankGone, match=r"controller ended \(signal SIGKILL\)"):
+        collect({0: Future()}, 60.0, lambda: "signal SIGKILL")
