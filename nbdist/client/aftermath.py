@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nbdist.client.session import Session
 
 COUNT_S = 1.0
+COMPARE_S = 2.0
 # Longer than the ranks themselves wait: they name who has not come.
 RECOVER_S = recovery.DEADLINE_S + 5.0
 # How often it is looked whether a rank has ended that the others wait for.
@@ -38,7 +39,10 @@ class Outcome:
 
 
 class Aftermath:
-    """Counts the calls of all ranks, and makes their groups anew where the counts differ."""
+    """Counts the calls of all ranks, and makes their groups anew where the counts differ.
+
+    Where they do not, it compares the models' parameters.
+    """
 
     def __init__(self, session: Session, now_s: float, *, is_certain: bool):
         """Begin; `step` goes on.
@@ -52,6 +56,7 @@ class Aftermath:
         self.outcome: Outcome | None = None
         self._session = session
         self._newest: dict[int, Future[Any]] = {}
+        self._comparing: dict[int, Future[Any]] = {}
         self._recovering: dict[int, Future[Any]] = {}
         self._end_s = now_s + COUNT_S
         if is_certain:
@@ -64,10 +69,12 @@ class Aftermath:
         if self.outcome is None and (self._has_all() or now_s >= self._end_s):
             if self._recovering and not self._is_any_lost():
                 self.outcome = self._recovered()
+            elif self._comparing:
+                self.outcome = self._compared()
             elif self._recovering or self._is_out_of_step():
                 self._recover(now_s)
             else:
-                self.outcome = Outcome()
+                self._compare(now_s)
         elif self.outcome is None and self._is_any_lost():
             self._break_off()
         if self.outcome is not None:
@@ -76,7 +83,9 @@ class Aftermath:
 
     def give_up(self) -> None:
         """End now: the next cell begins with what is still to be done."""
-        if self.outcome is None:
+        if self.outcome is None and self._comparing:
+            self.outcome = Outcome()
+        elif self.outcome is None:
             self._session.health.needs_recovery = True
             self.outcome = Outcome(problem="the groups are made anew before the next cell")
 
@@ -89,7 +98,8 @@ class Aftermath:
         is_reachable = self._session.health.is_reachable
         return all(
             future.done() or not is_reachable(rank)
-            for rank, future in [*self._newest.items(), *self._recovering.items()]
+            for asked in (self._newest, self._comparing, self._recovering)
+            for rank, future in asked.items()
         )
 
     def _is_any_lost(self) -> bool:
@@ -110,6 +120,28 @@ class Aftermath:
         boxes = self._session.health.boxes()
         living = [box for rank, box in boxes.items() if rank in self._newest]
         return collectives.counts_differ(living, newest)
+
+    def _compare(self, now_s: float) -> None:
+        """A rank may have taken its step and another not, with equal calls before."""
+        session, self._newest = self._session, {}
+        has_calls = any(
+            group.calls for box in session.health.boxes().values() for group in box.groups.values()
+        )
+        if not has_calls or session.busy_ranks:
+            self.outcome = Outcome()
+            return
+        self._end_s = now_s + COMPARE_S
+        self._comparing = self._listen(session.upkeep.begin_comparison())
+        if not self._comparing:
+            self.outcome = Outcome()
+
+    def _compared(self) -> Outcome:
+        known = {
+            rank: future.result()
+            for rank, future in self._comparing.items()
+            if future.done() and future.exception() is None
+        }
+        return Outcome(lines=recovery.apart(known))
 
     def _recover(self, now_s: float) -> None:
         self._newest = {}

@@ -21,10 +21,10 @@ def collect(
     Args:
         futures: By rank.
         deadline_s: For all of them.
-        controller_end: How the controller ended; empty while it lives.
+        controller_end: How the controller ended; empty while it lives. May raise RankGone.
 
     Raises:
-        RankGone: If the controller ended: answers that were on their way never come.
+        RankGone: If the controller, or a rank, ended: answers on their way never come.
         NbdistError: Who has not answered by the deadline; or what a rank raised, the root cause
             of several.
     """
@@ -34,6 +34,8 @@ def collect(
         try:
             answers.append(_result(future, end_s, controller_end))
         except TimeoutError as error:
+            if errors:
+                continue  # it waits for the rank that has failed
             late = [one for one, other in futures.items() if not other.done()]
             raise NbdistError(
                 f"{ranks_phrase(late)} did not answer within {deadline_s:g} s"
@@ -42,6 +44,7 @@ def collect(
             raise
         except Exception as error:  # noqa: BLE001  # whatever a rank raised is told
             errors[rank] = error
+            end_s = min(end_s, time.monotonic() + PAUSE_S)
     if errors:
         told = {rank: str(getattr(error, "evalue", error)) for rank, error in errors.items()}
         # A rank whose peer has failed loses its connection: that is no root cause.

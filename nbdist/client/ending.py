@@ -47,9 +47,10 @@ def stuck_told(ranks: Sequence[int], places: Mapping[int, str], *, can_replace: 
         else "gives the notebook back at once"
     )
     return (
-        f"{ranks_are(ranks)} still in C code that takes no interrupt"
+        f"{ranks_are(ranks)} not back yet"
         + (f" ({where})" if where else "")
-        + f". It comes back when that returns; another press {next_press}"
+        + ": C code takes an interrupt when it returns, and code that catches it goes on. Another "
+        f"press {next_press}"
     )
 
 
@@ -181,7 +182,7 @@ def _raise_failures(failures: list[RankFailure], after: str) -> None:
 
 def _still_running(ranks: Sequence[int]) -> str:
     return (
-        f"{ranks_are(ranks)} still in C code that takes no interrupt. Until it returns, cells "
+        f"{ranks_are(ranks)} not back yet: C code takes no interrupt. Until it returns, cells "
         "there are refused and what it prints is not shown. %dist_status --stacks tells where; "
         f"%dist_restart {rank_label(ranks)} replaces, without the variables"
     )

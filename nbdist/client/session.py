@@ -199,7 +199,10 @@ class Session:
                 self.upkeep.release(futures)
 
     def _controller_end(self) -> str:
+        """How the controller ended; raises where a rank has, for which the others would wait."""
         end = self._cluster.exits.get(None)
+        if end is None:
+            self._check_alive(self.ranks)
         return "" if end is None else end.how
 
     def status(self, *, wants_stacks: bool = False) -> Status:

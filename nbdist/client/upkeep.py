@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import presses, repair, states
+from nbdist.client import presses, remote, repair, states
 from nbdist.client.aftermath import Aftermath, Outcome
 from nbdist.client.repair import Restarted
 from nbdist.core import collectives
@@ -159,6 +159,12 @@ class Upkeep:
                 self._session.health.abort()
                 return
             time.sleep(POLL_S)
+
+    def begin_comparison(self) -> dict[int, Future[Any]]:
+        """Ask all living ranks, which have to be idle, for the checksums of their models."""
+        session = self._session
+        living = [rank for rank in session.ranks if session.is_connected(rank)]
+        return {rank: remote.checksums(session.call, rank) for rank in living}
 
     def recover(self) -> Outcome:
         """Make the groups anew and wait for it.

@@ -91,7 +91,11 @@ def notes(results: Mapping[int, Recovered]) -> tuple[str, ...]:
     Args:
         results: Rank -> what it answered.
     """
-    return (*_broken(results), *_cleared(results), *_apart(results))
+    return (
+        *_broken(results),
+        *_cleared(results),
+        *apart({rank: one.checksums for rank, one in results.items()}),
+    )
 
 
 def _cleared(results: Mapping[int, Recovered]) -> list[str]:
@@ -101,13 +105,17 @@ def _cleared(results: Mapping[int, Recovered]) -> list[str]:
     return [f"gradients of {', '.join(names)} were cleared: they may be half made"]
 
 
-def _apart(results: Mapping[int, Recovered]) -> list[str]:
-    """A line per model whose parameters differ between ranks."""
+def apart(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
+    """A line per model whose parameters differ between ranks.
+
+    Args:
+        checksums: Rank -> model -> checksum, as in Recovered.
+    """
     lines = []
-    for name in dict.fromkeys(n for one in results.values() for n in one.checksums):
+    for name in dict.fromkeys(n for one in checksums.values() for n in one):
         ranks_of: dict[str, list[int]] = {}
-        for rank, one in sorted(results.items()):
-            if (text := one.checksums.get(name, SHARDED)) != SHARDED:
+        for rank, own in sorted(checksums.items()):
+            if (text := own.get(name, SHARDED)) != SHARDED:
                 # Buffers such as running means differ between ranks in a sound run too.
                 ranks_of.setdefault(text.split(HALVES)[0], []).append(rank)
         if len(ranks_of) > 1:
@@ -116,7 +124,7 @@ def _apart(results: Mapping[int, Recovered]) -> list[str]:
                 f"{name}: the parameters of {who} differ (one has stepped, the other has not): "
                 "%dist_sync_model makes them equal"
             )
-    return lines
+    return tuple(lines)
 
 
 def _broken(results: Mapping[int, Recovered]) -> list[str]:

@@ -52,10 +52,15 @@ class FakeSession:
         self.recoveries: list[dict[int, Future[Any]]] = []
         self.interrupted: list[int] = []
         self.upkeep = self
+        self.checksums: dict[int, dict[str, str]] = {}
 
     def interrupt(self, rank: int) -> None:
         """Note it."""
         self.interrupted.append(rank)
+
+    def begin_comparison(self) -> dict[int, Future[Any]]:
+        """What the test has set."""
+        return {rank: done(one) for rank, one in self.checksums.items()}
 
     def begin_recovery(self) -> dict[int, Future[Any]]:
         """Futures that the test completes."""
@@ -185,3 +190,29 @@ def test_giving_up_leaves_the_rest_to_the_next_cell() -> None:
 
     assert aftermath.step(100.1) is None
     assert session.health.needs_recovery
+
+
+def test_parameters_that_differ_are_told_although_the_calls_are_in_step() -> None:
+    """An interrupt came after one rank's step and before the other's."""
+    session = FakeSession(3, 3)
+    session.checksums = {0: {"model": "aa/b", "same": "c/d"}, 1: {"model": "ee/b", "same": "c/x"}}
+    aftermath = begin(session)
+    aftermath.step(100.0)
+
+    assert aftermath.step(100.1) is None
+    assert aftermath.outcome is not None
+    assert not aftermath.outcome.is_recovered
+    (line,) = aftermath.outcome.lines
+    assert line.startswith("model: the parameters of rank 0 and rank 1 differ")
+    assert "%dist_sync_model" in line
+
+
+def test_models_are_not_compared_where_nobody_has_made_a_call() -> None:
+    """A failure before any training costs nothing."""
+    session = FakeSession(0, 0)
+    session.checksums = {0: {"model": "aa/b"}, 1: {"model": "ee/b"}}
+    aftermath = begin(session)
+
+    assert aftermath.step(100.0) is None
+    assert aftermath.outcome is not None
+    assert aftermath.outcome.lines == ()

@@ -48,3 +48,9 @@ def test_the_end_of_the_controller_ends_the_wait() -> None:
     """Long before the deadline."""
     with pytest.raises(RankGone, match=r"controller ended \(signal SIGKILL\)"):
         collect({0: Future()}, 60.0, lambda: "signal SIGKILL")
+
+
+def test_a_rank_that_waits_for_one_that_failed_is_not_waited_for() -> None:
+    """The failure is told at once, long before the deadline."""
+    with pytest.raises(NbdistError, match=r"^rank 0: boom$"):
+        collect({0: failed("boom"), 1: Future()}, 60.0, lives)

@@ -251,7 +251,7 @@ def test_a_press_after_the_warning_ends_ranks_only_where_others_can_take_their_p
     run.step(began_s + 1.8)
     after_s = run.step(began_s + 1.9)
 
-    assert ("another press ends and replaces rank 1" in warned) == can_replace
+    assert ("Another press ends and replaces rank 1" in warned) == can_replace
     assert session.upkeep.given_up == given_up
     assert run.missing == ()
     assert after_s is None or after_s < 2.0
