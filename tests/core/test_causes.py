@@ -108,7 +108,7 @@ def test_a_crash_in_the_cell_itself() -> None:
 
 def test_a_crash_outside_of_any_cell() -> None:
     """Then the innermost line is all that can be told."""
-    remains = crash(("Current thread", ('  File "/home/me/lib.py", line 8 in load',)))
+    remains = crash(("Current thread", ('  File "/work/lib.py", line 8 in load',)))
 
     assert causes.cause(-signal.SIGFPE, remains) == "signal SIGFPE in lib.py, line 8, in load"
 

@@ -62,7 +62,7 @@ def test_an_idle_engine_has_no_stack() -> None:
 
     waiting = [
         Frame("/env/lib/python3.11/threading.py", 1002, "_bootstrap"),
-        Frame("/home/me/train.py", 5, "load"),
+        Frame("/work/train.py", 5, "load"),
         Frame("/env/lib/python3.11/threading.py", 331, "wait"),
     ]
 
@@ -75,7 +75,7 @@ def test_a_line_names_cell_or_file() -> None:
     """A cell by its number, a library from its package on, another file by its base name."""
     texts = [
         stacks.frame_text(frame, CELLS)
-        for frame in (*USER[:2], USER[3], Frame("/home/me/project/train.py", 0, "<module>"))
+        for frame in (*USER[:2], USER[3], Frame("/work/project/train.py", 0, "<module>"))
     ]
 
     assert texts == [
@@ -90,7 +90,7 @@ def test_threads_that_do_nothing_are_left_out_and_the_cell_comes_first() -> None
     """The engine's own threads are not the user's business."""
     threads = [
         ThreadStack("IOPub", False, tuple(SHELL[1:3])),
-        ThreadStack("worker", False, (Frame("/home/me/train.py", 5, "load"),)),
+        ThreadStack("worker", False, (Frame("/work/train.py", 5, "load"),)),
         ThreadStack("MainThread", False, (*SHELL, *USER[:1])),
     ]
 
