@@ -29,7 +29,8 @@ def collect(
             of several.
     """
     end_s = time.monotonic() + deadline_s
-    answers, errors = [], {}
+    answers: list[Any] = []
+    errors: dict[int, Exception] = {}
     for rank, future in futures.items():
         try:
             answers.append(_result(future, end_s, controller_end))

@@ -230,7 +230,7 @@ def failure_of(reply: Any) -> tuple[str, str, tuple[str, ...]] | None:
     if not isinstance(reply, BaseException):
         return None
     if _is_engine_loss(reply):
-        return "RankDied", "ended while it ran this cell", ()
+        return "RankDied", "ended while running this cell", ()
     name = getattr(reply, "ename", type(reply).__name__)
     message = getattr(reply, "evalue", str(reply))
     lines = getattr(reply, "traceback", None) or ()

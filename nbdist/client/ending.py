@@ -38,20 +38,32 @@ def waits_told(waiting: Mapping[int, str]) -> str:
     )
 
 
-def stuck_told(ranks: Sequence[int], places: Mapping[int, str], *, can_replace: bool) -> str:
-    """Who does not take an interrupt, where, and what the next press does."""
-    where = "; ".join(f"rank {r}: {places[r]}" for r in ranks if places.get(r))
+def stuck_told(
+    ranks: Sequence[int],
+    places: Mapping[int, str],
+    stopped: Collection[int],
+    *,
+    can_replace: bool,
+) -> str:
+    """Who does not take an interrupt, why and where, and what the next press does."""
+    halted = [rank for rank in ranks if rank in stopped]
+    running = [rank for rank in ranks if rank not in stopped]
+    where = "; ".join(f"rank {r}: {places[r]}" for r in running if places.get(r))
     next_press = (
         f"ends and replaces {ranks_phrase(ranks)}, whose variables are then lost"
         if can_replace
         else "gives the notebook back at once"
     )
-    return (
-        f"{ranks_are(ranks)} not back yet"
-        + (f" ({where})" if where else "")
-        + ": C code takes an interrupt when it returns, and code that catches it goes on. Another "
-        f"press {next_press}"
-    )
+    reasons = []
+    if halted:
+        reasons.append(f"{ranks_are(halted)} stopped (SIGSTOP): no interrupt before kill -CONT")
+    if running:
+        reasons.append(
+            f"{ranks_are(running)} not back yet"
+            + (f" ({where})" if where else "")
+            + ": C code takes an interrupt when it returns, and code that catches it goes on"
+        )
+    return f"{'; '.join(reasons)}. Another press {next_press}"
 
 
 def unreleased_told(
@@ -91,6 +103,7 @@ class Ending:
         grace_s: How long after that was told.
         outcome: What became of the groups.
         replaced: Ranks in C code that the user gave up on.
+        stopped: Ranks whose process a signal has stopped.
     """
 
     lost: str
@@ -101,6 +114,7 @@ class Ending:
     grace_s: float = 0.0
     outcome: Outcome = UNTOUCHED
     replaced: tuple[int, ...] = ()
+    stopped: frozenset[int] = frozenset()
 
     def raise_for(
         self, result: CellResult, explained: Callable[[RankFailure], RankFailure]
@@ -159,8 +173,10 @@ class Ending:
                 f"{ranks_phrase(self.replaced)} {verb} ended and will be replaced before the next "
                 "cell"
             )
-        if unfinished:
-            parts.append(_still_running(unfinished))
+        if halted := [rank for rank in unfinished if rank in self.stopped]:
+            parts.append(_still_stopped(halted))
+        if running := [rank for rank in unfinished if rank not in self.stopped]:
+            parts.append(_still_running(running))
         if self.outcome.problem:
             parts.append(self.outcome.problem)
         told = "; ".join(parts)
@@ -177,6 +193,14 @@ def _raise_failures(failures: list[RankFailure], after: str) -> None:
         message,
         ranks=tuple(failure.rank for failure in failures),
         traceback_text=failing.traceback_text(failures),
+    )
+
+
+def _still_stopped(ranks: Sequence[int]) -> str:
+    return (
+        f"{ranks_are(ranks)} stopped (SIGSTOP): kill -CONT lets {ranks_phrase(ranks)} go on, and "
+        f"cells there are refused until then. %dist_restart {rank_label(ranks)} replaces, without "
+        "the variables"
     )
 
 

@@ -67,6 +67,16 @@ class Health:
         """Let go of the ranks' files; a map keeps its descriptor open."""
         self._boxes.close()
 
+    def has_ended(self, rank: int, run: int, since_s: float) -> bool:
+        """Whether the rank has ended a cell, by its black box, at least so long ago."""
+        box = self.box(rank)
+        return (
+            box is not None
+            and box.run == run
+            and box.state != "running"
+            and time.monotonic() > box.since_s + since_s
+        )
+
     def boxes(self) -> dict[int, Box]:
         """The boxes of all ranks that have one."""
         found = {place.rank: self.box(place.rank) for place in self._topology.ranks}

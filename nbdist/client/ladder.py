@@ -12,6 +12,8 @@ GIVE_BACK_AGAIN_S = 0.5
 ABORT_S = 1.0
 # Ranks that are still in other C code then are named, with what another press does.
 WARN_S = 1.5
+# What an abort takes at most until all ranks are back and their groups made anew.
+ABORTED_S = 2.0
 # A rank tells that its cell begins this long before it takes interrupts (at most).
 BEGIN_S = 0.1
 # Between two interrupts of a rank: the second would hit what the first one made it clean up.
@@ -36,6 +38,7 @@ class Ladder:
     _pressed_s: float = 0.0
     _again_s: float = NEVER_S
     _warned_s: float = NEVER_S
+    _aborted_s: float = -NEVER_S
 
     @property
     def has_begun(self) -> bool:
@@ -61,6 +64,10 @@ class Ladder:
         """Begin without a press."""
         if self.began_s is None:
             self.began_s = now_s
+
+    def aborted(self, now_s: float) -> None:
+        """The ranks' collectives were broken off: their cells are about to end."""
+        self._aborted_s = now_s
 
     def warned(self, now_s: float) -> None:
         """The user has been told what the next press does."""
@@ -103,5 +110,5 @@ class Ladder:
         """When the notebook is given back, whatever the ranks do."""
         if self.began_s is None:
             return NEVER_S
-        hurried_s = self._again_s + GIVE_BACK_AGAIN_S
+        hurried_s = max(self._again_s + GIVE_BACK_AGAIN_S, self._aborted_s + ABORTED_S)
         return min(self.began_s + GIVE_BACK_S, hurried_s, self.replace_s or NEVER_S)

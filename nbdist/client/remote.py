@@ -11,13 +11,14 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from nbdist.core.calls import CxxCall, Look
-from nbdist.core.recovery import MadeGroup, Recovered
+from nbdist.core.recovery import MadeGroup, MadeMesh, Recovered
 from nbdist.core.topology import EngineReport, Topology
 
 RUNTIME = "nbdist.engine.runtime"
 BLACKBOX = "nbdist.engine.blackbox"
 FACTS = "nbdist.engine.facts"
 GROUPS = "nbdist.engine.groups"
+MESHES = "nbdist.engine.meshes"
 MODELS = "nbdist.engine.models"
 NAMESPACE = "nbdist.engine.namespace"
 SYNC = "nbdist.engine.sync"
@@ -102,6 +103,18 @@ def name_groups(call: Caller, engine: int, variables: Mapping[str, str]) -> Futu
     return call(engine, f"{NAMESPACE}:name_groups", variables)
 
 
+def mesh_names(call: Caller, engine: int) -> Future[dict[str, MadeMesh]]:
+    """Variable -> mesh of the device meshes that the user's variables hold."""
+    return call(engine, f"{MESHES}:mesh_names")
+
+
+def name_meshes(
+    call: Caller, engine: int, known: Sequence[Mapping[str, MadeMesh]]
+) -> Future[tuple[str, ...]]:
+    """Give the rank these meshes, built of its process groups."""
+    return call(engine, f"{MESHES}:name_meshes", known)
+
+
 def recover(call: Caller, engine: int, generation: int, dead: tuple[int, ...]) -> Future[Recovered]:
     """Give the process groups new connections. On every living rank at once."""
     return call(engine, f"{GROUPS}:recover", generation, dead)
@@ -178,6 +191,8 @@ REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     names: f"{NAMESPACE}:names",
     group_names: f"{NAMESPACE}:group_names",
     name_groups: f"{NAMESPACE}:name_groups",
+    mesh_names: f"{MESHES}:mesh_names",
+    name_meshes: f"{MESHES}:name_meshes",
     recover: f"{GROUPS}:recover",
     groups_made: f"{GROUPS}:groups_made",
     checksums: f"{MODELS}:checksums",

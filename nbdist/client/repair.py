@@ -164,6 +164,8 @@ class _Restart:
             for known in self._all(remote.group_names, self._staying, "tell their groups"):
                 variables.update(known)
             self._all(lambda c, rank: remote.name_groups(c, rank, variables), new, "prepare")
+            meshes = self._all(remote.mesh_names, self._staying, "tell their meshes")
+            self._all(lambda c, rank: remote.name_meshes(c, rank, meshes), new, "prepare")
             self._all(lambda c, rank: remote.catching_up(c, rank, True), new, "prepare")
         health.needs_recovery = False
 

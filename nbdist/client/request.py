@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nbdist.core.cells import CellResult, Event
+from nbdist.client.channel import failure_of
+from nbdist.core.cells import CellFeed, CellResult, Event, RankResult
+from nbdist.core.failures import RankFailure
 
 
 class Sink(Protocol):
@@ -62,3 +64,38 @@ VIEWED = {
     "interrupted": "raised",
     "died": "ended",
 }
+
+
+def failure_in(rank: int, state: RankState, feed: CellFeed) -> RankFailure:
+    """What the rank displayed as its error, or what its reply says where it displayed none."""
+    shown = feed.failure(rank)
+    if shown is not None:
+        return shown
+    name, message, lines = failure_of(state.reply) or ("Error", "", ())
+    return RankFailure(rank, name, message, lines)
+
+
+def result_of(
+    rank: int, state: RankState, feed: CellFeed, death: Callable[[int], str]
+) -> RankResult:
+    """What one rank did with its cell, once that has ended.
+
+    Args:
+        rank: The rank.
+        state: How it ended.
+        feed: What it wrote.
+        death: How a rank's process ended, as a sentence.
+    """
+    failure = None
+    if state.status == "died":
+        failure = RankFailure(rank, "RankDied", death(rank))
+    elif state.status in {"error", "interrupted"}:
+        failure = failure_in(rank, state, feed)
+    return RankResult(
+        rank=rank,
+        status=state.status,
+        elapsed_s=state.elapsed_s,
+        text=feed.text(rank),
+        failure=failure,
+        outputs=feed.outputs(rank),
+    )

@@ -14,9 +14,9 @@ from nbdist.client.aftermath import Aftermath, Outcome
 from nbdist.client.channel import Message, failure_of
 from nbdist.client.ending import Ending, is_by_interrupt, stuck_told, unreleased_told, waits_told
 from nbdist.client.ladder import NEVER_S, Ladder
-from nbdist.client.request import VIEWED, CellRequest, RankState, Sink
+from nbdist.client.request import VIEWED, CellRequest, RankState, Sink, failure_in, result_of
 from nbdist.core import failures as failing
-from nbdist.core.cells import CellFeed, CellResult, Event, RankResult, elapsed_line
+from nbdist.core.cells import CellFeed, CellResult, Event, elapsed_line
 from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.core.lines import Line
 
@@ -46,7 +46,7 @@ class CellRun:
         self.on_item: Callable[[], None] = lambda: None
         self._session = session
         self._sink = sink
-        self._run_id = run_id
+        self.run_id = run_id
         self._feed = CellFeed(
             request.ranks, is_patient=request.is_patient, keeps_outputs=request.keeps_outputs
         )
@@ -65,7 +65,7 @@ class CellRun:
         self._replaced: tuple[int, ...] = ()
         self._has_timed_out = False
         self._lost = ""
-        self._is_over = False
+        self.is_over = False
         self._now_s = self._began_s
 
     # Called from any thread.
@@ -96,7 +96,7 @@ class CellRun:
         self._put(lambda: self._ladder.press(self._now_s))
 
     def _put(self, item: Callable[[], None]) -> None:
-        if self._is_over:
+        if self.is_over:
             return  # a rank that was given up on goes on writing: nobody would take it out
         self._inbox.put(item)
         self.on_item()
@@ -139,7 +139,7 @@ class CellRun:
 
         Ranks that still run are interrupted: drawing has failed, and nobody hears them.
         """
-        self._is_over = True
+        self.is_over = True
         self.on_item = lambda: None
         for rank in self.missing:
             self._session.interrupt(rank)
@@ -160,7 +160,12 @@ class CellRun:
         now_s = time.monotonic()
         for rank in self.request.ranks:
             self._feed.end(rank, now_s)
-        result = CellResult(tuple(self._rank_result(rank) for rank in self.request.ranks))
+        result = CellResult(
+            tuple(
+                result_of(rank, state, self._feed, self._session.death)
+                for rank, state in self._states.items()
+            )
+        )
         try:
             self._draw(self._feed.due(now_s))
             self._draw([Line("stdout", f"{note}\n") for note in self._notes() if note])
@@ -181,13 +186,14 @@ class CellRun:
             grace_s=self._session.grace_s,
             outcome=outcome or Outcome(),
             replaced=self._replaced,
+            stopped=self._watchdog.stopped,
         )
 
     def _afterwards(self) -> tuple[str, ...]:
         """What the ranks' calls, and their groups, came to."""
         if self._aftermath is not None and self._aftermath.outcome is not None:
             return self._aftermath.outcome.lines
-        return () if self._lost else self._session.health.mismatches(self._run_id)
+        return () if self._lost else self._session.health.mismatches(self.run_id)
 
     def _take_in(self) -> None:
         while self._taken:
@@ -253,9 +259,8 @@ class CellRun:
         return self._ladder.sigint_s(state.begun_s, state.interrupted_s)
 
     def _apply_deadlines(self, now_s: float) -> None:
-        timeout_s = self.request.timeout_s
-        if timeout_s is not None and not self._ladder.has_begun:
-            self._interrupt_after(timeout_s, now_s)
+        self._end_silent(now_s)
+        self._interrupt_after(self.request.timeout_s, now_s)
         for rank in self.missing:
             seen_s = self._states[rank].exit_seen_s
             if seen_s is not None and now_s >= seen_s + LAST_WORDS_S:
@@ -263,15 +268,25 @@ class CellRun:
             elif now_s >= self._sigint_s(rank):
                 self._states[rank].interrupted_s = now_s
                 self._session.interrupt(rank)
-        is_asked = self._ladder.replace_s is not None and self.missing and not self._replaced
-        if is_asked and self._session.upkeep.can_replace:
-            self._replaced = self.missing
-            self._session.upkeep.give_up(self._replaced)
+        if self._ladder.replace_s is not None:
+            self._replace()
         if now_s >= self._ladder.give_back_s or self._lost:
             for rank in self.missing:
                 self._give_up(rank, "unfinished", now_s)
 
-    def _interrupt_after(self, timeout_s: float, now_s: float) -> None:
+    def _end_silent(self, now_s: float) -> None:
+        if self._ladder.has_begun:
+            for rank in self._session.free_silent() & {*self.missing}:
+                self._give_up(rank, "interrupted", now_s)
+
+    def _replace(self) -> None:
+        if self.missing and not self._replaced and self._session.upkeep.can_replace:
+            self._replaced = self.missing
+            self._session.upkeep.give_up(self._replaced)
+
+    def _interrupt_after(self, timeout_s: float | None, now_s: float) -> None:
+        if self._ladder.has_begun or timeout_s is None:
+            return
         if now_s >= self._began_s + timeout_s:
             self._has_timed_out = True
             self._ladder.time_out(now_s)
@@ -310,7 +325,8 @@ class CellRun:
         if stuck and now_s >= ladder.warn_s:
             ladder.warned(now_s)
             upkeep = self._session.upkeep
-            self.tell([stuck_told(stuck, dog.places, can_replace=upkeep.can_replace)])
+            can_replace = upkeep.can_replace
+            self.tell([stuck_told(stuck, dog.places, dog.stopped, can_replace=can_replace)])
         if now_s >= self._aborted_s + ABORTED_S:
             self._aborted_s = NEVER_S
             self.tell(unreleased_told(self.missing, dog.waiting, is_named=ladder.is_warned))
@@ -320,6 +336,7 @@ class CellRun:
     def _abort_now(self, why: str) -> None:
         self._abort = why
         self._aborted_s = self._now_s
+        self._ladder.aborted(self._now_s)
         self._released = frozenset(self._watchdog.waiting)
         self._session.health.abort()
 
@@ -366,28 +383,7 @@ class CellRun:
             self.tell([f"{told}; {running}"])
 
     def _failure(self, rank: int) -> RankFailure:
-        """What the rank displayed as its error, or what its reply says where it displayed none."""
-        shown = self._feed.failure(rank)
-        if shown is not None:
-            return shown
-        name, message, lines = failure_of(self._states[rank].reply) or ("Error", "", ())
-        return RankFailure(rank, name, message, lines)
-
-    def _rank_result(self, rank: int) -> RankResult:
-        state = self._states[rank]
-        failure = None
-        if state.status == "died":
-            failure = RankFailure(rank, "RankDied", self._session.death(rank))
-        elif state.status in {"error", "interrupted"}:
-            failure = self._failure(rank)
-        return RankResult(
-            rank=rank,
-            status=state.status,
-            elapsed_s=state.elapsed_s,
-            text=self._feed.text(rank),
-            failure=failure,
-            outputs=self._feed.outputs(rank),
-        )
+        return failure_in(rank, self._states[rank], self._feed)
 
     def _notes(self) -> list[str]:
         times = {rank: state.elapsed_s for rank, state in self._states.items()}

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nbdist.core import wire
 from nbdist.errors import StartError
 
 CREATE_TRIES = 10
@@ -88,6 +90,7 @@ def arrived(run_dir: Path) -> set[int]:
 
 
 def forget(run_dir: Path, rank: int) -> None:
-    """Remove what an earlier process of the rank has left for the notebook."""
+    """Remove what an earlier process of the rank has left for the notebook, and its sockets."""
     for name in ("failed", "arrived"):
         (run_dir / f"{name}.{rank}").unlink(missing_ok=True)
+    shutil.rmtree(run_dir / wire.SCRATCH_FOLDER.format(rank=rank), ignore_errors=True)

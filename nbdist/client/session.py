@@ -38,6 +38,8 @@ SYNC_MODEL_S = 300.0
 CALL_DEADLINE_S = 30.0
 # The controller may tell of a death some milliseconds before the process has been reaped.
 EXIT_KNOWN_S = 0.5
+# A reply follows the end of its cell within milliseconds.
+LOST_REPLY_S = 1.0
 
 
 class Session:
@@ -260,6 +262,28 @@ class Session:
         """Count a rank as idle: its cell cannot be heard of any more."""
         self._busy.pop(rank, None)
 
+    def free_silent(self) -> set[int]:
+        """Count ranks as idle whose cell has ended without a reply; which ones.
+
+        An interrupt in the moment of a cell's end can cost the reply. The black box has the end.
+        """
+        ended = {
+            rank
+            for rank, (one, _) in list(self._busy.items())
+            if self.health.has_ended(rank, one.run_id, LOST_REPLY_S)
+        }
+        for rank in ended:
+            self.free(rank)
+        return ended
+
+    def _release_given_back(self) -> None:
+        """Break off collectives of cells that nobody waits for any more: they were interrupted."""
+        for rank, (one, _) in list(self._busy.items()):
+            box = self.health.box(rank)
+            if one.is_over and box is not None and box.run == one.run_id and box.waiting:
+                self.health.abort()
+                return
+
     def sync_model(self, source: int = 0, deadline_s: float = SYNC_MODEL_S) -> tuple[str, ...]:
         """Make models and optimizers of all ranks equal to those of one; the models' names.
 
@@ -290,7 +314,7 @@ class Session:
         how = f" ({told})" if told else ""
         doing = self.health.last_words_of(rank)
         last = f"; {doing}" if doing else ""
-        return f"ended{how} while it ran this cell{last}; its variables are lost"
+        return f"ended{how} while running this cell{last}; variables there are lost"
 
     def explained(self, failure: RankFailure) -> RankFailure:
         """The failure, with what to do where the reason is how ranks and notebook differ."""
@@ -357,16 +381,15 @@ class Session:
 
     def _check_idle(self, ranks: Sequence[int]) -> None:
         """Give ranks that were interrupted a moment to come back before refusing."""
+        self.free_silent()
+        self._release_given_back()
         end_s = time.monotonic() + BUSY_GRACE_S
         # A rank may end its cell at any moment, in the client's thread.
         while busy := {r: own for r in ranks if (own := self._busy.get(r)) is not None}:
             if time.monotonic() > end_s:
                 one, since_s = next(iter(busy.values()))
-                cell = (
-                    "an earlier cell"
-                    if one.request.number is None
-                    else f"cell [{one.request.number}]"
-                )
+                number = one.request.number
+                cell = "an earlier cell" if number is None else f"cell [{number}]"
                 raise RankBusy(
                     f"{ranks_are(tuple(busy))} still running {cell}, for "
                     f"{time.monotonic() - since_s:.0f} s. Wait for it to end, choose other ranks "

@@ -12,6 +12,8 @@ from nbdist.core.failures import ranks_are, ranks_phrase
 
 # How often black boxes are read while a cell runs.
 PAUSE_S = 0.25
+# The same once the cell is being interrupted.
+URGENT_PAUSE_S = 0.1
 # A rank that has waited this long is looked at.
 AFTER_S = 1.0
 # Somebody who is only late is told of after this long, and again after LATE_AGAIN_S.
@@ -41,6 +43,7 @@ class Watchdog:
         self._grace_s = grace_s
         self._is_quiet = is_quiet
         self._next_s = began_s + AFTER_S - PAUSE_S
+        self._was_urgent = False
         self._views: list[RankView] = []
         self._last: tuple[Finding, ...] = ()
         self._found: dict[tuple[int, ...], tuple[Finding, float]] = {}
@@ -87,6 +90,11 @@ class Watchdog:
             if view.look is not None and view.look.place is not None
         }
 
+    @property
+    def stopped(self) -> frozenset[int]:
+        """The ranks whose process a signal has stopped."""
+        return frozenset(view.rank for view in self._views if view.state == "stopped")
+
     def look(
         self, now_s: float, states: Callable[[], States], *, is_urgent: bool = False
     ) -> list[str]:
@@ -97,9 +105,12 @@ class Watchdog:
             states: What the cell knows of each rank.
             is_urgent: Ask the ranks what they do, whether or not somebody seems to wait.
         """
+        if is_urgent and not self._was_urgent:
+            self._next_s = now_s  # who waits now has to be known, not who waited a moment ago
+        self._was_urgent = is_urgent
         if now_s < self._next_s:
             return []
-        self._next_s = now_s + PAUSE_S
+        self._next_s = now_s + (URGENT_PAUSE_S if is_urgent else PAUSE_S)
         known = states()
         self._forget_older(known)
         self._views = self._health.views(known)

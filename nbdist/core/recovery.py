@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.core.ranks import rank_label
@@ -13,6 +13,8 @@ DEADLINE_S = 15.0
 SHARDED = "sharded"
 # Between a checksum's two halves, parameters and buffers.
 HALVES = "/"
+# More groups than these are counted: a mesh of many ranks has dozens.
+SHOWN_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,27 @@ class MadeGroup:
     count: int
     is_member: bool
     is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MadeMesh:
+    """A device mesh that a variable of the user's holds, as one rank knows it.
+
+    Attributes:
+        device_type: "cpu" or "cuda".
+        shape: Ranks along each dimension.
+        ranks: Global ranks, the last dimension's beside each other.
+        dim_names: Of its dimensions, if they have any.
+        groups: torch's name of this rank's group of each dimension; empty on a rank outside.
+        root: The mesh that it is a part of; None for a whole one.
+    """
+
+    device_type: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    dim_names: tuple[str, ...] | None
+    groups: tuple[str, ...]
+    root: MadeMesh | None
 
 
 def merge_made(lists: Iterable[Sequence[MadeGroup]]) -> tuple[MadeGroup, ...]:
@@ -128,19 +151,33 @@ def apart(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
 
 
 def _broken(results: Mapping[int, Recovered]) -> list[str]:
-    """A line per group that stays broken, with the ranks that it lacks."""
-    skipped = {n: ranks for one in results.values() for n, ranks in one.skipped.items()}
-    lines = []
-    for name, ranks in skipped.items():
-        missing = [rank for rank in ranks if rank not in results]
-        if not missing:
-            lines.append(f"group {name} (ranks {rank_label(ranks)}) could not be recovered")
-            continue
+    """A line for the groups that lack ranks, and one for those that could not be recovered."""
+    groups = {tuple(sorted(ranks)) for one in results.values() for ranks in one.skipped.values()}
+    everybody = {*results, *(rank for ranks in groups for rank in ranks)}
+    ordered = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
+    lacking = [ranks for ranks in ordered if not set(ranks) <= set(results)]
+    failed = [ranks for ranks in ordered if ranks not in lacking]
+    lines = [f"{_groups(failed, everybody)} could not be recovered"] if failed else []
+    if lacking:
+        missing = sorted({rank for ranks in lacking for rank in ranks}.difference(results))
         lines.append(
-            f"group {name} (ranks {rank_label(ranks)}) stays broken until {_ranks(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} back: %dist_restart {rank_label(missing)}"
+            f"{_groups(lacking, everybody)} {'stays' if len(lacking) == 1 else 'stay'} broken "
+            f"until {_ranks(missing)} {'is' if len(missing) == 1 else 'are'} back: %dist_restart "
+            f"{rank_label(missing)}"
         )
     return lines
+
+
+def _groups(groups: Sequence[tuple[int, ...]], everybody: Collection[int]) -> str:
+    """`the group of all ranks`, `the groups of ranks 0-1 and of ranks 1,3`: torch has no names."""
+    names = [
+        "of all ranks" if set(ranks) == set(everybody) else f"of {_ranks(ranks)}"
+        for ranks in groups[:SHOWN_GROUPS]
+    ]
+    if len(groups) > SHOWN_GROUPS:
+        names.append(f"{len(groups) - SHOWN_GROUPS} more")
+    told = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
+    return f"the group{'s' if len(groups) > 1 else ''} {told}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

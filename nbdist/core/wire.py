@@ -14,6 +14,9 @@ CELL_FOR_ALL = "nbdist_for_all"
 # Message types of what an engine answers beside its cells.
 CONTROL_REQUEST = "nbdist_request"
 CONTROL_REPLY = "nbdist_reply"
+# In the run folder: where a rank's multiprocessing keeps its sockets. Short, as their addresses
+# may not be long.
+SCRATCH_FOLDER = "mp.{rank}"
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -44,9 +44,10 @@ def main() -> None:
     # child processes print.
     os.environ.pop("PYTEST_CURRENT_TEST", None)
 
-    from nbdist.engine import crashes
+    from nbdist.engine import crashes, scratch
 
     crashes.arm(run_dir, int(os.environ["RANK"]))
+    scratch.use(run_dir, int(os.environ["RANK"]))
 
     from nbdist.engine import runtime
 

@@ -17,6 +17,7 @@ LONGEST_PAUSE_S = 0.02
 DEFAULT_DEADLINE = timedelta(minutes=30)  # torch's own for Gloo
 
 _cancelled = 0
+_anew = 0
 _met: Counter[tuple[int, ...]] = Counter()
 
 
@@ -28,7 +29,19 @@ def cancel_meetings() -> None:
 
 def forget_meetings() -> None:
     """Number meetings from 0 again; on every rank, with a new generation."""
+    global _anew  # noqa: PLW0603  # what was cancelled before belongs to older groups
+    _anew = _cancelled
     _met.clear()
+
+
+def age() -> int:
+    """What `is_over` has to be asked with for what is issued now."""
+    return _anew
+
+
+def is_over(age: int) -> bool:
+    """Whether what was issued at this age can never end: the groups were aborted since."""
+    return _cancelled != age
 
 
 def meet(ranks: Sequence[int], generation: int, deadline: timedelta | None, what: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+T = TypeVar("T")
 
 
 def names() -> tuple[str, ...]:
@@ -22,12 +24,7 @@ def names() -> tuple[str, ...]:
 
 def group_names() -> dict[str, str]:
     """Variable -> torch's name, for the user's variables that are process groups."""
-    known = _shell().user_ns
-    return {
-        name: str(known[name].group_name)
-        for name in names()
-        if isinstance(known[name], dist.ProcessGroup)
-    }
+    return {name: str(pg.group_name) for name, pg in values_of(dist.ProcessGroup).items()}
 
 
 def name_groups(variables: Mapping[str, str]) -> None:
@@ -40,8 +37,18 @@ def name_groups(variables: Mapping[str, str]) -> None:
     # Nothing public finds a group by its name.
     groups = {str(name): pg for pg, name in c10d._world.pg_names.items()}  # noqa: SLF001
     outside = dist.GroupMember.NON_GROUP_MEMBER
-    shell = _shell()
-    shell.push({variable: groups.get(name, outside) for variable, name in variables.items()})
+    push({variable: groups.get(name, outside) for variable, name in variables.items()})
+
+
+def values_of(kind: type[T]) -> dict[str, T]:
+    """Variable -> value, for the user's variables of a type."""
+    known = _shell().user_ns
+    return {name: known[name] for name in names() if isinstance(known[name], kind)}
+
+
+def push(variables: Mapping[str, object]) -> None:
+    """Give the user's code these variables."""
+    _shell().push(dict(variables))
 
 
 def _shell() -> Any:

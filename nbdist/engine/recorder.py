@@ -31,7 +31,7 @@ from nbdist.core.blackbox import (
     pack_what,
 )
 from nbdist.core.ranks import rank_label
-from nbdist.engine import meeting
+from nbdist.engine import anysource, meeting
 from nbdist.engine.calls import (
     GROUP_CALLS,
     TRANSFERS,
@@ -89,7 +89,8 @@ class Recorder:
         has_one = hasattr(c10d, "_new_group_with_tag")
         name = "_new_group_with_tag" if has_one else "new_group"
         self._replace(c10d, name, functools.partial(self._met, "new_group"))
-        self._replace(dist.Work, "wait", self._waited)
+        self._replace(dist.ProcessGroup, "recv_anysource", anysource.noting)
+        self._replace(dist.Work, "wait", lambda wait: self._waited(anysource.abortable(wait)))
         # DTensor waits here.
         self._replace(functional, "wait_tensor", self._waited)
         self.know_groups()

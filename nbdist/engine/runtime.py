@@ -29,7 +29,7 @@ from nbdist.core.ranks import rank_label
 from nbdist.core.recovery import MadeGroup
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
-from nbdist.engine import blackbox, cells, crashes, facts, responder
+from nbdist.engine import blackbox, cells, crashes, facts, responder, scratch
 from nbdist.errors import NbdistError, StartError
 
 # DDP's first use imports torch._dynamo (about a second). Done once the rank has been idle
@@ -244,6 +244,7 @@ def prepare(seed: int | None = None) -> Topology:
     is_here = bool(run_dir.name) and run_dir.is_dir()  # not for an engine on another host
     if is_here:
         crashes.arm(run_dir, place.rank)
+        scratch.use(run_dir, place.rank)
     crashes.note_cells(shell.compile, run_dir if is_here else None, place.rank)
     shell.push(
         {

@@ -136,7 +136,7 @@ def test_equal_waits_are_one_phrase() -> None:
 
 def test_stuck_ranks_are_told_with_their_place_and_the_price() -> None:
     """The next press is explained before it does anything."""
-    told = stuck_told([1], {1: "line 3 of cell [12]: a @ b"}, can_replace=True)
+    told = stuck_told([1], {1: "line 3 of cell [12]: a @ b"}, (), can_replace=True)
 
     assert "rank 1 is not back yet" in told
     assert "line 3 of cell [12]: a @ b" in told
@@ -145,10 +145,23 @@ def test_stuck_ranks_are_told_with_their_place_and_the_price() -> None:
 
 def test_a_press_promises_no_replacement_where_there_is_none() -> None:
     """Ranks that a batch system or another host has started cannot be replaced one by one."""
-    told = stuck_told([0, 1], {}, can_replace=False)
+    told = stuck_told([0, 1], {}, (), can_replace=False)
 
     assert "Another press gives the notebook back" in told
     assert "lost" not in told
+
+
+def test_a_stopped_rank_is_not_said_to_be_in_c_code() -> None:
+    """It is where it was when the signal came, and nothing reaches it there."""
+    alone = stuck_told([1], {1: "line 3 of cell [12]: a @ b"}, {1}, can_replace=True)
+    both = stuck_told([0, 1], {0: "line 1"}, {1}, can_replace=True)
+
+    assert alone == (
+        "rank 1 is stopped (SIGSTOP): no interrupt before kill -CONT. Another press ends and "
+        "replaces rank 1, whose variables are then lost"
+    )
+    assert "rank 1 is stopped (SIGSTOP)" in both
+    assert "rank 0 is not back yet (rank 0: line 1): C code" in both
 
 
 def test_only_who_is_in_a_collective_is_held_by_the_abort() -> None:

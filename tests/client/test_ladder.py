@@ -82,3 +82,15 @@ def test_each_press_interrupts_once_more_but_not_at_once() -> None:
     assert ladder.sigint_s(90.0, 100.0) == pytest.approx(100.5)
     assert ladder.sigint_s(90.0, 100.0) < ladder.give_back_s
     assert ladder.sigint_s(90.0, 100.5) == NEVER_S
+
+
+def test_a_hurried_press_waits_for_an_abort_to_end() -> None:
+    """Ranks that were just released get the time to come back, and their groups with them."""
+    ladder = Ladder()
+    ladder.press(100.0)
+    ladder.press(100.05)
+    ladder.aborted(100.1)
+
+    assert ladder.give_back_s == pytest.approx(102.1)
+    ladder.aborted(104.0)
+    assert ladder.give_back_s == 100.0 + GIVE_BACK_S

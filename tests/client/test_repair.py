@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import tempfile
 import textwrap
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.client import driving, repair
+from nbdist.client import driving, repair, start
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
@@ -27,7 +28,7 @@ from nbdist.errors import (
     RankGone,
     StartError,
 )
-from tests.client.conftest import processes_under, session_of, temporary_folder, until
+from tests.client.conftest import processes_under, session_of, silent, temporary_folder, until
 from tests.support import processes
 from tests.support.kernel import Kernel
 
@@ -152,6 +153,31 @@ def test_two_of_three_and_then_all_come_back(runs: Path) -> None:
     assert later == ["6.0\n"] * 3
 
 
+@pytest.mark.faults
+def test_a_new_rank_has_the_meshes_of_the_others(runs: Path) -> None:
+    """Making one is collective, so no cell on the new rank alone could; the sums are right.
+
+    Of rank + 1: along the first dimension over 0 and 2, 1 and 3; along the second 0 and 1, 2 and 3.
+    """
+    make = (
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "mesh = init_device_mesh('cpu', (2, 2))\nkept = 1"
+    )
+    add = (
+        "for dim in (0, 1):\n    total = torch.ones(1) * (rank + 1)\n"
+        "    dist.all_reduce(total, group=mesh.get_group(dim)); print(total.item())"
+    )
+    with session_of(StartOptions(world_size=4, gpus="none")) as session:
+        texts(session, make)
+        kill(session, 2)
+        done = restart(session, 2)
+        sums = texts(session, add)
+
+    [note] = done.notes
+    assert note.startswith("rank 2 lacks init_device_mesh, kept: ")
+    assert sums == ["4.0\n3.0\n", "6.0\n3.0\n", "4.0\n7.0\n", "6.0\n7.0\n"]
+
+
 def test_a_busy_rank_is_replaced_with_its_children(pair: Session) -> None:
     """Only a rank that stays has to be idle; the old process's children end with it."""
     cell = CellRequest(
@@ -168,6 +194,34 @@ def test_a_busy_rank_is_replaced_with_its_children(pair: Session) -> None:
     assert done.ranks == (1,)
     assert processes.wait_gone([engine, *children], 0) == []
     assert texts(pair, SUM) == ["3.0\n"] * 2
+
+
+def test_killed_workers_of_a_data_loader_leave_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sockets are in the run folder: gone with a restart of their rank, and with the run."""
+    code = """
+        from torch.utils.data import DataLoader, TensorDataset
+        loader = DataLoader(TensorDataset(torch.ones(9999999)), num_workers=2)
+        for batch in loader:
+            print("on")
+    """
+    # pytest's own folders are too long for the address of a socket.
+    with tempfile.TemporaryDirectory(prefix="n-") as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        with temporary_folder(Path(temporary)):
+            session = start.start(StartOptions(world_size=1, gpus="none"), silent, str).session
+        try:
+            folder = session.cluster.run_dir / "mp.0"
+            session.begin(CellRequest(textwrap.dedent(code), (0,)))
+            is_used = until(lambda: len(list(folder.glob("listener-*"))) == 2)
+            kill(session, 0)
+            restart(session, 0)
+            left = list(folder.iterdir())
+        finally:
+            session.stop()
+
+        assert is_used
+        assert left == []
+        assert list(Path(temporary).glob("*")) == []
 
 
 def test_a_process_that_does_not_come_is_told_and_tried_again(

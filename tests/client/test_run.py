@@ -71,12 +71,21 @@ class FakeSession:
 
     def __init__(self) -> None:
         self.interrupted: list[int] = []
+        self.silent: set[int] = set()
         self.health = FakeHealth()
         self.upkeep: FakeUpkeep = FakeUpkeep()
 
     def watchdog(self, *_: object, **__: object) -> FakeWatchdog:
         """One that is blind."""
         return FakeWatchdog()
+
+    def death(self, _rank: int) -> str:
+        """Nobody dies here."""
+        return "ended"
+
+    def free_silent(self) -> set[int]:
+        """As the test has set it."""
+        return self.silent
 
     def rank_states(self) -> dict[int, tuple[str, str]]:
         """Nobody is known."""
@@ -299,3 +308,19 @@ def test_a_recovery_that_lasts_does_not_keep_the_notebook_after_an_interrupt() -
     assert 1.0 + pause_s < 5.0
     assert run.step(run._began_s + 4.6) is None
     assert session.health.needs_recovery
+
+
+def test_a_rank_whose_reply_was_lost_is_not_waited_for_after_an_interrupt() -> None:
+    """Its black box says that its cell has ended; the interrupt came in that moment."""
+    session = FakeSession()
+    run = CellRun(cast("Session", session), CellRequest("code", (0, 1)), Kept())
+    run.done(0, Failed())
+    began_s = run._began_s
+    session.silent = {1}
+    before = run.step(began_s)
+    run.press()
+    run.step(began_s + 0.1)
+    run.step(began_s + 0.2)
+
+    assert before is not None
+    assert run.missing == ()

@@ -176,10 +176,10 @@ def test_summary_of_many() -> None:
 
 def test_summary_of_a_death() -> None:
     """A death is told in its own words."""
-    died = RankFailure(2, "RankDied", "ended (killed by SIGKILL) while it ran this cell")
+    died = RankFailure(2, "RankDied", "ended (killed by SIGKILL) while running this cell")
 
     assert summary([follower(0, 1.0), died]).startswith(
-        "rank 2 ended (killed by SIGKILL) while it ran this cell; rank 0 then failed with "
+        "rank 2 ended (killed by SIGKILL) while running this cell; rank 0 then failed with "
     )
 
 
@@ -242,7 +242,7 @@ def test_traceback_text_of_many() -> None:
 
 def test_traceback_text_without_a_traceback() -> None:
     """Where there is no traceback the whole message stands in its place; a death needs none."""
-    died = RankFailure(1, "RankDied", "ended while it ran this cell")
+    died = RankFailure(1, "RankDied", "ended while running this cell")
     bare = RankFailure(0, "ValueError", "one\ntwo", (), 5.0)
 
     assert traceback_text([died, bare]) == "\x1b[1mrank 0\x1b[0m raised ValueError: one\ntwo"

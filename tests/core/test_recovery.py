@@ -67,9 +67,30 @@ def test_a_group_with_a_dead_member_names_the_restart() -> None:
     results = {0: recovered(skipped={"0": (0, 1, 2, 3)}), 3: recovered(skipped=broken)}
 
     assert notes(results) == (
-        "group 0 (ranks 0-3) stays broken until ranks 1-2 are back: %dist_restart 1-2",
-        "group 4 (ranks 1,3) stays broken until rank 1 is back: %dist_restart 1",
+        "the groups of all ranks and of ranks 1,3 stay broken until ranks 1-2 are back: "
+        "%dist_restart 1-2",
     )
+
+
+def test_groups_are_told_by_their_ranks() -> None:
+    """torch's names say nothing; the same ranks once, of many groups how many more."""
+    many = {str(n): (n, 9) for n in range(6)}
+    one = recovered(skipped={"0": (0, 1), "1": (1, 0)})
+
+    assert notes({0: one}) == (
+        "the group of all ranks stays broken until rank 1 is back: %dist_restart 1",
+    )
+    assert notes({rank: recovered(skipped=many) for rank in range(9)}) == (
+        "the groups of ranks 0,9, of ranks 1,9, of ranks 2,9, of ranks 3,9 and 2 more stay broken "
+        "until rank 9 is back: %dist_restart 9",
+    )
+
+
+def test_a_whole_group_that_was_not_recovered_has_a_line_of_its_own() -> None:
+    """Nothing is promised of it."""
+    results = {rank: recovered(skipped={"7": (0, 1)}) for rank in range(3)}
+
+    assert notes(results) == ("the group of ranks 0-1 could not be recovered",)
 
 
 def test_lists_of_several_ranks_become_one_in_order() -> None:

@@ -93,6 +93,15 @@ HANGS = (
         unnamed=(2, 3),
     ),
     Fault(
+        "recv from any rank",
+        "point to point",
+        "if rank == 0:\n    go()\n    dist.recv(x)",
+        told=("{waiting} in recv(float32[3]", "{place}", "rank"),
+        source="dist.recv(x)",
+        waiting=(0,),
+        is_short=True,
+    ),
+    Fault(
         "backward on one rank, DDP",
         "model",
         "loss = ddp(data).sum()\nif rank != 1:\n    go()\n    loss.backward()",
