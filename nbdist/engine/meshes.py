@@ -109,9 +109,7 @@ def _form(one: MadeMesh, groups: Sequence[Any]) -> DeviceMesh:
     if not groups:
         # What torch makes on a rank outside of it; only init_device_mesh does so in public, and
         # that one makes the groups.
-        return DeviceMesh(
-            one.device_type, ranks, mesh_dim_names=one.dim_names, _init_backend=False
-        )
+        return DeviceMesh(one.device_type, ranks, mesh_dim_names=one.dim_names, _init_backend=False)
     names = one.dim_names or tuple(f"dim{dim}" for dim in range(len(one.shape)))
     mesh = DeviceMesh.from_group(list(groups), one.device_type, ranks, mesh_dim_names=names)
     if one.dim_names is None:

@@ -190,6 +190,7 @@ def test_without_the_list_of_engines_it_says_so_and_can_be_tried_again(pair: Ses
     assert texts(pair, "print(kept)") == ["1\n", "1\n"]
 
 
+@pytest.mark.faults  # the shared ranks' end shows the same for a controller that was replaced
 def test_a_stop_ends_a_new_controller_too(runs: Path) -> None:
     """Neither the first controller's child nor any process of the second is left."""
     with session_of(StartOptions(world_size=1, gpus="none")) as session:

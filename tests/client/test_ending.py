@@ -89,6 +89,16 @@ def test_a_rank_in_c_code_is_named_with_the_way_to_replace_it() -> None:
     assert str(error).endswith("the groups are made anew once rank 1 is back")
 
 
+def test_a_stopped_rank_is_named_with_the_way_to_wake_it() -> None:
+    """No C code is to blame; the one beside it is told as ever."""
+    ending = Ending("", True, None, stopped=frozenset({1}))
+    ranks = [RankResult(rank, "unfinished", 4.5) for rank in (0, 1)]
+    error = raised(ending, ended(*ranks))
+
+    assert str(error).startswith("rank 1 is stopped (SIGSTOP): kill -CONT lets rank 1 go on")
+    assert "; rank 0 is not back yet: C code" in str(error)
+
+
 def test_ranks_that_the_user_gave_up_on_are_not_said_to_run() -> None:
     """They were ended by the press."""
     ending = Ending("", True, None, replaced=(1,))

@@ -208,7 +208,9 @@ def test_killed_workers_of_a_data_loader_leave_no_folder(monkeypatch: pytest.Mon
     with tempfile.TemporaryDirectory(prefix="n-") as temporary:
         monkeypatch.setenv("TMPDIR", temporary)
         with temporary_folder(Path(temporary)):
-            session = start.start(StartOptions(world_size=1, gpus="none"), silent, str).session
+            session = start.start(
+                StartOptions(world_size=1, gpus="none"), silent, lambda _: None
+            ).session
         try:
             folder = session.cluster.run_dir / "mp.0"
             session.begin(CellRequest(textwrap.dedent(code), (0,)))
@@ -250,7 +252,13 @@ def test_a_process_that_does_not_come_is_told_and_tried_again(
     assert texts(pair, "print(kept)", ranks="0") == ["1\n"]
 
 
-@pytest.mark.parametrize("moment", ["starting new processes", "forming the groups again"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("starting new processes", marks=pytest.mark.faults),
+        "forming the groups again",
+    ],
+)
 def test_an_interrupted_restart_leaves_nothing_half(pair: Session, moment: str) -> None:
     """The rank counts as ended and no process of it is left; the next restart brings it."""
     started: list[int] = []
@@ -306,6 +314,23 @@ def test_a_death_while_all_ranks_are_asked_is_told_at_once(pair: Session) -> Non
 
     assert failed_s < 5
     assert texts(pair, "print(rank)", ranks="0") == ["0\n"]
+
+
+@pytest.mark.faults
+def test_a_stopped_rank_is_told_as_stopped_by_an_interrupt(pair: Session) -> None:
+    """It was idle: no code of it runs that could be to blame."""
+    pid = pair.cluster.pids()[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        one = pair.begin(CellRequest("1", (0, 1)))
+        one.press()
+        with pytest.raises(KeyboardInterrupt, match=r"rank 1 is stopped \(SIGSTOP\)") as caught:
+            driving.wait(lambda: one)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+    assert "C code" not in str(caught.value)
+    assert until(lambda: not pair.busy_ranks)
 
 
 def test_all_ranks_can_die_in_one_collective(pair: Session) -> None:
