@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from nbdist.core.blackbox import SIZE_BYTES, Writer, settled
 from nbdist.core.wire import CELL_RUN
-from nbdist.engine import meeting
+from nbdist.engine import loaders, meeting
 from nbdist.engine.meeting import cancel_meetings
 from nbdist.engine.places import Places
 from nbdist.engine.recorder import Recorder
@@ -126,10 +128,21 @@ def _watched(kernel: Any, execute: Callable[..., Any]) -> Callable[..., Any]:
                 state = "finished"
         finally:
             _set_cell(run, state)
+        if state == "raised":
+            _end_loaders()
         return reply
 
     do_execute.is_watched = True  # type: ignore[attr-defined]
     return do_execute
+
+
+def _end_loaders() -> None:
+    try:
+        loaders.end_left(getattr(sys, "last_value", None))
+    except KeyboardInterrupt:
+        return  # one press more: the cell has ended already
+    except Exception as error:  # noqa: BLE001  # else the cell would get no reply at all
+        warnings.warn(f"DataLoader workers of this cell may be left: {error!r}", stacklevel=1)
 
 
 def _set_cell(run: int, state: str) -> None:

@@ -99,14 +99,14 @@ def hide_own_frames(tracebacks: Any) -> None:
 
     @functools.wraps(structured)
     def structured_traceback(kind: Any, error: Any, *args: Any, **options: Any) -> Any:
-        for one in _chain(error):
+        for one in chain(error):
             _unlink_own(one.__traceback__)
         return structured(kind, error, *args, **options)
 
     tracebacks.structured_traceback = structured_traceback
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
     """The exception and those that it came from; they can go round in a circle."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -1,0 +1,117 @@
+"""Ends the worker processes of DataLoader loops that a failed cell has left behind.
+
+The failed cell's traceback holds the loop's iterator until the next failure, and its workers
+with it. Then Python's collector runs its finalizer, wherever it happens to start, and that waits
+5 s for each worker that was interrupted.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import dataloader
+
+from nbdist.engine.cells import chain
+
+JOIN_S = 0.2
+# Between a frame and its iterator stand a progress bar and enumerate, not more.
+MAX_STEPS, MAX_HOLDERS = 4, 50
+
+# Private: torch has no public way to end a loop's workers. A torch that lacks one of these names
+# is left to do it by itself, as described above.
+_OWN = ("_index_queues", "_persistent_workers", "_shutdown", "_worker_pids_set", "_workers")
+
+
+def end_left(error: BaseException | None) -> int:
+    """End the workers of the iterators that only this error's frames hold; return how many.
+
+    Once its cell has failed, in the main thread; at most 0.5 s. An iterator that a variable of
+    the user still holds goes on, as does one with persistent workers.
+    """
+    frames = list(_frames(error))
+    iterators = {id(one): one for frame in frames for one in _iterators(frame)}
+    if not iterators:
+        return 0
+    left = [one for one in iterators.values() if _is_left(one, frames, iterators)]
+    return _end(left)
+
+
+def _frames(error: BaseException | None) -> Iterator[FrameType]:
+    """Of functions alone: the locals of a cell are the user's variables."""
+    for one in chain(error):
+        link = one.__traceback__
+        while link is not None:
+            if link.tb_frame.f_locals is not link.tb_frame.f_globals:
+                yield link.tb_frame
+            link = link.tb_next
+
+
+def _iterators(frame: FrameType) -> Iterator[Any]:
+    kind = getattr(dataloader, "_MultiProcessingDataLoaderIter", None)
+    if kind is None:
+        return
+    for value in list(frame.f_locals.values()):
+        if isinstance(value, kind) and all(hasattr(value, name) for name in _OWN):
+            is_over = value._shutdown or value._persistent_workers  # noqa: SLF001
+            if not is_over:
+                yield value
+
+
+def _is_left(iterator: Any, frames: list[FrameType], found: dict[int, Any]) -> bool:
+    """Whether everything that leads to it starts in these frames, which never go on."""
+    # Before Python 3.13 a frame keeps the dict in which it shows its locals.
+    known = {id(one) for one in (found, frames, *frames)} | {id(f.f_locals) for f in frames}
+    level: list[Any] = [iterator]
+    for _ in range(MAX_STEPS):
+        known |= {id(level), *map(id, level)}
+        level = [one for one in gc.get_referrers(*level) if id(one) not in known]
+        level = [one for one in level if one is not sys._getframe()]  # noqa: SLF001
+        if not level:
+            return True
+        if len(level) > MAX_HOLDERS:
+            return False
+    return False
+
+
+def _end(iterators: Iterable[Any]) -> int:
+    workers = []
+    for one in iterators:
+        if one._worker_pids_set:  # noqa: SLF001
+            # Else torch raises in this thread that workers have been killed.
+            dataloader._utils.signal_handling._remove_worker_pids(id(one))  # noqa: SLF001
+            one._worker_pids_set = False  # noqa: SLF001
+        _end_pinning(one)
+        workers += one._workers  # noqa: SLF001
+        one._shutdown = True  # its finalizer has nothing more to do  # noqa: SLF001
+    # torch's own way is to tell them through locks that an interrupted worker may hold for good.
+    _signal(workers, signal.SIGTERM)
+    _signal(workers, signal.SIGKILL)
+    for one in iterators:
+        for queue in one._index_queues:  # noqa: SLF001
+            queue.cancel_join_thread()
+            queue.close()
+    return len(workers)
+
+
+def _end_pinning(iterator: Any) -> None:
+    """Let the thread that copies to pinned memory end, before what it reads from is broken."""
+    thread = getattr(iterator, "_pin_memory_thread", None)
+    if thread is not None:
+        iterator._pin_memory_thread_done_event.set()  # noqa: SLF001
+        iterator._worker_result_queue.put((None, None))  # noqa: SLF001
+        thread.join(JOIN_S)
+
+
+def _signal(workers: Iterable[Any], number: int) -> None:
+    alive = [one for one in workers if one.is_alive()]
+    for one in alive:
+        one.terminate() if number == signal.SIGTERM else one.kill()
+    until_s = time.monotonic() + JOIN_S
+    for one in alive:
+        one.join(max(0.0, until_s - time.monotonic()))

@@ -1,0 +1,166 @@
+"""Workers of a loop that has failed are ended, and those of loops that may go on are not."""
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, dataloader
+
+from nbdist.engine import loaders
+
+pytestmark = pytest.mark.engine
+
+N_WORKERS = 2
+ENDED_S = 0.5
+
+
+class Rows(Dataset[int]):
+    """Numbers, of which one cannot be read."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise LookupError(index)
+        return index
+
+
+def loader(**options: Any) -> "DataLoader[int]":
+    """A loader with workers that fails in its second batch, in the process that iterates."""
+    return DataLoader(Rows(), batch_size=4, num_workers=N_WORKERS, **options)
+
+
+def failure(loop: Callable[[], object]) -> LookupError:
+    """The error of a loop, its frames alive as a notebook's last error keeps them."""
+    try:
+        loop()
+    except LookupError as error:
+        return error
+    raise AssertionError("it did not fail")
+
+
+def workers() -> int:
+    """How many processes this one has."""
+    return len(multiprocessing.active_children())
+
+
+@pytest.fixture(autouse=True)
+def _none_left() -> Iterator[None]:
+    assert workers() == 0
+    yield
+    gc.collect()
+    for one in multiprocessing.active_children():
+        one.kill()
+        one.join()
+
+
+def in_a_function() -> None:
+    """A loop."""
+    for _ in loader():
+        pass
+
+
+def below_others() -> None:
+    """A loop over what stands before the iterator, in variables."""
+    batches = iter(loader())
+    numbered = enumerate(batches)
+    for _ in map(str, numbered):
+        pass
+
+
+def in_a_generator() -> None:
+    """As accelerate and progress bars do."""
+
+    def handed_on() -> Iterator[torch.Tensor]:
+        yield from loader()
+
+    for _ in handed_on():
+        pass
+
+
+@pytest.mark.parametrize("loop", [in_a_function, below_others, in_a_generator])
+def test_what_only_the_error_holds_is_ended(loop: Callable[[], None]) -> None:
+    """At once, the error keeps its frames, and the finalizer has nothing left to wait for."""
+    error = failure(loop)
+    left, began_s = workers(), time.monotonic()
+    ended = loaders.end_left(error)
+    took_s = time.monotonic() - began_s
+
+    assert left == ended == N_WORKERS
+    assert workers() == 0
+    assert took_s < ENDED_S
+    assert loaders.end_left(error) == 0
+    began_s = time.monotonic()
+    del error
+    gc.collect()
+    assert time.monotonic() - began_s < 1
+
+
+def test_an_error_that_came_of_it_counts_too() -> None:
+    """`raise ... from` as frameworks do it."""
+
+    def wrapped() -> None:
+        try:
+            in_a_function()
+        except LookupError as error:
+            raise LookupError("in training") from error
+
+    assert loaders.end_left(failure(wrapped)) == N_WORKERS
+
+
+@pytest.mark.parametrize("holder", ["variable", "list", "object", "enumerate"])
+def test_what_a_variable_still_holds_goes_on(holder: str) -> None:
+    """Its next batch comes from the same workers."""
+    own = iter(loader())
+    pids = [one.pid for one in multiprocessing.active_children()]
+    kept: Any = {"variable": own, "list": [own], "enumerate": enumerate(own)}.get(holder)
+    if holder == "object":
+        kept = type("Trainer", (), {})()
+        kept.batches = own
+    names = {"kept": kept}
+
+    def loop(batches: Any) -> None:
+        for _ in batches:
+            pass
+
+    def run() -> None:
+        loop(names["kept"] if holder in {"variable", "enumerate"} else own)
+
+    error = failure(run)
+    assert loaders.end_left(error) == 0
+    assert [one.pid for one in multiprocessing.active_children()] == pids
+    assert next(own).tolist() == [8, 9, 10, 11]
+
+
+def test_persistent_workers_stay() -> None:
+    """They belong to the loader, which the user still has."""
+    own = loader(persistent_workers=True)
+
+    def loop() -> None:
+        for _ in own:
+            pass
+
+    error = failure(loop)
+    assert loaders.end_left(error) == 0
+    assert workers() == N_WORKERS
+    assert next(iter(own)).tolist() == [0, 1, 2, 3]
+    del error
+
+
+def test_a_torch_without_these_names_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is ended then, and nothing fails."""
+    error = failure(in_a_function)
+    with monkeypatch.context() as patch:
+        patch.setattr(loaders, "_OWN", ("_no_such_name",))
+        assert loaders.end_left(error) == 0
+        patch.undo()
+        patch.delattr(dataloader, "_MultiProcessingDataLoaderIter")
+        assert loaders.end_left(error) == 0
+    assert workers() == N_WORKERS
+    assert loaders.end_left(error) == N_WORKERS
+    assert loaders.end_left(None) == 0
