@@ -21,6 +21,7 @@ class FakeWatchdog:
 
     next_s = abort_s = float("inf")
     deadlock = None
+    stopped: frozenset[int] = frozenset()
     waiting: ClassVar[dict[int, str]] = {}
     places: ClassVar[dict[int, str]] = {}
 

@@ -53,10 +53,10 @@ def workers() -> int:
 def _none_left() -> Iterator[None]:
     assert workers() == 0
     yield
-    gc.collect()
     for one in multiprocessing.active_children():
-        one.kill()
+        one.terminate()
         one.join()
+    gc.collect()
 
 
 def in_a_function() -> None:
@@ -113,28 +113,36 @@ def test_an_error_that_came_of_it_counts_too() -> None:
     assert loaders.end_left(failure(wrapped)) == N_WORKERS
 
 
-@pytest.mark.parametrize("holder", ["variable", "list", "object", "enumerate"])
-def test_what_a_variable_still_holds_goes_on(holder: str) -> None:
+def a_loop_over(batches: Any) -> None:
+    """A loop in a function of the user's, called with what stands in the cell."""
+    for _ in batches:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("made", "looped"),
+    [
+        ("own = iter(loader())", "own"),
+        ("own = iter(loader()); kept = [own]", "kept[0]"),
+        ("own = iter(loader()); kept = Trainer(); kept.batches = own", "kept.batches"),
+        ("own = iter(loader()); kept = enumerate(own)", "kept"),
+    ],
+)
+def test_what_a_variable_still_holds_goes_on(made: str, looped: str) -> None:
     """Its next batch comes from the same workers."""
-    own = iter(loader())
+    cell: dict[str, Any] = {"loader": loader, "Trainer": type("Trainer", (), {})}
+    exec(made, cell)
+    if "kept" in cell:
+        del cell["own"]
     pids = [one.pid for one in multiprocessing.active_children()]
-    kept: Any = {"variable": own, "list": [own], "enumerate": enumerate(own)}.get(holder)
-    if holder == "object":
-        kept = type("Trainer", (), {})()
-        kept.batches = own
-    names = {"kept": kept}
+    cell["a_loop_over"] = a_loop_over
+    error = failure(lambda: exec(f"a_loop_over({looped})", cell))
 
-    def loop(batches: Any) -> None:
-        for _ in batches:
-            pass
-
-    def run() -> None:
-        loop(names["kept"] if holder in {"variable", "enumerate"} else own)
-
-    error = failure(run)
     assert loaders.end_left(error) == 0
     assert [one.pid for one in multiprocessing.active_children()] == pids
-    assert next(own).tolist() == [8, 9, 10, 11]
+    following = eval(f"next({looped})", cell)
+    batch = following[1] if isinstance(following, tuple) else following
+    assert batch.tolist() == [8, 9, 10, 11]
 
 
 def test_persistent_workers_stay() -> None:

@@ -89,10 +89,13 @@ def test_ten_recoveries_and_the_same_losses(n: int, ranks_of: Callable[[int], Ra
 
 @pytest.mark.faults
 @pytest.mark.parametrize("n", [2, 4])
-def test_many_recoveries_leave_no_descriptor_and_no_thread(
+def test_many_recoveries_leave_no_descriptor_and_two_threads_a_group(
     n: int, ranks_of: Callable[[int], Ranks]
 ) -> None:
-    """Ten more recoveries take less than a descriptor each, and at most a thread a group."""
+    """Ten more recoveries take less than a descriptor each, and two idle threads a group.
+
+    torch never lets go of a group's old backend, and only its end would end its threads.
+    """
     ranks = ranks_of(n)
     ranks.set_kept()
     used = "[len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))]"
@@ -109,7 +112,7 @@ def test_many_recoveries_leave_no_descriptor_and_no_thread(
 
     for rank in range(n):
         assert after[rank][0] - before[rank][0] < 10
-        assert after[rank][1] - before[rank][1] <= 10 * n_groups
+        assert after[rank][1] - before[rank][1] <= 10 * 2 * n_groups
     ranks.conclude("descriptors and threads", "repeat", None, None)
 
 

@@ -15,8 +15,8 @@ import gc, psutil, time
 from torch.utils.data import DataLoader
 loader = DataLoader(range(10**6), batch_size=4, num_workers=2)
 def workers():
-    return sum("spawn" not in "".join(p.cmdline()) and "tracker" not in "".join(p.cmdline())
-               for p in psutil.Process().children())
+    return len(psutil.Process().children()) - before
+before = len(psutil.Process().children())
 def train():
     for batch in loader:
         if int(batch[0]) == 0:
