@@ -159,6 +159,7 @@ class Aftermath:
     def _recovered(self) -> Outcome:
         failed = {rank: told for rank, f in self._recovering.items() if (told := _failure(f))}
         self._session.health.needs_recovery = bool(failed)
+        self._session.upkeep.reserve()
         if failed:
             rank, why = min(failed.items())
             problem = (

@@ -49,6 +49,7 @@ class Cluster:
             config: The profile's settings, with the launcher's own added.
         """
         self.run_dir: Path = rundir.create()
+        rundir.reserve(self.run_dir)
         self.exits: dict[int | None, Exit] = {}
         self.on_exit: Callable[[Exit], None] = lambda _: None
         self.channel: Channel | None = None

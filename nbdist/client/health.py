@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nbdist.client import causes, remote
+from nbdist.client import causes, remote, rundir
 from nbdist.client.channel import Channel
 from nbdist.client.cluster import Cluster
 from nbdist.core import blackbox, collectives
@@ -212,6 +212,7 @@ class Health:
             call: Calls a function in a rank's main thread; all of them have to be idle.
         """
         self.generation += 1
+        rundir.release_reserve(self._cluster.run_dir)
         living = [place.rank for place in self._topology.ranks if self.is_reachable(place.rank)]
         dead = tuple(place.rank for place in self._topology.ranks if place.rank not in living)
         return {rank: remote.recover(call, rank, self.generation, dead) for rank in living}

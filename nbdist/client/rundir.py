@@ -19,6 +19,8 @@ from nbdist.core import wire
 from nbdist.errors import StartError
 
 CREATE_TRIES = 10
+RESERVE = "reserve"
+RESERVE_BYTES = 1 << 18
 
 
 def base() -> Path:
@@ -55,6 +57,22 @@ def create() -> Path:
         f"No folder for the run can be made in {tempfile.gettempdir()}. Make that folder, or point "
         "TMPDIR elsewhere and restart the kernel."
     )
+
+
+def reserve(run_dir: Path) -> None:
+    """Keep some space of the disk for what a recovery has to write, should the disk fill up."""
+    path = run_dir / RESERVE
+    try:
+        with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+    except OSError:  # it is full already: then there is nothing to keep
+        path.unlink(missing_ok=True)
+
+
+def release_reserve(run_dir: Path) -> None:
+    """Give the space back, so that ranks can meet in a file although the disk is full."""
+    (run_dir / RESERVE).unlink(missing_ok=True)
 
 
 def write_notebook(run_dir: Path, sys_path: Sequence[object], start: dict[str, Any]) -> None:

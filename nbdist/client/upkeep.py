@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import presses, remote, repair, states
+from nbdist.client import presses, remote, repair, rundir, states
 from nbdist.client.aftermath import Aftermath, Outcome
 from nbdist.client.repair import Restarted
 from nbdist.core import collectives
@@ -159,6 +159,10 @@ class Upkeep:
                 self._session.health.abort()
                 return
             time.sleep(POLL_S)
+
+    def reserve(self) -> None:
+        """Keep space on the disk for the next recovery; the last one has used it."""
+        rundir.reserve(self._session.cluster.run_dir)
 
     def begin_comparison(self) -> dict[int, Future[Any]]:
         """Ask all living ranks, which have to be idle, for the checksums of their models."""

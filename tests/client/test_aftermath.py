@@ -58,6 +58,9 @@ class FakeSession:
         """Note it."""
         self.interrupted.append(rank)
 
+    def reserve(self) -> None:
+        """Nothing."""
+
     def begin_comparison(self) -> dict[int, Future[Any]]:
         """What the test has set."""
         return {rank: done(one) for rank, one in self.checksums.items()}
