@@ -93,7 +93,8 @@ FAULTS := $(CURDIR)/build/faults.jsonl
 faults: export NBDIST_FAULTS_LOG = $(FAULTS)
 faults: $(INSTALLED) | build/settings
 	@rm -f $(FAULTS)
-	$(PY) -m pytest -m "" tests/faults tests/client/test_repair.py tests/client/test_controller.py
+	$(PY) -m pytest -m "" tests/faults tests/client/test_repair.py tests/client/test_controller.py \
+	  tests/front/test_loaders.py
 	$(PY) -m tests.faults.report $(FAULTS) docs/reliability.md
 
 # The kernel is this environment's Python, whatever a notebook's own metadata names.

@@ -7,7 +7,8 @@ import pytest
 
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+# The press can come as torch forks a worker, which torch itself then leaks: not for every run.
+pytestmark = [pytest.mark.cluster, pytest.mark.engine, pytest.mark.faults]
 
 GONE_S = 2.0
 _MADE = """%%distributed
