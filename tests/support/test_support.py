@@ -186,10 +186,10 @@ def test_a_cell_that_does_not_end_tells_its_output(kernel: Kernel) -> None:
 def test_a_kernel_has_its_folder_and_environment(own_kernel: Kernel, tmp_path: Path) -> None:
     """The kernel runs where and with what it was told, on one thread."""
     cell = own_kernel.run(
-        "import os\nos.getcwd(), os.environ['GREETING'], os.environ['OMP_NUM_THREADS']"
+        "import os\nprint(os.getcwd(), os.environ['GREETING'], os.environ['OMP_NUM_THREADS'])"
     )
 
-    assert cell.plain == [repr((str(tmp_path), "hello", "1"))]
+    assert cell.text == f"{tmp_path} hello 1\n"
 
 
 def test_endless_output_does_not_outlast_the_deadline(own_kernel: Kernel) -> None:
