@@ -1,0 +1,109 @@
+"""Parallel strategies as data: what was chosen, and how many ranks lie along each axis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+# The axes of a device mesh, outermost first: neighbours along the last one are on one host.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How many ranks lie along each axis.
+
+    Attributes:
+        pp: Pipeline stages.
+        dp_replicate: Copies of the model that see different data.
+        dp_shard: Ranks that see different data and share one copy of the model.
+        cp: Ranks that share one sequence.
+        tp: Ranks that share each layer.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def product(self) -> int:
+        """How many ranks the mesh has."""
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def dp(self) -> int:
+        """How many ranks see different data: the factor of the effective batch."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinate(self, rank: int) -> Degrees:
+        """Where a rank is along each axis, from 0; all 0 where every rank is by itself."""
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return Degrees(**place)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What can be asked of a strategy. The default of each is what it does by itself.
+
+    Attributes:
+        precision: fp32, bf16 or fp16: what forward and backward compute in; parameters that
+            the optimizer steps stay as they are.
+        checkpoint: Activations computed again in backward: "", "full", "selective", or the k
+            of every k-th block.
+        accumulate: Backwards per step of the optimizer.
+        is_fused: The optimizer's fused implementation.
+        is_compiled: torch.compile, block by block.
+        sdpa: Backend of scaled_dot_product_attention: "", flash, efficient, math, cudnn.
+        blocks: Name of the model's list of blocks; found where empty.
+        bucket_mb: DDP's bucket size in MiB; None for torch's.
+        has_static_graph, finds_unused: DDP's options.
+        hook: DDP's gradient compression: "", fp16, bf16, powersgd.
+        shard: FSDP: full, grad-op or hybrid.
+        offload: "", cpu or nvme.
+        has_sequence_parallel: TP: also norms and dropout are split, along the sequence.
+        schedule: PP: gpipe, 1f1b, interleaved or zb.
+        microbatches: PP: pieces of a batch; None for one per stage and a half more (see pp).
+        context: CP: ring or ulysses; "" without.
+        stage: DeepSpeed's: 1, 2 or 3.
+    """
+
+    precision: str = "fp32"
+    checkpoint: str = ""
+    accumulate: int = 1
+    is_fused: bool = False
+    is_compiled: bool = False
+    sdpa: str = ""
+    blocks: str = ""
+    bucket_mb: float | None = None
+    has_static_graph: bool = False
+    finds_unused: bool = False
+    hook: str = ""
+    shard: str = "full"
+    offload: str = ""
+    has_sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    context: str = ""
+    stage: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A strategy with its degrees and options, for a number of ranks.
+
+    Attributes:
+        name: Of a row.
+        degrees: Their product is the number of ranks; all 1 for `single`, where every rank
+            does the same by itself.
+        world_size: Ranks.
+        options: What was asked for.
+    """
+
+    name: str
+    degrees: Degrees
+    world_size: int
+    options: Options = field(default_factory=Options)

@@ -1,0 +1,1 @@
+"""Strategies on a rank: one file for each, and what they share."""

@@ -1,0 +1,94 @@
+"""The ranks as a mesh: who is where along each axis, and the groups along the axes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from nbdist.core.strategy import AXES, Choice, Degrees
+
+
+@dataclass(slots=True)
+class Grid:
+    """A mesh of all ranks. Made by `make_grid`.
+
+    Attributes:
+        degrees: How many ranks lie along each axis.
+        rank: This one.
+        coordinate: Where it is along each axis.
+        mesh: The mesh with the axes that count; None where every rank is by itself.
+    """
+
+    degrees: Degrees
+    rank: int
+    coordinate: Degrees
+    mesh: DeviceMesh | None
+    _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """The mesh along these axes (in AXES' order) through this rank."""
+        assert self.mesh is not None
+        names = tuple(axis for axis in AXES if axis in axes)
+        return self.mesh[names] if len(names) > 1 else self.mesh[names[0]]
+
+    def size(self, *axes: str) -> int:
+        """How many ranks differ from this one in no other axes."""
+        size = 1
+        for axis in axes:
+            size *= getattr(self.degrees, axis)
+        return size
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one in these axes only; None where it is alone.
+
+        Collective at the first use for a set of axes: every rank, at the same place.
+        """
+        wanted = tuple(a for a in AXES if a in axes and getattr(self.degrees, a) > 1)
+        if not wanted:
+            return None
+        if wanted not in self._groups:
+            self._groups[wanted] = self._make_group(wanted)
+        return self._groups[wanted]
+
+    def _make_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        assert self.mesh is not None
+        if len(axes) == 1:
+            own: dist.ProcessGroup | None = self.mesh[axes[0]].get_group()
+            assert own is not None
+            return own
+        if self.size(*axes) == dist.get_world_size():
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        own = None
+        for ranks in groups_along(self.degrees, axes):
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                own = group
+        assert own is not None
+        return own
+
+
+def make_grid(choice: Choice, device_type: str) -> Grid:
+    """The mesh of a choice. Collective: every rank, with the same choice."""
+    degrees = choice.degrees
+    rank = dist.get_rank()
+    if choice.name == "single":
+        return Grid(degrees, rank, degrees.coordinate(0), None)
+    names = tuple(a for a in AXES if getattr(degrees, a) > 1) or ("dp_shard",)
+    shape = tuple(getattr(degrees, axis) for axis in names)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return Grid(degrees, rank, degrees.coordinate(rank), mesh)
+
+
+def groups_along(degrees: Degrees, axes: tuple[str, ...]) -> list[list[int]]:
+    """All ranks, in lists of those that differ in these axes only."""
+
+    def others(rank: int) -> tuple[int, ...]:
+        place = degrees.coordinate(rank)
+        return tuple(getattr(place, axis) for axis in AXES if axis not in axes)
+
+    ranks = sorted(range(degrees.product), key=lambda rank: (others(rank), rank))
+    return [list(members) for _, members in itertools.groupby(ranks, key=others)]
