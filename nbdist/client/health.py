@@ -119,10 +119,6 @@ class Health:
         ranks = {place.engine_id: place.rank for place in self._topology.ranks}
         return {ranks[engine]: pid for engine, pid in pids.items() if engine in ranks}
 
-    def look(self, rank: int) -> Look | None:
-        """The rank's newest answer."""
-        return self._looks.get(rank)
-
     def ask_looks(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
         """Ask ranks what they are doing, those that have been asked and are late aside.
 

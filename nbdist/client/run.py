@@ -56,7 +56,7 @@ class CellRun:
         self._taken: deque[Callable[[], None]] = deque()
         self._began_s = time.monotonic()
         self._ladder = Ladder()
-        self._watchdog = session.watchdog(run_id, self._began_s, is_quiet=request.is_patient)
+        self._watchdog = session.watchdog(self._began_s, is_quiet=request.is_patient)
         self._aftermath: Aftermath | None = None
         self._abort = ""
         self._aborted_s = NEVER_S

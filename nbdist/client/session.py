@@ -235,9 +235,9 @@ class Session:
         """Whether the ranks were ended by `stop`."""
         return self._is_stopped
 
-    def watchdog(self, run_id: int, began_s: float, *, is_quiet: bool) -> Watchdog:
+    def watchdog(self, began_s: float, *, is_quiet: bool) -> Watchdog:
         """What watches a cell of these ranks."""
-        return Watchdog(self.health, run_id, began_s, self.grace_s, is_quiet=is_quiet)
+        return Watchdog(self.health, began_s, self.grace_s, is_quiet=is_quiet)
 
     def rank_states(self) -> dict[int, tuple[str, str]]:
         """Every rank as far as no cell is asked: "busy" or "absent", as core.calls says it."""

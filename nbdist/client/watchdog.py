@@ -26,20 +26,16 @@ States = Mapping[int, tuple[str, str]]
 class Watchdog:
     """The waits of one cell."""
 
-    def __init__(
-        self, health: Health, run: int, began_s: float, grace_s: float, *, is_quiet: bool = False
-    ):
+    def __init__(self, health: Health, began_s: float, grace_s: float, *, is_quiet: bool = False):
         """Watch from now on.
 
         Args:
             health: The ranks' boxes.
-            run: The cell's run id.
             began_s: When it was sent.
             grace_s: A certain deadlock is left alone this long after it was told.
             is_quiet: Tell of deadlocks alone, not of what depends on time.
         """
         self._health = health
-        self._run = run
         self._grace_s = grace_s
         self._is_quiet = is_quiet
         self._next_s = began_s + AFTER_S - PAUSE_S

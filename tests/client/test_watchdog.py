@@ -74,7 +74,7 @@ class Watch:
     def __init__(self, boxes: Mapping[int, Box], *, is_quiet: bool = False):
         self.health = FakeHealth(boxes)
         self.states: dict[int, tuple[str, str]] = dict.fromkeys(boxes, ("running", ""))
-        self.dog = Watchdog(cast("Health", self.health), RUN, 0.0, GRACE_S, is_quiet=is_quiet)
+        self.dog = Watchdog(cast("Health", self.health), 0.0, GRACE_S, is_quiet=is_quiet)
         self.told: list[tuple[float, str]] = []
 
     def until(self, end_s: float) -> None:
