@@ -6,7 +6,7 @@ In a notebook: `%load_ext nbdist`, `%dist_init -n 2`, then cells that begin with
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbdist.core.shown import shown
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.client.session import Session
+    from nbdist.engine.accelerator import Accelerator as Accelerator
 
+# Without Accelerator: `from nbdist import *` would load torch in the notebook.
 __all__ = ["__version__", "load_ipython_extension", "session", "shown", "start"]
 __version__ = "0.1.0"
 
@@ -29,6 +31,8 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
     timeout_s: float | None = None,
     grace_s: float | None = None,
     debug: str = "off",
+    strategy: str | None = None,
+    **strategy_options: object,
 ) -> Session:
     """Start ranks and return them; the same as %dist_init.
 
@@ -41,6 +45,8 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
         timeout_s: For the whole start.
         grace_s: How long a certain deadlock is left alone before it is aborted, 5 s without it.
         debug: torch's own checks of every collective: "off", "info" or "detail".
+        strategy: How models are trained in parallel, ddp without it.
+        strategy_options: Its degrees and options: tp=2, bf16=True, checkpoint="full".
 
     Raises:
         AlreadyRunning: If this process has ranks already.
@@ -48,11 +54,13 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
         StartError: If a rank did not come up.
     """
     from nbdist import commands
+    from nbdist.client import strategy as strategies
     from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
 
     deadline_s = DEFAULT_DEADLINE_S if timeout_s is None else timeout_s
     grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
-    options = StartOptions(n, profile, gpus, backend, seed, deadline_s, grace_s, debug)
+    asked = strategies.asked(strategy, strategy_options)
+    options = StartOptions(n, profile, gpus, backend, seed, deadline_s, grace_s, debug, asked)
     return commands.start_and_show(options).session
 
 
@@ -79,3 +87,15 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
     from nbdist import magics
 
     magics.unregister(shell)
+
+
+def __getattr__(name: str) -> Any:
+    """`from nbdist import Accelerator`: Accelerate's, under the strategy that was chosen.
+
+    Loaded when it is asked for: it needs torch, which the notebook's own process never loads.
+    """
+    if name == "Accelerator":
+        from nbdist.engine.accelerator import Accelerator
+
+        return Accelerator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,13 +6,25 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 
+from nbdist.client import strategy
 from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.shown import is_stored
+from nbdist.core.strategy_options import listed
+from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import AlreadyRunning, OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK, CellOptions
-from nbdist.verbs import Option, Verb, positive_number, rank_count, rank_number
+from nbdist.verbs import (
+    Option,
+    Verb,
+    positive_number,
+    rank_count,
+    rank_number,
+    strategy_given,
+    strategy_options,
+)
 from nbdist.view import ranks as ranks_view
+from nbdist.view import strategy as strategy_view
 from nbdist.view.cells import publish
 from nbdist.view.mime import View
 from nbdist.view.progress import ProgressLine
@@ -41,6 +53,7 @@ def _start_options(values: Namespace) -> StartOptions:
         deadline_s=values.timeout_s,
         grace_s=values.grace_s,
         debug=values.debug,
+        strategy=strategy.asked(values.strategy, strategy_given(values)),
     )
 
 
@@ -66,6 +79,7 @@ _TYPED = {
     "seed": "--seed",
     "grace_s": "--grace",
     "debug": "--debug",
+    "strategy": "--strategy",
 }
 
 
@@ -77,7 +91,7 @@ def _already_running(options: StartOptions) -> View:
         typed = ", ".join(_TYPED[name] for name in differing)
         raise AlreadyRunning(
             f"{running}, with another {typed}. %dist_reset with the options that you want starts "
-            "afresh; %dist_shutdown only stops."
+            "afresh; %dist_shutdown only stops; %dist_strategy switches the strategy alone."
         )
     view = _status()
     note = f"{running}; %dist_reset starts afresh."
@@ -100,12 +114,14 @@ def dist_reset(values: Namespace) -> None:
 
 
 def _same_options(asked: StartOptions) -> StartOptions:
-    """The options of the running ranks, unless others than --timeout are asked for."""
-    if replace(asked, deadline_s=DEFAULT_DEADLINE_S) != StartOptions():
-        return asked
-    if asked.deadline_s == DEFAULT_DEADLINE_S:
-        return NOTEBOOK.options
-    return replace(NOTEBOOK.options, deadline_s=asked.deadline_s)
+    """The options of the running ranks, unless others than these two are asked for."""
+    kept = NOTEBOOK.options
+    if asked.deadline_s != DEFAULT_DEADLINE_S:
+        kept = replace(kept, deadline_s=asked.deadline_s)
+    if asked.strategy is not None:
+        kept = replace(kept, strategy=asked.strategy)
+    others = replace(asked, deadline_s=DEFAULT_DEADLINE_S, strategy=None)
+    return kept if others == StartOptions() else asked
 
 
 def dist_shutdown(_values: Namespace) -> View:
@@ -139,6 +155,17 @@ def dist_sync_model(values: Namespace) -> View:
     """Make the models of all ranks equal to those of one."""
     names = NOTEBOOK.session.sync_model(values.source)
     return View(f"all ranks have rank {values.source}'s {', '.join(names)}")
+
+
+def dist_strategy(values: Namespace) -> View:
+    """Show the strategy that counts, or switch to another."""
+    strategies, given = NOTEBOOK.session.strategy, strategy_given(values)
+    if len(values.named) > 1:
+        raise OptionError(f"%dist_strategy: choose one of {', '.join(values.named)}.")
+    name = values.named[0] if values.named else None
+    if strategy.asked(name, given) is None:
+        return strategy_view.current(strategies.current())
+    return strategy_view.switched(strategies.switch(name, **given))
 
 
 def dist_mode(values: Namespace) -> View:
@@ -233,6 +260,8 @@ _START_OPTIONS = (
         metavar="LEVEL",
     ),
     Option(("--auto",), "run plain cells on all ranks from now on", None),
+    Option(("--strategy",), "how models are trained in parallel (ddp)", metavar="NAME"),
+    *strategy_options(),
 )
 _MASTER_ADDRESS = dict.fromkeys(
     ("-a", "--master-addr"),
@@ -295,6 +324,16 @@ VERBS: dict[str, Verb] = {
                 Option(
                     ("--from",), "the rank that is copied (0)", rank_number, 0, "R", name="source"
                 ),
+            ),
+        ),
+        Verb(
+            "dist_strategy",
+            "Show how models are trained in parallel, or switch it under live models.",
+            "%dist_strategy fsdp --tp 2 --bf16",
+            dist_strategy,
+            (
+                Option(("named",), f"{listed(ROWS, 'or')} (without: show all)", metavar="NAME"),
+                *strategy_options(),
             ),
         ),
         Verb(

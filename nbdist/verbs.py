@@ -9,6 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from nbdist.core.strategy_options import (
+    DEGREES,
+    OPTIONS,
+    SHORTHANDS,
+    OptionRow,
+    listed,
+    takers,
+)
+from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import OptionError
 from nbdist.view.mime import View
 
@@ -185,3 +194,34 @@ def rank_number(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is no rank (0 or more)")
     return int(text)
+
+
+def strategy_options() -> tuple[Option, ...]:
+    """The degrees and options of strategies as typed; which belong where, core.strategy says."""
+    degrees = [
+        Option((f"--{word}",), what, rank_count, metavar="N") for word, what in DEGREES.items()
+    ]
+    short = [
+        Option((f"--{word}",), f"{OPTIONS[name].help}: {value}", None)
+        for word, (name, value) in SHORTHANDS.items()
+    ]
+    named = {name for name, _ in SHORTHANDS.values()}
+    return (*degrees, *short, *(_typed(row) for row in OPTIONS.values() if row.name not in named))
+
+
+def strategy_given(values: argparse.Namespace) -> dict[str, Any]:
+    """What was typed of `strategy_options`, by name."""
+    words = [*DEGREES, *SHORTHANDS, *(row.word for row in OPTIONS.values())]
+    return {word: getattr(values, word) for word in words if hasattr(values, word)}
+
+
+def _typed(row: OptionRow) -> Option:
+    help_text = f"{row.help} ({row.default})" if row.default else row.help
+    names = takers(row)
+    if len(names) < len(ROWS) / 2:
+        help_text = f"{listed(names)}: {help_text}"
+    if row.kind == "switch":
+        return Option((row.flag,), help_text, None, name=row.word)
+    kind = positive_number if row.kind == "number" else str
+    metavar = "|".join(row.choices) or {"count": "K", "number": "MB"}.get(row.kind, "WHAT")
+    return Option((row.flag,), help_text, kind, metavar=metavar, name=row.word)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from nbdist.core.calls import CxxCall, Look
 from nbdist.core.recovery import MadeGroup, MadeMesh, Recovered
+from nbdist.core.strategy import Choice
+from nbdist.core.switching import Switched
 from nbdist.core.topology import EngineReport, Topology
 
 RUNTIME = "nbdist.engine.runtime"
@@ -21,6 +23,8 @@ GROUPS = "nbdist.engine.groups"
 MESHES = "nbdist.engine.meshes"
 MODELS = "nbdist.engine.models"
 NAMESPACE = "nbdist.engine.namespace"
+STRATEGY = "nbdist.engine.parallel.live"
+SWITCH = "nbdist.engine.parallel.switch"
 SYNC = "nbdist.engine.sync"
 
 
@@ -140,6 +144,21 @@ def sync_model(call: Caller, engine: int, source: int) -> Future[list[str]]:
     return call(engine, f"{SYNC}:sync_model", source)
 
 
+def current_strategy(call: Caller, engine: int) -> Future[Choice]:
+    """The strategy under which the rank prepares models."""
+    return call(engine, f"{STRATEGY}:current")
+
+
+def set_strategy(call: Caller, engine: int, choice: Choice) -> Future[None]:
+    """Let the rank prepare models under a strategy from now on; models that it has stay."""
+    return call(engine, f"{STRATEGY}:set_choice", choice)
+
+
+def switch_strategy(call: Caller, engine: int, choice: Choice) -> Future[Switched]:
+    """Put the live models under another strategy. On every rank at once."""
+    return call(engine, f"{SWITCH}:switch", choice)
+
+
 def box_problem(call: Caller, engine: int) -> Future[str]:
     """Why the rank's black box cannot be read from outside; empty when it can."""
     return call(engine, f"{BLACKBOX}:problem")
@@ -198,6 +217,9 @@ REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     checksums: f"{MODELS}:checksums",
     catching_up: f"{MODELS}:catching_up",
     sync_model: f"{SYNC}:sync_model",
+    current_strategy: f"{STRATEGY}:current",
+    set_strategy: f"{STRATEGY}:set_choice",
+    switch_strategy: f"{SWITCH}:switch",
 }
 
 # Each function that the engine's control thread answers at any time (`Channel.ask`), with its

@@ -159,6 +159,7 @@ class _Restart:
             raise
         self._results(adopted, "take the notebook's folder")
         self._all(lambda c, rank: remote.prepare(c, rank, self._session.seed), new, "prepare")
+        self._take_strategy()
         if self._staying:  # otherwise there is nobody to catch up with
             variables: dict[str, str] = {}
             for known in self._all(remote.group_names, self._staying, "tell their groups"):
@@ -168,6 +169,17 @@ class _Restart:
             self._all(lambda c, rank: remote.name_meshes(c, rank, meshes), new, "prepare")
             self._all(lambda c, rank: remote.catching_up(c, rank, True), new, "prepare")
         health.needs_recovery = False
+
+    def _take_strategy(self) -> None:
+        """Let the new ranks prepare models as the others do."""
+        choice = self._session.strategy.last
+        if choice is None:
+            return  # nothing was chosen, so it is what every rank begins with
+        for told in self._all(remote.current_strategy, self._staying[:1], "tell the strategy"):
+            choice = told
+        self._all(
+            lambda c, rank: remote.set_strategy(c, rank, choice), self._replaced, "take a strategy"
+        )
 
     def _interrupt(self, futures: Mapping[int, Future[Any]]) -> None:
         """Break off what ranks are doing; again and again, as they ignore it before they begin."""

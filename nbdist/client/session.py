@@ -20,6 +20,7 @@ from nbdist.client.health import Health
 from nbdist.client.repair import Restarted
 from nbdist.client.request import CellRequest, Sink
 from nbdist.client.run import CellRun
+from nbdist.client.strategy import Strategies
 from nbdist.client.upkeep import RESTART_S, Upkeep
 from nbdist.client.watchdog import Watchdog
 from nbdist.core import hints
@@ -77,6 +78,7 @@ class Session:
         self._busy: dict[int, tuple[CellRun, float]] = {}
         self._is_stopped = False
         self.upkeep = Upkeep(self)
+        self.strategy = Strategies(self)
         self._run_ids = itertools.count(1)
         cluster.on_exit = self._note_exit
 

@@ -15,13 +15,15 @@ from typing import Any
 import psutil
 from traitlets.config import Config
 
-from nbdist.client import gpus, launcher, network, profiles, remote, rundir
+from nbdist.client import gpus, launcher, network, profiles, remote, rundir, strategy
 from nbdist.client.cluster import Cluster, Progress, gives_ranks, installed_torch
 from nbdist.client.request import CellRequest, Sink
 from nbdist.client.session import Session
+from nbdist.client.strategy import Asked
 from nbdist.core import memory, nccl, shm, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
+from nbdist.core.strategy import described
 from nbdist.core.topology import EngineReport, Gpu, Topology
 from nbdist.errors import OptionError, StartError
 
@@ -42,6 +44,7 @@ class StartOptions:
         deadline_s: For the whole start.
         grace_s: How long a certain deadlock is left alone before it is aborted; 0 for at once.
         debug: torch's own checks of every collective: "off", "info" or "detail".
+        strategy: What models are prepared under; None for Accelerate's ddp.
     """
 
     world_size: int | None = None
@@ -52,6 +55,7 @@ class StartOptions:
     deadline_s: float = DEFAULT_DEADLINE_S
     grace_s: float = DEFAULT_GRACE_S
     debug: str = "off"
+    strategy: Asked | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +83,9 @@ def start(
     is_local = gives_ranks(config)
     available = gpus.visible()
     chosen = topology.select_gpus(available, options.gpus) if is_local else available
-    world_size = options.world_size
-    if world_size is None:
-        world_size = topology.default_world_size(chosen)
-    # Of another cluster's machines only its engines can tell what they have.
-    expected = _expected(world_size, chosen, options if is_local else StartOptions())
+    asked = options.world_size
+    world_size = topology.default_world_size(chosen) if asked is None else asked
+    expected = _expected(world_size, chosen, options, is_local=is_local)
     if is_local:
         notes += _local_notes(expected, options)
     elif options.debug != "off":
@@ -98,10 +100,13 @@ def start(
         if is_local:
             _configure_local(config, cluster, expected, chosen, options)
         cluster.start(world_size, options.deadline_s, progress)
-        form = _local_plan if is_local else _reported_plan
-        plan = form(cluster, world_size, options, end_s, progress)
+        plan = (_local_plan if is_local else _reported_plan)(
+            cluster, world_size, options, end_s, progress
+        )
         notes += [*_box_problems(cluster, plan, end_s), network.warning(plan)]
+        notes += _begin_strategy(cluster, plan, options, end_s)
         session = Session(cluster, plan, sink, grace_s=options.grace_s, seed=options.seed)
+        session.strategy.began_with(options.strategy)
     except BaseException:
         cluster.stop(grace_s=0)
         raise
@@ -132,12 +137,22 @@ def _check_values(options: Any) -> None:
         )
 
 
-def _expected(world_size: int, chosen: tuple[Gpu, ...], options: StartOptions) -> Topology:
+def _expected(
+    world_size: int, chosen: tuple[Gpu, ...], options: StartOptions, *, is_local: bool
+) -> Topology:
     """The plan of the local cluster that would be started: refuses what cannot work."""
+    if not is_local:
+        # Of another cluster's machines only its engines can tell what they have.
+        if options.strategy is not None:
+            strategy.check(options.strategy, world_size)
+        options = StartOptions()
     reports = topology.local_reports(
         world_size, hostname=socket.gethostname(), gpus=chosen, cores=usable_cores()
     )
-    return topology.plan(reports, options.backend)
+    expected = topology.plan(reports, options.backend)
+    if options.strategy is not None:
+        strategy.chosen(options.strategy, expected)
+    return expected
 
 
 def _check_shm(world_size: int, *, uses_nccl: bool) -> str:
@@ -237,6 +252,19 @@ def _box_problems(cluster: Cluster, plan: Topology, end_s: float) -> list[str]:
     call = _caller(cluster)
     asked = {place.engine_id: remote.box_problem(call, place.engine_id) for place in plan.ranks}
     return list(dict.fromkeys(_all(asked, end_s, "tell of their black boxes").values()))
+
+
+def _begin_strategy(
+    cluster: Cluster, plan: Topology, options: StartOptions, end_s: float
+) -> list[str]:
+    """Let all ranks prepare models under what was asked for; what there is to say of it."""
+    if options.strategy is None:
+        return []
+    choice = strategy.chosen(options.strategy, plan)
+    call = _caller(cluster)
+    answers = {p.engine_id: remote.set_strategy(call, p.engine_id, choice) for p in plan.ranks}
+    _all(answers, end_s, "take the strategy")
+    return [f"strategy: {described(choice)}"]
 
 
 def _adopt_notebook(call: remote.Caller, engines: Iterable[int], end_s: float) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from nbdist.core.strategy import Degrees
 
 # Pieces of one dim that lie one behind the other in a rank's local tensor: (start in the
-# whole tensor, length).
+# whole tensor, length). In ascending order, none empty, none that touches the next.
 Runs = tuple[tuple[int, int], ...]
+
+# The same of a piece that is sent: (start in the source's local tensor, start in the target's
+# local tensor, length).
+Cuts = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +42,206 @@ class TensorLayout:
     tp_parts: int = 1
     shard_dim: int | None = None
     ranks: frozenset[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A layout on a mesh: enough to say what each rank holds.
+
+    Attributes:
+        layout: Of the tensor.
+        degrees: The mesh; all 1 where every rank is by itself, whatever their number.
+    """
+
+    layout: TensorLayout
+    degrees: Degrees
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of elements that one rank needs and others have.
+
+    Attributes:
+        sources: The ranks that have it, each at the same place of its local tensor.
+        target: The rank that needs it; may be one of the sources.
+        dims: For each dim, where it lies. The box is all combinations of the dims' cuts.
+    """
+
+    sources: tuple[int, ...]
+    target: int
+    dims: tuple[Cuts, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How many elements along each dim."""
+        return tuple(sum(length for *_, length in cuts) for cuts in self.dims)
+
+
+def runs(layout: TensorLayout, degrees: Degrees, rank: int) -> tuple[Runs, ...] | None:
+    """What a rank holds of a tensor, for each dim; None if it holds nothing of it.
+
+    A rank whose share of a split is empty holds an empty tensor: a dim without runs. Equal
+    for two ranks exactly when they hold the same elements.
+    """
+    place = degrees.coordinate(rank)
+    if layout.ranks is not None and rank not in layout.ranks:
+        return None
+    if layout.stages is not None and place.pp not in layout.stages:
+        return None
+    dims: list[Runs] = [((0, size),) if size else () for size in layout.shape]
+    if layout.tp_dim is not None:
+        size, odd = divmod(layout.shape[layout.tp_dim], layout.tp_parts)
+        assert not odd, (layout, "parts are not of equal length")
+        start, stop = _chunk(size, degrees.tp, place.tp)
+        parts = ((number * size + start, stop - start) for number in range(layout.tp_parts))
+        dims[layout.tp_dim] = _joined(parts)
+    if layout.shard_dim is not None:
+        left = dims[layout.shard_dim]
+        start, stop = _chunk(_length(left), degrees.dp_shard, place.dp_shard)
+        lengths = [length for _, length in left]
+        found = ((left[i][0] + skip, n) for i, skip, n in _between(lengths, start, stop))
+        dims[layout.shard_dim] = _joined(found)
+    return tuple(dims)
+
+
+def local_shape(layout: TensorLayout, degrees: Degrees, rank: int) -> tuple[int, ...] | None:
+    """Shape of what a rank holds; None if it holds nothing of it."""
+    own = runs(layout, degrees, rank)
+    return None if own is None else tuple(map(_length, own))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_first(layout: TensorLayout, degrees: Degrees, rank: int) -> bool:
+    """Whether a rank holds a part that no lower rank holds: who counts it, where each is once."""
+    own = runs(layout, degrees, rank)
+    if own is None:
+        return False
+    return all(runs(layout, degrees, lower) != own for lower in range(rank))
+
+
+def is_same(old: Side, new: Side, world_size: int) -> bool:
+    """Whether every rank holds the same on both sides."""
+    return old == new or all(
+        runs(old.layout, old.degrees, rank) == runs(new.layout, new.degrees, rank)
+        for rank in range(world_size)
+    )
+
+
+def missing(old: Side, new: Side, world_size: int) -> tuple[int, ...]:
+    """Ranks that need elements on the new side which no rank has on the old one."""
+    found: dict[int, int] = {}
+    for piece in pieces(old, new, world_size):
+        found[piece.target] = found.get(piece.target, 0) + math.prod(piece.shape)
+    return tuple(
+        rank for rank in _changing(old, new, world_size) if found.get(rank, 0) != _size(new, rank)
+    )
+
+
+# The blocks of a model, and the moments of each weight, ask the same again and again.
+@functools.lru_cache(maxsize=4096)
+def pieces(old: Side, new: Side, world_size: int) -> tuple[Piece, ...]:
+    """What each rank needs to get from the old side to the new one, by target.
+
+    A rank that holds the same on both sides needs nothing. The pieces of a target do not
+    overlap, and together they are all it will hold, what it has already included.
+    """
+    parts: dict[tuple[Runs, ...], list[int]] = {}
+    for rank in range(world_size):
+        own = runs(old.layout, old.degrees, rank)
+        if own is not None:
+            parts.setdefault(own, []).append(rank)
+    found = []
+    for target in _changing(old, new, world_size):
+        wanted = runs(new.layout, new.degrees, target)
+        assert wanted is not None
+        for own, sources in parts.items():
+            dims = tuple(map(_common, own, wanted))
+            if all(dims):
+                found.append(Piece(tuple(sources), target, dims))
+    return tuple(found)
+
+
+def split(piece: Piece, limit: int) -> Iterator[Piece]:
+    """Cut a piece into boxes of at most `limit` elements, along its first dims."""
+    shape = piece.shape
+    dim = next((d for d, size in enumerate(shape) if size > 1), None)
+    if dim is None or math.prod(shape) <= limit:
+        yield piece
+        return
+    step = max(1, limit // math.prod(shape[dim + 1 :]))
+    lengths = [length for *_, length in piece.dims[dim]]
+    for start in range(0, shape[dim], step):
+        cuts = tuple(
+            (piece.dims[dim][i][0] + skip, piece.dims[dim][i][1] + skip, length)
+            for i, skip, length in _between(lengths, start, min(start + step, shape[dim]))
+        )
+        part = replace(piece, dims=(*piece.dims[:dim], cuts, *piece.dims[dim + 1 :]))
+        yield from split(part, limit)
+
+
+def _changing(old: Side, new: Side, world_size: int) -> list[int]:
+    """The ranks that hold something on the new side that is not what they have."""
+    found = []
+    for rank in range(world_size):
+        wanted = runs(new.layout, new.degrees, rank)
+        if wanted is not None and wanted != runs(old.layout, old.degrees, rank):
+            found.append(rank)
+    return found
+
+
+def _chunk(size: int, degree: int, index: int) -> tuple[int, int]:
+    """Where torch.chunk's piece begins and ends. Source: torch.chunk, DTensor's Shard."""
+    step = -(-size // degree)
+    return min(step * index, size), min(step * (index + 1), size)
+
+
+def _between(lengths: Iterable[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Which of the runs that lie one behind the other cover [start, stop).
+
+    Yields:
+        Index of the run, elements of it before the first one, elements taken.
+    """
+    at = 0
+    for index, length in enumerate(lengths):
+        first, last = max(start, at), min(stop, at + length)
+        if first < last:
+            yield index, first - at, last - first
+        at += length
+
+
+def _joined(found: Iterable[tuple[int, int]]) -> Runs:
+    """The same elements in as few runs as can be."""
+    joined: list[tuple[int, int]] = []
+    for start, length in found:
+        if not length:
+            continue
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return tuple(joined)
+
+
+def _common(old: Runs, new: Runs) -> Cuts:
+    """The elements of one dim that both have."""
+    found = []
+    old_at = 0
+    for old_start, old_length in old:
+        new_at = 0
+        for new_start, new_length in new:
+            first = max(old_start, new_start)
+            last = min(old_start + old_length, new_start + new_length)
+            if first < last:
+                place = (old_at + first - old_start, new_at + first - new_start, last - first)
+                found.append(place)
+            new_at += new_length
+        old_at += old_length
+    return tuple(found)
+
+
+def _length(dim: Runs) -> int:
+    return sum(length for _, length in dim)
+
+
+def _size(side: Side, rank: int) -> int:
+    return math.prod(local_shape(side.layout, side.degrees, rank) or (0,))

@@ -1,13 +1,379 @@
-"""The ranks' `accelerator`, made when it is first used."""
+"""The ranks' Accelerator: Accelerate's, for every strategy, and made when it is first used."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import accelerate
+import torch
+from accelerate.utils import AutocastKwargs
+from accelerate.utils import reduce as reduce_on_all_ranks
+
+from nbdist.core.strategy import Choice
+from nbdist.engine import plain
+from nbdist.engine.parallel import (
+    defaults,
+    fsdp,
+    gathering,
+    live,
+    norms,
+    options,
+    saving,
+    streams,
+)
+from nbdist.engine.parallel.held import Held
+from nbdist.engine.parallel.optimizer import Optimizer
+from nbdist.engine.parallel.precision import DTYPES
+from nbdist.engine.parallel.scaler import Scaler, local_parts
+from nbdist.engine.parallel.scheduler import Scheduler
+from nbdist.engine.parallel.shares import current_share, settings_of
 
 
-class LazyAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
+    """Accelerate's Accelerator under whatever strategy is current, also after a switch.
+
+    `num_processes`, `gather`, `reduce`, data loaders and schedulers go by the ranks that see
+    different data: all of them under ddp, zero1 and fsdp, one for each copy of the model under tp,
+    pp and cp. `process_index` and `is_main_process` are the rank's. Only public methods are
+    overridden; Accelerate itself believes in its plain multi-process mode.
+    """
+
+    flag_tensor: torch.Tensor | None
+    scaler: Scaler | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Set up as Accelerate does. Precision and accumulation of the strategy's options count.
+
+        Raises:
+            OptionError: fp8, or a plugin of Accelerate's for a strategy: strategies are chosen
+                with %dist_strategy.
+        """
+        plain.refuse_strategies(kwargs)
+        super().__init__(*args, **kwargs)
+        plain.refuse_precision(self.state.mixed_precision)
+        self._own_steps = self.gradient_accumulation_steps
+        self._own_scaler: Scaler | None = None
+        self._hold_weakly()
+        defaults.note(self.state.mixed_precision)
+        live.set_choice(defaults.filled(live.current()))
+        live.watch(self)
+        self._follow(live.current())
+
+    # What was prepared
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's, models first, in whatever order they come. Collective: every rank."""
+        order = sorted(range(len(args)), key=lambda i: not isinstance(args[i], torch.nn.Module))
+        if device_placement is not None and len(device_placement) == len(args):
+            device_placement = [device_placement[i] for i in order]
+        done = super().prepare(*(args[i] for i in order), device_placement=device_placement)
+        if len(args) == 1:
+            return done
+        placed = dict(zip(order, done, strict=True))
+        return tuple(placed[i] for i in range(len(args)))
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> torch.nn.Module:
+        """Put a model under the current strategy. Collective: every rank.
+
+        A model that is prepared already stays as it is. Optimizers that were prepared before it
+        get its new parameters.
+
+        Raises:
+            OptionError: The strategy does not go with the model.
+        """
+        outer = live.prepare_model(model, self)
+        known = live.prepared_of(outer)
+        assert known is not None
+        self._models.append(known.base)
+        for optimizer in self._optimizers:
+            live.bind(optimizer.optimizer)
+        return outer
+
+    def prepare_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool | None = None,
+    ) -> Optimizer:
+        """Wrap an optimizer. Its groups get the parameters of prepared models in place.
+
+        Twice the same optimizer is the same wrapper.
+        """
+        wrapper = optimizer if isinstance(optimizer, Optimizer) else None
+        raw = optimizer if wrapper is None else wrapper.optimizer
+        live.bind(raw)
+        if live.current().options.is_fused:
+            options.set_fused(raw, is_on=True)
+        known: Optimizer | None = next((o for o in self._optimizers if o.optimizer is raw), None)
+        prepared = known or wrapper or Optimizer(raw, self.scaler)
+        prepared.scaler = self.scaler
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> Any:
+        """Share a loader's batches out between the ranks that see different data.
+
+        The loader and loops over it go on at the next sample after a switch. Collective under
+        `single`; each epoch is, elsewhere.
+
+        Raises:
+            OptionError: Its batches do not divide as asked.
+        """
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            self._dataloaders.append(data_loader)
+            return data_loader
+        is_placed = self.device_placement if device_placement is None else device_placement
+        settings = settings_of(self, is_placed=is_placed, slice_fn=slice_fn_for_dispatch)
+        loader = streams.prepare(data_loader, settings, is_dispatched=self.dispatch_batches)
+        self._dataloaders.append(loader)
+        return loader
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Let a scheduler step once for each batch that was used (`Scheduler.step`)."""
+        known = [scheduler] if isinstance(scheduler, Scheduler) else self._schedulers
+        found = next((one for one in known if scheduler in (one, one.scheduler)), None)
+        if found is None:
+            optimizers = self._optimizers
+            found = Scheduler(
+                scheduler,
+                lambda: list(optimizers),
+                is_linked=self.step_scheduler_with_optimizer,
+                is_split=self.split_batches,
+            )
+        self._schedulers.append(found)
+        return found
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's."""
+        released = super().free_memory(*objects)
+        self._hold_weakly()
+        return released
+
+    def unwrap_model(
+        self,
+        model: torch.nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
+    ) -> torch.nn.Module:
+        """The user's own module. Its parameters are this rank's parts: `get_state_dict` for all."""
+        known = live.prepared_of(model)
+        if known is not None:
+            base: torch.nn.Module = known.base
+            return base
+        unwrapped: torch.nn.Module = super().unwrap_model(
+            model, keep_fp32_wrapper, keep_torch_compile
+        )
+        return unwrapped
+
+    # Who sees which data
+
+    @property
+    def num_processes(self) -> int:
+        """How many ranks see different data: the factor of the effective batch."""
+        return current_share().count
+
+    def gather(self, tensor: Any) -> Any:
+        """Values of all data, each once, on every rank. Collective (`gathering.gather`)."""
+        return gathering.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, without the samples that fill up the last batch. Collective."""
+        is_tensors = not use_gather_object and gathering.is_tensors(input_data)
+        found = (gathering.gather if is_tensors else gathering.gather_objects)(input_data)
+        state = self.gradient_state
+        is_filled = state.end_of_dataloader and state.remainder > 0
+        return gathering.first_of(found, state.remainder) if is_filled else found
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Values of all data combined, on every rank. Collective (`gathering.reduce`)."""
+        return gathering.reduce(tensor, reduction)
+
+    def pad_across_processes(
+        self,
+        tensor: Any,
+        dim: int = 0,
+        pad_index: int = 0,
+        pad_first: bool = False,
+    ) -> Any:
+        """As Accelerate's; ranks that share a copy of the model have equal shapes anyway."""
+        if self.num_processes == 1:
+            return tensor
+        return super().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """As Accelerate's, between the ranks that see different data."""
+        with gathering.part_of(inputs, self.state, is_padded=apply_padding) as part:
+            yield part
+
+    def check_trigger(self) -> bool:
+        """Whether any rank at all has called `set_trigger`. Collective: every rank."""
+        unset = torch.tensor(0, device=self.device)
+        own = unset if self.flag_tensor is None else self.flag_tensor
+        is_set = bool(reduce_on_all_ranks(own, "sum").item() >= 1)
+        self.flag_tensor = unset if is_set else own
+        return is_set
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader without the first batches; it too goes on after a switch."""
+        return streams.skip(dataloader, num_batches)
+
+    # Gradients
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Backwards in here add gradients up on each rank; the next one outside combines them."""
+        known = live.prepared_of(model)
+        outer = model if known is None else known.outer
+        own: Any = next((m for m in outer.modules() if hasattr(m, "no_sync")), None)
+        with fsdp.no_sync(outer) if own is None else own.no_sync():
+            yield
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by fp16's scale, those of each optimizer once. Collective with fp16."""
+        if self.scaler is None:
+            return
+        several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        for one in self._optimizers if optimizer is None else several:
+            raw = getattr(one, "optimizer", one)
+            if not self.scaler.has_unscaled(raw):
+                self.scaler.unscale_(raw)
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Limit the norm of gradients over the whole model, and return it, plain.
+
+        Collective under fsdp, tp and pp, and with fp16: every rank (`norms.clip_grad_norm`).
+        """
+        given = _listed(parameters)
+        self._unscale(given)
+        return norms.clip_grad_norm(
+            given, max_norm, norm_type, live.layout_of, degrees=live.current().degrees
+        )
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Limit each element of gradients, where it lies. Collective with fp16."""
+        given = _listed(parameters)
+        self._unscale(given)
+        torch.nn.utils.clip_grad_value_(local_parts(given), clip_value)
+
+    @property
+    def mixed_precision(self) -> str:
+        """no, bf16 or fp16: the current strategy's option."""
+        precision = live.current().options.precision
+        return precision if precision in DTYPES else "no"
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """Compute in the strategy's precision; nothing in fp32."""
+        handler = autocast_handler or self.autocast_handler
+        dtype = DTYPES.get(live.current().options.precision)
+        if dtype is None:
+            yield
+            return
+        given = {} if handler is None else handler.to_kwargs()
+        with torch.autocast(self.device.type, dtype=dtype, **given):
+            yield
+
+    # States
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """A model's whole state, by the names of the user's module. Collective: every rank.
+
+        Args:
+            model: A prepared one, or any other.
+            unwrap: Of no effect: names are the same under every strategy.
+        """
+        known = live.prepared_of(model)
+        if known is not None:
+            return saving.whole_model(known)
+        state: dict[str, Any] = super().get_state_dict(model, unwrap)
+        return state
+
+    def save_state(
+        self, output_dir: Any = None, safe_serialization: bool = True, **given: Any
+    ) -> Any:
+        """Write the whole state, for any strategy and number of ranks. Collective: every rank."""
+        with saving.saving(self):
+            folder = super().save_state(output_dir, safe_serialization, **given)
+        saving.save_loaders(self, folder)
+        self.wait_for_everyone()
+        return folder
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **given: Any) -> None:
+        """Read what `save_state` wrote under any strategy. Collective: every rank.
+
+        Args:
+            input_dir: The folder; every rank reads it.
+            load_kwargs: For torch.load.
+            given: `strict=False` leaves out what does not fit by name.
+
+        Raises:
+            NbdistError: It does not fit the models, before anything changes.
+        """
+        # Parts are taken from the files as they lie on disk.
+        given.setdefault("map_location", "cpu")
+        with saving.loading(self, is_strict=given.pop("strict", True)):
+            super().load_state(input_dir, {"mmap": True, **(load_kwargs or {})}, **given)
+
+    # Switches
+
+    def after_switch(self, old: Choice, new: Choice) -> None:
+        """Take over the new strategy's precision and accumulation. This rank alone."""
+        if old.options.accumulate != new.options.accumulate:
+            self.gradient_accumulation_steps = max(new.options.accumulate, 1)
+            if new.options.accumulate == 1:
+                self.gradient_accumulation_steps = self._own_steps
+        for optimizer in self._optimizers:
+            if old.options.is_fused or new.options.is_fused:
+                options.set_fused(optimizer.optimizer, is_on=new.options.is_fused)
+        self._follow(new)
+
+    def _follow(self, choice: Choice) -> None:
+        precision = choice.options.precision
+        self.native_amp = precision in DTYPES
+        if choice.options.accumulate > 1:
+            self.gradient_accumulation_steps = choice.options.accumulate
+        if precision == "fp16" and self._own_scaler is None:
+            given = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            self._own_scaler = Scaler(self.device.type, **given)
+        self.scaler = self._own_scaler if precision == "fp16" else None
+        for optimizer in self._optimizers:
+            optimizer.scaler = self.scaler
+
+    def _unscale(self, parameters: list[torch.Tensor]) -> None:
+        """Of the optimizers that have one of these. Of all where none has: ranks must agree."""
+        wanted = {id(p) for p in parameters}
+        own = [
+            one
+            for one in self._optimizers
+            if any(id(p) in wanted for group in one.param_groups for p in group["params"])
+        ]
+        self.unscale_gradients(own or None)
+
+    def _hold_weakly(self) -> None:
+        """Replace Accelerate's private lists, which keep everything that was ever prepared."""
+        self._models = Held(lambda base: getattr(live.prepared_of(base), "outer", None))
+        self._optimizers = Held()
+        self._schedulers = Held()
+        self._dataloaders = Held()
+        self._custom_objects = getattr(self, "_own_objects", None) or Held()
+        self._own_objects = self._custom_objects
+
+
+class LazyAccelerator(Accelerator):
     """An Accelerator without options that sets itself up at the first use, and is one from then on.
 
     Accelerate keeps one state per process. One that is set up at the start would refuse
@@ -16,6 +382,7 @@ class LazyAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
 
     def __init__(self) -> None:
         """Nothing yet."""
+        plain.watch()
 
     def __getattribute__(self, name: str) -> Any:
         """Any attribute is a use, methods too; what Python itself asks for, `__class__`, is none.
@@ -25,11 +392,15 @@ class LazyAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         """
         if name.startswith("__"):
             return super().__getattribute__(name)
-        self.__class__ = accelerate.Accelerator
+        self.__class__ = Accelerator
         try:
-            accelerate.Accelerator.__init__(self)
+            Accelerator.__init__(self)
         except BaseException:  # the next use tries again, and shows the reason again
             self.__dict__.clear()
             self.__class__ = LazyAccelerator
             raise
         return getattr(self, name)
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -150,6 +150,11 @@ def is_catching_up() -> bool:
     return _state.is_catching_up
 
 
+def is_alone() -> bool:
+    """Whether this rank builds by itself what the others have, while they do something else."""
+    return _state.is_catching_up and not _runs_on_all()
+
+
 def rebuild_reducer(module: DistributedDataParallel) -> None:
     """Give a DDP object a new reducer, as after unpickling, all its options kept.
 

@@ -1,0 +1,193 @@
+"""What a strategy costs: bytes that a rank holds of a model, and bytes that it sends per step.
+
+Exact for the number of ranks at hand, not the limits for many of them. Activations are not in it:
+they depend on the batch and not on the strategy alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from nbdist.core.strategy import Choice, rows_of
+from nbdist.core.strategy_rows import HELD, Row, Sent
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How many bytes one parameter takes, by what is stored for it.
+
+    Attributes:
+        name: For people: the number alone says nothing without it.
+        parameters, gradients: Bytes of each.
+        optimizer: Adam's two moments, and a copy in fp32 where the recipe keeps one.
+    """
+
+    name: str
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Bytes per parameter on one device."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+# Three that come to 16 bytes and one that does not. Sources: https://arxiv.org/abs/1910.02054
+# section 3.1 (mixed), https://docs.pytorch.org/docs/stable/amp.html (autocast keeps fp32).
+RECIPES: Mapping[str, Recipe] = {
+    "fp32": Recipe("fp32: parameters 4 + gradients 4 + Adam 8", 4, 4, 8),
+    "autocast": Recipe(
+        "bf16 or fp16 autocast: parameters 4 + gradients 4 + Adam 8, all fp32", 4, 4, 8
+    ),
+    "mixed": Recipe(
+        "bf16 or fp16 with a copy in fp32 (DeepSpeed): 2 + 2 + copy 4 + Adam 8", 2, 2, 12
+    ),
+    "bf16": Recipe("all in bf16, Adam's moments in fp32, no copy: 2 + 2 + Adam 8", 2, 2, 8),
+}
+
+_BY_STAGE = {1: ("optimizer",), 2: ("gradients", "optimizer"), 3: HELD}
+
+
+def recipe_of(choice: Choice) -> Recipe:
+    """What nbdist stores under a choice, with Adam."""
+    if choice.options.precision == "fp32":
+        return RECIPES["fp32"]
+    return RECIPES["mixed" if choice.name == "deepspeed" else "autocast"]
+
+
+def split_axes(choice: Choice, what: str) -> tuple[str, ...]:
+    """The axes, of those with ranks, over which a word of HELD, batch or sequence is split."""
+    axes = []
+    for row in rows_of(choice):
+        for axis, things in row.splits.items():
+            is_held = row.name != "deepspeed" or what not in HELD
+            if what in things and (is_held or what in _BY_STAGE[choice.options.stage]):
+                axes.append(axis)
+    return tuple(axis for axis in axes if getattr(choice.degrees, axis) > 1)
+
+
+def held_bytes(choice: Choice, n_parameters: float, recipe: Recipe) -> float:
+    """Bytes that a rank holds of a model between two steps, with gradients and Adam's state.
+
+    For layers of equal size: what cannot be split evenly, and what a pipeline's first and last
+    stage have besides blocks, comes on top.
+    """
+    total = 0.0
+    for what in HELD:
+        total += n_parameters * getattr(recipe, what) / _size(choice, split_axes(choice, what))
+    return total
+
+
+def held_formula(choice: Choice) -> str:
+    """The same in letters: p, g and o are a parameter's bytes, the others are degrees."""
+    shares: dict[tuple[str, ...], list[str]] = {}
+    for what in HELD:
+        shares.setdefault(split_axes(choice, what), []).append(what[0])
+    return " + ".join(_share(choice, axes, letters) for axes, letters in shares.items())
+
+
+def _share(choice: Choice, axes: tuple[str, ...], letters: list[str]) -> str:
+    text = " + ".join(letters)
+    if not axes:
+        return text
+    over = " * ".join(_word(choice, axis) for axis in axes)
+    over = f"({over})" if len(axes) > 1 else over
+    return f"({text})/{over}" if len(letters) > 1 else f"{text}/{over}"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective's cost on a ring of n ranks, for a message of which all ranks make up one.
+
+    Attributes:
+        text: Share of the message that a rank sends.
+        share: The same as a function of n.
+    """
+
+    text: str
+    share: Callable[[int], float]
+
+
+# Source: https://arxiv.org/abs/1910.02054 section 7.1 for the ring, and
+# https://arxiv.org/abs/2309.14509 section 3.2 for all-to-all.
+CALLS: Mapping[str, Call] = {
+    "all-reduce": Call("2 (n - 1)/n", lambda n: 2 * (n - 1) / n),
+    "reduce-scatter": Call("(n - 1)/n", lambda n: (n - 1) / n),
+    "all-gather": Call("(n - 1)/n", lambda n: (n - 1) / n),
+    "broadcast": Call("(n - 1)/n", lambda n: (n - 1) / n),
+    "ring": Call("(n - 1)/n", lambda n: (n - 1) / n),
+    "all-to-all": Call("(n - 1)/n^2", lambda n: (n - 1) / n**2),
+    # A stage sends its output and gets the gradient of it back; the last one and the first one
+    # have one neighbour, so this is what the stages between them send.
+    "send": Call("1", lambda n: 1.0 if n > 1 else 0.0),
+}
+
+
+def sent_of(choice: Choice) -> tuple[Sent, ...]:
+    """What a rank sends in a step of the optimizer, along the axes that have ranks."""
+    sends = [sent for row in rows_of(choice) for sent in _sends(row, choice)]
+    return tuple(sent for sent in sends if _size(choice, sent.axes) > 1)
+
+
+def _size(choice: Choice, axes: tuple[str, ...]) -> int:
+    return math.prod(getattr(choice.degrees, axis) for axis in axes)
+
+
+def _sends(row: Row, choice: Choice) -> tuple[Sent, ...]:
+    """A row's, with what its options change."""
+    options = choice.options
+    gathers_once = options.shard == "grad-op" if row.name != "deepspeed" else options.stage < 3
+    if row.name in {"fsdp", "fsdp1", "deepspeed"} and gathers_once:
+        return tuple(replace(s, times=1) if s.call == "all-gather" else s for s in row.sends)
+    return row.sends
+
+
+def sent_bytes(
+    choice: Choice, n_parameters: float, *, parameter_bytes: int = 4, gradient_bytes: int = 4
+) -> float:
+    """Bytes of parameters and gradients that a rank sends in a step of the optimizer.
+
+    Activations and keys and values, which tp, pp and cp send, are not in it: `sent_phrases` names
+    them. Backwards that are accumulated count once where gradients wait for the last one.
+
+    Args:
+        choice: The strategy.
+        n_parameters: Of the whole model.
+        parameter_bytes: Of one on the wire: 2 under FSDP with bf16.
+        gradient_bytes: Likewise.
+    """
+    size = {"parameters": parameter_bytes, "gradients": gradient_bytes}
+    # What tp and pp split is not there to be sent; copies reduce what dp_shard has left.
+    split = choice.degrees.tp * choice.degrees.pp
+    total = 0.0
+    for sent in sent_of(choice):
+        if sent.what in size:
+            whole = n_parameters * size[sent.what] / split
+            if "dp_replicate" in sent.axes:
+                whole /= choice.degrees.dp_shard
+            total += sent.times * CALLS[sent.call].share(_size(choice, sent.axes)) * whole
+    return total
+
+
+def sent_phrases(choice: Choice) -> tuple[str, ...]:
+    """What a rank sends, a phrase each: `all-gather parameters 2 x over dp`."""
+    told = []
+    for sent in sent_of(choice):
+        times = f" {sent.times} x" if sent.times > 1 else ""
+        axes = (axis for axis in sent.axes if getattr(choice.degrees, axis) > 1)
+        over = " x ".join(_word(choice, axis) for axis in axes)
+        told.append(f"{sent.call} {sent.what}{times} over {over}{_PER.get(sent.what, '')}")
+    return tuple(told)
+
+
+_PER = {"activations": ", per block", "keys-values": ", per block", "boundary": ", per stage"}
+
+
+def _word(choice: Choice, axis: str) -> str:
+    """An axis as its degree is typed; of hybrid sharding, copies and the ranks of each."""
+    if choice.degrees.dp_shard > 1 and choice.degrees.dp_replicate > 1:
+        return {"dp_shard": "shard", "dp_replicate": "replicas"}.get(axis, axis)
+    return {"dp_shard": "dp", "dp_replicate": "dp"}.get(axis, axis)

@@ -1,0 +1,152 @@
+"""Degrees that were typed, made into a mesh of all ranks, or refused with those that work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from nbdist.core.strategy_options import listed
+from nbdist.core.strategy_rows import ROWS, Row
+from nbdist.errors import OptionError
+
+# Axis of a row -> the word that is typed for its degree.
+WORDS = {"": "", "dp_replicate": "dp", "dp_shard": "dp", "tp": "tp", "pp": "pp", "cp": "cp"}
+# Rows that split nothing but the batch, or can do without a second rank.
+_ONE_RANK = frozenset({"single", "ddp", "fsdp", "fsdp1", "zero1", "deepspeed"})
+_NEAREST = {
+    ("ddp", "tp"): "fsdp --tp {n}",
+    ("ddp", "pp"): "pp --pp {n}, which has fsdp around it",
+    ("ddp", "cp"): "cp --cp {n}, which has ddp around it",
+    ("fsdp", "cp"): "cp --cp {n}, which has ddp around it",
+    ("tp", "cp"): "tp --sequence-parallel, or cp without tp",
+    ("pp", "cp"): "pp --dp {n}, or cp without pp",
+    ("cp", "tp"): "cp alone, or tp --sequence-parallel",
+    ("cp", "pp"): "cp alone, or pp --dp {n}",
+    ("ulysses", "tp"): "ulysses alone, or tp --sequence-parallel",
+    ("ulysses", "pp"): "ulysses alone, or pp --dp {n}",
+    ("single", "dp"): "ddp --dp {n}",
+}
+
+
+def name_for(typed: Mapping[str, int]) -> str:
+    """The row of a mesh that was typed without a name."""
+    for word in ("pp", "tp", "cp"):
+        if typed.get(word, 1) > 1:
+            return word
+    return "ddp"
+
+
+def resolve(row: Row, typed: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Every degree of a row on so many ranks: word -> count, with product `world_size`.
+
+    The degree that the name stands for takes all ranks that the typed ones leave; where it is
+    typed itself, dp takes them, if the row has that.
+
+    Args:
+        row: The strategy.
+        typed: Of dp, tp, pp, cp.
+        world_size: Ranks.
+
+    Raises:
+        OptionError: If the row does not take one of them, or they do not fit the ranks.
+    """
+    own = WORDS[row.axis]
+    words = [word for word in (own, *row.takes) if word]
+    for word, count in typed.items():
+        if word not in words and count > 1:
+            raise OptionError(_not_taken(row, word, count))
+    typed = {word: count for word, count in typed.items() if word in words}
+    if not words:
+        return {}
+    free = next((word for word in (own, "dp") if word in words and word not in typed), None)
+    degrees = dict(typed)
+    product = math.prod(typed.values())
+    if world_size % product or (free is None and product != world_size):
+        raise OptionError(_unfit(typed, world_size, has_rest=free is not None))
+    if free is not None:
+        degrees[free] = world_size // product
+    _check_own(row, own, degrees, world_size)
+    return degrees
+
+
+def _check_own(row: Row, own: str, degrees: Mapping[str, int], world_size: int) -> None:
+    """Refuse a name for which no ranks are left: it would stand for nothing."""
+    if degrees[own] > 1 or (world_size == 1 and row.name in _ONE_RANK):
+        return
+    if world_size == 1:
+        raise OptionError(
+            f"{row.name} needs 2 ranks or more, and there is 1. %dist_reset -n 2 starts more; one "
+            f"rank can do {listed((name for name in ROWS if name in _ONE_RANK), 'or')}."
+        )
+    others = " x ".join(f"{word}={n}" for word, n in degrees.items() if word != own and n > 1)
+    names = " ".join(_row_of(word) for word, n in degrees.items() if word != own and n > 1)
+    raise OptionError(
+        f"{row.name} is left with 1 of {world_size} ranks by {others}, and would do nothing. "
+        f"Use {names}, or a smaller degree."
+    )
+
+
+def _row_of(word: str) -> str:
+    return "fsdp" if word == "dp" else word
+
+
+def _not_taken(row: Row, word: str, count: int) -> str:
+    nearest = _NEAREST.get((row.name, word))
+    if nearest is None:
+        nearest = "fsdp --tp {n}" if word == "tp" else f"{_row_of(word)} --{word} {{n}}"
+    own = WORDS[row.axis]
+    takes = [f"--{one}" for one in (own, *row.takes) if one]
+    return (
+        f"{row.name} and --{word} {count} cannot be combined: {row.name} takes "
+        f"{listed(takes) if takes else 'no degrees'}. The nearest that works is "
+        f"{nearest.format(n=count)}."
+    )
+
+
+def _unfit(typed: Mapping[str, int], world_size: int, *, has_rest: bool) -> str:
+    product = math.prod(typed.values())
+    asked = " x ".join(f"{word}={count}" for word, count in typed.items())
+    ways = []
+    for word, count in typed.items():
+        others = product // count
+        if world_size % others == 0:
+            rest = world_size // others
+            fitting = divisors(rest) if has_rest else [rest]
+            ways.append(f"{listed(fitting, 'or')}{f' for {word}' if len(typed) > 1 else ''}")
+    use = f"Use {', or '.join(ways)}." if ways else f"Their product has to be {world_size}."
+    why = f"that is {product} rank{'s' if product > 1 else ''}"
+    if len(typed) == 1 and has_rest:
+        why = f"{world_size} is no multiple of {product}"
+    return f"{ranks(world_size)} cannot form {asked}: {why}. {use}"
+
+
+def replicas(asked: int | None, dp: int) -> int:
+    """Copies of the model under hybrid sharding: 2 unless another number is asked for.
+
+    Raises:
+        OptionError: If there are not that many, or each would lie on one rank.
+    """
+    fitting = [n for n in divisors(dp) if 1 < n < dp]
+    if not fitting:
+        raise OptionError(
+            f"--shard hybrid splits the model within copies of 2 ranks or more, and has 2 copies "
+            f"or more: {dp} data-parallel rank{'s' if dp > 1 else ''} cannot do both. Use "
+            "--shard full, or 4 ranks or more."
+        )
+    count = (2 if 2 in fitting else fitting[0]) if asked is None else asked
+    if count not in fitting:
+        raise OptionError(
+            f"{dp} data-parallel ranks cannot form {count} copies of 2 ranks or more. Use "
+            f"--replicas {listed(fitting, 'or')}."
+        )
+    return count
+
+
+def divisors(number: int) -> list[int]:
+    """What divides a number, in order."""
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def ranks(count: int) -> str:
+    """`1 rank`, `8 ranks`."""
+    return f"{count} rank{'s' if count != 1 else ''}"

@@ -1,0 +1,262 @@
+"""Every option and degree of a strategy: how it is typed, what it may be, where it belongs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from nbdist.core.strategy_rows import ROWS
+from nbdist.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRow:
+    """One option of a strategy.
+
+    Attributes:
+        name: Of its field in core.strategy.Options.
+        flag: As typed; its word, with _ for -, is its name from Python.
+        kind: choice, count (1 or more), number (above 0), switch, text or blocks (see checkpoint).
+        help: One line.
+        steps: It belongs where one of these steps runs; empty for everywhere.
+        why: The reason why it belongs nowhere else.
+        choices: Of a choice.
+        default: What counts without it, in words; empty where nothing happens.
+        is_whole: A choice of whole numbers.
+    """
+
+    name: str
+    flag: str
+    kind: str
+    help: str
+    steps: tuple[str, ...] = ()
+    why: str = ""
+    choices: tuple[str, ...] = ()
+    default: str = ""
+    is_whole: bool = False
+
+    @property
+    def word(self) -> str:
+        """The name from Python."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+_DDP_ONLY = "it is an option of torch's DistributedDataParallel"
+
+_OPTIONS = (
+    OptionRow(
+        "precision", "--precision", "choice", "what forward and backward compute in",
+        steps=("precision", "deepspeed"), choices=("fp32", "bf16", "fp16"), default="fp32",
+    ),
+    OptionRow(
+        "checkpoint", "--checkpoint", "blocks",
+        "compute activations again in backward: full, selective, or every K-th block",
+        steps=("options",),
+    ),
+    OptionRow(
+        "accumulate", "--accumulate", "count", "backwards per step of the optimizer", default="1"
+    ),
+    OptionRow(
+        "is_fused", "--fused", "switch", "the optimizer's fused implementation"
+    ),
+    OptionRow("is_compiled", "--compile", "switch", "torch.compile, block by block",
+              steps=("options",)),
+    OptionRow(
+        "sdpa", "--sdpa", "choice", "backend of scaled_dot_product_attention",
+        steps=("options",), choices=("flash", "efficient", "math", "cudnn"), default="torch's",
+    ),
+    OptionRow(
+        "blocks", "--blocks", "text", "name of the model's list of blocks, such as model.layers",
+        default="found",
+    ),
+    OptionRow(
+        "bucket_mb", "--bucket", "number", "MiB of gradients that are reduced at once",
+        steps=("ddp",), why="only DDP has buckets", default="25",
+    ),
+    OptionRow(
+        "has_static_graph", "--static-graph", "switch", "the same parameters in every step",
+        steps=("ddp",), why=_DDP_ONLY,
+    ),
+    OptionRow(
+        "finds_unused", "--find-unused", "switch", "look for parameters without gradient each step",
+        steps=("ddp",), why=_DDP_ONLY,
+    ),
+    OptionRow(
+        "hook", "--hook", "choice", "compress gradients on the wire",
+        steps=("ddp",), why="it hooks into DDP's all-reduce", choices=("fp16", "bf16", "powersgd"),
+    ),
+    OptionRow(
+        "shard", "--shard", "choice",
+        "what is split: all (full), all outside of a step (grad-op), within copies (hybrid)",
+        steps=("fsdp", "fsdp1"), why="only fsdp splits what data-parallel ranks hold alike",
+        choices=("full", "grad-op", "hybrid"), default="full",
+    ),
+    OptionRow(
+        "offload", "--offload", "choice", "keep parameters and optimizer in CPU memory, or on NVMe",
+        steps=("fsdp", "deepspeed"), why="only sharded parameters are brought in block by block",
+        choices=("cpu", "nvme"),
+    ),
+    OptionRow(
+        "has_sequence_parallel", "--sequence-parallel", "switch",
+        "norms and dropout are split too, along the sequence",
+        steps=("tp",), why="it splits what tensor parallelism leaves whole; cp is the strategy "
+        "for long sequences",
+    ),
+    OptionRow(
+        "schedule", "--schedule", "choice", "order of forwards and backwards",
+        steps=("pp",), why="only a pipeline has a schedule",
+        choices=("gpipe", "1f1b", "interleaved", "zb"), default="1f1b",
+    ),
+    OptionRow(
+        "microbatches", "--microbatches", "count", "pieces of a batch",
+        steps=("pp",), why="only a pipeline cuts a batch into pieces; the others --accumulate",
+    ),
+    OptionRow(
+        "stage", "--stage", "choice", "what is split: 1 optimizer, 2 gradients too, 3 all",
+        steps=("deepspeed",), why="it is DeepSpeed's; zero1 is stage 1, fsdp stage 3",
+        choices=("1", "2", "3"), default="2", is_whole=True,
+    ),
+)  # fmt: skip
+OPTIONS: Mapping[str, OptionRow] = {row.name: row for row in _OPTIONS}
+
+# Typed word -> (option, value), for what is too long to type.
+SHORTHANDS: Mapping[str, tuple[str, object]] = {
+    "bf16": ("precision", "bf16"),
+    "fp16": ("precision", "fp16"),
+}
+
+# Typed word -> what it says.
+DEGREES: Mapping[str, str] = {
+    "dp": "ranks, or groups of ranks, that see different data",
+    "tp": "ranks that share each layer",
+    "pp": "stages",
+    "cp": "ranks that share each sequence",
+    "replicas": "copies of the model under --shard hybrid",
+}
+
+_BY_WORD: Mapping[str, OptionRow] = {**{row.word: row for row in _OPTIONS}, **OPTIONS}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What was typed beside a name, read but not yet set against a strategy.
+
+    Attributes:
+        degrees: By word, in the order of DEGREES.
+        options: Field of core.strategy.Options -> value.
+    """
+
+    degrees: Mapping[str, int]
+    options: Mapping[str, object]
+
+
+def read(given: Mapping[str, object]) -> Given:
+    """What was typed, by name: a word of DEGREES, SHORTHANDS, or an option's word or field.
+
+    None and False stand for what was not typed.
+
+    Raises:
+        OptionError: If there is no such option, or a value is none of its choices.
+    """
+    degrees: dict[str, int] = {}
+    options: dict[str, object] = {}
+    for word, value in given.items():
+        if value is None or value is False:
+            continue
+        if word in DEGREES:
+            degrees[word] = _count(f"--{word}", value, DEGREES[word])
+            continue
+        name, meant = SHORTHANDS.get(word, (word, value))
+        row = _option(name)
+        one = _value(row, meant)
+        if options.setdefault(row.name, one) != one:
+            raise OptionError(f"{row.name} is typed twice: {options[row.name]} and {one}.")
+    return Given({word: degrees[word] for word in DEGREES if word in degrees}, options)
+
+
+def _option(word: str) -> OptionRow:
+    row = _BY_WORD.get(word)
+    if row is None:
+        words = [*DEGREES, *SHORTHANDS, *(one.word for one in _OPTIONS)]
+        near = difflib.get_close_matches(word, words, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise OptionError(f"There is no option {word!r} of a strategy.{hint} Choose of: "
+                          f"{', '.join(words)}.")  # fmt: skip
+    return row
+
+
+def _value(row: OptionRow, value: object) -> object:
+    return _READ[row.kind](row, value)
+
+
+def _text(row: OptionRow, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise OptionError(f"{row.flag} takes a name, not {value!r}.")
+    return value
+
+
+def _choice(row: OptionRow, value: object) -> object:
+    if str(value) not in row.choices:
+        raise OptionError(
+            f"There is no {row.flag} {value}. Choose one of {', '.join(row.choices)}."
+        )
+    return int(str(value)) if row.is_whole else str(value)
+
+
+def _count(flag: str, value: object, what: str) -> int:
+    text = str(value)
+    if isinstance(value, bool) or not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise OptionError(f"{flag} {value} is no number of {what}. Use 1 or more.")
+    return int(text)
+
+
+def _number(row: OptionRow, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise OptionError(f"{row.flag} {value} is no number of {row.help}. Use more than 0.")
+    return float(value)
+
+
+def _switch(row: OptionRow, value: object) -> bool:
+    if value is not True:
+        raise OptionError(f"{row.word} is on or off: True or False, not {value!r}.")
+    return True
+
+
+def _blocks(row: OptionRow, value: object) -> str:
+    text = "full" if value is True else str(value)
+    if text in {"full", "selective"} or (text.isascii() and text.isdigit() and int(text) > 0):
+        return text
+    raise OptionError(f"There is no {row.flag} {value}. Use full, selective, or the K of every "
+                      "K-th block, such as 2.")  # fmt: skip
+
+
+_READ: Mapping[str, Callable[[OptionRow, object], object]] = {
+    "choice": _choice,
+    "count": lambda row, value: _count(row.flag, value, row.help),
+    "number": _number,
+    "switch": _switch,
+    "blocks": _blocks,
+    "text": _text,
+}
+
+
+def takers(row: OptionRow) -> list[str]:
+    """The names of the strategies that take an option."""
+    steps = set(row.steps)
+    return [one.name for one in ROWS.values() if not steps or steps & {*one.steps, *one.common}]
+
+
+def typed(row: OptionRow, value: object) -> str:
+    """An option with a value, as it is typed: `--checkpoint full`, `--bf16`."""
+    for word, meant in SHORTHANDS.items():
+        if meant == (row.name, value):
+            return f"--{word}"
+    number = f"{value:g}" if isinstance(value, float) else str(value)
+    return row.flag if row.kind == "switch" else f"{row.flag} {number}"
+
+
+def listed(words: Iterable[object], last: str = "and") -> str:
+    """`fsdp, tp and pp`."""
+    texts = [str(word) for word in words]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} {last} {texts[-1]}"

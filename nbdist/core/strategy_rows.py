@@ -1,0 +1,259 @@
+"""Every strategy as a row of a table: what is split over which axis, its needs, when to use it.
+
+Nothing here runs anything. `core.strategy` reads the rows to make a choice, `core.footprint`
+to count bytes, `view.strategy` to show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# What one rank does to a model, in this order; nbdist/engine/parallel/steps.py has a function
+# for each.
+STEPS = (
+    "pp", "tp", "options", "fsdp", "fsdp1", "precision", "ddp", "zero1", "cp", "pipeline",
+    "deepspeed",
+)  # fmt: skip
+
+# What a rank holds of a model between two steps of the optimizer.
+HELD = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What every rank sends along axes of the mesh.
+
+    Attributes:
+        axes: The ranks that differ in these alone take part.
+        call: The collective, a key of core.footprint.CALLS.
+        what: parameters or gradients (of the model), activations or keys-values (of a block),
+            boundary (activations between stages).
+        times: How often.
+    """
+
+    axes: tuple[str, ...]
+    call: str
+    what: str
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One strategy.
+
+    Attributes:
+        name: As typed.
+        title: In words.
+        axis: What the name alone spans: the axis on which all ranks lie; "" for `single`.
+        takes: Degrees that can be typed beside it, besides its own.
+        splits: Axis -> what is split over it: HELD's words, batch, sequence.
+        steps: Its own steps, of STEPS.
+        common: Steps that its options may add.
+        sends: What goes over the wire in a step of the optimizer.
+        gathered: What a rank has whole for a time in a step, besides what it holds; may be "".
+        needs: What model and machine have to bring.
+        when: When to use it.
+        source: Where it is described.
+        fixed: Why a live model can be switched neither to it nor from it; "" where it can.
+        sets: Options that the name decides.
+    """
+
+    name: str
+    title: str
+    axis: str
+    takes: tuple[str, ...]
+    splits: Mapping[str, tuple[str, ...]]
+    steps: tuple[str, ...]
+    sends: tuple[Sent, ...]
+    gathered: str
+    needs: str
+    when: str
+    source: str
+    common: tuple[str, ...] = ("options", "precision")
+    fixed: str = ""
+    sets: Mapping[str, str] = field(default_factory=dict)
+
+
+_ALL_HELD = {"parameters", "gradients", "optimizer"}
+
+_ROWS = (
+    Row(
+        name="single",
+        title="no parallelism: every rank trains the same by itself",
+        axis="",
+        takes=(),
+        splits={},
+        steps=(),
+        sends=(),
+        gathered="",
+        needs="nothing",
+        when="the model fits and one device is fast enough; the reference for all others",
+        source="https://docs.pytorch.org/tutorials/beginner/basics/optimization_tutorial.html",
+    ),
+    Row(
+        name="ddp",
+        title="distributed data parallel: a copy of the model on every rank",
+        axis="dp_replicate",
+        takes=(),
+        splits={"dp_replicate": ("batch",)},
+        steps=("ddp",),
+        sends=(Sent(("dp_replicate",), "all-reduce", "gradients"),),
+        gathered="",
+        needs="a batch that can be divided by the ranks",
+        when="the model with its optimizer fits on one device",
+        source="https://arxiv.org/abs/2006.15704",
+    ),
+    Row(
+        name="fsdp",
+        title="fully sharded data parallel (FSDP2, torch's fully_shard)",
+        axis="dp_shard",
+        takes=("tp", "pp"),
+        splits={"dp_shard": (*HELD, "batch"), "dp_replicate": ("batch",)},
+        steps=("fsdp",),
+        # With --shard grad-op parameters are gathered once; core.footprint knows it.
+        sends=(
+            Sent(("dp_shard",), "all-gather", "parameters", 2),
+            Sent(("dp_shard",), "reduce-scatter", "gradients"),
+            Sent(("dp_replicate",), "all-reduce", "gradients"),
+        ),
+        gathered="the parameters of one block; with --shard grad-op all parameters, from the "
+        "forward to the end of the backward",
+        needs="a list of blocks (found, or --blocks)",
+        when="the model with its optimizer does not fit on one device; the first thing to try",
+        source="https://arxiv.org/abs/2304.11277",
+    ),
+    Row(
+        name="fsdp1",
+        title="the older FSDP, with flat parameters",
+        axis="dp_shard",
+        takes=(),
+        splits={"dp_shard": (*HELD, "batch"), "dp_replicate": ("batch",)},
+        steps=("fsdp1",),
+        sends=(
+            Sent(("dp_shard",), "all-gather", "parameters", 2),
+            Sent(("dp_shard",), "reduce-scatter", "gradients"),
+            Sent(("dp_replicate",), "all-reduce", "gradients"),
+        ),
+        gathered="the parameters of one block; with --shard grad-op all parameters",
+        needs="a list of blocks (found, or --blocks)",
+        when="to see what older code does; fsdp replaces it",
+        source="https://docs.pytorch.org/docs/stable/fsdp.html",
+        fixed="FSDP1 copies all parameters of a block into one flat one and keeps none of them",
+    ),
+    Row(
+        name="zero1",
+        title="ZeRO stage 1: ddp, with the optimizer's state split",
+        axis="dp_replicate",
+        takes=(),
+        splits={"dp_replicate": ("optimizer", "batch")},
+        steps=("ddp", "zero1"),
+        # DDP's all-reduce stays, so this is more than the 2 (n - 1) / n of the paper.
+        sends=(
+            Sent(("dp_replicate",), "all-reduce", "gradients"),
+            Sent(("dp_replicate",), "broadcast", "parameters"),
+        ),
+        gathered="",
+        needs="an optimizer that treats each parameter by itself (AdamW, SGD)",
+        when="the model fits, the optimizer's state does not",
+        source="https://arxiv.org/abs/1910.02054",
+    ),
+    Row(
+        name="deepspeed",
+        title="DeepSpeed's ZeRO: stage 1, 2 or 3, with offload to CPU or NVMe",
+        axis="dp_replicate",
+        takes=(),
+        # By the stage; see core.footprint.
+        splits={"dp_replicate": (*HELD, "batch")},
+        steps=("deepspeed",),
+        sends=(
+            Sent(("dp_replicate",), "reduce-scatter", "gradients"),
+            Sent(("dp_replicate",), "all-gather", "parameters", 2),
+        ),
+        gathered="stage 3: the parameters of one module",
+        needs="the extra `deepspeed` and a C++ compiler; libaio for NVMe",
+        when="parameters or the optimizer's state have to go to CPU memory or disk",
+        source="https://arxiv.org/abs/2104.07857",
+        common=("options",),
+        fixed="DeepSpeed takes model and optimizer over into buffers of its own",
+    ),
+    Row(
+        name="tp",
+        title="tensor parallel: each layer is split",
+        axis="tp",
+        takes=("dp", "pp"),
+        splits={"tp": HELD},
+        steps=("tp",),
+        sends=(Sent(("tp",), "all-reduce", "activations", 4),),
+        gathered="",
+        needs="heads that can be divided by the degree; a plan for a model that nbdist does not "
+        "know",
+        when="one layer is too large or too slow for a device, and the link is fast (one host)",
+        source="https://arxiv.org/abs/1909.08053",
+    ),
+    Row(
+        name="pp",
+        title="pipeline parallel: each stage has some of the blocks",
+        axis="pp",
+        takes=("dp", "tp"),
+        splits={"pp": HELD},
+        steps=("pp", "pipeline"),
+        sends=(Sent(("pp",), "send", "boundary", 2),),
+        gathered="",
+        needs="a list of blocks, as many as stages or more; a batch that can be divided by the "
+        "micro-batches; a forward that returns the loss",
+        when="the model is deep and the link is slow (between hosts)",
+        source="https://arxiv.org/abs/2104.04473",
+    ),
+    Row(
+        name="cp",
+        title="context parallel: each rank has a part of the sequence (ring attention)",
+        axis="cp",
+        takes=("dp",),
+        splits={"cp": ("sequence",), "dp_replicate": ("batch",)},
+        steps=("ddp", "cp"),
+        sends=(
+            Sent(("cp",), "ring", "keys-values", 3),
+            Sent(("dp_replicate", "cp"), "all-reduce", "gradients"),
+        ),
+        gathered="",
+        needs="attention by scaled_dot_product_attention, without masks and dropout",
+        when="activations of one long sequence do not fit",
+        source="https://arxiv.org/abs/2310.01889",
+        sets={"context": "ring"},
+    ),
+    Row(
+        name="ulysses",
+        title="context parallel by all-to-all: sequence outside, heads inside attention",
+        axis="cp",
+        takes=("dp",),
+        splits={"cp": ("sequence",), "dp_replicate": ("batch",)},
+        steps=("ddp", "cp"),
+        sends=(
+            Sent(("cp",), "all-to-all", "activations", 8),
+            Sent(("dp_replicate", "cp"), "all-reduce", "gradients"),
+        ),
+        gathered="",
+        needs="attention by scaled_dot_product_attention; heads that can be divided by the degree",
+        when="as cp, with enough heads and a fast link",
+        source="https://arxiv.org/abs/2309.14509",
+        sets={"context": "ulysses"},
+    ),
+)
+ROWS: Mapping[str, Row] = {row.name: row for row in _ROWS}
+
+# Names from elsewhere -> what to type here.
+ELSEWHERE: Mapping[str, str] = {
+    "none": "single",
+    "dp": "ddp",
+    "dataparallel": "ddp",
+    "fsdp2": "fsdp",
+    "hsdp": "fsdp --shard hybrid",
+    "zero": "zero1, deepspeed --stage 2 or fsdp",
+    "zero2": "deepspeed --stage 2, or fsdp --shard grad-op",
+    "zero3": "deepspeed --stage 3, or fsdp",
+    "sp": "tp --sequence-parallel, or cp",
+    "ring": "cp",
+    "2d": "fsdp --tp 2",
+    "3d": "pp --dp 2 --tp 2",
+}

@@ -1,0 +1,33 @@
+"""What a switch of the strategy did on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbdist.core.strategy import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """What a switch did on one rank, for a person to read.
+
+    Attributes:
+        before, after: The strategies; equal where nothing was done.
+        models: Names of the models that were moved.
+        rebound: Names that stand for another object now.
+        lists: Names of lists of parameters that were updated in place.
+        stale: What still points to the old model or its parameters, a phrase each.
+        notes: What else a person has to know, a sentence each.
+        moved_bytes: Received from other ranks.
+        elapsed_s: From the call to its end.
+    """
+
+    before: Choice
+    after: Choice
+    models: tuple[str, ...]
+    rebound: tuple[str, ...]
+    lists: tuple[str, ...]
+    stale: tuple[str, ...]
+    notes: tuple[str, ...]
+    moved_bytes: int
+    elapsed_s: float

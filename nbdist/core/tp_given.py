@@ -1,0 +1,145 @@
+"""Tensor parallel plans that users give, and what is said where one is needed.
+
+    model.tp_plan = {"layers.*.attn.wq": "colwise", "layers.*.attn.wo": "rowwise"}
+
+`*` stands for one part of a name.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+
+from nbdist.core.tp_names import HEAD_COUNTS, HEAD_SIZES, STYLES
+from nbdist.core.tp_plans import Layer, Layers, Plan, Style
+from nbdist.errors import OptionError
+
+# Hugging Face's words for the same.
+_SYNONYMS = {
+    "colwise_gather_output": "head",
+    "embedding_rowwise": "embedding",
+    "replicated_with_grad_allreduce": "shared",
+}
+_EXAMPLE = (
+    'model.tp_plan = {"layers.*.attn.wq": "colwise", "layers.*.attn.wk": "colwise", '
+    '"layers.*.attn.wv": "colwise", "layers.*.attn.wo": "rowwise", '
+    '"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
+)
+_SHOWN = 4
+
+
+def read_style(text: object, name: str) -> Style:
+    """One word of a plan.
+
+    Raises:
+        OptionError: There is no such style.
+    """
+    word, _, rest = str(text).partition(":")
+    kind = _SYNONYMS.get(word, word)
+    if kind == "colwise" and rest.isdecimal() and int(rest):
+        return Style(kind, parts=int(rest))
+    if kind == "divide" and rest:
+        return Style(kind, attributes=tuple(part.strip() for part in rest.split(",")))
+    if kind in STYLES and not rest:
+        return Style(kind)
+    known = "\n".join(f"  {style}: {meaning}" for style, meaning in STYLES.items())
+    raise OptionError(f"tp_plan: {name} has the style {text!r}. Styles are:\n{known}")
+
+
+def read_plan(given: Mapping[str, object], layers: Layers) -> Plan:
+    """A plan of the user's, each pattern put out into the modules that it names.
+
+    Raises:
+        OptionError: A pattern names nothing, or a style does not go with the module.
+    """
+    plan = {}
+    for pattern, text in given.items():
+        style = read_style(text, pattern)
+        names = [name for name in layers if _matches(name, pattern)]
+        if not names:
+            raise OptionError(
+                f"tp_plan: {pattern} names no module. Modules are, for example: "
+                f"{_listed([name for name in layers if name], 12)}"
+            )
+        plan.update({name: _fitting(name, style, layers[name]) for name in names})
+    kinds = {style.kind for style in plan.values()}
+    if not kinds & {"colwise", "attention", "embedding", "head"}:
+        raise OptionError(f"tp_plan splits nothing: no module in it is colwise. As in: {_EXAMPLE}")
+    if ("colwise" in kinds) != ("rowwise" in kinds):
+        raise OptionError(
+            "tp_plan has colwise layers without a rowwise one, or the other way round: what a "
+            "colwise layer splits, a rowwise one puts together again. As in: " + _EXAMPLE
+        )
+    return plan
+
+
+def unknown(model: str) -> str:
+    """What is said of a model without a plan."""
+    return (
+        f"{model}: its layers have none of the names by which nbdist knows what can be split (such "
+        "as q_proj k_proj v_proj -> o_proj, up -> down, fc1 -> fc2, torch.nn.MultiheadAttention). "
+        f"Say it before prepare(): {_EXAMPLE}. "
+        "colwise splits a layer by its outputs, rowwise puts together again what is split between."
+    )
+
+
+def incomplete(model: str, plan: Plan, left: tuple[str, ...]) -> str:
+    """What is said of a model of which a part has no known names; with the plan of the rest."""
+    found = {_pattern(name): _word(style) for name, style in plan.items()}
+    return (
+        f"{model}: tensor parallelism is not known for {_listed(left, _SHOWN)}. "
+        "Every rank would compute with the whole of it. If that is right, or with more in it, "
+        f"give the plan before prepare(): model.tp_plan = {found}"
+    )
+
+
+def headless(name: str) -> str:
+    """What is said of attention that has no attribute for its heads."""
+    return (
+        f"{name} has no attribute that says how many heads it has or how wide they are (such as "
+        f"{', '.join(HEAD_COUNTS[:3])}, {HEAD_SIZES[0]}), so it cannot be split by heads. Give it "
+        "one, or say in a plan which attributes are divided, beside its colwise and rowwise "
+        f'layers: model.tp_plan = {{"{_pattern(name)}": "divide:NAME", ...}}.'
+    )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _fitting(name: str, style: Style, layer: Layer) -> Style:
+    wanted = {
+        "colwise": "linear", "rowwise": "linear", "head": "linear", "embedding": "embedding",
+        "attention": "attention",
+    }.get(style.kind)  # fmt: skip
+    if wanted is not None and layer.kind != wanted:
+        raise OptionError(
+            f"tp_plan: {name} is {style.kind}, which only goes with {_KINDS[wanted]}."
+        )
+    if style.kind == "colwise" and layer.n_out % style.parts:
+        raise OptionError(
+            f"tp_plan: {name} has {layer.n_out} outputs, which are not {style.parts} equal parts."
+        )
+    return style
+
+
+_KINDS = {
+    "linear": "a torch.nn.Linear (or a Conv1D of Hugging Face's)",
+    "embedding": "a torch.nn.Embedding without max_norm, sparse or scale_grad_by_freq",
+    "attention": "a torch.nn.MultiheadAttention",
+}
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _word(style: Style) -> str:
+    return f"{style.kind}:{style.parts}" if style.parts > 1 else style.kind
+
+
+def _listed(names: Iterable[str], n_shown: int) -> str:
+    patterns = list(dict.fromkeys(map(_pattern, names)))
+    more = f" and {len(patterns) - n_shown} more" if len(patterns) > n_shown else ""
+    return ", ".join(patterns[:n_shown]) + more

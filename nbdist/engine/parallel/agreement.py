@@ -1,0 +1,150 @@
+"""All ranks go on together, or none does: what fails on one is raised on all."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from nbdist.core.ranks import rank_label
+from nbdist.errors import NbdistError
+
+T = TypeVar("T")
+
+# How long ranks wait for each other's commits, which meet nobody and take milliseconds.
+COMMIT_DEADLINE_S = 60.0
+_LONGEST_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """One rank's result, or why it has none."""
+
+    value: Any = None
+    failure: str = ""
+
+
+def world_size() -> int:
+    """Ranks; 1 in a process without a group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def together(what: str, function: Callable[[], T]) -> list[T]:
+    """Every rank's result of a function that meets no rank. Collective: every rank.
+
+    Raises:
+        BaseException: What the function raised on this rank, an interrupt too.
+        NbdistError: It failed on other ranks only; says what was tried, where, and why.
+    """
+    told, error = _Told(), None
+    try:
+        told = _Told(function())
+    except BaseException as caught:  # noqa: BLE001  # raised below, once the others know
+        error, told = caught, _Told(failure=_sentence(caught))
+    everyone: list[_Told] = [told]
+    if world_size() > 1:
+        everyone = [told] * world_size()
+        dist.all_gather_object(everyone, told)
+    if error is not None:
+        raise error
+    raise_failures(what, {rank: one.failure for rank, one in enumerate(everyone) if one.failure})
+    return [one.value for one in everyone]
+
+
+def raise_failures(what: str, failures: dict[int, str]) -> None:
+    """Raise for other ranks' failures, if there are any.
+
+    Raises:
+        NbdistError: Names the ranks.
+    """
+    if failures:
+        first = next(iter(failures.values()))
+        raise NbdistError(
+            f"{what} failed on rank {rank_label(sorted(failures))}, so no rank went on and nothing "
+            f"was changed. There: {first}"
+        )
+
+
+class Ballot:
+    """One question that every rank answers without a collective: did its part go well?
+
+    It goes through the ranks' store. A collective could be aborted on one rank when the other
+    has its answer already, and then they would not agree.
+    """
+
+    def __init__(self, label: str) -> None:
+        """Ask, under a label that is new and the same on all ranks."""
+        self._store = c10d._get_default_store() if world_size() > 1 else None  # noqa: SLF001
+        self._keys = [f"nbdist/ballot/{label}/{rank}" for rank in range(world_size())]
+
+    def answer(self, failure: str) -> dict[int, str]:
+        """The ranks whose part failed, with the reason; an empty text is none. Every rank.
+
+        A rank that gives no answer within COMMIT_DEADLINE_S has failed.
+        """
+        if self._store is None:
+            return {0: failure} if failure else {}
+        self._store.set(self._keys[dist.get_rank()], f"-{failure}")
+        until_s = time.monotonic() + COMMIT_DEADLINE_S
+        pause_s = 0.0005
+        while not self._store.check(self._keys) and time.monotonic() < until_s:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return {r: text for r, key in enumerate(self._keys) if (text := self._read(key))}
+
+    def _read(self, key: str) -> str:
+        assert self._store is not None
+        if not self._store.check([key]):
+            return f"no answer within {COMMIT_DEADLINE_S:.0f} s"
+        return self._store.get(key).decode()[1:]
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold SIGINT back in here; it comes at the end. Nothing to do outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def same_random() -> Iterator[None]:
+    """Leave Python's, numpy's and torch's generators as they were before."""
+    python, host = random.getstate(), torch.random.get_rng_state()
+    # Accelerate needs numpy, and seeds its global generator.
+    old = np.random.get_state()  # noqa: NPY002
+    has_gpu = torch.cuda.is_initialized()
+    device = torch.cuda.get_rng_state() if has_gpu else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(old)  # noqa: NPY002
+        torch.random.set_rng_state(host)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+
+
+def _sentence(error: BaseException) -> str:
+    text = str(error)
+    if isinstance(error, NbdistError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,116 @@
+"""A model's list of blocks: the like layers that are split, computed again or staged one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from nbdist.errors import OptionError
+
+# What the user types for the model itself, where it is the list.
+ITSELF = "."
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The list of blocks of a model.
+
+    Attributes:
+        name: Of the list in the model; empty where the model is the list itself.
+        container: The list.
+        modules: The blocks, in order.
+    """
+
+    name: str
+    container: torch.nn.ModuleList | torch.nn.Sequential
+    modules: tuple[torch.nn.Module, ...]
+
+    def block_name(self, index: int) -> str:
+        """The name of a block in the model."""
+        return f"{self.name}.{index}" if self.name else str(index)
+
+
+def find_blocks(model: torch.nn.Module, name: str = "") -> Blocks:
+    """The list with most parameters of those that hold two or more modules of one class.
+
+    Depends on shapes alone: equal on all ranks, and for parameters that are split or on meta.
+    No rank is met.
+
+    Args:
+        model: Whose blocks are wanted.
+        name: The list to take instead, of any modules; "." is the model itself.
+
+    Raises:
+        OptionError: There is no such list, or several are the largest. Lists the candidates.
+    """
+    if name:
+        return _named(model, name)
+    found = sorted(candidates(model), key=_size, reverse=True)
+    if not found:
+        raise OptionError(
+            f"{type(model).__name__} has no list of blocks: no ModuleList or Sequential in it "
+            "holds two or more modules of one class with parameters. Name a list that holds "
+            f"its layers with --blocks NAME. {_lists(model)}"
+        )
+    largest = [blocks for blocks in found if _size(blocks) == _size(found[0])]
+    if len(largest) > 1:
+        raise OptionError(
+            f"{type(model).__name__} has {len(largest)} lists of blocks with "
+            f"{_size(found[0]):,} parameters each. Choose one of them with --blocks NAME: "
+            f"{', '.join(_shown(blocks) for blocks in largest)}"
+        )
+    return found[0]
+
+
+def candidates(model: torch.nn.Module) -> tuple[Blocks, ...]:
+    """The lists that can be a model's blocks, in the model's order."""
+    return tuple(blocks for blocks in _all(model) if _are_alike(blocks.modules))
+
+
+def _named(model: torch.nn.Module, name: str) -> Blocks:
+    wanted = "" if name == ITSELF else name
+    for blocks in _all(model):
+        if blocks.name == wanted:
+            return blocks
+    raise OptionError(
+        f"--blocks {name}: {type(model).__name__} has no ModuleList or Sequential of that name. "
+        f"{_lists(model)}"
+    )
+
+
+def _all(model: torch.nn.Module) -> Iterator[Blocks]:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) and len(module):
+            yield Blocks(name, module, tuple(module))
+
+
+def _are_alike(modules: tuple[torch.nn.Module, ...]) -> bool:
+    """Whether they are two or more of one class, each with parameters and called as a whole."""
+    return (
+        len(modules) > 1
+        and len({type(module) for module in modules}) == 1
+        # Lists of lists: their modules are called one by one, the inner list never.
+        and not isinstance(modules[0], torch.nn.ModuleList | torch.nn.ModuleDict)
+        and all(any(True for _ in module.parameters()) for module in modules)
+    )
+
+
+def _size(blocks: Blocks) -> int:
+    return sum(parameter.numel() for parameter in blocks.container.parameters())
+
+
+def _lists(model: torch.nn.Module) -> str:
+    shown = [_shown(blocks) for blocks in _all(model)]
+    if not shown:
+        return "It has no lists at all."
+    more = f", and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return f"Its lists: {', '.join(shown[:_SHOWN])}{more}"
+
+
+def _shown(blocks: Blocks) -> str:
+    classes = list(dict.fromkeys(type(module).__name__ for module in blocks.modules))
+    kinds = classes[0] if len(classes) == 1 else f"{classes[0]} and others"
+    return f"{blocks.name or ITSELF} ({len(blocks.modules)} x {kinds})"

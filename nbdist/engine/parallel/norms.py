@@ -1,0 +1,142 @@
+"""The norm of gradients of which each rank has a part, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from nbdist.core.layout import TensorLayout, is_first
+from nbdist.core.strategy import Degrees
+from nbdist.errors import OptionError
+
+# As in torch.nn.utils.clip_grad_norm_.
+_EPSILON = 1e-6
+
+
+def clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    layout_of: Callable[[torch.Tensor], TensorLayout | None],
+    *,
+    degrees: Degrees,
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm over the whole model is at most max_norm.
+
+    Collective under fsdp, tp and pp (one all_reduce over all ranks): every rank, also one that
+    has no gradient. Each element counts once, however many ranks hold it. A gradient that tp
+    left as partial sums is summed for it.
+
+    Args:
+        parameters: As for torch.nn.utils.clip_grad_norm_: plain, DTensors, both, or on meta.
+        max_norm: The limit; math.inf only measures.
+        norm_type: Positive, or math.inf.
+        layout_of: How a parameter lies; None for one that nbdist has not prepared: its
+            gradient counts as it is on this rank.
+        degrees: The mesh that the layouts are of.
+
+    Returns:
+        The norm before clipping: 0-dim, float32, on the gradients' device. Equal on all ranks if
+        every parameter is prepared.
+
+    Raises:
+        OptionError: norm_type is not positive.
+    """
+    if not norm_type > 0:
+        raise OptionError(
+            f"Gradients have no norm of type {norm_type:g}. Use a positive number (2 is usual) "
+            "or inf."
+        )
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    with torch.no_grad():
+        total = _norm(given, float(norm_type), layout_of, degrees)
+        if max_norm != math.inf:
+            _scale(given, torch.clamp(max_norm / (total + _EPSILON), max=1.0))
+    return total
+
+
+def _norm(
+    parameters: Sequence[torch.Tensor],
+    norm_type: float,
+    layout_of: Callable[[torch.Tensor], TensorLayout | None],
+    degrees: Degrees,
+) -> torch.Tensor:
+    is_split = degrees.pp * degrees.dp_shard * degrees.tp > 1
+    rank = dist.get_rank() if is_split else 0
+    counted, others = [], []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        gradient = _laid_out(parameter)
+        layout = layout_of(parameter)
+        if layout is None or not is_split:
+            others.append(gradient)
+        elif is_first(layout, degrees, rank):
+            counted.append(gradient)
+    home = next((one.device for one in (*counted, *others)), _meeting_device())
+    total = _collected(others, norm_type, home)
+    if is_split:
+        shared = _collected(counted, norm_type, _meeting_device())
+        dist.all_reduce(shared, dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM)
+        shared = shared.to(home)
+        total = torch.maximum(total, shared) if norm_type == math.inf else total + shared
+    return (total if norm_type == math.inf else total ** (1.0 / norm_type)).float()
+
+
+def _laid_out(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient, as its parameter lies. Collective along tp where not."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    local: torch.Tensor = gradient.to_local()
+    return local
+
+
+def _collected(
+    gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """The sum of all elements' powers, or their maximum: 0-dim, float64."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (_, dtype), tensors in _alike(gradients).items():
+        wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else None
+        # torch.nn.utils.get_total_norm is public, but rounds to bfloat16 what is bfloat16.
+        norms = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=wide))  # noqa: SLF001
+        norms = norms.to(device, torch.float64)
+        if norm_type == math.inf:
+            total = torch.maximum(total, norms.max())
+        else:
+            total = total + (norms**norm_type).sum()
+    return total
+
+
+def _scale(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all gradients in place. torch's own way takes no plain tensors beside DTensors."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    local = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
+    for (device, _), tensors in _alike(local).items():
+        torch._foreach_mul_(tensors, factor.to(device))
+
+
+def _alike(
+    tensors: Sequence[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Tensors by device and dtype. Empty ones have no largest element, and nothing to scale."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for one in tensors:
+        if one.numel():
+            groups.setdefault((one.device, one.dtype), []).append(one)
+    return groups
+
+
+def _meeting_device() -> torch.device:
+    """Where ranks reduce a number: the same kind on all, whatever each one's gradients lie on."""
+    if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

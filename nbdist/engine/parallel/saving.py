@@ -1,0 +1,215 @@
+"""States as files that any strategy on any number of ranks can read: whole values, by name.
+
+The files are Accelerate's: `model.safetensors` with the names of the user's module, so a single
+process reads it too, `optimizer.bin`, `scheduler.bin`, `scaler.pt`, `random_states_RANK.pkl`,
+`custom_checkpoint_0.pkl`. `loader.bin` is ours: which epoch, and its order.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import load, save
+from safetensors.torch import load_file
+
+from nbdist.engine.parallel import build, live
+from nbdist.engine.parallel.agreement import together
+from nbdist.errors import NbdistError
+
+# A whole state says so: torch's own would be taken for this rank's part.
+_FORMAT = "nbdist: whole tensors by parameter name"
+_MAX_NAMED = 3
+
+
+@dataclass(slots=True)
+class _State:
+    is_saving: bool = False
+
+
+_state = _State()
+
+
+def is_saving() -> bool:
+    """Whether `save_state` runs: optimizers give their whole state then."""
+    return _state.is_saving
+
+
+@contextmanager
+def saving(accelerator: Any) -> Iterator[None]:
+    """Let Accelerate's save_state write whole states in here. Collective: every rank."""
+    agree(accelerator)
+    _state.is_saving = True
+    try:
+        yield
+    finally:
+        _state.is_saving = False
+
+
+@contextmanager
+def loading(accelerator: Any, *, is_strict: bool) -> Iterator[None]:
+    """Let Accelerate's load_state read whole states in here. Collective: every rank.
+
+    Models are loaded by a hook, as Accelerate allows: it would load whole tensors into parts.
+    Hooks of the user's come first and may take models out.
+    """
+    agree(accelerator)
+
+    def hook(models: list[torch.nn.Module], folder: str) -> None:
+        def planned() -> None:
+            loads.extend(
+                _plan(model, folder, number, is_strict=is_strict)
+                for number, model in enumerate(models)
+            )
+
+        loads: list[tuple[Any, dict[str, torch.Tensor]]] = []
+        together(f"Loading {folder}", planned)
+        for known, values in loads:
+            live.load_full(known, values)
+        models.clear()
+        for index, loader in enumerate(accelerator._dataloaders):  # noqa: SLF001
+            path = Path(folder) / _numbered("loader.bin", index)
+            if path.exists() and hasattr(loader, "set_epoch_state"):
+                loader.set_epoch_state(load(path))
+
+    handle = accelerator.register_load_state_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+    # Accelerate reads it from the rank's own file; there may be more ranks than at saving.
+    steps = [accelerator.step]
+    dist.broadcast_object_list(steps, src=0)
+    accelerator.step = steps[0]
+
+
+def save_loaders(accelerator: Any, folder: Path) -> None:
+    """Write which epoch each loader is in. Rank 0 does; this rank alone."""
+    for index, loader in enumerate(accelerator._dataloaders):  # noqa: SLF001
+        if hasattr(loader, "epoch_state"):
+            save(loader.epoch_state(), folder / _numbered("loader.bin", index))
+
+
+def agree(accelerator: Any) -> None:
+    """Leave out what is prepared on some ranks only. Collective: every rank.
+
+    An old model is gone when Python has collected it, on each rank at another time; what is
+    not there on one rank cannot be saved by all.
+    """
+    gc.collect()
+    lists = [
+        accelerator._models,  # noqa: SLF001
+        accelerator._optimizers,  # noqa: SLF001
+        accelerator._schedulers,  # noqa: SLF001
+        accelerator._dataloaders,  # noqa: SLF001
+        accelerator._custom_objects,  # noqa: SLF001
+    ]
+    own = set().union(*(held.numbers() for held in lists))
+    everyone: list[set[int]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    common = set.intersection(*everyone)
+    for held in lists:
+        held.keep(common)
+
+
+def whole_model(known: Any) -> dict[str, Any]:
+    """A prepared model's state_dict as it would be in one process. Collective: every rank.
+
+    Returns:
+        Whole tensors by name, tied ones under each of their names; not those that the module
+        does not save. On every rank; while `save_state` runs, on rank 0 alone.
+    """
+    values = live.full_state(known)
+    if is_saving() and dist.get_rank() != 0:
+        return OrderedDict()
+    firsts = _firsts(known.base)
+    names = known.base.state_dict(keep_vars=True)
+    return OrderedDict(
+        (name, values[firsts[name]] if name in firsts else other) for name, other in names.items()
+    )
+
+
+def whole_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state by parameter name. Collective: every rank."""
+    state: dict[str, Any] = live.full_optimizer_state(optimizer)
+    return {"format": _FORMAT, **state}
+
+
+def is_whole(state: Mapping[str, Any]) -> bool:
+    """Whether a state comes from `whole_optimizer`."""
+    return state.get("format") == _FORMAT
+
+
+def load_whole_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Take over what `whole_optimizer` gave. Collective: every rank, with equal values."""
+    live.load_full_optimizer_state(
+        optimizer, {key: value for key, value in state.items() if key != "format"}
+    )
+
+
+def _plan(
+    model: torch.nn.Module, folder: str, index: int, *, is_strict: bool
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model and what is to be loaded into it, by first names. Nothing is changed.
+
+    Raises:
+        NbdistError: Names are missing or unknown, where that matters, or shapes differ.
+    """
+    known = live.prepared_of(model)
+    assert known is not None
+    found = _read(Path(folder), index)
+    firsts = _firsts(known.base)
+    saved = [name for name in known.base.state_dict(keep_vars=True) if name in firsts]
+    values = {firsts[name]: tensor for name, tensor in found.items() if name in firsts}
+    shapes = {name: tuple(layout.shape) for name, layout in known.layouts.items()}
+    wrong = [
+        f"{name} has shape {tuple(values[name].shape)} there and {shapes[name]} here"
+        for name in values
+        if tuple(values[name].shape) != shapes[name]
+    ]
+    if is_strict:
+        wrong += [f"{name} is not there" for name in saved if firsts[name] not in values]
+        wrong += [f"there is no {name} here" for name in found if name not in firsts]
+    if wrong:
+        more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+        raise NbdistError(
+            f"{folder} does not fit {type(known.base).__name__}: "
+            f"{'; '.join(wrong[:_MAX_NAMED])}{more}. Load what was saved of the same model"
+            + (", or load_state(..., strict=False)." if is_strict else ".")
+        )
+    return known, values
+
+
+def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
+    """The saved tensors of one model; on disk until they are used."""
+    path = folder / _numbered("model.safetensors", index)
+    if path.exists():
+        found: dict[str, torch.Tensor] = load_file(path)
+    else:
+        path = folder / _numbered("pytorch_model.bin", index)
+        if not path.exists():
+            raise NbdistError(
+                f"{folder} holds no model number {index}: neither model.safetensors nor "
+                "pytorch_model.bin. Prepare as many models as were saved, in the same order."
+            )
+        found = load(path, map_location="cpu", mmap=True)
+    if found and all(name.startswith("module.") for name in found):  # Accelerate's own under DDP
+        found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
+    return found
+
+
+def _firsts(base: torch.nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> its first name; several where tied."""
+    return {name: first for first, names in build.names_of(base).items() for name in names}
+
+
+def _numbered(name: str, index: int) -> str:
+    """As Accelerate names the files of several: model.safetensors, model_1.safetensors."""
+    return name.replace(".", f"_{index}.") if index else name

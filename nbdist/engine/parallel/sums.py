@@ -1,0 +1,97 @@
+"""Gradients of parameters that several stages of a pipeline hold: each has its own share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(slots=True)
+class Share:
+    """One parameter's gradient on this rank.
+
+    Attributes:
+        parameter: It, or this rank's part of it.
+        holders: Coordinates along pp that hold the same; None for all.
+        gradient: None where no stage of this rank has used it; then the sum.
+    """
+
+    parameter: torch.Tensor
+    holders: frozenset[int] | None
+    gradient: torch.Tensor | None
+
+
+def add_up(shares: Sequence[Share], group: dist.ProcessGroup) -> None:
+    """Sum each gradient over its holders. Collective: every rank of the pipeline.
+
+    A gradient that is None everywhere stays None, as in one process: optimizers leave such a
+    parameter alone. The sum is the same, to the last bit, on all holders.
+
+    Args:
+        shares: Of every parameter that is trained and held here, in the model's order.
+        group: The pipeline.
+    """
+    everyone = frozenset(range(dist.get_world_size(group)))
+    together: dict[tuple[tuple[int, ...], str], list[Share]] = {}
+    for share in shares:
+        holders = everyone if share.holders is None else share.holders
+        if len(holders) > 1:
+            key = tuple(sorted(holders)), str(share.parameter.dtype)
+            together.setdefault(key, []).append(share)
+    # In one order on all ranks, so that no two wait for each other.
+    for (places, _), some in sorted(together.items(), key=lambda pair: pair[0]):
+        _add_up(some, places, group)
+
+
+def _add_up(shares: Sequence[Share], holders: tuple[int, ...], group: dist.ProcessGroup) -> None:
+    parts = [_local(share.parameter) for share in shares]
+    own = [
+        torch.zeros_like(part) if share.gradient is None else _local(share.gradient)
+        for part, share in zip(parts, shares, strict=True)
+    ]
+    is_there = torch.tensor(
+        [share.gradient is not None for share in shares], dtype=own[0].dtype, device=own[0].device
+    )
+    flat = torch.cat([*(one.flatten() for one in own), is_there])
+    if len(holders) == dist.get_world_size(group):
+        dist.all_reduce(flat, group=group)
+    else:
+        flat = _exchanged(flat, holders, group)
+    *sums, counts = torch.split(flat, [*(part.numel() for part in parts), len(shares)])
+    for share, part, total, count in zip(shares, parts, sums, counts.tolist(), strict=True):
+        share.gradient = _like(share.parameter, total.view_as(part)) if count else None
+
+
+def _exchanged(
+    flat: torch.Tensor, holders: tuple[int, ...], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The sum over a few ranks of the group, in the order of their coordinates."""
+    here = dist.get_rank(group)
+    received = {one: torch.empty_like(flat) for one in holders if one != here}
+    calls = [
+        dist.P2POp(function, tensor, group=group, group_peer=one)
+        for one, buffer in received.items()
+        for function, tensor in ((dist.isend, flat), (dist.irecv, buffer))
+    ]
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
+    everyone = {**received, here: flat}
+    return torch.stack([everyone[one] for one in holders]).sum(0)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip

@@ -1,0 +1,202 @@
+"""Whether attention of unknown code computes the same with a part of its heads on each rank.
+
+Tried out on this rank alone, before anything changes: one small batch through a copy of the
+module with random weights, whole and split. A head count that nobody divided would otherwise
+give wrong numbers without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nbdist.core.tp_plans import Plan, Style
+from nbdist.engine.parallel.tp_model import attributes_of, divided, is_conv1d, own_class
+from nbdist.engine.parallel.tp_styles import split_dims
+from nbdist.errors import OptionError
+
+# Their attention takes heads from the width of one head, or from attributes that are divided.
+_KNOWN = ("transformers.", "torch.")
+_BATCH, _LENGTH = 2, 6
+_MOST = 1 << 27  # numbers in a module: 512 MiB of fp32
+_TOLERANCE = 1e-4
+_STANDARD = frozenset({*vars(torch.nn.Module()), "forward"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One attention, whole, and how it is split.
+
+    Attributes:
+        whole: A copy with random weights.
+        styles: Of its layers, by their names in it.
+        values: Its attributes on one rank.
+        degree: Of tp.
+        batch: What goes in.
+    """
+
+    whole: torch.nn.Module
+    styles: dict[str, Style]
+    values: Mapping[str, int]
+    degree: int
+    batch: torch.Tensor
+
+
+def shown_width(
+    module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int
+) -> int | None:
+    """How wide an attention's forward has to see its input on one rank; None for as it is.
+
+    Some take the width of all heads from it: `B, T, C = x.shape`, and `y.view(B, T, C)` later.
+
+    Args:
+        module: The attention.
+        name: Its name.
+        plan: Of the model.
+        columns: Its colwise layers, by name.
+        degree: Of tp.
+
+    Raises:
+        OptionError: Either way the ranks' parts do not add up to the whole.
+    """
+    if not _can_try(module):
+        return None
+    prefix = f"{name}." if name else ""
+    styles = {path.removeprefix(prefix): plan[path] for path in plan if path.startswith(prefix)}
+    values = divided(module, name, plan, columns, degree)
+    n_in = _n_inputs(module.get_submodule(columns[0].removeprefix(prefix)))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        whole = _copy(module, _random)
+        _drop_row_biases(whole, styles)
+        trial = _Trial(whole, styles, values, degree, torch.randn(_BATCH, _LENGTH, n_in))
+        expected = _quietly(functools.partial(_run, whole, trial.batch))
+        if expected is None:  # it wants other inputs
+            return None
+        for width in (None, n_in // degree):
+            if _is_same(_quietly(functools.partial(_sum, trial, width)), expected):
+                return width
+    told = ", ".join(f"{key} = {value}" for key, value in values.items()) or "nothing"
+    raise OptionError(
+        f"{name or 'the model'}: {own_class(module).__name__} does not compute the same when each "
+        f"of tp={degree} ranks has its part of the heads (with {told}). Say which attributes are "
+        'divided, as in model.tp_plan = {"layers.*.attn": "divide:n_heads", ...}, or leave its '
+        "layers out of the plan."
+    )
+
+
+def _can_try(module: torch.nn.Module) -> bool:
+    """Whether its forward takes one tensor, as far as its arguments say, and it is not too big."""
+    cls = own_class(module)
+    arguments = list(inspect.signature(cls.forward).parameters.values())[1:]
+    needed = [one for one in arguments if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
+    return (
+        not cls.__module__.startswith(_KNOWN)
+        and len(needed) == 1
+        and not any(buffer.is_meta for buffer in module.buffers())
+        and sum(parameter.numel() for parameter in module.parameters()) <= _MOST
+    )
+
+
+def _quietly(run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    try:
+        return run()
+    except Exception:  # noqa: BLE001  # the user's code fails as it likes
+        return None
+
+
+def _is_same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    if found is None or found.shape != expected.shape:
+        return False
+    return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())
+
+
+def _sum(trial: _Trial, width: int | None) -> torch.Tensor:
+    """What the ranks compute, added up."""
+    total = torch.zeros(())
+    for index in range(trial.degree):
+        part = _copy(trial.whole, lambda weight: weight.detach())
+        vars(part).update(trial.values)
+        for path, style in trial.styles.items():
+            _split(part.get_submodule(path), style, index, trial.degree)
+        shown = trial.batch if width is None else trial.batch[..., :width]
+        if width is not None:
+            _give(part, trial, shown)
+        total = total + _run(part, shown)
+    return total
+
+
+def _split(layer: torch.nn.Module, style: Style, index: int, degree: int) -> None:
+    own = dict(layer.named_parameters(recurse=False))
+    for key, dim in split_dims(layer, style).items():
+        pieces = [one.chunk(degree, dim)[index] for one in own[key].chunk(style.parts, dim)]
+        layer.register_parameter(key, torch.nn.Parameter(torch.cat(pieces, dim)))
+    if is_conv1d(layer) and style.kind == "colwise":
+        vars(layer)["nf"] //= degree
+
+
+def _give(part: torch.nn.Module, trial: _Trial, shown: torch.Tensor) -> None:
+    """Let colwise layers get the real input where they are given what is shown."""
+
+    def give(_layer: torch.nn.Module, args: tuple[Any, ...]) -> Any:
+        return (trial.batch, *args[1:]) if args[0] is shown else args
+
+    for path, style in trial.styles.items():
+        if style.kind == "colwise":
+            part.get_submodule(path).register_forward_pre_hook(give)
+
+
+def _drop_row_biases(whole: torch.nn.Module, styles: Mapping[str, Style]) -> None:
+    """They are added once, not by each rank."""
+    for path, style in styles.items():
+        bias = getattr(whole.get_submodule(path), "bias", None)
+        if style.kind == "rowwise" and bias is not None:
+            bias.zero_()
+
+
+def _copy(
+    module: torch.nn.Module, fill: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.nn.Module:
+    """A module like another, without its hooks and strategy, on the host, in evaluation."""
+    cls = own_class(module)
+    copy: torch.nn.Module = cls.__new__(cls)
+    torch.nn.Module.__init__(copy)
+    own = {key: value for key, value in attributes_of(module).items() if key not in _STANDARD}
+    vars(copy).update(own)
+    copy.training = False
+    for key, child in module._modules.items():  # noqa: SLF001  # as torch's own tools
+        copy.add_module(key, None if child is None else _copy(child, fill))
+    for key, parameter in module._parameters.items():  # noqa: SLF001
+        filled = None if parameter is None else torch.nn.Parameter(fill(parameter))
+        copy.register_parameter(key, filled)
+    for key, buffer in module._buffers.items():  # noqa: SLF001
+        copy.register_buffer(key, None if buffer is None else _on_host(buffer))
+    return copy
+
+
+def _random(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.randn(parameter.shape) / math.sqrt(max(1, *parameter.shape))
+
+
+def _on_host(buffer: torch.Tensor) -> torch.Tensor:
+    host = buffer.detach().cpu()
+    return host.float() if host.is_floating_point() else host
+
+
+def _run(module: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    result = module(batch)
+    first = result[0] if isinstance(result, tuple | list) else result
+    assert isinstance(first, torch.Tensor)
+    return first
+
+
+def _n_inputs(layer: torch.nn.Module) -> int:
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0 if is_conv1d(layer) else 1]

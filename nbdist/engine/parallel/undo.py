@@ -1,0 +1,184 @@
+"""What a strategy has changed in a model's modules, written down and taken off again.
+
+Steps change modules as torch does: other classes, hooks, attributes. Nothing public of torch
+takes these off. So every module is looked at before and after, and the difference is the record.
+What the user changes meanwhile, hooks of his own included, is not in it and stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_VALUES = ("_parameters", "_buffers")
+# Hooks of all kinds, and the submodules.
+_TABLES = tuple(
+    key
+    for key, value in vars(torch.nn.Module()).items()
+    if isinstance(value, dict) and key not in _VALUES
+)
+# FSDP2 registers some hooks only at the first forward.
+_LATE = "torch.distributed.fsdp."
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Photo:
+    """One module as it was.
+
+    Attributes:
+        module: It.
+        kind: Its class.
+        attributes: Its `__dict__`; the values themselves.
+        tables: What the dicts in it held: hooks, submodules, parameters, buffers.
+        shard_state: What FSDP2's table of modules says of it.
+    """
+
+    module: torch.nn.Module
+    kind: type
+    attributes: dict[str, Any]
+    tables: dict[str, dict[Any, Any]]
+    shard_state: Any
+
+
+@dataclass(slots=True)
+class Change:
+    """What steps did to one module: (key -> what was there, what they put there).
+
+    Attributes:
+        module: It.
+        kind: Its class before.
+        attributes: Of its `__dict__`.
+        tables: Of its hooks and submodules, by the name of the table.
+    """
+
+    module: torch.nn.Module
+    kind: type
+    attributes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    tables: dict[str, dict[Any, tuple[Any, Any]]] = field(default_factory=dict)
+
+
+def photograph(base: torch.nn.Module) -> list[Photo]:
+    """Every module of a model as it is; no values are copied."""
+    states = _shard_states()
+    return [
+        Photo(
+            module,
+            type(module),
+            dict(vars(module)),
+            {key: dict(vars(module)[key]) for key in (*_TABLES, *_VALUES)},
+            states.get(module),
+        )
+        for module in base.modules()
+    ]
+
+
+def restore(photos: Iterable[Photo]) -> None:
+    """Make modules exactly what they were. Tables stay the same dicts, which handles refer to."""
+    states = _shard_states()
+    for photo in photos:
+        module: Any = photo.module
+        module.__class__ = photo.kind
+        own = vars(module)
+        own.clear()
+        own.update(photo.attributes)
+        for key, table in photo.tables.items():
+            own[key].clear()
+            own[key].update(table)
+        _set_shard_state(states, module, photo.shard_state)
+
+
+def changes(photos: Iterable[Photo]) -> list[Change]:
+    """What differs since the photos, for each module. Parameters and buffers do not count."""
+    found = []
+    for photo in photos:
+        module = photo.module
+        own = vars(module)
+        tables = {key: _difference(photo.tables[key], own[key]) for key in _TABLES}
+        change = Change(
+            module,
+            photo.kind,
+            {
+                key: pair
+                for key, pair in _difference(photo.attributes, own).items()
+                if key not in (*_TABLES, *_VALUES)
+            },
+            {key: table for key, table in tables.items() if table},
+        )
+        found.append(change)
+    return found
+
+
+def take_off(done: Iterable[Change]) -> None:
+    """Undo changes, wherever there still is what the steps had put there."""
+    states = _shard_states()
+    for change in done:
+        module: Any = change.module
+        module.__class__ = change.kind
+        own = vars(module)
+        _undo(own, change.attributes)
+        for key in _TABLES:
+            _undo(own[key], change.tables.get(key, {}))
+            for late in [k for k, hook in own[key].items() if _is_late(hook)]:
+                _drop_hook(own, late)
+        _set_shard_state(states, module, None)
+        for key in _registry_keys():
+            own.pop(key, None)
+
+
+def _difference(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, tuple[Any, Any]]:
+    keys = dict.fromkeys((*before, *after))
+    pairs = {key: (before.get(key, _ABSENT), after.get(key, _ABSENT)) for key in keys}
+    return {key: (old, new) for key, (old, new) in pairs.items() if old is not new}
+
+
+def _undo(table: dict[Any, Any], pairs: dict[Any, tuple[Any, Any]]) -> None:
+    for key, (old, new) in pairs.items():
+        if table.get(key, _ABSENT) is not new:
+            continue  # the user has put something else there
+        if old is _ABSENT:
+            del table[key]
+        else:
+            table[key] = old
+
+
+def _drop_hook(own: dict[str, Any], number: Any) -> None:
+    """Remove a hook wherever its number stands: some tables only say how others are called."""
+    for key in _TABLES:
+        if key != "_modules":
+            own[key].pop(number, None)
+
+
+def _is_late(hook: Any) -> bool:
+    function = hook
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not callable(function) or isinstance(function, torch.nn.Module):
+        return False
+    return str(getattr(inspect.unwrap(function), "__module__", "")).startswith(_LATE)
+
+
+def _shard_states() -> Any:
+    """FSDP2's table of modules. A module that stands in it cannot be sharded again."""
+    from torch.distributed import _composable_state
+
+    return _composable_state._module_state_mapping  # noqa: SLF001
+
+
+def _set_shard_state(states: Any, module: torch.nn.Module, state: Any) -> None:
+    if state is None:
+        states.pop(module, None)
+    else:
+        states[module] = state
+
+
+def _registry_keys() -> tuple[str, ...]:
+    """Under which attributes fully_shard notes that a module is sharded."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    return STATE_KEY, REGISTRY_KEY

@@ -1,0 +1,84 @@
+"""Accelerate's own idea of strategies: its Accelerator means DDP, its plugins have no effect."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import accelerate
+
+from nbdist.engine.parallel import live
+from nbdist.errors import OptionError
+
+# What Accelerate takes for a strategy or an option of one -> how it is asked for here.
+_PLUGINS = {
+    "fsdp_plugin": "%dist_strategy fsdp",
+    "deepspeed_plugin": "%dist_strategy deepspeed",
+    "deepspeed_plugins": "%dist_strategy deepspeed",
+    "megatron_lm_plugin": "%dist_strategy --tp 2 --pp 2",
+    "torch_tp_plugin": "%dist_strategy tp",
+    "parallelism_config": "%dist_strategy --dp 2 --tp 2",
+    "dynamo_backend": "%dist_strategy ddp --compile",
+    "dynamo_plugin": "%dist_strategy ddp --compile",
+}
+
+
+@dataclass(slots=True)
+class _State:
+    is_installed: bool = False
+    is_told: bool = False
+
+
+_state = _State()
+
+
+def watch() -> None:
+    """Tell, once on this rank, when Accelerate's own class is used under another strategy.
+
+    Its constructor is wrapped: nothing of Accelerate's says that one was made. The class stays
+    what it is.
+    """
+    if _state.is_installed:
+        return
+    _state.is_installed = True
+    cls: Any = accelerate.Accelerator
+    cls.__init__ = _telling(cls.__init__)
+
+
+def refuse_strategies(given: Mapping[str, Any]) -> None:
+    """Raises an OptionError if arguments of an Accelerator() name a strategy."""
+    for name, instead in _PLUGINS.items():
+        if given.get(name) is not None:
+            raise OptionError(
+                f"Accelerator({name}=...) would have no effect here: strategies are chosen beside "
+                "the code, so that they can be switched. Leave it out and use, for example, "
+                f"{instead}"
+            )
+
+
+def refuse_precision(mixed_precision: str) -> None:
+    """Raises an OptionError if an Accelerator computes in what no strategy here does."""
+    if mixed_precision not in ("no", "bf16", "fp16"):
+        raise OptionError(
+            f"mixed_precision={mixed_precision!r} does not work here. Use 'no', 'bf16' or 'fp16'."
+        )
+
+
+def _telling(construct: Any) -> Any:
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        name = live.current().name
+        if type(self) is not accelerate.Accelerator or name == "ddp" or _state.is_told:
+            return
+        _state.is_told = True
+        print(  # noqa: T201  # into the cell's output
+            f"The strategy is {name}. Accelerate's own Accelerator() does not know of it and means "
+            "ddp: use `accelerator`, or make yours with `from nbdist import Accelerator`.",
+            file=sys.stderr,
+        )
+
+    return init

@@ -1,0 +1,155 @@
+"""A session's strategy: what its ranks are asked, and what is told of failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from nbdist.client import remote
+from nbdist.client.session import Session
+from nbdist.client.strategy import Asked, Strategies, asked, check, chosen
+from nbdist.core.strategy import Choice, choose, default_choice
+from nbdist.core.switching import Switched
+from nbdist.core.topology import RankPlace, Topology
+from nbdist.errors import Interrupted, NbdistError, OptionError
+
+Reply = Callable[[Choice], Any]
+CPU = Topology(
+    tuple(
+        RankPlace(engine_id=rank, rank=rank, local_rank=rank, local_world_size=2, node_rank=0,
+                  host="box", pid=0, device="cpu", device_name="", device_uuid="", threads=1)
+        for rank in range(2)
+    ),
+    "gloo", "why", is_scaling=False, n_hosts=1,
+)  # fmt: skip
+DDP, FSDP = default_choice(2), choose("fsdp", {}, 2)
+
+
+class FakeSession:
+    """Two ranks that answer every call with what the test says."""
+
+    def __init__(self, replies: Sequence[Any] = ()):
+        self.topology = CPU
+        self.calls: list[tuple[Any, ...]] = []
+        self.upkeep = SimpleNamespace(recover_if_needed=lambda: self.calls.append(("recover",)))
+        self._replies = list(replies)
+
+    def call_all(self, function: Callable[..., Any], *args: Any, **_options: Any) -> list[Any]:
+        self.calls.append((function, *args))
+        reply = self._replies.pop(0)
+        if isinstance(reply, BaseException):
+            raise reply
+        return cast("list[Any]", reply)
+
+
+def strategies(*replies: Any) -> tuple[Strategies, FakeSession]:
+    session = FakeSession(replies)
+    return Strategies(cast(Session, session)), session
+
+
+def told(before: Choice, after: Choice) -> Switched:
+    return Switched(before, after, ("model",), (), (), (), (), 10, 0.1)
+
+
+class RemoteError(Exception):
+    """As ipyparallel's."""
+
+    def __init__(self, ename: str, evalue: str):
+        super().__init__(f"{ename}: {evalue}")
+        self.ename, self.evalue = ename, evalue
+
+
+def from_rank(ename: str, evalue: str) -> NbdistError:
+    error = NbdistError(f"rank 0: {evalue}")
+    error.__cause__ = RemoteError(ename, evalue)
+    return error
+
+
+def test_the_ranks_say_what_counts() -> None:
+    """A user's own Accelerator may have added to it."""
+    added = choose("ddp", {"bf16": True}, 2)
+    one, _ = strategies([added] * 2)
+
+    assert (one.current(), one.last) == (added, None)
+
+
+def test_a_switch_reaches_all_ranks_after_a_recovery_and_is_told_as_one() -> None:
+    """Groups are made whole first; afterwards the ranks are asked for what counts."""
+    one, session = strategies([told(DDP, FSDP)] * 2, [FSDP] * 2)
+    done = one.switch("fsdp")
+
+    assert (done.moved_bytes, one.last) == (20, FSDP)
+    assert one.current() == FSDP
+    assert session.calls == [("recover",), (remote.switch_strategy, FSDP),
+                             (remote.current_strategy,)]  # fmt: skip
+
+
+def test_a_wrong_option_asks_no_rank() -> None:
+    """What can be refused in the notebook is."""
+    one, session = strategies()
+    with pytest.raises(OptionError, match="2 ranks cannot form tp=3"):
+        one.switch("tp", tp=3)
+    with pytest.raises(OptionError, match="no --sdpa cudnn on the CPU"):
+        one.switch("ddp", sdpa="cudnn")
+
+    assert session.calls == []
+    assert one.last is None
+
+
+def test_what_ranks_refuse_is_an_option_error_without_their_number() -> None:
+    """They refuse alike, before anything changes; afterwards they are asked."""
+    one, _ = strategies(from_rank("OptionError", "6 heads cannot be split 4 ways"), [DDP] * 2)
+    with pytest.raises(OptionError) as caught:
+        one.switch("tp")
+
+    assert str(caught.value) == "6 heads cannot be split 4 ways"
+    assert one.current() == DDP
+
+
+def test_another_failure_of_a_rank_stays_what_it_is() -> None:
+    """It names its rank, and what counts now is asked."""
+    one, _ = strategies(from_rank("RuntimeError", "connection lost"), [DDP] * 2)
+    with pytest.raises(NbdistError, match="rank 0: connection lost"):
+        one.switch("fsdp")
+
+    assert one.current() == DDP
+
+
+def test_an_interrupted_switch_says_how_to_see_what_counts() -> None:
+    """It may have come too late to be taken back."""
+    one, _ = strategies(Interrupted("ranks 0-1 had not answered"))
+    with pytest.raises(Interrupted, match="had not answered; %dist_strategy says which"):
+        one.switch("fsdp")
+
+
+def test_ranks_that_differ_are_told() -> None:
+    """One rank that has missed a switch cannot train with the others."""
+    one, _ = strategies([told(DDP, FSDP)] * 2, [FSDP, DDP])
+    one.switch("fsdp")
+    with pytest.raises(NbdistError, match=r"0: fsdp; 1: ddp.*%dist_reset"):
+        one.current()
+
+
+def test_what_was_typed_is_kept_until_the_ranks_are_known() -> None:
+    """Nothing typed is None; 0 was typed; the record can be compared and hashed."""
+    assert asked(None, {"tp": None, "bf16": False}) is None
+    assert asked("ddp", {"tp": 0}) == Asked("ddp", (("tp", 0),))
+    assert hash(asked("fsdp", {"tp": 2, "bf16": True})) == hash(
+        asked("fsdp", {"bf16": True, "tp": 2})
+    )
+    assert chosen(Asked("fsdp"), CPU) == FSDP
+    with pytest.raises(OptionError, match="4 ranks cannot form tp=3"):
+        check(Asked("tp", (("tp", 3),)), 4)
+
+
+def test_a_session_knows_what_it_was_started_with() -> None:
+    """A process that takes a rank's place is given it."""
+    one, _ = strategies()
+    one.began_with(None)
+    before = one.last
+    one.began_with(Asked("fsdp"))
+
+    assert (before, one.last) == (None, FSDP)

@@ -1,0 +1,420 @@
+"""One sequence on several ranks: ring attention, and the model that is called whole."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+
+# What each text below begins with: attention in pieces beside torch's, and models to split.
+COMMON = """
+    import contextlib, itertools
+    import torch.nn.functional as F
+    from nbdist.core.strategy import Choice, Degrees, Options
+    from nbdist.engine.parallel import attention, cp, cp_check, precision, sequences
+    from nbdist.engine.parallel.grid import make_grid
+    from nbdist.engine.parallel.kernels import Problem
+    from nbdist.engine.parallel.step import Job
+    from nbdist.errors import OptionError
+
+    class Attention(torch.nn.Module):
+        "Four heads of queries, two of keys and values."
+        def __init__(self, dropout=0.0):
+            super().__init__()
+            self.q, self.kv = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+            self.out, self.dropout = torch.nn.Linear(32, 32), dropout
+        def forward(self, x):
+            b, t, _ = x.shape
+            q = self.q(x).view(b, t, 4, 8).transpose(1, 2)
+            k, v = self.kv(x).view(b, t, 4, 8).transpose(1, 2).chunk(2, 1)
+            y = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True, dropout_p=self.dropout)
+            return self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+    class Block(torch.nn.Module):
+        def __init__(self, dropout=0.0):
+            super().__init__()
+            self.norm, self.attention = torch.nn.LayerNorm(32), Attention(dropout)
+            self.mlp = torch.nn.Sequential(
+                torch.nn.LayerNorm(32), torch.nn.Linear(32, 64), torch.nn.GELU(),
+                torch.nn.Linear(64, 32))
+        def forward(self, x):
+            x = x + self.attention(self.norm(x))
+            return x + self.mlp(x)
+
+    class Model(torch.nn.Module):
+        "Returns the loss; logits without targets. Learned positions, given or counted."
+        def __init__(self, dropout=0.0):
+            super().__init__()
+            self.tokens = torch.nn.Embedding(64, 32)
+            self.positions = torch.nn.Embedding(64, 32)
+            self.blocks = torch.nn.ModuleList([Block(dropout) for _ in range(2)])
+            self.head = torch.nn.Linear(32, 64)
+        def forward(self, x, y=None, position_ids=None):
+            if position_ids is None:
+                position_ids = torch.arange(x.shape[1]).unsqueeze(0)
+            h = self.tokens(x) + self.positions(position_ids)
+            for block in self.blocks:
+                h = block(h)
+            logits = self.head(h)
+            return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    def batch(step, rows=4, length=24, ignored=()):
+        made = torch.Generator().manual_seed(100 + step)
+        x = torch.randint(0, 64, (rows, length + 1), generator=made)
+        y = x[:, 1:].clone()
+        for row, start, stop in ignored:
+            y[row, start:stop] = -100
+        return x[:, :-1].contiguous(), y
+
+    def made(build):
+        torch.manual_seed(0)
+        return build()
+
+    def split(base, degrees=None, context="ring", plan_only=False, **options):
+        degrees = degrees or Degrees(cp=n)
+        choice = Choice("cp", degrees, n, Options(context=context, **options))
+        job = Job(base, choice, make_grid(choice, "cpu"), torch.device("cpu"))
+        cp.STEP.plan(job, {})
+        if plan_only:
+            return None
+        precision.STEP.wrap(job, base)
+        ddp = DDP(base, process_group=job.grid.group("dp_replicate", "cp"))
+        return cp.STEP.wrap(job, ddp)
+
+    def trained(model, loss_of, steps=4):
+        "Losses and, of the first step, gradients."
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        losses, grads = [], {}
+        for step in range(steps):
+            loss = loss_of(model, step)
+            loss.backward()
+            if not step:
+                grads = {k.replace("module.", ""): p.grad.clone()
+                         for k, p in model.named_parameters() if p.grad is not None}
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = loss.detach().float()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / n)
+        return losses, grads
+
+    def apart(build, loss_of, whole=None, **kwargs):
+        "Greatest difference of losses, and of gradients, to the model by itself."
+        is_half = kwargs.get("precision") == "bf16"
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+            alone, alone_grads = trained(made(build), whole or loss_of)
+        losses, grads = trained(split(made(build), **kwargs), loss_of)
+        assert grads.keys() == alone_grads.keys(), (grads.keys(), alone_grads.keys())
+        return [max(abs(a - b) for a, b in zip(losses, alone)),
+                max((grads[k] - alone_grads[k]).abs().max().item() for k in grads)]
+
+    def refused(call):
+        try:
+            call()
+        except OptionError as error:
+            return str(error)
+        return ""
+"""
+
+PIECES = """
+    def compare(compute, dtype, causal, n_keys):
+        made = torch.Generator().manual_seed(1)
+        shapes = [(2, 4, 32, 8), (2, n_keys, 32, 8), (2, n_keys, 32, 8), (2, 4, 32, 8)]
+        q, k, v, grad = (torch.randn(s, generator=made).to(dtype) for s in shapes)
+        exact = [t.double().requires_grad_() for t in (q, k, v)]
+        whole = F.scaled_dot_product_attention(*exact, is_causal=causal, enable_gqa=True)
+        whole.backward(grad.double())
+        own = [t.chunk(n, 2)[rank].clone().requires_grad_() for t in (q, k, v)]
+        out = compute(Problem(*own, causal, 8 ** -0.5), dist.group.WORLD)
+        out.backward(grad.chunk(n, 2)[rank])
+        pairs = zip([out, *(t.grad for t in own)], [whole, *(t.grad for t in exact)])
+        return [(a - b.chunk(n, 2)[rank]).abs().max().item() for a, b in pairs]
+
+    results = {}
+    for dtype, causal, n_keys in itertools.product(
+            (torch.float32, torch.bfloat16), (True, False), (4, 2)):
+        for name, compute in attention.CONTEXTS.items():
+            key = f"{name} {dtype} {'causal' if causal else 'full'} {n_keys} heads of keys"
+            results[key] = compare(compute, dtype, causal, n_keys)
+"""
+
+TRAINS = """
+    def loss(model, step):
+        return model(*batch(step))
+    def keyword(model, step):
+        x, y = batch(step)
+        return model(y=y, x=x)
+    def ignoring(model, step):
+        # The first rank's targets of one row count, of the others half or none.
+        return model(*batch(step, ignored=[(0, 0, 13), (1, 2, 24), (2, 0, 24)]))
+    def accumulated(model, step):
+        "Two halves, the first without a reduction; gradients add up."
+        parts = [[t[at] for t in batch(step)] for at in (slice(0, 2), slice(2, 4))]
+        with contextlib.nullcontext() if model.__class__ is Model else model.no_sync():
+            first = model(*parts[0]) / 2
+            first.backward()
+        return first.detach() + model(*parts[1]) / 2
+    def by_hand(model, step):
+        x, y = batch(step)
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    def share(model, step):
+        x, y = batch(step, rows=8)
+        if model.__class__ is not Model:
+            x, y = (t.chunk(2)[rank // 2] for t in (x, y))
+        return model(x, y)
+
+    results = {}
+    for context in ("ring", "ulysses"):
+        results[context] = apart(Model, loss, context=context)
+        results[context + " bf16"] = apart(Model, loss, context=context, precision="bf16")
+    results["keyword"] = apart(Model, keyword)
+    results["accumulated"] = apart(Model, accumulated, whole=loss)
+    results["ignored targets"] = apart(Model, ignoring)
+    results["loss outside of the model"] = apart(Model, by_hand)
+    if n == 4:
+        results["x dp"] = apart(Model, share, degrees=Degrees(dp_replicate=2, cp=2))
+"""
+
+
+SIZES = [pytest.param(2, marks=pytest.mark.parity), 4]
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What every rank has found about attention in pieces, and about training with it."""
+    text = COMMON + PIECES + "    pieces = results\n" + TRAINS
+    folder = tmp_path_factory.mktemp("ranks")
+    with TorchRanks(
+        folder, request.param, text + "    done(pieces=pieces, trains=results)"
+    ) as ranks:
+        return ranks.results()
+
+
+def test_attention_in_pieces_and_its_gradients_are_those_of_the_whole(run: Any) -> None:
+    """Causal and full, with fewer heads of keys, in fp32 and bf16; ring and ulysses."""
+    for end in run:
+        for name, errors in end["pieces"].items():
+            assert max(errors) < (2e-2 if "bfloat16" in name else 2e-6), (name, errors)
+
+
+def test_a_model_trains_as_by_itself(run: Any) -> None:
+    """Losses of four steps, and gradients; targets are ignored unevenly over the ranks."""
+    for end in run:
+        for name, (loss, gradient) in end["trains"].items():
+            # A loss in bf16 has steps of 0.016 at its size.
+            assert loss < (4e-2 if "bf16" in name else 2e-6), (name, end)
+            assert gradient < (2e-3 if "bf16" in name else 2e-6), (name, end)
+
+
+LLAMA = """
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    def llama():
+        return LlamaForCausalLM(LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64))
+    def gpt2():
+        return GPT2LMHeadModel(GPT2Config(
+            vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64,
+            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0))
+    def ids(step):
+        x, _ = batch(step)
+        labels = x.clone()
+        labels[0, :15] = -100
+        return {"input_ids": x, "labels": labels}
+    def loss(model, step):
+        return model(**ids(step), attention_mask=torch.ones(4, 24, dtype=torch.long)).loss
+    def counted(model, step):
+        return model(**ids(step), num_items_in_batch=81).loss
+
+    results = {f"{build.__name__} {context}": apart(build, loss, context=context)
+               for build in (llama, gpt2) for context in ("ring", "ulysses")}
+    results["items counted"] = apart(llama, counted)
+
+    alone, model = made(llama).eval(), split(made(llama)).eval()
+    with torch.no_grad():
+        given, expected = model(**ids(0)), alone(**ids(0))
+        results["eval"] = [(given.loss - expected.loss).abs().item(),
+                           (given.logits - expected.logits).abs().max().item()]
+        results["last logits"] = [0.0, (
+            model(ids(0)["input_ids"], logits_to_keep=1).logits
+            - alone(ids(0)["input_ids"], logits_to_keep=1).logits).abs().max().item()]
+    training = model.train()(**ids(0))
+    kind = [type(training).__name__, type(given).__name__, type(expected).__name__]
+
+    mask = torch.ones(4, 24, dtype=torch.long)
+    mask[1, :3] = 0
+    narrow = made(llama)
+    narrow.config.sliding_window = 16
+    eager = made(llama)
+    eager.config._attn_implementation = "eager"
+    errors = {
+        "mask": refused(lambda: model(**ids(0), attention_mask=mask)),
+        "window": refused(lambda: split(narrow)(**ids(0))),
+        "eager": refused(lambda: split(eager)(**ids(0))),
+    }
+    done(results=results, kind=kind, logits=training.logits is None, errors=errors)
+"""
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.parity)])
+def test_models_of_transformers_need_no_change(tmp_path: Path, size: int) -> None:
+    """Labels are shifted over the borders of pieces, positions go on; outputs are whole."""
+    with TorchRanks(tmp_path, size, COMMON + LLAMA) as ranks:
+        ends = ranks.results()
+
+    for end in ends:
+        for name, errors in end["results"].items():
+            assert max(errors) < 2e-6, (name, end["results"])
+        assert end["kind"] == ["CausalLMOutputWithPast"] * 3
+        assert end["logits"], "a part of the logits must not pass for all of them"
+        errors = end["errors"]
+        assert "Leave it out where padding is at the end" in errors["mask"]
+        assert "sliding_window is 16, less than the sequence of 24" in errors["window"]
+        assert "attn_implementation='sdpa'" in errors["eager"]
+
+
+MODELS = """
+    from torch.utils.checkpoint import CheckpointError, checkpoint
+
+    class Counts(Model):
+        "Positions cannot be given."
+        def forward(self, x, y=None):
+            return super().forward(x, y)
+    class Mixes(Model):
+        "A token also sees the one before, outside of attention."
+        def forward(self, x, y=None, position_ids=None):
+            return super().forward(x + F.pad(x, (1, 0))[:, :-1] % 7 % 2, y, position_ids)
+    class Shifts(Model):
+        "Shifts labels itself."
+        def forward(self, x, labels, position_ids=None):
+            logits = super().forward(x, None, position_ids)[:, :-1]
+            return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    class Masked(Model):
+        def forward(self, x, y=None, position_ids=None):
+            h = self.tokens(x)[:, None]
+            mask = torch.ones(x.shape[1], x.shape[1]).tril().bool()
+            return F.scaled_dot_product_attention(h, h, h, attn_mask=mask).mean()
+    class Pair(Model):
+        "Logits and loss, as many write it."
+        def forward(self, x, y=None, position_ids=None):
+            logits = super().forward(x, None, position_ids)
+            loss = None if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten())
+            return {"logits": logits, "more": [(logits * 2, 7)], "loss": loss}
+    class Torch(torch.nn.Module):
+        "torch's own layers."
+        def __init__(self):
+            super().__init__()
+            self.tokens = torch.nn.Embedding(64, 32)
+            layer = torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+            self.body = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = torch.nn.Linear(32, 64)
+            self.is_causal = True
+        def forward(self, x, y):
+            mask = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            h = self.tokens(x)
+            h = self.body(h, mask, is_causal=True) if self.is_causal else self.body(h)
+            return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+    class Regression(torch.nn.Module):
+        "Full attention, squared errors, given as a sum."
+        def __init__(self):
+            super().__init__()
+            self.attention = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        def forward(self, x, y):
+            h, _ = self.attention(x, x, x, need_weights=False)
+            return F.mse_loss(h, y, reduction="sum") / 999 + F.l1_loss(h, y)
+
+    def loss(model, step):
+        return model(*batch(step))
+    def full():
+        model = Torch()
+        model.is_causal = False
+        return model
+    def vectors(model, step):
+        made = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 24, 32, generator=made)
+        return model(x, x.flip(1))
+    def again(context=True):
+        def build():
+            model = Model()
+            for block in model.blocks:
+                def forward(x, run=block.forward):
+                    def contexts():
+                        return contextlib.nullcontext(), attention.same_attention()
+                    extra = {"context_fn": contexts} if context else {}
+                    return checkpoint(run, x, use_reentrant=False, **extra)
+                block.forward = forward
+            return model
+        return build
+
+    results = {"torch causal": apart(Torch, loss), "torch full": apart(full, loss),
+               "torch ulysses": apart(Torch, loss, context="ulysses"),
+               "regression": apart(Regression, vectors),
+               "pair": apart(Pair, lambda m, s: m(*batch(s))["loss"]),
+               "checkpoint": apart(again(), loss),
+               "checkpoint ulysses": apart(again(), loss, context="ulysses")}
+    outside = {}
+    for context in ("ring", "ulysses"):
+        try:
+            apart(again(False), loss, context=context)
+        except CheckpointError as error:
+            outside[context] = str(error)[:60]
+
+    # What is computed without gradients comes whole, and as often as not by each rank alone.
+    x, y = batch(9)
+    evals = {}
+    for kind in (Pair, Counts, Mixes, Masked):
+        alone, model = made(kind), split(made(kind))
+        with torch.no_grad():
+            for name, at in (("all", slice(None)), ("odd", slice(0, 23))):
+                given, expected = model(x[:, at], y[:, at]), alone(x[:, at], y[:, at])
+                pairs = zip(sequences.tensors(given), sequences.tensors(expected), strict=True)
+                evals[f"{kind.__name__} {name}"] = max((a - b).abs().max().item() for a, b in pairs)
+    model = split(made(Pair))
+    model.eval()
+    given = model(x, y)
+    evals["eval with gradients"] = (given["logits"] - made(Pair)(x, y)["logits"]).abs().max().item()
+    evals["other values"] = given["more"][0][1] - 7
+    training = split(made(Pair))(x, y)
+    left_out = [training["logits"] is None, training["more"][0][0] is None]
+
+    errors = {
+        "counts": refused(lambda: loss(split(made(Counts)), 0)),
+        "mixes": refused(lambda: loss(split(made(Mixes)), 0)),
+        "shifts": refused(lambda: loss(split(made(Shifts)), 0)),
+        "masked": refused(lambda: loss(split(made(Masked)), 0)),
+        "dropout": refused(lambda: loss(split(made(lambda: Model(0.1))), 0)),
+        "length": refused(lambda: split(made(Model))(x[:, :23], y[:, :23])),
+        "no sequence": refused(lambda: split(made(Model))(x[0])),
+        "compile": refused(lambda: split(made(Model), plan_only=True, is_compiled=True)),
+    }
+    done(results=results, outside=outside, evals=evals, left_out=left_out, errors=errors)
+"""
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.parity)])
+def test_models_of_other_kinds_are_right_or_refused(tmp_path: Path, size: int) -> None:
+    """Torch's own layers, full attention, recomputation; what cannot be split says why."""
+    with TorchRanks(tmp_path, size, COMMON + MODELS) as ranks:
+        ends = ranks.results()
+
+    for end in ends:
+        for name, errors in end["results"].items():
+            assert max(errors) < 2e-6, (name, end["results"])
+        assert len(end["outside"]) == 2, "a recomputation with other attention goes unseen"
+        assert max(end["evals"].values()) < 2e-6, end["evals"]
+        assert end["left_out"] == [True, True]
+    for error in (end["errors"] for end in ends):
+        assert "Let forward take `position_ids`" in error["counts"]
+        assert "more than 1e-03" in error["mixes"]
+        assert "Shift labels before the call" in error["shifts"]
+        assert "is_causal=True is the causal one" in error["masked"]
+        assert "asks for 0.1. Set its attention dropout to 0" in error["dropout"]
+        below = 23 - 23 % size
+        assert f"23 % {size} = {23 % size}). Cut or pad it to {below} or 24" in error["length"]
+        assert "no sequence to split" in error["no sequence"]
+        assert "Leave --compile out" in error["compile"]

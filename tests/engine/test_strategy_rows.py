@@ -1,0 +1,43 @@
+"""The strategies' table and what ranks can do are the same."""
+
+import inspect
+
+import pytest
+
+import nbdist
+from nbdist.core.strategy import choose, default_choice, steps_of
+from nbdist.core.strategy_rows import ROWS, STEPS
+from nbdist.engine import accelerator
+from nbdist.engine.parallel import live, steps
+from nbdist.engine.parallel.step import Step
+
+pytestmark = pytest.mark.engine
+
+# DeepSpeed replaces the whole engine of a model; it has functions of its own.
+_OWN = {"deepspeed"}
+
+
+def test_every_step_of_a_row_has_its_function() -> None:
+    """The engine's table of steps has the names of the rows' steps, and no others."""
+    assert set(steps.STEPS) == set(STEPS) - _OWN
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in _OWN])
+def test_every_row_can_be_put_together(name: str) -> None:
+    """Each of its steps exists, with every option that adds one."""
+    choice = choose(name, {"bf16": True, "checkpoint": "full"}, 4)
+
+    assert all(isinstance(step, Step) for step in steps.named(steps_of(choice)))
+
+
+def test_ranks_begin_with_the_default() -> None:
+    """The notebook and the ranks agree on what counts where nothing was chosen."""
+    assert "default_choice" in inspect.getsource(live)
+    assert default_choice(2).name == "ddp"
+
+
+def test_the_package_has_the_accelerator() -> None:
+    """`from nbdist import Accelerator` is the one that follows the strategy."""
+    assert nbdist.Accelerator is accelerator.Accelerator
+    with pytest.raises(AttributeError, match="has no attribute 'accelerate'"):
+        nbdist.accelerate  # noqa: B018

@@ -1,0 +1,181 @@
+"""%dist_strategy and --strategy, typed in a real kernel with real ranks."""
+
+import re
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+_REFUSED = {
+    "%dist_strategy fdsp": "There is no strategy 'fdsp'. Did you mean fsdp?",
+    "%dist_strategy tp --tp 3": "2 ranks cannot form tp=3: 2 is no multiple of 3. Use 1 or 2.",
+    "%dist_strategy ddp --tp 2": "The nearest that works is fsdp --tp 2",
+    "%dist_strategy fsdp --bucket 5": "fsdp has no --bucket: only DDP has buckets",
+    "%dist_strategy --bf16": "No strategy is named",
+    "%dist_strategy fsdp ddp": "choose one of fsdp, ddp",
+    "%dist_strategy ddp --sdpa cudnn": "There is no --sdpa cudnn on the CPU",
+    "%dist_strategy ddp --nope": "unrecognized arguments: --nope",
+    "%dist_strategy ddp --tp x": "'x' is no number of ranks",
+}
+_MODEL = """%%distributed
+torch.manual_seed(rank)
+layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2)]
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        self.head = torch.nn.Linear(8, 1)
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = layer(x)
+        return torch.nn.functional.mse_loss(self.head(x), y)
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+model, optimizer = accelerator.prepare(model, optimizer)
+torch.manual_seed(0)
+data = [(torch.randn(4, 8), torch.randn(4, 1)) for _ in range(2)]
+def step():
+    x, y = data[rank]
+    loss = model(x, y)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return accelerator.reduce(loss.detach(), "mean").item()
+"""
+_STEPS = "%%distributed\n[round(step(), 5) for _ in range(3)]"
+_CURRENT = (
+    "%%distributed\nfrom nbdist.engine.parallel import live\n"
+    "live.current().name, live.current().options.precision"
+)
+
+
+@pytest.mark.parametrize("code", _REFUSED)
+def test_a_wrong_strategy_is_an_ordinary_error(kernel: Kernel, code: str) -> None:
+    """A mistake fails the cell with what is wrong and what works; nothing changes."""
+    cell = kernel.run(code)
+
+    assert cell.error is not None
+    assert cell.error.ename == "OptionError"
+    assert _REFUSED[code] in cell.error.evalue
+
+
+def test_the_current_strategy_is_shown_with_all_rows(kernel: Kernel) -> None:
+    """Without a name %dist_strategy shows degrees, the effective batch and the table."""
+    cell = kernel.run("%dist_strategy")
+
+    lines = cell.plain[0].splitlines()
+    assert lines[:2] == [
+        "strategy: ddp, dp 2",
+        "effective batch: 2 x the loader's (data-parallel degree 2 on 2 ranks)",
+    ]
+    assert [line for line in lines if line.startswith(">  ddp ")] != []
+    assert "<table>" in cell.data("text/html")[0]
+
+
+def test_another_strategy_at_a_second_init_names_the_verb(kernel: Kernel) -> None:
+    """%dist_init does not switch, and says what does."""
+    cell = kernel.run("%dist_init --strategy fsdp")
+
+    assert cell.error is not None
+    assert cell.error.ename == "AlreadyRunning"
+    assert "with another --strategy" in cell.error.evalue
+    assert "%dist_strategy switches" in cell.error.evalue
+
+
+def test_help_of_the_verb(kernel: Kernel) -> None:
+    """--help has the degrees and the options with the strategies that take them."""
+    told = kernel.run("%dist_strategy --help").plain[0]
+
+    assert told.startswith("usage: %dist_strategy")
+    assert "--tp N" in told
+    assert re.search(r"--schedule gpipe\|1f1b\|interleaved\|zb\s+pp: order", told)
+
+
+def test_a_live_model_is_switched_and_trains_on(own_kernel: Kernel) -> None:
+    """Losses go on as without a switch; a replaced rank has the current strategy."""
+    kernel = own_kernel
+    kernel.run(_MODEL)
+    first = kernel.run(_STEPS)
+    kept = kernel.run("%%distributed\nids = id(optimizer.optimizer), id(optimizer.param_groups)")
+    switched = kernel.run("%dist_strategy fsdp")
+    again = kernel.run("%dist_strategy fsdp")
+    shown = kernel.run("%dist_strategy")
+    second = kernel.run(_STEPS)
+    refused = kernel.run("%dist_strategy deepspeed")
+    back = kernel.run("%dist_strategy ddp")
+    third = kernel.run(_STEPS)
+    same = kernel.run("%%distributed\nids == (id(optimizer.optimizer), id(optimizer.param_groups))")
+    kernel.run("%dist_strategy fsdp --bf16")
+    kernel.run("%dist_restart 1", 120)
+    replaced = kernel.run(_CURRENT)
+    reference = kernel.run(_REFERENCE, 120)
+
+    assert kept.status == "ok", kept.visible
+    assert switched.plain[0].startswith("ddp, dp 2 -> fsdp, dp 2 in "), switched.visible
+    assert "model" in switched.plain[0]
+    assert again.plain == ["fsdp, dp 2 already: nothing was changed"]
+    assert shown.plain[0].startswith("strategy: fsdp, dp 2\n")
+    assert refused.error is not None
+    assert refused.error.ename == "OptionError"
+    assert "%dist_reset" in refused.error.evalue
+    assert back.plain[0].startswith("fsdp, dp 2 -> ddp, dp 2 in ")
+    losses = number(first.text + second.text + third.text)
+    assert losses == pytest.approx(number(reference.text), abs=2e-5)
+    assert same.text == "[0-1] True\n"
+    assert replaced.text == "[0-1] ('fsdp', 'bf16')\n"
+
+
+# The same nine steps at the same global batch on rank 0 alone.
+_REFERENCE = """%%rank [0]
+torch.manual_seed(0)
+layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2)]
+alone = Net()
+stepper = torch.optim.AdamW(alone.parameters(), lr=0.01)
+losses = []
+for _ in range(9):
+    loss = sum(alone(x, y) for x, y in data) / 2
+    loss.backward()
+    stepper.step()
+    stepper.zero_grad()
+    losses.append(round(loss.item(), 5))
+losses
+"""
+
+
+def number(text: str) -> list[float]:
+    """The numbers of a list that all ranks printed alike."""
+    return [float(one) for one in re.findall(r"-?\d+\.\d+", text)]
+
+
+def test_ranks_start_with_a_strategy(bare_kernel: Kernel) -> None:
+    """--strategy is checked before anything starts, counts at once, and can be reset alone."""
+    kernel = bare_kernel
+    kernel.run("%load_ext nbdist")
+    refused = kernel.run("%dist_init -n 2 --strategy tp --tp 3")
+    nothing = kernel.run("%dist_status")
+    started = kernel.run("%dist_init -n 2 --strategy fsdp --bf16", 120)
+    chosen = kernel.run(_CURRENT)
+    same = kernel.run("%dist_init -n 2 --strategy fsdp --bf16")
+    later = kernel.run("%dist_strategy tp")
+    then = kernel.run(_CURRENT)
+    ours = kernel.run(
+        "%%distributed\nfrom nbdist import Accelerator\nissubclass(type(accelerator), Accelerator)"
+    )
+    reset = kernel.run("%dist_reset --strategy zero1", 120)
+    python = kernel.run("import nbdist; nbdist.session().strategy.current().name")
+
+    assert refused.error is not None
+    assert "2 ranks cannot form tp=3" in refused.error.evalue
+    assert nothing.error is not None
+    assert nothing.error.ename == "NotRunning"
+    assert "strategy: fsdp, dp 2, --bf16" in started.plain[0].splitlines()
+    assert chosen.text == "[0-1] ('fsdp', 'bf16')\n"
+    assert "already running" in same.plain[0]
+    assert later.plain == [
+        "tp, tp 2 from now on (was fsdp, dp 2, --bf16); no model is prepared yet"
+    ]
+    assert then.text == "[0-1] ('tp', 'fp32')\n"
+    assert ours.text == "[0-1] True\n"
+    assert reset.plain[0].startswith("2 ranks on 1 host")
+    assert "strategy: zero1, dp 2" in reset.plain[0]
+    assert python.plain == ["'zero1'"]
