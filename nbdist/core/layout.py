@@ -65,16 +65,15 @@ class Piece:
         sources: The ranks that have it, each at the same place of its local tensor.
         target: The rank that needs it; may be one of the sources.
         dims: For each dim, where it lies. The box is all combinations of the dims' cuts.
+        shape: How many elements along each dim.
+        is_stretch: Its elements lie one behind the other in both local tensors.
     """
 
     sources: tuple[int, ...]
     target: int
     dims: tuple[Cuts, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """How many elements along each dim."""
-        return tuple(sum(length for *_, length in cuts) for cuts in self.dims)
+    shape: tuple[int, ...]
+    is_stretch: bool
 
 
 def runs(layout: TensorLayout, degrees: Degrees, rank: int) -> tuple[Runs, ...] | None:
@@ -127,6 +126,7 @@ def is_same(old: Side, new: Side, world_size: int) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def missing(old: Side, new: Side, world_size: int) -> tuple[int, ...]:
     """Ranks that need elements on the new side which no rank has on the old one."""
     found: dict[int, int] = {}
@@ -138,7 +138,7 @@ def missing(old: Side, new: Side, world_size: int) -> tuple[int, ...]:
 
 
 # The blocks of a model, and the moments of each weight, ask the same again and again.
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def pieces(old: Side, new: Side, world_size: int) -> tuple[Piece, ...]:
     """What each rank needs to get from the old side to the new one, by target.
 
@@ -157,7 +157,11 @@ def pieces(old: Side, new: Side, world_size: int) -> tuple[Piece, ...]:
         for own, sources in parts.items():
             dims = tuple(map(_common, own, wanted))
             if all(dims):
-                found.append(Piece(tuple(sources), target, dims))
+                shape = tuple(sum(length for *_, length in cuts) for cuts in dims)
+                is_stretch = all(len(cuts) == 1 for cuts in dims) and all(
+                    _is_stretch(shape, tuple(map(_length, whole))) for whole in (own, wanted)
+                )
+                found.append(Piece(tuple(sources), target, dims, shape, is_stretch))
     return tuple(found)
 
 
@@ -175,8 +179,10 @@ def split(piece: Piece, limit: int) -> Iterator[Piece]:
             (piece.dims[dim][i][0] + skip, piece.dims[dim][i][1] + skip, length)
             for i, skip, length in _between(lengths, start, min(start + step, shape[dim]))
         )
-        part = replace(piece, dims=(*piece.dims[:dim], cuts, *piece.dims[dim + 1 :]))
-        yield from split(part, limit)
+        size = sum(length for *_, length in cuts)
+        dims = (*piece.dims[:dim], cuts, *piece.dims[dim + 1 :])
+        cut = (*shape[:dim], size, *shape[dim + 1 :])
+        yield from split(replace(piece, dims=dims, shape=cut), limit)
 
 
 def _changing(old: Side, new: Side, world_size: int) -> list[int]:
@@ -237,6 +243,12 @@ def _common(old: Runs, new: Runs) -> Cuts:
             new_at += new_length
         old_at += old_length
     return tuple(found)
+
+
+def _is_stretch(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether a box of this shape is contiguous in a tensor: single, then any, then full dims."""
+    first = next((dim for dim, size in enumerate(shape) if size > 1), len(shape))
+    return shape[first + 1 :] == whole[first + 1 :]
 
 
 def _length(dim: Runs) -> int:

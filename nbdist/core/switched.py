@@ -12,8 +12,8 @@ from nbdist.core.switching import Switched
 def together(told: Sequence[Switched]) -> Switched:
     """The ranks' records as one, in rank order.
 
-    What is not the same on all ranks has its ranks in front: `[0] best = model`. Bytes are
-    summed, and the time is that of the slowest.
+    What is not the same on all ranks has its ranks in front: `[0] best = model`. The time is that
+    of the slowest.
     """
     return replace(
         told[0],
@@ -22,7 +22,7 @@ def together(told: Sequence[Switched]) -> Switched:
         lists=_merged([one.lists for one in told]),
         stale=_merged([one.stale for one in told]),
         notes=_merged([one.notes for one in told]),
-        moved_bytes=sum(one.moved_bytes for one in told),
+        moved_bytes=max(one.moved_bytes for one in told),
         elapsed_s=max(one.elapsed_s for one in told),
     )
 

@@ -18,7 +18,7 @@ class Switched:
         lists: Names of lists of parameters that were updated in place.
         stale: What still points to the old model or its parameters, a phrase each.
         notes: What else a person has to know, a sentence each.
-        moved_bytes: Received from other ranks.
+        moved_bytes: Sent between all ranks; the same number on each.
         elapsed_s: From the call to its end.
     """
 

@@ -28,7 +28,7 @@ from nbdist.engine.parallel.optimizer import Optimizer
 from nbdist.engine.parallel.precision import DTYPES
 from nbdist.engine.parallel.scaler import Scaler, local_parts
 from nbdist.engine.parallel.scheduler import Scheduler
-from nbdist.engine.parallel.shares import current_share, settings_of
+from nbdist.engine.parallel.shares import current_share, settings_of, share_of
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
@@ -329,6 +329,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
             super().load_state(input_dir, {"mmap": True, **(load_kwargs or {})}, **given)
 
     # Switches
+
+    def before_switch(self, _old: Choice, new: Choice) -> None:
+        """Refuse a strategy that optimizers or loaders cannot follow. This rank alone, alike on all.
+
+        Raises:
+            OptionError: No fused step for an optimizer, or batches that do not divide.
+        """
+        share = share_of(new, self.process_index)
+        for loader in self._dataloaders:
+            if hasattr(loader, "check"):
+                loader.check(share)
+        for one in self._optimizers if new.options.is_fused else ():
+            options.refuse_fused(one.optimizer, self.device)
 
     def after_switch(self, old: Choice, new: Choice) -> None:
         """Take over the new strategy's precision and accumulation. This rank alone."""

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nbdist.core.recovery import HALVES, SHARDED
 from nbdist.core.wire import CELL_FOR_ALL
+from nbdist.engine.parallel import registry
 from nbdist.errors import NbdistError
 
 # A tensor is summed in pieces, so that what is needed beside it stays small.
@@ -38,8 +39,9 @@ class Model:
 
     Attributes:
         name: The variable that holds it, or holds what it is in; otherwise its class.
-        module: A DDP object, or the outermost FSDP2 module.
-        is_sharded: FSDP2: each rank has a part of it.
+        module: A DDP object, the outermost FSDP2 module, or what is called of a model that is
+            prepared for tp or pp.
+        is_sharded: Each rank has a part of it.
         is_named: A variable holds it: it is no leftover, such as a failed cell's.
     """
 
@@ -61,20 +63,33 @@ _state = _State()
 
 
 def find() -> tuple[Model, ...]:
-    """Every live DDP and FSDP2 model of this process, by name."""
+    """Every live DDP and FSDP2 model of this process, and every one that is split, by name."""
     modules = list(_live(DistributedDataParallel, FSDPModule))
     # One without a reducer comes from a constructor that has failed: the error holds it.
     ddps = [
         m for m in modules if issubclass(type(m), DistributedDataParallel) and hasattr(m, "reducer")
     ]
     shards = [m for m in modules if issubclass(type(m), FSDPModule)]
-    inner = {id(child) for m in shards for child in m.modules() if child is not m}
-    roots = [m for m in shards if id(m) not in inner]
-    found = [(m, False) for m in ddps] + [(m, True) for m in roots]
+    split = _split(ddps)
+    outermost = [*split, *shards]
+    inner = {id(child) for m in outermost for child in m.modules() if child is not m}
+    roots = {id(m): m for m in outermost if id(m) not in inner}
+    found = [(m, False) for m in ddps] + [(m, True) for m in roots.values()]
     known = _variables()
     names = _names([module for module, _ in found], known)
     models = [Model(names[id(m)], m, sharded, id(m) in known) for m, sharded in found]
     return tuple(sorted(models, key=lambda model: model.name))
+
+
+def _split(replicated: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """What is called of prepared models of which each rank has a part: under fsdp, tp, pp."""
+    with_reducer = {id(module) for module in replicated}
+    return [
+        one.outer
+        for one in registry.prepared()
+        if one.degrees.product > 1
+        and not any(id(module) in with_reducer for module in one.outer.modules())
+    ]
 
 
 def optimizers(model: Model) -> tuple[tuple[str, Optimizer], ...]:
@@ -82,13 +97,21 @@ def optimizers(model: Model) -> tuple[tuple[str, Optimizer], ...]:
     own = {id(p) for p in model.module.parameters()}
     found = [
         one
-        for one in _live(Optimizer)
-        # Accelerate's wrapper is an optimizer too, and holds the real one.
-        if not isinstance(getattr(one, "optimizer", None), Optimizer)
-        and any(id(p) in own for group in one.param_groups for p in group["params"])
+        for one in live_optimizers()
+        if any(id(p) in own for group in one.param_groups for p in group["params"])
     ]
     names = _names(found)
     return tuple(sorted(((names[id(one)], one) for one in found), key=lambda pair: pair[0]))
+
+
+def live_optimizers() -> list[Optimizer]:
+    """Every optimizer of this process; Accelerate's wrapper is one too, and does not count."""
+    return [
+        one
+        for one in _live(Optimizer)
+        if not isinstance(getattr(one, "optimizer", None), Optimizer)
+        and hasattr(one, "param_groups")
+    ]
 
 
 def schedulers(optimizer: Optimizer) -> tuple[LRScheduler, ...]:

@@ -71,6 +71,8 @@ def _splits(choice: Choice) -> str:
 
 def switched(done: Switched) -> View:
     """What a switch prints: what changed, which names were rebound, what is still the old."""
+    if done.before == done.after:
+        return _lines([f"{described(done.after)} already: nothing was changed"])
     lines = [_head(done), *_changes(done), *done.notes]
     if done.stale:
         lines.append("Still the old model or its parameters; assign them again:")
@@ -80,8 +82,6 @@ def switched(done: Switched) -> View:
 
 def _head(done: Switched) -> str:
     after = described(done.after)
-    if done.before == done.after:
-        return f"{after} already: nothing was changed"
     if not done.models:
         return f"{after} from now on (was {described(done.before)}); no model is prepared yet"
     moved = units.size(done.moved_bytes)

@@ -168,12 +168,13 @@ is_same = [outer is base, before == [id(base), id(base.layers[1]), list(split)],
 
 lower = make()
 put("fsdp", FULL, lower, precision="bf16", offload="cpu")
-gathered = []
-lower.layers[0].mlp[1].register_forward_pre_hook(
-    lambda module, args: gathered.append(str(lower.layers[0].mlp[0].weight.dtype)))
+inside = []
+lower.layers[1].mlp[1].register_forward_pre_hook(
+    lambda module, args: inside.extend([str(args[0].dtype),
+                                        str(lower.layers[1].mlp[0].weight.dtype)]))
 loss = lower(batch(0, rank, n))
 loss.backward()
-seen = {"block": lower.layers[1].dtypes, "gathered": gathered, "loss": str(loss.dtype),
+seen = {"inside": inside, "loss": str(loss.dtype),
         "held": str(lower.head.weight.dtype), "gradient": str(lower.head.weight.grad.dtype),
         "device": str(lower.head.weight.to_local().device)}
 
@@ -231,8 +232,7 @@ def test_it_splits_gathers_and_reduces_by_block(tmp_path: Path) -> None:
         assert one["sent"]["two"] == [14, 4, [False, True]]
         assert one["sent"]["grad-op"] == [4, 4, [True]]
         assert one["seen"] == {
-            "block": ["torch.bfloat16"],
-            "gathered": ["torch.bfloat16"],
+            "inside": ["torch.bfloat16", "torch.bfloat16"],
             "loss": "torch.float32",
             "held": "torch.float32",
             "gradient": "torch.float32",

@@ -25,10 +25,8 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 23), nn.GELU(), nn.Linear(23, WIDTH))
         self.gain = nn.Parameter(torch.tensor([1.0, 0.5, 0.5]))
         self.drop = nn.Dropout(drop)
-        self.dtypes = []
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (6, 5)).transpose(1, 2).chunk(3, 1)
-        self.dtypes.append(str(q.dtype))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.gain[0] * self.out(y)
         return x + self.drop(self.mlp(x)) * self.gain[1:].sum()

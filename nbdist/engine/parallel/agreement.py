@@ -39,6 +39,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """This one; 0 in a process without a group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def together(what: str, function: Callable[[], T]) -> list[T]:
     """Every rank's result of a function that meets no rank. Collective: every rank.
 
@@ -50,7 +55,7 @@ def together(what: str, function: Callable[[], T]) -> list[T]:
     try:
         told = _Told(function())
     except BaseException as caught:  # noqa: BLE001  # raised below, once the others know
-        error, told = caught, _Told(failure=_sentence(caught))
+        error, told = caught, _Told(failure=sentence(caught))
     everyone: list[_Told] = [told]
     if world_size() > 1:
         everyone = [told] * world_size()
@@ -131,7 +136,7 @@ def same_random() -> Iterator[None]:
     python, host = random.getstate(), torch.random.get_rng_state()
     # Accelerate needs numpy, and seeds its global generator.
     old = np.random.get_state()  # noqa: NPY002
-    has_gpu = torch.cuda.is_initialized()
+    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     device = torch.cuda.get_rng_state() if has_gpu else None
     try:
         yield
@@ -143,7 +148,8 @@ def same_random() -> Iterator[None]:
             torch.cuda.set_rng_state(device)
 
 
-def _sentence(error: BaseException) -> str:
+def sentence(error: BaseException) -> str:
+    """What failed, for another rank's user."""
     text = str(error)
     if isinstance(error, NbdistError):
         return text

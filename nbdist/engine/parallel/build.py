@@ -9,15 +9,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from nbdist.core.layout import TensorLayout, local_shape, runs
+from nbdist.core.layout import Side, TensorLayout, local_shape, runs
 from nbdist.core.strategy import Degrees
 from nbdist.engine.parallel import steps, undo
+from nbdist.engine.parallel.agreement import interrupts_held
 from nbdist.engine.parallel.step import Job, Layouts, Step
 from nbdist.errors import NbdistError, OptionError
 
@@ -31,7 +34,9 @@ class Built:
         steps: What the choice consists of.
         layouts: How each parameter and buffer lies.
         names: First name -> all names, of parameters and buffers; several where tied.
+        parameter_names: The first names of parameters.
         parameters: First name -> what is in the model now; on meta where not held here.
+        index: id -> first name, of these.
         outer: What the user calls.
         changes: What the steps have done to base's modules.
     """
@@ -40,35 +45,36 @@ class Built:
     steps: tuple[Step, ...]
     layouts: Layouts
     names: dict[str, tuple[str, ...]]
+    parameter_names: tuple[str, ...]
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    index: dict[int, str] = field(default_factory=dict)
     outer: torch.nn.Module | None = None
     changes: list[undo.Change] = field(default_factory=list)
 
+    def side(self, name: str) -> Side:
+        """How a parameter or buffer lies."""
+        return Side(self.layouts[name], self.job.grid.degrees)
 
-def plan(job: Job, own_steps: Sequence[Step] | None = None, shapes: Layouts | None = None) -> Built:
+
+def plan(job: Job, own_steps: Sequence[Step] | None = None) -> Built:
     """Say how a model will lie. Nothing is changed, no rank is met; the same on all ranks.
 
     Args:
-        job: The model; real, on meta, or under another strategy.
+        job: The model: whole, real or on meta. Under another strategy it is so in `bare`.
         own_steps: Instead of the choice's.
-        shapes: Of base's tensors, where base is under another strategy: a DTensor knows its own,
-            but not every split is one.
 
     Raises:
         OptionError: The model does not allow it; or a parameter has no values or no shape yet.
     """
-    if shapes is None:
-        _refuse_lazy(job.base)
+    _refuse_lazy(job.base)
     todo = steps.steps_for(job.choice) if own_steps is None else tuple(own_steps)
-    names = names_of(job.base)
-    if shapes is None:
-        found = tensors_of(job.base)
-        shapes = {name: TensorLayout(tuple(found[name].shape)) for name in names}
-    layouts = {name: TensorLayout(shapes[name].shape) for name in names}
+    names, found = names_of(job.base), tensors_of(job.base)
+    layouts = {name: TensorLayout(tuple(found[name].shape)) for name in names}
     for step in todo:
         layouts = step.plan(job, layouts)
     assert layouts.keys() == names.keys(), layouts.keys() ^ names.keys()
-    return Built(job, todo, layouts, names)
+    own = tuple(name for name in names if isinstance(found[name], torch.nn.Parameter))
+    return Built(job, todo, layouts, names, own)
 
 
 def commit(
@@ -120,6 +126,22 @@ def build(
         if part is not None:
             local[name] = part.to(job.device, copy=True)
     return commit(built, local)
+
+
+@contextlib.contextmanager
+def bare(built: Built) -> Iterator[None]:
+    """The model as the user wrote it in here, whole and on meta; then as it was. This rank alone.
+
+    Plans look at classes, attributes and shapes, and a strategy changes these.
+    """
+    with interrupts_held():
+        photos = undo.photograph(built.job.base)
+        try:
+            undo.take_off(built.changes)
+            _to_meta(built)
+            yield
+        finally:
+            undo.restore(photos)
 
 
 def part_of(
@@ -190,12 +212,14 @@ def _fill(built: Built, local: Mapping[str, torch.Tensor], old: Mapping[str, tor
         if isinstance(fresh, torch.nn.Parameter):
             _keep_attributes(old[name], fresh)
             built.parameters[name] = fresh
+            built.index[id(fresh)] = name
         for one in names:
             replaced[id(found[one])] = fresh
             _set(built.job.base, one, fresh)
     # The modules on a stage's path have dicts of their own.
     for module in built.job.root.modules():
-        for table in (module._parameters, module._buffers):  # noqa: SLF001  # as torch's own tools
+        tables: tuple[Any, ...] = (module._parameters, module._buffers)  # noqa: SLF001
+        for table in tables:
             for leaf, tensor in table.items():
                 if tensor is not None and id(tensor) in replaced:
                     table[leaf] = replaced[id(tensor)]
@@ -242,6 +266,9 @@ _TORCHS_OWN = frozenset({"_is_param"})
 def _set(base: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     module = base.get_submodule(path)
+    if type(module).__setattr__ is not torch.nn.Module.__setattr__:
+        setattr(module, leaf, tensor)  # an LSTM keeps its parameters in a list as well
+        return
     parameters, buffers = module._parameters, module._buffers  # noqa: SLF001  # as torch's own tools
     if leaf in parameters:
         parameters[leaf] = tensor  # type: ignore[assignment]

@@ -82,6 +82,10 @@ class Loader(DataLoaderShard):  # type: ignore[misc]  # untyped
         step = self._shard.step(current_share())
         return Loader(self, self._settings, self._shard.start + n_batches * step)
 
+    def check(self, share: Share) -> None:
+        """Raises an OptionError if its batches do not divide so."""
+        self._shard.check(share)
+
     def epoch_state(self) -> dict[str, Any]:
         """Which epoch this is and how its order began, also in the middle of one."""
         generator = self.synchronized_generator

@@ -87,13 +87,14 @@ def exchange(
     with torch.no_grad():
         new = {m.name: t for m in moves if (t := _begun(m, held, rank, device)) is not None}
         carrier = _carrier(device)
+        is_direct = carrier == device
         direct, bundled = [], []
         for move, piece, source in _deliveries(moves, size):
             parcel = _Parcel(move, piece, source)
             if source == piece.target:
                 if source == rank:
                     _copy(new[move.name], held[move.name], piece.dims)
-            elif carrier == device and _goes_by_itself(parcel):
+            elif is_direct and piece.is_stretch and parcel.size_bytes >= DIRECT_BYTES:
                 direct.append(parcel)
             else:
                 bundled.append(parcel)
@@ -145,27 +146,6 @@ def _deliveries(moves: Sequence[Move], size: int) -> Iterator[tuple[Move, Piece,
             source = min(piece.sources, key=lambda one: (sent_bytes[one], abs(one - target)))
             sent_bytes[source] += math.prod(piece.shape) * move.dtype.itemsize
             yield move, piece, source
-
-
-def _goes_by_itself(parcel: _Parcel) -> bool:
-    """Whether it is large, and one stretch of both local tensors. The same on all ranks."""
-    move, piece = parcel.move, parcel.piece
-    old = local_shape(move.old.layout, move.old.degrees, parcel.source)
-    new = local_shape(move.new.layout, move.new.degrees, piece.target)
-    assert old is not None
-    assert new is not None
-    return (
-        parcel.size_bytes >= DIRECT_BYTES
-        and all(len(cuts) == 1 for cuts in piece.dims)
-        and _is_stretch(piece.shape, old)
-        and _is_stretch(piece.shape, new)
-    )
-
-
-def _is_stretch(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether a box of this shape is contiguous in a tensor: single, then any, then full dims."""
-    first = next((dim for dim, size in enumerate(shape) if size > 1), len(shape))
-    return shape[first + 1 :] == whole[first + 1 :]
 
 
 def _send_directly(

@@ -83,10 +83,10 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
     choice = current()
     with same_random():
         if models.is_alone():
-            job = Job(model, choice, _grid_alone(choice), device(), accelerator)
+            job = Job(model, choice, _grid_alone(choice), device(), accelerator=accelerator)
             built = build.plan(job)
             return _commit(built, _own_values(built))
-        job = Job(model, choice, grid_for(choice), device(), accelerator)
+        job = Job(model, choice, grid_for(choice), device(), accelerator=accelerator)
         what = f"Preparing {type(model).__name__}"
         planned: list[build.Built] = []
         told = together(what, lambda: _sketch(planned, job))
@@ -115,7 +115,7 @@ def bind(optimizer: Optimizer) -> None:
         if parameter is not one.parameters[name]:
             before[key], after[key] = parameter, one.parameters[name]
     if before:
-        new = {key: state_side(names[key][0], names[key][1]) for key in before}
+        new = {key: state_side(names[key][0].built, names[key][1]) for key in before}
         old = {key: names[key][0].whole(names[key][1]) for key in before}
         place(optimizer, before, after, old, new)
         replace_parameters(optimizer, {id(before[key]): after[key] for key in before})
@@ -142,7 +142,9 @@ def attach_steps(optimizer: Optimizer, known: list[Prepared]) -> None:
 
 def _owners(known: list[Prepared]) -> dict[int, int]:
     return {
-        id(one.parameters[name]): owner for one in known for name, owner in owner_names(one).items()
+        id(one.parameters[name]): owner
+        for one in known
+        for name, owner in owner_names(one.built).items()
     }
 
 
@@ -169,7 +171,7 @@ def _compare(told: list[list[tuple[str, tuple[int, ...], str]]]) -> None:
             iter([*(t for t in own if t not in ours), *(t for t in told[0] if t not in theirs)]),
             None,
         )
-        detail = f"{odd[0]} {odd[1]} {odd[2]} is on one of them only" if odd else "in another order"
+        detail = f"{odd[0]} {odd[1]} is on one of them only" if odd else "in another order"
         raise NbdistError(
             f"The model of rank {rank} is another one than rank 0's: {detail}. Build the same "
             "model on every rank."
@@ -210,9 +212,9 @@ def _grid_alone(choice: Choice) -> Grid:
     """
     if choice.name not in ("single", "ddp") or not choice.degrees.dp == choice.degrees.product:
         raise OptionError(
-            f"This rank has replaced another and is not up to date, and under {choice.name} a model "
-            "is built by all ranks together. Run the cells that build it on all ranks again, then "
-            "load a saved state."
+            f"This rank has replaced another and is not up to date, and under {choice.name} a "
+            "model is built by all ranks together. Run the cells that build it on all ranks again, "
+            "then load a saved state."
         )
     rank = dist.get_rank()
     alone = Grid(choice.degrees, rank, choice.degrees.coordinate(rank), None)

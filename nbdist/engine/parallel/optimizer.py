@@ -66,7 +66,4 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state: this rank's part, or the whole as `save_state` writes it."""
-        if saving.is_whole(state_dict):
-            saving.load_whole_optimizer(self.optimizer, state_dict)
-        else:
-            self.optimizer.load_state_dict(state_dict)
+        saving.load_optimizer(self.optimizer, state_dict)

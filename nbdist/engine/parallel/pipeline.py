@@ -188,8 +188,9 @@ class Pipeline(torch.nn.Module):
         try:
             schedule.step(number=numbers, return_outputs=False, **target)
         except RuntimeError as error:
-            if error.__cause__ is not None and "Failed to run stage backward" in str(error):
-                raise error.__cause__ from None  # the model's own
+            # torch's own text around the model's error is pages long.
+            if error.__cause__ is not None and "ailed to run" in str(error):
+                raise error.__cause__ from None
             raise
 
     def _agree(self) -> torch.Tensor:
@@ -299,12 +300,14 @@ class Pipeline(torch.nn.Module):
         )
 
     def _send_buffers(self) -> None:
-        """Buffers outside of the blocks that forward changes are right on one rank each."""
-        moving = {
-            n: rank for plan in self._plans.values() for n, rank in plan.findings.moving.items()
-        }
+        """Buffers that all ranks hold and forward changes: each is right on one of them."""
+        moving: dict[str, int] = {}
+        for plan in self._plans.values():
+            moving.update(plan.findings.moving)
         for name, rank in sorted(moving.items()):
-            dist.broadcast(self.module.get_buffer(name), group=self._route.group, group_src=rank)
+            if self._holders[name] is None:
+                buffer = self.module.get_buffer(name)
+                dist.broadcast(buffer, group=self._route.group, group_src=rank)
 
 
 class _Loss(torch.autograd.Function):

@@ -60,9 +60,10 @@ def _plan(job: Job, layouts: Layouts) -> Layouts:
     blocks = find_blocks(job.base, options.blocks)
     _refuse_few(blocks, job.choice.degrees, job.choice.world_size)
     _refuse_options(job)
-    per_rank = 2 if SCHEDULES[options.schedule].is_looped else 1
-    if len(blocks.modules) < per_rank * ranks:
-        per_rank = 1
+    is_looped = SCHEDULES[options.schedule].is_looped
+    per_rank = 2 if is_looped and len(blocks.modules) >= 2 * ranks else 1
+    if per_rank == 2:
+        _refuse_two(job)
     spans = spans_of(len(blocks.modules), per_rank * ranks)
     holders = dict(_holders(job.base, layouts, blocks, spans, ranks))
     job.kept[_KEPT] = Cuts(blocks, spans, ranks, holders)
@@ -121,19 +122,12 @@ def _refuse_options(job: Job) -> None:
             f"There is no pipeline schedule {options.schedule}. Use one of {', '.join(SCHEDULES)}."
         )
     is_looped = SCHEDULES[options.schedule].is_looped
-    others = " or ".join(name for name, one in SCHEDULES.items() if not one.is_looped)
-    if is_looped and degrees.dp > 1:
-        raise OptionError(
-            f"--schedule {options.schedule} puts two stages on each rank, and FSDP can gather and "
-            f"sum up only one. Use --schedule {others} with a data parallel degree of "
-            f"{degrees.dp}."
-        )
     if options.schedule == "zb" and (options.is_compiled or options.checkpoint):
         what = "--compile" if options.is_compiled else f"--checkpoint {options.checkpoint}"
         raise OptionError(
             f"--schedule zb runs each backward in two halves, which {what} does not allow: what it "
-            f"computes again is gone after the first half. Use --schedule {others}, or "
-            "interleaved."
+            "computes again is gone after the first half. Use another schedule: "
+            f"{', '.join(name for name in SCHEDULES if name != 'zb')}."
         )
     count = options.microbatches
     if count is not None and count < 1:
@@ -144,6 +138,23 @@ def _refuse_options(job: Job) -> None:
         raise OptionError(
             f"--schedule {options.schedule} cannot deal {count} micro-batches out to {degrees.pp} "
             f"ranks in equal rounds. Use --microbatches {below} or {above}."
+        )
+
+
+def _refuse_two(job: Job) -> None:
+    """What does not go with two stages on a rank."""
+    options, degrees = job.choice.options, job.choice.degrees
+    others = " or ".join(name for name, one in SCHEDULES.items() if not one.is_looped)
+    start = f"--schedule {options.schedule} puts two stages on each rank"
+    if degrees.dp > 1:
+        raise OptionError(
+            f"{start}, and FSDP can gather and sum up only one. Use --schedule {others} with a "
+            f"data parallel degree of {degrees.dp}."
+        )
+    if options.has_sequence_parallel:
+        raise OptionError(
+            f"{start}, and --sequence-parallel splits the sequence once for all blocks of a rank. "
+            f"Use --schedule {others} with it."
         )
 
 

@@ -32,7 +32,6 @@ class Prepared:
     built: Built
     own_names: set[str] = field(default_factory=set)
     former: dict[int, tuple[weakref.ref[torch.Tensor], str]] = field(default_factory=dict)
-    _index: tuple[Built, dict[int, str]] | None = None
 
     @property
     def base(self) -> torch.nn.Module:
@@ -62,7 +61,7 @@ class Prepared:
 
     def side(self, name: str) -> Side:
         """How a parameter or buffer lies."""
-        return Side(self.layouts[name], self.degrees)
+        return self.built.side(name)
 
     def whole(self, name: str, ranks: frozenset[int] | None = None) -> Side:
         """All of it, on these ranks; None for every rank."""
@@ -82,9 +81,7 @@ class Prepared:
 
     def current_name_of(self, parameter: torch.Tensor) -> str | None:
         """The first name of a parameter that is in the model now."""
-        if self._index is None or self._index[0] is not self.built:
-            self._index = self.built, {id(p): name for name, p in self.parameters.items()}
-        return self._index[1].get(id(parameter))
+        return self.built.index.get(id(parameter))
 
     def __deepcopy__(self, _memo: object) -> None:
         """Nothing: a copy of a module is not prepared."""

@@ -6,7 +6,6 @@ goes from stage to stage before torch's schedule, which must know it, runs.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,9 @@ import torch.distributed as dist
 
 from nbdist.engine.parallel.fsdp import settle
 from nbdist.engine.parallel.halves import used_twice
+from nbdist.engine.parallel.outputs import has_nan, loss_of, only_loss, without_cache
 from nbdist.engine.parallel.packed import Packed, pack, receive, send, share, unpack
-from nbdist.engine.parallel.stage import EVERYWHERE, Part, Stages, has_nan, loss_of
+from nbdist.engine.parallel.stage import EVERYWHERE, Part, Stages
 from nbdist.engine.parallel.wires import Border
 from nbdist.errors import NbdistError
 
@@ -82,8 +82,7 @@ class Findings:
     Attributes:
         borders: What goes in and out, of each stage of this rank.
         skeleton: What forward returns in training, without the loss.
-        moving: Buffers outside of the blocks that a forward changes -> which rank of the group
-            has them right.
+        moving: Buffers that a forward changes -> which rank of the group has them right.
         whole: Of each stage of this rank, the parameters because of which its backward cannot
             run in two halves; empty where not asked for.
     """
@@ -135,7 +134,7 @@ class _Report:
         failed: It has seen a stage fail.
         digest: Of the batch.
         skeleton: Of the last stage's output.
-        changed: Buffers outside of the blocks that have changed.
+        changed: Its buffers that have changed.
     """
 
     failed: Failed | None
@@ -154,7 +153,7 @@ def evaluate(root: Stages, batch: Packed, route: Route) -> Any:
     last = route.rank_of(route.stages - 1)
     value: Any = None
     if route.here == last:
-        value = run.failed or _without_cache(run.ends[-1][1])
+        value = run.failed or without_cache(run.ends[-1][1])
     value = share(value, last, route.group, route.device)
     if isinstance(value, Failed):
         raise run.error or value.reason()
@@ -182,7 +181,7 @@ def find_out(
         names = tuple(changed())
     skeleton = None
     if not run.failed and route.here == route.rank_of(route.stages - 1):
-        skeleton = _skeleton(run.ends[-1][1])
+        skeleton = pack(run.ends[-1][1]).skeleton
     report = _Report(run.failed, _digest(batch), skeleton, names)
     reports: list[Any] = [None] * route.ranks
     dist.all_gather_object(reports, report, group=route.group)
@@ -228,8 +227,10 @@ def _run_through(root: Stages, batch: Packed, route: Route, asked: _Asked = _ASK
 def _result(root: Stages, part: Part, batch: Packed, received: Any, asked: _Asked) -> Any:
     arguments = () if part.is_first else (received,)
     result = root(*arguments, batch=batch, part=part)
-    if not part.is_last:
-        assert pack(result).tensors is not None  # raises where something cannot be sent
+    if part.is_last and asked.is_checked:
+        result = only_loss(result)
+    # Raises, while the others can still be told, where something cannot be sent.
+    assert pack(result).tensors is not None
     if asked.is_checked:
         _check_result(part, batch, received, result)
     return result
@@ -247,14 +248,12 @@ def _unsplit(
     ]
     with torch.enable_grad():
         result = root(unpack(packed.skeleton, leaves), batch=batch, part=part)
-    outputs = [loss_of(result)] if part.is_last else pack(result).tensors
+        outputs = (loss_of(result),) if part.is_last else pack(result).tensors
     inputs = [one for one in leaves if one.requires_grad]
     return tuple(used_twice(outputs, inputs, dict(part.tree.named_parameters())))
 
 
 def _check_result(part: Part, batch: Packed, received: Any, result: Any) -> None:
-    if part.is_last:
-        loss_of(result)
     if not has_nan(result) or has_nan(received):
         return
     wrong = part.guessed_wrong(batch, received)
@@ -296,36 +295,6 @@ def _moving(reports: Sequence[_Report]) -> dict[str, int]:
     return {
         name: here for here in (*range(len(reports))[::-1], 0) for name in reports[here].changed
     }
-
-
-def _skeleton(output: Any) -> bytes:
-    return pack(only_loss(output)).skeleton
-
-
-def only_loss(output: Any) -> Any:
-    """The same kind of output with its loss alone: the rest is None, or left out."""
-    loss = loss_of(output)
-    if isinstance(output, torch.Tensor):
-        return loss
-    if isinstance(output, dict):  # Hugging Face's outputs are
-        return type(output)(loss=loss)
-    if isinstance(output, list | tuple):
-        fields = getattr(output, "_fields", None)
-        first: Any = type(output)
-        return first(loss, *[None] * (len(fields) - 1)) if fields else first([loss])
-    shell = copy.copy(output)
-    for name, value in vars(output).items():
-        if isinstance(value, torch.Tensor):
-            object.__setattr__(shell, name, loss if name == "loss" else None)
-    return shell
-
-
-def _without_cache(output: Any) -> Any:
-    """The last stage's cache of keys and values has its own blocks' alone."""
-    if isinstance(output, dict) and output.get("past_key_values") is not None:
-        kind: Any = type(output)
-        return kind(**{key: one for key, one in output.items() if key != "past_key_values"})
-    return output
 
 
 @contextmanager

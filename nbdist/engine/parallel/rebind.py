@@ -8,11 +8,13 @@ attribute, a default argument) is found through Python's garbage collector, and 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
 import re
 import sys
 import types
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +38,10 @@ _CONTAINERS = (list, dict, tuple, set, frozenset, collections.deque, types.CellT
 # A list in an attribute of an object in a list: nobody reads a longer way.
 _MAX_DEPTH = 5
 _MAX_NAMED = 4
+# Targets asked for at once, how often, and containers at a level: for time alone.
+_AT_ONCE = 4
+_MAX_LOOKS = 8
+_MAX_LEVEL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +87,15 @@ def names_for(one: object) -> set[str]:
 
 
 def rebind(
-    dead: Sequence[Pair], modules: Sequence[Pair] = (), kept: Collection[str] = ()
+    dead: list[Pair], modules: Sequence[Pair] = (), kept: Collection[str] = ()
 ) -> Rebound:
     """Put the user's names and plain lists right, and name what else holds something old.
 
     This rank alone.
 
     Args:
-        dead: Parameters that are replaced, and wrappers that are gone.
+        dead: Parameters that are replaced, and wrappers that are gone. The list is emptied, and
+            what nobody else holds ends in here.
         modules: The user's own modules where a wrapper has come. They are not dead: variables,
             and the lists and dicts in variables, change, and what else holds one is named.
         kept: Variables that mean the user's own module, and stay.
@@ -104,26 +111,38 @@ def rebind(
     for name, held in _plain_in(user):
         if _replace(held, fresh) and _is_shown(name):
             found.lists.append(name)
-    labels = {id(pair.old): pair.label for pair in (*dead, *modules)}
-    # Of the user's own module the variables that stay are no news.
-    _name_holders([pair.old for pair in dead], fresh, labels, found)
-    _name_holders([pair.old for pair in modules], {}, labels, found)
+    fresh.clear()  # an id may soon be another object's
+    _name_holders(_survivors(dead), modules, kept, found)
     return found
 
 
+def _survivors(dead: list[Pair]) -> list[Pair]:
+    """Let go of dead objects, and return those that somebody else holds."""
+    weak = [(weakref.ref(pair.old), pair.new, pair.label) for pair in dead]
+    dead.clear()
+    gc.collect()  # DDP's and FSDP's objects hold each other in circles
+    return [
+        Pair(old, new, label) for held, new, label in weak if (old := held()) is not None
+    ]
+
+
 def _name_holders(
-    targets: list[Any], fresh: Mapping[int, Any], labels: Mapping[int, str], found: Rebound
+    dead: Sequence[Pair], modules: Sequence[Pair], kept: Collection[str], found: Rebound
 ) -> None:
-    """Look through Python's objects for those that hold a target; see `rebind`."""
-    search = _Search(targets)
+    """Look through Python's objects for those that hold something old; see `rebind`."""
+    fresh = {id(pair.old): pair.new for pair in dead}
+    labels = {id(pair.old): pair.label for pair in (*dead, *modules)}
+    probe = Pair(object(), None, "")  # held as all others, and by nobody else
+    search = _Search([pair.old for pair in (*dead, *modules, probe)], kept)
     told: dict[str, list[str]] = {}
     for holder, held in search.holders():
-        is_plain = type(holder) in (list, dict) and not search.is_table(holder)
-        if fresh and is_plain and not search.is_internal(holder):
-            if _replace(holder, fresh):
-                found.lists += [name for name in search.names(holder) if name not in found.lists]
-            continue
+        is_right = type(holder) in (list, dict) and not search.is_table(holder)
+        is_right = is_right and not search.is_only_internal(holder)
+        if is_right and _replace(holder, fresh):
+            found.lists += [name for name in search.names(holder) if name not in found.lists]
         for one in held:
+            if is_right and id(one) in fresh and not _is_key(holder, one):
+                continue
             for name in search.names(holder, one):
                 told.setdefault(name, []).append(labels[id(one)])
     for name, what in told.items():
@@ -133,22 +152,39 @@ def _name_holders(
 
 
 class _Search:
-    """Who holds what, level by level; one look through all objects for each level."""
+    """Who holds what, level by level.
 
-    def __init__(self, targets: list[Any]) -> None:
+    The collector's answer takes time in proportion to how many objects it is asked for, so it is
+    asked for those alone that somebody besides us holds, a few at a time.
+    """
+
+    def __init__(self, targets: list[Any], kept: Collection[str]) -> None:
         self._targets = targets
-        self._own = {id(self), id(vars(self)), id(targets)}
+        self._kept = kept
         self._owners: dict[int, list[Any]] = {}
-        level = targets
-        # Kept alive, so that an id stays one object's.
-        self._levels: list[list[Any]] = []
-        self._own.add(id(self._levels))
-        self._own.add(id(self._owners))
-        while level and len(self._levels) < _MAX_DEPTH:
-            self._levels.append(level)
-            self._own.add(id(level))
-            level = self._climb(level)
         self._variables = {id(value): name for name, value in variables().items()}
+        # What is ours, and is no finding. Kept alive, so that an id stays one object's.
+        self._ours: list[Any] = [self, vars(self), targets, self._owners, self._variables]
+        level = self._held()
+        for _ in range(_MAX_DEPTH):
+            level = self._climb(level)
+
+    def _held(self) -> list[Any]:
+        """Look for who holds targets; return the holders that have no name of their own."""
+        level: list[Any] = []
+        for _ in range(_MAX_LOOKS):
+            counts = [sys.getrefcount(one) - self._explained(one) for one in self._targets]
+            # The last target is held by us alone.
+            odd = [at for at, count in enumerate(counts) if count > counts[-1]]
+            if not odd:
+                break
+            level += self._climb([self._targets[at] for at in odd[:_AT_ONCE]], self._targets)
+        return list({id(one): one for one in level}.values())
+
+    def _explained(self, target: Any) -> int:
+        """How many references of the owners that are known a target has."""
+        known = self._owners.get(id(target), ())
+        return sum(sum(one is target for one in gc.get_referents(owner)) for owner in known)
 
     def holders(self) -> Iterator[tuple[Any, list[Any]]]:
         """Each object that holds targets, with these."""
@@ -176,11 +212,11 @@ class _Search:
             for owner in self._owners.get(id(holder), ())
         )
 
-    def is_internal(self, holder: Any) -> bool:
+    def is_only_internal(self, holder: Any) -> bool:
         """Whether nobody but packages that look after it themselves has it."""
         owners = self._owners.get(id(holder), ())
         return bool(owners) and all(
-            _is_internal(owner) or _is_internal(self._object_of(owner)) for owner in owners
+            is_internal(owner) or is_internal(self._object_of(owner)) for owner in owners
         )
 
     def _object_of(self, table: Any) -> Any:
@@ -188,41 +224,46 @@ class _Search:
         owners = self._owners.get(id(table), ())
         return next((one for one in owners if _attributes(one) is table), None)
 
-    def _climb(self, level: list[Any]) -> list[Any]:
-        """Note who holds these, and return who has no name of its own."""
-        wanted = {id(one): one for one in level}
-        self._own.add(id(wanted))
-        found = gc.get_referrers(*level)
-        above = []
+    def _climb(self, level: list[Any], others: Sequence[Any] = ()) -> list[Any]:
+        """Note who holds these (and which of the others), and return who has no name."""
+        if not level:
+            return []
+        ours = {id(one) for one in self._ours}
+        wanted = {id(one) for one in (*level, *others)}
+        found = gc.get_referrers(*level[:_MAX_LEVEL])
+        if not any(one is variables() for one in found):
+            found.append(variables())  # which the collector does not show after gc.freeze()
+        above: list[Any] = []
         for owner in found:
-            if id(owner) in self._own or isinstance(owner, types.FrameType):
+            is_ours = id(owner) in ours or isinstance(owner, types.FrameType) or owner is level
+            if is_ours or owner is others:
                 continue
-            inside = {id(one) for one in gc.get_referents(owner)} & wanted.keys()
+            inside = {id(one) for one in gc.get_referents(owner)} & wanted
             for key in inside:
-                self._owners.setdefault(key, []).append(owner)
-            if isinstance(owner, _CONTAINERS) and owner is not variables():
+                owners = self._owners.setdefault(key, [])
+                if not any(one is owner for one in owners):
+                    owners.append(owner)
+                    self._ours.append(owners)
+            if inside and isinstance(owner, _CONTAINERS) and owner is not variables():
                 above.append(owner)
-        self._own.add(id(found))
-        self._own.add(id(above))
-        for key in wanted:
-            self._own.add(id(self._owners.get(key)))
+        self._ours.append(above)
         return above
 
     def _paths(self, item: Any, way: str, depth: int) -> Iterator[str]:
         if item is variables():
             name = way.removeprefix("['").replace("']", "", 1)
-            if _is_shown(re.split(r"[.\[]", name)[0]):
+            if _is_shown(re.split(r"[.\[]", name)[0]) and name not in self._kept:
                 yield name
         elif isinstance(item, _CONTAINERS):
             if depth < _MAX_DEPTH:
                 for owner in self._owners.get(id(item), ()):
                     yield from self._paths(owner, self._step(owner, item) + way, depth + 1)
-        elif not _is_internal(item):
+        elif not is_internal(item):
             yield self._called(item, way)
 
     def _step(self, owner: Any, item: Any) -> str:
         """The part of a way from an owner to what it holds."""
-        if _attributes(owner) is item or isinstance(item, types.CellType | tuple):
+        if _attributes(owner) is item or isinstance(item, types.CellType):
             return ""
         return _key(owner, item)
 
@@ -250,9 +291,7 @@ def _plain_in(user: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             continue
         yield name, value
         items = list(value.items() if type(value) is dict else enumerate(value))
-        yield from (
-            (f"{name}[{key!r}]", item) for key, item in items if type(item) in (list, dict)
-        )
+        yield from ((f"{name}[{key!r}]", item) for key, item in items if type(item) in (list, dict))
 
 
 def _replace(held: Any, fresh: Mapping[int, Any]) -> bool:
@@ -270,9 +309,15 @@ def _key(owner: Any, item: Any) -> str:
     if isinstance(owner, list | tuple | collections.deque):
         table = dict(enumerate(owner))
     elif not isinstance(owner, dict):
-        table = _attributes(owner) or {}
+        table = _attributes(owner) or _in_slots(owner)
         return next((f".{key}" for key, value in table.items() if value is item), "")
+    if _is_key(owner, item):
+        return ", as a key"
     return next((f"[{key!r}]" for key, value in table.items() if value is item), "")
+
+
+def _is_key(owner: Any, item: Any) -> bool:
+    return isinstance(owner, dict) and any(key is item for key in owner)
 
 
 def _attributes(one: Any) -> dict[str, Any] | None:
@@ -286,7 +331,18 @@ def _attributes(one: Any) -> dict[str, Any] | None:
     return found if type(found) is dict else None
 
 
-def _is_internal(one: Any) -> bool:
+def _in_slots(one: Any) -> dict[str, Any]:
+    found = {}
+    for kind in type(one).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):
+                    found[name] = member.__get__(one)
+    return found
+
+
+def is_internal(one: Any) -> bool:
+    """Whether an object belongs to a package that looks after it itself."""
     if isinstance(one, Optimizer):
         return True
     if isinstance(one, types.FunctionType | types.ModuleType):
@@ -307,12 +363,10 @@ def _is_shown(name: str) -> bool:
 
 
 def _dotted(way: str) -> str:
-    """['net'] of an object's attributes as .net"""
+    """['net'] of an object's attributes as .net; the rest as it is."""
     return re.sub(r"^\['([^']+)'\]", r".\1", way)
 
 
 def _short(name: str) -> str:
     """Leave out in which table of a module something is."""
     return re.sub(r"(\._|\['_)(modules|parameters|buffers)('\])?\['([^']+)'\]", r".\4", name)
-
-

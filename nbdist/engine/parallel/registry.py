@@ -15,6 +15,7 @@ from nbdist.core.strategy import Choice, Degrees, default_choice, steps_of
 from nbdist.engine import runtime
 from nbdist.engine.parallel import zero1
 from nbdist.engine.parallel.agreement import same_random, together, world_size
+from nbdist.engine.parallel.build import Built
 from nbdist.engine.parallel.grid import Grid, make_grid
 from nbdist.engine.parallel.prepared import Prepared, attach, attached
 
@@ -61,6 +62,8 @@ class _Live:
     watchers: list[weakref.ref[Any]] = field(default_factory=list)
     numbers: Any = field(default_factory=itertools.count)
 
+
+_OWNERS = "zero1"
 
 _live = _Live()
 
@@ -187,19 +190,22 @@ def unique_name(place: int, name: str) -> str:
     return f"model {place + 1}: {name}" if place else name
 
 
-def state_side(one: Prepared, name: str) -> Side:
+def state_side(built: Built, name: str) -> Side:
     """How an optimizer's state of a parameter lies."""
-    side = one.side(name)
-    if "zero1" not in steps_of(one.built.job.choice):
+    side = built.side(name)
+    if "zero1" not in steps_of(built.job.choice):
         return side
-    owner = owner_names(one)[name]
+    owner = owner_names(built)[name]
     return Side(replace(side.layout, ranks=frozenset({owner})), side.degrees)
 
 
-def owner_names(one: Prepared) -> dict[str, int]:
+def owner_names(built: Built) -> dict[str, int]:
     """Who steps each parameter under zero1, by first name."""
-    own = {name: one.layouts[name] for name in one.parameters}
-    return zero1.owners(own, world_size())
+    if _OWNERS not in built.job.kept:
+        layouts = {name: built.layouts[name] for name in built.parameter_names}
+        built.job.kept[_OWNERS] = zero1.owners(layouts, world_size())
+    found: dict[str, int] = built.job.kept[_OWNERS]
+    return found
 
 
 def _key(choice: Choice) -> tuple[bool, Degrees]:

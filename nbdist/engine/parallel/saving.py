@@ -8,6 +8,7 @@ process reads it too, `optimizer.bin`, `scheduler.bin`, `scaler.pt`, `random_sta
 from __future__ import annotations
 
 import gc
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 
 from nbdist.engine.parallel import build, live
 from nbdist.engine.parallel.agreement import together
+from nbdist.engine.parallel.registry import names_in
 from nbdist.errors import NbdistError
 
 # A whole state says so: torch's own would be taken for this rank's part.
@@ -32,6 +34,7 @@ _MAX_NAMED = 3
 @dataclass(slots=True)
 class _State:
     is_saving: bool = False
+    is_loading: bool = False
 
 
 _state = _State()
@@ -80,9 +83,11 @@ def loading(accelerator: Any, *, is_strict: bool) -> Iterator[None]:
                 loader.set_epoch_state(load(path))
 
     handle = accelerator.register_load_state_pre_hook(hook)
+    _state.is_loading = True
     try:
         yield
     finally:
+        _state.is_loading = False
         handle.remove()
     # Accelerate reads it from the rank's own file; there may be more ranks than at saving.
     steps = [accelerator.step]
@@ -142,16 +147,46 @@ def whole_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"format": _FORMAT, **state}
 
 
-def is_whole(state: Mapping[str, Any]) -> bool:
-    """Whether a state comes from `whole_optimizer`."""
-    return state.get("format") == _FORMAT
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Take over a state: what `whole_optimizer` gave, else torch's own. This rank alone.
+
+    torch's own is taken for this rank's part, but not while `load_state` runs: there it comes
+    from a single process or from Accelerate under DDP, and is whole.
+    """
+    if state.get("format") == _FORMAT:
+        state = {key: value for key, value in state.items() if key != "format"}
+        live.load_full_optimizer_state(optimizer, state)
+    elif _state.is_loading and (named := _named(optimizer, state)) is not None:
+        live.load_full_optimizer_state(optimizer, named)
+    else:
+        optimizer.load_state_dict(dict(state))
 
 
-def load_whole_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Take over what `whole_optimizer` gave. Collective: every rank, with equal values."""
-    live.load_full_optimizer_state(
-        optimizer, {key: value for key, value in state.items() if key != "format"}
-    )
+def _named(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """State by names in place of numbers; None if a parameter is of no prepared model.
+
+    Raises:
+        NbdistError: There are other numbers of parameters in its groups.
+    """
+    names = {id(parameter): key for key, (_, _, parameter) in names_in(optimizer).items()}
+    own = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    given = [list(group["params"]) for group in state["param_groups"]]
+    if any(name is None for group in own for name in group):
+        return None
+    if [len(group) for group in own] != [len(group) for group in given]:
+        raise NbdistError(
+            f"The saved {type(optimizer).__name__} has groups of "
+            f"{', '.join(str(len(group)) for group in given)} parameters, this one of "
+            f"{', '.join(str(len(group)) for group in own)}. Make it as it was when it was saved."
+        )
+    known = dict(zip(itertools.chain(*given), itertools.chain(*own), strict=True))
+    return {
+        "state": {known[number]: values for number, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": there}
+            for group, there in zip(state["param_groups"], own, strict=True)
+        ],
+    }
 
 
 def _plan(
@@ -171,8 +206,8 @@ def _plan(
     shapes = {name: tuple(layout.shape) for name, layout in known.layouts.items()}
     wrong = [
         f"{name} has shape {tuple(values[name].shape)} there and {shapes[name]} here"
-        for name in values
-        if tuple(values[name].shape) != shapes[name]
+        for name in shapes
+        if name in values and tuple(values[name].shape) != shapes[name]
     ]
     if is_strict:
         wrong += [f"{name} is not there" for name in saved if firsts[name] not in values]

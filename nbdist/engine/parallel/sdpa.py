@@ -83,7 +83,8 @@ def _chosen(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if not (is_unseen[0] and root.training):
+    # Evaluation may take torch's fast path, which needs no such call.
+    if not (is_unseen[0] and root.training and torch.is_grad_enabled()):
         return with_backend(name, run, *args, **kwargs)
     with _refused_without_attention(root, name):
         outputs = with_backend(name, run, *args, **kwargs)

@@ -88,6 +88,15 @@ def current_share() -> Share:
     return share_of(live.current(), dist.get_rank())
 
 
+def refuse_uneven(size: int | None, share: Share) -> None:
+    """Raises an OptionError if a batch of this size cannot be cut into so many equal pieces."""
+    if size is None or size % share.count:
+        raise OptionError(
+            f"split_batches cuts each batch of {size} into {share.count} equal pieces, which "
+            f"does not go. Use a batch_size that {share.count} divides, or no split_batches."
+        )
+
+
 class Feed(Generic[T]):
     """The batches of one epoch, in order, kept from the first on that was not handed out."""
 
@@ -185,12 +194,8 @@ class Shard(BatchSampler):
 
     def check(self, share: Share) -> None:
         """Raises an OptionError if a batch does not divide into the pieces asked for."""
-        size = self._size
-        if self.split_batches and (size is None or size % share.count):
-            raise OptionError(
-                f"split_batches cuts each batch of {size} into {share.count} equal pieces, which "
-                f"does not go. Use a batch_size that {share.count} divides, or no split_batches."
-            )
+        if self.split_batches:
+            refuse_uneven(self._size, share)
 
     def __len__(self) -> int:
         share = current_share()

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nbdist.engine.parallel.blocks import Blocks
+from nbdist.engine.parallel.outputs import has_nan, loss_of
 from nbdist.engine.parallel.packed import Packed, pack, unpack
 from nbdist.engine.parallel.wires import Border, broken, enter, leave
 from nbdist.errors import NbdistError
@@ -137,6 +138,7 @@ class Part(torch.nn.Module):
         self.current = Step()
         self._wiring: Wiring | None = None
         self._received: Any = None
+        self._nothing: Packed | None = None
         self._unknown_number = _NAN
 
     def forward(self, *wires: torch.Tensor, number: torch.Tensor) -> Any:
@@ -177,7 +179,7 @@ class Part(torch.nn.Module):
         except Cut as cut:
             return cut.value
         finally:
-            self._received = None
+            self._received = self._nothing = None
         if self.is_last:
             return value
         raise NbdistError(
@@ -199,29 +201,37 @@ class Part(torch.nn.Module):
         self._wiring = Wiring(model, root, modules, tuple(_missing(model, inside, device)), device)
 
     def guessed_wrong(self, batch: Packed, received: Any) -> str:
-        """What this stage uses and does not have; empty if its result depends on nothing such.
+        """What this stage uses and does not have: a parameter, or the first block for all blocks.
 
-        Called where the result has NaN. The model runs once more for each thing that is
-        missing, with zero in its place.
+        Empty if the result depends on nothing such. Called where the result has NaN: the model
+        runs once more for each thing that is missing, with zero in place of the others.
         """
         assert self._wiring is not None
         missing = self._wiring.missing
+
+        def depends() -> bool:
+            return has_nan(self.run(batch, received))
+
         self._unknown_number = 0.0
         for one in missing:
             one.number.zero_()
         try:
-            if has_nan(self.run(batch, received)):
+            if depends():
                 return ""
+            self._unknown_number = _NAN
+            if depends():
+                return self.blocks.block_name(0)
+            self._unknown_number = 0.0
             for one in missing:
                 one.number.fill_(_NAN)
-                if has_nan(self.run(batch, received)):
+                if depends():
                     return one.name
                 one.number.zero_()
         finally:
             self._unknown_number = _NAN
             for one in missing:
                 one.number.fill_(_NAN)
-        return self.blocks.block_name(0)
+        return ""
 
     def _stand_in(self, position: int, block: Any) -> torch.nn.Module:
         if position == self.span.start - 1:
@@ -241,6 +251,10 @@ class Part(torch.nn.Module):
         attributes = self.blocks.container.__dict__
         modules = attributes["_modules"]
         parameters = [one.table[one.key] for one in wiring.missing]
+        # torch's encoder makes nested tensors of padded ones in evaluation, but for a list of its
+        # own layers only, and they cannot be sent.
+        is_fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
         attributes["_modules"] = wiring.modules
         for one in wiring.missing:
             one.table[one.key] = one.value
@@ -248,21 +262,24 @@ class Part(torch.nn.Module):
             yield
         finally:
             attributes["_modules"] = modules
+            torch.backends.mha.set_fastpath_enabled(is_fast)
             for one, parameter in zip(wiring.missing, parameters, strict=True):
                 one.table[one.key] = parameter
 
     def _unknown(self, *_: Any, **__: Any) -> Any:
-        """Of the form that blocks return."""
-        packed = pack(self._received)
-        return unpack(
-            packed.skeleton,
-            [
-                torch.full_like(one, self._unknown_number, requires_grad=False)
-                if one.is_floating_point() or one.is_complex()
-                else torch.zeros_like(one)
-                for one in packed.tensors
-            ],
-        )
+        """Of the form that blocks return; of one memory for all blocks."""
+        if self._nothing is None:
+            packed = pack(self._received)
+            self._nothing = Packed(
+                packed.skeleton,
+                tuple(
+                    torch.full_like(one, self._unknown_number, requires_grad=False)
+                    if one.is_floating_point() or one.is_complex()
+                    else torch.zeros_like(one)
+                    for one in packed.tensors
+                ),
+            )
+        return unpack(self._nothing.skeleton, self._nothing.leaves)
 
     def _result(self, value: Any) -> Any:
         if self.outgoing is None:
@@ -309,39 +326,6 @@ class Stages(torch.nn.Module):
             return chosen.run(batch, *received)
         assert number is not None
         return chosen.step(received, int(number))
-
-
-def loss_of(value: Any) -> torch.Tensor:
-    """The loss in what a model returns: a scalar, `.loss`, ["loss"], or the first of a tuple.
-
-    Raises:
-        NbdistError: There is none.
-    """
-    found = value
-    if isinstance(value, list | tuple) and value:
-        found = value[0]
-    elif isinstance(value, dict):
-        found = value.get("loss")
-    elif not isinstance(value, torch.Tensor):
-        found = getattr(value, "loss", None)
-    if isinstance(found, torch.Tensor) and found.numel() == 1:
-        return found.reshape(())
-    shape = f" of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else ""
-    raise NbdistError(
-        f"forward returned a {type(value).__name__}{shape} and no loss. A pipeline runs backward "
-        "while it runs forward, so the model computes the loss itself: let forward take the "
-        "targets and return a scalar, or an output with .loss. For outputs without a backward "
-        "use model.eval() or torch.no_grad()"
-    )
-
-
-def has_nan(value: Any) -> bool:
-    """Whether a floating point tensor in it has a NaN."""
-    return any(
-        bool(tensor.isnan().any())
-        for tensor in pack(value).leaves
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
-    )
 
 
 def _missing(

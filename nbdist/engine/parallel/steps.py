@@ -20,6 +20,7 @@ STEPS = {
     "zero1": ("zero1", "STEP"),
     "cp": ("cp", "STEP"),
     "pipeline": ("pp", "PIPELINE"),
+    "deepspeed": ("deepspeed", "STEP"),
 }
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from nbdist.engine.parallel import live
 from nbdist.engine.parallel.data import Loader, arguments
-from nbdist.engine.parallel.shares import Feed, Settings, Share, current_share
+from nbdist.engine.parallel.shares import Feed, Settings, Share, current_share, refuse_uneven
 from nbdist.errors import NbdistError, OptionError
 
 
@@ -222,11 +222,8 @@ class Streamed(DataLoaderShard):  # type: ignore[misc]  # untyped
             stream = stream.dataset
         share = current_share()
         size = source.batch_size or 1
-        if settings.is_split and size % share.count:
-            raise OptionError(
-                f"split_batches cuts each batch of {size} into {share.count} equal pieces, which "
-                f"does not go. Use a batch_size that {share.count} divides, or no split_batches."
-            )
+        if settings.is_split:
+            refuse_uneven(size, share)
         parts = _Parts(
             stream,
             batch_size=size,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +38,10 @@ class Place:
     streams: Streams
     sequence_dim: int | None
 
+    def __deepcopy__(self, _memo: object) -> Self:
+        """Itself: a copy of the model is split along the same mesh."""
+        return self
+
 
 class SplitAttention(ParallelStyle):
     """Splits a torch.nn.MultiheadAttention by its heads."""
@@ -63,17 +67,18 @@ class SplitAttention(ParallelStyle):
         style = RowwiseParallel(output_layouts=output)
         parallelize_module(module.out_proj, device_mesh, style, src_data_rank=None)
         place = Place(device_mesh, self._streams, self._sequence_dim)
-        forward = functools.partial(_forward, module, place)
-        module.forward = functools.update_wrapper(forward, module.forward)
+        forward: Any = functools.partial(_forward, module, place)
+        module.forward = functools.update_wrapper(forward, module.forward)  # type: ignore[method-assign]
         return module
 
 
-def check_attention(module: torch.nn.MultiheadAttention, name: str) -> None:
+def check_attention(module: torch.nn.Module, name: str) -> None:
     """Refuse what its forward on own heads does not do.
 
     Raises:
         OptionError: It has a bias or zeros among its keys and values.
     """
+    assert isinstance(module, torch.nn.MultiheadAttention)
     if module.bias_k is not None or module.add_zero_attn:
         raise OptionError(
             f"{name} was made with add_bias_kv or add_zero_attn, which tensor parallelism does not "
@@ -99,7 +104,8 @@ def _forward(  # noqa: PLR0913, PLR0917  # torch's own arguments
     is_batched = query.dim() == 3
     query, key, value = _inputs(place, query, key, value)
     q, k, v = _projections(module, place, query, key, value)
-    place.streams.enter(module)
+    if place.sequence_dim is None:  # else the whole block draws this rank's own numbers
+        place.streams.enter(id(module))
     # As torch does: kernels that know what causal is are faster than with a mask.
     is_causal = is_causal and key_padding_mask is None and not need_weights
     mask = None if is_causal else _mask(attn_mask, key_padding_mask, place, q)
@@ -110,7 +116,8 @@ def _forward(  # noqa: PLR0913, PLR0917  # torch's own arguments
         mixed = functional.dropout(weights, dropout) @ v
     else:
         mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
-    place.streams.leave()
+    if place.sequence_dim is None:
+        place.streams.leave()
     result = module.out_proj(_joined(mixed, is_batched, module.batch_first))
     if weights is None:
         return result, None
@@ -141,8 +148,9 @@ def _projections(
 ) -> tuple[torch.Tensor, ...]:
     """Query, key and value of the own heads, (batch, heads, length, width of a head)."""
     n_heads = module.num_heads // place.mesh.size()
-    if module.in_proj_weight is not None:
-        weights = _local(module.in_proj_weight).chunk(3)
+    packed: torch.Tensor | None = module.in_proj_weight
+    if packed is not None:
+        weights = _local(packed).chunk(3)
     else:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         weights = tuple(_local(getattr(module, name)) for name in names)
@@ -156,7 +164,7 @@ def _projections(
             projected = projected.unsqueeze(0)
         elif not module.batch_first:
             projected = projected.transpose(0, 1)
-        heads.append(projected.unflatten(-1, (n_heads, -1)).transpose(1, 2))
+        heads.append(projected.view(*projected.shape[:2], n_heads, -1).transpose(1, 2))
     return tuple(heads)
 
 
@@ -175,7 +183,7 @@ def _mask(
     masks = []
     if attn_mask is not None:
         if attn_mask.dim() == 3:  # one for each head of each sample
-            attn_mask = attn_mask.unflatten(0, (n_batch, -1))
+            attn_mask = attn_mask.view(n_batch, -1, *attn_mask.shape[1:])
             attn_mask = attn_mask.narrow(1, place.mesh.get_local_rank() * n_heads, n_heads)
         masks.append(_added(attn_mask, query.dtype))
     if key_padding_mask is not None:

@@ -6,8 +6,8 @@ Hooks only, on the user's modules; the modules stay as they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,14 +34,25 @@ class Between:
         self._whole: DTensor | None = None
         self._has_gradient = False
 
-    def watch_column(self, layer: torch.nn.Module, place: Placement, owner: object) -> None:
-        """A colwise layer, whose input lies as `place` says; what it is part of."""
+    def __deepcopy__(self, _memo: object) -> Self:
+        """Itself: between two forwards it holds nothing."""
+        return self
+
+    def watch_column(self, layer: torch.nn.Module, place: Placement) -> None:
+        """A colwise layer, whose input lies as `place` says."""
         layer.register_forward_pre_hook(functools.partial(self._share, place), prepend=True)
-        layer.register_forward_hook(functools.partial(self._begin, owner))
 
     def watch_row(self, layer: torch.nn.Module) -> None:
         """A rowwise layer: what was split ends here."""
-        layer.register_forward_pre_hook(self._finish, prepend=True)
+        layer.register_forward_pre_hook(self._forget, prepend=True)
+
+    def draw_own(self, column: torch.nn.Module, owner: torch.nn.Module) -> None:
+        """Let each rank draw its own random numbers after a colwise layer of a module."""
+        column.register_forward_hook(functools.partial(_draw_own, self._streams, id(owner)))
+
+    def draw_alike(self, row: torch.nn.Module) -> None:
+        """Let all ranks draw alike from a rowwise layer on."""
+        row.register_forward_pre_hook(functools.partial(_draw_alike, self._streams), prepend=True)
 
     def spread(self, given: torch.Tensor, place: Placement) -> DTensor:
         """An input as a whole DTensor. Collective along tp where it is split."""
@@ -62,12 +73,8 @@ class Between:
             self.remember(given, self.spread(given, place))
         return (self._whole, *args[1:])
 
-    def _begin(self, owner: object, *_: Any) -> None:
-        self._streams.enter(owner)
-
-    def _finish(self, *_: Any) -> None:
+    def _forget(self, *_: Any) -> None:
         self._given = self._whole = None
-        self._streams.leave()
 
 
 def watch_owner(
@@ -99,23 +106,22 @@ def watch_owner(
 
 
 def split_blocks(
-    blocks: Mapping[str, torch.nn.Module], between: Between, streams: Streams, dim: int
+    modules: Sequence[torch.nn.Module], between: Between, streams: Streams, dim: int
 ) -> None:
     """Split what goes through a list of blocks along the sequence; it is whole before and after.
 
     Args:
-        blocks: Of one list and this stage, by name, in order.
+        modules: The blocks of one list and this stage, in order.
         between: Of the model.
         streams: Of the model: inside of blocks each rank draws its own numbers.
         dim: The sequence's.
     """
-    modules = list(blocks.values())
-    for module in dict.fromkeys(modules):
-        module.register_forward_pre_hook(functools.partial(_draw_own, streams))
+    for module in modules:
+        module.register_forward_pre_hook(functools.partial(_draw_own, streams, id(module)))
         module.register_forward_hook(functools.partial(_draw_alike, streams))
-    first = functools.partial(_split_input, between.mesh, dim)
+    first = functools.partial(_split_input, between, dim)
     modules[0].register_forward_pre_hook(first, with_kwargs=True, prepend=True)
-    modules[-1].register_forward_hook(functools.partial(_gather_output, between.mesh, dim))
+    modules[-1].register_forward_hook(functools.partial(_gather_output, between, dim))
 
 
 def sum_gradient(parameter: torch.nn.Parameter) -> None:
@@ -127,7 +133,8 @@ def sum_gradient(parameter: torch.nn.Parameter) -> None:
     requires_grad = parameter.requires_grad
     # Also where it is frozen now: it may be thawed later.
     parameter.requires_grad_(True)
-    parameter.register_hook(functools.partial(_laid_out, tuple(_placements(parameter))))
+    told = functools.partial(_laid_out, _placements(parameter))
+    parameter.register_hook(told)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(requires_grad)
 
 
@@ -142,8 +149,8 @@ def _placements(parameter: torch.Tensor) -> tuple[Placement, ...]:
     return parameter.placements
 
 
-def _draw_own(streams: Streams, block: torch.nn.Module, *_: Any) -> None:
-    streams.enter(block)
+def _draw_own(streams: Streams, owner: int, *_: Any) -> None:
+    streams.enter(owner)
 
 
 def _draw_alike(streams: Streams, *_: Any) -> None:
@@ -151,8 +158,13 @@ def _draw_alike(streams: Streams, *_: Any) -> None:
 
 
 def _split_input(
-    mesh: DeviceMesh, dim: int, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    between: Between,
+    dim: int,
+    block: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
+    mesh = between.mesh
     key = _hidden(args, kwargs)
     if key is None:
         raise OptionError(
@@ -171,12 +183,13 @@ def _split_input(
     return _with(args, kwargs, key, part.to_local())
 
 
-def _gather_output(mesh: DeviceMesh, dim: int, _block: torch.nn.Module, _args: Any, result: Any) -> Any:
+def _gather_output(
+    between: Between, dim: int, _block: torch.nn.Module, _args: Any, result: Any
+) -> Any:
     if isinstance(result, torch.Tensor):
-        part = DTensor.from_local(result, mesh, [Shard(dim)], run_check=False)
-        return part.redistribute(placements=[Replicate()]).to_local()
+        return between.spread(result, Shard(dim)).to_local()
     if isinstance(result, tuple | list) and result:
-        first = _gather_output(mesh, dim, _block, _args, result[0])
+        first = _gather_output(between, dim, _block, _args, result[0])
         return type(result)((first, *result[1:]))
     return result
 

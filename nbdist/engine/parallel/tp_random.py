@@ -9,7 +9,7 @@ first of these ranks; between split layers each rank draws from a stream of its 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from nbdist.errors import NbdistError
 
 _DROPOUTS = torch.nn.modules.dropout._DropoutNd  # noqa: SLF001  # what all dropouts derive from
 _SEEDS = 1 << 62
+# Where models keep what they were made with.
+_SETTINGS = ("config", "cfg", "args", "params", "hparams")
 
 
 class Streams:
@@ -34,12 +36,17 @@ class Streams:
         self._generators = _generators(device)
         self._seed = torch.zeros((), dtype=torch.int64, device=_seed_device(self._group, device))
         self._dropouts = [module for module in model.modules() if isinstance(module, _DROPOUTS)]
-        # Whether the last forward in training drew any numbers; not known before the first.
-        self._draws = True
+        # Whether the last forward in training drew any numbers; before the first one, whether
+        # an attribute says that it will: not every dropout is a module.
+        self._draws = any(map(_mentions_dropout, model.modules()))
         # Whether ranks draw alike now, or did in the forward that backward computes again.
         self._is_alike = False
-        self._owner: object = None
+        self._owner: int | None = None
         self._states: list[torch.Tensor] = []
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        """Itself: a copy of the model draws from the same streams."""
+        return self
 
     def attach(self, root: torch.nn.Module) -> None:
         """Let every forward of a module draw alike on the ranks that share its layers."""
@@ -47,9 +54,13 @@ class Streams:
         # A partial, no closure: copy.deepcopy makes its bound method one of the copy.
         root.forward = functools.update_wrapper(functools.partial(self._forward, root, run), run)
 
-    def enter(self, owner: object) -> None:
-        """From here on draw numbers of this rank's own, until `leave`. No rank is met."""
-        if self._is_alike and self._owner is not owner:
+    def enter(self, owner: int) -> None:
+        """From here on draw numbers of this rank's own, until `leave`. No rank is met.
+
+        Args:
+            owner: Of the module for which it is. Again for the same one does nothing.
+        """
+        if self._is_alike and self._owner != owner:
             self._enter(owner)
 
     def leave(self) -> None:
@@ -57,8 +68,8 @@ class Streams:
         if self._owner is not None:
             self._leave()
 
-    @torch.compiler.disable
-    def _enter(self, owner: object) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, owner: int) -> None:
         # A forward that is computed again ends as soon as it has what it needs: then the
         # states of an earlier owner are left over.
         self._owner = owner
@@ -67,7 +78,7 @@ class Streams:
         for generator in self._generators:
             generator.manual_seed(seed + 1 + self._index)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self) -> None:
         self._owner = None
         self._set(self._states)
@@ -93,7 +104,7 @@ class Streams:
         self._draws = drew
         return result
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The generators' states for after the forward, and those that it begins with."""
         if not self._is_alike:
@@ -108,7 +119,7 @@ class Streams:
             generator.manual_seed(seed)
         return states, [generator.get_state() for generator in self._generators]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, after: list[torch.Tensor], begun: list[torch.Tensor]) -> bool:
         """Whether the forward drew any numbers; the generators are set back to what they were."""
         now = [generator.get_state() for generator in self._generators]
@@ -121,6 +132,16 @@ class Streams:
     def _set(self, states: list[torch.Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+
+
+def _mentions_dropout(module: torch.nn.Module) -> bool:
+    own = vars(module)
+    settings = [vars(own[key]) for key in _SETTINGS if hasattr(own.get(key), "__dict__")]
+    return any(
+        "drop" in str(key) and isinstance(value, int | float) and 0 < value < 1
+        for table in (own, *settings)
+        for key, value in table.items()
+    )
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

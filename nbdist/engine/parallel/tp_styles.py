@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 
 from nbdist.core.layout import TensorLayout
 from nbdist.core.tp_plans import Style
-from nbdist.engine.parallel.tp_attention import SplitAttention
+from nbdist.engine.parallel.tp_attention import Place, SplitAttention
 from nbdist.engine.parallel.tp_model import is_conv1d
 from nbdist.engine.parallel.tp_random import Streams
 
@@ -113,15 +114,13 @@ class Split(ParallelStyle):
             placement = Shard(self._dims[name]) if name in self._dims else Replicate()
             module.register_parameter(name, split_parameter(parameter, mesh, placement))
 
-    def _prepare(
-        self, _module: torch.nn.Module, args: tuple[torch.Tensor], mesh: DeviceMesh
-    ) -> DTensor:
+    def _prepare(self, _module: torch.nn.Module, args: Any, mesh: DeviceMesh) -> Any:
         (given,) = args
         if isinstance(given, DTensor):
             return given
         return DTensor.from_local(given, mesh, [self._input], run_check=False)
 
-    def _finish(self, _module: torch.nn.Module, result: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
+    def _finish(self, _module: torch.nn.Module, result: Any, _mesh: DeviceMesh) -> Any:
         return result.redistribute(placements=[self._output]).to_local()
 
 
@@ -131,13 +130,17 @@ class SplitEmbedding(ParallelStyle):
     Unlike torch's RowwiseParallel, whose gradient is of the whole vocabulary on every rank.
     """
 
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         assert isinstance(module, torch.nn.Embedding)
         weight = split_parameter(module.weight, device_mesh, Shard(0))
         module.register_parameter("weight", weight)
-        n_rows = -(-weight.shape[0] // device_mesh.size())
-        lookup = functools.partial(_look_up, module, device_mesh, n_rows)
-        module.forward = functools.update_wrapper(lookup, module.forward)
+        place = Place(device_mesh, self._streams, None)
+        lookup: Any = functools.partial(_look_up, module, place)
+        module.forward = functools.update_wrapper(lookup, module.forward)  # type: ignore[method-assign]
         return module
 
 
@@ -149,32 +152,32 @@ def split_parameter(
     return torch.nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
-def _look_up(
-    module: torch.nn.Embedding, mesh: DeviceMesh, n_rows: int, words: torch.Tensor
-) -> torch.Tensor:
+def _look_up(module: torch.nn.Embedding, place: Place, words: torch.Tensor) -> torch.Tensor:
     table = module.weight
     if not isinstance(table, DTensor):  # a pipeline stage that has no embedding
         return torch.nn.functional.embedding(words, table)
-    first = mesh.get_local_rank() * n_rows
+    first = place.mesh.get_local_rank() * -(-module.num_embeddings // place.mesh.size())
     rows = table.to_local()
     n_own = rows.shape[0]
     is_own = (words >= first) & (words < first + n_own)
     is_known = (words >= 0) & (words < module.num_embeddings)
     # -1 where a word is out of the vocabulary: torch's own error on every rank.
-    place = torch.where(is_own, words - first, torch.where(is_known, 0, -1))
+    row = torch.where(is_own, words - first, torch.where(is_known, 0, -1))
     padding = module.padding_idx
     if padding is not None:
         padding = padding - first if first <= padding < first + n_own else None
-    found = torch.nn.functional.embedding(place, rows, padding)
+    found = torch.nn.functional.embedding(row, rows, padding)
     found = found.masked_fill(~is_own.unsqueeze(-1), 0.0)
-    part = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+    part = DTensor.from_local(found, place.mesh, [Partial()], run_check=False)
     return part.redistribute(placements=[Replicate()]).to_local()
 
 
-def _embedding(module: torch.nn.Module, _around: Surroundings) -> ParallelStyle:
+def _embedding(module: torch.nn.Module, around: Surroundings) -> ParallelStyle:
     # A subclass's forward does more than look up; torch's style leaves it as it is.
     is_plain = type(module).forward is torch.nn.Embedding.forward
-    return SplitEmbedding() if is_plain else RowwiseParallel(input_layouts=Replicate())
+    return (
+        SplitEmbedding(around.streams) if is_plain else RowwiseParallel(input_layouts=Replicate())
+    )
 
 
 _Maker = Callable[[torch.nn.Module, Surroundings], ParallelStyle]

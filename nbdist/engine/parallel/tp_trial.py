@@ -30,30 +30,44 @@ _STANDARD = frozenset({*vars(torch.nn.Module()), "forward"})
 
 
 @dataclass(frozen=True, slots=True)
+class Fit:
+    """How an attention computes with its own heads on one rank.
+
+    Attributes:
+        values: Its attributes for heads and widths.
+        n_shown: How wide its forward has to see its input; None for as it is.
+    """
+
+    values: Mapping[str, int]
+    n_shown: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Trial:
-    """One attention, whole, and how it is split.
+    """One attention, and what it computes as a whole.
 
     Attributes:
         whole: A copy with random weights.
         styles: Of its layers, by their names in it.
-        values: Its attributes on one rank.
         degree: Of tp.
         batch: What goes in.
+        rows: What came into each rowwise layer and out of it.
+        result: What comes out.
     """
 
     whole: torch.nn.Module
     styles: dict[str, Style]
-    values: Mapping[str, int]
     degree: int
     batch: torch.Tensor
+    rows: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    result: torch.Tensor
 
 
-def shown_width(
-    module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int
-) -> int | None:
-    """How wide an attention's forward has to see its input on one rank; None for as it is.
+def fit(module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int) -> Fit:
+    """How an attention has to be changed, so that it computes the same with its own heads.
 
-    Some take the width of all heads from it: `B, T, C = x.shape`, and `y.view(B, T, C)` later.
+    Some take the width of all heads from their input: `B, T, C = x.shape`, and `y.view(B, T, C)`
+    later. Some count heads by an attribute, some by what is there, `x.view(B, T, -1, width)`.
 
     Args:
         module: The attention.
@@ -63,39 +77,57 @@ def shown_width(
         degree: Of tp.
 
     Raises:
-        OptionError: Either way the ranks' parts do not add up to the whole.
+        OptionError: Nothing makes the ranks compute their parts of the whole.
     """
-    if not _can_try(module):
-        return None
-    prefix = f"{name}." if name else ""
-    styles = {path.removeprefix(prefix): plan[path] for path in plan if path.startswith(prefix)}
     values = divided(module, name, plan, columns, degree)
-    n_in = _n_inputs(module.get_submodule(columns[0].removeprefix(prefix)))
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        whole = _copy(module, _random)
-        _drop_row_biases(whole, styles)
-        trial = _Trial(whole, styles, values, degree, torch.randn(_BATCH, _LENGTH, n_in))
-        expected = _quietly(functools.partial(_run, whole, trial.batch))
-        if expected is None:  # it wants other inputs
-            return None
-        for width in (None, n_in // degree):
-            if _is_same(_quietly(functools.partial(_sum, trial, width)), expected):
-                return width
-    told = ", ".join(f"{key} = {value}" for key, value in values.items()) or "nothing"
+    trial = _prepare(module, name, plan, columns, degree) if _can_try(module) else None
+    if trial is None:
+        return Fit(values)
+    width = trial.batch.shape[-1] // degree
+    for found in (Fit(values), Fit(values, width), Fit({}), Fit({}, width)):
+        if _quietly(functools.partial(_fits, trial, found)):
+            return found
+    told = ", ".join(f"{key} = {value}" for key, value in values.items()) or "nothing divided"
     raise OptionError(
         f"{name or 'the model'}: {own_class(module).__name__} does not compute the same when each "
-        f"of tp={degree} ranks has its part of the heads (with {told}). Say which attributes are "
+        f"of tp={degree} ranks has its part of the heads ({told}). Say which attributes are "
         'divided, as in model.tp_plan = {"layers.*.attn": "divide:n_heads", ...}, or leave its '
         "layers out of the plan."
     )
 
 
+def _prepare(
+    module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int
+) -> _Trial | None:
+    """The whole computed; None where it wants other inputs, or ends outside of the module."""
+    prefix = f"{name}." if name else ""
+    styles = {path.removeprefix(prefix): plan[path] for path in plan if path.startswith(prefix)}
+    rows = [path for path, style in styles.items() if style.kind == "rowwise"]
+    n_in = _n_inputs(module.get_submodule(columns[0].removeprefix(prefix)))
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def see(path: str, _layer: Any, args: Any, result: torch.Tensor) -> None:
+        seen[path] = (args[0], result)
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        whole = _copy(module, _random)
+        batch = torch.randn(_BATCH, _LENGTH, n_in)
+        for path in rows:
+            whole.get_submodule(path).register_forward_hook(functools.partial(see, path))
+        result = _quietly(functools.partial(_run, whole, batch))
+    if result is None or not rows or len(seen) < len(rows):
+        return None
+    return _Trial(whole, styles, degree, batch, seen, result)
+
+
 def _can_try(module: torch.nn.Module) -> bool:
     """Whether its forward takes one tensor, as far as its arguments say, and it is not too big."""
-    cls = own_class(module)
+    cls: Any = own_class(module)
     arguments = list(inspect.signature(cls.forward).parameters.values())[1:]
-    needed = [one for one in arguments if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
+    needed = [
+        one for one in arguments if one.default is one.empty and one.kind < one.VAR_POSITIONAL
+    ]
     return (
         not cls.__module__.startswith(_KNOWN)
         and len(needed) == 1
@@ -104,32 +136,46 @@ def _can_try(module: torch.nn.Module) -> bool:
     )
 
 
-def _quietly(run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+def _quietly(run: Callable[[], Any]) -> Any:
     try:
         return run()
     except Exception:  # noqa: BLE001  # the user's code fails as it likes
         return None
 
 
-def _is_same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
-    if found is None or found.shape != expected.shape:
+def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if found.shape != expected.shape:
         return False
     return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
-def _sum(trial: _Trial, width: int | None) -> torch.Tensor:
-    """What the ranks compute, added up."""
-    total = torch.zeros(())
-    for index in range(trial.degree):
-        part = _copy(trial.whole, lambda weight: weight.detach())
-        vars(part).update(trial.values)
-        for path, style in trial.styles.items():
-            _split(part.get_submodule(path), style, index, trial.degree)
-        shown = trial.batch if width is None else trial.batch[..., :width]
-        if width is not None:
-            _give(part, trial, shown)
-        total = total + _run(part, shown)
-    return total
+def _fits(trial: _Trial, found: Fit) -> bool:
+    """Whether each rank brings its part of what goes into every rowwise layer."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        return all(_fits_rank(trial, found, index) for index in range(trial.degree))
+
+
+def _fits_rank(trial: _Trial, found: Fit, index: int) -> bool:
+    part = _copy(trial.whole, lambda weight: weight.detach())
+    vars(part).update(found.values)
+    for path, style in trial.styles.items():
+        _split(part.get_submodule(path), style, index, trial.degree)
+    right = []
+
+    def compare(path: str, given: torch.Tensor) -> torch.Tensor:
+        expected, result = trial.rows[path]
+        right.append(_is_same(given, expected.chunk(trial.degree, dim=-1)[index]))
+        return result  # the sum over the ranks, with which it goes on
+
+    for path in trial.rows:
+        layer: Any = part.get_submodule(path)
+        layer.forward = functools.partial(compare, path)
+    shown = trial.batch if found.n_shown is None else trial.batch[..., : found.n_shown]
+    if found.n_shown is not None:
+        _give(part, trial, shown)
+    return (
+        _is_same(_run(part, shown), trial.result) and len(right) == len(trial.rows) and all(right)
+    )
 
 
 def _split(layer: torch.nn.Module, style: Style, index: int, degree: int) -> None:
@@ -152,19 +198,9 @@ def _give(part: torch.nn.Module, trial: _Trial, shown: torch.Tensor) -> None:
             part.get_submodule(path).register_forward_pre_hook(give)
 
 
-def _drop_row_biases(whole: torch.nn.Module, styles: Mapping[str, Style]) -> None:
-    """They are added once, not by each rank."""
-    for path, style in styles.items():
-        bias = getattr(whole.get_submodule(path), "bias", None)
-        if style.kind == "rowwise" and bias is not None:
-            bias.zero_()
-
-
-def _copy(
-    module: torch.nn.Module, fill: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.nn.Module:
+def _copy(module: torch.nn.Module, fill: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
     """A module like another, without its hooks and strategy, on the host, in evaluation."""
-    cls = own_class(module)
+    cls: Any = own_class(module)
     copy: torch.nn.Module = cls.__new__(cls)
     torch.nn.Module.__init__(copy)
     own = {key: value for key, value in attributes_of(module).items() if key not in _STANDARD}

@@ -56,11 +56,12 @@ def check_heads(n_heads: int, degree: int) -> None:
     """
     if n_heads % degree:
         fitting = [str(d) for d in range(1, n_heads + 1) if n_heads % d == 0]
+        choices = f"{', '.join(fitting[:-1])} or {fitting[-1]}" if n_heads > 1 else "1"
+        heads = f"{n_heads} heads are" if n_heads > 1 else "1 head is"
         raise OptionError(
-            f"ulysses splits the heads of attention over cp={degree} ranks, and {n_heads} heads "
-            f"are not divisible by {degree} ({n_heads} % {degree} = {n_heads % degree}). "
-            f"Use cp={', '.join(fitting[:-1])} or {fitting[-1]}, or the strategy cp (ring "
-            "attention), which splits no heads"
+            f"ulysses splits the heads of attention over cp={degree} ranks, and {heads} not "
+            f"divisible by {degree} ({n_heads} % {degree} = {n_heads % degree}). Use "
+            f"cp={choices}, or the strategy cp (ring attention), which splits no heads"
         )
 
 

@@ -36,6 +36,7 @@ class Photo:
         kind: Its class.
         attributes: Its `__dict__`; the values themselves.
         tables: What the dicts in it held: hooks, submodules, parameters, buffers.
+        lists: What the lists in it held: an LSTM keeps its parameters in one as well.
         shard_state: What FSDP2's table of modules says of it.
     """
 
@@ -43,6 +44,7 @@ class Photo:
     kind: type
     attributes: dict[str, Any]
     tables: dict[str, dict[Any, Any]]
+    lists: dict[str, list[Any]]
     shard_state: Any
 
 
@@ -72,6 +74,7 @@ def photograph(base: torch.nn.Module) -> list[Photo]:
             type(module),
             dict(vars(module)),
             {key: dict(vars(module)[key]) for key in (*_TABLES, *_VALUES)},
+            {key: list(value) for key, value in vars(module).items() if type(value) is list},
             states.get(module),
         )
         for module in base.modules()
@@ -90,6 +93,8 @@ def restore(photos: Iterable[Photo]) -> None:
         for key, table in photo.tables.items():
             own[key].clear()
             own[key].update(table)
+        for key, items in photo.lists.items():
+            own[key][:] = items
         _set_shard_state(states, module, photo.shard_state)
 
 

@@ -78,7 +78,7 @@ def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     before = {key: parameter for key, (_, _, parameter) in names.items()}
     local = read(optimizer, before)
     (agreed,) = agree([local])
-    old = {key: state_side(one, name) for key, (one, name, _) in names.items()}
+    old = {key: state_side(one.built, name) for key, (one, name, _) in names.items()}
     new = {key: one.whole(name) for key, (one, name, _) in names.items()}
     tensors = exchange(plan(agreed, old, new), local.tensors, _home(names))
     shells = {key: _shell(new[key]) for key in names}
@@ -109,7 +109,7 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
     names, others = names_in(optimizer), _others(optimizer)
     after = {key: parameter for key, (_, _, parameter) in names.items()}
     _check_groups(optimizer, after | others, state)
-    new = {key: state_side(one, name) for key, (one, name, _) in names.items()}
+    new = {key: state_side(one.built, name) for key, (one, name, _) in names.items()}
     old = {key: one.whole(name) for key, (one, name, _) in names.items()}
     shells = {key: _shell(old[key]) for key in names}
     shadow = _shadow(optimizer)

@@ -161,7 +161,7 @@ def send(
             assert work is not None
             work.wait()
             if owner != rank:
-                pieces = flat.split([parameter.numel() for parameter in together])
+                pieces = torch.split(flat, [parameter.numel() for parameter in together])
                 for parameter, piece in zip(together, pieces, strict=True):
                     parameter.copy_(piece.view_as(parameter))
 

@@ -1,0 +1,240 @@
+"""Another strategy under live models: the same module, optimizer, groups, scheduler, closures.
+
+    1  plan, and bring every rank its new part of everything     may fail; nothing has changed
+       all ranks agree that they have it
+    2  commit: modules, optimizers. No rank is met, SIGINT waits
+       all ranks agree that they did; if not, each goes back to what it was
+    3  the user's names and lists; what still holds old objects is told
+
+Until the agreement of 2 both the old and the new parts are there.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nbdist.core.strategy import Choice, label, rows_of, steps_of
+from nbdist.core.switching import Switched
+from nbdist.engine import models as live_models
+from nbdist.engine.parallel import build, defaults, fsdp, registry, zero1
+from nbdist.engine.parallel.agreement import (
+    Ballot,
+    interrupts_held,
+    rank,
+    same_random,
+    together,
+    world_size,
+)
+from nbdist.engine.parallel.commit import WHAT, Brought, Commit, Moving, Stepper, called
+from nbdist.engine.parallel.exchange import Move, exchange, moved_bytes
+from nbdist.engine.parallel.prepared import Prepared
+from nbdist.engine.parallel.rebind import Rebound
+from nbdist.engine.parallel.states import agree, plan, read
+from nbdist.engine.parallel.step import Job
+from nbdist.engine.parallel.wholes import dtypes_of, local_values
+from nbdist.errors import NbdistError, OptionError
+
+
+def switch(choice: Choice) -> Switched:
+    """Put this rank's models and optimizers under another strategy.
+
+    Collective: every rank, with the same choice, between steps. Gradients are cleared. Random
+    generators stay as they are.
+
+    Raises:
+        OptionError: It cannot be had with these models, or not from the current strategy.
+        NbdistError: It failed on a rank, or ranks differ. Nothing has changed anywhere.
+    """
+    began_s = time.perf_counter()
+    choice, before = defaults.filled(choice), registry.current()
+    if choice == before:
+        note = f"{label(choice)} with these options is the current strategy; nothing was done"
+        return Switched(before, choice, (), (), (), (), (note,), 0, time.perf_counter() - began_s)
+    if len(registry.prepared()) > 1:
+        gc.collect()  # of cells that were run again
+    with same_random():
+        found = _common_models()
+        if found:
+            _refuse_fixed(before, choice)
+        registry.grid_for(choice)
+        notes: tuple[str, ...] = ()
+        done, sent = Rebound(), 0
+        if found:
+            done, notes, sent = _move(choice, found)
+    if not found:
+        registry.set_choice(choice)
+    registry.tell(before, choice)
+    return Switched(
+        before=before,
+        after=choice,
+        models=tuple(called(one.built) for one in found),
+        rebound=tuple(done.names),
+        lists=tuple(done.lists),
+        stale=tuple(done.stale),
+        notes=notes,
+        moved_bytes=sent,
+        elapsed_s=time.perf_counter() - began_s,
+    )
+
+
+def _refuse_fixed(before: Choice, after: Choice) -> None:
+    for choice in (before, after):
+        for row in rows_of(choice):
+            if row.fixed:
+                raise OptionError(
+                    f"Live models cannot be switched from {label(before)} to {label(after)}: "
+                    f"{row.fixed}. Save with accelerator.save_state(DIR), start afresh with "
+                    f"%dist_reset --strategy {after.name}, prepare again, and load with "
+                    "accelerator.load_state(DIR)."
+                )
+
+
+def _common_models() -> list[Prepared]:
+    """The prepared models that are on all ranks. Collective.
+
+    A cell that failed on one rank may leave a model there, in the error.
+    """
+    own = registry.prepared()
+    told = together(WHAT, lambda: [(one.number, tuple(one.built.names)) for one in own])
+    common = set.intersection(*(set(one) for one in told))
+    if not common and any(told):
+        counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(told))
+        raise NbdistError(
+            f"The ranks have no prepared model in common (models on {counts}). Run the cells that "
+            "prepare them on all ranks again."
+        )
+    registry.keep({number for number, _ in common})
+    return registry.prepared()
+
+
+def _move(choice: Choice, found: list[Prepared]) -> tuple[Rebound, tuple[str, ...], int]:
+    for one in found:
+        fsdp.settle(one.built.job.root)
+    models = _plan(choice, found)
+    steppers = _steppers(found)
+    brought = _bring(models, steppers)
+    # From here on nobody waits for data. Rank 0's number names the ballot.
+    token = together(WHAT, time.time_ns)[0]
+    commit = Commit(choice, models, steppers, brought)
+    with interrupts_held():
+        commit.run(Ballot(str(token)))
+        done, notes = commit.finish()
+    return done, notes, brought.sent_bytes
+
+
+def _plan(choice: Choice, found: Sequence[Prepared]) -> list[Moving]:
+    """Plan every model. Collective, as one rank's refusal is everybody's."""
+    grid = registry.grid_for(choice)
+    planned: list[Moving] = []
+
+    def work() -> None:
+        for place, one in enumerate(found):
+            old = one.built.job
+            _refuse_changed(one)
+            job = Job(one.base, choice, grid, old.device, accelerator=old.accelerator)
+            with build.bare(one.built):
+                planned.append(Moving(one, place, build.plan(job)))
+
+    together(WHAT, work)
+    return planned
+
+
+def _refuse_changed(one: Prepared) -> None:
+    """A parameter that has come since is under no strategy, and on no rank the same."""
+    here = build.names_of(one.base).keys()
+    odd = sorted(here ^ one.built.names.keys())
+    found = build.tensors_of(one.base)
+    odd = odd or [name for name, p in one.parameters.items() if found[name] is not p]
+    if odd:
+        raise NbdistError(
+            f"{', '.join(odd[:4])} of {type(one.base).__name__} changed since prepare(): the "
+            "switch would lose it. Prepare the changed model in a fresh run: %dist_reset."
+        )
+
+
+def _steppers(found: Sequence[Prepared]) -> list[Stepper]:
+    """The optimizers of these models that are on all ranks, with what they remember. Collective."""
+    own = _optimizers()
+    told = together(WHAT, lambda: [_sketch(optimizer) for optimizer in own])
+    sketches = told[rank()]
+    shared = [key for key in told[0] if all(key in one for one in told)]
+    chosen = []
+    for key in dict.fromkeys(shared):
+        count = min(one.count(key) for one in told)
+        same = [o for o, sketch in zip(own, sketches, strict=True) if sketch == key]
+        chosen += same[:count]
+    steppers = []
+    for number, optimizer in enumerate(chosen):
+        names = registry.names_in(optimizer)
+        local = read(optimizer, {key: held for key, (_, _, held) in names.items()}, number)
+        steppers.append(Stepper(optimizer, names, local))
+    for one, agreed in zip(steppers, agree([s.local for s in steppers]), strict=True):
+        one.agreed = agreed
+    return steppers
+
+
+def _optimizers() -> list[Optimizer]:
+    """This rank's, those that were bound first; also those that nobody has prepared."""
+    found = [one for one in live_models.live_optimizers() if registry.names_in(one)]
+    return sorted(
+        found,
+        key=lambda one: registry.bound(one).number if registry.is_bound(one) else 1 << 60,
+    )
+
+
+def _sketch(optimizer: Optimizer) -> tuple[Any, ...]:
+    names = registry.names_in(optimizer)
+    return type(optimizer).__name__, tuple(names), registry.is_bound(optimizer)
+
+
+def _bring(models: list[Moving], steppers: list[Stepper]) -> Brought:
+    """Bring this rank's new parts. Collective; may be refused, alike on all ranks, at first."""
+    old = {
+        key: registry.state_side(one.built, n)
+        for s in steppers
+        for key, (one, n, _) in s.names.items()
+    }
+    planned = {id(model.one): model.next for model in models}
+    new = {
+        key: registry.state_side(planned[id(one)], n)
+        for s in steppers
+        for key, (one, n, _) in s.names.items()
+    }
+    moves: list[Move] = []
+    for one in steppers:
+        assert one.agreed is not None
+        if "zero1" in steps_of(models[0].next.job.choice):
+            zero1.check(one.optimizer)
+        moves += plan(one.agreed, old, new)
+    states = {label: t for one in steppers for label, t in one.local.tensors.items()}
+    parameters, buffers, held = _values(models)
+    job = models[0].next.job
+    home = fsdp.parameter_device(job.choice, job.device)
+    brought = Brought(sent_bytes=moved_bytes([*moves, *parameters, *buffers], world_size()))
+    everything = exchange([*parameters, *moves], {**held, **states}, home)
+    brought.states = {move.name: everything[move.name] for move in moves if move.name in everything}
+    brought.values = {m.name: everything[m.name] for m in parameters if m.name in everything}
+    brought.values |= exchange(buffers, held, job.device)
+    return brought
+
+
+def _values(models: list[Moving]) -> tuple[list[Move], list[Move], dict[str, torch.Tensor]]:
+    """The moves of parameters, and of buffers, by unique name; and what this rank has of them."""
+    parameters: list[Move] = []
+    buffers: list[Move] = []
+    held = {}
+    for model in models:
+        one, dtypes = model.one, dtypes_of(model.one)
+        for name, tensor in local_values(one).items():
+            held[registry.unique_name(model.place, name)] = tensor
+        for name, dtype in dtypes.items():
+            key = registry.unique_name(model.place, name)
+            move = Move(key, dtype, one.side(name), model.next.side(name))
+            (parameters if name in one.parameters else buffers).append(move)
+    return parameters, buffers, held

@@ -1,0 +1,279 @@
+"""Tensor parallel plans: found by names, given by users, refused with what would work."""
+
+import pytest
+
+from nbdist.core.tp_given import incomplete, read_plan, read_style
+from nbdist.core.tp_names import FAMILIES, HEADS, STYLES
+from nbdist.core.tp_plans import (
+    Count,
+    Layer,
+    Style,
+    attentions,
+    check_counts,
+    counts,
+    degrees_that_work,
+    find_plan,
+)
+from nbdist.errors import OptionError
+
+WIDTH, HIDDEN, HEAD = 32, 64, 8
+
+
+def linear(n_in: int, n_out: int, **more: object) -> Layer:
+    """A linear layer in a block, with a weight of its own."""
+    return Layer("linear", n_in, n_out, n_own=n_in * n_out, is_in_block=True, **more)  # type: ignore[arg-type]
+
+
+def model(**blocks: Layer) -> dict[str, Layer]:
+    """One block, `layers.0`, with layers by their names; `_` stands for a dot."""
+    layers = {
+        "": Layer("other"),
+        "layers": Layer("other"),
+        "layers.0": Layer("other", is_block=True, is_in_block=True),
+    }
+    for name, layer in blocks.items():
+        path = "layers.0." + name.replace("__", ".")
+        parts = path.split(".")
+        for end in range(3, len(parts)):
+            layers.setdefault(".".join(parts[:end]), Layer("other", is_in_block=True))
+        layers[path] = layer
+    return layers
+
+
+def kinds(layers: dict[str, Layer], degree: int = 2) -> dict[str, str]:
+    """The plan that is found: the last part of a name -> style."""
+    plan = find_plan(layers, degree).plan
+    return {
+        name.removeprefix("layers.0."): f"{style.kind}:{style.parts}"
+        for name, style in plan.items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: " ".join(family.columns))
+def test_every_family_is_found_by_its_names(family):
+    """In a module of its own, with widths that fit."""
+    inner = WIDTH if family.is_attention else HIDDEN
+    layers = model(attn=Layer("other", heads=4, is_in_block=True))
+    for column in family.columns:
+        owner = f"layers.0.attn.{column}".rpartition(".")[0]
+        layers[owner] = Layer("other", heads=4, is_in_block=True)
+        layers[f"layers.0.attn.{column}"] = linear(WIDTH, family.fused * inner)
+    for row in family.rows:
+        found = find_plan({**layers, f"layers.0.attn.{row}": linear(inner, WIDTH)}, 2)
+
+        wanted = {
+            f"layers.0.attn.{name}": Style("colwise", family.parts) for name in family.columns
+        }
+        assert found.plan == {**wanted, f"layers.0.attn.{row}": Style("rowwise")}
+        assert not found.missed
+        assert not found.headless
+
+
+def test_layers_whose_widths_do_not_fit_are_no_pair():
+    """A fused weight of unequal parts, as with grouped heads, is not split, but named."""
+    owner = Layer("other", heads=4, is_in_block=True)
+    layers = model(attn=owner, attn__qkv=linear(WIDTH, 64), attn__proj=linear(WIDTH, WIDTH))
+    layers |= model(mlp__fc1=linear(WIDTH, HIDDEN), mlp__fc2=linear(HIDDEN, WIDTH))
+    found = find_plan(layers, 2)
+
+    assert set(found.plan) == {"layers.0.mlp.fc1", "layers.0.mlp.fc2"}
+    assert found.missed == ("layers.0.attn.qkv", "layers.0.attn.proj")
+    message = incomplete("Net", found.plan, found.missed)
+    assert "layers.*.attn.qkv, layers.*.attn.proj" in message
+    assert "{'layers.*.mlp.fc1': 'colwise', 'layers.*.mlp.fc2': 'rowwise'}" in message
+
+
+def test_attention_without_heads_is_named():
+    """Without an attribute for heads a split could cut one in two."""
+    layers = model(**{f"attn__{one}": linear(WIDTH, WIDTH) for one in "qkvo"})
+
+    assert find_plan(layers, 2).headless == ("layers.0.attn",)
+
+
+def test_norms_of_heads_are_shared_and_others_in_the_way():
+    """q_norm over one head sums its gradients; over all heads it cannot be computed on a part."""
+    layers = model(attn=Layer("other", heads=4, head_size=HEAD, is_in_block=True))
+    layers |= model(**{f"attn__{one}": linear(WIDTH, WIDTH) for one in "qkvo"})
+    layers["layers.0.attn"] = Layer("other", heads=4, head_size=HEAD, is_in_block=True)
+    norm = Layer("norm", n_out=HEAD, n_own=HEAD, is_in_block=True)
+    layers["layers.0.attn.q_norm"] = norm
+
+    assert find_plan(layers, 2).plan["layers.0.attn.q_norm"] == Style("shared")
+
+    layers["layers.0.attn.q_norm"] = Layer("norm", n_out=WIDTH, n_own=WIDTH, is_in_block=True)
+    assert find_plan(layers, 2).missed == ("layers.0.attn.q_norm",)
+
+
+def test_a_norm_between_split_layers_is_in_the_way():
+    """It would see a part of what it takes the mean of."""
+    layers = model(mlp__up=linear(WIDTH, HIDDEN), mlp__down=linear(HIDDEN, WIDTH))
+    layers["layers.0.mlp.norm"] = Layer("norm", n_out=HIDDEN, n_own=HIDDEN, is_in_block=True)
+
+    assert find_plan(layers, 2).missed == ("layers.0.mlp.norm",)
+
+
+def test_parameters_in_attention_that_no_plan_knows_are_named():
+    """Such as a bias of positions, which has one column for each head."""
+    owner = Layer("other", heads=4, is_in_block=True)
+    layers = model(**{f"attn__{one}": linear(WIDTH, WIDTH) for one in "qkvo"})
+    layers["layers.0.attn"] = owner
+    layers["layers.0.attn.bias"] = Layer("embedding", 16, 4, n_own=64, is_in_block=True)
+
+    assert find_plan(layers, 2).missed == ("layers.0.attn.bias",)
+
+
+def test_pairs_in_a_sequential_have_only_activations_between_them():
+    """Each second layer ends what the first one splits; anything else in between ends the pair."""
+    layers = model(mlp=Layer("sequential", is_in_block=True))
+    layers["layers.0.mlp"] = Layer("sequential", is_in_block=True)
+    chain = [linear(WIDTH, HIDDEN), Layer("pointwise"), linear(HIDDEN, WIDTH), Layer("pointwise")]
+    layers |= {f"layers.0.mlp.{n}": layer for n, layer in enumerate(chain)}
+
+    assert kinds(layers) == {"mlp.0": "colwise:1", "mlp.2": "rowwise:1"}
+
+    layers["layers.0.mlp.1"] = Layer("other")
+    assert kinds(layers) == {}
+
+
+def vocabulary(n_words: int = 257, tied: str = "emb.weight", **more: Layer) -> dict[str, Layer]:
+    """A model with a feed-forward part, an embedding and a head."""
+    layers = model(mlp__up=linear(WIDTH, HIDDEN), mlp__down=linear(HIDDEN, WIDTH))
+    table = Layer("embedding", n_words, WIDTH, weight="emb.weight", n_own=n_words * WIDTH)
+    return {**layers, "emb": table, "head": Layer("linear", WIDTH, n_words, weight=tied), **more}
+
+
+def test_a_vocabulary_is_split_with_its_head():
+    """Unevenly, if need be; logits are put together again."""
+    plan = find_plan(vocabulary(), 4).plan
+
+    assert (plan["emb"].kind, plan["head"].kind) == ("embedding", "head")
+
+
+def test_a_head_is_known_by_its_width():
+    """What has another width than the vocabulary is no head of it."""
+    layers = vocabulary(tied="head.weight")
+    assert "head" in find_plan(layers, 2).plan
+
+    layers["head"] = Layer("linear", WIDTH, 10, weight="head.weight")
+    plan = find_plan(layers, 2).plan
+    assert "head" not in plan
+    assert plan["emb"].kind == "embedding"
+
+
+def test_what_is_tied_to_something_whole_stays_whole():
+    """A parameter lies one way."""
+    twin = Layer("other", weight="emb.weight")
+
+    assert {"emb", "head"}.isdisjoint(find_plan(vocabulary(twin=twin), 2).plan)
+
+
+def test_a_vocabulary_with_fewer_words_than_chunks_stays_whole():
+    """Five words on four ranks: 2, 2, 1, 0."""
+    assert {"emb", "head"}.isdisjoint(find_plan(vocabulary(5), 4).plan)
+    assert {"emb", "head"} <= set(find_plan(vocabulary(5), 2).plan)
+
+
+def test_nothing_known_is_no_plan():
+    """A vocabulary alone is not worth it."""
+    layers = {"": Layer("other"), "emb": Layer("embedding", 9, 4), "head": linear(4, 9)}
+
+    assert find_plan(layers, 2).plan == {}
+
+
+def test_degrees_that_work_divide_everything():
+    """All counts and the number of ranks."""
+    assert degrees_that_work([12, 8], 8) == (1, 2, 4)
+    assert degrees_that_work([3], 8) == (1,)
+    assert degrees_that_work([], 6) == (1, 2, 3, 6)
+
+
+def test_heads_that_do_not_divide_are_refused_with_degrees():
+    """The message has the number, of what it is, and what would work."""
+    needed = [Count(48, "outputs of up"), Count(6, "heads of attn"), Count(2, "heads of attn.k")]
+
+    with pytest.raises(OptionError) as told:
+        check_counts(needed, 4, 8)
+
+    assert str(told.value) == (
+        "tp=4 does not divide the 6 heads of attn. "
+        "This model can be split with tp=1 or 2 on 8 ranks."
+    )
+    check_counts(needed, 2, 8)
+
+
+def test_counts_are_of_heads_widths_and_parts():
+    """Grouped heads count for themselves; a fused weight by one of its parts."""
+    layers = model(**{f"attn__{one}": linear(WIDTH, WIDTH) for one in ("q", "o")})
+    layers["layers.0.attn"] = Layer("other", heads=4, kv_heads=2, head_size=HEAD)
+    layers["layers.0.attn.k"] = layers["layers.0.attn.v"] = linear(WIDTH, 2 * HEAD)
+    layers |= model(mlp__gate_up_proj=linear(WIDTH, 96), mlp__down_proj=linear(48, WIDTH))
+    plan = find_plan(layers, 2).plan
+    found = {count.what: count.number for count in counts(plan, layers)}
+
+    assert found["heads of layers.0.attn"] == 4
+    assert found["key and value heads of layers.0.attn"] == 2
+    assert found["heads of layers.0.attn.k"] == 2
+    assert found["outputs of layers.0.mlp.gate_up_proj"] == 48
+    assert found["inputs of layers.0.mlp.down_proj"] == 48
+    assert [one.owner for one in attentions(plan, layers)] == ["layers.0.attn"]
+
+
+def test_styles_are_read():
+    """Hugging Face's words are known, too."""
+    assert read_style("colwise", "a") == Style("colwise")
+    assert read_style("colwise:3", "a") == Style("colwise", parts=3)
+    assert read_style("divide:heads, width", "a") == Style("divide", attributes=("heads", "width"))
+    assert read_style("colwise_gather_output", "a") == Style("head")
+
+
+@pytest.mark.parametrize("text", ["", "column", "colwise:", "colwise:x", "divide", "rowwise:2", 3])
+def test_unknown_styles_are_refused_with_all_that_there_are(text):
+    """Each with what it does."""
+    with pytest.raises(OptionError) as told:
+        read_style(text, "layers.*.up")
+
+    assert "layers.*.up" in str(told.value)
+    assert all(meaning in str(told.value) for meaning in STYLES.values())
+
+
+def given_layers() -> dict[str, Layer]:
+    """Two blocks of a model with names that nobody knows."""
+    one = {"a": linear(WIDTH, HIDDEN), "b": linear(HIDDEN, WIDTH), "emb": Layer("embedding", 9, 4)}
+    return {f"net.{block}.{name}": layer for block in (0, 1) for name, layer in one.items()}
+
+
+def test_patterns_are_put_out_into_modules():
+    """A star is one part of a name."""
+    plan = read_plan({"net.*.a": "colwise", "net.*.b": "rowwise"}, given_layers())
+
+    assert {name: style.kind for name, style in plan.items()} == {
+        "net.0.a": "colwise", "net.1.a": "colwise", "net.0.b": "rowwise", "net.1.b": "rowwise",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"net.a": "colwise"}, "net.a names no module"),
+        ({"*": "colwise"}, "names no module"),
+        ({"net.*.a": "colwise"}, "without a rowwise one"),
+        ({"net.*.b": "rowwise"}, "splits nothing"),
+        ({"net.*.emb": "colwise"}, "net.0.emb is colwise, which only goes with a torch.nn.Linear"),
+        ({"net.*.a": "embedding"}, "only goes with a torch.nn.Embedding"),
+        ({"net.*.a": "colwise:3", "net.*.b": "rowwise"}, "64 outputs, which are not 3 equal"),
+    ],
+)
+def test_plans_that_cannot_be_followed_are_refused(given, message):
+    """Before anything changes."""
+    with pytest.raises(OptionError, match=message.replace("*", r"\*")):
+        read_plan(given, given_layers())
+
+
+def test_names_of_heads_and_rows_do_not_shadow_each_other():
+    """`proj` and `out` end attention, too: in a block they are no heads."""
+    layers = vocabulary(WIDTH)
+    layers |= model(**{f"attn__{one}": linear(WIDTH, WIDTH) for one in ("q", "k", "v", "proj")})
+    layers["layers.0.attn"] = Layer("other", heads=4, is_in_block=True)
+
+    assert "proj" in HEADS
+    assert find_plan(layers, 2).plan["layers.0.attn.proj"] == Style("rowwise")

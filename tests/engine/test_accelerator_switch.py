@@ -1,0 +1,122 @@
+"""What an Accelerator has prepared goes on over a switch: loops, scaler, accumulation, rates."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.torch_ranks import TorchRanks
+from tests.support.training import MODEL
+
+pytestmark = pytest.mark.engine
+
+GOES_ON = """
+    from nbdist.engine.parallel.switch import switch
+
+    accelerator = Accelerator(
+        gradient_accumulation_steps=2,
+        dataloader_config=DataLoaderConfiguration(split_batches=True))
+
+    def cell(path):
+        "One loop over the data; each step but the first begins with a switch."
+        global model
+        torch.manual_seed(rank + 1)
+        loader = DataLoader(
+            data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(5))
+        net, optimizer, scheduler = make(0)
+        model, optimizer, scheduler, loader = accelerator.prepare(
+            net, optimizer, scheduler, loader)
+        same = [id(one) for one in (optimizer, optimizer.optimizer, scheduler, loader)]
+        losses, loop, drawn = [], iter(loader), torch.get_rng_state()
+        for at, (x, y) in enumerate(loop):
+            with accelerator.accumulate(model):
+                loss = model(x, labels=y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if at % 2 and path:
+                name, given = path.pop(0)
+                done_ = switch(choose(name, given, n))
+                # A variable of a cell is rebound by the switch; this one is a function's.
+                model = next(one for one in live.prepared() if one.base is net).outer
+                del done_
+        assert same == [id(one) for one in (optimizer, optimizer.optimizer, scheduler, loader)]
+        assert torch.equal(drawn, torch.get_rng_state())
+        return losses + scheduler.get_last_lr()
+
+    curves = {}
+    for path in ([], *json.loads(os.environ["PATHS"])):
+        use("ddp")
+        curves[" ".join(["ddp", *(name for name, _ in path)])] = tried(cell, list(path))
+        model = None
+    done(curves=curves)
+"""
+# The scaler is kept while fp16 is, and accumulation follows the option.
+SCALES = """
+    from nbdist.engine.parallel.switch import switch
+
+    use("ddp", precision="fp16", accumulate=4)
+    other = Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=64.0, growth_interval=1)])
+    net = make(0)[0]
+    model = other.prepare(net)
+    optimizer = other.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    facts = [[other.mixed_precision, other.gradient_accumulation_steps]]
+    scaler = other.scaler
+    def once():
+        # Four backwards for a step.
+        for _ in range(4):
+            with other.accumulate(model):
+                other.backward(model(tokens[:4], labels=labels[:4]))
+                optimizer.step()
+                optimizer.zero_grad()
+    once()
+    scales = [scaler.get_scale()]
+    ways = {"precision": "fp16", "accumulate": 4}, {"precision": "bf16"}, {"precision": "fp16"}
+    for given in ways:
+        switch(choose("fsdp", given, n))
+        model = next(one for one in live.prepared() if one.base is net).outer
+        facts.append([other.mixed_precision, other.gradient_accumulation_steps,
+                      other.scaler is scaler, optimizer.scaler is other.scaler])
+        once()
+        scales.append(scaler.get_scale())
+    done(facts=facts, scales=scales)
+"""
+
+
+SHORT = [[("fsdp", {}), ("zero1", {})], [("pp", {}), ("tp", {})]]
+LONG = [
+    [("fsdp", {}), ("ddp", {})],
+    [("zero1", {}), ("pp", {})],
+    [("tp", {}), ("fsdp", {"shard": "grad-op"})],
+]
+
+
+@pytest.mark.parametrize("paths", [SHORT, pytest.param(LONG, marks=pytest.mark.parity)])
+def test_a_loop_goes_on_with_all_that_belongs_to_it(tmp_path: Path, paths: list[object]) -> None:
+    """Each path's losses and rates are those of the loop without a switch; so is the generator."""
+    with TorchRanks(tmp_path, 2, MODEL + GOES_ON, PATHS=json.dumps(paths)) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        for path, curve in result["curves"].items():
+            assert not isinstance(curve, str), f"{path}\n{curve}"
+            assert curve == pytest.approx(result["curves"]["ddp"], abs=2e-6), path
+
+
+def test_scaler_and_accumulation_follow_the_options(tmp_path: Path) -> None:
+    """fp16's scale is kept, also while another precision counts; it doubles with each step."""
+    with TorchRanks(tmp_path, 2, MODEL + SCALES) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        assert result["facts"] == [
+            ["fp16", 4],
+            ["fp16", 4, True, True],
+            ["bf16", 1, False, True],
+            ["fp16", 1, True, True],
+        ]
+        assert result["scales"] == [128.0, 256.0, 256.0, 4096.0]

@@ -1,0 +1,215 @@
+"""A state saved under one strategy is loaded under another, on other numbers of ranks too."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.torch_ranks import TorchRanks
+from tests.support.training import MODEL
+
+pytestmark = pytest.mark.engine
+
+SAVE = """
+    import random
+    folder = os.environ["FOLDER"]
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+
+    class Counter:
+        def __init__(self):
+            self.n = 0
+        def state_dict(self):
+            return {"n": self.n}
+        def load_state_dict(self, state):
+            self.n = state["n"]
+
+    class Tied(Net):
+        "The head is the embedding, and a buffer is not saved."
+        def __init__(self):
+            super().__init__()
+            self.head.weight = self.embed.weight
+            self.register_buffer("scale", torch.ones(2) * 3)
+            self.register_buffer("spare", torch.ones(2), persistent=False)
+
+    def made(seed, kind):
+        torch.manual_seed(seed)
+        net = kind()
+        optimizer = torch.optim.AdamW(groups(net), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** step)
+        generator = torch.Generator().manual_seed(seed)
+        loader = DataLoader(data, batch_size=BATCH, shuffle=True, generator=generator)
+        counter = Counter()
+        accelerator.register_for_checkpointing(counter)
+        return (*accelerator.prepare(net, optimizer, scheduler, loader), counter)
+
+    def run(parts, batches):
+        model, optimizer, scheduler, _, counter = parts
+        losses = []
+        for x, y in batches:
+            loss = model(x, labels=y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            counter.n += 1
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        return losses
+
+    def first(name, given, kind):
+        "Three steps, a state, and three more."
+        use(name, **given)
+        parts = made(0, kind)
+        loop = iter(parts[3])
+        run(parts, (next(loop) for _ in range(3)))
+        where = accelerator.save_state(f"{folder}/{name}{kind.__name__}")
+        return run(parts, loop), parts
+
+    def second(name, given, kind, source):
+        "Other weights, then the state, and the three steps that came after it."
+        use(name, **given)
+        parts = made(rank + 5, kind)
+        ids = [id(group) for group in parts[1].optimizer.param_groups]
+        accelerator.load_state(f"{folder}/{source}{kind.__name__}")
+        assert ids == [id(group) for group in parts[1].optimizer.param_groups]
+        assert parts[4].n == 3
+        loader = accelerator.skip_first_batches(parts[3], 3)
+        return run(parts, loader)
+
+    def pairs():
+        found = {}
+        for name, given, kind in json.loads(os.environ["SAVED"]):
+            losses, parts = tried(first, name, given, globals()[kind])
+            del parts
+            found[f"{name}{kind}"] = losses
+        return found
+"""
+TWO = """
+    saved, loaded = pairs(), {}
+    for name, given, kind, source in json.loads(os.environ["LOADED"]):
+        loaded[f"{name}{kind} {source}{kind}"] = tried(second, name, given, globals()[kind], source)
+    texts = []
+    use("ddp")
+    model = accelerator.prepare(Net(width=32))
+    head = {k: v.clone() for k, v in accelerator.get_state_dict(model).items()}
+    for source in ("fsdpNet", "nowhere"):
+        try:
+            accelerator.load_state(f"{folder}/{source}")
+        except (NbdistError, ValueError) as error:
+            texts.append(str(error))
+    same = all(torch.equal(v, head[k]) for k, v in accelerator.get_state_dict(model).items())
+    done(saved=saved, loaded=loaded, texts=texts, same=same)
+"""
+
+
+def check(saved: dict[str, list[float]], loaded: dict[str, list[float] | str]) -> None:
+    """What was loaded goes on as what was saved did."""
+    for row, losses in loaded.items():
+        assert not isinstance(losses, str), f"{row}\n{losses}"
+        assert losses == pytest.approx(saved[row.split()[1]], abs=2e-6), row
+
+
+def test_a_state_goes_on_under_another_strategy(tmp_path: Path) -> None:
+    """Weights, moments, groups, rate, order of the data, own objects; tied weights."""
+    saved = [("fsdp", {}, "Net"), ("pp", {}, "Tied")]
+    loaded = [
+        ("ddp", {}, "Net", "fsdp"),
+        ("zero1", {}, "Net", "fsdp"),
+        ("pp", {}, "Net", "fsdp"),
+        ("fsdp", {}, "Tied", "pp"),
+        ("single", {}, "Tied", "pp"),
+    ]
+    rows = {"SAVED": json.dumps(saved), "LOADED": json.dumps(loaded)}
+    with TorchRanks(tmp_path / "run", 2, MODEL + SAVE + TWO, FOLDER=str(tmp_path), **rows) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        check(result["saved"], result["loaded"])
+        misfit, missing = result["texts"]
+        assert "does not fit Net: embed.weight has shape (24, 16) there and (24, 32) here" in misfit
+        assert "and 59 more" in misfit
+        assert "nowhere" in missing
+        assert result["same"]
+    one = load_file(tmp_path / "ppTied" / "model.safetensors")
+    assert ("embed.weight" in one) != ("head.weight" in one)
+    assert "scale" in one
+    assert "spare" not in one
+    optimizer = torch.load(tmp_path / "fsdpNet" / "optimizer.bin")
+    assert optimizer["state"]["embed.weight"]["exp_avg"].shape == (24, 16)
+
+
+OTHERS = """
+    saved, loaded = {}, {}
+    for name, given, kind in json.loads(os.environ["SAVED"]):
+        losses, parts = first(name, given, globals()[kind])
+        saved[name + kind] = losses
+        del parts
+    for name, given, kind, source in json.loads(os.environ["LOADED"]):
+        loaded[f"{name}{kind} {source}{kind}"] = tried(second, name, given, globals()[kind], source)
+    done(saved=saved, loaded=loaded)
+"""
+
+
+@pytest.mark.parity
+def test_a_state_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """Saved on 4 ranks in three dimensions' worth of ways, loaded on 2 and on 1."""
+    saved = [("fsdp", {"tp": 2}, "Net"), ("pp", {"dp": 2}, "Tied")]
+    loaded = [("pp", {"tp": 2}, "Net", "fsdp"), ("zero1", {}, "Tied", "pp")]
+    runs = [
+        (4, saved, loaded),
+        (2, [], [("ddp", {}, "Net", "tp"), ("fsdp", {}, "Tied", "pp")]),
+        (1, [], [("single", {}, "Net", "tp"), ("ddp", {}, "Tied", "pp")]),
+    ]
+    curves: dict[str, list[float]] = {}
+    for size, first, second in runs:
+        rows = {"SAVED": json.dumps(first), "LOADED": json.dumps(second)}
+        with TorchRanks(
+            tmp_path / f"run{size}", size, MODEL + SAVE + OTHERS, FOLDER=str(tmp_path), **rows
+        ) as ranks:
+            for result in ranks.results():
+                curves |= result["saved"]
+                check(curves, result["loaded"])
+
+
+PLAIN = """
+    import accelerate
+    torch.manual_seed(0)
+    plain = accelerate.Accelerator()
+    net = Net()
+    model, optimizer = plain.prepare(net, torch.optim.AdamW(groups(net), lr=1e-2))
+    def steps(model, optimizer, accelerator):
+        losses = []
+        for _ in range(2):
+            loss = model(tokens[:BATCH], labels=labels[:BATCH])
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+    steps(model, optimizer, plain)
+    for is_safe in (True, False):
+        plain.save_state(f"{os.environ['FOLDER']}/{is_safe}", safe_serialization=is_safe)
+    dist.barrier()
+    curve = steps(model, optimizer, plain)
+    found = {}
+    for name in ("fsdp", "zero1"):
+        for is_safe in (True, False):
+            use(name)
+            accelerator = Accelerator()
+            net = Net()
+            parts = accelerator.prepare(net, torch.optim.AdamW(groups(net), lr=1e-2))
+            accelerator.load_state(f"{os.environ['FOLDER']}/{is_safe}")
+            found[f"{name} {is_safe}"] = steps(*parts, accelerator)
+    done(curve=curve, found=found)
+"""
+
+
+def test_a_state_of_accelerates_own_is_read(tmp_path: Path) -> None:
+    """Saved by plain Accelerate under DDP, in both of its formats, gone on with here."""
+    with TorchRanks(tmp_path / "run", 2, MODEL + PLAIN, FOLDER=str(tmp_path)) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        for row, losses in result["found"].items():
+            assert losses == pytest.approx(result["curve"], abs=2e-6), row

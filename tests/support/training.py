@@ -1,0 +1,115 @@
+"""A small language model, its data and the cell that trains it, for texts of TorchRanks."""
+
+# A small language model with a list of blocks, its data, and the loop in one process.
+MODEL = """
+    import gc, traceback, weakref
+    import torch.nn.functional as F
+    from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    from nbdist.core.strategy import choose
+    from nbdist.engine.accelerator import Accelerator
+    from nbdist.engine.parallel import live
+
+    class Block(nn.Module):
+        def __init__(self, width, n_heads):
+            super().__init__()
+            self.n_heads = n_heads
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+            self.o_proj = nn.Linear(width, width)
+            self.up_proj, self.down_proj = nn.Linear(width, 32), nn.Linear(32, width)
+        def forward(self, h):
+            x = self.norm1(h)
+            q, k, v = (
+                p(x).view(*x.shape[:2], -1, x.shape[-1] // self.n_heads).transpose(1, 2)
+                for p in (self.q_proj, self.k_proj, self.v_proj)
+            )
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            h = h + self.o_proj(mixed.transpose(1, 2).flatten(2))
+            return h + self.down_proj(torch.tanh(self.up_proj(self.norm2(h))))
+
+    class Net(nn.Module):
+        def __init__(self, width=16, n_blocks=4):
+            super().__init__()
+            self.embed = nn.Embedding(24, width)
+            self.blocks = nn.ModuleList(Block(width, 4) for _ in range(n_blocks))
+            self.head = nn.Linear(width, 24)
+        def forward(self, tokens, labels=None):
+            h = self.embed(tokens)
+            for block in self.blocks:
+                h = block(h)
+            logits = self.head(h)
+            if labels is None:
+                return logits
+            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    STEPS, BATCH = 6, 8
+    draw = torch.Generator().manual_seed(3)
+    tokens = torch.randint(24, (STEPS * BATCH, 8), generator=draw)
+    labels = (tokens * 5 + 1) % 24
+    data = TensorDataset(tokens, labels)
+
+    def use(name, **given):
+        live.set_choice(choose(name, given, n))
+
+    def groups(net):
+        flat = [p for p in net.parameters() if p.ndim < 2]
+        wide = [p for p in net.parameters() if p.ndim > 1]
+        return [{"params": wide}, {"params": flat, "lr": 3e-3}]
+
+    def make(seed):
+        torch.manual_seed(seed)
+        net = Net()
+        optimizer = torch.optim.AdamW(groups(net), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** step)
+        return net, optimizer, scheduler
+
+    def alone(k=1):
+        "The reference: plain torch, whole batches, k of them for a step."
+        net, optimizer, scheduler = make(0)
+        found = []
+        for at in range(STEPS):
+            part = slice(at * BATCH, (at + 1) * BATCH)
+            loss = net(tokens[part], labels[part])
+            (loss / k).backward()
+            norm = None
+            if (at + 1) % k == 0:
+                norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5).item()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            found.append((loss.item(), norm, scheduler.get_last_lr()[0]))
+        return found
+
+    def cell(accelerator):
+        "The cell: no word of a strategy in it."
+        net, optimizer, scheduler = make(rank)
+        loader = DataLoader(data, batch_size=BATCH)
+        optimizer, loader, model, scheduler = accelerator.prepare(optimizer, loader, net, scheduler)
+        found = []
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = model(x, labels=y)
+                accelerator.backward(loss)
+                norm = None
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5).item()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            mean = accelerator.reduce(loss.detach(), "mean").item()
+            found.append((mean, norm, scheduler.get_last_lr()[0]))
+        return found
+
+    def apart(a, b):
+        pairs = [pair for one, two in zip(a, b, strict=True) for pair in zip(one, two, strict=True)]
+        return max(abs(x - y) for x, y in pairs if x is not None)
+
+    def tried(function, *args):
+        "What it returns, or the traceback."
+        try:
+            return function(*args)
+        except BaseException:
+            return traceback.format_exc()
+"""
