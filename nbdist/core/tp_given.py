@@ -34,13 +34,13 @@ def read_style(text: object, name: str) -> Style:
     Raises:
         OptionError: There is no such style.
     """
-    word, _, rest = str(text).partition(":")
+    word, colon, rest = str(text).partition(":")
     kind = _SYNONYMS.get(word, word)
     if kind == "colwise" and rest.isdecimal() and int(rest):
         return Style(kind, parts=int(rest))
     if kind == "divide" and rest:
         return Style(kind, attributes=tuple(part.strip() for part in rest.split(",")))
-    if kind in STYLES and not rest:
+    if kind in STYLES and not colon:
         return Style(kind)
     known = "\n".join(f"  {style}: {meaning}" for style, meaning in STYLES.items())
     raise OptionError(f"tp_plan: {name} has the style {text!r}. Styles are:\n{known}")

@@ -6,32 +6,30 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import accelerate
 import torch
-from accelerate.utils import AutocastKwargs
 from accelerate.utils import reduce as reduce_on_all_ranks
 
 from nbdist.core.strategy import Choice
 from nbdist.engine import plain
 from nbdist.engine.parallel import (
     defaults,
-    fsdp,
+    engines,
     gathering,
     live,
-    norms,
     options,
     saving,
     streams,
 )
+from nbdist.engine.parallel.gradients import Gradients
 from nbdist.engine.parallel.held import Held
 from nbdist.engine.parallel.optimizer import Optimizer
 from nbdist.engine.parallel.precision import DTYPES
-from nbdist.engine.parallel.scaler import Scaler, local_parts
+from nbdist.engine.parallel.scaler import Scaler
 from nbdist.engine.parallel.scheduler import Scheduler
 from nbdist.engine.parallel.shares import current_share, settings_of, share_of
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
+class Accelerator(Gradients):
     """Accelerate's Accelerator under whatever strategy is current, also after a switch.
 
     `num_processes`, `gather`, `reduce`, data loaders and schedulers go by the ranks that see
@@ -41,7 +39,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     """
 
     flag_tensor: torch.Tensor | None
-    scaler: Scaler | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Set up as Accelerate does. Precision and accumulation of the strategy's options count.
@@ -65,6 +62,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's, models first, in whatever order they come. Collective: every rank."""
+        if live.current().name == "deepspeed":
+            args = engines.taken_over(args)
+        elif any(isinstance(one, torch.nn.Module) for one in args):
+            engines.drop()  # of another strategy's time
         order = sorted(range(len(args)), key=lambda i: not isinstance(args[i], torch.nn.Module))
         if device_placement is not None and len(device_placement) == len(args):
             device_placement = [device_placement[i] for i in order]
@@ -88,6 +89,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         Raises:
             OptionError: The strategy does not go with the model.
         """
+        if engines.is_engine(model):
+            self._models.append(model)
+            return model
         outer = live.prepare_model(model, self)
         known = live.prepared_of(outer)
         assert known is not None
@@ -105,6 +109,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
 
         Twice the same optimizer is the same wrapper.
         """
+        if isinstance(optimizer, engines.EngineOptimizer):
+            self._optimizers.append(optimizer)
+            return optimizer
         wrapper = optimizer if isinstance(optimizer, Optimizer) else None
         raw = optimizer if wrapper is None else wrapper.optimizer
         live.bind(raw)
@@ -169,8 +176,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         """The user's own module. Its parameters are this rank's parts: `get_state_dict` for all."""
         known = live.prepared_of(model)
         if known is not None:
-            base: torch.nn.Module = known.base
-            return base
+            return known.base
         unwrapped: torch.nn.Module = super().unwrap_model(
             model, keep_fp32_wrapper, keep_torch_compile
         )
@@ -229,64 +235,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         """A loader without the first batches; it too goes on after a switch."""
         return streams.skip(dataloader, num_batches)
 
-    # Gradients
-
-    @contextlib.contextmanager
-    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Backwards in here add gradients up on each rank; the next one outside combines them."""
-        known = live.prepared_of(model)
-        outer = model if known is None else known.outer
-        own: Any = next((m for m in outer.modules() if hasattr(m, "no_sync")), None)
-        with fsdp.no_sync(outer) if own is None else own.no_sync():
-            yield
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by fp16's scale, those of each optimizer once. Collective with fp16."""
-        if self.scaler is None:
-            return
-        several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        for one in self._optimizers if optimizer is None else several:
-            raw = getattr(one, "optimizer", one)
-            if not self.scaler.has_unscaled(raw):
-                self.scaler.unscale_(raw)
-
-    def clip_grad_norm_(
-        self, parameters: Any, max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """Limit the norm of gradients over the whole model, and return it, plain.
-
-        Collective under fsdp, tp and pp, and with fp16: every rank (`norms.clip_grad_norm`).
-        """
-        given = _listed(parameters)
-        self._unscale(given)
-        return norms.clip_grad_norm(
-            given, max_norm, norm_type, live.layout_of, degrees=live.current().degrees
-        )
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Limit each element of gradients, where it lies. Collective with fp16."""
-        given = _listed(parameters)
-        self._unscale(given)
-        torch.nn.utils.clip_grad_value_(local_parts(given), clip_value)
-
-    @property
-    def mixed_precision(self) -> str:
-        """no, bf16 or fp16: the current strategy's option."""
-        precision = live.current().options.precision
-        return precision if precision in DTYPES else "no"
-
-    @contextlib.contextmanager
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
-        """Compute in the strategy's precision; nothing in fp32."""
-        handler = autocast_handler or self.autocast_handler
-        dtype = DTYPES.get(live.current().options.precision)
-        if dtype is None:
-            yield
-            return
-        given = {} if handler is None else handler.to_kwargs()
-        with torch.autocast(self.device.type, dtype=dtype, **given):
-            yield
-
     # States
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -296,9 +244,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
             model: A prepared one, or any other.
             unwrap: Of no effect: names are the same under every strategy.
         """
-        known = live.prepared_of(model)
-        if known is not None:
-            return saving.whole_model(known)
+        if engines.is_engine(model) or live.prepared_of(model) is not None:
+            return saving.whole_model(model)
         state: dict[str, Any] = super().get_state_dict(model, unwrap)
         return state
 
@@ -331,11 +278,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     # Switches
 
     def before_switch(self, _old: Choice, new: Choice) -> None:
-        """Refuse a strategy that optimizers or loaders cannot follow. This rank alone, alike on all.
+        """Refuse a strategy that optimizers or loaders cannot follow. This rank alone.
 
         Raises:
-            OptionError: No fused step for an optimizer, or batches that do not divide.
+            OptionError: No fused step for an optimizer, batches that do not divide, DeepSpeed.
         """
+        engines.refuse_switch(new)
         share = share_of(new, self.process_index)
         for loader in self._dataloaders:
             if hasattr(loader, "check"):
@@ -349,6 +297,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
             self.gradient_accumulation_steps = max(new.options.accumulate, 1)
             if new.options.accumulate == 1:
                 self.gradient_accumulation_steps = self._own_steps
+        # The switch has cleared gradients: the next backward is the first of a step.
+        self.step = 0
+        self.sync_gradients = True
         for optimizer in self._optimizers:
             if old.options.is_fused or new.options.is_fused:
                 options.set_fused(optimizer.optimizer, is_on=new.options.is_fused)
@@ -362,23 +313,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         if precision == "fp16" and self._own_scaler is None:
             given = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
             self._own_scaler = Scaler(self.device.type, **given)
-        self.scaler = self._own_scaler if precision == "fp16" else None
+        is_scaled = precision == "fp16" and choice.name != "deepspeed"  # which has its own
+        self.scaler = self._own_scaler if is_scaled else None
         for optimizer in self._optimizers:
             optimizer.scaler = self.scaler
 
-    def _unscale(self, parameters: list[torch.Tensor]) -> None:
-        """Of the optimizers that have one of these. Of all where none has: ranks must agree."""
-        wanted = {id(p) for p in parameters}
-        own = [
-            one
-            for one in self._optimizers
-            if any(id(p) in wanted for group in one.param_groups for p in group["params"])
-        ]
-        self.unscale_gradients(own or None)
-
     def _hold_weakly(self) -> None:
         """Replace Accelerate's private lists, which keep everything that was ever prepared."""
-        self._models = Held(lambda base: getattr(live.prepared_of(base), "outer", None))
+        self._models = Held(engines.shown)
         self._optimizers = Held()
         self._schedulers = Held()
         self._dataloaders = Held()
@@ -413,7 +355,3 @@ class LazyAccelerator(Accelerator):
             self.__class__ = LazyAccelerator
             raise
         return getattr(self, name)
-
-
-def _listed(parameters: Any) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from nbdist.core.recovery import HALVES, SHARDED
 from nbdist.core.wire import CELL_FOR_ALL
 from nbdist.engine.parallel import registry
+from nbdist.engine.parallel.prepared import is_retired
 from nbdist.errors import NbdistError
 
 # A tensor is summed in pieces, so that what is needed beside it stays small.
@@ -64,7 +65,17 @@ _state = _State()
 
 def find() -> tuple[Model, ...]:
     """Every live DDP and FSDP2 model of this process, and every one that is split, by name."""
-    modules = list(_live(DistributedDataParallel, FSDPModule))
+    found = _find()
+    if all(one.is_named for one in found):
+        return found
+    # A cell that was run again leaves models that hold themselves in circles, and Python lets
+    # go of them on each rank at another time: ranks would compare different ones.
+    gc.collect()
+    return _find()
+
+
+def _find() -> tuple[Model, ...]:
+    modules = [m for m in _live(DistributedDataParallel, FSDPModule) if not is_retired(m)]
     # One without a reducer comes from a constructor that has failed: the error holds it.
     ddps = [
         m for m in modules if issubclass(type(m), DistributedDataParallel) and hasattr(m, "reducer")

@@ -66,24 +66,31 @@ SCALES = """
     optimizer = other.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
     facts = [[other.mixed_precision, other.gradient_accumulation_steps]]
     scaler = other.scaler
-    def once():
-        # Four backwards for a step.
-        for _ in range(4):
+    def backwards(count):
+        "Four are a step; which of them ended one."
+        synced = []
+        for _ in range(count):
             with other.accumulate(model):
                 other.backward(model(tokens[:4], labels=labels[:4]))
                 optimizer.step()
                 optimizer.zero_grad()
-    once()
+            synced.append(other.sync_gradients)
+        return synced
+    backwards(4)
     scales = [scaler.get_scale()]
     ways = {"precision": "fp16", "accumulate": 4}, {"precision": "bf16"}, {"precision": "fp16"}
+    begun = []
     for given in ways:
+        if other.gradient_accumulation_steps > 1:
+            backwards(1)  # of an accumulation that the switch ends
         switch(choose("fsdp", given, n))
+        begun.append(other.sync_gradients)
         model = next(one for one in live.prepared() if one.base is net).outer
         facts.append([other.mixed_precision, other.gradient_accumulation_steps,
                       other.scaler is scaler, optimizer.scaler is other.scaler])
-        once()
+        begun.append(backwards(4))
         scales.append(scaler.get_scale())
-    done(facts=facts, scales=scales)
+    done(facts=facts, scales=scales, begun=begun)
 """
 
 
@@ -120,3 +127,5 @@ def test_scaler_and_accumulation_follow_the_options(tmp_path: Path) -> None:
             ["fp16", 1, True, True],
         ]
         assert result["scales"] == [128.0, 256.0, 256.0, 4096.0]
+        # Gradients were cleared, so an accumulation begins anew, with its first backward.
+        assert result["begun"] == [True, [False, False, False, True], *[True, [True] * 4] * 2]

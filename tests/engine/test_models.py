@@ -157,6 +157,29 @@ def test_a_leftover_that_no_variable_holds_is_left_out() -> None:
         sync._refuse([theirs, lacking], 1)
 
 
+FORGOTTEN = (
+    COMMON
+    + """
+    import gc
+    gc.disable()  # Python lets go when it likes, on each rank at another time
+    first = DDP(net())
+    first.register_forward_pre_hook(lambda *_, held=first: None)  # in a circle
+    model = DDP(net())
+    del first
+    found = [one.name for one in models.find()]
+    done(found=found)
+"""
+)
+
+
+def test_a_model_that_a_cell_has_replaced_is_not_found(tmp_path: Path) -> None:
+    """What nobody holds any more is not compared with what another rank's Python still has."""
+    with TorchRanks(tmp_path, 1, FORGOTTEN) as ranks:
+        result = ranks.results()[0]
+
+    assert result["found"] == ["model"]
+
+
 REPLACED = (
     COMMON
     + """

@@ -7,7 +7,6 @@ import torch
 
 from nbdist.engine.parallel.options import set_fused, step_device
 from nbdist.errors import OptionError
-from tests.support import torch_ranks
 from tests.support.parity import TEXT
 from tests.support.torch_ranks import TorchRanks
 
@@ -195,13 +194,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", ["ddp", "fsdp", "ddp full", "fsdp full", "fsdp selective"])
-def test_compiled_blocks_train_alike(
-    tmp_path: Path, compiled: Path, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_blocks_train_alike(tmp_path: Path, compiled: Path, case: str) -> None:
     """Block by block, with and without checkpointing; blocks are compiled, the rest is not."""
-    monkeypatch.setattr(torch_ranks, "TIMEOUT_S", 290.0)  # a C++ compiler runs several times
     env = {"TORCHINDUCTOR_CACHE_DIR": str(compiled), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    with TorchRanks(tmp_path, 2, COMPILED, CASE=case, **env) as ranks:
+    # A C++ compiler runs several times.
+    with TorchRanks(tmp_path, 2, COMPILED, limit_s=280.0, CASE=case, **env) as ranks:
         results = ranks.results()
 
     for one in results:

@@ -103,7 +103,9 @@ done(fp32={
     "frozen": compare(how=freeze),
     "first stage frozen": compare(how=freeze, made={"depth": 2, "tied": False}),
     "checkpointed": compare(checkpoint="full"),
-}, half={kind: compare(precision=kind)[0] for kind in ("bf16", "fp16")})
+},
+fp64=compare(how=lambda model: model.double()),
+half={kind: compare(precision=kind)[0] for kind in ("bf16", "fp16")})
 """
 )
 
@@ -121,6 +123,7 @@ def test_it_trains_as_one_process(tmp_path: Path) -> None:
 
     _check(results)
     for one in results:
+        assert max(one["fp64"]) < 1e-14
         # As far off as autocast is in one process, and off.
         assert 0 < one["half"]["bf16"] < 5e-3
         assert 0 < one["half"]["fp16"] < 5e-4

@@ -14,14 +14,16 @@ from typing import Any, Self
 
 from tests.support.kernel import notebook_env
 
-TIMEOUT_S = 90.0
+# Ranks end by themselves after LIMIT_S, with all threads' stacks; the test waits a little longer.
+LIMIT_S = 80.0
+MORE_S = 10.0
 POLL_S = 0.01
 
 # What every text finds: its place, the modules, and the ways to hang, wait and answer.
 PRELUDE = """
 import faulthandler, json, os, pickle, signal, socket, sys, threading, time
 from pathlib import Path
-faulthandler.dump_traceback_later(80, exit=True)
+faulthandler.dump_traceback_later(float(os.environ["TEST_LIMIT_S"]), exit=True)
 rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 run_dir = Path(os.environ["TEST_RUN_DIR"])
 import torch, torch.distributed as dist
@@ -102,12 +104,15 @@ def total(group=None):
 class TorchRanks:
     """Ranks 0 to n-1, each running the same text after `PRELUDE`. A context manager.
 
-    The text calls `done(key=value, ...)` at its end.
+    The text calls `done(key=value, ...)` at its end, `limit_s` after its start at the latest.
     """
 
-    def __init__(self, folder: Path, size: int, text: str, **env: str) -> None:
+    def __init__(
+        self, folder: Path, size: int, text: str, limit_s: float = LIMIT_S, **env: str
+    ) -> None:
         self.folder = folder
         self.size = size
+        self.limit_s = limit_s
         self._text = PRELUDE + textwrap.dedent(text)
         self._env = env
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -128,7 +133,7 @@ class TorchRanks:
     def wait_for(self, name: str, rank: int) -> bytes:
         """What a rank said under a name."""
         path = self.folder / f"{name}.{rank}"
-        until_s = time.monotonic() + TIMEOUT_S
+        until_s = time.monotonic() + self.limit_s + MORE_S
         while not path.exists():
             if self._processes[rank].poll() is not None or time.monotonic() > until_s:
                 raise AssertionError(self.report())
@@ -157,7 +162,7 @@ class TorchRanks:
     def wait_for_end(self, rank: int) -> str:
         """A rank's result, as text."""
         try:
-            self._processes[rank].wait(TIMEOUT_S)
+            self._processes[rank].wait(self.limit_s + MORE_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"rank {rank} did not end\n{self.report()}") from None
         path = self.folder / f"result.{rank}"
@@ -182,6 +187,7 @@ class TorchRanks:
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "TEST_RUN_DIR": str(self.folder),
+            "TEST_LIMIT_S": str(self.limit_s),
             **self._env,
             **env,
         }

@@ -28,12 +28,12 @@ class GroupedAttention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        B, T, _ = x.shape
-        q = self.q_norm(self.wq(x).view(B, T, self.n_heads, self.head_dim)).transpose(1, 2)
-        k = self.k_norm(self.wk(x).view(B, T, self.n_kv_heads, self.head_dim)).transpose(1, 2)
-        v = self.wv(x).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        b, t, _ = x.shape
+        q = self.q_norm(self.wq(x).view(b, t, self.n_heads, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(self.wk(x).view(b, t, self.n_kv_heads, self.head_dim)).transpose(1, 2)
+        v = self.wv(x).view(b, t, self.n_kv_heads, self.head_dim).transpose(1, 2)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(y.transpose(1, 2).reshape(B, T, -1))
+        return self.wo(y.transpose(1, 2).reshape(b, t, -1))
 
 
 class NanoAttention(nn.Module):
@@ -46,12 +46,12 @@ class NanoAttention(nn.Module):
         self.resid_dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        B, T, C = x.size()
+        b, t, c = x.size()
         parts = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (p.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for p in parts)
+        q, k, v = (p.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for p in parts)
         dropout = self.dropout if self.training else 0
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        y = y.transpose(1, 2).contiguous().view(B, T, C)
+        y = y.transpose(1, 2).contiguous().view(b, t, c)
         return self.resid_dropout(self.c_proj(y))
 
 
@@ -99,11 +99,11 @@ class Flat(nn.Module):
         self.hd = WIDTH // HEADS
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        B, T, _ = x.shape
+        b, t, _ = x.shape
         h = self.n1(x)
-        q, k, v = (f(h).view(B, T, -1, self.hd).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (f(h).view(b, t, -1, self.hd).transpose(1, 2) for f in (self.q, self.k, self.v))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(y.transpose(1, 2).reshape(B, T, -1))
+        x = x + self.o(y.transpose(1, 2).reshape(b, t, -1))
         return x + self.down(functional.gelu(self.up(self.n2(x))))
 
 
@@ -184,8 +184,9 @@ def llama(**more: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2, **more}
-    return HuggingFace(LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **sizes, **heads)))
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
+    own = {**sizes, **heads, **more}
+    return HuggingFace(LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **own)))
 
 
 def qwen3(**more: Any) -> nn.Module:
@@ -193,9 +194,9 @@ def qwen3(**more: Any) -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": 8, **more}
-    tied = {"tie_word_embeddings": True}
-    return HuggingFace(Qwen3ForCausalLM(Qwen3Config(vocab_size=WORDS, **sizes, **heads, **tied)))
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": 8}
+    own = {**sizes, **heads, "tie_word_embeddings": True, **more}
+    return HuggingFace(Qwen3ForCausalLM(Qwen3Config(vocab_size=WORDS, **own)))
 
 
 def gpt2(dropout: float = 0.0, **more: Any) -> nn.Module:
@@ -227,7 +228,7 @@ MODELS = {
     ),
     "nano": lambda: Model(lambda: Block(NanoAttention(), Plain(), nn.LayerNorm), is_tied=True),
     "flat": lambda: Model(Flat),
-    "encoder": lambda: Coder(),
+    "encoder": Coder,
     "length first": lambda: Coder(is_batch_first=False, norm_first=False),
     "decoder": lambda: Coder(is_decoder=True),
     "llama": llama,

@@ -55,6 +55,12 @@ class Built:
         """How a parameter or buffer lies."""
         return Side(self.layouts[name], self.job.grid.degrees)
 
+    @property
+    def title(self) -> str:
+        """The model's class, which a strategy may have replaced."""
+        kinds = [one.kind for one in self.changes if one.module is self.job.base]
+        return (kinds or [type(self.job.base)])[0].__name__
+
 
 def plan(job: Job, own_steps: Sequence[Step] | None = None) -> Built:
     """Say how a model will lie. Nothing is changed, no rank is met; the same on all ranks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from nbdist.core.strategy import Choice, label
 from nbdist.engine.parallel import build, live, registry, undo
 from nbdist.engine.parallel.agreement import Ballot, raise_failures, sentence
 from nbdist.engine.parallel.build import Built
-from nbdist.engine.parallel.prepared import Prepared
+from nbdist.engine.parallel.prepared import Prepared, retire
 from nbdist.engine.parallel.rebind import Pair, Rebound, is_internal, names_for, rebind
 from nbdist.engine.parallel.states import AgreedState, LocalState, write
 from nbdist.errors import NbdistError
@@ -53,12 +54,12 @@ class Brought:
     Attributes:
         values: Of parameters and buffers, by unique name.
         states: Of optimizers, by label.
-        sent_bytes: Between all ranks.
+        received_bytes: From other ranks.
     """
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     states: dict[str, torch.Tensor] = field(default_factory=dict)
-    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 class Commit:
@@ -190,11 +191,10 @@ def _retire(
     name = called(old)
     assert old.outer is not None
     if old.outer is not one.base:
-        one.own_names = names_for(one.base)
+        one.own_names = set(names_for(one.base))
         if old.outer is not one.outer:
             dead.append(Pair(old.outer, one.outer, name))
-            # It would run the new parameters without the new strategy.
-            vars(old.outer)["forward"] = _refusal(name, old.job.choice)
+            retire(old.outer, _refusal(name, old.job.choice))
     elif one.outer is not one.base:
         modules.append(Pair(one.base, one.outer, name))
         kept |= one.own_names
@@ -205,7 +205,7 @@ def _retire(
     one.remember(dict(old.parameters))
 
 
-def _refusal(name: str, choice: Choice) -> Any:
+def _refusal(name: str, choice: Choice) -> Callable[..., Any]:
     was = label(choice)
 
     def forward(*_args: Any, **_kwargs: Any) -> Any:
@@ -229,5 +229,4 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
 
 def called(built: Built) -> str:
     """What a person calls a model: a variable that holds it, or its class."""
-    names = [n for n in sorted(names_for(built.outer)) if not n.startswith("_")]
-    return names[0] if names else type(built.job.base).__name__
+    return next(iter(names_for(built.outer)), built.title)

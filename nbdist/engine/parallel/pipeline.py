@@ -166,7 +166,7 @@ class Pipeline(torch.nn.Module):
             share.parameter.grad = None
         try:
             self._run_schedule(plan.schedule, len(pieces))
-            loss = self._agree()
+            loss = self._agree(plan.findings.dtype)
             for share in shares:
                 share.gradient = share.parameter.grad
         except BaseException:
@@ -193,11 +193,11 @@ class Pipeline(torch.nn.Module):
                 raise error.__cause__ from None
             raise
 
-    def _agree(self) -> torch.Tensor:
+    def _agree(self, dtype: torch.dtype) -> torch.Tensor:
         """The mean loss, on every rank; raises on every rank if the model failed on one."""
         losses = [loss for part in self._parts for loss in part.current.losses]
         failure = next((p for p in self._parts if p.current.failure is not None), None)
-        told = torch.zeros(2, device=self._route.device)
+        told = torch.zeros(2, dtype=dtype, device=self._route.device)
         told[1] = failure is not None
         if losses and failure is None:
             told[0] = torch.stack(losses).mean()
@@ -245,6 +245,7 @@ class Pipeline(torch.nn.Module):
 
     def _schedule(self, findings: Findings, count: int) -> Any:
         route, parts = self._route, self._parts
+        loss = torch.empty((), dtype=findings.dtype, device="meta")
         for part, names in zip(parts, findings.whole, strict=True):
             self._tell_unsplit(part, names)
         stages = [
@@ -255,7 +256,7 @@ class Pipeline(torch.nn.Module):
                 route.device,
                 # With both given torch does not run the model to find shapes.
                 input_args=() if incoming is None else incoming.examples(),
-                output_args=_LOSS if outgoing is None else outgoing.examples(),
+                output_args=loss if outgoing is None else outgoing.examples(),
                 group=route.group,
                 # With it torch runs the whole backward first, and nothing in the second half.
                 dw_builder=_nothing_later if names else None,
@@ -338,10 +339,6 @@ def _times(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         tensor.to_local() * factor, tensor.device_mesh, tensor.placements, run_check=False,
         shape=tensor.shape, stride=tensor.stride(),
     )  # fmt: skip
-
-
-# What the last stage hands to torch's schedule.
-_LOSS = torch.empty((), device="meta")
 
 
 def _nothing_later() -> Callable[..., None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from nbdist.engine.parallel.step import Layouts
 
 # Where a module keeps it: what a variable holds keeps it alive, and nothing else does.
 _ATTRIBUTE = "_nbdist_prepared"
+_RETIRED = "_nbdist_retired"
 
 
 @dataclass(eq=False)
@@ -105,6 +107,18 @@ def attached(module: torch.nn.Module) -> Prepared | None:
             return found
         seen = next(iter(_inside(seen)), None)
     return None
+
+
+def retire(wrapper: torch.nn.Module, refuse: Callable[..., Any]) -> None:
+    """Let a wrapper that no longer counts refuse to be called, if somebody still holds it."""
+    # It would run the new parameters without the new strategy.
+    vars(wrapper)["forward"] = refuse
+    vars(wrapper)[_RETIRED] = True
+
+
+def is_retired(module: torch.nn.Module) -> bool:
+    """Whether a module is a wrapper that no longer counts."""
+    return _RETIRED in vars(module)
 
 
 def _inside(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

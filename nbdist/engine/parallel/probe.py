@@ -82,6 +82,7 @@ class Findings:
     Attributes:
         borders: What goes in and out, of each stage of this rank.
         skeleton: What forward returns in training, without the loss.
+        dtype: Of the loss; fp32 where the model's has fewer bits.
         moving: Buffers that a forward changes -> which rank of the group has them right.
         whole: Of each stage of this rank, the parameters because of which its backward cannot
             run in two halves; empty where not asked for.
@@ -89,6 +90,7 @@ class Findings:
 
     borders: tuple[tuple[Border | None, Border | None], ...]
     skeleton: bytes
+    dtype: torch.dtype
     moving: dict[str, int]
     whole: tuple[tuple[str, ...], ...]
 
@@ -133,13 +135,13 @@ class _Report:
     Attributes:
         failed: It has seen a stage fail.
         digest: Of the batch.
-        skeleton: Of the last stage's output.
+        output: Skeleton of the last stage's output, and dtype of its loss.
         changed: Its buffers that have changed.
     """
 
     failed: Failed | None
     digest: str
-    skeleton: bytes | None
+    output: tuple[bytes, torch.dtype] | None
     changed: tuple[str, ...]
 
 
@@ -179,18 +181,21 @@ def find_out(
     with torch.no_grad(), _without_trace(route.device, buffers) as changed:
         run = _run_through(root, batch, route, _Asked(is_checked=True, is_halved=is_halved))
         names = tuple(changed())
-    skeleton = None
+    output = None
     if not run.failed and route.here == route.rank_of(route.stages - 1):
-        skeleton = pack(run.ends[-1][1]).skeleton
-    report = _Report(run.failed, _digest(batch), skeleton, names)
+        packed = pack(run.ends[-1][1])
+        output = packed.skeleton, torch.promote_types(packed.tensors[0].dtype, torch.float32)
+    report = _Report(run.failed, _digest(batch), output, names)
     reports: list[Any] = [None] * route.ranks
     dist.all_gather_object(reports, report, group=route.group)
     if run.error is not None:
         raise run.error
     _check(reports)
+    skeleton, dtype = next(one.output for one in reports if one.output is not None)
     return Findings(
         tuple(_borders(part, *ends) for part, ends in zip(_parts(root), run.ends, strict=True)),
-        next(one.skeleton for one in reports if one.skeleton is not None),
+        skeleton,
+        dtype,
         _moving(reports),
         tuple(run.whole),
     )

@@ -34,7 +34,10 @@ _INTERNAL = (
 )
 # IPython's memory of outputs: put right as all others, and not worth a line.
 _HISTORY = frozenset({"In", "Out"})
-_CONTAINERS = (list, dict, tuple, set, frozenset, collections.deque, types.CellType)
+# A bound method too: only who holds it can be told from others.
+_CONTAINERS = (
+    list, dict, tuple, set, frozenset, collections.deque, types.CellType, types.MethodType,
+)  # fmt: skip
 # A list in an attribute of an object in a list: nobody reads a longer way.
 _MAX_DEPTH = 5
 _MAX_NAMED = 4
@@ -81,14 +84,12 @@ def variables() -> dict[str, Any]:
     return found
 
 
-def names_for(one: object) -> set[str]:
-    """The user's variables that hold an object."""
-    return {name for name, value in variables().items() if value is one}
+def names_for(one: object) -> list[str]:
+    """The user's variables that hold an object, in the order in which they were made."""
+    return [name for name, value in variables().items() if value is one and _is_shown(name)]
 
 
-def rebind(
-    dead: list[Pair], modules: Sequence[Pair] = (), kept: Collection[str] = ()
-) -> Rebound:
+def rebind(dead: list[Pair], modules: Sequence[Pair] = (), kept: Collection[str] = ()) -> Rebound:
     """Put the user's names and plain lists right, and name what else holds something old.
 
     This rank alone.
@@ -121,9 +122,7 @@ def _survivors(dead: list[Pair]) -> list[Pair]:
     weak = [(weakref.ref(pair.old), pair.new, pair.label) for pair in dead]
     dead.clear()
     gc.collect()  # DDP's and FSDP's objects hold each other in circles
-    return [
-        Pair(old, new, label) for held, new, label in weak if (old := held()) is not None
-    ]
+    return [Pair(old, new, label) for held, new, label in weak if (old := held()) is not None]
 
 
 def _name_holders(
@@ -274,8 +273,6 @@ class _Search:
             is_inside = is_inside or any(id(one) in self._owners for one in closure)
             where = "the closure of" if is_inside else "a default argument of"
             return f"{where} {item.__qualname__}"
-        if isinstance(item, types.MethodType):
-            return f"the bound method {item.__func__.__qualname__}"
         if isinstance(item, functools.partial):
             return f"a partial of {getattr(item.func, '__qualname__', item.func)}"
         if isinstance(item, types.ModuleType):
@@ -343,6 +340,8 @@ def _in_slots(one: Any) -> dict[str, Any]:
 
 def is_internal(one: Any) -> bool:
     """Whether an object belongs to a package that looks after it itself."""
+    while isinstance(one, functools.partial):
+        one = one.func
     if isinstance(one, Optimizer):
         return True
     if isinstance(one, types.FunctionType | types.ModuleType):

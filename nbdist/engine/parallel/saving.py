@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections import OrderedDict
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,13 +21,16 @@ import torch.distributed as dist
 from accelerate.utils import load, save
 from safetensors.torch import load_file
 
-from nbdist.engine.parallel import build, live
+from nbdist.engine.parallel import live
 from nbdist.engine.parallel.agreement import together
+from nbdist.engine.parallel.portable import Portable, portable
 from nbdist.engine.parallel.registry import names_in
 from nbdist.errors import NbdistError
 
 # A whole state says so: torch's own would be taken for this rank's part.
 _FORMAT = "nbdist: whole tensors by parameter name"
+# There was none: DeepSpeed's is in a form of its own.
+_ABSENT = "nbdist: no state of the optimizer"
 _MAX_NAMED = 3
 
 
@@ -72,10 +75,10 @@ def loading(accelerator: Any, *, is_strict: bool) -> Iterator[None]:
                 for number, model in enumerate(models)
             )
 
-        loads: list[tuple[Any, dict[str, torch.Tensor]]] = []
+        loads: list[tuple[Portable, dict[str, torch.Tensor]]] = []
         together(f"Loading {folder}", planned)
-        for known, values in loads:
-            live.load_full(known, values)
+        for own, values in loads:
+            own.load(values)
         models.clear()
         for index, loader in enumerate(accelerator._dataloaders):  # noqa: SLF001
             path = Path(folder) / _numbered("loader.bin", index)
@@ -124,21 +127,15 @@ def agree(accelerator: Any) -> None:
         held.keep(common)
 
 
-def whole_model(known: Any) -> dict[str, Any]:
+def whole_model(model: torch.nn.Module) -> dict[str, Any]:
     """A prepared model's state_dict as it would be in one process. Collective: every rank.
 
     Returns:
         Whole tensors by name, tied ones under each of their names; not those that the module
         does not save. On every rank; while `save_state` runs, on rank 0 alone.
     """
-    values = live.full_state(known)
-    if is_saving() and dist.get_rank() != 0:
-        return OrderedDict()
-    firsts = _firsts(known.base)
-    names = known.base.state_dict(keep_vars=True)
-    return OrderedDict(
-        (name, values[firsts[name]] if name in firsts else other) for name, other in names.items()
-    )
+    state = portable(model).state_dict()
+    return {} if is_saving() and dist.get_rank() != 0 else state
 
 
 def whole_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -147,13 +144,32 @@ def whole_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"format": _FORMAT, **state}
 
 
+def absent() -> dict[str, Any]:
+    """In an optimizer's place: its state could not be saved. Says so, once for each."""
+    tell_forgotten("DeepSpeed's state of the optimizer is not saved")
+    return {"format": _ABSENT}
+
+
+def is_absent(state: Mapping[str, Any]) -> bool:
+    """Whether a state is what `absent` gave."""
+    return state.get("format") == _ABSENT
+
+
+def tell_forgotten(why: str) -> None:
+    """Print, on rank 0, that moments begin anew where a state is loaded."""
+    if dist.get_rank() == 0:
+        print(f"{why}: after a load its moments begin at zero.", file=sys.stderr)  # noqa: T201
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Take over a state: what `whole_optimizer` gave, else torch's own. This rank alone.
 
     torch's own is taken for this rank's part, but not while `load_state` runs: there it comes
     from a single process or from Accelerate under DDP, and is whole.
     """
-    if state.get("format") == _FORMAT:
+    if is_absent(state):
+        tell_forgotten("The saved state has none of the optimizer")
+    elif state.get("format") == _FORMAT:
         state = {key: value for key, value in state.items() if key != "format"}
         live.load_full_optimizer_state(optimizer, state)
     elif _state.is_loading and (named := _named(optimizer, state)) is not None:
@@ -191,35 +207,30 @@ def _named(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[s
 
 def _plan(
     model: torch.nn.Module, folder: str, index: int, *, is_strict: bool
-) -> tuple[Any, dict[str, torch.Tensor]]:
+) -> tuple[Portable, dict[str, torch.Tensor]]:
     """A model and what is to be loaded into it, by first names. Nothing is changed.
 
     Raises:
         NbdistError: Names are missing or unknown, where that matters, or shapes differ.
     """
-    known = live.prepared_of(model)
-    assert known is not None
-    found = _read(Path(folder), index)
-    firsts = _firsts(known.base)
-    saved = [name for name in known.base.state_dict(keep_vars=True) if name in firsts]
-    values = {firsts[name]: tensor for name, tensor in found.items() if name in firsts}
-    shapes = {name: tuple(layout.shape) for name, layout in known.layouts.items()}
+    own, found = portable(model), _read(Path(folder), index)
+    values = {own.firsts[name]: tensor for name, tensor in found.items() if name in own.firsts}
     wrong = [
-        f"{name} has shape {tuple(values[name].shape)} there and {shapes[name]} here"
-        for name in shapes
-        if name in values and tuple(values[name].shape) != shapes[name]
+        f"{name} has shape {tuple(values[name].shape)} there and {shape} here"
+        for name, shape in own.shapes.items()
+        if name in values and tuple(values[name].shape) != shape
     ]
     if is_strict:
-        wrong += [f"{name} is not there" for name in saved if firsts[name] not in values]
-        wrong += [f"there is no {name} here" for name in found if name not in firsts]
+        wrong += [f"{n} is not there" for n in own.saved_names() if own.firsts[n] not in values]
+        wrong += [f"there is no {name} here" for name in found if name not in own.firsts]
     if wrong:
         more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
         raise NbdistError(
-            f"{folder} does not fit {type(known.base).__name__}: "
+            f"{folder} does not fit {type(own.base).__name__}: "
             f"{'; '.join(wrong[:_MAX_NAMED])}{more}. Load what was saved of the same model"
             + (", or load_state(..., strict=False)." if is_strict else ".")
         )
-    return known, values
+    return own, values
 
 
 def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
@@ -238,11 +249,6 @@ def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
     if found and all(name.startswith("module.") for name in found):  # Accelerate's own under DDP
         found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
     return found
-
-
-def _firsts(base: torch.nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> its first name; several where tied."""
-    return {name: first for first, names in build.names_of(base).items() for name in names}
 
 
 def _numbered(name: str, index: int) -> str:

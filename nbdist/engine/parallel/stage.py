@@ -286,7 +286,7 @@ class Part(torch.nn.Module):
             loss = loss_of(value)
             self.current.losses.append(loss.detach())
             # A scaled loss does not fit into fp16.
-            return (loss if loss.dtype == torch.float64 else loss.float()) * self.current.factor
+            return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.current.factor
         border = Border.of(value)
         if not border.has_form_of(self.outgoing):
             raise NbdistError(

@@ -12,6 +12,7 @@ Until the agreement of 2 both the old and the new parts are there.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from nbdist.core.layout import pieces
 from nbdist.core.strategy import Choice, label, rows_of, steps_of
 from nbdist.core.switching import Switched
 from nbdist.engine import models as live_models
@@ -32,7 +34,7 @@ from nbdist.engine.parallel.agreement import (
     world_size,
 )
 from nbdist.engine.parallel.commit import WHAT, Brought, Commit, Moving, Stepper, called
-from nbdist.engine.parallel.exchange import Move, exchange, moved_bytes
+from nbdist.engine.parallel.exchange import Move, exchange
 from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.parallel.rebind import Rebound
 from nbdist.engine.parallel.states import agree, plan, read
@@ -64,9 +66,9 @@ def switch(choice: Choice) -> Switched:
             _refuse_fixed(before, choice)
         registry.grid_for(choice)
         notes: tuple[str, ...] = ()
-        done, sent = Rebound(), 0
+        done, received = Rebound(), 0
         if found:
-            done, notes, sent = _move(choice, found)
+            done, notes, received = _move(choice, found)
     if not found:
         registry.set_choice(choice)
     registry.tell(before, choice)
@@ -78,7 +80,7 @@ def switch(choice: Choice) -> Switched:
         lists=tuple(done.lists),
         stale=tuple(done.stale),
         notes=notes,
-        moved_bytes=sent,
+        moved_bytes=received,
         elapsed_s=time.perf_counter() - began_s,
     )
 
@@ -125,7 +127,7 @@ def _move(choice: Choice, found: list[Prepared]) -> tuple[Rebound, tuple[str, ..
     with interrupts_held():
         commit.run(Ballot(str(token)))
         done, notes = commit.finish()
-    return done, notes, brought.sent_bytes
+    return done, notes, brought.received_bytes
 
 
 def _plan(choice: Choice, found: Sequence[Prepared]) -> list[Moving]:
@@ -153,7 +155,7 @@ def _refuse_changed(one: Prepared) -> None:
     odd = odd or [name for name, p in one.parameters.items() if found[name] is not p]
     if odd:
         raise NbdistError(
-            f"{', '.join(odd[:4])} of {type(one.base).__name__} changed since prepare(): the "
+            f"{', '.join(odd[:4])} of {one.built.title} changed since prepare(): the "
             "switch would lose it. Prepare the changed model in a fresh run: %dist_reset."
         )
 
@@ -216,12 +218,23 @@ def _bring(models: list[Moving], steppers: list[Stepper]) -> Brought:
     parameters, buffers, held = _values(models)
     job = models[0].next.job
     home = fsdp.parameter_device(job.choice, job.device)
-    brought = Brought(sent_bytes=moved_bytes([*moves, *parameters, *buffers], world_size()))
+    brought = Brought(received_bytes=_received_bytes([*moves, *parameters, *buffers]))
     everything = exchange([*parameters, *moves], {**held, **states}, home)
     brought.states = {move.name: everything[move.name] for move in moves if move.name in everything}
     brought.values = {m.name: everything[m.name] for m in parameters if m.name in everything}
     brought.values |= exchange(buffers, held, job.device)
     return brought
+
+
+def _received_bytes(moves: list[Move]) -> int:
+    """What this rank gets from others."""
+    here = rank()
+    return sum(
+        math.prod(piece.shape) * move.dtype.itemsize
+        for move in moves
+        for piece in pieces(move.old, move.new, world_size())
+        if piece.target == here and here not in piece.sources
+    )
 
 
 def _values(models: list[Moving]) -> tuple[list[Move], list[Move], dict[str, torch.Tensor]]:

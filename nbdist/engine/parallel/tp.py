@@ -19,12 +19,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from nbdist.core.tp_given import headless, incomplete, read_plan, unknown
-from nbdist.core.tp_plans import Layers, Plan, attentions, check_counts, counts, find_plan
+from nbdist.core.tp_plans import (
+    Attention,
+    Layers,
+    Plan,
+    attentions,
+    check_counts,
+    counts,
+    find_plan,
+)
 from nbdist.engine.parallel.mixed_lists import step_by_mesh
 from nbdist.engine.parallel.step import Job, Layouts, Step
-from nbdist.engine.parallel.tp_attention import check_attention
+from nbdist.engine.parallel.tp_attention import check_attention, close_fast_paths
 from nbdist.engine.parallel.tp_hooks import Between, split_blocks, sum_gradient, watch_owner
-from nbdist.engine.parallel.tp_model import divide, divided, layers_of, own_class
+from nbdist.engine.parallel.tp_model import divided, layers_of
 from nbdist.engine.parallel.tp_random import Streams
 from nbdist.engine.parallel.tp_sequence import Sequence, plan_sequence
 from nbdist.engine.parallel.tp_styles import (
@@ -34,7 +42,7 @@ from nbdist.engine.parallel.tp_styles import (
     split_layout,
     torch_style,
 )
-from nbdist.engine.parallel.tp_trial import Fit, fit
+from nbdist.engine.parallel.tp_trial import Fit, fit, is_tryable
 from nbdist.errors import OptionError
 
 
@@ -84,11 +92,12 @@ def _lay_out(job: Job) -> None:
         parallelize_module(base.get_submodule(name), between.mesh, norm, src_data_rank=None)
     _tie(base, ties)
     for name, owner in kept.owners.items():
-        divide(base.get_submodule(name), owner.values)
+        vars(base.get_submodule(name)).update(owner.values)
     _watch_owners(base, kept, between)
     for blocks in sequence.lists:
         modules = [base.get_submodule(name) for name in blocks]
         split_blocks(modules, between, streams, sequence.dim)
+    close_fast_paths(base)
     streams.attach(job.root)
     step_by_mesh()
 
@@ -106,7 +115,7 @@ def _plan_of(job: Job, layers: Layers) -> Plan:
     given = vars(base).get("tp_plan", getattr(type(base), "tp_plan", None))
     if isinstance(given, Mapping) and given:
         return read_plan(given, layers)
-    model = own_class(base).__name__
+    model = type(base).__name__
     found = find_plan(layers, job.grid.degrees.tp)
     if not found.plan:
         raise OptionError(unknown(model))
@@ -118,16 +127,24 @@ def _plan_of(job: Job, layers: Layers) -> Plan:
 
 
 def _owners(job: Job, plan: Plan, layers: Layers) -> dict[str, Fit]:
-    degree = job.grid.degrees.tp
-    owners = {}
-    columns = {one.owner: one.columns for one in attentions(plan, layers)}
-    named = {name: () for name, style in plan.items() if style.kind == "divide"}
-    for name, own in {**named, **columns}.items():
-        module = job.base.get_submodule(name)
-        if own:
-            owners[name] = fit(module, name, plan, own, degree)
-        else:
-            owners[name] = Fit(divided(module, name, plan, own, degree))
+    """What changes in modules that split heads; modules that are alike are tried out once."""
+    base, degree = job.base, job.grid.degrees.tp
+    owners = {
+        name: Fit(divided(base.get_submodule(name), name, plan, (), degree))
+        for name, style in plan.items()
+        if style.kind == "divide"
+    }
+    alike: dict[object, list[Attention]] = {}
+    for one in attentions(plan, layers):
+        shapes = tuple(layers[name].n_out for name in one.columns)
+        alike.setdefault(
+            (type(base.get_submodule(one.owner)), layers[one.owner].heads, shapes), []
+        ).append(one)
+    for group in alike.values():
+        # On each rank the same outcome, whichever stage it is.
+        tried = next((o for o in group if is_tryable(base.get_submodule(o.owner))), group[0])
+        found = fit(base.get_submodule(tried.owner), tried.owner, plan, tried.columns, degree)
+        owners |= {one.owner: found for one in group}
     return owners
 
 

@@ -1,9 +1,8 @@
 """torch.nn.MultiheadAttention split by heads: its forward on a rank's own heads.
 
 The weights of query, key and value are one parameter; a rank has its parts of the three side by
-side. torch's own forward takes the whole, and in evaluation a path in C++ that knows nothing of
-ranks: neither is called. torch.nn.TransformerEncoderLayer leaves its own such path by itself,
-as DTensors are no plain tensors.
+side. torch's own forward takes the whole, and so do the paths in C++ that it and torch's encoder
+take in evaluation: none of them is called.
 """
 
 from __future__ import annotations
@@ -70,6 +69,19 @@ class SplitAttention(ParallelStyle):
         forward: Any = functools.partial(_forward, module, place)
         module.forward = functools.update_wrapper(forward, module.forward)  # type: ignore[method-assign]
         return module
+
+
+def close_fast_paths(base: torch.nn.Module) -> None:
+    """Let torch's encoders run layer by layer in evaluation, too; by attributes of theirs.
+
+    Their path in C++ asks for all weights at once and knows nothing of ranks. They look whether
+    these are plain tensors in a way that lets DTensors pass.
+    """
+    for module in base.modules():
+        if isinstance(module, torch.nn.TransformerEncoder):
+            vars(module)["use_nested_tensor"] = False
+        elif isinstance(module, torch.nn.TransformerEncoderLayer):
+            vars(module)["activation_relu_or_gelu"] = 0
 
 
 def check_attention(module: torch.nn.Module, name: str) -> None:

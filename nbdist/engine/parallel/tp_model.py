@@ -1,7 +1,6 @@
 """What tensor parallelism has to know of a model: its layers, widths and heads.
 
-Depends on shapes and attributes alone: equal on all ranks, whatever strategy the model is under
-and whether its parameters are on meta.
+Depends on shapes and attributes alone: equal on all ranks, also for parameters on meta.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from nbdist.core.tp_plans import Layer, Plan
 from nbdist.engine.parallel.blocks import candidates
 from nbdist.errors import OptionError
 
-# A module's attributes before they were divided, under this name in its __dict__.
-_WHOLE = "_nbdist_whole"
 # Modules without parameters that compute each element by itself.
 _POINTWISE = tuple(
     getattr(torch.nn, name)
@@ -46,25 +43,12 @@ def layers_of(base: torch.nn.Module) -> dict[str, Layer]:
 
 def is_conv1d(module: torch.nn.Module) -> bool:
     """Whether it is Hugging Face's Conv1D: a linear layer whose weight is (inputs, outputs)."""
-    return type(module).__name__.endswith("Conv1D") and hasattr(module, "nf")
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_attention(module: torch.nn.Module) -> bool:
     """Whether it is torch's own attention, with its own forward."""
     return isinstance(module, torch.nn.MultiheadAttention)
-
-
-def own_class(module: torch.nn.Module) -> type:
-    """A module's class, where FSDP2 has given it one of its own."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
-
-
-def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's attributes as they are without tensor parallelism."""
-    own = vars(module)
-    return {key: value for key, value in {**own, **own.get(_WHOLE, {})}.items() if key != _WHOLE}
 
 
 def divided(
@@ -82,7 +66,7 @@ def divided(
     Raises:
         OptionError: There is no such attribute, or it cannot be divided.
     """
-    found = attributes_of(module)
+    found = vars(module)
     style = plan.get(name)
     if style is not None and style.kind == "divide":
         return {key: _share(found.get(key), f"{name}.{key}", degree) for key in style.attributes}
@@ -94,17 +78,10 @@ def divided(
     }
 
 
-def divide(module: torch.nn.Module, values: Mapping[str, int]) -> None:
-    """Set a module's attributes; what they were stays known."""
-    whole = {key: vars(module)[key] for key in values}
-    vars(module).update(values)
-    vars(module)[_WHOLE] = whole
-
-
 def _layer(
     module: torch.nn.Module, weights: Mapping[int, str], is_block: bool, is_in_block: bool
 ) -> Layer:
-    found = attributes_of(module)
+    found = vars(module)
     n_in, n_out = _sizes(module)
     weight = getattr(module, "weight", None)
     heads = next((found[key] for key in HEAD_COUNTS if _is_count(found.get(key))), None)
@@ -131,7 +108,7 @@ def is_norm(module: torch.nn.Module) -> bool:
     """Whether it is a norm over the last dim: its name says so, and its parameters are vectors."""
     own = list(module.parameters(recurse=False))
     return (
-        "Norm" in own_class(module).__name__
+        "Norm" in type(module).__name__
         and not isinstance(module, torch.nn.modules.batchnorm._NormBase)  # noqa: SLF001  # no other name
         and not isinstance(module, torch.nn.GroupNorm)
         and not any(True for _ in module.children())

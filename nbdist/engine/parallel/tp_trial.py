@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nbdist.core.tp_plans import Plan, Style
-from nbdist.engine.parallel.tp_model import attributes_of, divided, is_conv1d, own_class
+from nbdist.engine.parallel.tp_model import divided, is_conv1d
 from nbdist.engine.parallel.tp_styles import split_dims
 from nbdist.errors import OptionError
 
@@ -89,11 +89,16 @@ def fit(module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], 
             return found
     told = ", ".join(f"{key} = {value}" for key, value in values.items()) or "nothing divided"
     raise OptionError(
-        f"{name or 'the model'}: {own_class(module).__name__} does not compute the same when each "
+        f"{name or 'the model'}: {type(module).__name__} does not compute the same when each "
         f"of tp={degree} ranks has its part of the heads ({told}). Say which attributes are "
         'divided, as in model.tp_plan = {"layers.*.attn": "divide:n_heads", ...}, or leave its '
         "layers out of the plan."
     )
+
+
+def is_tryable(module: torch.nn.Module) -> bool:
+    """Whether its buffers are here: those of another stage's are on meta."""
+    return not any(buffer.is_meta for buffer in module.buffers())
 
 
 def _prepare(
@@ -123,7 +128,7 @@ def _prepare(
 
 def _can_try(module: torch.nn.Module) -> bool:
     """Whether its forward takes one tensor, as far as its arguments say, and it is not too big."""
-    cls: Any = own_class(module)
+    cls: Any = type(module)
     arguments = list(inspect.signature(cls.forward).parameters.values())[1:]
     needed = [
         one for one in arguments if one.default is one.empty and one.kind < one.VAR_POSITIONAL
@@ -131,7 +136,7 @@ def _can_try(module: torch.nn.Module) -> bool:
     return (
         not cls.__module__.startswith(_KNOWN)
         and len(needed) == 1
-        and not any(buffer.is_meta for buffer in module.buffers())
+        and is_tryable(module)
         and sum(parameter.numel() for parameter in module.parameters()) <= _MOST
     )
 
@@ -200,10 +205,10 @@ def _give(part: torch.nn.Module, trial: _Trial, shown: torch.Tensor) -> None:
 
 def _copy(module: torch.nn.Module, fill: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
     """A module like another, without its hooks and strategy, on the host, in evaluation."""
-    cls: Any = own_class(module)
+    cls: Any = type(module)
     copy: torch.nn.Module = cls.__new__(cls)
     torch.nn.Module.__init__(copy)
-    own = {key: value for key, value in attributes_of(module).items() if key not in _STANDARD}
+    own = {key: value for key, value in vars(module).items() if key not in _STANDARD}
     vars(copy).update(own)
     copy.training = False
     for key, child in module._modules.items():  # noqa: SLF001  # as torch's own tools

@@ -1,0 +1,68 @@
+"""DDP's options give the gradients of a single process, exactly or as closely as they can."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_switch import TRAINING
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+
+OPTIONS = """
+    def net():
+        torch.manual_seed(3)
+        L = torch.nn.Linear
+        return torch.nn.Sequential(L(8, 64), torch.nn.Tanh(), L(64, 64), torch.nn.Tanh(), L(64, 8))
+    def batch(step):
+        return torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+    def curve(model, part):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        values = []
+        for step in range(6):
+            inputs = part(batch(step))
+            value = (model(inputs) - inputs.flip(-1)).square().mean()
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(value.detach())
+        return torch.stack(values)
+    alone = curve(net(), lambda inputs: inputs)
+    found = {}
+    for name, given in (
+        ("plain", {}), ("bucket", {"bucket": 0.005}), ("static", {"static_graph": True}),
+        ("unused", {"find_unused": True}), ("fp16", {"hook": "fp16"}),
+        ("bf16", {"hook": "bf16"}), ("powersgd", {"hook": "powersgd"}),
+    ):
+        live.set_choice(pick("ddp", **given))
+        model = live.prepare_model(net())
+        values = curve(model, lambda inputs: inputs.chunk(n)[rank])
+        dist.all_reduce(values)
+        told = model._get_ddp_logging_data()
+        sizes = told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]
+        off = (values / n - alone).abs().max().item()
+        found[name] = [off, len(str(sizes).split(","))]
+    # A model that trains nothing is not wrapped: DDP would refuse it.
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    found["frozen"] = [float(live.prepare_model(frozen) is not frozen), 0]
+    done(**found)
+"""
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.parity)])
+def test_options_of_ddp(tmp_path: Path, size: int) -> None:
+    """Buckets, static graph and unused parameters change nothing; compression changes little."""
+    with TorchRanks(tmp_path, size, TRAINING + OPTIONS) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        for exact in ("plain", "bucket", "static", "unused"):
+            assert result[exact][0] < 2e-6, exact
+        assert 0 < result["fp16"][0] < 1e-4
+        assert 0 < result["bf16"][0] < 1e-3
+        # Steps 0 and 1 are exact; then gradients of rank 4.
+        assert 0 < result["powersgd"][0] < 2e-2
+        assert result["bucket"][1] > result["plain"][1]
+        # More than one ends the process with Gloo.
+        assert result["powersgd"][1] == 1
+        assert result["frozen"][0] == 0.0

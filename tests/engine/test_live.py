@@ -1,0 +1,247 @@
+"""Models and optimizers under a strategy: prepared, bound, whole again, and taken off again."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_switch import CLOSE, TRAINING
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+
+# After FSDP2, TP and a pipeline nothing of them is left on the user's module.
+TRACES = """
+    from torch.distributed._composable_state import _module_state_mapping as fsdp_table
+    def look():
+        return [
+            (type(m), {k for k in vars(m) if k != "_nbdist_prepared"},
+             {k: list(t) for k, t in vars(m).items() if isinstance(t, dict) and k != "_modules"},
+             dict(m._modules), m in fsdp_table)
+            for m in base.modules()
+        ]
+    before = look()
+    result = {}
+    begin("ddp")  # so that `base` means the module itself from now on
+    switch.switch(pick("single"))
+    for name, given in (("fsdp", {}), ("tp", {}), ("pp", {}), ("fsdp", {"checkpoint": "full"}),
+                        ("fsdp", {"precision": "bf16"}), ("zero1", {})):
+        switch.switch(pick(name, **given))
+        value = model(tokens(0).chunk(n)[rank] if name != "pp" else tokens(0))
+        value.backward()
+        with torch.no_grad():
+            model.eval(); model(tokens(0)); model.train()
+        base.blocks[0].register_forward_hook(user_hook := lambda *_: None)
+        switch.switch(pick("single"))
+        base.blocks[0]._forward_hooks.popitem()
+        result[name + str(given)] = look() == before and model is base
+    copied = copy.deepcopy(base)
+    result["plain"] = is_close(copied(tokens(0)).item(), base(tokens(0)).item())
+    result["copy_is_free"] = live.prepared_of(copied) is None
+    result["types"] = {type(p).__name__ for p in base.parameters()} == {"Parameter"}
+    result["state"] = list(base.state_dict()) == list(first)
+    mesh = init_device_mesh("cpu", (n,))
+    for block in copied.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(copied, mesh=mesh)
+    copied(tokens(0)).backward()
+    fully_shard(base.blocks[0], mesh=mesh)  # by hand, on the very module that was
+    result["again"] = isinstance(base.blocks[0], FSDPModule)
+    done(**result)
+"""
+
+# Whole states, foreign optimizers, closures, several models, LSTMs, norms with buffers.
+STATES = """
+    result = {}
+    optimizer, scheduler = optimizer_for(model)  # before the model is prepared, as often
+    plain = optimizer_for(reference)[0]
+    live.set_choice(pick("zero1"))
+    model = live.prepare_model(model)
+    live.bind(optimizer)
+    result["is_rank_0s"] = all(
+        torch.equal(first[k], v) for k, v in base.state_dict().items())
+    train(3)
+    share = sum(v.numel() for s in optimizer.state.values() for v in s.values())
+    result["share"] = share
+    def closure():
+        optimizer.zero_grad()
+        value = model(tokens(len(losses)).chunk(n)[rank])
+        value.backward()
+        return value
+    value = optimizer.step(closure)
+    scheduler.step()
+    mean = value.detach().clone(); dist.all_reduce(mean); losses.append(mean.item() / n)
+    expect(len(losses))
+    known = live.prepared_of(model)
+    by_name = {}
+    for name, given in (("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {}), ("ddp", {})):
+        switch.switch(pick(name, **given))
+        whole = copy.deepcopy(live.full_state(known))
+        off = max((whole[k] - v).abs().max().item()
+                  for k, v in reference.state_dict().items() if k in whole)
+        state = copy.deepcopy(live.full_optimizer_state(optimizer))
+        mine = {k: p for k, p in reference.named_parameters()}
+        off_state = max(
+            (state["state"][k][key] - alone.state[p][key]).abs().max().item()
+            for k, p in mine.items() for key in ("exp_avg", "exp_avg_sq", "step"))
+        # Into a model that has gone on: it stands where it was.
+        train(1)
+        live.load_full(known, whole)
+        live.load_full_optimizer_state(optimizer, state)
+        scheduler.last_epoch -= 1
+        losses.pop()
+        back = live.full_state(known)
+        again = live.full_optimizer_state(optimizer)["state"]
+        by_name[name] = [
+            off, off_state, all(torch.equal(back[k], whole[k]) for k in whole),
+            all(torch.equal(torch.as_tensor(again[k][key]), torch.as_tensor(v))
+                for k, own in state["state"].items() for key, v in own.items()),
+        ]
+    result["by_name"] = by_name
+    done(**result, worst=worst())
+"""
+
+OTHERS = """
+    result = {}
+    class Odd(torch.nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.lstm = torch.nn.LSTM(4, 8, batch_first=True)
+            self.norm = torch.nn.BatchNorm1d(8)
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+            self.frozen = torch.nn.Parameter(torch.ones(8), requires_grad=False)
+        def forward(self, x):
+            x, _ = self.lstm(x)
+            x = self.norm(x[:, -1]) * self.frozen
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+            return x.square().mean()
+    left, right = Odd(1), Odd(2)
+    left.frozen.mark = "kept"
+    twins = [copy.deepcopy(left), copy.deepcopy(right)]
+    live.set_choice(pick("single"))
+    first_model, second_model = live.prepare_model(left), live.prepare_model(right)
+    both = torch.optim.SGD([*left.parameters(), *right.parameters()], lr=0.1, momentum=0.9)
+    of_twins = torch.optim.SGD([p for t in twins for p in t.parameters()], lr=0.1, momentum=0.9)
+    apart = []  # nobody has bound `both`: it is found
+    def batches(step):
+        return torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(step))
+    for at, name in enumerate(("single", "fsdp", "ddp", "zero1", "single", "fsdp")):
+        told = switch.switch(pick(name))
+        # Every rank has the same batch: its own norm's statistics are those of the twin.
+        value = first_model(batches(at)) + second_model(batches(at))
+        value.backward(); both.step(); both.zero_grad()
+        twin = twins[0](batches(at)) + twins[1](batches(at))
+        twin.backward(); of_twins.step(); of_twins.zero_grad()
+        apart.append(abs(value.item() - twin.item()))
+    result["apart"] = max(apart)
+    result["models"] = told.models
+    result["marked"] = left.frozen.mark, left.frozen.requires_grad
+    result["buffers"] = max(
+        (a - b).abs().max().item() for a, b in zip(left.buffers(), twins[0].buffers()))
+
+    # What is refused, and how.
+    says = {}
+    def refused(key, call):
+        try:
+            call()
+            says[key] = "nothing"
+        except Exception as error:
+            says[key] = f"{type(error).__name__}: {error}"
+    refused("fixed", lambda: switch.switch(pick("fsdp1")))
+    left.extra = torch.nn.Linear(2, 2)
+    refused("changed", lambda: switch.switch(pick("ddp")))
+    del left.extra
+    refused("other", lambda: live.prepare_model(torch.nn.Linear(2 + rank, 2)))
+    refused("lazy", lambda: live.prepare_model(torch.nn.LazyLinear(2)))
+    refused("meta", lambda: live.prepare_model(torch.nn.Linear(2, 2, device="meta")))
+    small = torch.nn.Linear(2, 2)
+    lbfgs = torch.optim.LBFGS(live.prepare_model(small).parameters())
+    refused("lbfgs", lambda: switch.switch(pick("zero1")))
+    del small, lbfgs
+    switch.switch(pick("ddp"))
+    adafactor = torch.optim.Adafactor(left.parameters())
+    first_model(batches(0)).backward(); adafactor.step(); adafactor.zero_grad()
+    refused("adafactor", lambda: switch.switch(pick("fsdp")))
+    del adafactor
+    gc.collect()
+    result["still"] = [live.current().name, switch.switch(pick("fsdp")).models]
+    done(**result, says=says)
+"""
+
+# A cell breaks between backward and step: its gradients go, and training goes on.
+RESETS = """
+    found = {}
+    begin("ddp")
+    for name, given in (("ddp", {}), ("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {})):
+        switch.switch(pick(name, **given))
+        degrees = live.current().degrees
+        model(tokens(99).chunk(degrees.dp)[rank % degrees.dp]).backward()
+        known = models.find()
+        cleared = models.reset()
+        left = sum(p.grad is not None for p in base.parameters())
+        found[name] = [[one.name for one in known], [one.is_sharded for one in known],
+                       list(cleared), min(cleared.values()) > 0, left]
+        train(2)
+    done(found=found, worst=worst())
+"""
+
+
+def test_nothing_of_a_strategy_is_left(tmp_path: Path) -> None:
+    """A module that was under FSDP2, TP or a pipeline can be copied, called and sharded again."""
+    with TorchRanks(tmp_path, 2, TRAINING + TRACES) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        assert result == dict.fromkeys(result, True)
+
+
+def test_whole_states_under_each_strategy(tmp_path: Path) -> None:
+    """Whole values are the single process's, and put back they are every rank's again."""
+    with TorchRanks(tmp_path, 2, TRAINING + STATES) as ranks:
+        results = ranks.results()
+
+    total = 2 * sum(result["share"] for result in results)
+    for result in results:
+        assert result["is_rank_0s"]
+        assert result["share"] < 0.6 * total / 2
+        for off, off_state, is_back, is_state_back in result["by_name"].values():
+            assert off < CLOSE
+            assert off_state < CLOSE
+            assert is_back
+            assert is_state_back
+        assert result["worst"] < CLOSE
+
+
+def test_other_models_and_refusals(tmp_path: Path) -> None:
+    """Two models under one optimizer that nobody prepared; what cannot be is refused by name."""
+    with TorchRanks(tmp_path, 2, TRAINING + OTHERS) as ranks:
+        results = ranks.results()
+
+    for rank, result in enumerate(results):
+        says = result["says"]
+        assert result["apart"] < CLOSE
+        assert result["buffers"] < CLOSE
+        assert result["models"] == ["left", "right"]
+        assert result["marked"] == ["kept", False]
+        assert result["still"] == ["ddp", ["left", "right"]]
+        assert says["fixed"].startswith("OptionError: Live models cannot be switched from fsdp")
+        assert "accelerator.save_state(DIR)" in says["fixed"]
+        assert "extra.bias, extra.weight of Odd changed since prepare()" in says["changed"]
+        assert "rank 1 is another one than rank 0's: weight (2, 3)" in says["other"]
+        assert "has no shape before the model's first forward" in says["lazy"]
+        assert "meta device and has no values" in says["meta"]
+        assert "LBFGS looks at all gradients at once" in says["lbfgs"]
+        assert "Adafactor" in says["adafactor"]
+        assert rank in (0, 1)
+
+
+def test_models_of_any_strategy_are_found_and_reset(tmp_path: Path) -> None:
+    """After a broken cell gradients are cleared under every strategy; each model counts once."""
+    with TorchRanks(tmp_path, 2, TRAINING + RESETS) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        for name, told in result["found"].items():
+            assert told == [["model"], [name not in ("ddp", "zero1")], ["model"], True, 0], name
+        assert result["worst"] < CLOSE

@@ -1,0 +1,376 @@
+"""Strategies change under a live model, and the loss curve is that of a single process."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+CLOSE = 2e-6
+CLEARED = (
+    "gradients of 27 parameters of model were cleared; run the backward again before the next step"
+)
+SAME = "fsdp with these options is the current strategy; nothing was done"
+
+# A model, the same trained by one process, and the ranks' loop; no line of it names a strategy.
+TRAINING = """
+    import copy, gc, random, weakref
+    from nbdist.core.strategy import choose
+    from nbdist.engine.parallel import build, live, switch
+    gc.collect(); gc.freeze()  # what torch brings is not looked at again and again
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(8)
+            self.fc1 = torch.nn.Linear(8, 20)
+            self.fc2 = torch.nn.Linear(20, 8)
+        def forward(self, x):
+            return x + self.fc2(torch.tanh(self.fc1(self.norm(x))))
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(13, 8)
+            self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+            self.norm = torch.nn.LayerNorm(8)
+            self.head = torch.nn.Linear(8, 13, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("scale", torch.full((2,), 1.5))
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+            logits = self.head(self.norm(x)) * self.scale[0]
+            return torch.nn.functional.cross_entropy(
+                logits[:, :-1].reshape(-1, 13), tokens[:, 1:].reshape(-1))
+
+    def tokens(step):
+        return torch.randint(13, (16, 6), generator=torch.Generator().manual_seed(step))
+    def optimizer_for(model):
+        large = [p for p in model.parameters() if p.dim() > 1]
+        small = [p for p in model.parameters() if p.dim() < 2]
+        one = torch.optim.AdamW(
+            [{"params": large, "weight_decay": 0.1}, {"params": small, "lr": 3e-3}], lr=1e-2)
+        return one, torch.optim.lr_scheduler.CosineAnnealingLR(one, 150)
+    def pick(name, **given):
+        return choose(name, given, n, device_type="cpu", backend="gloo")
+    def is_close(one, other):
+        return abs(one - other) <= 2e-6
+
+    torch.manual_seed(0)
+    reference = Net()
+    first = copy.deepcopy(reference.state_dict())
+    alone, alone_scheduler = optimizer_for(reference)
+    expected = []
+    def expect(count):
+        while len(expected) < count:
+            value = reference(tokens(len(expected)))
+            value.backward()
+            alone.step(); alone_scheduler.step(); alone.zero_grad()
+            expected.append(value.item())
+
+    torch.manual_seed(rank)  # rank 0's values are to win
+    model = Net()
+    if rank == 0:
+        model.load_state_dict(first)
+    base = model
+    losses = []
+    def close_step():  # a closure over the optimizer and the scheduler, made once
+        optimizer.step(); scheduler.step(); optimizer.zero_grad()
+    def train(steps):
+        for _ in range(steps):
+            degrees = live.current().degrees
+            place = degrees.coordinate(rank)
+            own = place.dp_replicate * degrees.dp_shard + place.dp_shard
+            value = model(tokens(len(losses)).chunk(degrees.dp)[own])
+            value.backward()
+            close_step()
+            mean = value.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / n)
+    def worst():
+        expect(len(losses))
+        return max(abs(a - b) for a, b in zip(losses, expected))
+    def identities():
+        groups = optimizer.param_groups
+        return [id(optimizer), id(scheduler), id(optimizer.state),
+                *map(id, groups), *(id(g["params"]) for g in groups)]
+    def begin(name, **given):
+        global model, optimizer, scheduler
+        live.set_choice(pick(name, **given))
+        model = live.prepare_model(model)
+        optimizer, scheduler = optimizer_for(model)
+        live.bind(optimizer)
+"""
+
+# A walk over every ordered pair: each row of a complete graph, once.
+PAIRS = """
+    def walk(count):
+        "The numbers 0 to count - 1, each followed by each other one exactly once."
+        left = {a: [b for b in range(count) if b != a] for a in range(count)}
+        path, stack = [], [0]
+        while stack:
+            if left[stack[-1]]:
+                stack.append(left[stack[-1]].pop())
+            else:
+                path.append(stack.pop())
+        return path[::-1]
+    names = list(STRATEGIES)
+    path = walk(len(names))[FIRST : LAST]
+    begin(*STRATEGIES[names[path[0]]][:1], **STRATEGIES[names[path[0]]][1])
+    kept = identities()
+    worst_pair = {}
+    train(2)
+    for before, after in zip(path, path[1:]):
+        name, given = STRATEGIES[names[after]]
+        told = switch.switch(pick(name, **given))
+        assert told.stale == (), told
+        assert base.head.weight is base.embed.weight
+        train(2)
+        expect(len(losses))
+        off = max(abs(a - b) for a, b in zip(losses[-2:], expected[-2:]))
+        worst_pair[f"{names[before]} > {names[after]}"] = off
+    done(
+        pairs=len(worst_pair), worst=worst(), is_same=identities() == kept,
+        bad={pair: off for pair, off in worst_pair.items() if off > 2e-6},
+    )
+"""
+
+TWO = """
+    STRATEGIES = {
+        "ddp": ("ddp", {}), "fsdp": ("fsdp", {}), "grad-op": ("fsdp", {"shard": "grad-op"}),
+        "zero1": ("zero1", {}), "tp": ("tp", {}), "pp": ("pp", {}),
+    }
+    FIRST, LAST = 0, None
+"""
+FOUR = """
+    STRATEGIES = {
+        "ddp": ("ddp", {}), "fsdp": ("fsdp", {}), "grad-op": ("fsdp", {"shard": "grad-op"}),
+        "hybrid": ("fsdp", {"shard": "hybrid", "replicas": 2}), "zero1": ("zero1", {}),
+        "tp": ("tp", {}), "fsdp x tp": ("fsdp", {"dp": 2, "tp": 2}), "pp": ("pp", {}),
+    }
+"""
+
+
+# Something fails in each half of a switch; training goes on as if nothing had been.
+FAILURES = """
+    import dataclasses
+    from nbdist.engine.parallel import agreement, fsdp, steps, ddp
+    says = []
+    def broken(part, error):
+        "A switch whose step fails on rank 1 alone; what each rank is told."
+        real = fsdp.STEP
+        def fail(job, *args):
+            if rank == 1:
+                raise error
+            return getattr(real, part)(job, *args)
+        fsdp.STEP = dataclasses.replace(real, **{part: fail})
+        try:
+            switch.switch(pick("fsdp"))
+        except BaseException as caught:
+            says.append(f"{type(caught).__name__}: {caught}")
+        finally:
+            fsdp.STEP = real
+    def everything():
+        "All that a switch could have changed."
+        tables = [
+            (type(m), list(vars(m)), [list(t) for t in vars(m).values() if isinstance(t, dict)])
+            for m in base.modules()
+        ]
+        return (tables, [*map(id, base.parameters())], [*map(id, optimizer.state)],
+                [*map(id, model.parameters())], id(model), live.current(), identities(),
+                [id(p) for g in optimizer.param_groups for p in g["params"]],
+                [id(v) for one in optimizer.state.values() for v in one.values()])
+
+    same = []
+    def unchanged(*args):
+        before = everything()
+        broken(*args)
+        same.append(everything() == before)
+        train(2)
+    begin("ddp")
+    train(2)
+    unchanged("plan", ValueError("no memory"))
+    unchanged("plan", KeyboardInterrupt())
+    unchanged("lay_out", RuntimeError("lay_out fails"))
+    unchanged("wrap", KeyboardInterrupt())
+    switch.switch(pick("zero1"))  # its hooks are taken off, and come back
+    train(2)
+    unchanged("wrap", RuntimeError("wrap fails"))
+    switch.switch(pick("tp"))
+    train(2)
+    unchanged("wrap", RuntimeError("tp stays"))
+    switch.switch(pick("fsdp"))  # and now FSDP's own objects come back
+    train(2)
+    real_tp = steps.named(["tp"])[0]
+    from nbdist.engine.parallel import tp
+    def fail(job, outer):
+        raise RuntimeError("tp fails")
+    tp.STEP = dataclasses.replace(real_tp, wrap=fail)
+    before = everything()
+    try:
+        switch.switch(pick("tp"))
+    except RuntimeError as error:
+        says.append(str(error))
+    tp.STEP = real_tp
+    same.append(everything() == before)
+    train(2)
+
+    # An interrupt in the commit waits for its end.
+    def pressed(job):
+        os.kill(os.getpid(), signal.SIGINT)
+        return real_fsdp.lay_out(job)
+    switch.switch(pick("ddp"))
+    real_fsdp = fsdp.STEP
+    fsdp.STEP = dataclasses.replace(real_fsdp, lay_out=pressed)
+    try:
+        switch.switch(pick("fsdp"))
+        held = "not raised"
+    except KeyboardInterrupt:
+        held = live.current().name
+    fsdp.STEP = real_fsdp
+    train(2)
+    done(says=says, same=same, held=held, worst=worst())
+"""
+
+# What the user holds: names, lists, closures, attributes; memory, generators, notes.
+NAMES = """
+    class Trainer:
+        def __init__(self):
+            self.net = model
+            self.parts = list(model.parameters())
+    begin("ddp")
+    net = base
+    train(1)
+    trainer = Trainer()
+    params = list(model.parameters())
+    nested = {"decay": [p for p in params if p.dim() > 1], "model": model}
+    pair = (model, 1)
+    first_weight = params[0]
+    def step_with(model, params):
+        def step():
+            return model, params[0]
+        return step
+    stepper = step_with(model, params[:2])
+    def evaluate(inputs, network=model):
+        return network(inputs)
+    old = weakref.ref(params[-1])
+    state_before = copy.deepcopy(scheduler.state_dict())
+    random_before = (random.getstate(), torch.get_rng_state().tolist())
+    told = switch.switch(pick("fsdp"))
+    random_same = random_before == (random.getstate(), torch.get_rng_state().tolist())
+    result = dict(
+        rebound=told.rebound, lists=sorted(told.lists), stale=sorted(told.stale),
+        notes=told.notes, is_base=model is base and net is base,
+        is_new=all(a is b for a, b in zip(params, base.parameters(), strict=True)),
+        is_nested=nested["model"] is base and nested["decay"][0] is params[0],
+        is_first=first_weight is params[0],
+        is_closure=stepper()[1] is params[0],
+        is_trainer=trainer.parts[0] is params[0],
+        random_same=random_same, scheduler_same=state_before == scheduler.state_dict(),
+    )
+    try:
+        pair[0](tokens(0))
+    except NbdistError as error:
+        result["old_outer"] = str(error)
+    again = switch.switch(pick("fsdp"))
+    result["again"] = [again.notes, again.models, again.before == again.after]
+    # Memory: nothing holds what was, as the user let go.
+    del trainer, pair, stepper, evaluate, step_with
+    train(2)
+    parts = [weakref.ref(p._local_tensor) for p in base.parameters()]
+    parts += [weakref.ref(s["exp_avg"]._local_tensor) for s in optimizer.state.values()]
+    sharded = weakref.ref(base.blocks[0]._get_fsdp_state())
+    told = switch.switch(pick("ddp"))
+    result["back"] = [told.rebound, told.stale, net is base, model is not base]
+    result["released"] = [sharded() is None, old() is None, all(part() is None for part in parts)]
+    train(2)
+    model(tokens(0)).backward()
+    result["graded"] = switch.switch(pick("zero1")).notes
+    train(2)
+    # The cell is run again: the old model goes, and is switched no more.
+    ghost = weakref.ref(base)
+    model = base = net = Net()
+    del optimizer, scheduler, params, nested, first_weight
+    begin("zero1")
+    gc.collect()
+    result["ghost"] = ghost() is None
+    result["models"] = switch.switch(pick("fsdp")).models
+    done(**result, worst=worst())
+"""
+
+
+def test_every_pair_at_two_ranks(tmp_path: Path) -> None:
+    """All 30 switches between six strategies leave the curve, and every object of the user."""
+    _all_pairs(tmp_path, 2, TWO, 30)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("part", ["FIRST, LAST = 0, 29", "FIRST, LAST = 28, None"])
+def test_every_pair_at_four_ranks(tmp_path: Path, part: str) -> None:
+    """All 56 switches between eight strategies at four ranks, FSDP x TP among them."""
+    _all_pairs(tmp_path, 4, FOUR + f"    {part}\n", 28)
+
+
+def _all_pairs(folder: Path, size: int, strategies: str, count: int) -> None:
+    with TorchRanks(folder, size, TRAINING + strategies + PAIRS) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        assert result["bad"] == {}
+        assert result["pairs"] == count
+        assert result["worst"] < CLOSE
+        assert result["is_same"]
+
+
+def test_a_switch_that_fails_changes_nothing(tmp_path: Path) -> None:
+    """A failure or an interrupt on one rank, in either half, and training goes on as before."""
+    with TorchRanks(tmp_path, 2, TRAINING + FAILURES) as ranks:
+        first, second = ranks.results()
+
+    assert all(first["same"])
+    assert all(second["same"])
+    assert first["says"][0].endswith("There: ValueError: no memory")
+    assert "rank 1" in first["says"][0]
+    assert second["says"][0] == "ValueError: no memory"
+    assert second["says"][1] == "KeyboardInterrupt: "
+    assert first["says"][1].endswith("There: KeyboardInterrupt")
+    assert first["says"][2].endswith("There: RuntimeError: lay_out fails")
+    assert second["says"][3] == "KeyboardInterrupt: "
+    assert first["says"][-1] == second["says"][-1] == "tp fails"
+    assert first["held"] == second["held"] == "fsdp"
+    assert max(first["worst"], second["worst"]) < CLOSE
+
+
+def test_names_lists_and_memory(tmp_path: Path) -> None:
+    """The user's names and lists are put right, the rest is named, and the old parts are freed."""
+    with TorchRanks(tmp_path, 2, TRAINING + NAMES) as ranks:
+        results = ranks.results()
+
+    for one in results:
+        assert one["rebound"] == ["model", "first_weight"]
+        assert one["lists"] == [
+            "nested",
+            "nested['decay']",
+            "params",
+            "the closure of step_with.<locals>.step",
+            "trainer.parts",
+        ]
+        assert one["stale"] == [
+            "a default argument of evaluate (model)",
+            "pair[0] (model)",
+            "the closure of step_with.<locals>.step (model)",
+            "trainer.net (model)",
+        ]
+        holds = [key for key in one if key.startswith("is_")] + ["random_same", "scheduler_same"]
+        assert {key: one[key] for key in holds} == dict.fromkeys(holds, True)
+        assert "as it was under ddp" in one["old_outer"]
+        assert one["again"] == [[SAME], [], True]
+        assert one["back"] == [["model", "first_weight"], [], True, True]
+        assert one["released"] == [True, True, True]
+        assert one["notes"] == []
+        assert one["graded"] == [CLEARED]
+        assert one["ghost"]
+        assert one["models"] == ["model"]
+        assert one["worst"] < CLOSE

@@ -1,0 +1,90 @@
+"""A strategy that is compared with one process: as typed, with which model, and how close."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LOG = "NBDIST_PARITY_LOG"
+"""Names the JSON lines file that every comparison is added to."""
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far numbers may be from those of one process; None where they are only shown.
+
+    Attributes:
+        loss: Absolute, of each step's.
+        gradients: Absolute, of gradients that are clipped to a norm of 0.5 over the model.
+        parameters: Absolute, after some steps of AdamW, which makes much of small gradients.
+    """
+
+    loss: float
+    gradients: float | None = None
+    parameters: float | None = None
+
+
+EXACT = 2e-6
+# Word of what is typed -> how close. In half precision the process by itself computes in it too.
+ROUNDED = {
+    "--bf16": Tolerance(1.4e-3, 1.4e-3),
+    "--fp16": Tolerance(1.2e-4, 1.2e-4),
+    "--hook bf16": Tolerance(6e-5, 1.4e-3),
+    "--hook fp16": Tolerance(3e-5, 1.2e-4),
+    "--hook powersgd": Tolerance(7e-3),
+}
+
+
+def tolerance_of(typed: str) -> Tolerance:
+    """How close a strategy has to come."""
+    found = [one for words, one in ROUNDED.items() if words in typed]
+    return found[0] if found else Tolerance(EXACT, EXACT, EXACT)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        typed: As behind %dist_strategy.
+        model: A key of the texts' MODELS.
+        is_short: `make test` makes it too.
+    """
+
+    typed: str
+    model: str = "plain"
+    is_short: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A row of a table in docs/parity.md.
+
+    Attributes:
+        kind: row or switch.
+        typed: The strategy; of a switch the one before.
+        after: Of a switch, the strategy after it.
+        model: Which one.
+        n: Ranks.
+        loss, gradients, parameters: Largest difference to one process; None where not looked at.
+        tolerance: That the loss's had to stay below.
+    """
+
+    kind: str
+    typed: str
+    model: str
+    n: int
+    loss: float
+    gradients: float | None
+    parameters: float
+    tolerance: float
+    after: str = ""
+
+
+def record(measured: Measured) -> None:
+    """Add a comparison to the file that NBDIST_PARITY_LOG names, if it names one."""
+    path = os.environ.get(LOG)
+    if path:
+        with Path(path).open("a") as file:
+            file.write(json.dumps(asdict(measured)) + "\n")

@@ -1,0 +1,123 @@
+"""Every row and option of the strategies, as typed, by number of ranks."""
+
+from nbdist.core.strategy_rows import ROWS
+from tests.parity.case import Case
+
+# `--compile` waits for a C++ compiler, and has a test of its own in tests/engine/test_options.py.
+LEFT_OUT = frozenset({"is_compiled", "blocks", "stage"})
+# A package of its own, which need not be there; the process is its own from then on.
+DEEPSPEED = tuple(
+    Case(f"deepspeed --stage {stage}{more}")
+    for stage, more in ((1, ""), (2, " --accumulate 2"), (3, ""), (3, " --offload cpu"))
+)
+NAMES = tuple(name for name in ROWS if name != "deepspeed")
+
+_PRECISIONS = tuple(
+    Case(f"{name} --{half}") for name in NAMES for half in ("bf16", "fp16")
+)
+_COMMON = tuple(
+    Case(f"{name}{option}")
+    for name in NAMES
+    for option in (
+        " --accumulate 2",
+        " --checkpoint full",
+        " --checkpoint selective --accumulate 2",
+        " --checkpoint 2 --sdpa math",
+        " --fused --sdpa flash",
+    )
+)
+_OWN = tuple(
+    Case(typed)
+    for typed in (
+        "ddp --hook fp16",
+        "ddp --hook bf16",
+        "ddp --hook powersgd",
+        "ddp --bucket 0.01",
+        "ddp --static-graph",
+        "ddp --find-unused --accumulate 2",
+        "fsdp --shard grad-op",
+        "fsdp --shard grad-op --accumulate 2",
+        "fsdp --offload cpu",
+        "fsdp --offload cpu --bf16 --checkpoint full",
+        "fsdp1 --shard grad-op",
+        "tp --sequence-parallel",
+        "tp --sequence-parallel --bf16",
+        "tp --sequence-parallel --checkpoint full",
+        "pp --schedule gpipe",
+        "pp --schedule gpipe --microbatches 4 --accumulate 2",
+        "pp --schedule 1f1b --microbatches 8",
+        "pp --schedule interleaved",
+        "pp --schedule interleaved --fp16",
+        "pp --schedule zb",
+        "pp --schedule zb --bf16 --accumulate 2",
+    )
+)
+# Meshes of more than one axis, on four ranks and on eight.
+_FOUR = (
+    "fsdp --shard hybrid",
+    "fsdp --tp 2",
+    "pp --dp 2",
+    "pp --tp 2",
+    "cp --dp 2",
+    "ulysses --dp 2",
+)
+_EIGHT = (
+    "fsdp --shard hybrid --replicas 4",
+    "fsdp --tp 2 --shard hybrid",
+    "fsdp --tp 4",
+    "pp --dp 4",
+    "pp --dp 2 --tp 2",
+    "pp --dp 2 --tp 2 --schedule interleaved --accumulate 2",
+    "pp --dp 2 --tp 2 --bf16 --checkpoint full",
+    "cp --dp 2",
+    "ulysses --dp 2",
+)
+_MORE_AT_FOUR = tuple(
+    Case(typed)
+    for typed in (
+        *(
+            f"{mesh}{option}"
+            for mesh in _FOUR
+            for option in ("", " --bf16", " --accumulate 2", " --checkpoint full")
+        ),
+        "fsdp1 --shard hybrid",
+        "fsdp --tp 2 --shard grad-op",
+        "fsdp --tp 2 --sequence-parallel --fp16",
+        "fsdp --tp 2 --offload cpu",
+        "pp --dp 2 --schedule interleaved",
+        "pp --tp 2 --schedule zb --fp16",
+        "pp --tp 2 --sequence-parallel",
+        "pp --schedule interleaved",
+        "pp --schedule zb",
+    )
+)
+# Models as people have them: Llama's, and GPT-2, whose head is tied to its embedding.
+_MODELS = tuple(
+    Case(typed, model)
+    for model in ("llama", "gpt2")
+    for typed in (
+        *(name for name in NAMES if name != "single"),
+        "fsdp --shard grad-op --checkpoint full",
+        "fsdp --bf16",
+        "tp --sequence-parallel",
+        "pp --schedule zb --accumulate 2",
+    )
+)
+_MODELS_AT_FOUR = tuple(
+    Case(typed, model) for model in ("llama", "gpt2") for typed in (*_FOUR, "tp", "pp", "cp")
+)
+
+SHORT = {2: tuple(map(Case, NAMES)), 4: tuple(map(Case, _FOUR))}
+"""One of each strategy, and of each product: what `make test` compares, by number of ranks."""
+
+LONG = {
+    (2, "precisions"): _PRECISIONS,
+    (2, "options"): _COMMON,
+    (2, "own options"): _OWN,
+    (2, "models"): _MODELS,
+    (4, "rows"): tuple(map(Case, NAMES)),
+    (4, "products"): _MORE_AT_FOUR,
+    (4, "models"): _MODELS_AT_FOUR,
+    (8, "rows"): tuple(map(Case, (*NAMES, *_EIGHT))),
+}
+"""What `make parity` compares besides, by number of ranks and a word for the test's name."""

@@ -1,0 +1,95 @@
+"""One cell of plain Accelerate gives, under every strategy and option, what one process gives."""
+
+import importlib.util
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from nbdist.core.strategy_options import OPTIONS
+from tests.parity.case import Case, Measured, record, tolerance_of
+from tests.parity.cases import DEEPSPEED, LEFT_OUT, LONG, NAMES, SHORT
+from tests.parity.texts import ROWS
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+STEPS = 3
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+
+
+@pytest.mark.parametrize("n", SHORT)
+def test_every_strategy_once(tmp_path: Path, n: int) -> None:
+    """Loss, gradients and parameters; the ranks' seeds differ."""
+    _compare(tmp_path, n, SHORT[n])
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("n", "what"), LONG, ids=lambda part: str(part))
+def test_every_option(tmp_path: Path, n: int, what: str) -> None:
+    """The same with each option of each row, on more ranks, and with models of Hugging Face."""
+    _compare(tmp_path, n, LONG[n, what], limit_s=880)
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not installed (the extra `deepspeed`)")
+@pytest.mark.parametrize("case", DEEPSPEED, ids=lambda case: case.typed)
+def test_deepspeed(tmp_path: Path, case: Case) -> None:
+    """Each stage, in a process of its own."""
+    _compare(tmp_path, 2, [case], limit_s=280)
+
+
+def test_the_cases_have_every_row_and_option() -> None:
+    """A row or an option that comes is compared, or left out by name."""
+    typed = [case.typed for part in LONG.values() for case in part]
+    flags = [row.flag for name, row in OPTIONS.items() if name not in LEFT_OUT | {"precision"}]
+
+    assert {case.typed for case in SHORT[2]} == set(NAMES)
+    for name in NAMES:
+        assert {name, f"{name} --bf16", f"{name} --fp16"} <= set(typed)
+    for flag in flags:
+        assert any(flag in one for one in typed), flag
+
+
+def _compare(folder: Path, n: int, cases: Iterable[Case], limit_s: float = 80.0) -> None:
+    cases = list(cases)
+    given = json.dumps([(case.typed, case.model) for case in cases])
+    with TorchRanks(folder, n, ROWS, limit_s, CASES=given, STEPS=str(STEPS)) as ranks:
+        results = [result["found"] for result in ranks.results()]
+    for number, case in enumerate(cases):
+        found = [result[number] for result in results]
+        for one in found:
+            assert isinstance(one, dict), f"{case.typed}, {case.model}\n{one}"
+        _check(n, case, found)
+
+
+def _check(n: int, case: Case, found: list[dict[str, float]]) -> None:
+    """The worst of all ranks is close enough; it is noted for docs/parity.md."""
+    worst = {
+        key: max(values) if None not in values else None
+        for key, values in ((key, [one[key] for one in found]) for key in found[0])
+    }
+    allowed = tolerance_of(case.typed)
+    record(
+        Measured(
+            "row",
+            case.typed,
+            case.model,
+            n,
+            worst["loss"],
+            worst["gradients"],
+            worst["parameters"],
+            allowed.loss,
+        )
+    )
+    limits = {"loss": allowed.loss, "rate": 1e-12, "parameters": allowed.parameters}
+    if worst["gradients"] is not None:
+        limits["gradients"] = allowed.gradients
+    if allowed.parameters is not None:
+        limits["norm"] = allowed.parameters
+    far = {key: worst[key] for key, limit in limits.items() if limit and worst[key] > limit}
+    assert not far, (case, n, far)

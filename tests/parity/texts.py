@@ -1,0 +1,209 @@
+"""What ranks run to be compared with one process: models, one cell for all, the comparison."""
+
+from tests.support.training import MODEL
+
+# Behind MODEL. Everything whole is gathered beside the cell, whose lines a user could have typed.
+COMMON = """
+    import functools
+    from nbdist.engine.parallel import switch
+    from nbdist.engine.parallel.exchange import Move, exchange
+    from nbdist.engine.parallel.norms import _laid_out
+
+    LENGTH, GLOBAL, LIMIT = 16, 16, 0.5
+    DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+    class Attention(nn.Module):
+        def __init__(self, width, n_heads):
+            super().__init__()
+            self.head_dim = width // n_heads
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+            self.o_proj = nn.Linear(width, width)
+        def forward(self, x):
+            q, k, v = (
+                p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                for p in (self.q_proj, self.k_proj, self.v_proj))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    class Perceptron(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.up_proj, self.down_proj = nn.Linear(width, 32), nn.Linear(32, width)
+        def forward(self, x):
+            return self.down_proj(torch.tanh(self.up_proj(x)))
+
+    class Layer(nn.Module):
+        def __init__(self, width, n_heads):
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.attention, self.mlp = Attention(width, n_heads), Perceptron(width)
+        def forward(self, h):
+            h = h + self.attention(self.norm1(h))
+            return h + self.mlp(self.norm2(h))
+
+    class Plain(nn.Module):
+        def __init__(self, width=16, n_layers=4, n_heads=8):
+            super().__init__()
+            self.embed = nn.Embedding(24, width)
+            self.layers = nn.ModuleList(Layer(width, n_heads) for _ in range(n_layers))
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, 24)
+        def forward(self, tokens, labels):
+            h = self.embed(tokens)
+            for layer in self.layers:
+                h = layer(h)
+            logits = self.head(self.norm(h))
+            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    def plain():
+        return Plain(n_layers=max(4, min(2 * n, 8)))
+
+    def llama():
+        from transformers import LlamaConfig, LlamaForCausalLM
+        return LlamaForCausalLM(LlamaConfig(
+            vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=max(4, n),
+            num_attention_heads=8, num_key_value_heads=max(2, n), max_position_embeddings=32))
+
+    def gpt2():
+        from transformers import GPT2Config, GPT2LMHeadModel
+        return GPT2LMHeadModel(GPT2Config(
+            vocab_size=24, n_embd=16, n_layer=max(4, n), n_head=8, n_positions=32,
+            attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
+
+    MODELS = {"plain": plain, "llama": llama, "gpt2": gpt2}
+
+    def made(model, seed):
+        torch.manual_seed(seed)
+        net = MODELS[model]()
+        # Adam makes whole steps of rounding errors where a gradient is 0, as that of a key's bias
+        # always is. A larger eps lets them be as small in the parameters as they are.
+        optimizer = torch.optim.AdamW(groups(net), lr=2e-3, eps=1e-4)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** step)
+        return net, optimizer, scheduler
+
+    def samples(count):
+        drawn = torch.Generator().manual_seed(11)
+        words = torch.randint(24, (count * GLOBAL, LENGTH), generator=drawn)
+        return TensorDataset(words, (words * 5 + 1) % 24)
+
+    def loss_of(output):
+        return output if isinstance(output, torch.Tensor) else output.loss
+
+    def read(text):
+        "What stands behind %dist_strategy, as a Choice."
+        name, *flags = text.split(" --")
+        given = {}
+        for flag in flags:
+            word, _, value = flag.partition(" ")
+            given[word.replace("-", "_")] = (float(value) if word == "bucket" else value) or True
+        return choose(name, given, n, device_type="cpu", backend="gloo")
+
+    def whole_gradients(model):
+        "By first name, on every rank. Collective."
+        one = live.prepared_of(model)
+        held = {name: _laid_out(p) for name, p in one.parameters.items() if p.grad is not None}
+        moves = [Move(name, torch.float32, one.side(name), one.whole(name))
+                 for name in one.parameters]
+        return {name: g.clone() for name, g in exchange(moves, held, torch.device("cpu")).items()}
+
+    def far(found, wanted):
+        "The largest difference of tensors by name; the first name of a tied one is enough."
+        wanted = {name: wanted[name] for name in found}
+        return max((found[name] - wanted[name]).abs().max().item() for name in wanted)
+"""
+
+# Every case is the same cell. Whatever it does is in `Found`, and compared step by step.
+ROWS = (
+    MODEL
+    + COMMON
+    + """
+    STEPS = int(os.environ["STEPS"])
+
+    class Found:
+        def __init__(self):
+            self.losses, self.norms, self.rates = [], [], []
+            self.gradients, self.parameters = [], None
+
+    @functools.cache
+    def alone(model, k, precision):
+        "Plain torch: whole batches, k of them for a step."
+        net, optimizer, scheduler = made(model, 0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=precision == "fp16")
+        half = torch.autocast("cpu", DTYPES.get(precision), enabled=precision in DTYPES)
+        loader, found = DataLoader(samples(STEPS * k), batch_size=GLOBAL), Found()
+        for at, (x, y) in enumerate(loader):
+            with half:
+                loss = loss_of(net(x, labels=y))
+            scaler.scale(loss / k).backward()
+            found.losses.append(loss.item())
+            if (at + 1) % k == 0:
+                scaler.unscale_(optimizer)
+                found.norms.append(nn.utils.clip_grad_norm_(net.parameters(), LIMIT).item())
+                found.gradients.append({m: p.grad.clone() for m, p in net.named_parameters()})
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+                optimizer.zero_grad()
+                found.rates.append(scheduler.get_last_lr()[0])
+        found.parameters = {m: t.detach().clone() for m, t in net.state_dict().items()}
+        return found
+
+    def cell(accelerator, kind, k, look):
+        "Plain Accelerate, the same under every strategy."
+        found = Found()
+        net, optimizer, scheduler = made(kind, rank + 1 if rank else 0)
+        loader = DataLoader(samples(STEPS * k), batch_size=GLOBAL)
+        model, optimizer, scheduler, loader = accelerator.prepare(
+            net, optimizer, scheduler, loader)
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = loss_of(model(x, labels=y))
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), LIMIT)
+                    found.norms.append(norm.item())
+                    found.gradients.append(look(model))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    found.rates.append(scheduler.get_last_lr()[0])
+            found.losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        found.parameters = accelerator.get_state_dict(model)
+        return found
+
+    def apart(found, wanted):
+        pairs = [(found.losses, wanted.losses), (found.norms, wanted.norms),
+                 (found.rates, wanted.rates)]
+        loss, norm, rate = (max(abs(a - b) for a, b in zip(x, y, strict=True)) for x, y in pairs)
+        assert found.parameters.keys() <= wanted.parameters.keys()
+        looked = [far(a, b) for a, b in zip(found.gradients, wanted.gradients, strict=True) if a]
+        return {"loss": loss, "norm": norm, "rate": rate, "gradients": max(looked, default=None),
+                "parameters": far(found.parameters, wanted.parameters)}
+
+    def compare(typed, kind):
+        choice = read(typed)
+        options = choice.options
+        switch.switch(choice)
+        look = whole_gradients
+        if choice.name in ("fsdp1", "deepspeed"):
+            look = lambda model: None  # they keep gradients in buffers of their own
+        found = cell(accelerator, kind, options.accumulate, look)
+        return apart(found, alone(kind, options.accumulate, options.precision))
+
+    use("ddp")
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    found = []
+    for typed, kind in json.loads(os.environ["CASES"]):
+        began_s = time.perf_counter()
+        found.append(tried(compare, typed, kind))
+        if isinstance(found[-1], str):
+            done(found=found)
+        gc.collect()
+        assert live.prepared() == []
+        print(typed, kind, found[-1], f"{time.perf_counter() - began_s:.2f} s", flush=True)
+    done(found=found)
+"""
+)
