@@ -80,7 +80,7 @@ class Options:
         offload: "", cpu or nvme.
         has_sequence_parallel: TP: also norms and dropout are split, along the sequence.
         schedule: PP: gpipe, 1f1b, interleaved or zb.
-        microbatches: PP: pieces of a batch; None for one per stage and a half more (see pp).
+        microbatches: PP: pieces of a batch; None for the most, up to two per stage, that divide it.
         context: CP: ring or ulysses; "" without.
         stage: DeepSpeed's: 1, 2 or 3.
     """

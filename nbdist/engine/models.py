@@ -70,6 +70,7 @@ def find() -> tuple[Model, ...]:
         return found
     # A cell that was run again leaves models that hold themselves in circles, and Python lets
     # go of them on each rank at another time: ranks would compare different ones.
+    del found
     gc.collect()
     return _find()
 

@@ -139,6 +139,26 @@ def test_a_state_goes_on_under_another_strategy(tmp_path: Path) -> None:
     assert optimizer["state"]["embed.weight"]["exp_avg"].shape == (24, 16)
 
 
+def test_a_state_goes_from_fsdp1_and_to_it(tmp_path: Path) -> None:
+    """The way round that a refused switch names; FSDP1 keeps all values in flat parameters."""
+    saved = [("fsdp1", {"shard": "grad-op"}, "Tied"), ("zero1", {}, "Net")]
+    loaded = [
+        ("ddp", {}, "Tied", "fsdp1"),
+        ("fsdp1", {}, "Tied", "fsdp1"),
+        ("fsdp1", {}, "Net", "zero1"),
+    ]
+    rows = {"SAVED": json.dumps(saved), "LOADED": json.dumps(loaded)}
+    text = MODEL + SAVE + OTHERS
+    with TorchRanks(tmp_path / "run", 2, text, FOLDER=str(tmp_path), **rows) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        check(result["saved"], result["loaded"])
+    one = load_file(tmp_path / "fsdp1Tied" / "model.safetensors")
+    assert one["blocks.0.up_proj.weight"].shape == (32, 16)
+    assert "spare" not in one
+
+
 OTHERS = """
     saved, loaded = {}, {}
     for name, given, kind in json.loads(os.environ["SAVED"]):
@@ -153,13 +173,13 @@ OTHERS = """
 
 @pytest.mark.parity
 def test_a_state_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
-    """Saved on 4 ranks in three dimensions' worth of ways, loaded on 2 and on 1."""
-    saved = [("fsdp", {"tp": 2}, "Net"), ("pp", {"dp": 2}, "Tied")]
+    """Saved on 4 ranks, by fsdp x tp and by 4 stages; loaded there otherwise, on 2 and on 1."""
+    saved = [("fsdp", {"tp": 2}, "Net"), ("pp", {}, "Tied")]
     loaded = [("pp", {"tp": 2}, "Net", "fsdp"), ("zero1", {}, "Tied", "pp")]
     runs = [
         (4, saved, loaded),
-        (2, [], [("ddp", {}, "Net", "tp"), ("fsdp", {}, "Tied", "pp")]),
-        (1, [], [("single", {}, "Net", "tp"), ("ddp", {}, "Tied", "pp")]),
+        (2, [], [("ddp", {}, "Net", "fsdp"), ("fsdp", {}, "Tied", "pp")]),
+        (1, [], [("single", {}, "Net", "fsdp"), ("ddp", {}, "Tied", "pp")]),
     ]
     curves: dict[str, list[float]] = {}
     for size, first, second in runs:

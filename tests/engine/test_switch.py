@@ -297,6 +297,10 @@ NAMES = """
     gc.collect()
     result["ghost"] = ghost() is None
     result["models"] = switch.switch(pick("fsdp")).models
+    # One that nobody holds is in no way, though Python has not collected it yet.
+    base.itself = base
+    del model, base, net, optimizer, scheduler
+    result["gone"] = switch.switch(choose("fsdp1", {}, n)).models
     done(**result, worst=worst())
 """
 
@@ -373,4 +377,5 @@ def test_names_lists_and_memory(tmp_path: Path) -> None:
         assert one["graded"] == [CLEARED]
         assert one["ghost"]
         assert one["models"] == ["model"]
+        assert one["gone"] == []
         assert one["worst"] < CLOSE

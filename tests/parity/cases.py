@@ -1,5 +1,7 @@
 """Every row and option of the strategies, as typed, by number of ranks."""
 
+from collections.abc import Sequence
+
 from nbdist.core.strategy_rows import ROWS
 from tests.parity.case import Case
 
@@ -121,3 +123,32 @@ LONG = {
     (8, "rows"): tuple(map(Case, (*NAMES, *_EIGHT))),
 }
 """What `make parity` compares besides, by number of ranks and a word for the test's name."""
+
+_ONE_AXIS = (
+    "ddp",
+    "fsdp",
+    "fsdp --shard grad-op",
+    "zero1",
+    "tp",
+    "pp",
+    "cp",
+    "ulysses",
+    "single",
+)
+SWITCHED = {
+    2: _ONE_AXIS,
+    4: (*_ONE_AXIS, "fsdp --shard hybrid", "fsdp --tp 2", "pp --dp 2"),
+}
+"""Strategies between which a live model is switched, each to each, by number of ranks."""
+
+
+def circuit(names: Sequence[str]) -> list[str]:
+    """A walk that takes every ordered pair of names exactly once, back to the first."""
+    left = {name: [other for other in names if other != name] for name in names}
+    path, stack = [], [names[0]]
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            path.append(stack.pop())
+    return path[::-1]

@@ -27,7 +27,7 @@ def test_every_strategy_once(tmp_path: Path, n: int) -> None:
 @pytest.mark.parity
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("n", "what"), LONG, ids=lambda part: str(part))
+@pytest.mark.parametrize(("n", "what"), LONG, ids=str)
 def test_every_option(tmp_path: Path, n: int, what: str) -> None:
     """The same with each option of each row, on more ranks, and with models of Hugging Face."""
     _compare(tmp_path, n, LONG[n, what], limit_s=880)

@@ -5,7 +5,8 @@ from tests.support.training import MODEL
 # Behind MODEL. Everything whole is gathered beside the cell, whose lines a user could have typed.
 COMMON = """
     import functools
-    from nbdist.engine.parallel import switch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from nbdist.engine.parallel import flat, switch
     from nbdist.engine.parallel.exchange import Move, exchange
     from nbdist.engine.parallel.norms import _laid_out
 
@@ -72,13 +73,13 @@ COMMON = """
 
     MODELS = {"plain": plain, "llama": llama, "gpt2": gpt2}
 
-    def made(model, seed):
+    def made(model, seed, rate=lambda step: 0.9 ** step):
         torch.manual_seed(seed)
         net = MODELS[model]()
         # Adam makes whole steps of rounding errors where a gradient is 0, as that of a key's bias
         # always is. A larger eps lets them be as small in the parameters as they are.
         optimizer = torch.optim.AdamW(groups(net), lr=2e-3, eps=1e-4)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** step)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         return net, optimizer, scheduler
 
     def samples(count):
@@ -101,6 +102,12 @@ COMMON = """
     def whole_gradients(model):
         "By first name, on every rank. Collective."
         one = live.prepared_of(model)
+        if one is None:
+            return {}  # DeepSpeed has them in buffers of its own
+        if flat.is_flat(one):
+            with FullyShardedDataParallel.summon_full_params(
+                    one.outer, writeback=False, with_grads=True):
+                return {name: p.grad.clone() for name, p in one.parameters.items()}
         held = {name: _laid_out(p) for name, p in one.parameters.items() if p.grad is not None}
         moves = [Move(name, torch.float32, one.side(name), one.whole(name))
                  for name in one.parameters]
@@ -148,7 +155,7 @@ ROWS = (
         found.parameters = {m: t.detach().clone() for m, t in net.state_dict().items()}
         return found
 
-    def cell(accelerator, kind, k, look):
+    def cell(accelerator, kind, k):
         "Plain Accelerate, the same under every strategy."
         found = Found()
         net, optimizer, scheduler = made(kind, rank + 1 if rank else 0)
@@ -162,7 +169,7 @@ ROWS = (
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), LIMIT)
                     found.norms.append(norm.item())
-                    found.gradients.append(look(model))
+                    found.gradients.append(whole_gradients(model))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -185,10 +192,7 @@ ROWS = (
         choice = read(typed)
         options = choice.options
         switch.switch(choice)
-        look = whole_gradients
-        if choice.name in ("fsdp1", "deepspeed"):
-            look = lambda model: None  # they keep gradients in buffers of their own
-        found = cell(accelerator, kind, options.accumulate, look)
+        found = cell(accelerator, kind, options.accumulate)
         return apart(found, alone(kind, options.accumulate, options.precision))
 
     use("ddp")
@@ -204,6 +208,94 @@ ROWS = (
         gc.collect()
         assert live.prepared() == []
         print(typed, kind, found[-1], f"{time.perf_counter() - began_s:.2f} s", flush=True)
+    done(found=found)
+"""
+)
+
+# One loop over the data, its strategy changed under it again and again.
+SWITCHES = (
+    MODEL
+    + COMMON
+    + """
+    PATH, EACH = json.loads(os.environ["SWITCHED"]), 3
+    data = samples(EACH * len(PATH))
+
+    def rate(step):
+        "Always another one, and never small: a lost step of a moment or a rate is to be seen."
+        return 0.75 + 0.25 * (-1) ** step / (1 + step % 5)
+
+    alone_net, alone_optimizer, alone_scheduler = made("plain", 0, rate)
+    alone_batches = iter(DataLoader(data, batch_size=GLOBAL))
+    def alone():
+        x, y = next(alone_batches)
+        loss = loss_of(alone_net(x, labels=y))
+        loss.backward()
+        nn.utils.clip_grad_norm_(alone_net.parameters(), LIMIT)
+        alone_optimizer.step()
+        alone_scheduler.step()
+        alone_optimizer.zero_grad()
+        return loss.item(), alone_scheduler.get_last_lr()
+
+    switch.switch(read(PATH[0]))
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    model, optimizer, scheduler = made("plain", rank + 1 if rank else 0, rate)
+    loader = DataLoader(data, batch_size=GLOBAL)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    batches = iter(loader)
+    def step():  # a closure, made once, over what keeps its identity
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    def train():
+        x, y = next(batches)
+        with accelerator.accumulate(model):
+            loss = loss_of(model(x, labels=y))
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), LIMIT)
+            step()
+        return accelerator.reduce(loss.detach(), "mean").item(), scheduler.get_last_lr()
+
+    def identities():
+        raw = optimizer.optimizer
+        return [id(one) for one in (
+            optimizer, raw, raw.param_groups, *raw.param_groups,
+            *(group["params"] for group in raw.param_groups), scheduler, loader, batches)]
+
+    def moments():
+        "The largest difference of the optimizer's state; steps have to be equal."
+        found = live.full_optimizer_state(optimizer.optimizer)["state"]
+        worst = 0.0
+        for name, p in alone_net.named_parameters():
+            for key, value in alone_optimizer.state[p].items():
+                off = (found[name][key] - value).abs().max().item()
+                assert key != "step" or off == 0, (name, off)
+                worst = max(worst, off)
+        return worst
+
+    def compare():
+        loss = 0.0
+        for _ in range(EACH):
+            (found, found_rate), (wanted, wanted_rate) = train(), alone()
+            assert found_rate == wanted_rate, (found_rate, wanted_rate)
+            loss = max(loss, abs(found - wanted))
+        return {"loss": loss, "moments": moments(),
+                "parameters": far(accelerator.get_state_dict(model), alone_net.state_dict())}
+
+    def go(after):
+        began_s = time.perf_counter()
+        told = switch.switch(read(after))
+        took_s = time.perf_counter() - began_s
+        assert not told.stale and kept == identities(), told
+        found = compare()
+        print(after, found, f"{took_s:.2f} s", f"{time.perf_counter() - began_s:.2f} s", flush=True)
+        return found
+
+    compare()
+    kept, found = identities(), []
+    for after in PATH[1:]:
+        found.append(tried(go, after))
+        if isinstance(found[-1], str):
+            break
     done(found=found)
 """
 )

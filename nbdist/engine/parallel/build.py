@@ -168,16 +168,26 @@ def names_of(base: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     found: dict[int, list[str]] = {}
     for named in (base.named_parameters, base.named_buffers):
         for name, tensor in named(remove_duplicate=False):
-            found.setdefault(id(tensor), []).append(name)
+            found.setdefault(id(tensor), []).append(own_name(name))
     return {names[0]: tuple(names) for names in found.values()}
 
 
 def tensors_of(base: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer, by each of its names."""
-    return {
+    found = {
         **dict(base.named_parameters(remove_duplicate=False)),
         **dict(base.named_buffers(remove_duplicate=False)),
     }
+    return {own_name(name): tensor for name, tensor in found.items()}
+
+
+def own_name(name: str) -> str:
+    """A name as the user's module had it, before FSDP1 put its wrapper around each block."""
+    return name.replace(_FSDP1_WRAPPER, "")
+
+
+# FSDP1 calls a wrapped module so; the name is in every state_dict that it writes.
+_FSDP1_WRAPPER = "_fsdp_wrapped_module."
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nbdist.engine.parallel import build, deepspeed, live
+from nbdist.engine.parallel import build, deepspeed, flat, live
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class Portable:
         shapes: Of the whole tensors, by first name.
         values: Gives whole tensors by first name, on every rank. Collective: every rank.
         load: Takes such values; what is not among them stays. Every rank, alike.
+        listed: Gives the module's state_dict as it is on this rank: its names, and what is no
+            tensor. This rank alone.
     """
 
     base: torch.nn.Module
@@ -30,18 +32,18 @@ class Portable:
     shapes: dict[str, tuple[int, ...]]
     values: Callable[[], Mapping[str, torch.Tensor]]
     load: Callable[[Mapping[str, torch.Tensor]], None]
+    listed: Callable[[], Mapping[str, Any]]
 
     def saved_names(self) -> list[str]:
         """Names in the module's state_dict that are of parameters and buffers."""
-        return [name for name in self.base.state_dict(keep_vars=True) if name in self.firsts]
+        return [name for name in self.listed() if name in self.firsts]
 
     def state_dict(self) -> dict[str, Any]:
         """The module's state_dict as it would be in one process. Collective: every rank."""
         values = self.values()
-        own = self.base.state_dict(keep_vars=True)
         return OrderedDict(
             (name, values[self.firsts[name]] if name in self.firsts else other)
-            for name, other in own.items()
+            for name, other in self.listed().items()
         )
 
 
@@ -56,6 +58,7 @@ def portable(model: Any) -> Portable:
         shapes={name: tuple(layout.shape) for name, layout in known.layouts.items()},
         values=functools.partial(live.full_state, known),
         load=functools.partial(live.load_full, known),
+        listed=functools.partial(flat.listed if flat.is_flat(known) else _listed, known.base),
     )
 
 
@@ -70,13 +73,18 @@ def _of_engine(engine: Any) -> Portable:
     }
     return Portable(
         base, firsts, shapes, functools.partial(deepspeed.full_state, engine),
-        functools.partial(_load_engine, engine),
+        functools.partial(_load_engine, engine), functools.partial(_listed, base),
     )  # fmt: skip
 
 
 def _load_engine(engine: Any, values: Mapping[str, torch.Tensor]) -> None:
     # It takes all values or none.
     deepspeed.load_full(engine, {**deepspeed.full_state(engine), **values})
+
+
+def _listed(base: torch.nn.Module) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = base.state_dict(keep_vars=True)
+    return found
 
 
 def _firsts(base: torch.nn.Module) -> dict[str, str]:

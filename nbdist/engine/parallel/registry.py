@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from nbdist.core.layout import Side, TensorLayout
 from nbdist.core.strategy import Choice, Degrees, default_choice, steps_of
 from nbdist.engine import runtime
-from nbdist.engine.parallel import zero1
+from nbdist.engine.parallel import flat, zero1
 from nbdist.engine.parallel.agreement import same_random, together, world_size
 from nbdist.engine.parallel.build import Built
 from nbdist.engine.parallel.grid import Grid, make_grid
@@ -153,7 +153,7 @@ def layout_of(parameter: torch.Tensor) -> TensorLayout | None:
     for one in prepared():
         name = one.current_name_of(parameter)
         if name is not None:
-            return one.layouts[name]
+            return flat.layout_of_piece(one) if flat.is_flat(one) else one.layouts[name]
     return None
 
 

@@ -58,8 +58,8 @@ def switch(choice: Choice) -> Switched:
     if choice == before:
         note = f"{label(choice)} with these options is the current strategy; nothing was done"
         return Switched(before, choice, (), (), (), (), (note,), 0, time.perf_counter() - began_s)
-    if len(registry.prepared()) > 1:
-        gc.collect()  # of cells that were run again
+    if len(registry.prepared()) > 1 or _fixed(before, choice):
+        gc.collect()  # of cells that were run again, or what was deleted to make way
     with same_random():
         found = _common_models()
         if found:
@@ -85,16 +85,21 @@ def switch(choice: Choice) -> Switched:
     )
 
 
+def _fixed(before: Choice, after: Choice) -> str:
+    """Why no live model goes from one to the other, if a row says so."""
+    rows = [row for choice in (before, after) for row in rows_of(choice)]
+    return next((row.fixed for row in rows if row.fixed), "")
+
+
 def _refuse_fixed(before: Choice, after: Choice) -> None:
-    for choice in (before, after):
-        for row in rows_of(choice):
-            if row.fixed:
-                raise OptionError(
-                    f"Live models cannot be switched from {label(before)} to {label(after)}: "
-                    f"{row.fixed}. Save with accelerator.save_state(DIR), start afresh with "
-                    f"%dist_reset --strategy {after.name}, prepare again, and load with "
-                    "accelerator.load_state(DIR)."
-                )
+    reason = _fixed(before, after)
+    if reason:
+        raise OptionError(
+            f"Live models cannot be switched from {label(before)} to {label(after)}: "
+            f"{reason}. Save with accelerator.save_state(DIR), start afresh with "
+            f"%dist_reset --strategy {after.name}, prepare again, and load with "
+            "accelerator.load_state(DIR)."
+        )
 
 
 def _common_models() -> list[Prepared]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from nbdist.core.layout import Side
-from nbdist.engine.parallel import build, fsdp
+from nbdist.engine.parallel import build, flat, fsdp
 from nbdist.engine.parallel.agreement import world_size
 from nbdist.engine.parallel.exchange import Move, exchange
 from nbdist.engine.parallel.prepared import Prepared
@@ -29,6 +29,8 @@ def full_state(one: Prepared) -> dict[str, torch.Tensor]:
 
     Some may be the model's own tensors: do not change them.
     """
+    if flat.is_flat(one):
+        return flat.values(one)
     fsdp.settle(one.built.job.root)
     local = local_values(one)
     moves = [
@@ -38,7 +40,7 @@ def full_state(one: Prepared) -> dict[str, torch.Tensor]:
 
 
 def load_full(one: Prepared, values: Mapping[str, torch.Tensor]) -> None:
-    """Put values into a model, in place. This rank alone; every rank has to, with equal ones.
+    """Put values into a model, in place. Every rank, with equal ones; collective under fsdp1.
 
     Args:
         one: The model.
@@ -57,6 +59,9 @@ def load_full(one: Prepared, values: Mapping[str, torch.Tensor]) -> None:
             f"{type(one.base).__name__} has no {', '.join(wrong[:_NAMED])}"
             + (f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else "")
         )
+    if flat.is_flat(one):
+        flat.load(one, values)
+        return
     fsdp.settle(one.built.job.root)
     rank = one.built.job.grid.rank
     local = local_values(one)
@@ -75,6 +80,8 @@ def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
         torch's Optimizer.state_dict, but for the names. Some may be the optimizer's own tensors.
     """
     names, others = names_in(optimizer), _others(optimizer)
+    if (pieces := flat.only(names, others)) is not None:
+        return flat.optimizer_state(pieces[0], optimizer, pieces[1])
     before = {key: parameter for key, (_, _, parameter) in names.items()}
     local = read(optimizer, before)
     (agreed,) = agree([local])
@@ -98,7 +105,7 @@ def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Take over what `full_optimizer_state` gave. This rank alone; every rank has to, alike.
+    """Take over what `full_optimizer_state` gave. Every rank, alike; collective under fsdp1.
 
     The optimizer, its groups and its lists stay the same objects.
 
@@ -109,6 +116,9 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
     names, others = names_in(optimizer), _others(optimizer)
     after = {key: parameter for key, (_, _, parameter) in names.items()}
     _check_groups(optimizer, after | others, state)
+    if (pieces := flat.only(names, others)) is not None:
+        flat.load_optimizer_state(pieces[0], optimizer, pieces[1], state)
+        return
     new = {key: state_side(one.built, name) for key, (one, name, _) in names.items()}
     old = {key: one.whole(name) for key, (one, name, _) in names.items()}
     shells = {key: _shell(old[key]) for key in names}
