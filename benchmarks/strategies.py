@@ -30,11 +30,11 @@ from benchmarks.ranks import Ranks, join, join_nbdist, obey
 
 STRATEGIES = ("ddp", "fsdp", "tp", "pp")
 RANKS = 2
-# About 50 ms for a step on a core.
+# Some 60 ms of work in a step on a core.
 SIZE = Size(width=192, n_blocks=4, n_words=512)
 LENGTH = 64
 # Of one step over all ranks. Under ddp and fsdp each rank sees a half.
-SAMPLES = 16
+SAMPLES = 8
 MICROBATCHES = 4
 ROUNDS = 60
 STEPS_IN_A_TURN = 5

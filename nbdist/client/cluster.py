@@ -64,9 +64,8 @@ class Cluster:
         self._connection: controller.Connection | None = None
         self._guard = Guard(self.run_dir)
         try:
-            self._log = prepared.logger(self.run_dir)
             prepared.mark(config, self.run_dir)
-            self._cluster = prepared.cluster(config, self.run_dir, self._log)
+            self._cluster = prepared.cluster(config, self.run_dir, prepared.logger(self.run_dir))
         except BaseException:
             self._guard.close()
             raise
@@ -350,6 +349,7 @@ class Cluster:
         if self._is_stopping or os.getpid() != self._owner:
             return
         self._is_stopping = True
+        prepared.silence(self._cluster)
         try:
             self._stop_processes(grace_s)
         finally:
@@ -357,9 +357,6 @@ class Cluster:
             # second one must not break that off; it takes CLOSE_DEADLINE_S at most.
             with presses.counted():
                 is_clean = self._guard.close()
-            for handler in list(self._log.handlers):
-                self._log.removeHandler(handler)
-                handler.close()
         if not is_clean:
             sys.stderr.write(f"nbdist: processes of {self.run_dir} could not all be ended\n")
 

@@ -31,6 +31,18 @@ def logger(run_dir: Path) -> logging.Logger:
     return one
 
 
+def silence(cluster: Any) -> None:
+    """Before the run's folder goes: an end that ipyparallel notices later writes nothing.
+
+    Its log would have no file to go to, and its cluster file would bring the folder back.
+    """
+    cluster.cluster_file = ""
+    cluster.log.disabled = True
+    for handler in list(cluster.log.handlers):
+        cluster.log.removeHandler(handler)
+        handler.close()
+
+
 def mark(config: Config, run_dir: Path) -> None:
     """Give every process of the run its mark, beside the variables that the profile sets.
 

@@ -350,3 +350,22 @@ def test_many_starts_leave_no_descriptor_and_no_thread() -> None:
 
     assert len(used) == 3
     assert used[1] == used[2]
+
+
+def test_what_is_noticed_after_a_stop_leaves_nothing() -> None:
+    """An end that ipyparallel notices late is told nobody, and does not bring the folder back."""
+    program = (
+        "import nbdist\n"
+        "from nbdist.notebook import NOTEBOOK\n"
+        "cluster = nbdist.start(1).cluster\n"
+        "NOTEBOOK.stop()\n"
+        "cluster._cluster.controller.state = 'running'\n"
+        "cluster._cluster._engines_stopped('late', {'exit_code': -15})\n"
+        "print('there:', cluster.run_dir.exists())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=90
+    )
+
+    assert done.stderr == ""
+    assert done.stdout.endswith("there: False\n")

@@ -83,9 +83,11 @@ COMMON = """
         return net, optimizer, scheduler
 
     def samples(count):
+        "A label for each word, other ones every 12 batches: there is always much to be learned."
         drawn = torch.Generator().manual_seed(11)
-        words = torch.randint(24, (count * GLOBAL, LENGTH), generator=drawn)
-        return TensorDataset(words, (words * 5 + 1) % 24)
+        words = torch.randint(24, (count, GLOBAL, LENGTH), generator=drawn)
+        labels = [torch.randperm(24, generator=drawn)[part] for part in words.split(12)]
+        return TensorDataset(words.flatten(0, 1), torch.cat(labels).flatten(0, 1))
 
     def loss_of(output):
         return output if isinstance(output, torch.Tensor) else output.loss
@@ -230,7 +232,8 @@ SWITCHES = (
         x, y = next(alone_batches)
         loss = loss_of(alone_net(x, labels=y))
         loss.backward()
-        nn.utils.clip_grad_norm_(alone_net.parameters(), LIMIT)
+        norm = nn.utils.clip_grad_norm_(alone_net.parameters(), LIMIT)
+        if rank==0: print(loss.item(), norm.item())
         alone_optimizer.step()
         alone_scheduler.step()
         alone_optimizer.zero_grad()
