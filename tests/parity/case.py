@@ -10,6 +10,7 @@ from pathlib import Path
 LOG = "NBDIST_PARITY_LOG"
 """Names the JSON lines file that every comparison is added to."""
 
+
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """How far numbers may be from those of one process; None where they are only shown.

@@ -14,9 +14,7 @@ DEEPSPEED = tuple(
 )
 NAMES = tuple(name for name in ROWS if name != "deepspeed")
 
-_PRECISIONS = tuple(
-    Case(f"{name} --{half}") for name in NAMES for half in ("bf16", "fp16")
-)
+_PRECISIONS = tuple(Case(f"{name} --{half}") for name in NAMES for half in ("bf16", "fp16"))
 _COMMON = tuple(
     Case(f"{name}{option}")
     for name in NAMES

@@ -92,9 +92,7 @@ def only(
     return next(iter(models.values())), {name: key for key, (_, name, _) in names.items()}
 
 
-def optimizer_state(
-    one: Prepared, optimizer: Optimizer, keys: Mapping[str, str]
-) -> dict[str, Any]:
+def optimizer_state(one: Prepared, optimizer: Optimizer, keys: Mapping[str, str]) -> dict[str, Any]:
     """As `wholes.full_optimizer_state`. Collective: every rank.
 
     Args:
