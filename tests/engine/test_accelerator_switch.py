@@ -90,7 +90,16 @@ SCALES = """
                       other.scaler is scaler, optimizer.scaler is other.scaler])
         begun.append(backwards(4))
         scales.append(scaler.get_scale())
-    done(facts=facts, scales=scales, begun=begun)
+    # What an optimizer has no implementation of is refused while nothing has changed.
+    rprop = other.prepare(torch.optim.Rprop(net.parameters(), lr=0.1))
+    held = [id(p) for p in rprop.param_groups[0]["params"]]
+    try:
+        switch(choose("ddp", {"fused": True}, n))
+        refused = ""
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+    kept = live.current().name == "fsdp" and [id(p) for p in rprop.param_groups[0]["params"]] == held
+    done(facts=facts, scales=scales, begun=begun, refused=refused, kept=kept)
 """
 
 
@@ -127,5 +136,8 @@ def test_scaler_and_accumulation_follow_the_options(tmp_path: Path) -> None:
             ["fp16", 1, True, True],
         ]
         assert result["scales"] == [128.0, 256.0, 256.0, 4096.0]
+        assert result["refused"].startswith("OptionError")
+        assert "Rprop" in result["refused"]
+        assert result["kept"]
         # Gradients were cleared, so an accumulation begins anew, with its first backward.
         assert result["begun"] == [True, [False, False, False, True], *[True, [True] * 4] * 2]

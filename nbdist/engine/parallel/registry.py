@@ -23,6 +23,9 @@ from nbdist.engine.parallel.prepared import Prepared, attach, attached
 class Watcher(Protocol):
     """What wants to know of a switch."""
 
+    def before_switch(self, old: Choice, new: Choice) -> None:
+        """Called before anything changes; raises OptionError if it cannot follow. No rank met."""
+
     def after_switch(self, old: Choice, new: Choice) -> None:
         """Called on every rank after a switch. Meets no rank."""
 
@@ -109,11 +112,20 @@ def watch(watcher: Watcher) -> None:
     _live.watchers.append(weakref.ref(watcher))
 
 
+def ask(old: Choice, new: Choice) -> None:
+    """Ask the watchers whether they can follow a switch; one that cannot raises OptionError."""
+    for watcher in _watchers():
+        watcher.before_switch(old, new)
+
+
 def tell(old: Choice, new: Choice) -> None:
     """Tell the watchers of a switch."""
-    for watcher in [one() for one in _live.watchers]:
-        if watcher is not None:
-            watcher.after_switch(old, new)
+    for watcher in _watchers():
+        watcher.after_switch(old, new)
+
+
+def _watchers() -> list[Watcher]:
+    return [one for ref in _live.watchers if (one := ref()) is not None]
 
 
 def prepared() -> list[Prepared]:

@@ -64,6 +64,8 @@ def switch(choice: Choice) -> Switched:
         found = _common_models()
         if found:
             _refuse_fixed(before, choice)
+        # Loaders and optimizers that cannot follow refuse before anything changes.
+        together(WHAT, lambda: registry.ask(before, choice))
         registry.grid_for(choice)
         notes: tuple[str, ...] = ()
         done, received = Rebound(), 0
