@@ -166,6 +166,17 @@ OTHERS = """
     del adafactor
     gc.collect()
     result["still"] = [live.current().name, switch.switch(pick("fsdp")).models]
+
+    # A rank that has replaced another builds by itself what the others have.
+    if rank == 1:
+        models.catching_up(True)
+        refused("alone", lambda: live.prepare_model(torch.nn.Linear(2, 2)))
+    dist.barrier()
+    live.set_choice(pick("ddp"))
+    if rank == 1:
+        by_itself = live.prepare_model(torch.nn.Linear(2, 2))
+        says["alone_ddp"] = type(by_itself).__name__
+        models.catching_up(False)
     done(**result, says=says)
 """
 
@@ -233,7 +244,9 @@ def test_other_models_and_refusals(tmp_path: Path) -> None:
         assert "meta device and has no values" in says["meta"]
         assert "LBFGS looks at all gradients at once" in says["lbfgs"]
         assert "Adafactor" in says["adafactor"]
-        assert rank in (0, 1)
+        if rank == 1:
+            assert "under fsdp a model is built by all ranks together" in says["alone"]
+            assert says["alone_ddp"] == "DistributedDataParallel"
 
 
 def test_models_of_any_strategy_are_found_and_reset(tmp_path: Path) -> None:

@@ -103,6 +103,14 @@ TRAINING = """
         optimizer, scheduler = optimizer_for(model)
         live.bind(optimizer)
 """
+PRODUCTS = """
+    STRATEGIES = {
+        "zero1": ("zero1", {}), "fsdp x tp": ("fsdp", {"dp": 2, "tp": 2}),
+        "pp x fsdp": ("pp", {"pp": 2, "dp": 2}), "pp x tp": ("pp", {"pp": 2, "tp": 2}),
+        "hybrid": ("fsdp", {"shard": "hybrid", "replicas": 2}),
+    }
+    FIRST, LAST = 0, None
+"""
 
 # A walk over every ordered pair: each row of a complete graph, once.
 PAIRS = """
@@ -315,6 +323,12 @@ def test_every_pair_at_two_ranks(tmp_path: Path) -> None:
 def test_every_pair_at_four_ranks(tmp_path: Path, part: str) -> None:
     """All 56 switches between eight strategies at four ranks, FSDP x TP among them."""
     _all_pairs(tmp_path, 4, FOUR + f"    {part}\n", 28)
+
+
+@pytest.mark.parity
+def test_every_pair_of_products_at_four_ranks(tmp_path: Path) -> None:
+    """All 20 switches between meshes of two axes, and zero1."""
+    _all_pairs(tmp_path, 4, PRODUCTS, 20)
 
 
 def _all_pairs(folder: Path, size: int, strategies: str, count: int) -> None:

@@ -92,15 +92,19 @@ class Ballot:
         self._store = c10d._get_default_store() if world_size() > 1 else None  # noqa: SLF001
         self._keys = [f"nbdist/ballot/{label}/{rank}" for rank in range(world_size())]
 
-    def answer(self, failure: str) -> dict[int, str]:
+    def answer(self, failure: str, *, is_waiting: bool = True) -> dict[int, str]:
         """The ranks whose part failed, with the reason; an empty text is none. Every rank.
 
         A rank that gives no answer within COMMIT_DEADLINE_S has failed.
+
+        Args:
+            failure: Why this rank's part failed.
+            is_waiting: For the others' answers.
         """
         if self._store is None:
             return {0: failure} if failure else {}
         self._store.set(self._keys[dist.get_rank()], f"-{failure}")
-        until_s = time.monotonic() + COMMIT_DEADLINE_S
+        until_s = time.monotonic() + (COMMIT_DEADLINE_S if is_waiting else 0.0)
         pause_s = 0.0005
         while not self._store.check(self._keys) and time.monotonic() < until_s:
             time.sleep(pause_s)

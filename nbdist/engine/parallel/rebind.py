@@ -25,7 +25,9 @@ from torch.optim import Optimizer
 
 # Their objects hold what they need, and look after it themselves.
 _INTERNAL = (
+    "IPython.",
     "accelerate.",
+    "ipykernel.",
     "nbdist.",
     "torch.autograd.",
     "torch.distributed.",

@@ -30,6 +30,7 @@ from nbdist.engine.parallel.agreement import (
     interrupts_held,
     rank,
     same_random,
+    sentence,
     together,
     world_size,
 )
@@ -111,6 +112,9 @@ def _common_models() -> list[Prepared]:
     """
     own = registry.prepared()
     told = together(WHAT, lambda: [(one.number, tuple(one.built.names)) for one in own])
+    names = [[names for _, names in one] for one in told]
+    if all(one == names[0] for one in names):
+        return own  # numbers may differ: a rank that has replaced another begins with 0
     common = set.intersection(*(set(one) for one in told))
     if not common and any(told):
         counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(told))
@@ -123,18 +127,23 @@ def _common_models() -> list[Prepared]:
 
 
 def _move(choice: Choice, found: list[Prepared]) -> tuple[Rebound, tuple[str, ...], int]:
+    ballot = Ballot(str(together(WHAT, time.time_ns)[0]))
     for one in found:
         fsdp.settle(one.built.job.root)
     models = _plan(choice, found)
     steppers = _steppers(found)
     brought = _bring(models, steppers)
-    # From here on nobody waits for data. Rank 0's number names the ballot.
-    token = together(WHAT, time.time_ns)[0]
-    commit = Commit(choice, models, steppers, brought)
+    received = brought.received_bytes
     with interrupts_held():
-        commit.run(Ballot(str(token)))
+        try:
+            together(WHAT, lambda: None)  # from here on nobody waits for data
+        except BaseException as error:
+            ballot.answer(sentence(error), is_waiting=False)  # some may have gone on
+            raise
+        commit = Commit(choice, models, steppers, brought)
+        commit.run(ballot)
         done, notes = commit.finish()
-    return done, notes, brought.received_bytes
+    return done, notes, received
 
 
 def _plan(choice: Choice, found: Sequence[Prepared]) -> list[Moving]:
