@@ -1,6 +1,7 @@
 # make demo    runs the first notebook on two ranks, leaves it and an HTML page in build/
 # make test    lint, types, tests, then every notebook against its stored outputs
 # make faults  every fault on 2 and 4 ranks, and the table of docs/reliability.md from it
+# make parity  every strategy, option and switch beside one process, into docs/parity.md
 # make lab     JupyterLab with the notebooks
 # make store   runs the notebooks and stores their outputs, for `make test` to compare
 # make bench   what nbdist costs beside the same without it, into docs/benchmarks.md
@@ -21,13 +22,13 @@ DEMO := 01_first_steps
 
 # The demo and the tests use no settings of the user's own and leave nothing in HOME.
 SETTINGS := $(CURDIR)/build/settings
-demo unit faults notebooks store bench: export IPYTHONDIR = $(SETTINGS)/ipython
-demo unit faults notebooks store bench: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
-demo unit faults notebooks store bench: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
-demo unit faults notebooks store bench: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
-demo unit faults notebooks store bench: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
-demo unit faults notebooks store bench: export HF_HOME = $(SETTINGS)/huggingface
-demo unit faults notebooks store bench: export HF_HUB_OFFLINE = 1
+demo unit faults parity notebooks store bench: export IPYTHONDIR = $(SETTINGS)/ipython
+demo unit faults parity notebooks store bench: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
+demo unit faults parity notebooks store bench: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
+demo unit faults parity notebooks store bench: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
+demo unit faults parity notebooks store bench: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
+demo unit faults parity notebooks store bench: export HF_HOME = $(SETTINGS)/huggingface
+demo unit faults parity notebooks store bench: export HF_HUB_OFFLINE = 1
 
 # Stored outputs are those of two ranks on the CPU with one thread each, on any machine.
 notebooks store: export NBDIST_TEST = 1
@@ -37,10 +38,10 @@ notebooks store: export OMP_NUM_THREADS = 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types unit faults notebooks store bench lab clean
+.PHONY: help demo test lint types unit faults parity notebooks store bench lab clean
 
 help:
-	@sed -n '1,8s/^# //p' Makefile
+	@sed -n '1,9s/^# //p' Makefile
 
 # torch comes first and alone: whatever asks for it later finds the pinned build in place.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -96,6 +97,17 @@ faults: $(INSTALLED) | build/settings
 	$(PY) -m pytest -m "" tests/faults tests/client/test_repair.py tests/client/test_controller.py \
 	  tests/front/test_loaders.py
 	$(PY) -m tests.faults.report $(FAULTS) docs/reliability.md
+
+# Beside the tables, what else is left out of `make test` because a like case is in it.
+PARITY := $(CURDIR)/build/parity.jsonl
+
+parity: export NBDIST_PARITY_LOG = $(PARITY)
+parity: $(INSTALLED) | build/settings
+	@rm -f $(PARITY)
+	$(PY) -m pytest -m "" tests/parity --deselect tests/parity/test_report.py::test_the_page_has_every_case
+	$(PY) -m tests.parity.report $(PARITY) docs/parity.md
+	$(PY) -m pytest tests/parity/test_report.py
+	$(PY) -m pytest -m parity tests --ignore tests/parity
 
 # The kernel is this environment's Python, whatever a notebook's own metadata names.
 notebooks: $(INSTALLED) | build/settings

@@ -98,7 +98,8 @@ SCALES = """
         refused = ""
     except Exception as error:
         refused = f"{type(error).__name__}: {error}"
-    kept = live.current().name == "fsdp" and [id(p) for p in rprop.param_groups[0]["params"]] == held
+    after = [id(p) for p in rprop.param_groups[0]["params"]]
+    kept = live.current().name == "fsdp" and after == held
     done(facts=facts, scales=scales, begun=begun, refused=refused, kept=kept)
 """
 

@@ -4,18 +4,14 @@ python -m tests.faults.report build/faults.jsonl docs/reliability.md
 """
 
 import json
-import platform
 import sys
-from collections.abc import Iterable, Sequence
-from importlib.metadata import version
+from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
-
+from tests.support import tables
 from tests.support.faults import Measured
 
-BEGIN = "<!-- table: made by `make faults` -->"
-END = "<!-- end of the table -->"
+COMMAND = "make faults"
 _HEAD = (
     "fault",
     "ranks",
@@ -39,31 +35,7 @@ def table(cases: Iterable[Measured]) -> str:
     order = {key: at for at, key in reversed(list(enumerate(_key(case) for case in cases)))}
     kinds = list(dict.fromkeys(case.kind for case in cases))
     ordered = sorted(cases, key=lambda c: (kinds.index(c.kind), order[_key(c)], c.n))
-    rows = [_HEAD, ("---",) * len(_HEAD), *map(_row, ordered)]
-    return "\n".join(_line(row) for row in rows)
-
-
-def machine() -> str:
-    """Where and with what it was measured, as a sentence."""
-    packages = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
-    memory_gib = psutil.virtual_memory().total / 2**30
-    return (
-        f"Measured with {packages}, Python {platform.python_version()}, "
-        f"{platform.system()}, {psutil.cpu_count()} cores, {memory_gib:.0f} GiB."
-    )
-
-
-def replaced(page: str, new: str) -> str:
-    """The page with what stands between its two marks replaced.
-
-    Raises:
-        ValueError: If a mark is missing.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no {BEGIN!r} followed by {END!r}")
-    return f"{before}{BEGIN}\n\n{new}\n\n{END}{after}"
+    return tables.table(_HEAD, map(_row, ordered))
 
 
 def _key(case: Measured) -> tuple[str, str]:
@@ -82,10 +54,6 @@ def _row(case: Measured) -> tuple[str, ...]:
     )
 
 
-def _line(row: Sequence[str]) -> str:
-    return f"| {' | '.join(row)} |"
-
-
 def _seconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.1f}"
 
@@ -97,7 +65,8 @@ def _yes(*, is_so: bool | None) -> str:
 def main(log: str, page: str) -> None:
     """Write the table into the page."""
     path = Path(page)
-    path.write_text(replaced(path.read_text(), f"{machine()}\n\n{table(read(Path(log)))}"))
+    new = f"{tables.machine(*_PACKAGES)}\n\n{table(read(Path(log)))}"
+    path.write_text(tables.replaced(path.read_text(), COMMAND, new))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults import report
 from tests.faults.table import FAULTS
+from tests.support import tables
 from tests.support.faults import Measured
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -36,15 +37,16 @@ def test_only_the_table_of_the_page_is_replaced(tmp_path: Path) -> None:
     """What stands around the two marks stays; a page without them is refused."""
     log, page = tmp_path / "log.jsonl", tmp_path / "page.md"
     log.write_text(json.dumps(asdict(_CASES[0])) + "\n")
-    page.write_text(f"before\n{report.BEGIN}\nof earlier\n{report.END}\nafter\n")
+    begin = tables.begin(report.COMMAND)
+    page.write_text(f"before\n{begin}\nof earlier\n{tables.END}\nafter\n")
     report.main(str(log), str(page))
     made = page.read_text()
 
-    assert made.startswith(f"before\n{report.BEGIN}\n\nMeasured with torch ")
-    assert made.endswith(f"| yes | yes | 0 |\n\n{report.END}\nafter\n")
+    assert made.startswith(f"before\n{begin}\n\nMeasured with torch ")
+    assert made.endswith(f"| yes | yes | 0 |\n\n{tables.END}\nafter\n")
     assert "of earlier" not in made
     with pytest.raises(ValueError, match="no '<!-- table"):
-        report.replaced("nothing here", "new")
+        tables.replaced("nothing here", report.COMMAND, "new")
 
 
 def test_the_page_has_every_fault_of_the_matrix() -> None:

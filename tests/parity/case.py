@@ -50,12 +50,10 @@ class Case:
     Attributes:
         typed: As behind %dist_strategy.
         model: A key of the texts' MODELS.
-        is_short: `make test` makes it too.
     """
 
     typed: str
     model: str = "plain"
-    is_short: bool = False
 
 
 @dataclass(frozen=True, slots=True)

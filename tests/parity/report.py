@@ -1,0 +1,110 @@
+"""Turns what `make parity` has compared into the tables of docs/parity.md.
+
+python -m tests.parity.report build/parity.jsonl docs/parity.md
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nbdist.core.strategy_rows import ROWS
+from tests.parity.case import Measured
+from tests.parity.cases import SWITCHED
+from tests.support import tables
+
+COMMAND = "make parity"
+_HEAD = (
+    "strategy",
+    "options",
+    "ranks",
+    "model",
+    "loss",
+    "gradients",
+    "parameters",
+    "tolerance of the loss",
+)
+_PACKAGES = ("torch", "accelerate", "transformers")
+
+
+def read(path: Path) -> list[Measured]:
+    """The comparisons of a JSON lines file, in its order."""
+    return [Measured(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def rows_table(measured: Sequence[Measured]) -> str:
+    """A line for each strategy and model: by row, ranks, model, in the order of the run."""
+    names = list(ROWS)
+    found = [one for one in measured if one.kind == "row"]
+    models = list(dict.fromkeys(one.model for one in found))
+    found.sort(key=lambda m: (names.index(_split(m.typed)[0]), m.n, models.index(m.model)))
+    return tables.table(_HEAD, map(_row, found))
+
+
+def switch_table(measured: Sequence[Measured], n: int) -> str:
+    """Rows are the strategies before, columns those after; the loss's largest difference."""
+    off = {(m.typed, m.after): m for m in measured if m.kind == "switch" and m.n == n}
+    head = (f"{n} ranks: from, to", *map(_code, SWITCHED[n]))
+    return tables.table(
+        head,
+        [
+            (_code(before), *(_told(off.get((before, after))) for after in SWITCHED[n]))
+            for before in SWITCHED[n]
+        ],
+    )
+
+
+def text(measured: Sequence[Measured]) -> str:
+    """All tables, with where they were made."""
+    names = {_split(one.typed)[0] for one in measured if one.kind == "row"}
+    parts = [tables.machine(*_PACKAGES)]
+    parts += [f"Not compared, as it is not installed: {name}." for name in ROWS if name not in names]
+    parts += ["### Strategies and options", rows_table(measured), "### Switches"]
+    parts += [switch_table(measured, n) for n in SWITCHED]
+    return "\n\n".join(parts)
+
+
+def _split(typed: str) -> tuple[str, str]:
+    name, _, options = typed.partition(" ")
+    return name, options
+
+
+def _row(one: Measured) -> tuple[str, ...]:
+    name, options = _split(one.typed)
+    return (
+        _code(name),
+        _code(options) if options else "",
+        str(one.n),
+        one.model,
+        _told(one),
+        _number(one.gradients),
+        _number(one.parameters),
+        _number(one.tolerance),
+    )
+
+
+def _told(one: Measured | None) -> str:
+    if one is None:
+        return "-"
+    number = _number(one.loss)
+    return number if one.loss <= one.tolerance else f"**{number}**"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1e}".replace("e-0", "e-") if value else "0"
+
+
+def _code(words: str) -> str:
+    return f"`{words}`"
+
+
+def main(log: str, page: str) -> None:
+    """Write the tables into the page."""
+    path = Path(page)
+    path.write_text(tables.replaced(path.read_text(), COMMAND, text(read(Path(log)))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
