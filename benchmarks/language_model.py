@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Block(nn.Module):
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         h = h + self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return h + self.down_proj(F.gelu(self.up_proj(self.norm2(h))))
+        return h + self.down_proj(functional.gelu(self.up_proj(self.norm2(h))))
 
 
 class Net(nn.Module):
@@ -62,7 +62,7 @@ class Net(nn.Module):
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Of what the head returns."""
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def make(size: Size) -> Net:

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import Row
 
 # In the order of the page.
-MODULES = ("collective_cost",)
+MODULES = ("collective_cost", "strategies", "switching")
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 PACKAGES = ("torch", "ipyparallel", "ipykernel", "accelerate")
 HEAD = ("what", "nbdist", "without it", "ratio", "promised", "how measured")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import Row, compare
-from benchmarks.language_model import Block, Net, Size, batch, make, mean_loss
+from benchmarks.language_model import Net, Size, batch, make, mean_loss
 from benchmarks.ranks import Ranks, join, join_nbdist, obey
 
 STRATEGIES = ("ddp", "fsdp", "tp", "pp")

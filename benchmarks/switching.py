@@ -98,9 +98,7 @@ def _pairs(millions: int, folder: Path) -> list[tuple[Taken, Taken]]:
         ours.ask("begin", millions, "ddp")
         hand = Hand(millions, place)
         with hand:
-            taken = []
-            for _ in range(ROUNDS):
-                taken.append((_switched(ours), hand.there_and_back()))
+            taken = [(_switched(ours), hand.there_and_back()) for _ in range(ROUNDS)]
             losses = ours.ask("step"), hand.step()
     for a, b in zip(*losses, strict=True):
         assert abs(a - b) < CLOSE, losses
@@ -252,26 +250,30 @@ def _ours(rank: int, folder: Path) -> None:
     )
 
 
+def _by_hand(model: Any, strategy: str) -> Any:
+    """A model under ddp or FSDP2 as torch's documentation has it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    if strategy == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def _hand(rank: int, folder: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
 
     join(rank, RANKS, folder)
     memory, trainer = Memory(), Trainer(rank)
 
     def build(millions: int, strategy: str) -> None:
-        model: Any = make(SIZES[millions])
-        if strategy == "ddp":
-            model = DistributedDataParallel(model)
-        else:
-            mesh = init_device_mesh("cpu", (RANKS,))
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+        model = _by_hand(make(SIZES[millions]), strategy)
         optimizer = torch.optim.AdamW(model.parameters())
         trainer.take(size=SIZES[millions], model=model, optimizer=optimizer)
 

@@ -58,7 +58,8 @@ def text(measured: Sequence[Measured]) -> str:
     """All tables, with where they were made."""
     names = {_split(one.typed)[0] for one in measured if one.kind == "row"}
     parts = [tables.machine(*_PACKAGES)]
-    parts += [f"Not compared, as it is not installed: {name}." for name in ROWS if name not in names]
+    missing = (name for name in ROWS if name not in names)
+    parts += [f"Not compared, as it is not installed: {name}." for name in missing]
     parts += ["### Strategies and options", rows_table(measured), "### Switches"]
     parts += [switch_table(measured, n) for n in SWITCHED]
     return "\n\n".join(parts)

@@ -13,6 +13,8 @@ from tests.parity.texts import SWITCHES
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
+# Moments are compared by their largest value, and drift over hundreds of steps; a lost one is 1.
+LIMITS = {"loss": EXACT, "parameters": EXACT, "moments": 1e-5}
 
 
 @pytest.mark.parametrize("n", SWITCHED)
@@ -53,7 +55,8 @@ def _walk(folder: Path, n: int, path: Sequence[str], limit_s: float = 80.0) -> l
         for one in found:
             assert isinstance(one, dict), f"{before} to {after}\n{one}"
         worst = {key: max(one[key] for one in found) for key in found[0]}
-        assert max(worst.values()) <= EXACT, (before, after, n, worst)
+        far = {key: value for key, value in worst.items() if value > LIMITS[key]}
+        assert not far, (before, after, n, far)
         measured.append(
             Measured(
                 "switch", before, "plain", n, worst["loss"], None, worst["parameters"], EXACT, after
