@@ -106,7 +106,7 @@ parity: $(INSTALLED) | build/settings
 	@rm -f $(PARITY)
 	$(PY) -m pytest -m "" tests/parity --deselect tests/parity/test_report.py::test_the_page_has_every_case
 	$(PY) -m tests.parity.report $(PARITY) docs/parity.md
-	$(PY) -m pytest tests/parity/test_report.py
+	$(PY) -m pytest -m "" tests/parity/test_report.py
 	$(PY) -m pytest -m parity tests --ignore tests/parity
 
 # The kernel is this environment's Python, whatever a notebook's own metadata names.

@@ -5,6 +5,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from tests.parity import report
 from tests.parity.case import Measured
 from tests.parity.cases import LONG, SHORT, SWITCHED
@@ -44,6 +46,7 @@ def test_the_page_gets_its_tables(tmp_path: Path) -> None:
     assert "Not compared, as it is not installed: deepspeed." in made
 
 
+@pytest.mark.parity
 def test_the_page_has_every_case() -> None:
     """Each comparison of `make parity` has a line, each switch a number; none is too far off."""
     lines = [
