@@ -139,6 +139,9 @@ SWITCHED = {
 }
 """Strategies between which a live model is switched, each to each, by number of ranks."""
 
+WALKED = {2: SWITCHED[2], 4: ("ddp", "fsdp --shard hybrid", "fsdp --tp 2", "pp --dp 2")}
+"""Those of them that `make test` walks through, once."""
+
 
 def circuit(names: Sequence[str]) -> list[str]:
     """A walk that takes every ordered pair of names exactly once, back to the first."""

@@ -61,7 +61,11 @@ def text(measured: Sequence[Measured]) -> str:
     missing = (name for name in ROWS if name not in names)
     parts += [f"Not compared, as it is not installed: {name}." for name in missing]
     parts += ["### Strategies and options", rows_table(measured), "### Switches"]
-    parts += [switch_table(measured, n) for n in SWITCHED]
+    for n in SWITCHED:
+        was_walked = any(one.kind == "switch" and one.n == n for one in measured)
+        parts.append(
+            switch_table(measured, n) if was_walked else f"{n} ranks: not walked this time."
+        )
     return "\n\n".join(parts)
 
 

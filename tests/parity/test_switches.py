@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity.case import EXACT, Measured, record
-from tests.parity.cases import SWITCHED, circuit
+from tests.parity.cases import SWITCHED, WALKED, circuit
 from tests.parity.texts import SWITCHES
 from tests.support.torch_ranks import TorchRanks
 
@@ -17,10 +17,10 @@ pytestmark = pytest.mark.engine
 LIMITS = {"loss": EXACT, "parameters": EXACT, "moments": 1e-5}
 
 
-@pytest.mark.parametrize("n", SWITCHED)
-def test_a_walk_through_all_strategies(tmp_path: Path, n: int) -> None:
+@pytest.mark.parametrize("n", WALKED)
+def test_a_walk_through_strategies(tmp_path: Path, n: int) -> None:
     """Each once, there and back: losses, rates, parameters and moments of an uninterrupted run."""
-    names = SWITCHED[n]
+    names = WALKED[n]
     _walk(tmp_path, n, [*names, names[0]])
 
 
