@@ -126,6 +126,12 @@ def is_tensors(data: Any) -> bool:
 
 
 def _group() -> dist.ProcessGroup | None:
+    degrees = live.current().degrees
+    if degrees.dp == 1:
+        return None
+    if degrees.dp == degrees.product:
+        # No mesh is made for it: a rank that has replaced another would make one by itself.
+        return dist.group.WORLD
     return live.grid().group("dp_replicate", "dp_shard")
 
 
