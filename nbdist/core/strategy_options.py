@@ -20,6 +20,7 @@ class OptionRow:
         kind: choice, count (1 or more), number (above 0), switch, text or blocks (see checkpoint).
         help: One line.
         steps: It belongs where one of these steps runs; empty for everywhere.
+        never: Names of strategies that it does not go with all the same.
         why: The reason why it belongs nowhere else.
         choices: Of a choice.
         default: What counts without it, in words; empty where nothing happens.
@@ -31,6 +32,7 @@ class OptionRow:
     kind: str
     help: str
     steps: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
     why: str = ""
     choices: tuple[str, ...] = ()
     default: str = ""
@@ -64,7 +66,9 @@ _OPTIONS = (
               steps=("options",)),
     OptionRow(
         "sdpa", "--sdpa", "choice", "backend of scaled_dot_product_attention",
-        steps=("options",), choices=("flash", "efficient", "math", "cudnn"), default="torch's",
+        steps=("options",), never=("cp", "ulysses"),
+        why="it computes attention over all ranks itself",
+        choices=("flash", "efficient", "math", "cudnn"), default="torch's",
     ),
     OptionRow(
         "blocks", "--blocks", "text", "name of the model's list of blocks, such as model.layers",
@@ -244,7 +248,11 @@ _READ: Mapping[str, Callable[[OptionRow, object], object]] = {
 def takers(row: OptionRow) -> list[str]:
     """The names of the strategies that take an option."""
     steps = set(row.steps)
-    return [one.name for one in ROWS.values() if not steps or steps & {*one.steps, *one.common}]
+    return [
+        one.name
+        for one in ROWS.values()
+        if one.name not in row.never and (not steps or steps & {*one.steps, *one.common})
+    ]
 
 
 def typed(row: OptionRow, value: object) -> str:

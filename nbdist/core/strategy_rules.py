@@ -73,7 +73,8 @@ def check(
 
 
 def _check_place(case: _Case, option: OptionRow) -> None:
-    if option.steps and not case.steps.intersection(option.steps):
+    is_for_another = option.steps and not case.steps.intersection(option.steps)
+    if is_for_another or any(row.name in option.never for row in case.rows):
         why = f": {option.why}" if option.why else ""
         raise OptionError(
             f"{case.name} has no {option.flag}{why}. It goes with {listed(takers(option))}."

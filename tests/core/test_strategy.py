@@ -106,6 +106,8 @@ _REFUSED: list[tuple[str | None, dict[str, object], int, tuple[str, ...]]] = [
     ("deepspeed", {"offload": "nvme"}, 2, ("in stage 3 alone, not in stage 2",)),
     ("ddp", {"blocks": "h"}, 2, ("--blocks would have no effect", "--checkpoint")),
     ("ddp", {"static_graph": True, "find_unused": True}, 2, ("ignores --find-unused",)),
+    ("cp", {"sdpa": "math"}, 2, ("cp has no --sdpa: it computes attention over all", "goes with")),
+    ("ulysses", {"dp": 2, "sdpa": "flash"}, 4, ("no --sdpa",)),
     ("pp", {"microbatches": 2}, 4, ("4 stages needs 4 micro-batches or more", "--microbatches 8")),
 ]
 

@@ -61,6 +61,9 @@ TRAINS = """
     for context in ("ring", "ulysses"):
         results[context] = apart(Model, loss, context=context)
         results[context + " bf16"] = apart(Model, loss, context=context, precision="bf16")
+        for kind in ("full", "selective", "2"):
+            results[f"{context} checkpoint {kind}"] = apart(
+                Model, loss, context=context, checkpoint=kind)
     results["keyword"] = apart(Model, keyword)
     results["accumulated"] = apart(Model, accumulated, whole=loss)
     results["ignored targets"] = apart(Model, ignoring)

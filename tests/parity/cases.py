@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from nbdist.core.strategy_options import OPTIONS
 from nbdist.core.strategy_rows import ROWS
 from tests.parity.case import Case
 
@@ -25,6 +26,11 @@ _COMMON = tuple(
         " --checkpoint 2 --sdpa math",
         " --fused --sdpa flash",
     )
+    if not ("--sdpa" in option and name in OPTIONS["sdpa"].never)
+) + tuple(
+    Case(f"{name}{option}")
+    for name in OPTIONS["sdpa"].never
+    for option in (" --checkpoint 2", " --fused")
 )
 _OWN = tuple(
     Case(typed)

@@ -5,6 +5,7 @@ COMMON = """
     import torch.nn.functional as F
     from nbdist.core.strategy import Choice, Degrees, Options
     from nbdist.engine.parallel import attention, cp, cp_check, precision, sequences
+    from nbdist.engine.parallel.options import STEP as OPTIONS_STEP
     from nbdist.engine.parallel.grid import make_grid
     from nbdist.engine.parallel.kernels import Problem
     from nbdist.engine.parallel.step import Job
@@ -71,6 +72,8 @@ COMMON = """
         cp.STEP.plan(job, {})
         if plan_only:
             return None
+        OPTIONS_STEP.plan(job, {})
+        OPTIONS_STEP.lay_out(job)
         precision.STEP.wrap(job, base)
         ddp = DDP(base, process_group=job.grid.group("dp_replicate", "cp"))
         return cp.STEP.wrap(job, ddp)

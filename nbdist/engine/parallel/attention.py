@@ -163,6 +163,11 @@ class SplitSequence(TorchFunctionMode):
         return torch.where(own > 0, loss, 0) * (own * size / total).to(loss.dtype)
 
 
+def is_split() -> bool:
+    """Whether this thread is in the forward of a model whose attention is caught."""
+    return _active.mode is not None
+
+
 def same_attention() -> AbstractContextManager[object]:
     """Inside it, attention is what it is now: for a forward that is computed again in backward.
 

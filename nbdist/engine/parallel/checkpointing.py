@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
+from nbdist.engine.parallel.attention import is_split, same_attention
 from nbdist.engine.parallel.blocks import Blocks
 from nbdist.engine.parallel.sdpa import with_backend
 from nbdist.errors import OptionError
@@ -76,13 +80,32 @@ def _checkpointed(
         return run(*args, **kwargs)
     args, kwargs = _without_caches(args, kwargs)
     inner = functools.partial(with_backend, sdpa, run) if sdpa else run
-    if is_selective:
-        return checkpoint(inner, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
-    return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+    contexts = _selective if is_selective else noop_context_fn
+    # A compiled block is no place for it: dynamo traces no mode of functions.
+    if not torch.compiler.is_compiling() and is_split():
+        contexts = functools.partial(_with_attention, contexts)
+    return checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+_Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+
+
+def _selective() -> _Contexts:
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _with_attention(contexts: Callable[[], _Contexts]) -> _Contexts:
+    """Of the forward and of its repetition, which is to find attention split as it is now."""
+    first, again = contexts()
+    return first, _both(again, same_attention())
+
+
+@contextlib.contextmanager
+def _both(*managers: AbstractContextManager[object]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for manager in managers:
+            stack.enter_context(manager)
+        yield
 
 
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

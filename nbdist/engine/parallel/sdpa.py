@@ -32,11 +32,6 @@ def refuse_backend(job: Job) -> None:
     wanted = job.choice.options.sdpa
     if not wanted:
         return
-    if job.choice.degrees.cp > 1:
-        raise OptionError(
-            f"--sdpa {wanted}: cp and ulysses compute attention over all ranks themselves. "
-            "Leave --sdpa out."
-        )
     there = _available(job.device)
     if wanted not in there:
         name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "the CPU"
