@@ -17,15 +17,19 @@ from benchmarks import Row
 MODULES = ("collective_cost", "strategies", "switching")
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 PACKAGES = ("torch", "ipyparallel", "ipykernel", "accelerate")
+# Behind the table of a benchmark that draws one: what it shows, and where it is.
+PICTURES = {
+    "switching": "![Seconds against millions of parameters](pictures/switch_time.svg)",
+}
 HEAD = ("what", "nbdist", "without it", "ratio", "promised", "how measured")
 
 
-def run(names: Iterable[str]) -> Iterator[tuple[str, list[Row]]]:
-    """(title, rows) of each benchmark; the title is the first line of its docstring."""
+def run(names: Iterable[str]) -> Iterator[tuple[str, str, list[Row]]]:
+    """(name, title, rows) of each benchmark; the title is the first line of its docstring."""
     for name in names:
         module = importlib.import_module(f"benchmarks.{name}")
         title = (module.__doc__ or name).strip().splitlines()[0].rstrip(".")
-        yield title, module.rows()
+        yield name, title, module.rows()
 
 
 def machine() -> str:
@@ -53,7 +57,7 @@ def cells(row: Row) -> tuple[str, ...]:
     return (row.name, *values, f"{row.ratio:.3f}", promise or "-", row.how)
 
 
-def page(tables: list[tuple[str, list[Row]]], where: str) -> str:
+def page(tables: list[tuple[str, str, list[Row]]], where: str) -> str:
     """The whole page as markdown."""
     lines = [
         "# Benchmarks",
@@ -63,9 +67,11 @@ def page(tables: list[tuple[str, list[Row]]], where: str) -> str:
         "",
         where,
     ]
-    for title, rows in tables:
+    for name, title, rows in tables:
         lines += ["", f"## {title}", "", _line(HEAD), _line(["---"] * len(HEAD))]
         lines += [_line(cells(row)) for row in rows]
+        if name in PICTURES:
+            lines += ["", PICTURES[name]]
     return "\n".join(lines) + "\n"
 
 
@@ -83,13 +89,13 @@ def main() -> int:
     if unknown:
         parser.error(f"there is no benchmark {', '.join(unknown)}: choose of {', '.join(MODULES)}")
     tables = []
-    for title, rows in run(options.modules or MODULES):
-        tables.append((title, rows))
+    for name, title, rows in run(options.modules or MODULES):
+        tables.append((name, title, rows))
         print(f"{title}\n", *("  " + "  ".join(cells(row)) + "\n" for row in rows), sep="")
     # Some of the benchmarks alone do not make the page.
     if not options.modules and not options.no_page:
         PAGE.write_text(page(tables, machine()), encoding="utf-8")
-    return int(not all(row.is_kept for _, rows in tables for row in rows))
+    return int(not all(row.is_kept for *_, rows in tables for row in rows))
 
 
 if __name__ == "__main__":

@@ -284,9 +284,7 @@ def _hand(rank: int, folder: Path) -> None:
 
     def save(checkpoint: str) -> None:
         model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-        # Without waiting for the disk, to which a switch owes nothing either.
-        writer = dcp.FileSystemWriter(checkpoint, sync_files=False)
-        dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint)
 
     def load(millions: int, strategy: str, checkpoint: str) -> None:
         memory.watch()

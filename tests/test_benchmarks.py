@@ -2,8 +2,11 @@
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
-from benchmarks import Row, compare
+import pytest
+
+from benchmarks import Row, compare, ranks, strategies, switching
 from benchmarks import run as runner
 
 
@@ -35,9 +38,67 @@ def test_promises() -> None:
 def test_the_page_names_the_machine_by_what_it_has() -> None:
     """Cores, memory and versions are in it, the host's name is not; bars do not break a table."""
     rows = [Row("a | b", 2.0, 1.0, "us", "7 rounds", most_ratio=1.5)]
-    text = runner.page([("Cost", rows)], runner.machine())
+    text = runner.page([("cost", "Cost", rows)], runner.machine())
 
     assert "| a / b | 2 us | 1 us | 2.000 | ratio <= 1.5: NOT KEPT | 7 rounds |" in text
     assert " cores, " in text
     assert "torch 2." in text
     assert socket.gethostname() not in text
+
+
+def test_pictures_are_drawn_and_shown() -> None:
+    """Each stands behind its table, and is there."""
+    assert set(runner.PICTURES) <= set(runner.MODULES)
+    for name, shown in runner.PICTURES.items():
+        path = shown.partition("(")[2].rstrip(")")
+        text = runner.page([(name, "A title", [])], "Here.")
+
+        assert text.endswith(f"{shown}\n")
+        assert (runner.PAGE.parent / path).exists()
+
+
+def test_the_same_times_draw_the_same_picture(tmp_path: Path) -> None:
+    """No date, no random ids; other times draw another one."""
+
+    def drawn(name: str, elapsed_s: float) -> bytes:
+        one = switching.Taken((elapsed_s, elapsed_s), 1.0)
+        switching.draw({1: [(one, one)], 10: [(one, one)]}, tmp_path / name)
+        return (tmp_path / name).read_bytes()
+
+    assert drawn("a.svg", 1.0) == drawn("b.svg", 1.0) != drawn("c.svg", 2.0)
+
+
+def test_rows_of_a_switch_are_sums_of_both_ways() -> None:
+    """There and back, the middle of the rounds; the promise and the memory are the largest's."""
+    taken = [
+        (switching.Taken((0.1, 0.2), 5.0), switching.Taken((2.0, 2.0), 3.0)),
+        (switching.Taken((0.2, 0.2), 7.0), switching.Taken((3.0, 3.0), 4.0)),
+        (switching.Taken((9.0, 9.0), 9.0), switching.Taken((9.0, 9.0), 9.0)),
+    ]
+    (small,) = switching._rows(1, taken)
+    large, memory = switching._rows(switching.LARGEST, taken)
+
+    assert (small.ours, small.other, small.most_ratio) == (pytest.approx(0.4), 6.0, None)
+    assert (large.most_ratio, large.is_kept) == (0.1, True)
+    assert (memory.ours, memory.other, memory.unit) == (7.0, 4.0, "MiB")
+
+
+def test_a_row_of_steps_is_the_middle_of_the_starts() -> None:
+    """A start that was slow on both sides does not count."""
+    row = strategies._row("ddp", [(50.0, 50.0), (90.0, 80.0), (51.0, 49.0)])
+
+    assert (row.ours, row.other) == (51.0, 50.0)
+    assert row.is_kept
+
+
+def test_ranks_do_what_they_are_asked_and_say_why_they_ended(tmp_path: Path) -> None:
+    """Both sides of one strategy give the same losses; a rank's error is in ours."""
+    with ranks.Ranks("strategies", "hand", 2, tmp_path / "hand") as hand:
+        first = hand.ask("begin", "ddp")
+        times_ms = hand.ask("turn")
+        with pytest.raises(RuntimeError, match="KeyError: 'nothing'"):
+            hand.ask("nothing")
+
+    assert first[0] == first[1]
+    assert len(first[0]) == strategies.STEPS_IN_A_TURN
+    assert min(times_ms) > 0

@@ -76,6 +76,8 @@ class Piece:
     is_stretch: bool
 
 
+# A switch asks for the same some ten times, for each parameter and its states.
+@functools.lru_cache(maxsize=16384)
 def runs(layout: TensorLayout, degrees: Degrees, rank: int) -> tuple[Runs, ...] | None:
     """What a rank holds of a tensor, for each dim; None if it holds nothing of it.
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nbdist.core.layout import Cuts, Piece, Side, local_shape, pieces, runs, split
+from nbdist.engine.parallel.room import room_for
 
 __all__ = ["Move", "Side", "exchange", "moved_bytes"]
 
@@ -88,17 +89,21 @@ def exchange(
         new = {m.name: t for m in moves if (t := _begun(m, held, rank, device)) is not None}
         carrier = _carrier(device)
         is_direct = carrier == device
-        direct, bundled = [], []
+        own, direct, bundled = [], [], []
         for move, piece, source in _deliveries(moves, size):
             parcel = _Parcel(move, piece, source)
             if source == piece.target:
-                if source == rank:
-                    _copy(new[move.name], held[move.name], piece.dims)
+                own += [parcel] if source == rank else []
             elif is_direct and piece.is_stretch and parcel.size_bytes >= DIRECT_BYTES:
                 direct.append(parcel)
             else:
                 bundled.append(parcel)
-        _send_directly(direct, held, new, device)
+        for number, works in enumerate(_sent_directly(direct, held, new, device)):
+            if not number:
+                # While the first ones are on their way.
+                _copy_own(own, held, new)
+            for work in works:
+                work.wait()
         if rounds := list(_rounds(bundled, size)):
             _Courier(held, new, rounds, carrier).deliver()
     return new
@@ -127,7 +132,7 @@ def _begun(
         if wanted == before:
             return own.to(device)
     shape = local_shape(move.new.layout, move.new.degrees, rank)
-    return None if shape is None else torch.empty(shape, dtype=move.dtype, device=device)
+    return None if shape is None else room_for(shape, move.dtype, device)
 
 
 def _deliveries(moves: Sequence[Move], size: int) -> Iterator[tuple[Move, Piece, int]]:
@@ -148,16 +153,27 @@ def _deliveries(moves: Sequence[Move], size: int) -> Iterator[tuple[Move, Piece,
             yield move, piece, source
 
 
-def _send_directly(
+def _copy_own(
+    parcels: Sequence[_Parcel], held: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
+) -> None:
+    """What a rank takes from itself."""
+    for one in parcels:
+        _copy(new[one.move.name], held[one.move.name], one.piece.dims)
+
+
+def _sent_directly(
     parcels: Sequence[_Parcel],
     held: Mapping[str, torch.Tensor],
     new: Mapping[str, torch.Tensor],
     device: torch.device,
-) -> None:
-    """Send each parcel from where it lies to where it will lie. Collective."""
+) -> Iterator[Sequence[dist.Work]]:
+    """Send each parcel from where it lies to where it will lie: so many at once, once at least.
+
+    Collective. What is yielded is to be waited for before the next ones are sent.
+    """
     rank, _ = _place()
     limited = [part for one in parcels for part in _limited(one, _CALL_BYTES)]
-    for first in range(0, len(limited), _DIRECT_COUNT):
+    for first in range(0, max(1, len(limited)), _DIRECT_COUNT):
         calls = []
         for number, parcel in enumerate(limited[first : first + _DIRECT_COUNT]):
             target = parcel.piece.target
@@ -168,8 +184,7 @@ def _send_directly(
             elif target == rank:
                 box = _box(new[parcel.move.name], [(at, n) for ((_, at, n),) in parcel.piece.dims])
                 calls.append(dist.P2POp(dist.irecv, box, parcel.source, tag=number))
-        for work in dist.batch_isend_irecv(calls) if calls else ():
-            work.wait()
+        yield dist.batch_isend_irecv(calls) if calls else ()
 
 
 def _rounds(parcels: Sequence[_Parcel], size: int) -> Iterator[list[_Parcel]]:

@@ -88,12 +88,18 @@ class _Unpickler(pickle.Unpickler):
         return self.leaves[number]
 
 
+# Of a tensor by itself, which is what most blocks return: some 10 us less at each border.
+_TENSOR = b"tensor"
+
+
 def pack(value: Any) -> Packed:
     """Take a value apart.
 
     Raises:
         NbdistError: Something in it cannot be pickled.
     """
+    if type(value) is torch.Tensor:
+        return Packed(_TENSOR, (value,))
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -108,6 +114,8 @@ def pack(value: Any) -> Packed:
 
 def unpack(skeleton: bytes, leaves: Sequence[Any]) -> Any:
     """A value with these leaves."""
+    if skeleton == _TENSOR:
+        return leaves[0]
     # The bytes come from `pack` on a rank of this run, which could do here what it wants anyway.
     return _Unpickler(io.BytesIO(skeleton), leaves).load()
 

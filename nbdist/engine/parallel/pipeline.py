@@ -21,13 +21,13 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.tensor import DTensor
 
 from nbdist.engine.parallel.packed import Packed, batch_size, cut, pack, unpack
 from nbdist.engine.parallel.probe import Failed, Findings, Route, evaluate, find_out
 from nbdist.engine.parallel.stage import Part, Stages
 from nbdist.engine.parallel.stage import Step as StageStep
 from nbdist.engine.parallel.step import Job
+from nbdist.engine.parallel.stepped import SteppedLoss
 from nbdist.engine.parallel.sums import Share, add_up
 from nbdist.errors import NbdistError, OptionError
 
@@ -116,9 +116,10 @@ class Pipeline(torch.nn.Module):
             OptionError: The batch cannot be cut into the micro-batches that were asked for.
         """
         batch = pack((args, kwargs))
-        is_training = self.training and torch.is_grad_enabled()
-        if is_training and any(p.requires_grad for p in self.module.parameters()):
-            return self._train(batch)
+        if self.training and torch.is_grad_enabled():
+            trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+            if trained:
+                return self._train(batch, trained)
         with torch.no_grad():
             output = evaluate(self._root, batch, self._route)
         if self.training:
@@ -135,15 +136,15 @@ class Pipeline(torch.nn.Module):
     def _parts(self) -> tuple[Part, ...]:
         return tuple(self._root.parts)  # type: ignore[arg-type]
 
-    def _train(self, batch: Packed) -> Any:
+    def _train(self, batch: Packed, trained: Mapping[str, torch.nn.Parameter]) -> Any:
         _refuse_gradients(batch)
         count = self._count(batch_size(batch))
         pieces = cut(batch, count)
         plan = self._plan_for(pieces)
         shares = [
             Share(parameter, self._holders[name], None)
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and not parameter.is_meta
+            for name, parameter in trained.items()
+            if not parameter.is_meta
         ]
         scaler = getattr(self._job.accelerator, "scaler", None)
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
@@ -151,7 +152,7 @@ class Pipeline(torch.nn.Module):
         self._send_buffers()
         parameters = [share.parameter for share in shares]
         gradients = [share.gradient for share in shares]
-        loss = _Loss.apply(loss, 1 / scale, gradients, self._anchor, *parameters)  # type: ignore[no-untyped-call]
+        loss = SteppedLoss.apply(loss, 1 / scale, gradients, self._anchor, *parameters)  # type: ignore[no-untyped-call]
         return unpack(plan.findings.skeleton, [loss])
 
     def _run(
@@ -309,36 +310,6 @@ class Pipeline(torch.nn.Module):
             if self._holders[name] is None:
                 buffer = self.module.get_buffer(name)
                 dist.broadcast(buffer, group=self._route.group, group_src=rank)
-
-
-class _Loss(torch.autograd.Function):
-    """The loss of a step that has had its backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, loss: torch.Tensor, unscale: float, gradients: Sequence[torch.Tensor | None],
-        _anchor: torch.Tensor, *_parameters: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        ctx.unscale = unscale
-        ctx.is_there = [gradient is not None for gradient in gradients]
-        ctx.save_for_backward(*(gradient for gradient in gradients if gradient is not None))
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = iter(ctx.saved_tensors)
-        factor = gradient * ctx.unscale
-        own = [_times(next(saved), factor) if is_there else None for is_there in ctx.is_there]
-        return None, None, None, torch.zeros_like(gradient), *own
-
-
-def _times(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor * factor
-    return DTensor.from_local(
-        tensor.to_local() * factor, tensor.device_mesh, tensor.placements, run_check=False,
-        shape=tensor.shape, stride=tensor.stride(),
-    )  # fmt: skip
 
 
 def _nothing_later() -> Callable[..., None]:

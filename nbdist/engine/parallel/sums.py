@@ -63,7 +63,9 @@ def _add_up(shares: Sequence[Share], holders: tuple[int, ...], group: dist.Proce
         flat = _exchanged(flat, holders, group)
     *sums, counts = torch.split(flat, [*(part.numel() for part in parts), len(shares)])
     for share, part, total, count in zip(shares, parts, sums, counts.tolist(), strict=True):
-        share.gradient = _like(share.parameter, total.view_as(part)) if count else None
+        # By itself: it becomes a parameter's .grad, and must not keep the others alive.
+        summed = total.view_as(part).clone() if count else None
+        share.gradient = None if summed is None else _like(share.parameter, summed)
 
 
 def _exchanged(

@@ -53,13 +53,12 @@ class Border:
 
 def leave(value: Any) -> tuple[torch.Tensor, ...]:
     """The wires of a value. Copies: what is sent is contiguous and no view, as torch wants it."""
-    wires: tuple[torch.Tensor, ...] = _Copies.apply(*(_wire(one) for one in pack(value).tensors))  # type: ignore[no-untyped-call]
-    return wires
+    return _copies([_wire(one) for one in pack(value).tensors])
 
 
 def enter(wires: Sequence[torch.Tensor], border: Border) -> Any:
     """The value that has crossed. Copies: blocks may change their arguments in place."""
-    copies = _Copies.apply(*wires)  # type: ignore[no-untyped-call]
+    copies = _copies(wires)
     tensors = [_unwire(one, *kind) for one, kind in zip(copies, border.kinds, strict=True)]
     return unpack(border.skeleton, tensors)
 
@@ -69,6 +68,14 @@ def broken(
 ) -> Any:
     """NaN in the shape of examples, in place of what a stage would have made of its wires."""
     return _Broken.apply(tuple(examples), device, *wires)  # type: ignore[no-untyped-call]
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    # A single one has no others whose gradients could come without its own.
+    if len(tensors) == 1:
+        return (tensors[0].clone(memory_format=torch.contiguous_format),)
+    copies: tuple[torch.Tensor, ...] = _Copies.apply(*tensors)  # type: ignore[no-untyped-call]
+    return copies
 
 
 class _Copies(torch.autograd.Function):
