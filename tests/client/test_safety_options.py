@@ -7,13 +7,14 @@ import pytest
 from nbdist import commands, verbs
 from nbdist.client import launcher, start
 from nbdist.client.start import StartOptions
+from nbdist.commands import running
 from nbdist.errors import OptionError
 from tests.client.conftest import silent
 
 
 def typed(line: str) -> StartOptions:
     parsed = verbs.parse(commands.VERBS["dist_init"], line)
-    return commands._start_options(parsed.values)
+    return running._start_options(parsed.values)
 
 
 def test_defaults() -> None:
@@ -64,7 +65,7 @@ def test_both_can_be_compared_with_running_ranks() -> None:
     """Every option of a start but the deadline has the name by which it is typed."""
     fields = set(StartOptions.__dataclass_fields__) - {"deadline_s"}
 
-    assert set(commands._TYPED) == fields
+    assert set(running._TYPED) == fields
 
 
 def test_levels_are_torchs() -> None:

@@ -1,4 +1,4 @@
-"""Every verb once: its options, what it runs and what it shows. The magics read this table."""
+"""Verbs that bring ranks up, say how they are, bring them back and end them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,19 @@ from nbdist.client import strategy
 from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.shown import is_stored
-from nbdist.core.strategy_options import listed
-from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import AlreadyRunning, OptionError
-from nbdist.notebook import LOCAL, NOTEBOOK, CellOptions
+from nbdist.notebook import LOCAL, NOTEBOOK
 from nbdist.verbs import (
     Option,
     Verb,
     positive_number,
     rank_count,
-    rank_number,
     strategy_given,
     strategy_options,
 )
 from nbdist.view import ranks as ranks_view
-from nbdist.view import strategy as strategy_view
-from nbdist.view.cells import publish
 from nbdist.view.mime import View
 from nbdist.view.progress import ProgressLine
-
-
-def show(view: View) -> None:
-    """Show a view in the running cell."""
-    publish(view._repr_mimebundle_())
 
 
 def start_and_show(options: StartOptions, title: str = "starting") -> Started:
@@ -151,23 +141,6 @@ def dist_restart(values: Namespace) -> None:
     progress.finish(ranks_view.restarted(restarted.ranks, restarted.elapsed_s, restarted.notes))
 
 
-def dist_sync_model(values: Namespace) -> View:
-    """Make the models of all ranks equal to those of one."""
-    names = NOTEBOOK.session.sync_model(values.source)
-    return View(f"all ranks have rank {values.source}'s {', '.join(names)}")
-
-
-def dist_strategy(values: Namespace) -> View:
-    """Show the strategy that counts, or switch to another."""
-    strategies, given = NOTEBOOK.session.strategy, strategy_given(values)
-    if len(values.named) > 1:
-        raise OptionError(f"%dist_strategy: choose one of {', '.join(values.named)}.")
-    name = values.named[0] if values.named else None
-    if strategy.asked(name, given) is None:
-        return strategy_view.current(strategies.current())
-    return strategy_view.switched(strategies.switch(name, **given))
-
-
 def dist_mode(values: Namespace) -> View:
     """Set or show where plain cells run."""
     words = list(values.where)
@@ -190,33 +163,6 @@ def sync(values: Namespace) -> View:
     if max(waited_s) < 1 or is_stored():
         return View(f"{phrase} in step")
     return View(f"{phrase} in step; rank {latest} came last, after {max(waited_s):.1f} s")
-
-
-def cell_options(values: Namespace) -> CellOptions:
-    """The options of a distributed cell, however its ranks were typed."""
-    where = getattr(values, "where", None)
-    if where == [] and not values.ranks:
-        raise OptionError("%%rank: no rank is named. For example: %%rank [0] or %%rank [0,2-3].")
-    named = " ".join(where or []) or None
-    if named and values.ranks:
-        raise OptionError(f"Ranks are given twice: {named} and --ranks {values.ranks}.")
-    return CellOptions(named or values.ranks, values.has_tabs, values.timeout_s)
-
-
-def distributed(values: Namespace, code: str) -> None:
-    """Run the cell on ranks."""
-    NOTEBOOK.run(code, cell_options(values))
-
-
-_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (all without it)", metavar="RANKS")
-_CELL_OPTIONS = (
-    Option(("--tabs",), "at the end, show each rank's output in a tab", None, name="has_tabs"),
-    Option(
-        ("--timeout",), "interrupt the ranks after S seconds", positive_number, metavar="S",
-        name="timeout_s",
-    ),
-)  # fmt: skip
-_WHERE = Option(("where",), "ranks such as [0,2-3]", metavar="RANKS")
 
 
 def _grace(text: str) -> float:
@@ -268,125 +214,76 @@ _MASTER_ADDRESS = dict.fromkeys(
     "not needed; ranks of this machine meet in a file, others find rank 0 by themselves",
 )
 
-VERBS: dict[str, Verb] = {
-    verb.name: verb
-    for verb in (
-        Verb(
-            "dist_init",
-            "Start ranks: one process per GPU, or several on the CPU.",
-            "%dist_init -n 2",
-            dist_init,
-            _START_OPTIONS,
-            replaced=_MASTER_ADDRESS,
-        ),
-        Verb(
-            "dist_reset",
-            "End the ranks and start new ones, with the same options or the ones given.",
-            "%dist_reset",
-            dist_reset,
-            _START_OPTIONS,
-            replaced={
-                **_MASTER_ADDRESS,
-                "--nuclear": "%dist_reset always ends all that it started, and nothing else",
-            },
-        ),
-        Verb("dist_shutdown", "End the ranks.", "%dist_shutdown", dist_shutdown),
-        Verb(
-            "dist_status",
-            "Show what runs where, and who waits for whom.",
-            "%dist_status --stacks",
-            dist_status,
-            (Option(("--stacks",), "with every rank's Python stacks", None, name="wants_stacks"),),
-        ),
-        Verb(
-            "dist_restart",
-            "Bring ranks back under their numbers; the others keep everything.",
-            "%dist_restart 1",
-            dist_restart,
-            (
-                Option(("where",), "ranks such as 0,2-3 (those that ended)", metavar="RANKS"),
-                Option(
-                    ("--timeout",),
-                    f"seconds that it may take ({DEFAULT_DEADLINE_S:.0f})",
-                    positive_number,
-                    default=DEFAULT_DEADLINE_S,
-                    metavar="S",
-                    name="timeout_s",
-                ),
+VERBS = (
+    Verb(
+        "dist_init",
+        "Start ranks: one process per GPU, or several on the CPU.",
+        "%dist_init -n 2",
+        dist_init,
+        _START_OPTIONS,
+        replaced=_MASTER_ADDRESS,
+    ),
+    Verb(
+        "dist_reset",
+        "End the ranks and start new ones, with the same options or the ones given.",
+        "%dist_reset",
+        dist_reset,
+        _START_OPTIONS,
+        replaced={
+            **_MASTER_ADDRESS,
+            "--nuclear": "%dist_reset always ends all that it started, and nothing else",
+        },
+    ),
+    Verb("dist_shutdown", "End the ranks.", "%dist_shutdown", dist_shutdown),
+    Verb(
+        "dist_status",
+        "Show what runs where, and who waits for whom.",
+        "%dist_status --stacks",
+        dist_status,
+        (Option(("--stacks",), "with every rank's Python stacks", None, name="wants_stacks"),),
+    ),
+    Verb(
+        "dist_restart",
+        "Bring ranks back under their numbers; the others keep everything.",
+        "%dist_restart 1",
+        dist_restart,
+        (
+            Option(("where",), "ranks such as 0,2-3 (those that ended)", metavar="RANKS"),
+            Option(
+                ("--timeout",),
+                f"seconds that it may take ({DEFAULT_DEADLINE_S:.0f})",
+                positive_number,
+                default=DEFAULT_DEADLINE_S,
+                metavar="S",
+                name="timeout_s",
             ),
         ),
-        Verb(
-            "dist_sync_model",
-            "Make models and optimizers of all ranks equal to those of one.",
-            "%dist_sync_model --from 0",
-            dist_sync_model,
-            (
-                Option(
-                    ("--from",), "the rank that is copied (0)", rank_number, 0, "R", name="source"
-                ),
+    ),
+    Verb(
+        "dist_mode",
+        "Set where plain cells run: all, local, or ranks.",
+        "%dist_mode all",
+        dist_mode,
+        (
+            Option(("where",), "all, local, or ranks such as 0,1", metavar="WHERE"),
+            Option(("-e", "--enable"), "the same as all", None, name="is_on"),
+            Option(("-d", "--disable"), "the same as local", None, name="is_off"),
+        ),
+    ),
+    Verb(
+        "sync",
+        "Wait until all ranks have come to this point.",
+        "%sync",
+        sync,
+        (
+            Option(
+                ("--timeout",),
+                "seconds to wait at most (30)",
+                positive_number,
+                default=30.0,
+                metavar="S",
+                name="timeout_s",
             ),
         ),
-        Verb(
-            "dist_strategy",
-            "Show how models are trained in parallel, or switch it under live models.",
-            "%dist_strategy fsdp --tp 2 --bf16",
-            dist_strategy,
-            (
-                Option(("named",), f"{listed(ROWS, 'or')} (without: show all)", metavar="NAME"),
-                *strategy_options(),
-            ),
-        ),
-        Verb(
-            "dist_mode",
-            "Set where plain cells run: all, local, or ranks.",
-            "%dist_mode all",
-            dist_mode,
-            (
-                Option(("where",), "all, local, or ranks such as 0,1", metavar="WHERE"),
-                Option(("-e", "--enable"), "the same as all", None, name="is_on"),
-                Option(("-d", "--disable"), "the same as local", None, name="is_off"),
-            ),
-        ),
-        Verb(
-            "sync",
-            "Wait until all ranks have come to this point.",
-            "%sync",
-            sync,
-            (
-                Option(
-                    ("--timeout",),
-                    "seconds to wait at most (30)",
-                    positive_number,
-                    default=30.0,
-                    metavar="S",
-                    name="timeout_s",
-                ),
-            ),
-        ),
-        Verb(
-            "distributed",
-            "Run the cell on all ranks, or on some.",
-            "%%distributed --ranks 0,2-3",
-            distributed,
-            (_RANKS, *_CELL_OPTIONS),
-            is_cell=True,
-        ),
-        Verb(
-            "rank",
-            "Run the cell on the ranks named.",
-            "%%rank [0,2-3]",
-            distributed,
-            (_WHERE, _RANKS, *_CELL_OPTIONS),
-            is_cell=True,
-        ),
-    )
-}
-
-# Magics of nbdistributed that have no counterpart of the same name.
-REPLACED_MAGICS = {
-    "dist_debug": "%dist_status shows what every rank does",
-    "dist_sync_ide": "not needed: no names are copied into the notebook",
-    "timeline_save": "no timeline is kept; ranks that take longer are told under their cell",
-    "timeline_debug": "no timeline is kept; ranks that take longer are told under their cell",
-    "timeline_clear": "no timeline is kept; ranks that take longer are told under their cell",
-}
+    ),
+)

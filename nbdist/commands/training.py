@@ -1,0 +1,52 @@
+"""Verbs for models that live on the ranks: the strategy, and making them equal."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from nbdist.client import strategy
+from nbdist.core.strategy_options import listed
+from nbdist.core.strategy_rows import ROWS
+from nbdist.errors import OptionError
+from nbdist.notebook import NOTEBOOK
+from nbdist.verbs import Option, Verb, rank_number, strategy_given, strategy_options
+from nbdist.view import strategy as strategy_view
+from nbdist.view.mime import View
+
+
+def dist_sync_model(values: Namespace) -> View:
+    """Make the models of all ranks equal to those of one."""
+    names = NOTEBOOK.session.sync_model(values.source)
+    return View(f"all ranks have rank {values.source}'s {', '.join(names)}")
+
+
+def dist_strategy(values: Namespace) -> View:
+    """Show the strategy that counts, or switch to another."""
+    strategies, given = NOTEBOOK.session.strategy, strategy_given(values)
+    if len(values.named) > 1:
+        raise OptionError(f"%dist_strategy: choose one of {', '.join(values.named)}.")
+    name = values.named[0] if values.named else None
+    if strategy.asked(name, given) is None:
+        return strategy_view.current(strategies.current())
+    return strategy_view.switched(strategies.switch(name, **given))
+
+
+VERBS = (
+    Verb(
+        "dist_strategy",
+        "Show how models are trained in parallel, or switch it under live models.",
+        "%dist_strategy fsdp --tp 2 --bf16",
+        dist_strategy,
+        (
+            Option(("named",), f"{listed(ROWS, 'or')} (without: show all)", metavar="NAME"),
+            *strategy_options(),
+        ),
+    ),
+    Verb(
+        "dist_sync_model",
+        "Make models and optimizers of all ranks equal to those of one.",
+        "%dist_sync_model --from 0",
+        dist_sync_model,
+        (Option(("--from",), "the rank that is copied (0)", rank_number, 0, "R", name="source"),),
+    ),
+)
