@@ -221,7 +221,6 @@ def _ours(rank: int, folder: Path) -> None:
     from nbdist.engine.parallel import live, switch
 
     join_nbdist(RANKS, folder)
-    gc.freeze()  # as engines do before the first cell
     memory, trainer = Memory(), Trainer(rank)
 
     def choice(strategy: str) -> Any:
