@@ -7,7 +7,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist import commands, routing
+from nbdist import commands, completion, routing
 from nbdist.notebook import NOTEBOOK, CellOptions
 from nbdist.verbs import Parsed, Verb, help_view, parse
 from nbdist.view.mime import View
@@ -88,12 +88,14 @@ def register(shell: InteractiveShell) -> None:
     add(functools.partial(run_local, shell), "cell", routing.LOCAL_CELL)
     unregister(shell)
     shell.input_transformers_cleanup.insert(0, routing.route)
+    completion.install(shell)
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Take the routing away again; the ranks go on."""
+    """Take the routing and the completion away again; the ranks go on."""
     kept = [one for one in shell.input_transformers_cleanup if not _is_ours(one)]
     shell.input_transformers_cleanup[:] = kept
+    completion.uninstall(shell)
 
 
 def _is_ours(transformer: Any) -> bool:

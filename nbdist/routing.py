@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from IPython import get_ipython
@@ -13,6 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist.commands import REPLACED_MAGICS, VERBS
 from nbdist.errors import OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK
+from nbdist.verbs import Verb
 
 LOCAL_CELL = "local"
 # Leave the notebook's own shell, in automatic mode as well.
@@ -52,6 +54,38 @@ def route(lines: list[str]) -> list[str]:
         return lines
     code = "".join(lines)
     return [_call(shell, "distributed", f"--ranks {NOTEBOOK.mode}", code)]
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a cell would run, as far as it is typed.
+
+    Attributes:
+        verb: The magic in its first line; None for a plain cell on ranks.
+        start: Where what the ranks get begins, in characters; the magic's line is above.
+        line: What stands behind the magic.
+    """
+
+    verb: Verb | None
+    start: int
+    line: str
+
+
+def destination(code: str) -> Destination | None:
+    """Where this cell would go: to ranks, or None where it stays in the notebook."""
+    lines = code.splitlines(keepends=True)
+    first = _first_code_line(lines)
+    if first is None:
+        return None if NOTEBOOK.mode == LOCAL else Destination(None, 0, "")
+    magic = _MAGIC.match(_GLUED_RANKS.sub("%%rank [", lines[first]))
+    name = magic.group(2) if magic else ""
+    if magic and magic.group(1) == "%%" and name in CELL_VERBS:
+        start = sum(map(len, lines[: first + 1]))
+        return Destination(VERBS[name], start, magic.group(3).strip())
+    is_ours = magic is not None and name in OWN_NAMES
+    if NOTEBOOK.mode == LOCAL or is_ours or _LOADING.match(lines[first]):
+        return None
+    return Destination(None, 0, "")
 
 
 def _routed_cell(

@@ -21,7 +21,16 @@ PACKAGE = ROOT / "nbdist"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 400
 
-FRONT = {"__init__", "__main__", "api", "cli", "magics", "pytest_plugin", "routing", "testing"}
+FRONT = {
+    "__init__",
+    "__main__",
+    "cli",
+    "completion",
+    "magics",
+    "pytest_plugin",
+    "routing",
+    "testing",
+}
 COMMANDS = {"commands", "notebook", "verbs"}
 BELOW = {
     "errors": set(),

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from nbdist.core.calls import CxxCall, Look
+from nbdist.core.completion import Reply
 from nbdist.core.recovery import MadeGroup, MadeMesh, Recovered
 from nbdist.core.strategy import Choice
 from nbdist.core.switching import Switched
@@ -18,6 +19,7 @@ from nbdist.core.topology import EngineReport, Topology
 
 RUNTIME = "nbdist.engine.runtime"
 BLACKBOX = "nbdist.engine.blackbox"
+COMPLETION = "nbdist.engine.completion"
 FACTS = "nbdist.engine.facts"
 GROUPS = "nbdist.engine.groups"
 MESHES = "nbdist.engine.meshes"
@@ -159,6 +161,18 @@ def switch_strategy(call: Caller, engine: int, choice: Choice) -> Future[Switche
     return call(engine, f"{SWITCH}:switch", choice)
 
 
+def complete(
+    call: Caller, engine: int, code: str, cursor: int
+) -> Future[tuple[Reply, dict[str, str]]]:
+    """IPython's completions on the rank, and the rank's names with their types."""
+    return call(engine, f"{COMPLETION}:complete", code, cursor)
+
+
+def inspected(call: Caller, engine: int, code: str, cursor: int, detail: int) -> Future[Reply]:
+    """What IPython on the rank says of the name at the cursor."""
+    return call(engine, f"{COMPLETION}:inspected", code, cursor, detail)
+
+
 def box_problem(call: Caller, engine: int) -> Future[str]:
     """Why the rank's black box cannot be read from outside; empty when it can."""
     return call(engine, f"{BLACKBOX}:problem")
@@ -194,6 +208,16 @@ def snapshot(ask: Caller, engine: int) -> Future[tuple[float, bytes | None]]:
     return ask(engine, "snapshot")
 
 
+def attributes(ask: Caller, engine: int, path: tuple[str, ...]) -> Future[dict[str, str]]:
+    """Name -> type of what an object on the rank has; of its variables without a path."""
+    return ask(engine, "attributes", path)
+
+
+def glance(ask: Caller, engine: int, path: tuple[str, ...]) -> Future[Reply]:
+    """What can be said of a name without running anything of the user's."""
+    return ask(engine, "glance", path)
+
+
 # Each function of this page that runs in the engine's main thread, between its cells, with the
 # engine's function that it calls.
 REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
@@ -220,6 +244,8 @@ REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     current_strategy: f"{STRATEGY}:current",
     set_strategy: f"{STRATEGY}:set_choice",
     switch_strategy: f"{SWITCH}:switch",
+    complete: f"{COMPLETION}:complete",
+    inspected: f"{COMPLETION}:inspected",
 }
 
 # Each function that the engine's control thread answers at any time (`Channel.ask`), with its
@@ -231,4 +257,6 @@ CONTROL_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     stacks: "stacks",
     abort: "abort",
     snapshot: "snapshot",
+    attributes: "attributes",
+    glance: "glance",
 }

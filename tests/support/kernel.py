@@ -131,6 +131,24 @@ class Kernel:
             pass
         return self._notebook.cell(handle)
 
+    def complete(
+        self, code: str, cursor: int | None = None, timeout_s: float = 30.0
+    ) -> dict[str, Any]:
+        """The kernel's reply to Tab at a place of a cell, its end without one. While it is idle."""
+        client = self._connected()
+        reply = client.complete(code, cursor, reply=True, timeout=timeout_s)
+        content: dict[str, Any] = reply["content"]
+        return content
+
+    def inspect(
+        self, code: str, cursor: int | None = None, timeout_s: float = 30.0
+    ) -> dict[str, Any]:
+        """Its reply to Shift-Tab. While it is idle."""
+        client = self._connected()
+        reply = client.inspect(code, cursor, reply=True, timeout=timeout_s)
+        content: dict[str, Any] = reply["content"]
+        return content
+
     def interrupt(self) -> None:
         """Interrupt as the stop button does: SIGINT to the kernel's process group."""
         self._manager.interrupt_kernel()

@@ -1,0 +1,100 @@
+"""Tab and Shift-Tab in distributed cells: asked of a rank, within a second, busy or not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakKeyDictionary
+
+from nbdist.client import remote
+from nbdist.core.completion import Reply, path_around, path_before, reply_of, told
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+T = TypeVar("T")
+
+# A frontend shows nothing meanwhile, and the kernel's loop goes on. Whoever types on waits less
+# long than whoever has asked what a name is.
+COMPLETE_S = 0.6
+INSPECT_S = 2.0
+
+# The names that a rank had when it was last asked, with their types.
+_known: WeakKeyDictionary[Session, dict[int, dict[str, str]]] = WeakKeyDictionary()
+
+
+async def complete(session: Session, rank: int, code: str, cursor: int) -> Reply:
+    """A complete_reply with a rank's names.
+
+    An idle rank is asked as a kernel is. One that runs a cell is looked at by its control
+    thread, which runs nothing of the user's. One that does not answer by then (its C code holds
+    the interpreter, it is stopped or dead) had the names of the last time.
+    """
+    if _is_free(session, rank):
+        answer = await _within(
+            COMPLETE_S, lambda: remote.complete(session.call, rank, code, cursor)
+        )
+        if answer is not None:
+            reply, own = answer
+            _remember(session, rank, own)
+            return reply
+    *path, _ = path_before(code, cursor)
+    names = await _within(
+        COMPLETE_S,
+        lambda: session.health.ask(lambda ask, one: remote.attributes(ask, one, tuple(path)), rank),
+    )
+    if names is not None and not path:
+        _remember(session, rank, names)
+    if names is None:
+        names = {} if path else _known.get(session, {}).get(rank, {})
+    return reply_of(names, code, cursor)
+
+
+async def inspect(session: Session, rank: int, code: str, cursor: int, detail: int) -> Reply:
+    """An inspect_reply of a rank; where it runs a cell, without the value.
+
+    To show a value can wait for a GPU, or for other ranks.
+    """
+    if _is_free(session, rank):
+        reply = await _within(
+            INSPECT_S, lambda: remote.inspected(session.call, rank, code, cursor, detail)
+        )
+        if reply is not None:
+            return reply
+    path = path_around(code, cursor)
+    if not all(path):
+        return told("")
+    reply = await _within(
+        COMPLETE_S, lambda: session.health.ask(lambda ask, one: remote.glance(ask, one, path), rank)
+    )
+    if reply is None:
+        return told(f"Rank {rank} does not answer now.")
+    if reply["found"]:
+        reply["data"]["text/plain"] += f"\n\nRank {rank} is busy: no value is shown."
+    return reply
+
+
+def _is_free(session: Session, rank: int) -> bool:
+    return session.is_connected(rank) and rank not in session.busy_ranks
+
+
+def _remember(session: Session, rank: int, names: dict[str, str]) -> None:
+    _known.setdefault(session, {})[rank] = names
+
+
+async def _within(deadline_s: float, ask: Callable[[], Future[T] | None]) -> T | None:
+    """The answer; None where there is none by the deadline, or asking has failed."""
+    try:
+        future = ask()
+        if future is None:
+            return None
+        answer = asyncio.wrap_future(future)
+        # A late error is nobody's.
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # Not wait_for: it would cancel the future, which is the channel's to settle.
+        await asyncio.wait({answer}, timeout=deadline_s)
+        return answer.result() if answer.done() else None
+    except Exception:  # noqa: BLE001  # Tab has no place for an error: then there is less to offer
+        return None

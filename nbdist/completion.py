@@ -1,0 +1,117 @@
+"""Tab and Shift-Tab: in a distributed cell with the names of a rank, behind a magic its options."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbdist import commands
+from nbdist.client import completion
+from nbdist.core.completion import Reply, reply_with, shifted
+from nbdist.errors import OptionError
+from nbdist.notebook import LOCAL, NOTEBOOK
+from nbdist.routing import Destination, destination
+from nbdist.verbs import parse
+
+_OURS = "_nbdist_original"
+_MAGIC_LINE = re.compile(r"\s*%%?(\w+)[ \[]")
+_WORD = re.compile(r"[^\s]*$")
+
+
+def install(shell: InteractiveShell) -> None:
+    """Answer the kernel's requests for distributed cells. Twice is harmless.
+
+    ipykernel means `do_complete` and `do_inspect` to be replaced; a terminal has neither, and
+    completes with the notebook's own names.
+    """
+    uninstall(shell)
+    kernel = getattr(shell, "kernel", None)
+    for name, ours in (("do_complete", _complete), ("do_inspect", _inspect)):
+        original = getattr(kernel, name, None)
+        if original is not None:
+            replacement = functools.partial(ours, original)
+            setattr(replacement, _OURS, original)
+            setattr(kernel, name, replacement)
+
+
+def uninstall(shell: InteractiveShell) -> None:
+    """Let the kernel answer by itself again."""
+    kernel = getattr(shell, "kernel", None)
+    for name in ("do_complete", "do_inspect"):
+        if hasattr(getattr(kernel, name, None), _OURS):
+            delattr(kernel, name)  # the class's own is behind it
+
+
+async def _complete(original: Callable[..., Any], code: str, cursor_pos: int | None) -> Reply:
+    cursor = len(code) if cursor_pos is None else cursor_pos
+    flags = _options_at(code, cursor)
+    if flags is not None:
+        return flags
+    place = _place(code, cursor)
+    if place is None:
+        return await _awaited(original(code, cursor_pos))
+    where, rank = place
+    session, start = NOTEBOOK.session, where.start
+    return shifted(await completion.complete(session, rank, code[start:], cursor - start), start)
+
+
+async def _inspect(
+    original: Callable[..., Any],
+    code: str,
+    cursor_pos: int,
+    detail_level: int = 0,
+    omit_sections: Any = (),
+) -> Reply:
+    place = _place(code, cursor_pos)
+    if place is None:
+        return await _awaited(original(code, cursor_pos, detail_level, omit_sections))
+    where, rank = place
+    text, cursor = code[where.start :], cursor_pos - where.start
+    return await completion.inspect(NOTEBOOK.session, rank, text, cursor, detail_level)
+
+
+def _place(code: str, cursor: int) -> tuple[Destination, int] | None:
+    """Where the cell goes, and the first of its ranks; None where the notebook answers."""
+    where = destination(code) if NOTEBOOK.is_running else None
+    if where is None or cursor < where.start:
+        return None
+    session = NOTEBOOK.session
+    try:
+        chosen = _ranks(where)
+        ranks = session.ranks if chosen is None else session.chosen(chosen)
+    except OptionError:  # it is being typed
+        ranks = session.ranks
+    living = [rank for rank in ranks if session.is_connected(rank)]
+    return where, (living or ranks)[0]
+
+
+def _ranks(where: Destination) -> str | None:
+    """As typed, or as %dist_mode has it; None for all."""
+    if where.verb is None:
+        return NOTEBOOK.mode if NOTEBOOK.mode != LOCAL else None
+    return commands.cell_options(parse(where.verb, where.line).values).ranks
+
+
+def _options_at(code: str, cursor: int) -> Reply | None:
+    """The options of one of our magics, behind which the cursor stands; None elsewhere."""
+    begin = code.rfind("\n", 0, cursor) + 1
+    magic = _MAGIC_LINE.match(code, begin, cursor)
+    verb = commands.VERBS.get(magic.group(1)) if magic else None
+    if verb is None:
+        return None
+    word = _WORD.search(code, begin, cursor)
+    typed = word.group() if word else ""
+    flags = [flag for option in verb.options for flag in option.flags if flag.startswith("--")]
+    if not typed.startswith("-"):
+        flags = []
+    return reply_with(sorted(f for f in flags if f.startswith(typed)), cursor - len(typed), cursor)
+
+
+async def _awaited(reply: Any) -> Reply:
+    # A plain dict in ipykernel 6 and 7.4, a coroutine in what comes after.
+    return await reply if inspect.isawaitable(reply) else reply  # type: ignore[no-any-return]

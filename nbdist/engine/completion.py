@@ -1,0 +1,112 @@
+"""A rank's names for Tab and Shift-Tab: from IPython, or, while a cell runs, by looking alone."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from nbdist.core.completion import Reply, told
+
+_NOTHING = object()
+# Where a torch module keeps what its attributes show.
+_TABLES = ("_modules", "_parameters", "_buffers")
+
+
+def complete(code: str, cursor: int) -> tuple[Reply, dict[str, str]]:
+    """IPython's completions on this rank, and its names with their types. In the main thread."""
+    shell = _shell()
+    # Jedi reads sources for a second or more; what is asked here is mostly about live objects.
+    shell.Completer.use_jedi = False
+    return shell.kernel.do_complete(code, cursor), attributes(())
+
+
+def inspected(code: str, cursor: int, detail: int) -> Reply:
+    """What IPython says of the name at the cursor. In the main thread."""
+    reply: Reply = _shell().kernel.do_inspect(code, cursor, detail)
+    return reply
+
+
+def attributes(path: tuple[str, ...]) -> dict[str, str]:
+    """Name -> type of what an object has; of the user's variables without a path.
+
+    Looks without running anything of the user's: no property, no __getattr__, no __dir__. So
+    it can be asked of the control thread while the main thread is anywhere.
+    """
+    if not path:
+        shell = _shell()
+        known = dict(shell.user_ns)
+        hidden = shell.user_ns_hidden
+        return {
+            name: _type(value)
+            for name, value in known.items()
+            if name not in hidden or hidden[name] is not value
+        }
+    value = _value(path)
+    return {} if value is _NOTHING else {name: _type(one) for name, one in _tables(value).items()}
+
+
+def glance(path: tuple[str, ...]) -> Reply:
+    """What can be said of a name without running anything: its type, shape and documentation."""
+    value = _value(path)
+    if value is _NOTHING:
+        return told("")
+    lines = [f"Type: {type(value).__name__}"]
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        lines.append(f"Shape: {tuple(value.shape)}, {value.dtype}, {value.device}")
+    if inspect.isroutine(value) or isinstance(value, ModuleType):
+        text = value.__doc__
+    else:
+        text = inspect.getattr_static(value if isinstance(value, type) else type(value), "__doc__")
+    if isinstance(text, str):
+        lines += ["", inspect.cleandoc(text)]
+    return told("\n".join(lines))
+
+
+def _value(path: tuple[str, ...]) -> Any:
+    space = _shell().user_ns
+    value = space.get(path[0], getattr(builtins, path[0], _NOTHING))
+    for part in path[1:]:
+        value = _tables(value).get(part, _NOTHING)
+        if value is _NOTHING or _is_computed(value):
+            return _NOTHING
+    return value
+
+
+def _tables(value: Any) -> dict[str, Any]:
+    """Attributes by name, nearest last: of the classes, of the object, of a torch module."""
+    found: dict[str, Any] = {}
+    kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    for kind in reversed(kinds):
+        found.update(vars(kind))
+    if not isinstance(value, type):
+        try:
+            own = object.__getattribute__(value, "__dict__")
+        except AttributeError:  # slots alone
+            own = {}
+        if isinstance(own, dict):
+            found.update(own)
+            for name in _TABLES if isinstance(value, torch.nn.Module) else ():
+                found.update(own.get(name) or {})
+    return found
+
+
+def _is_computed(value: Any) -> bool:
+    return inspect.isdatadescriptor(value)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return "module"
+    if isinstance(value, type):
+        return "class"
+    return "function" if inspect.isroutine(value) else "instance"
+
+
+def _shell() -> Any:
+    from IPython import get_ipython
+
+    return get_ipython()

@@ -1,0 +1,113 @@
+"""Names of a rank that is idle, that runs a cell, or that cannot answer."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist.client import completion
+from nbdist.client.request import CellRequest
+from nbdist.client.session import Session
+from nbdist.client.start import StartOptions
+from nbdist.core.completion import Reply
+from tests.client.conftest import session_of, temporary_folder, until
+
+pytestmark = pytest.mark.cluster
+
+MADE = """
+import threading, torch, torch._dynamo
+only_here, model = rank + 3, torch.nn.Linear(2, 3)
+class Secret:
+    @property
+    def ran(self):
+        raise SystemExit("a property was run")
+secret = Secret()
+"""
+# Waits with the interpreter's lock held, so that no other thread of the process runs.
+HOLDS = "import ctypes; _ = ctypes.PyDLL(None).usleep(9_000_000)"
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """Two ranks with some names."""
+    with (
+        temporary_folder(tmp_path_factory.mktemp("tmp")),
+        session_of(StartOptions(world_size=2)) as session,
+    ):
+        session.run(MADE)
+        yield session
+
+
+def completed(session: Session, code: str, rank: int = 0) -> list[str]:
+    reply = asyncio.run(completion.complete(session, rank, code, len(code)))
+    return list(reply["matches"])
+
+
+def inspected(session: Session, code: str) -> Reply:
+    return asyncio.run(completion.inspect(session, 0, code, len(code), 0))
+
+
+def test_an_idle_rank_answers_as_ipython_does(session: Session) -> None:
+    """Names, attributes of live objects, keys; the value of a name is shown."""
+    assert completed(session, "only_h") == ["only_here"]
+    assert "weight" in " ".join(completed(session, "model.wei"))
+    assert any("here" in text for text in completed(session, "{'here': 1}['"))
+    shown = inspected(session, "only_here")
+
+    assert shown["found"]
+    assert "3" in shown["data"]["text/plain"]
+
+
+def test_each_rank_has_its_own_names(session: Session) -> None:
+    """The rank that is asked answers."""
+    session.run("mine_alone = 1", ranks="1")
+
+    assert completed(session, "mine_al", rank=1) == ["mine_alone"]
+    assert completed(session, "mine_al", rank=0) == []
+
+
+def test_a_busy_rank_is_looked_at(session: Session) -> None:
+    """Names that the running cell has just made, attributes, no value; no property is run."""
+    code = "begun = threading.Event(); go_on = threading.Event(); begun.set(); go_on.wait(60)"
+    session.begin(CellRequest(code, (0,)))
+
+    assert until(lambda: completed(session, "begu") == ["begun"])
+    assert completed(session, "model.wei") == ["weight"]
+    assert completed(session, "secret.ra") == ["ran"]
+    assert completed(session, "secret.ran.re") == []
+    shown = inspected(session, "model.weight")["data"]["text/plain"]
+
+    assert shown.startswith("Type: Parameter\nShape: (3, 2)")
+    assert shown.endswith("Rank 0 is busy: no value is shown.")
+    assert not inspected(session, "nothing_such")["found"]
+    session.interrupt(0)
+
+    assert until(lambda: session.busy_ranks == ())
+
+
+def test_a_rank_that_cannot_answer_had_its_names_before(session: Session) -> None:
+    """Its C code holds the interpreter: the names of the last time, of attributes none."""
+    completed(session, "only_h")
+    session.begin(CellRequest(HOLDS, (0,)))
+
+    assert until(lambda: completed(session, "model.wei") == [])  # it has begun
+    assert completed(session, "only_h") == ["only_here"]
+    assert inspected(session, "model")["data"]["text/plain"] == "Rank 0 does not answer now."
+    assert until(lambda: session.busy_ranks == (), 30.0)
+
+
+def test_a_dead_rank_has_nothing_to_offer(tmp_path: Path) -> None:
+    """And asking it is no error: there is no place for one below the cursor."""
+    with (
+        temporary_folder(tmp_path / "tmp"),
+        session_of(StartOptions(world_size=1)) as alone,
+    ):
+        alone.run("gone = 1")
+
+        assert completed(alone, "gon") == ["gone"]
+        alone.call(0, "os:_exit", 3)
+
+        assert until(lambda: not alone.is_connected(0))
+        assert completed(alone, "gon") == ["gone"]
+        assert inspected(alone, "gone")["data"]["text/plain"] == "Rank 0 does not answer now."

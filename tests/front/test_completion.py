@@ -1,0 +1,100 @@
+"""Tab and Shift-Tab, as a frontend asks the kernel."""
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+MADE = """%%distributed
+rank_model, ranks_own = {"width": 3}, rank
+def trained(steps: int):
+    'Documented.'
+"""
+
+
+@pytest.fixture(autouse=True)
+def _made(kernel: Kernel) -> None:
+    """Names on the ranks, and another one in the notebook."""
+    assert kernel.run(MADE).status == "ok"
+    assert kernel.run("rank_local = 1").status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("code", "offered", "not_offered"),
+    [
+        ("%%distributed\nrank_", {"rank_model"}, {"rank_local"}),
+        ("%%rank [1]\n# first\nx = rank_", {"rank_model"}, {"rank_local"}),
+        ("%%rank[0]\nrank_", {"rank_model"}, {"rank_local"}),
+        ("rank_", {"rank_local"}, {"rank_model"}),
+        ("%%local\nrank_", {"rank_local"}, {"rank_model"}),
+        ("%%distributed\nrank_model.ite", {"rank_model.items", "items", ".items"}, set()),
+    ],
+)
+def test_names_are_of_where_the_cell_runs(
+    kernel: Kernel, code: str, offered: set[str], not_offered: set[str]
+) -> None:
+    """The ranks' in distributed cells, the notebook's elsewhere."""
+    matches = set(kernel.complete(code)["matches"])
+
+    assert offered & matches
+    assert not not_offered & matches
+
+
+def test_what_is_typed_is_replaced_where_it_stands(kernel: Kernel) -> None:
+    """Positions are those of the whole cell, magic and comments included."""
+    code = "%%distributed --ranks 0\n# a comment\nprint(ranks_o)"
+    cursor = len(code) - 1
+    reply = kernel.complete(code, cursor)
+
+    assert reply["matches"] == ["ranks_own"]
+    assert code[reply["cursor_start"] : reply["cursor_end"]] == "ranks_o"
+    typed = reply["metadata"]["_jupyter_types_experimental"][0]
+
+    assert (typed["start"], typed["end"]) == (reply["cursor_start"], cursor)
+
+
+def test_automatic_mode_asks_the_ranks(kernel: Kernel) -> None:
+    """A plain cell goes to them then; %%local does not."""
+    assert kernel.run("%dist_mode 1").status == "ok"
+    assert "rank_model" in kernel.complete("rank_")["matches"]
+    assert "rank_local" in kernel.complete("%%local\nrank_")["matches"]
+
+
+@pytest.mark.parametrize(
+    ("code", "flags"),
+    [
+        ("%%distributed --ta", ["--tabs"]),
+        ("%%distributed --ranks 0 --ti", ["--timeout"]),
+        ("%dist_init --back", ["--backend"]),
+        ("%dist_strategy fsdp --sh", ["--shard"]),
+        ("%%distributed\nx = 1\n%dist_mode --en", ["--enable"]),
+        ("%dist_init --nothing", []),
+    ],
+)
+def test_options_behind_a_magic(kernel: Kernel, code: str, flags: list[str]) -> None:
+    """The table of verbs has them."""
+    assert kernel.complete(code)["matches"] == flags
+
+
+def test_shift_tab_shows_what_the_rank_has(kernel: Kernel) -> None:
+    """Value, signature and documentation; of the notebook's own names in its own cells."""
+    function = kernel.inspect("%%distributed\ntrained(")
+    value = kernel.inspect("%%rank [1]\nranks_own")
+    local = kernel.inspect("rank_local")
+    missing = kernel.inspect("%%distributed\nrank_local")
+
+    assert "trained(steps: int)" in function["data"]["text/plain"]
+    assert "Documented." in function["data"]["text/plain"]
+    assert "1" in value["data"]["text/plain"]
+    assert (local["found"], missing["found"]) == (True, False)
+
+
+def test_without_ranks_the_notebook_answers(bare_kernel: Kernel) -> None:
+    """Loading twice changes nothing; after %unload_ext the kernel is as it was."""
+    for code in ("%load_ext nbdist", "%reload_ext nbdist", "rank_local = 1"):
+        assert bare_kernel.run(code).status == "ok"
+
+    assert bare_kernel.complete("%%distributed\nrank_l")["matches"] == ["rank_local"]
+    assert bare_kernel.complete("%dist_init --back")["matches"] == ["--backend"]
+    assert bare_kernel.run("%unload_ext nbdist").status == "ok"
+    assert bare_kernel.complete("%dist_init --back")["matches"] == []
+    assert bare_kernel.complete("rank_l")["matches"] == ["rank_local"]
