@@ -683,7 +683,7 @@ def test_what_each_stage_holds() -> None:
     few = _layouts(_Net(5), 3, schedule="interleaved")
     assert [few[f"blocks.{n}.bias"] for n in range(5)] == [{0}, {0}, {1}, {1}, {2}]
     model.head.weight = model.words.weight
-    assert _layouts(model, 3)["words.weight"] == {0, 2}
+    assert _layouts(model, 3)["words.weight"] == _layouts(model, 3)["head.bias"] == {0, 2}
     model.pp_everywhere = ["words"]  # type: ignore[assignment]
     assert _layouts(model, 3)["words.weight"] is None
 
@@ -764,9 +764,11 @@ def follow(outer, base, gradients, part=0, parts=1):
         optimizer.zero_grad()
     return found
 
-def compare(degrees, is_tied, **given):
+def compare(degrees, head, **given):
     torch.manual_seed(0)
-    alone = T.Model(block, is_tied=is_tied)
+    alone = T.Model(block, is_tied=head != "own")
+    if head == "tied, own bias":
+        alone.head.bias = nn.Parameter(torch.zeros(T.WORDS))
     nn.init.normal_(alone.emb.weight, std=0.1)      # 1.0, torch's, makes logits of 30
     base = copy.deepcopy(alone)
     outer = put(base, degrees, **given)
@@ -783,8 +785,8 @@ def compare(degrees, is_tied, **given):
         differences.append((outer(*T.batch(5)) - alone(*T.batch(5))).abs().item())
     return differences
 
-done(fp32={f"{given} {is_tied}": compare(DEGREES, is_tied, **given)
-           for given in CASES for is_tied in (False, True)})
+done(fp32={f"{given} {head}": compare(DEGREES, head, **given)
+           for given in CASES for head in ("own", "tied", "tied, own bias")})
 """
 )
 ALL = [{"schedule": name} for name in ("gpipe", "1f1b", "interleaved", "zb")]

@@ -211,13 +211,16 @@ class _Outside:
         self.embeddings = {m: rows(m) for m in modules if isinstance(m, torch.nn.Embedding)}
         counts = set(self.embeddings.values()) - {0}
         self.heads = {m: rows(m) for m in behind if rows(m) in counts and m not in self.embeddings}
+        weights = {id(getattr(m, "weight", None)) for m in self.embeddings}
+        # On the first stage for their weight, so all of theirs is: a module is in one piece.
+        self.tied = {m for m in self.heads if id(getattr(m, "weight", None)) in weights}
 
     def homes(self, name: str, module: torch.nn.Module, ranks: int) -> set[int]:
         """The coordinates that hold a tensor of this module."""
         if any(name == one or name.startswith(f"{one}.") for one in self.everywhere):
             return set(range(ranks))
         if module in self.heads:
-            return {ranks - 1}
+            return {0, ranks - 1} if module in self.tied else {ranks - 1}
         if module not in self.embeddings:
             return set(range(ranks))
         has_head = self.embeddings[module] in self.heads.values()
