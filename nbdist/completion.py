@@ -98,17 +98,15 @@ def _ranks(where: Destination) -> str | None:
 
 
 def _options_at(code: str, cursor: int) -> Reply | None:
-    """The options of one of our magics, behind which the cursor stands; None elsewhere."""
+    """The options of one of our magics, where one is being typed behind it; None elsewhere."""
     begin = code.rfind("\n", 0, cursor) + 1
     magic = _MAGIC_LINE.match(code, begin, cursor)
     verb = commands.VERBS.get(magic.group(1)) if magic else None
-    if verb is None:
-        return None
     word = _WORD.search(code, begin, cursor)
     typed = word.group() if word else ""
+    if verb is None or not typed.startswith("-"):
+        return None
     flags = [flag for option in verb.options for flag in option.flags if flag.startswith("--")]
-    if not typed.startswith("-"):
-        flags = []
     return reply_with(sorted(f for f in flags if f.startswith(typed)), cursor - len(typed), cursor)
 
 

@@ -75,6 +75,11 @@ def test_options_behind_a_magic(kernel: Kernel, code: str, flags: list[str]) -> 
     assert kernel.complete(code)["matches"] == flags
 
 
+def test_values_behind_a_magic_are_the_notebooks(kernel: Kernel) -> None:
+    """Names of variables and files, as IPython completes them in any line."""
+    assert "rank_local" in kernel.complete("%dist_export rank_lo")["matches"]
+
+
 def test_shift_tab_shows_what_the_rank_has(kernel: Kernel) -> None:
     """Value, signature and documentation; of the notebook's own names in its own cells."""
     function = kernel.inspect("%%distributed\ntrained(")
