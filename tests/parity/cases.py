@@ -11,7 +11,15 @@ LEFT_OUT = frozenset({"is_compiled", "blocks", "stage"})
 # A package of its own, which need not be there; the process is its own from then on.
 DEEPSPEED = tuple(
     Case(f"deepspeed --stage {stage}{more}")
-    for stage, more in ((1, ""), (2, " --accumulate 2"), (3, ""), (3, " --offload cpu"))
+    for stage, more in (
+        (1, ""),
+        (1, " --sdpa math"),
+        (2, " --accumulate 2"),
+        (2, " --checkpoint full"),
+        (3, ""),
+        (3, " --checkpoint selective"),
+        (3, " --offload cpu"),
+    )
 )
 NAMES = tuple(name for name in ROWS if name != "deepspeed")
 
