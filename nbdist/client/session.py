@@ -10,7 +10,7 @@ import itertools
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,6 +23,7 @@ from nbdist.client.request import CellRequest, Sink
 from nbdist.client.run import CellRun
 from nbdist.client.strategy import Strategies
 from nbdist.client.upkeep import RESTART_S, Upkeep
+from nbdist.client.variables import Moved, Variables
 from nbdist.client.watchdog import Watchdog
 from nbdist.core import hints
 from nbdist.core.cells import CellResult
@@ -75,6 +76,7 @@ class Session:
         self.readiness = Readiness(self)
         self.upkeep = Upkeep(self)
         self.strategy = Strategies(self)
+        self.variables = Variables(self)
         self._run_ids = itertools.count(1)
         cluster.on_exit = self._note_exit
 
@@ -274,6 +276,18 @@ class Session:
         self.upkeep.recover_if_needed()
         told = self.call_all(remote.sync_model, source, deadline_s=deadline_s, is_collective=True)
         return tuple(told[source])
+
+    def push(
+        self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
+    ) -> Moved:
+        """Give ranks copies of values under these names; see client.variables."""
+        return self.variables.push(variables, ranks)
+
+    def pull(
+        self, name: str, ranks: str | Sequence[int] | None = None, *, is_whole: bool = False
+    ) -> Any:
+        """A variable's value on one rank, or a list in rank order; see client.variables."""
+        return self.variables.pull([name], ranks, is_whole=is_whole).values[name]
 
     def interrupt(self, rank: int) -> None:
         """Send SIGINT to a rank; its variables stay."""
