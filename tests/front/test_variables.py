@@ -222,6 +222,27 @@ def test_a_dtensor_comes_as_a_part_or_whole(torch_kernel: Kernel) -> None:
     assert after.text == "[0-1] 28.0\n"
 
 
+def test_a_rank_that_cannot_gather_keeps_nobody_waiting(torch_kernel: Kernel) -> None:
+    """The others are freed, its error is told, and collectives work again."""
+    kernel = torch_kernel
+    kernel.run(
+        "%%distributed\nimport threading\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor import Shard, distribute_tensor\n"
+        "mesh = init_device_mesh('cpu', (2,))\n"
+        "split = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])\n"
+        "mixed = split if rank == 0 else threading.Lock()"
+    )
+    name, message = error_of(kernel, "%dist_pull mixed --whole")
+    after = kernel.run("%%distributed\nsplit.full_tensor().sum().item()")
+
+    assert name == "TransferError"
+    assert message.startswith("rank 1: mixed cannot be sent: TypeError: cannot pickle")
+    assert after.text.endswith("[0-1] 28.0\n")
+    assert kernel.run("'mixed' in dir()").plain == ["False"]
+    assert left(kernel) == []
+
+
 @pytest.mark.parametrize("is_torch", [False, True], ids=["without torch", "with torch"])
 def test_odd_tensors_arrive(kernel: Kernel, torch_kernel: Kernel, *, is_torch: bool) -> None:
     """Empty, transposed and without dims, as values of several ranks."""
