@@ -8,6 +8,7 @@
         RankBusy             a chosen rank still runs an earlier cell
         RankGone             a chosen rank, or the controller, has ended
         CellTimeout          a cell ran past its --timeout
+        TransferError        a variable could not be pushed or pulled; nothing was bound
         DistributedError     the user's code failed on one or more ranks
             Deadlock         ranks waited for calls that could not come, and were aborted
         NoKeyboard           on a rank: a cell asked for typed input
@@ -59,6 +60,10 @@ class RankGone(NbdistError):
 
 class CellTimeout(NbdistError):
     """A cell ran longer than its --timeout; its ranks were interrupted."""
+
+
+class TransferError(NbdistError):
+    """A variable could not be pushed to ranks or pulled from them; nothing was bound."""
 
 
 class DistributedError(NbdistError):

@@ -33,9 +33,9 @@ def collect(
     errors: dict[int, Exception] = {}
     for rank, future in futures.items():
         try:
-            answers.append(_result(future, end_s, controller_end))
+            answers.append(_result(future, end_s, controller_end, futures))
         except TimeoutError as error:
-            if errors:
+            if errors or _has_failure(futures):
                 continue  # it waits for the rank that has failed
             late = [one for one, other in futures.items() if not other.done()]
             raise NbdistError(
@@ -54,7 +54,17 @@ def collect(
     return answers
 
 
-def _result(future: Future[Any], end_s: float, controller_end: Callable[[], str]) -> Any:
+def _has_failure(futures: Mapping[int, Future[Any]]) -> bool:
+    return any(future.done() and future.exception() for future in futures.values())
+
+
+def _result(
+    future: Future[Any],
+    end_s: float,
+    controller_end: Callable[[], str],
+    futures: Mapping[int, Future[Any]],
+) -> Any:
+    """One answer; TimeoutError after the deadline, or soon after another rank has failed."""
     while True:
         left_s = max(0.0, end_s - time.monotonic())
         try:
@@ -66,5 +76,5 @@ def _result(future: Future[Any], end_s: float, controller_end: Callable[[], str]
                     f"The cluster's controller ended ({end}) while the ranks were asked. Their "
                     "variables are kept: try again, which starts another one."
                 ) from None
-            if left_s <= PAUSE_S:
+            if left_s <= PAUSE_S or _has_failure(futures):
                 raise

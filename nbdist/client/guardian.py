@@ -146,6 +146,19 @@ def wait(kernel: int) -> dict[int, str | None]:
     return sessions
 
 
+def sweep_shm(run_dir: str, shm: str = "/dev/shm") -> None:  # noqa: S108  # our own folders
+    """Remove the run's folders in /dev/shm: what was on its way when a process was killed."""
+    # As core/shm.py names them.
+    prefix = f"nbdist-{os.getuid()}-{os.path.basename(run_dir)}-"
+    try:
+        names = os.listdir(shm)
+    except OSError:
+        return  # macOS has none
+    for name in names:
+        if name.startswith(prefix):
+            shutil.rmtree(os.path.join(shm, name), ignore_errors=True)
+
+
 def main() -> None:
     """Guard one run."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -153,6 +166,7 @@ def main() -> None:
     kernel, run_dir = int(sys.argv[1]), sys.argv[2]
     sessions = wait(kernel)
     end_all(sessions, b"NBDIST_RUN=" + os.fsencode(run_dir))
+    sweep_shm(run_dir)
     shutil.rmtree(run_dir, ignore_errors=True)
     try:
         os.rmdir(os.path.dirname(run_dir))  # the folder of this user's runs, if it was the last

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from nbdist.core.calls import CxxCall, Look
 from nbdist.core.completion import Reply
+from nbdist.core.parcels import Parcel
 from nbdist.core.recovery import MadeGroup, MadeMesh, Recovered
 from nbdist.core.strategy import Choice
 from nbdist.core.switching import Switched
@@ -28,6 +29,7 @@ NAMESPACE = "nbdist.engine.namespace"
 STRATEGY = "nbdist.engine.parallel.live"
 SWITCH = "nbdist.engine.parallel.switch"
 SYNC = "nbdist.engine.sync"
+VARIABLES = "nbdist.engine.variables"
 
 
 class Caller(Protocol):
@@ -173,6 +175,38 @@ def inspected(call: Caller, engine: int, code: str, cursor: int, detail: int) ->
     return call(engine, f"{COMPLETION}:inspected", code, cursor, detail)
 
 
+def lacking(call: Caller, engine: int, names: Sequence[str]) -> Future[dict[str, tuple[str, ...]]]:
+    """Those of the names that the rank has not -> close names that it has."""
+    return call(engine, f"{VARIABLES}:lacking", tuple(names))
+
+
+def send(  # mirrors the engine's function
+    call: Caller,
+    engine: int,
+    names: Sequence[str],
+    folders: Sequence[str],
+    keeps: bool,
+    is_whole: bool,
+) -> Future[Parcel]:
+    """The rank's values of variables. On every rank at once where DTensors are gathered."""
+    return call(engine, f"{VARIABLES}:send", tuple(names), tuple(folders), keeps, is_whole)
+
+
+def receive(call: Caller, engine: int, token: str, parcel: Parcel) -> Future[None]:
+    """Let the rank make the values of a push, and keep them for `bind`."""
+    return call(engine, f"{VARIABLES}:receive", token, parcel)
+
+
+def bind(call: Caller, engine: int, token: str) -> Future[None]:
+    """Give the user's code on the rank what it has received."""
+    return call(engine, f"{VARIABLES}:bind", token)
+
+
+def drop(call: Caller, engine: int, token: str) -> Future[None]:
+    """Let the rank forget what it has received."""
+    return call(engine, f"{VARIABLES}:drop", token)
+
+
 def box_problem(call: Caller, engine: int) -> Future[str]:
     """Why the rank's black box cannot be read from outside; empty when it can."""
     return call(engine, f"{BLACKBOX}:problem")
@@ -246,6 +280,11 @@ REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     switch_strategy: f"{SWITCH}:switch",
     complete: f"{COMPLETION}:complete",
     inspected: f"{COMPLETION}:inspected",
+    lacking: f"{VARIABLES}:lacking",
+    send: f"{VARIABLES}:send",
+    receive: f"{VARIABLES}:receive",
+    bind: f"{VARIABLES}:bind",
+    drop: f"{VARIABLES}:drop",
 }
 
 # Each function that the engine's control thread answers at any time (`Channel.ask`), with its

@@ -10,37 +10,34 @@ import itertools
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from nbdist.client import answers, driving, remote, states
 from nbdist.client.cluster import Cluster, Exit
 from nbdist.client.health import Health
+from nbdist.client.readiness import EXIT_KNOWN_S, Readiness
 from nbdist.client.repair import Restarted
 from nbdist.client.request import CellRequest, Sink
 from nbdist.client.run import CellRun
 from nbdist.client.strategy import Strategies
 from nbdist.client.upkeep import RESTART_S, Upkeep
+from nbdist.client.variables import Moved, Variables
 from nbdist.client.watchdog import Watchdog
 from nbdist.core import hints
 from nbdist.core.cells import CellResult
-from nbdist.core.failures import RankFailure, ranks_are, ranks_phrase
+from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.core.ranks import parse_ranks, rank_label
 from nbdist.core.shown import is_stored
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
 from nbdist.core.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RUN
-from nbdist.errors import Interrupted, NotRunning, RankBusy, RankGone
+from nbdist.errors import Interrupted, RankGone
 
-BUSY_GRACE_S = 1.0
 GRACE_S = 5.0
 SYNC_MODEL_S = 300.0
 CALL_DEADLINE_S = 30.0
-# The controller may tell of a death some milliseconds before the process has been reaped.
-EXIT_KNOWN_S = 0.5
-# A reply follows the end of its cell within milliseconds.
-LOST_REPLY_S = 1.0
 
 
 class Session:
@@ -75,10 +72,11 @@ class Session:
         self.has_name: Callable[[str], bool] = lambda _name: False
         self._cluster = cluster
         self._sink = sink
-        self._busy: dict[int, tuple[CellRun, float]] = {}
         self._is_stopped = False
+        self.readiness = Readiness(self)
         self.upkeep = Upkeep(self)
         self.strategy = Strategies(self)
+        self.variables = Variables(self)
         self._run_ids = itertools.count(1)
         cluster.on_exit = self._note_exit
 
@@ -131,8 +129,7 @@ class Session:
             RankBusy: If a chosen rank still runs an earlier cell.
         """
         self.upkeep.make_whole()
-        self._check_alive(request.ranks)
-        self._check_idle(request.ranks)
+        self.readiness.check(request.ranks)
         self.upkeep.recover_if_needed()
         run_id = next(self._run_ids)
         one = CellRun(self, request, self._sink(request), run_id)
@@ -141,8 +138,7 @@ class Session:
         metadata = {CELL_RUN: run_id, CELL_FOR_ALL: set(request.ranks) == set(self.ranks)}
         if request.number is not None:
             metadata[CELL_NUMBER] = request.number
-        for rank in request.ranks:
-            self._busy[rank] = (one, time.monotonic())
+        self.readiness.take(request.ranks, one)
         for number, rank in enumerate(request.ranks):
             try:
                 self._cluster.channel.execute(
@@ -154,7 +150,7 @@ class Session:
                 )
             except BaseException:
                 for unsent in request.ranks[number:]:  # they would count as busy for ever
-                    self._busy.pop(unsent, None)
+                    self.readiness.free(unsent)
                 raise
         return one
 
@@ -175,24 +171,24 @@ class Session:
         *args: Any,
         deadline_s: float,
         is_collective: bool = False,
+        ranks: Sequence[int] | None = None,
     ) -> list[Any]:
-        """Call one of remote's functions on every rank at once; results in rank order.
+        """Call one of remote's functions on every rank, or some, at once; results in their order.
 
         Raises:
             RankGone, RankBusy: As for a cell.
             NbdistError: What a rank raised, or who has not answered by the deadline.
             Interrupted: If the user interrupted it; the ranks have been interrupted too.
         """
+        ranks = self.ranks if ranks is None else ranks
         self.upkeep.make_whole()
-        self._check_alive(self.ranks)
-        self._check_idle(self.ranks)
-        futures = [function(self.call, rank, *args) for rank in self.ranks]
+        self.readiness.check(ranks)
+        futures = {rank: function(self.call, rank, *args) for rank in ranks}
+        end_of_controller = functools.partial(self._controller_end, ranks)
         try:
-            return answers.collect(
-                dict(zip(self.ranks, futures, strict=True)), deadline_s, self._controller_end
-            )
+            return answers.collect(futures, deadline_s, end_of_controller)
         except (KeyboardInterrupt, RankGone) as error:
-            late = [r for r, f in zip(self.ranks, futures, strict=True) if not f.done()]
+            late = [rank for rank, future in futures.items() if not future.done()]
             for rank in late:
                 self.interrupt(rank)
             if isinstance(error, RankGone):
@@ -200,13 +196,13 @@ class Session:
             raise Interrupted(f"{ranks_phrase(late)} had not answered") from error
         finally:
             if is_collective:  # peers of a rank that failed would wait for it for ever
-                self.upkeep.release(futures)
+                self.upkeep.release(list(futures.values()))
 
-    def _controller_end(self) -> str:
+    def _controller_end(self, ranks: Sequence[int]) -> str:
         """How the controller ended; raises where a rank has, for which the others would wait."""
         end = self._cluster.exits.get(None)
         if end is None:
-            self._check_alive(self.ranks)
+            self.readiness.check_alive(ranks)
         return "" if end is None else end.how
 
     def status(self, *, wants_stacks: bool = False) -> Status:
@@ -225,12 +221,12 @@ class Session:
     @property
     def busy_ranks(self) -> tuple[int, ...]:
         """The ranks that run a cell, or were given up on in one, and live."""
-        return tuple(rank for rank in self.ranks if rank in self._busy and not self.exit_of(rank))
+        busy = self.readiness.is_busy
+        return tuple(rank for rank in self.ranks if busy(rank) and not self.exit_of(rank))
 
     def running_cell(self, rank: int) -> tuple[int | None, float] | None:
         """(the notebook's cell number, since when) of the cell that a rank runs; None if idle."""
-        busy = self._busy.get(rank)
-        return None if busy is None else (busy[0].request.number, busy[1])
+        return self.readiness.cell_of(rank)
 
     @property
     def is_stopped(self) -> bool:
@@ -243,7 +239,8 @@ class Session:
 
     def rank_states(self) -> dict[int, tuple[str, str]]:
         """Every rank as far as no cell is asked: "busy" or "absent", as core.calls says it."""
-        return {rank: ("busy" if rank in self._busy else "absent", "") for rank in self.ranks}
+        busy = self.readiness.is_busy
+        return {rank: ("busy" if busy(rank) else "absent", "") for rank in self.ranks}
 
     def restart(
         self, ranks: str | Sequence[int] | None = None, deadline_s: float = RESTART_S
@@ -262,29 +259,11 @@ class Session:
 
     def free(self, rank: int) -> None:
         """Count a rank as idle: its cell cannot be heard of any more."""
-        self._busy.pop(rank, None)
+        self.readiness.free(rank)
 
     def free_silent(self) -> set[int]:
-        """Count ranks as idle whose cell has ended without a reply; which ones.
-
-        An interrupt in the moment of a cell's end can cost the reply. The black box has the end.
-        """
-        ended = {
-            rank
-            for rank, (one, _) in list(self._busy.items())
-            if self.health.has_ended(rank, one.run_id, LOST_REPLY_S)
-        }
-        for rank in ended:
-            self.free(rank)
-        return ended
-
-    def _release_given_back(self) -> None:
-        """Break off collectives of cells that nobody waits for any more: they were interrupted."""
-        for rank, (one, _) in list(self._busy.items()):
-            box = self.health.box(rank)
-            if one.is_over and box is not None and box.run == one.run_id and box.waiting:
-                self.health.abort()
-                return
+        """Count ranks as idle whose cell has ended without a reply; which ones."""
+        return self.readiness.free_silent()
 
     def sync_model(self, source: int = 0, deadline_s: float = SYNC_MODEL_S) -> tuple[str, ...]:
         """Make models and optimizers of all ranks equal to those of one; the models' names.
@@ -297,6 +276,18 @@ class Session:
         self.upkeep.recover_if_needed()
         told = self.call_all(remote.sync_model, source, deadline_s=deadline_s, is_collective=True)
         return tuple(told[source])
+
+    def push(
+        self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
+    ) -> Moved:
+        """Give ranks copies of values under these names; see client.variables."""
+        return self.variables.push(variables, ranks)
+
+    def pull(
+        self, name: str, ranks: str | Sequence[int] | None = None, *, is_whole: bool = False
+    ) -> Any:
+        """A variable's value on one rank, or a list in rank order; see client.variables."""
+        return self.variables.pull([name], ranks, is_whole=is_whole).values[name]
 
     def interrupt(self, rank: int) -> None:
         """Send SIGINT to a rank; its variables stay."""
@@ -335,11 +326,8 @@ class Session:
         """Whether the rank can be reached; of ranks on other hosts no exit may be known."""
         return self.health.is_reachable(rank)
 
-    def _running(self) -> list[CellRun]:
-        return list({id(one): one for one, _ in list(self._busy.values())}.values())
-
     def _cut_off(self, why: str, what_now: str) -> None:
-        for one in self._running():
+        for one in self.readiness.running():
             one.cut_off(why, what_now)
 
     def _note_exit(self, end: Exit) -> None:
@@ -356,45 +344,9 @@ class Session:
                 try:
                     self.health.note_exit(place.rank, end.code, is_ours=is_ours)
                 finally:  # a cell that is not told would wait for ever
-                    for one in self._running():
+                    for one in self.readiness.running():
                         one.exited(place.rank)
 
     def _end(self, rank: int, one: CellRun, reply: Any) -> None:
-        busy = self._busy.get(rank)
-        if busy is not None and busy[0] is one:
-            del self._busy[rank]
+        self.readiness.end(rank, one)
         one.done(rank, reply)
-
-    def _check_alive(self, ranks: Sequence[int]) -> None:
-        if self._is_stopped:
-            raise NotRunning("These ranks were stopped. %dist_init starts new ones.")
-        gone = {r: self.health.end_of(r) for r in ranks if not self.is_connected(r)}
-        if gone:
-            alive = [rank for rank in self.ranks if self.is_connected(rank)]
-            others = f"%%rank [{rank_label(alive)}] runs on the others; " if alive else ""
-            verb = "have" if len(gone) > 1 else "has"
-            how = ", ".join(
-                f"rank {rank}: {end or 'its connection is lost'}" for rank, end in gone.items()
-            )
-            raise RankGone(
-                f"{ranks_phrase(tuple(gone))} {verb} ended ({how}). %dist_restart "
-                f"{rank_label(tuple(gone))} brings it back; {others}%dist_reset starts all afresh."
-            )
-
-    def _check_idle(self, ranks: Sequence[int]) -> None:
-        """Give ranks that were interrupted a moment to come back before refusing."""
-        self.free_silent()
-        self._release_given_back()
-        end_s = time.monotonic() + BUSY_GRACE_S
-        # A rank may end its cell at any moment, in the client's thread.
-        while busy := {r: own for r in ranks if (own := self._busy.get(r)) is not None}:
-            if time.monotonic() > end_s:
-                one, since_s = next(iter(busy.values()))
-                number = one.request.number
-                cell = "an earlier cell" if number is None else f"cell [{number}]"
-                raise RankBusy(
-                    f"{ranks_are(tuple(busy))} still running {cell}, for "
-                    f"{time.monotonic() - since_s:.0f} s. Wait for it to end, choose other ranks "
-                    "with %%rank, or start afresh with %dist_reset."
-                )
-            time.sleep(0.01)

@@ -55,9 +55,10 @@ def _name_of_the_notebook(message: str, around: Surroundings) -> str:
     match = re.search(r"name '(\w+)' is not defined", message)
     if match is None or not around.has_name(match.group(1)):
         return ""
+    name = match.group(1)
     return (
-        f"{match.group(1)} exists in the notebook, not on the ranks: each has variables of its "
-        "own. Define it in a %%distributed cell"
+        f"{name} exists in the notebook, not on the ranks: each has variables of its "
+        f"own. Define it in a %%distributed cell, or copy it with %dist_push {name}"
     )
 
 

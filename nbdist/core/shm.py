@@ -1,11 +1,11 @@
-"""Is /dev/shm large enough for what torch puts there."""
+"""Is /dev/shm large enough for what torch puts there, and what nbdist's own folders are called."""
 
 from __future__ import annotations
 
 from nbdist.errors import StartError
 
 MIB = 2**20
-SHM = "/dev/shm"  # noqa: S108  # named in messages, never written to
+SHM = "/dev/shm"  # noqa: S108  # only in folders of its owner alone
 # torch's own files for one rank (semaphores, small tensors of DataLoader workers).
 NEEDED_BYTES_PER_RANK = 4 * MIB
 # NCCL's shared-memory transport, per rank: 9.6 MB a channel pair, measured by many users
@@ -17,6 +17,16 @@ REMEDY = (
     "Give the container more: docker run --shm-size=8g, or in Kubernetes an emptyDir volume "
     f"with medium: Memory mounted at {SHM}"
 )
+
+
+def folder_prefix(uid: int, run: str) -> str:
+    """What the names of a run's folders in /dev/shm begin with.
+
+    Args:
+        uid: Its owner.
+        run: The name of its run folder. client/guardian.py, which imports nothing, has the same.
+    """
+    return f"nbdist-{uid}-{run}-"
 
 
 def check(free_bytes: int, total_bytes: int, world_size: int, *, uses_nccl: bool) -> str:

@@ -22,6 +22,12 @@ def names() -> tuple[str, ...]:
     )
 
 
+def everything() -> Mapping[str, Any]:
+    """Every name that the user's code can use on this rank, those of `prepare` included."""
+    known: Mapping[str, Any] = _shell().user_ns
+    return known
+
+
 def group_names() -> dict[str, str]:
     """Variable -> torch's name, for the user's variables that are process groups."""
     return {name: str(pg.group_name) for name, pg in values_of(dist.ProcessGroup).items()}

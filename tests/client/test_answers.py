@@ -54,3 +54,15 @@ def test_a_rank_that_waits_for_one_that_failed_is_not_waited_for() -> None:
     """The failure is told at once, long before the deadline."""
     with pytest.raises(NbdistError, match=r"^rank 0: boom$"):
         collect({0: failed("boom"), 1: Future()}, 60.0, lives)
+
+
+def test_the_rank_that_failed_may_be_a_later_one() -> None:
+    """Rank 0 waits for rank 1 in a collective, and is asked first."""
+    with pytest.raises(NbdistError, match=r"^rank 1: boom$"):
+        collect({0: Future(), 1: failed("boom")}, 60.0, lives)
+
+
+def test_an_answer_that_comes_with_a_failure_is_no_failure() -> None:
+    """What rank 0 still answers counts; only rank 1 is told."""
+    with pytest.raises(NbdistError, match=r"^rank 1: boom$"):
+        collect({0: done("a"), 1: failed("boom"), 2: done("c")}, 60.0, lives)

@@ -14,6 +14,7 @@ import pytest
 
 from nbdist.client import guardian
 from nbdist.client.guard import Guard
+from nbdist.core import shm
 from tests.client.conftest import until
 from tests.support import processes
 
@@ -234,3 +235,19 @@ def ignores(pid: int, numbers: set[signal.Signals]) -> bool:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     mask = int(next(line.split()[1] for line in lines if line.startswith("SigIgn")), 16)
     return all(mask >> (number - 1) & 1 for number in numbers)
+
+
+def test_folders_of_the_run_in_shared_memory_are_removed(run_dir: Path, tmp_path: Path) -> None:
+    """What a killed kernel or rank had on its way; those of other runs stay."""
+    shared = tmp_path / "shm"
+    mine, others = (
+        f"{shm.folder_prefix(os.getuid(), run_dir.name)}a",
+        f"nbdist-{os.getuid()}-run-y-a",
+    )
+    for name in (mine, others):
+        (shared / name).mkdir(parents=True)
+        (shared / name / "file").write_text("large")
+    guardian.sweep_shm(str(run_dir), str(shared))
+    guardian.sweep_shm(str(run_dir), str(tmp_path / "none"))
+
+    assert [path.name for path in shared.iterdir()] == [others]

@@ -28,6 +28,7 @@ def test_a_name_of_the_notebook_is_explained() -> None:
     message = told("NameError", "name 'data' is not defined")
 
     assert message.startswith("name 'data' is not defined. data exists in the notebook")
+    assert message.endswith("or copy it with %dist_push data")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ _OPTION_MISTAKES = {
     "%dist_mode somewhere": "Write them as 0, 0,2-3 or all",
     "%dist_mode -e -d": "choose one of all, local",
     "%dist_mode all -d": "choose one of all, local",
+    "%dist_push x --nope": "unrecognized arguments: --nope",
+    "%dist_pull x --ranks 5": "rank 5 does not exist: 2 ranks run, 0-1",
     "%sync --timeout 0": "0 is not above 0",
     "%%distributed --nope\n1": "unrecognized arguments: --nope",
     "%%distributed --ranks 7\n1": "rank 7 does not exist: 2 ranks run, 0-1",
@@ -64,7 +66,7 @@ _RANKS = {
     "\n\n%%rank[1]\nrank": "[1] 1\n",
 }
 _NEEDS_RANKS = ["%%distributed\n1", "%%rank[0]\n1", "%dist_status", "%dist_mode all", "%sync",
-                "%dist_shutdown"]  # fmt: skip
+                "%dist_push x", "%dist_pull x", "%dist_shutdown"]  # fmt: skip
 
 
 @pytest.mark.parametrize("code", _RANKS)
@@ -90,7 +92,7 @@ def test_a_wrong_option_is_an_ordinary_error(kernel: Kernel, code: str) -> None:
 @pytest.mark.parametrize(
     "verb",
     ["%dist_init", "%dist_reset", "%dist_shutdown", "%dist_status", "%dist_mode", "%sync",
-     "%%distributed", "%%rank"],
+     "%dist_push", "%dist_pull", "%%distributed", "%%rank"],
 )  # fmt: skip
 def test_help_shows_the_options_and_does_nothing(kernel: Kernel, verb: str) -> None:
     """--help shows usage and an example, and runs nothing."""

@@ -1,0 +1,224 @@
+"""Variables between notebook and ranks: large ones through /dev/shm, all of it or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbdist.client import presses, remote
+from nbdist.core import floats, parcels, shm
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.parcels import Parcel
+from nbdist.core.variables import check_held, check_names
+from nbdist.errors import Interrupted, NbdistError, TransferError
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+ASK_S = 30.0
+# Tens of gigabytes over a disk, where /dev/shm is small.
+TRANSFER_S = 600.0
+# A rank that was interrupted may put a file into a folder that is being removed.
+REMOVE_TRIES = 5
+# ipyparallel's name for the end of a process that was asked.
+ENGINE_DIED = "EngineError"
+# What the kernel never loads for somebody else; a user's own import of them is fine.
+HEAVY = ("torch", "accelerate")
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What was pushed or pulled.
+
+    Attributes:
+        values: By name. Pulled from several ranks: a list in rank order.
+        ranks: Where they went, or came from.
+        remarks: What there is to say about it, a sentence each.
+    """
+
+    values: Mapping[str, Any]
+    ranks: tuple[int, ...]
+    remarks: tuple[str, ...] = ()
+
+
+class Variables:
+    """The way of variables between the notebook and a session's ranks."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._told: set[str] = set()  # types that numpy lacks: said once each
+
+    def push(
+        self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
+    ) -> Moved:
+        """Give ranks copies of values, each its own, under these names; all of them or none.
+
+        Args:
+            variables: By name.
+            ranks: As in Session.run.
+
+        Raises:
+            OptionError: If a name or a rank cannot be one.
+            TransferError: If a value cannot be sent, or cannot be made on a rank.
+            RankGone, RankBusy, NotRunning: As for a cell.
+            Interrupted: If the user interrupted it.
+        """
+        session = self._session
+        check_names(tuple(variables), "push")
+        chosen = session.chosen(ranks)
+        session.upkeep.make_whole()
+        session.readiness.check(chosen)  # before a large value is copied
+        with _all_or_nothing("pushed"):
+            packed = parcels.pack(variables, sys.modules.get("torch"))
+            token = uuid.uuid4().hex
+            with self._folders(chosen) as folders:
+                parcel = parcels.send(packed, folders)
+                try:
+                    self._call(remote.receive, token, parcel, ranks=chosen)
+                except (NbdistError, KeyboardInterrupt):
+                    for rank in chosen:
+                        remote.drop(session.call, rank, token)
+                    raise
+        self._call(remote.bind, token, ranks=chosen)
+        return Moved(variables, chosen, parcel.remarks)
+
+    def pull(
+        self,
+        names: Sequence[str],
+        ranks: str | Sequence[int] | None = None,
+        *,
+        is_whole: bool = False,
+    ) -> Moved:
+        """The values of variables: of one rank as they are, of several as a list in rank order.
+
+        Args:
+            names: Of variables that all these ranks have.
+            ranks: As in Session.run.
+            is_whole: Gather DTensors, which takes all ranks, also those that are not pulled from.
+
+        Raises:
+            OptionError: If a rank lacks a name; it says which ranks have it.
+            TransferError: If a value cannot be sent, or cannot be made in the notebook.
+            RankGone, RankBusy, NotRunning: As for a cell.
+            Interrupted: If the user interrupted it.
+        """
+        session = self._session
+        check_names(names, "pull")
+        chosen = session.chosen(ranks)
+        asked = session.ranks if is_whole else chosen
+        if is_whole:
+            session.upkeep.recover_if_needed()
+        with _all_or_nothing("pulled"):
+            lacking = session.call_all(remote.lacking, names, deadline_s=ASK_S, ranks=asked)
+            check_held(dict(zip(asked, lacking, strict=True)))
+            with self._folders(chosen) as folders:
+
+                def send(call: remote.Caller, rank: int) -> Future[Parcel]:
+                    return remote.send(call, rank, names, folders, rank in chosen, is_whole)
+
+                sent = self._call(send, ranks=asked, is_collective=is_whole)
+                came = {r: one for r, one in zip(asked, sent, strict=True) if r in chosen}
+                values = [_opened(rank, parcel) for rank, parcel in came.items()]
+        found = {name: [one[name] for one in values] for name in names}
+        if len(chosen) == 1:
+            found = {name: each[0] for name, each in found.items()}
+        return Moved(found, chosen, self._remarks(list(came.values())))
+
+    def _call(
+        self,
+        function: Callable[..., Future[Any]],
+        *args: Any,
+        ranks: Sequence[int],
+        is_collective: bool = False,
+    ) -> list[Any]:
+        try:
+            return self._session.call_all(
+                function,
+                *args,
+                deadline_s=TRANSFER_S,
+                is_collective=is_collective,
+                ranks=ranks,
+            )
+        except NbdistError as error:
+            kind = getattr(error.__cause__, "ename", "")
+            if kind == TransferError.__name__:
+                raise TransferError(str(error)) from error
+            if kind == ENGINE_DIED:
+                self._session.readiness.check_death(ranks)
+            raise
+
+    @contextlib.contextmanager
+    def _folders(self, ranks: Sequence[int]) -> Iterator[tuple[str, ...]]:
+        """Folders for large values on their way, the best first; removed in any case.
+
+        None where a rank runs on another host, which sees no file of this one.
+        """
+        places = {place.rank: place.host for place in self._session.topology.ranks}
+        made: list[str] = []
+        try:
+            if {places[rank] for rank in ranks} == {socket.gethostname()}:
+                run_dir = self._session.cluster.run_dir
+                prefix = shm.folder_prefix(os.getuid(), run_dir.name)
+                for place in (shm.SHM, run_dir):
+                    with contextlib.suppress(OSError):  # macOS has no /dev/shm: then the next
+                        made.append(tempfile.mkdtemp(prefix=prefix, dir=place))
+            yield tuple(made)
+        finally:
+            with presses.counted():  # a second press would leave them
+                for folder in made:
+                    _remove(Path(folder))
+
+    def _remarks(self, came: Sequence[Parcel]) -> tuple[str, ...]:
+        """What the ranks said, each once, and types that became others, once in a session."""
+        remarks = dict.fromkeys(remark for parcel in came for remark in parcel.remarks)
+        if "torch" not in sys.modules:
+            lacking = {name for parcel in came for name in parcels.lacking_types(parcel)}
+            for name in sorted((lacking & set(floats.BITS)) - self._told):
+                self._told.add(name)
+                remarks[
+                    f"numpy has no {name}: it comes as float32, with the same values. After "
+                    "`import torch` in the notebook tensors come as tensors"
+                ] = None
+        return tuple(remarks)
+
+
+def _opened(rank: int, parcel: Parcel) -> dict[str, Any]:
+    refused = [name for name in HEAVY if name not in sys.modules]
+    try:
+        return parcels.opened(parcel, sys.modules.get("torch"), refused)
+    except TransferError as error:
+        raise TransferError(f"in the notebook, from {ranks_phrase([rank])}: {error}") from error
+    finally:
+        if parcel.path:
+            Path(parcel.path).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(done: str) -> Iterator[None]:
+    """Say of every failure inside that nothing was bound."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        told = str(error)
+        raise Interrupted(
+            f"{told}; nothing was {done}" if told else f"nothing was {done}"
+        ) from error
+    except TransferError as error:
+        raise TransferError(f"{str(error).rstrip('.')}. Nothing was {done}.") from error
+
+
+def _remove(folder: Path) -> None:
+    for _ in range(REMOVE_TRIES):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return

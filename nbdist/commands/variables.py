@@ -1,0 +1,74 @@
+"""Verbs that bring variables from the notebook to ranks and back."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from IPython import get_ipython
+
+from nbdist.client.variables import Moved
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.variables import check_known, check_names, described, described_list
+from nbdist.notebook import NOTEBOOK
+from nbdist.verbs import Option, Verb
+from nbdist.view.mime import View
+
+
+def dist_push(values: Namespace) -> View:
+    """Give ranks copies of the notebook's variables."""
+    session = NOTEBOOK.session
+    own = _notebook().user_ns
+    check_names(values.names, "%dist_push")
+    check_known(values.names, own)
+    moved = session.push({name: own[name] for name in values.names}, values.ranks)
+    phrase = ranks_phrase(moved.ranks)
+    return _view(
+        [f"{name} to {phrase}: {described(value)}" for name, value in moved.values.items()], moved
+    )
+
+
+def dist_pull(values: Namespace) -> View:
+    """Bind variables of ranks in the notebook: a list in rank order where there are several."""
+    session = NOTEBOOK.session
+    check_names(values.names, "%dist_pull")
+    moved = session.variables.pull(values.names, values.ranks, is_whole=values.is_whole)
+    _notebook().push(dict(moved.values))
+    phrase = ranks_phrase(moved.ranks)
+    tell = described if len(moved.ranks) == 1 else described_list
+    return _view(
+        [f"{name} from {phrase}: {tell(value)}" for name, value in moved.values.items()], moved
+    )
+
+
+def _view(lines: list[str], moved: Moved) -> View:
+    return View("\n".join([*lines, *moved.remarks]))
+
+
+def _notebook() -> Any:
+    return get_ipython()
+
+
+_NAMES = Option(("names",), "variables", metavar="NAME")
+_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (all without it)", metavar="RANKS")
+
+VERBS = (
+    Verb(
+        "dist_push",
+        "Give ranks copies of the notebook's variables.",
+        "%dist_push a b --ranks 0,2",
+        dist_push,
+        (_NAMES, _RANKS),
+    ),
+    Verb(
+        "dist_pull",
+        "Bring variables of ranks into the notebook; of several ranks as a list in rank order.",
+        "%dist_pull loss --ranks 0",
+        dist_pull,
+        (
+            _NAMES,
+            _RANKS,
+            Option(("--whole",), "gather DTensors (takes all ranks)", None, name="is_whole"),
+        ),
+    ),
+)

@@ -1,0 +1,384 @@
+"""Values on their way between notebook and ranks: one pickle, and large memory beside it.
+
+The memory of tensors and arrays is never pickled: it is written once, as it lies, and each
+receiver reads it into memory of its own. torch is handed in by whoever has loaded it; without
+it tensors become numpy arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import mmap
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nbdist.core import floats
+from nbdist.core.units import size
+from nbdist.errors import TransferError
+
+# From here on through a file in /dev/shm; what is smaller goes with the call.
+LARGE_BYTES = 1_000_000
+# An array below this is pickled: it costs less than a piece of its own.
+PIECE_BYTES = 4096
+# Left to whatever else lives in /dev/shm (NCCL, DataLoader workers).
+SPARE_BYTES = 16 * 2**20
+# From here on page faults cost more than the copy (500 MB: 0.41 s, with large pages 0.20 s).
+LARGE_PAGES_BYTES = 4 * 2**20
+# One system call copies so much: between two of them an interrupt is seen.
+STEP_BYTES = 64 * 2**20
+_COMPLEX = {"complex64", "complex128"}
+_FLOATS = {"float16", "float32", "float64"}
+_INTEGERS = {f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64)}
+_SAME_IN_NUMPY = frozenset({"bool"} | _INTEGERS | _FLOATS | _COMPLEX)
+
+Fill = Callable[[memoryview], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """A tensor without its memory.
+
+    Attributes:
+        dtype: torch's name, without `torch.`.
+        shape: Its sizes.
+        requires_grad: Whether it is a leaf that collects gradients.
+        is_parameter: Whether it is an nn.Parameter.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    requires_grad: bool = False
+    is_parameter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A value taken apart; its pieces are still the value's own memory.
+
+    Attributes:
+        pieces: The pickle, arrays that it refers to, then one piece for each tensor.
+        tensors: In the order of their pieces.
+        held: Keeps the pieces' memory from being freed.
+        remarks: What there is to say about it, a sentence each.
+    """
+
+    pieces: tuple[memoryview, ...]
+    tensors: tuple[TensorRecord, ...]
+    held: tuple[Any, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """All pieces together."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A packed value as it is sent.
+
+    Attributes:
+        sizes: Of the pieces, in bytes.
+        tensors: As in Packed.
+        data: The pieces one behind the other, or nothing where they are in a file.
+        path: That file; empty without one.
+        remarks: As in Packed.
+    """
+
+    sizes: tuple[int, ...]
+    tensors: tuple[TensorRecord, ...]
+    data: bytes
+    path: str
+    remarks: tuple[str, ...] = ()
+
+
+def tensor_at(number: int) -> Any:
+    """Stands in a pickle for the tensor of this number; `opened` gives it."""
+    raise TransferError(f"tensor {number} is not in its pickle: use nbdist.core.parcels.opened")
+
+
+class _Packer(pickle.Pickler):
+    """Pickles everything but the memory of tensors and arrays."""
+
+    def __init__(self, torch: Any, plain: Callable[[Any], Any], *, keeps_memory: bool):
+        self.file = io.BytesIO()
+        self.arrays: list[memoryview] = []
+        self.held: list[Any] = []
+        self.memories: list[memoryview] = []
+        self.tensors: list[TensorRecord] = []
+        self._torch, self._plain, self._keeps_memory = torch, plain, keeps_memory
+        super().__init__(self.file, protocol=5, buffer_callback=self._keep)
+
+    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take the memory of an array out of the pickle, unless it is small."""
+        raw = buffer.raw()
+        if raw.nbytes < PIECE_BYTES:
+            return True
+        self.arrays.append(raw if self._keeps_memory else raw[:0])
+        return False
+
+    def reducer_override(self, value: Any) -> Any:
+        """Take the memory of a tensor out of the pickle."""
+        if self._torch is None or not isinstance(value, self._torch.Tensor):
+            return NotImplemented
+        plain = self._plain(value)
+        _check_kind(plain, self._torch)
+        whole = plain.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        self.tensors.append(
+            TensorRecord(
+                dtype=str(value.dtype).removeprefix("torch."),
+                shape=tuple(plain.shape),
+                requires_grad=bool(value.requires_grad and value.is_leaf),
+                is_parameter=isinstance(value, self._torch.nn.Parameter),
+            )
+        )
+        if self._keeps_memory:
+            self.held.append(whole)
+            self.memories.append(_memory(whole))
+        return tensor_at, (len(self.tensors) - 1,)
+
+
+def pack(
+    variables: Mapping[str, object],
+    torch: Any = None,
+    *,
+    plain: Callable[[Any], Any] = lambda tensor: tensor,
+    keeps_memory: bool = True,
+) -> Packed:
+    """Take values apart; they must not change until they are sent.
+
+    Args:
+        variables: By name. What is the same object twice stays so.
+        torch: The module, where it is loaded.
+        plain: Gives an ordinary tensor for one of a subclass.
+        keeps_memory: Without it only `plain` is called on all there is.
+
+    Raises:
+        TransferError: If one of them cannot be pickled; the message names it.
+    """
+    try:
+        return _packed(variables, torch, plain, keeps_memory=keeps_memory)
+    except Exception as error:
+        if len(variables) > 1 and keeps_memory:
+            for name, value in variables.items():  # raises for the one that it is
+                pack({name: value}, torch, plain=plain)
+        told = _one_line(error)
+        raise TransferError(f"{', '.join(variables)} cannot be sent: {told}.") from error
+
+
+def _packed(
+    variables: Mapping[str, object],
+    torch: Any,
+    plain: Callable[[Any], Any],
+    *,
+    keeps_memory: bool,
+) -> Packed:
+    packer = _Packer(torch, plain, keeps_memory=keeps_memory)
+    packer.dump(dict(variables))
+    pieces = (packer.file.getbuffer(), *packer.arrays, *packer.memories)
+    return Packed(pieces, tuple(packer.tensors), tuple(packer.held))
+
+
+def send(packed: Packed, folders: Sequence[str | Path]) -> Parcel:
+    """Make a parcel: through a file in one of the folders if it is large, else by itself.
+
+    Args:
+        packed: What is sent.
+        folders: The best first; they exist, and only this user can enter them. None: the
+            receiver sees no file of this machine.
+
+    Raises:
+        TransferError: If none of them has room for it; no file is left.
+    """
+    sizes = tuple(piece.nbytes for piece in packed.pieces)
+    if not folders or packed.size_bytes < LARGE_BYTES:
+        return Parcel(sizes, packed.tensors, b"".join(packed.pieces), "", packed.remarks)
+    full: list[str] = []
+    for folder in folders:
+        problem, path = _written(packed, Path(folder))
+        if not problem:
+            went = [f"it went through a file on the disk, as {full[0]}"] if full else []
+            return Parcel(sizes, packed.tensors, b"", str(path), (*packed.remarks, *went))
+        full.append(problem)
+    raise TransferError(
+        f"There is no room for {size(packed.size_bytes)} on the way: {'; '.join(full)}. Free some, "
+        "or send less at a time."
+    )
+
+
+def _written(packed: Packed, folder: Path) -> tuple[str, Path]:
+    """(why it could not be written, the file)."""
+    path = folder / os.urandom(8).hex()
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < packed.size_bytes + SPARE_BYTES:
+            asked = f"{size(packed.size_bytes)} do not fit into the {size(free_bytes)}"
+            return f"{asked} that are free in {folder.parent}", path
+        _write(path, packed.pieces)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        return f"{folder.parent} cannot be written ({error.strerror})", path
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return "", path
+
+
+def _write(path: Path, pieces: Sequence[memoryview]) -> None:
+    # write(2), not a mapping: where the space ends it fails, and does not kill the process.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        for piece in pieces:
+            at = 0
+            while at < piece.nbytes:
+                at += os.write(descriptor, piece[at : at + STEP_BYTES])
+    finally:
+        os.close(descriptor)
+
+
+class _Unpacker(pickle.Unpickler):
+    """Puts the tensors back, and refuses what would load a module that must not be."""
+
+    def __init__(self, file: Any, tensors: Sequence[Any], refused: Collection[str], **options: Any):
+        super().__init__(file, **options)
+        self._tensors, self._refused = tensors, refused
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a pickle names."""
+        if (module, name) == (__name__, tensor_at.__name__):
+            return self._tensors.__getitem__
+        package = module.partition(".")[0]
+        if package in self._refused:
+            if (module, name) == ("torch", "Size"):
+                return tuple
+            raise TransferError(
+                f"{module}.{name} is in it: `import {package}` in the notebook first"
+            )
+        try:
+            return super().find_class(module, name)
+        except AttributeError as error:
+            if module != "__main__":
+                raise
+            raise TransferError(
+                f"{name} is in it, which a cell has defined: run that cell here as well. Functions "
+                "and classes of cells are sent by name"
+            ) from error
+
+
+def opened(parcel: Parcel, torch: Any = None, refused: Collection[str] = ()) -> dict[str, Any]:
+    """The values by name, in memory of their own. A file stays where it is.
+
+    Args:
+        parcel: What was sent.
+        torch: The module; without it tensors become arrays, of float32 where numpy lacks a type.
+        refused: Packages that must not be loaded.
+
+    Raises:
+        TransferError: If it cannot be read, or a value cannot be made.
+    """
+    arrays = parcel.sizes[: len(parcel.sizes) - len(parcel.tensors)]
+    try:
+        with _source(parcel) as source:
+            fill = _filler(source)
+            pickled, *buffers = [_filled(size_bytes, fill) for size_bytes in arrays]
+            tensors = [_tensor(record, fill, torch) for record in parcel.tensors]
+        unpacker = _Unpacker(io.BytesIO(pickled), tensors, refused, buffers=buffers)
+        found: dict[str, Any] = unpacker.load()
+    except Exception as error:
+        raise TransferError(f"the value cannot be made: {_one_line(error)}") from error
+    return found
+
+
+def _source(parcel: Parcel) -> Any:
+    return Path(parcel.path).open("rb", buffering=0) if parcel.path else io.BytesIO(parcel.data)
+
+
+def _filler(source: Any) -> Fill:
+    def fill(memory: memoryview) -> None:
+        at = 0
+        while at < memory.nbytes:
+            count = source.readinto(memory[at : at + STEP_BYTES])
+            if not count:
+                raise TransferError(f"{memory.nbytes - at} bytes are missing")
+            at += count
+
+    return fill
+
+
+def _filled(size_bytes: int, fill: Fill) -> memoryview:
+    memory = np.empty(size_bytes, np.uint8).data
+    fill(memory)
+    return memory
+
+
+def _tensor(record: TensorRecord, fill: Fill, torch: Any) -> Any:
+    if torch is None:
+        return _array(record, fill)
+    tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="cpu")
+    _ask_for_large_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    fill(_memory(tensor))
+    if record.is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=record.requires_grad)
+    return tensor.requires_grad_(record.requires_grad)
+
+
+def _array(record: TensorRecord, fill: Fill) -> np.ndarray:
+    if record.dtype not in _SAME_IN_NUMPY and record.dtype not in floats.BITS:
+        raise TransferError(
+            f"numpy has no type for torch.{record.dtype}: `import torch` in the notebook first"
+        )
+    array = np.empty(record.shape, floats.BITS.get(record.dtype, record.dtype))
+    fill(array.reshape(-1).view(np.uint8).data)
+    return array if record.dtype in _SAME_IN_NUMPY else floats.to_float32(array, record.dtype)
+
+
+def lacking_types(parcel: Parcel) -> list[str]:
+    """Torch's types in it that numpy lacks."""
+    return sorted({record.dtype for record in parcel.tensors} - _SAME_IN_NUMPY)
+
+
+def _memory(tensor: Any) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, for as long as the tensor lives."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    if not size_bytes:
+        return memoryview(b"")
+    # Not tensor.numpy(): after it the storage cannot be resized, as FSDP does; the user's too.
+    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _ask_for_large_pages(address: int, size_bytes: int) -> None:
+    """Let fresh memory come in pages of 2 MB, as numpy does: the copy takes half the time."""
+    if size_bytes < LARGE_PAGES_BYTES or sys.platform != "linux":
+        return
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + size_bytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    # Advice: where it is not taken the pages are small ones.
+    madvise = ctypes.CDLL(None).madvise
+    madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+
+
+def _check_kind(tensor: Any, torch: Any) -> None:
+    """Refuse tensors that are more than elements in host or device memory."""
+    if tensor.is_meta:
+        raise TransferError("a tensor on the device meta has no elements")
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TransferError(
+            "a nested, sparse or quantized tensor is in it: make it an ordinary one first, for "
+            "example by to_dense() or dequantize()"
+        )
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0].rstrip(".")
+    if isinstance(error, TransferError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,109 @@
+"""Names of variables that are pushed or pulled, and one line about each."""
+
+from __future__ import annotations
+
+import difflib
+import keyword
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from nbdist.core.failures import ranks_phrase
+from nbdist.errors import OptionError
+
+_CLOSE = 3
+
+
+def check_names(names: Sequence[object], verb: str) -> None:
+    """Refuse what is no name of a variable.
+
+    Args:
+        names: As typed.
+        verb: For the message: `%dist_push`.
+
+    Raises:
+        OptionError: If one is none, or none is given.
+    """
+    if not names:
+        raise OptionError(f"{verb}: no variable is named. For example: {verb} loss")
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+            raise OptionError(
+                f"{verb}: {name!r} is no name of a variable. Give what it stands for a name first."
+            )
+
+
+def close_to(name: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The known names that are like this one, the closest first."""
+    own = [other for other in known if not other.startswith("_")]
+    return tuple(difflib.get_close_matches(name, own, _CLOSE))
+
+
+def check_known(names: Iterable[str], known: Collection[str]) -> None:
+    """Refuse names that the notebook has not.
+
+    Raises:
+        OptionError: It lists close names.
+    """
+    for name in names:
+        if name not in known:
+            raise OptionError(
+                f"The notebook has no variable {name}; nothing was pushed."
+                + _close(close_to(name, known))
+            )
+
+
+def check_held(lacking: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
+    """Refuse names that a rank lacks.
+
+    Args:
+        lacking: For each rank that was asked: name that it lacks -> close names that it has.
+
+    Raises:
+        OptionError: It says which ranks have the name; or which have it not, and close names.
+    """
+    for name in dict.fromkeys(name for one in lacking.values() for name in one):
+        without = [rank for rank, one in lacking.items() if name in one]
+        having = [rank for rank in lacking if rank not in without]
+        if having:
+            raise OptionError(
+                f"{name} exists on {ranks_phrase(having)}, not on {ranks_phrase(without)}; nothing "
+                f"was pulled. %dist_pull {name} --ranks {','.join(map(str, having))} takes it from "
+                "where it is."
+            )
+        close = dict.fromkeys(other for rank in without for other in lacking[rank][name])
+        where = f"any of {ranks_phrase(without)}" if len(without) > 1 else ranks_phrase(without)
+        raise OptionError(f"{name} does not exist on {where}; nothing was pulled.{_close(close)}")
+
+
+def described(value: object) -> str:
+    """The kind of a value, short: `tensor float32 (3,)`, `dict of 2`, `int`."""
+    kind = type(value)
+    if isinstance(value, np.ndarray) or is_tensor(value):
+        word = "array" if isinstance(value, np.ndarray) else "tensor"
+        dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
+        return f"{word} {dtype} {tuple(getattr(value, 'shape', ()))}"
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        return f"{kind.__name__} of {len(value)}"
+    return kind.__name__
+
+
+def described_list(values: Sequence[object]) -> str:
+    """The kinds of several ranks' values: `list of 2 tensors float32 (3,)`."""
+    kinds = [described(value) for value in values]
+    if any(kind != kinds[0] for kind in kinds):
+        return f"list of {len(kinds)}: {'; '.join(kinds)}"
+    word, _, rest = kinds[0].partition(" ")
+    if word in {"array", "tensor"}:
+        return f"list of {len(kinds)} {word}s {rest}"
+    return f"list of {len(kinds)}, each {kinds[0]}"
+
+
+def is_tensor(value: object) -> bool:
+    """Whether it is a torch tensor; says so without torch."""
+    return any((one.__module__, one.__name__) == ("torch", "Tensor") for one in type(value).__mro__)
+
+
+def _close(names: Iterable[str]) -> str:
+    text = ", ".join(names)
+    return f" Close to it: {text}." if text else ""

@@ -1,0 +1,88 @@
+"""A rank's side of %dist_push and %dist_pull."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nbdist.core import parcels
+from nbdist.core.parcels import Parcel
+from nbdist.core.variables import close_to
+from nbdist.engine import namespace
+
+PART = "DTensors come as each rank's own part; --whole gathers them"
+
+# What has been received and is not bound yet, by the push it belongs to: at most one.
+_received: dict[str, dict[str, Any]] = {}
+
+
+def lacking(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Those of the names that this rank has not -> close names that it has."""
+    known = namespace.everything()
+    own = namespace.names()
+    return {name: close_to(name, own) for name in names if name not in known}
+
+
+def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bool) -> Parcel:
+    """This rank's values of variables that it has.
+
+    Args:
+        names: Of variables.
+        folders: Where a large one may lie on its way, the best first.
+        keeps: Whether the value is wanted; without it this rank only helps to gather.
+        is_whole: Gather DTensors. Collective then: every rank, with the same structure.
+
+    Raises:
+        TransferError: If it cannot be pickled, or there is no room for it.
+    """
+    known = namespace.everything()
+    parts = []
+
+    def plain(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if is_whole:
+            return _gathered(tensor)
+        parts.append(tensor)
+        return _own_part(tensor)
+
+    packed = parcels.pack({n: known[n] for n in names}, torch, plain=plain, keeps_memory=keeps)
+    if not keeps:
+        return Parcel((), (), b"", "")
+    return parcels.send(replace(packed, remarks=(PART,) if parts else ()), folders)
+
+
+def _gathered(tensor: DTensor) -> torch.Tensor:
+    with torch.no_grad():
+        whole: torch.Tensor = tensor.full_tensor()
+    return whole
+
+
+def _own_part(tensor: DTensor) -> torch.Tensor:
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()
+    return part
+
+
+def receive(token: str, parcel: Parcel) -> None:
+    """Make the values of a push; `bind` gives them their names once all ranks have them.
+
+    Raises:
+        TransferError: If that fails; no variable has changed.
+    """
+    _received.clear()
+    _received[token] = parcels.opened(parcel, torch)
+
+
+def bind(token: str) -> None:
+    """Give the user's code what was received."""
+    namespace.push(_received.pop(token))
+
+
+def drop(token: str) -> None:
+    """Forget what was received: another rank could not."""
+    _received.pop(token, None)

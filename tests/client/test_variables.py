@@ -1,0 +1,154 @@
+"""push and pull of a session whose ranks are busy, gone, elsewhere, or short of shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nbdist.client import driving, variables
+from nbdist.client.request import CellRequest
+from nbdist.client.session import Session
+from nbdist.client.start import StartOptions
+from nbdist.core import parcels
+from nbdist.errors import RankBusy, RankGone, TransferError
+from tests.client.conftest import session_of, temporary_folder, until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+LARGE = np.arange(500_000)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """Ranks 0 and 1."""
+    with (
+        temporary_folder(tmp_path_factory.mktemp("runs")),
+        session_of(StartOptions(world_size=2, gpus="none")) as session,
+    ):
+        yield session
+
+
+def left(session: Session) -> list[Path]:
+    """Files and folders on their way."""
+    run = session.cluster.run_dir
+    found = [place.glob(f"nbdist-{os.getuid()}-*") for place in (Path("/dev/shm"), run)]
+    return [path for each in found for path in each if run.name in path.name]
+
+
+def test_values_go_and_come(pair: Session) -> None:
+    """The value of one rank, a list of several; a rank that is not named keeps its own."""
+    pair.push({"a": [1], "b": LARGE})
+    pair.push({"a": [2]}, ranks="1")
+
+    assert pair.pull("a") == [[1], [2]]
+    assert pair.pull("a", ranks=[1]) == [2]
+    assert all(np.array_equal(one, LARGE) for one in pair.pull("b"))
+    assert left(pair) == []
+
+
+def test_what_does_not_fit_into_shared_memory_goes_over_the_disk(
+    pair: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says so; of ranks too, which look for themselves."""
+
+    def usage(folder: str | Path) -> Any:
+        is_shm = str(folder).startswith("/dev/shm")
+        return SimpleNamespace(free=1_000_000 if is_shm else 10**12)
+
+    monkeypatch.setattr(parcels.shutil, "disk_usage", usage)
+    pushed = pair.push({"large": LARGE})
+    pair.run(
+        "import shutil\nkept = shutil.disk_usage\nfrom types import SimpleNamespace\n"
+        "shutil.disk_usage = lambda f: SimpleNamespace(free=10**(6 if '/shm' in str(f) else 12))"
+    )
+    pulled = pair.variables.pull(["large"])
+    pair.run("shutil.disk_usage = kept")
+    told = (
+        "it went through a file on the disk, as 4.0 MB do not fit into the 1.0 MB that are free in "
+        "/dev/shm"
+    )
+
+    assert pushed.remarks == pulled.remarks == (told,)
+    assert all(np.array_equal(one, LARGE) for one in pulled.values["large"])
+    assert left(pair) == []
+
+
+def test_ranks_elsewhere_get_large_values_over_the_wire(
+    pair: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They see no file of this host: none is made."""
+    away = tuple(replace(place, host="elsewhere") for place in pair.topology.ranks)
+    monkeypatch.setattr(pair, "topology", replace(pair.topology, ranks=away))
+    monkeypatch.setattr(variables.tempfile, "mkdtemp", None)
+    pair.push({"far": LARGE})
+
+    assert all(np.array_equal(one, LARGE) for one in pair.pull("far"))
+
+
+def test_a_busy_rank_is_refused_before_anything_is_copied(
+    pair: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others can be reached meanwhile."""
+    code = f"open('{tmp_path}/runs', 'w')\nimport time\ntime.sleep(60)"
+    one = pair.begin(CellRequest(code, (1,)))
+    with contextlib.closing(one):
+        assert until((tmp_path / "runs").exists)
+        with monkeypatch.context() as patched:
+            patched.setattr(parcels, "pack", None)
+            with pytest.raises(RankBusy, match="rank 1 is still running"):
+                pair.push({"a": LARGE})
+        with pytest.raises(RankBusy, match="rank 1 is still running"):
+            pair.pull("a")
+        pair.push({"a": "new"}, ranks="0")
+        pulled = pair.pull("a", ranks="0")
+        pair.interrupt(1)
+        with pytest.raises(BaseException, match="KeyboardInterrupt"):
+            driving.wait(lambda: one)
+
+    assert pulled == "new"
+
+
+def test_a_rank_that_ends_meanwhile_is_told_and_no_file_stays(pair: Session) -> None:
+    """It dies while it makes the value; the other rank goes on, with its old value."""
+    pair.push({"a": "old"})
+    with pytest.raises(RankGone, match="rank 1 has ended"):
+        pair.push({"a": [_Deadly(), LARGE]})
+    with pytest.raises(RankGone, match="rank 1 has ended"):
+        pair.push({"a": 1})
+    alone = pair.pull("a", ranks="0")
+    files = left(pair)
+    pair.restart([1])
+
+    assert (alone, files) == ("old", [])
+
+
+def test_a_failure_in_one_rank_frees_what_the_others_received(pair: Session) -> None:
+    """Nothing large is kept for a push that has failed."""
+    with pytest.raises(TransferError, match=r"^rank 1: .*ZeroDivisionError.*Nothing was pushed"):
+        pair.push({"half": [_OnRankOne(), LARGE]})
+    pair.run("from nbdist.engine import variables\nassert not variables._received")
+    pair.run("assert 'half' not in dir()")
+
+
+class _Deadly:
+    """Ends rank 1 when it is made there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kill = f"__import__('os').kill(__import__('os').getpid(), {int(signal.SIGKILL)})"
+        return eval, (f"__import__('os').environ['RANK'] == '1' and {kill}",)
+
+
+class _OnRankOne:
+    """Cannot be made on rank 1."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, ("__import__('os').environ['RANK'] == '1' and 1 / 0",)

@@ -1,0 +1,224 @@
+"""torch's tensors on their way: each type and form comes back the same, in memory of its own."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbdist.core import floats, parcels
+from nbdist.core.variables import described
+from nbdist.engine import variables
+from nbdist.errors import TransferError
+
+pytestmark = pytest.mark.engine
+
+_DTYPES = [
+    torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16,
+    torch.uint32, torch.uint64, torch.float16, torch.float32, torch.float64, torch.bfloat16,
+    torch.complex32, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+]  # fmt: skip
+_FORMS = {
+    "plain": lambda: torch.arange(12.0).reshape(3, 4),
+    "0-dim": lambda: torch.tensor(2.5),
+    "empty": lambda: torch.empty(0, 3),
+    "transposed": lambda: torch.arange(12.0).reshape(3, 4).T,
+    "strided": lambda: torch.arange(40.0)[3::7],
+    "expanded": lambda: torch.tensor([1.0, 2.0])[:, None].expand(2, 5),
+    "channels last": lambda: torch.arange(48.0).reshape(1, 3, 4, 4).contiguous(
+        memory_format=torch.channels_last
+    ),
+    "conjugated": lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "negated": lambda: torch.tensor([1 + 2j]).conj().imag,
+}  # fmt: skip
+
+
+def bits(dtype: torch.dtype) -> torch.Tensor:
+    """Every pattern of a byte, as elements of the type."""
+    patterns = torch.arange(256, dtype=torch.uint8)
+    return (patterns % 2 if dtype is torch.bool else patterns).view(dtype)
+
+
+def there_and_back(value: object, torch_module: Any = torch) -> Any:
+    parcel = parcels.send(parcels.pack({"x": value}, torch), [])
+    return parcels.opened(pickle.loads(pickle.dumps(parcel)), torch_module)["x"]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_each_type_keeps_its_bits(dtype: torch.dtype) -> None:
+    """NaNs and infinities with all others."""
+    value = bits(dtype)
+    copy = there_and_back(value)
+
+    assert (copy.dtype, copy.shape) == (value.dtype, value.shape)
+    assert torch.equal(copy.view(torch.uint8), value.view(torch.uint8))
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_each_form_keeps_its_values(form: str) -> None:
+    """The copy is contiguous, and nobody else's."""
+    value = _FORMS[form]()
+    kept = value.clone()
+    copy = there_and_back(value)
+    same = torch.equal(copy, value)
+    copy.add_(1)
+
+    assert same
+    assert copy.shape == value.shape
+    assert torch.equal(value, kept)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_without_torch_each_type_becomes_an_array_of_the_same_values(dtype: torch.dtype) -> None:
+    """Types that numpy lacks become float32, exactly; torch's own conversion is the judge."""
+    value = bits(dtype)
+    if dtype is torch.complex32:
+        with pytest.raises(TransferError, match=r"no type for torch\.complex32"):
+            there_and_back(value, None)
+        return
+    array = there_and_back(value, None)
+    lacks = str(dtype).removeprefix("torch.") in floats.BITS
+    expected = value.float().numpy() if lacks else value.numpy()
+
+    assert isinstance(array, np.ndarray)
+    assert array.dtype == expected.dtype
+    np.testing.assert_array_equal(array, expected)
+    assert array.flags.writeable
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_without_torch_each_form_becomes_an_array(form: str) -> None:
+    """Of the same shape and values."""
+    value = _FORMS[form]()
+    array = there_and_back(value, None)
+
+    assert array.shape == tuple(value.shape)
+    np.testing.assert_array_equal(array, value.resolve_conj().resolve_neg().numpy())
+
+
+def test_leaves_and_parameters_stay_what_they_are() -> None:
+    """A result loses its graph, which cannot be sent."""
+    leaf = torch.ones(2, requires_grad=True)
+    made = there_and_back(
+        {"leaf": leaf, "loss": (leaf * 2).sum(), "parameter": torch.nn.Parameter(torch.ones(2)),
+         "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False)}
+    )  # fmt: skip
+
+    assert {name: one.requires_grad for name, one in made.items()} == {
+        "leaf": True, "loss": False, "parameter": True, "frozen": False,
+    }  # fmt: skip
+    assert [isinstance(one, torch.nn.Parameter) for one in made.values()] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert made["loss"].item() == 4.0
+
+
+def test_tensors_are_found_in_whatever_holds_them() -> None:
+    """Containers, modules and optimizers' states; tied parameters stay one."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    made = there_and_back({"a": [(model, torch.Size([1, 2]), torch.float16)]})["a"][0]
+
+    assert made[0][1].weight is made[0][0].weight
+    assert torch.equal(made[0][0].weight, model[0].weight)
+    assert made[1:] == (torch.Size([1, 2]), torch.float16)
+
+
+def test_without_torch_a_size_is_a_tuple_and_a_module_is_refused() -> None:
+    """The kernel loads torch for nobody."""
+
+    def opened(value: object) -> Any:
+        parcel = parcels.send(parcels.pack({"x": value}, torch), [])
+        return parcels.opened(parcel, None, refused=["torch"])["x"]
+
+    assert opened(torch.Size([1, 2])) == (1, 2)
+    with pytest.raises(
+        TransferError, match=r"torch\.nn\.modules\.linear\.Linear is in it: `import"
+    ):
+        opened(torch.nn.Linear(1, 1))
+
+
+def test_only_the_part_of_a_storage_that_is_seen_is_sent() -> None:
+    """A small view does not take the large tensor along; two views arrive as two tensors."""
+    large = torch.zeros(1_000_000)
+    packed = parcels.pack({"x": [large[:2], large[:2]]}, torch)
+    made = parcels.opened(parcels.send(packed, []), torch)["x"]
+    made[0].add_(1)
+
+    assert packed.size_bytes < 1000
+    assert made[1].tolist() == [0, 0]
+
+
+def test_a_copy_can_be_resized() -> None:
+    """As FSDP does with the storage of parameters."""
+    copy = there_and_back(torch.ones(4))
+    copy.untyped_storage().resize_(0)
+
+    assert copy.untyped_storage().size() == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (torch.eye(2).to_sparse(), "sparse"),
+        (torch.empty(2, device="meta"), "device meta has no elements"),
+    ],
+    ids=["sparse", "meta"],
+)
+def test_tensors_of_other_kinds_are_refused(value: torch.Tensor, told: str) -> None:
+    """The variable is named, and what to do."""
+    with pytest.raises(TransferError, match=f"^x cannot be sent: .*{told}"):
+        parcels.pack({"x": value}, torch)
+
+
+def test_kinds_are_told_of_tensors() -> None:
+    """Type and shape."""
+    assert described(torch.ones(2, 3, dtype=torch.bfloat16)) == "tensor bfloat16 (2, 3)"
+    assert described(torch.nn.Parameter(torch.ones(()))) == "tensor float32 ()"
+
+
+@pytest.fixture
+def user_ns() -> Iterator[dict[str, Any]]:
+    """The names of a rank's user."""
+    shell = InteractiveShell.instance()
+    shell.user_ns.update(loss=torch.ones(3), weights=[torch.zeros(400_000)])
+    yield shell.user_ns
+    InteractiveShell.clear_instance()
+
+
+def test_a_push_is_bound_only_when_it_is_said(user_ns: dict[str, Any]) -> None:
+    """Received, dropped and received again, the user's variable changes with `bind`."""
+
+    def parcel(value: object) -> parcels.Parcel:
+        return parcels.send(parcels.pack({"loss": value}, torch), [])
+
+    variables.receive("one", parcel(1))
+    variables.drop("one")
+    variables.receive("two", parcel(2))
+    before = user_ns["loss"]
+    variables.bind("two")
+
+    assert torch.equal(before, torch.ones(3))
+    assert user_ns["loss"] == 2
+
+
+def test_a_rank_sends_what_it_has(user_ns: dict[str, Any], tmp_path: Path) -> None:
+    """And tells what it lacks, with close names."""
+    parcel = variables.send(["loss", "weights"], [str(tmp_path)], True, False)
+    made = parcels.opened(parcel, torch)
+
+    assert variables.lacking(["loss", "los", "rank9"]) == {"los": ("loss",), "rank9": ()}
+    assert parcel.path
+    assert torch.equal(made["loss"], user_ns["loss"])
+    assert torch.equal(made["weights"][0], user_ns["weights"][0])

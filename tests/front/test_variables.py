@@ -1,0 +1,402 @@
+"""%dist_push and %dist_pull, typed in real kernels with real ranks, with torch and without it."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.front.conftest import start_ranks
+from tests.support.kernel import Kernel
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+_SHM = Path("/dev/shm")
+_HAS_TORCH = "import sys; 'torch' in sys.modules"
+_NAMES = "sorted(name for name in dir() if not name.startswith('_'))"
+# What can be pickled, and cannot be made anew: everywhere, or on rank 1 alone.
+_RAISING = """
+import numpy as np
+class Raising:
+    def __init__(self, code): self.code = code
+    def __reduce__(self): return eval, (self.code,)
+on_one = Raising("__import__('os').environ['RANK'] == '1' and 1 / 0")
+stuck = [
+    Raising("__import__('pathlib').Path('reached').touch(), __import__('time').sleep(300)"),
+    np.zeros(2_000_000, np.uint8),
+]
+"""
+
+
+@pytest.fixture(scope="module")
+def torch_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """Ranks 0 and 1 of a notebook that has imported torch."""
+    with Kernel(cwd=tmp_path_factory.mktemp("torch")) as own:
+        start_ranks(own)
+        own.run("import torch")
+        yield own
+
+
+def left(kernel: Kernel) -> list[Path]:
+    """The folders of this kernel's ranks in /dev/shm."""
+    told = kernel.run("import nbdist; nbdist.session().cluster.run_dir.name").plain[0]
+    return _folders(told.strip("'"))
+
+
+def _folders(run: str) -> list[Path]:
+    return list(_SHM.glob(f"nbdist-{os.getuid()}-{run}-*"))
+
+
+def error_of(kernel: Kernel, code: str) -> tuple[str, str]:
+    cell = kernel.run(code)
+
+    assert cell.error is not None, cell.visible
+    return cell.error.ename, cell.error.evalue
+
+
+def test_objects_and_arrays_go_to_all_ranks_and_come_back(kernel: Kernel) -> None:
+    """One line for each variable; a list in rank order."""
+    kernel.run(
+        "import numpy as np; words = {'a': [1, 'b']}; numbers = np.arange(6.0).reshape(2, 3)"
+    )
+    pushed = kernel.run("%dist_push words numbers")
+    kernel.run("%%distributed\nnumbers[0, 0] = rank; words['rank'] = rank")
+    pulled = kernel.run("%dist_pull numbers words")
+    seen = kernel.run("[n[0].tolist() for n in numbers], words")
+
+    assert pushed.plain == [
+        "words to ranks 0-1: dict of 1\nnumbers to ranks 0-1: array float64 (2, 3)"
+    ]
+    assert pulled.plain == [
+        (
+            "numbers from ranks 0-1: list of 2 arrays float64 (2, 3)\n"
+            "words from ranks 0-1: list of 2, each dict of 2"
+        )
+    ]
+    assert seen.plain == [
+        (
+            "([[0.0, 1.0, 2.0], [1.0, 1.0, 2.0]],\n"
+            " [{'a': [1, 'b'], 'rank': 0}, {'a': [1, 'b'], 'rank': 1}])"
+        )
+    ]
+
+
+def test_only_the_ranks_that_are_named_are_touched(kernel: Kernel) -> None:
+    """One rank binds the value itself."""
+    kernel.run("%%distributed\nmine = None")
+    kernel.run("mine = 5")
+    pushed = kernel.run("%dist_push mine --ranks 1")
+    there = kernel.run("%%distributed\nmine")
+    pulled = kernel.run("%dist_pull mine --ranks 0")
+    here = kernel.run("mine is None")
+
+    assert pushed.plain == ["mine to rank 1: int"]
+    assert there.text == "[1] 5\n"
+    assert pulled.plain == ["mine from rank 0: NoneType"]
+    assert here.plain == ["True"]
+
+
+def test_without_torch_tensors_become_arrays_and_torch_stays_unloaded(kernel: Kernel) -> None:
+    """What numpy lacks becomes float32, which is said once."""
+    kernel.run(
+        "%%distributed\nlow = torch.tensor([1.5, -3.140625], dtype=torch.bfloat16)\n"
+        "loss = (torch.ones(3, requires_grad=True) * (rank + 1)).sum()"
+    )
+    first = kernel.run("%dist_pull low --ranks 0")
+    again = kernel.run("%dist_pull low loss")
+    seen = kernel.run("low[1].tolist(), [float(one) for one in loss]")
+
+    assert first.plain == [
+        (
+            "low from rank 0: array float32 (2,)\n"
+            "numpy has no bfloat16: it comes as float32, with the same values. After "
+            "`import torch` in the notebook tensors come as tensors"
+        )
+    ]
+    assert again.plain == [
+        (
+            "low from ranks 0-1: list of 2 arrays float32 (2,)\n"
+            "loss from ranks 0-1: list of 2 arrays float32 ()"
+        )
+    ]
+    assert seen.plain == ["([1.5, -3.140625], [3.0, 6.0])"]
+    assert kernel.run(_HAS_TORCH).plain == ["False"]
+
+
+def test_pulling_binds_nothing_else(kernel: Kernel) -> None:
+    """Also in automatic mode, where the verbs run in the notebook."""
+    kernel.run("%%distributed\npulled_alone = rank")
+    before = kernel.run(_NAMES).plain[0]
+    kernel.run("%dist_mode all")
+    told = kernel.run("%dist_pull pulled_alone")
+    kernel.run("%dist_mode local")
+    after = kernel.run(_NAMES).plain[0]
+    kernel.run("del pulled_alone")
+
+    assert told.plain == ["pulled_alone from ranks 0-1: list of 2, each int"]
+    assert "pulled_alone" in after
+    assert kernel.run(_NAMES).plain[0] == before
+
+
+def test_with_torch_tensors_stay_tensors_in_every_type(torch_kernel: Kernel) -> None:
+    """Values of ranks against what the notebook computes; small ones and large ones."""
+    kernel = torch_kernel
+    kernel.run(
+        "made = {str(kind): (torch.arange(n) % 100).to(kind) for n in (5, 2_000_000) for kind in\n"
+        "        (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)\n"
+        "        if n == 5 or kind is not torch.bool}\n"
+        "made['parameter'] = torch.nn.Parameter(torch.ones(2))\n"
+        "kept = {name: value.detach().clone() for name, value in made.items()}"
+    )
+    pushed = kernel.run("%dist_push made")
+    kernel.run(
+        "%%distributed\nkinds = {n: (type(v).__name__, v.device.type) for n, v in made.items()}\n"
+        "made['torch.float32'].mul_(rank + 1)"
+    )
+    kernel.run("%dist_pull made kinds")
+    same = kernel.run(
+        "[all(torch.equal(one[n].float(), kept[n].float() * (r + 1 if '32' in n else 1))\n"
+        "     and one[n].dtype == kept[n].dtype for n in kept) for r, one in enumerate(made)]"
+    )
+    kinds = kernel.run("kinds[0]['parameter'], kinds[1]['torch.bfloat16']")
+
+    assert pushed.plain == ["made to ranks 0-1: dict of 6"]
+    assert same.plain == ["[True, True]"]
+    assert kinds.plain == ["(('Parameter', 'cpu'), ('Tensor', 'cpu'))"]
+    assert left(kernel) == []
+
+
+def test_each_ranks_copy_of_a_large_tensor_is_its_own(torch_kernel: Kernel) -> None:
+    """200 MB to both ranks and back: what a rank writes, nobody else sees; no file is left."""
+    kernel = torch_kernel
+    kernel.run("big = torch.arange(50_000_000, dtype=torch.float32); own = big")
+    pushed = kernel.run("%dist_push big")
+    kernel.run("%%rank [1]\nbig[:10] = -1")
+    there = kernel.run("%%distributed\nbig[9].item(), big[-1].item(), big.is_contiguous()")
+    pulled = kernel.run("%dist_pull big")
+    seen = kernel.run(
+        "torch.equal(big[0], own), torch.equal(big[1][10:], own[10:]), set(big[1][:10].tolist())"
+    )
+    kernel.run("big[0].zero_()")
+    after = kernel.run("%%distributed\nbig[-1].item()")
+    kernel.run("del big, own")
+    kernel.run("%%distributed\ndel big")
+
+    assert pushed.plain == ["big to ranks 0-1: tensor float32 (50000000,)"]
+    assert there.text == "[0] (9.0, 50000000.0, True)\n[1] (-1.0, 50000000.0, True)\n"
+    assert pulled.plain == ["big from ranks 0-1: list of 2 tensors float32 (50000000,)"]
+    assert seen.plain == ["(True, True, {-1.0})"]
+    assert after.text == "[0-1] 50000000.0\n"
+    assert left(kernel) == []
+
+
+def test_a_dtensor_comes_as_a_part_or_whole(torch_kernel: Kernel) -> None:
+    """The part with a remark; gathered on request, from one rank too."""
+    kernel = torch_kernel
+    kernel.run(
+        "%%distributed\nfrom torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor import Shard, distribute_tensor\n"
+        "mesh = init_device_mesh('cpu', (2,))\n"
+        "split = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])\n"
+        "holder = {'w': torch.nn.Parameter(split), 'plain': rank}"
+    )
+    part = kernel.run("%dist_pull split")
+    parts = kernel.run("[one.tolist() for one in split]")
+    whole = kernel.run("%dist_pull split holder --whole --ranks 1")
+    seen = kernel.run("split.tolist(), holder['w'].tolist(), holder['plain'], type(split).__name__")
+    after = kernel.run("%%distributed\nsplit.full_tensor().sum().item()")
+
+    assert part.plain == [
+        (
+            "split from ranks 0-1: list of 2 tensors float32 (2, 2)\n"
+            "DTensors come as each rank's own part; --whole gathers them"
+        )
+    ]
+    assert parts.plain == ["[[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]]"]
+    assert whole.plain == [
+        "split from rank 1: tensor float32 (4, 2)\nholder from rank 1: dict of 2"
+    ]
+    rows = "[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]"
+    assert seen.plain[0].replace("\n", "") == f"({rows}, {rows}, 1, 'Tensor')"
+    assert after.text == "[0-1] 28.0\n"
+
+
+def test_a_rank_that_cannot_gather_keeps_nobody_waiting(torch_kernel: Kernel) -> None:
+    """The others are freed, its error is told, and collectives work again."""
+    kernel = torch_kernel
+    kernel.run(
+        "%%distributed\nimport threading\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor import Shard, distribute_tensor\n"
+        "mesh = init_device_mesh('cpu', (2,))\n"
+        "split = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])\n"
+        "mixed = split if rank == 0 else threading.Lock()"
+    )
+    name, message = error_of(kernel, "%dist_pull mixed --whole")
+    after = kernel.run("%%distributed\nsplit.full_tensor().sum().item()")
+
+    assert name == "TransferError"
+    assert message.startswith("rank 1: mixed cannot be sent: TypeError: cannot pickle")
+    assert after.text.endswith("[0-1] 28.0\n")
+    assert kernel.run("'mixed' in dir()").plain == ["False"]
+    assert left(kernel) == []
+
+
+@pytest.mark.parametrize("is_torch", [False, True], ids=["without torch", "with torch"])
+def test_odd_tensors_arrive(kernel: Kernel, torch_kernel: Kernel, *, is_torch: bool) -> None:
+    """Empty, transposed and without dims, as values of several ranks."""
+    one = torch_kernel if is_torch else kernel
+    one.run(
+        "%%distributed\nodd = [torch.empty(0, 3), torch.arange(6.0).reshape(2, 3).T, "
+        "torch.tensor(rank)]"
+    )
+    one.run("%dist_pull odd")
+    seen = one.run("[[x.tolist() for x in each] for each in odd], tuple(odd[0][0].shape)")
+
+    assert seen.plain[0].replace("\n", "").replace("  ", " ") == (
+        "([[[], [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], 0],"
+        " [[], [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], 1]], (0, 3))"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("%dist_push", "%dist_push: no variable is named. For example: %dist_push loss"),
+        ("%dist_push a.b", "'a.b' is no name of a variable"),
+        ("%dist_push known_nam", "no variable known_nam; nothing was pushed. Close to it: known_"),
+        ("%dist_push known_name --ranks 7", "rank 7 does not exist"),
+        ("%dist_pull", "%dist_pull: no variable is named"),
+        ("%dist_pull on_on", "exist on any of ranks 0-1; nothing was pulled. Close to it: on_one."),
+        ("%dist_pull on_one", "on_one exists on rank 1, not on rank 0; nothing was pulled. %dist"),
+        ("%dist_pull on_one --whole --ranks 1", "on_one exists on rank 1, not on rank 0"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_wrong_is_told(kernel: Kernel, code: str, told: str) -> None:
+    """Nothing is bound under it."""
+    kernel.run("known_name = 1; globals().pop('on_one', None)")
+    kernel.run("%%distributed\nglobals().pop('on_one', None);")
+    kernel.run("%%rank [1]\non_one = 1")
+    name, message = error_of(kernel, code)
+
+    assert name == "OptionError"
+    assert told in message
+    assert kernel.run("'on_one' in dir()").plain == ["False"]
+
+
+def test_what_cannot_be_sent_or_made_changes_nothing(kernel: Kernel) -> None:
+    """On no rank, also where one of them could have made it; and the ranks go on."""
+    kernel.run(_RAISING)
+    kernel.run("%%distributed\non_one = generator = 'old'")
+    kernel.run("generator = (n for n in [1]); fine = 1")
+    unsent = error_of(kernel, "%dist_push fine generator")
+    unmade = error_of(kernel, "%dist_push on_one")
+    kept = kernel.run("%%distributed\non_one, generator")
+
+    assert unsent[0] == unmade[0] == "TransferError"
+    assert unsent[1].startswith("generator cannot be sent: TypeError: cannot pickle 'generator'")
+    assert unmade[1] == (
+        "rank 1: the value cannot be made: ZeroDivisionError: division by zero. Nothing was pushed."
+    )
+    assert kept.text == "[0-1] ('old', 'old')\n"
+
+
+def test_what_ranks_cannot_send_or_the_notebook_cannot_make_binds_nothing(kernel: Kernel) -> None:
+    """The notebook's old value stays."""
+    kernel.run("raising = lock = module = 'old'")
+    kernel.run(f"%%distributed\nimport threading\n{_RAISING}\nlock = threading.Lock()")
+    kernel.run("%%distributed\nraising = Raising('1 / 0'); module = torch.nn.Linear(1, 1)")
+    unsent = error_of(kernel, "%dist_pull lock")
+    unmade = error_of(kernel, "%dist_pull raising")
+    needs = error_of(kernel, "%dist_pull module")
+    kept = kernel.run("raising, lock, module")
+
+    assert unsent[0] == unmade[0] == needs[0] == "TransferError"
+    assert unsent[1] == (
+        "rank 0: lock cannot be sent: TypeError: cannot pickle '_thread.lock' object. "
+        "Nothing was pulled."
+    )
+    assert unmade[1] == (
+        "in the notebook, from rank 0: the value cannot be made: ZeroDivisionError: division by "
+        "zero. Nothing was pulled."
+    )
+    assert "torch.nn.modules.linear.Linear is in it: `import torch` in the notebook" in needs[1]
+    assert kept.plain == ["('old', 'old', 'old')"]
+    assert kernel.run(_HAS_TORCH).plain == ["False"]
+
+
+def test_classes_of_cells_are_found_by_name(kernel: Kernel) -> None:
+    """Where both have defined them; otherwise the message says to run the cell there too."""
+    definition = "class Settings:\n    def __init__(self, lr): self.lr = lr\n"
+    kernel.run(f"{definition}settings = Settings(0.5)")
+    lacking = error_of(kernel, "%dist_push settings")
+    kernel.run(f"%%distributed\n{definition}")
+    kernel.run("%dist_push settings")
+    there = kernel.run("%%distributed\nsettings.lr, type(settings) is Settings")
+    kernel.run("%dist_pull settings --ranks 0")
+    here = kernel.run("settings.lr, type(settings) is Settings")
+
+    assert "Settings is in it, which a cell has defined: run that cell here as well" in lacking[1]
+    assert there.text == "[0-1] (0.5, True)\n"
+    assert here.plain == ["(0.5, True)"]
+
+
+def test_an_interrupt_leaves_no_file_and_the_ranks_idle(
+    kernel: Kernel, shared_folder: Path
+) -> None:
+    """While a rank makes the value, its bytes lie in /dev/shm."""
+    kernel.run(_RAISING)
+    run = kernel.run("import nbdist; nbdist.session().cluster.run_dir.name").plain[0].strip("'")
+    kernel.run("%%distributed\nstuck = 'old'")
+    handle = kernel.start("%dist_push stuck")
+    _until((shared_folder / "reached").exists)
+    on_the_way = [file.stat().st_size for folder in _folders(run) for file in folder.iterdir()]
+    kernel.interrupt()
+    cell = kernel.finish(handle)
+    kept = kernel.run("%%distributed\nstuck")
+
+    assert cell.error is not None
+    assert cell.error.ename == "KeyboardInterrupt"
+    assert cell.error.evalue.endswith("had not answered; nothing was pushed")
+    assert on_the_way[0] > 2_000_000
+    assert _folders(run) == []
+    assert kept.text == "[0-1] 'old'\n"
+
+
+def test_from_python_the_value_itself_comes_back(kernel: Kernel) -> None:
+    """push takes a dict, pull gives the value or the list."""
+    kernel.run("import nbdist; session = nbdist.session()")
+    kernel.run(
+        "session.push({'from_python': [1]}, ranks='0'); session.push({'from_python': 2}, [1])"
+    )
+    pulled = kernel.run("session.pull('from_python'), session.pull('from_python', ranks='1')")
+
+    assert pulled.plain == ["([[1], 2], 2)"]
+    assert kernel.run("'from_python' in dir()").plain == ["False"]
+
+
+@pytest.mark.slow
+def test_a_killed_kernel_leaves_nothing_in_shared_memory(
+    bare_kernel: Kernel, tmp_path: Path
+) -> None:
+    """The guardian removes what was on its way."""
+    start_ranks(bare_kernel)
+    bare_kernel.run(_RAISING)
+    told = bare_kernel.run("import nbdist; nbdist.session().cluster.run_dir.name").plain[0]
+    run = told.strip("'")
+    bare_kernel.start("%dist_push stuck")
+    _until((tmp_path / "reached").exists)
+    before = _folders(run)
+    bare_kernel.shutdown(now=True)
+    _until(lambda: not _folders(run))
+
+    assert len(before) == 1
+
+
+def _until(is_true: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait for what another process does to files."""
+    end_s = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
