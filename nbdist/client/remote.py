@@ -23,6 +23,7 @@ GROUPS = "nbdist.engine.groups"
 MESHES = "nbdist.engine.meshes"
 MODELS = "nbdist.engine.models"
 NAMESPACE = "nbdist.engine.namespace"
+SCRIPT = "nbdist.engine.script"
 STRATEGY = "nbdist.engine.parallel.live"
 SWITCH = "nbdist.engine.parallel.switch"
 SYNC = "nbdist.engine.sync"
@@ -139,6 +140,13 @@ def catching_up(call: Caller, engine: int, is_on: bool) -> Future[None]:
     return call(engine, f"{MODELS}:catching_up", is_on)
 
 
+def take_script(
+    call: Caller, engine: int, path: str, text: str, arguments: Sequence[str]
+) -> Future[None]:
+    """Keep a program for the cell RUN_SCRIPT."""
+    return call(engine, f"{SCRIPT}:take", path, text, tuple(arguments))
+
+
 def sync_model(call: Caller, engine: int, source: int) -> Future[list[str]]:
     """Make the DDP models equal to those of a rank. On every rank at once."""
     return call(engine, f"{SYNC}:sync_model", source)
@@ -220,7 +228,11 @@ REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     current_strategy: f"{STRATEGY}:current",
     set_strategy: f"{STRATEGY}:set_choice",
     switch_strategy: f"{SWITCH}:switch",
+    take_script: f"{SCRIPT}:take",
 }
+
+# The source of a cell that runs the program that `take_script` has brought.
+RUN_SCRIPT = f"__import__({SCRIPT!r}, fromlist=['run']).run(globals())"
 
 # Each function that the engine's control thread answers at any time (`Channel.ask`), with its
 # name in the table of nbdist/engine/responder.py.

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from nbdist.client import answers, driving, remote, states
-from nbdist.client.cluster import Cluster, Exit
+from nbdist.client import answers, driving, outside, remote, states
+from nbdist.client.cluster import Cluster
+from nbdist.client.exits import WITHOUT_CONTROLLER, Exit
 from nbdist.client.health import Health
 from nbdist.client.repair import Restarted
 from nbdist.client.request import CellRequest, Sink
@@ -234,8 +235,8 @@ class Session:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the ranks were ended by `stop`."""
-        return self._is_stopped
+        """Whether the ranks were ended, by `stop` or from outside."""
+        return self._is_stopped or bool(outside.told(self._cluster.run_dir))
 
     def watchdog(self, began_s: float, *, is_quiet: bool) -> Watchdog:
         """What watches a cell of these ranks."""
@@ -343,12 +344,10 @@ class Session:
             one.cut_off(why, what_now)
 
     def _note_exit(self, end: Exit) -> None:
-        if end.engine is None:
-            self._cut_off(
-                f"The cluster's controller ended ({end.how})",
-                "The ranks go on and keep their variables, but what they print and reply now is "
-                "lost. The next cell starts another controller.",
-            )
+        if told := outside.told(self._cluster.run_dir):
+            self._cut_off(told, outside.WHAT_NOW)
+        elif end.engine is None:
+            self._cut_off(f"The cluster's controller ended ({end.how})", WITHOUT_CONTROLLER)
             return
         for place in self.topology.ranks:  # an engine beyond the ranks concerns nobody
             if place.engine_id == end.engine:
@@ -366,8 +365,9 @@ class Session:
         one.done(rank, reply)
 
     def _check_alive(self, ranks: Sequence[int]) -> None:
-        if self._is_stopped:
-            raise NotRunning("These ranks were stopped. %dist_init starts new ones.")
+        if self.is_stopped:
+            told = outside.told(self._cluster.run_dir) or "These ranks were stopped"
+            raise NotRunning(f"{told}. {outside.WHAT_NOW}")
         gone = {r: self.health.end_of(r) for r in ranks if not self.is_connected(r)}
         if gone:
             alive = [rank for rank in self.ranks if self.is_connected(rank)]

@@ -89,8 +89,8 @@ def test_a_wrong_option_is_an_ordinary_error(kernel: Kernel, code: str) -> None:
 
 @pytest.mark.parametrize(
     "verb",
-    ["%dist_init", "%dist_reset", "%dist_shutdown", "%dist_status", "%dist_mode", "%sync",
-     "%%distributed", "%%rank"],
+    ["%dist_init", "%dist_reset", "%dist_shutdown", "%dist_status", "%dist_doctor",
+     "%dist_mode", "%sync", "%%distributed", "%%rank"],
 )  # fmt: skip
 def test_help_shows_the_options_and_does_nothing(kernel: Kernel, verb: str) -> None:
     """--help shows usage and an example, and runs nothing."""
