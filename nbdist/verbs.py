@@ -116,10 +116,12 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # Typed lines must not raise UsageError: nbval and Run All pass over it.
+        # parse_intermixed_args keeps the usage as a template, in which % would mean something.
+        usage = self.format_usage() if self.usage is None else f"usage: {self.usage}"
         number = re.fullmatch(r"unrecognized arguments: (\d+)", message)
-        if number is not None and "-n" in self.format_usage():
+        if number is not None and "-n" in usage:
             message += f" (did you mean -n {number.group(1)}?)"
-        raise OptionError(f"{self.prog}: {message}.\n{self.format_usage().strip()}")
+        raise OptionError(f"{self.prog}: {message}.\n{usage.strip()}")
 
 
 def parse(verb: Verb, line: str) -> Parsed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import tokenize
+import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from nbdist.client import leftovers, remote, runs
 from nbdist.commands.running import START_OPTIONS, start_options
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.runs import RUNNING, STOPPED, Run
-from nbdist.errors import NotRunning, OptionError
+from nbdist.errors import NbdistError, NotRunning, OptionError
 from nbdist.notebook import NOTEBOOK, CellOptions
 from nbdist.verbs import TERMINAL, Option, Verb
 from nbdist.view import doctor as runs_view
@@ -113,13 +114,16 @@ def _program(named: Sequence[str]) -> tuple[Path, str]:
         )
     try:
         with tokenize.open(path) as file:  # by the encoding that the file names
-            return path, file.read()
+            text = file.read()
+        compile(text, str(path), "exec", dont_inherit=True)
     except OSError as error:
         raise OptionError(
             f"nbdist run: {named[0]} cannot be read ({error.strerror}). Name a Python file."
         ) from error
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise OptionError(f"nbdist run: {named[0]} is no text of Python: {error}.") from error
+    except (SyntaxError, ValueError) as error:  # ValueError: it is no text, or has null bytes
+        told = "".join(traceback.format_exception_only(error)).rstrip()
+        raise NbdistError(f"{named[0]} is no program, so no rank was started.\n{told}") from error
+    return path, text
 
 
 VERBS = (

@@ -16,7 +16,7 @@ from nbdist.core.topology import Gpu
 GIB = 2**30
 GPU = GpuFacts(Gpu(0, "GPU-aa", "H200"), "570.1", 140 * 10**9, 10**9, "Default")
 OTHER = replace(GPU, gpu=Gpu(1, "GPU-bb", "H200"))
-OWNER = Owner(41, "7", Machine("box", "b", "p"), 0.0, "/home/me/a.ipynb")
+OWNER = Owner(41, "7", Machine("box", "b", "p"), 0.0, "/notebooks/a.ipynb")
 WELL = Facts(
     python="3.11.7",
     packages={name: f"{oldest}.0" for name, oldest in OLDEST.items()},
@@ -235,7 +235,7 @@ _WELL: list[tuple[Check, Mapping[str, Any], str, str]] = [
         doctor.leftovers,
         {"runs": (Run("/t/run-a", runs.RUNNING, OWNER),)},
         "run run-a",
-        "running, 0 processes, kernel 41 (/home/me/a.ipynb)",
+        "running, 0 processes, kernel 41 (/notebooks/a.ipynb)",
     ),
     (doctor.leftovers, {"runs": (Run("/t/run-a", runs.STOPPED, OWNER),)}, "run run-a", "stopped"),
     (doctor.leftovers, {"runs": (Run("/t/run-a", runs.ELSEWHERE, OWNER),)}, "run run-a", "else"),

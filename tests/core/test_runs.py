@@ -8,7 +8,7 @@ from nbdist.core import runs
 from nbdist.core.runs import Machine, Owner, Run, state
 
 HERE = Machine("box", "boot-1", "pid:[1]")
-OWNER = Owner(100, "777", HERE, 0.0, "/home/me")
+OWNER = Owner(100, "777", HERE, 0.0, "/notebooks")
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,24 @@ def test_wrong_use(words: list[str], told: str, capsys: pytest.CaptureFixture[st
     assert "Traceback" not in said.err
 
 
+@pytest.mark.parametrize("text", [b"x = (1,\n", b"\xff\xfe\n", b"x = 1\0\n"])
+def test_what_is_no_program_starts_no_rank(
+    text: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error of syntax is told with its line before anything starts."""
+    from nbdist import cli
+
+    path = folder / "wrong.py"
+    path.write_bytes(text)
+    code = cli.main(["run", str(path), "-n", "2"])
+    said = capsys.readouterr().err
+
+    assert code == 1
+    assert said.startswith(f"{path} is no program, so no rank was started.\n")
+    assert "Error: " in said
+    assert "Traceback" not in said
+
+
 def test_run_shows_the_ranks_output_and_ends_them(folder: Path) -> None:
     """A program sees its arguments, its path and its neighbours; equal lines come once."""
     done = nbdist("run", "-n", "2", "train.py", "--", "--lr", "0.1", folder=folder)

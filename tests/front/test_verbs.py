@@ -26,6 +26,8 @@ _OPTION_MISTAKES = {
     "%dist_mode -e -d": "choose one of all, local",
     "%dist_mode all -d": "choose one of all, local",
     "%sync --timeout 0": "0 is not above 0",
+    "%dist_restart 1 --timeout x": "'x' is no number",
+    "%dist_restart --timeout 5 7": "rank 7 does not exist: 2 ranks run, 0-1",
     "%%distributed --nope\n1": "unrecognized arguments: --nope",
     "%%distributed --ranks 7\n1": "rank 7 does not exist: 2 ranks run, 0-1",
     "%%distributed --ranks 1-0\n1": "Write 0-1",

@@ -60,11 +60,11 @@ def test_running() -> None:
     """A cluster has its name, kernel, ranks, hosts, time, state and notebook."""
     since = "2026-11-21 21:00:05"
     since_s = time.mktime(time.strptime(since, "%Y-%m-%d %H:%M:%S"))
-    owner = Owner(41, "7", Machine("box", "b", "p"), since_s, "/home/me")
+    owner = Owner(41, "7", Machine("box", "b", "p"), since_s, "/notebooks")
     view = running([Run("/t/run-a", runs.RUNNING, owner, ("box", "box"))])
 
     assert view.text == (
         "run    kernel  ranks  hosts  since                state    notebook\n"
-        f"run-a      41      2  box    {since}  running  /home/me"
+        f"run-a      41      2  box    {since}  running  /notebooks"
     )
     assert running([]).text == "no clusters of yours run on this machine"
