@@ -43,4 +43,4 @@ def told(run_dir: Path) -> str:
     except (OSError, ValueError):
         return ""
     clock = shown(time.strftime("%H:%M:%S", time.localtime(note["at_s"])))
-    return f"The ranks of this notebook are gone: `nbdist stop` in a terminal ended them at {clock}"
+    return f"The ranks are gone: `nbdist stop` in a terminal ended them at {clock}"

@@ -70,6 +70,8 @@ def create() -> Path:
                 _write(path, OWNER, json.dumps(asdict(_this_owner())))
             except StartError:
                 shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):  # other runs are in it
+                    path.parent.rmdir()
                 raise
             # From the first moment on, whoever sees a run can see whose it is.
             return path.rename(path.with_name(path.name.replace("new-", "run-", 1)))

@@ -1,6 +1,7 @@
 """What a dead run has left is found and removed; a living one is never touched."""
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -13,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client import facts, guardian, leftovers, runs
+from nbdist.client import facts, guardian, leftovers, rundir, runs
 from nbdist.client.start import StartOptions
 from nbdist.core import runs as states
 from nbdist.core.runs import Process, Run
-from nbdist.errors import NotRunning
+from nbdist.errors import NotRunning, StartError
 from tests.client.conftest import session_of, temporary_folder, until
 from tests.support import processes
 
@@ -237,6 +238,22 @@ def test_a_run_tells_its_hosts_and_owner(base: Path) -> None:
         assert found.hosts == (session.topology.ranks[0].host,)
         assert os.getpid() not in {one.pid for one in runs.processes_of(found)}
         assert set(session.cluster.pids().values()) <= {one.pid for one in found.processes}
+
+
+def test_a_run_without_its_owner_is_never_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the owner cannot be written down, on a full disk, no folder is left of the start."""
+    write_text = Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        if path.name == rundir.OWNER:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_text(path, text)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StartError, match="No space left on device"):
+        rundir.create()
+
+    assert not base.exists()
 
 
 def test_nvidia_smis_answers_are_read() -> None:

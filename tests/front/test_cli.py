@@ -269,6 +269,29 @@ def test_an_interrupt_ends_the_program_and_the_ranks(folder: Path) -> None:
     assert processes.open_run_dirs(folder / "tmp", "nbdist-*/*") == []
 
 
+def test_a_program_whose_ranks_are_stopped_says_so(folder: Path) -> None:
+    """nbdist stop ends a program as well: exit code 1, and who did it."""
+    (folder / "long.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(300)\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "nbdist", "run", "long.py", "-n", "1"],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        done = nbdist("stop", folder=folder)
+        _, said = process.communicate(timeout=60)
+
+    assert line == "[0] begun\n"
+    assert done.returncode == 0, done.stderr
+    assert process.returncode == 1
+    assert "The ranks are gone: `nbdist stop` in a terminal ended them at " in said
+    assert "Traceback" not in said
+
+
 def test_doctor(folder: Path) -> None:
     """A table with a row for each check; the exit code says whether anything is bad."""
     done = nbdist("doctor", folder=folder)
@@ -281,6 +304,7 @@ def test_doctor(folder: Path) -> None:
 
 
 _VERDICTS = {"ok", "warn", "bad"}
+_GONE = "The ranks are gone: `nbdist stop` in a terminal ended them at "
 
 
 def test_doctor_fails_where_something_is_bad(
@@ -372,26 +396,33 @@ def test_stop_ends_a_cluster_and_its_notebook_says_so(cluster: Kernel, folder: P
     after = [cluster.run(code) for code in ("1", "%dist_status", "%sync")]
     local = cluster.run("'rank' in dir()")
     listed = nbdist("status", folder=folder)
-    again = cluster.run("%dist_init -n 1", TIMEOUT_S)
-    ended = cluster.run("%dist_shutdown")
-    none = nbdist("stop", folder=folder)
 
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"run-\w+: ranks 0-1 stopped\n", done.stdout)
     assert processes.wait_gone(pids) == []
     assert cell.error is not None
     assert cell.error.ename == "RankGone"
-    gone = "The ranks of this notebook are gone: `nbdist stop` in a terminal ended them at "
-    assert cell.error.evalue.startswith(gone)
+    assert cell.error.evalue.startswith(_GONE)
     for one in after:
         assert one.error is not None
         assert one.error.ename == "NotRunning"
-        assert one.error.evalue.startswith(gone)
+        assert one.error.evalue.startswith(_GONE)
         assert "%dist_init -n 2" in one.error.evalue
     assert local.plain == ["False"]
     assert listed.stdout == "no clusters of yours run on this machine\n"
+
+
+def test_new_ranks_can_be_started_and_all_be_stopped(cluster: Kernel, folder: Path) -> None:
+    """A notebook goes on after its ranks were stopped; with none left there is nothing to stop."""
+    again = cluster.run("%dist_reset -n 1", TIMEOUT_S)
+    done = nbdist("stop", "--all", folder=folder)
+    ended = cluster.run("%dist_shutdown")
+    none = nbdist("stop", folder=folder)
+
     assert again.status == "ok", again.visible
-    assert ended.plain == ["rank 0 stopped"]
+    assert re.fullmatch(r"run-\w+: rank 0 stopped\n", done.stdout)
+    assert ended.error is not None
+    assert ended.error.evalue.startswith(_GONE)
     assert (none.returncode, none.stdout) == (1, "")
     assert none.stderr == "No cluster of yours runs on this machine.\n"
 
