@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
     from nbdist.client.session import Session
     from nbdist.engine.accelerator import Accelerator as Accelerator
+    from nbdist.view.mime import View
 
 # Without Accelerator: `from nbdist import *` would load torch in the notebook.
-__all__ = ["__version__", "load_ipython_extension", "session", "shown", "start"]
+__all__ = ["__version__", "doctor", "load_ipython_extension", "session", "shown", "start"]
 __version__ = "0.1.0"
 
 
@@ -73,6 +74,17 @@ def session() -> Session:
     from nbdist.notebook import NOTEBOOK
 
     return NOTEBOOK.session
+
+
+def doctor(*, clean: bool = False) -> View:
+    """Say whether ranks can work on this machine, and what to do; the same as %dist_doctor.
+
+    Args:
+        clean: First end and remove what dead runs of this user have left.
+    """
+    from nbdist.commands.doctor import examined
+
+    return examined(is_cleaning=clean)
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

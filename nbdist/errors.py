@@ -13,6 +13,7 @@
             Deadlock         ranks waited for calls that could not come, and were aborted
         NoKeyboard           on a rank: a cell asked for typed input
         RankStays            on a rank: a cell asked its rank to end
+        ScriptEnded          on a rank: a program ended itself with another exit code than 0
     KeyboardInterrupt
         Interrupted          the user interrupted a distributed cell, or a start
 
@@ -106,6 +107,10 @@ class NoKeyboard(NbdistError):
 
 class RankStays(NbdistError):
     """The cell asks its rank to end, which only the notebook decides."""
+
+
+class ScriptEnded(NbdistError):
+    """A program of `nbdist run` ended itself with another exit code than 0."""
 
 
 class Interrupted(KeyboardInterrupt):

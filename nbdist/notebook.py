@@ -10,7 +10,7 @@ from pathlib import Path
 
 from IPython import get_ipython
 
-from nbdist.client import driving
+from nbdist.client import driving, outside
 from nbdist.client.request import CellRequest
 from nbdist.client.run import CellRun
 from nbdist.client.session import Session
@@ -42,6 +42,7 @@ class Notebook:
         self._session: Session | None = None
         self._options = StartOptions()
         self._mode = LOCAL
+        self._why_none = ""  # why there are no ranks, where somebody else has ended them
         self.cell_number: int | None = None
         self._file_numbers = count(1)
 
@@ -52,16 +53,19 @@ class Notebook:
         Raises:
             NotRunning: If there are none.
         """
-        if self._session is None:
-            raise NotRunning(
-                "No ranks are running in this notebook. Start some with %dist_init, for example: "
-                "%dist_init -n 2"
-            )
+        if not self.is_running:
+            why = self._why_none or "No ranks are running in this notebook"
+            raise NotRunning(f"{why}. Start some with %dist_init, for example: %dist_init -n 2")
+        assert self._session is not None
         return self._session
 
     @property
     def is_running(self) -> bool:
-        """Whether there are ranks."""
+        """Whether there are ranks; those that were ended from outside are let go of."""
+        told = "" if self._session is None else outside.told(self._session.cluster.run_dir)
+        if told:
+            self._why_none = told
+            self._end()
         return self._session is not None
 
     @property
@@ -95,9 +99,9 @@ class Notebook:
             OptionError, StartError: See client.start.
             Interrupted: If the user interrupted the start; nothing is left of it.
         """
-        if self._session is not None:
+        if self.is_running:
             raise AlreadyRunning(
-                f"{ranks_are(self._session.ranks)} already running in this notebook. "
+                f"{ranks_are(self.session.ranks)} already running in this notebook. "
                 "%dist_reset starts afresh; %dist_shutdown stops."
             )
         try:
@@ -106,7 +110,7 @@ class Notebook:
             raise Interrupted("the start was interrupted; nothing of it is left") from error
         started.session.cell_number = lambda: self.cell_number
         started.session.has_name = _notebook_has
-        self._session, self._options = started.session, options
+        self._session, self._options, self._why_none = started.session, options, ""
         atexit.register(self._stop_at_exit, started.session)
         return started
 
@@ -122,10 +126,14 @@ class Notebook:
             NotRunning: If there are none.
         """
         session = self.session
-        self._session, self._mode = None, LOCAL
+        self._end()
+        return session
+
+    def _end(self) -> None:
+        session, self._session, self._mode = self._session, None, LOCAL
+        assert session is not None
         session.stop()
         atexit.unregister(self._stop_at_exit)
-        return session
 
     def request(self, code: str, options: CellOptions) -> Callable[[], CellRun]:
         """A cell that is ready to be sent; `driving.wait` sends it and sees it through."""

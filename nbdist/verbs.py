@@ -6,7 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from nbdist.core.strategy_options import (
@@ -21,6 +21,10 @@ from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import OptionError
 from nbdist.view.mime import View
 
+# Where a verb works: as a magic, as a word after `nbdist` in a terminal, or as both.
+NOTEBOOK = "notebook"
+ANYWHERE = "anywhere"
+TERMINAL = "terminal"
 # A longer time (ten years) is a mistake, and more than waits of Python and torch can take.
 LARGEST = 300_000_000
 
@@ -59,6 +63,8 @@ class Verb:
         options: In the order of the help.
         is_cell: A cell magic (%%).
         replaced: Options of the nbdistributed package -> what stands for them here.
+        place: NOTEBOOK, ANYWHERE or TERMINAL.
+        takes_rest: What stands after `--` belongs to it, as `values.rest`.
     """
 
     name: str
@@ -68,11 +74,26 @@ class Verb:
     options: tuple[Option, ...] = ()
     is_cell: bool = False
     replaced: Mapping[str, str] = field(default_factory=dict)
+    place: str = NOTEBOOK
+    takes_rest: bool = False
 
     @property
     def typed(self) -> str:
-        """The name with its percent signs."""
+        """As typed: the name with its percent signs, or after `nbdist` in a terminal."""
+        if self.place == TERMINAL:
+            return f"nbdist {self.name}"
         return f"%%{self.name}" if self.is_cell else f"%{self.name}"
+
+    @property
+    def word(self) -> str:
+        """What names it in a terminal."""
+        return self.name.removeprefix("dist_")
+
+    def in_terminal(self) -> Verb:
+        """The same verb with its help and messages as they are typed in a terminal."""
+        typed = f"nbdist {self.word}"
+        example = self.example.replace(self.typed, typed)
+        return replace(self, name=self.word, example=example, place=TERMINAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +116,12 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # Typed lines must not raise UsageError: nbval and Run All pass over it.
+        # parse_intermixed_args keeps the usage as a template, in which % would mean something.
+        usage = self.format_usage() if self.usage is None else f"usage: {self.usage}"
         number = re.fullmatch(r"unrecognized arguments: (\d+)", message)
-        if number is not None and "-n" in self.format_usage():
+        if number is not None and "-n" in usage:
             message += f" (did you mean -n {number.group(1)}?)"
-        raise OptionError(f"{self.prog}: {message}.\n{self.format_usage().strip()}")
+        raise OptionError(f"{self.prog}: {message}.\n{usage.strip()}")
 
 
 def parse(verb: Verb, line: str) -> Parsed:
@@ -111,10 +134,23 @@ def parse(verb: Verb, line: str) -> Parsed:
         words = shlex.split(line)
     except ValueError as error:
         raise OptionError(f"{verb.typed}: {error} in {line!r}. Close the quotation.") from error
+    words, rest = _parted(words) if verb.takes_rest else (words, [])
     if "--help" in words or "-h" in words:
         return Parsed(argparse.Namespace(), (), wants_help=True)
     kept, answers = _without_replaced(verb, words)
-    return Parsed(_parser(verb).parse_args(kept), tuple(answers))
+    # Intermixed: an argument may stand behind options as well as before them.
+    values = _parser(verb).parse_intermixed_args(kept)
+    if verb.takes_rest:
+        values.rest = rest
+    return Parsed(values, tuple(answers))
+
+
+def _parted(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before the first `--`, and those after it."""
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
 
 
 def help_view(verb: Verb) -> View:

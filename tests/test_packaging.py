@@ -17,6 +17,8 @@ from nbval.plugin import get_sanitize_patterns
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from nbdist.core import doctor
+
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
@@ -115,6 +117,17 @@ def test_every_import_is_a_declared_dependency() -> None:
         for module in sorted(foreign)
         if not declared & {canonicalize_name(name) for name in owners.get(module, [])}
     ]
+
+
+def test_the_doctor_asks_for_the_same_versions() -> None:
+    """What %dist_doctor takes for too old is what pyproject takes for too old."""
+    assert {name: f">={oldest}" for name, oldest in doctor.OLDEST.items()} == bounds()
+    assert f">={doctor.OLDEST_PYTHON}" == PROJECT["requires-python"]
+
+
+def test_the_command_line_is_installed() -> None:
+    """`nbdist` is a script of the package."""
+    assert PROJECT["scripts"] == {"nbdist": "nbdist.cli:main"}
 
 
 def test_wheel_has_the_shipped_files(wheel: Path) -> None:

@@ -5,6 +5,12 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+# What becomes of ranks whose controller has ended.
+WITHOUT_CONTROLLER = (
+    "The ranks go on and keep their variables, but what they print and reply now is lost. The "
+    "next cell starts another controller."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Exit:

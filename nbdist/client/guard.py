@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+from nbdist.client import rundir
 from nbdist.client.guardian import started
 
 PROGRAM = Path(__file__).with_name("guardian.py")
@@ -36,6 +37,7 @@ class Guard:
         """End this process's session too when the kernel goes."""
         with self._lock:
             self._pids.append((pid, started(pid) or ""))
+            rundir.note_pid(self._run_dir, *self._pids[-1])
             self._tell(*self._pids[-1])
 
     def close(self) -> bool:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from nbdist.client import outside
 from nbdist.client.run import CellRun
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
@@ -76,7 +77,8 @@ class Readiness:
         """
         session = self._session
         if session.is_stopped:
-            raise NotRunning("These ranks were stopped. %dist_init starts new ones.")
+            told = outside.told(session.cluster.run_dir) or "These ranks were stopped"
+            raise NotRunning(f"{told}. {outside.WHAT_NOW}")
         gone = {r: session.health.end_of(r) for r in ranks if not session.is_connected(r)}
         if gone:
             alive = [rank for rank in session.ranks if session.is_connected(rank)]

@@ -26,6 +26,7 @@ GROUPS = "nbdist.engine.groups"
 MESHES = "nbdist.engine.meshes"
 MODELS = "nbdist.engine.models"
 NAMESPACE = "nbdist.engine.namespace"
+SCRIPT = "nbdist.engine.script"
 STRATEGY = "nbdist.engine.parallel.live"
 SWITCH = "nbdist.engine.parallel.switch"
 SYNC = "nbdist.engine.sync"
@@ -141,6 +142,13 @@ def checksums(call: Caller, engine: int) -> Future[dict[str, str]]:
 def catching_up(call: Caller, engine: int, is_on: bool) -> Future[None]:
     """Let a rank that replaces another build its models alone."""
     return call(engine, f"{MODELS}:catching_up", is_on)
+
+
+def take_script(
+    call: Caller, engine: int, path: str, text: str, arguments: Sequence[str]
+) -> Future[None]:
+    """Keep a program for the cell RUN_SCRIPT."""
+    return call(engine, f"{SCRIPT}:take", path, text, tuple(arguments))
 
 
 def sync_model(call: Caller, engine: int, source: int) -> Future[list[str]]:
@@ -285,7 +293,11 @@ REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     receive: f"{VARIABLES}:receive",
     bind: f"{VARIABLES}:bind",
     drop: f"{VARIABLES}:drop",
+    take_script: f"{SCRIPT}:take",
 }
+
+# The source of a cell that runs the program that `take_script` has brought.
+RUN_SCRIPT = f"__import__({SCRIPT!r}, fromlist=['run']).run(globals())"
 
 # Each function that the engine's control thread answers at any time (`Channel.ask`), with its
 # name in the table of nbdist/engine/responder.py.

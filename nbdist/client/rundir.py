@@ -9,18 +9,31 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import stat
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nbdist.client import guardian
 from nbdist.core import wire
+from nbdist.core.runs import Machine, Owner
 from nbdist.errors import StartError
 
 CREATE_TRIES = 10
 RESERVE = "reserve"
 RESERVE_BYTES = 1 << 18
+OWNER = "owner.json"
+RANKS = "ranks.json"
+PIDS = "pids"
+
+
+def place() -> Path:
+    """Where the folder of this user's runs is, whether it is there or not."""
+    return Path(tempfile.gettempdir()) / f"nbdist-{os.getuid()}"
 
 
 def base() -> Path:
@@ -29,7 +42,7 @@ def base() -> Path:
     Raises:
         StartError: If it belongs to somebody else or others may enter it.
     """
-    path = Path(tempfile.gettempdir()) / f"nbdist-{os.getuid()}"
+    path = place()
     with contextlib.suppress(FileExistsError):  # also where it is no folder: told below
         path.mkdir(mode=0o700)
     status = path.lstat()
@@ -52,7 +65,16 @@ def create() -> Path:
     for _ in range(CREATE_TRIES):
         with contextlib.suppress(FileNotFoundError):
             # Otherwise the last other run has just ended and taken the folder with it.
-            return Path(tempfile.mkdtemp(prefix="run-", dir=base()))
+            path = Path(tempfile.mkdtemp(prefix="new-", dir=base()))
+            try:
+                _write(path, OWNER, json.dumps(asdict(_this_owner())))
+            except StartError:
+                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):  # other runs are in it
+                    path.parent.rmdir()
+                raise
+            # From the first moment on, whoever sees a run can see whose it is.
+            return path.rename(path.with_name(path.name.replace("new-", "run-", 1)))
     raise StartError(
         f"No folder for the run can be made in {tempfile.gettempdir()}. Make that folder, or point "
         "TMPDIR elsewhere and restart the kernel."
@@ -83,9 +105,74 @@ def write_notebook(run_dir: Path, sys_path: Sequence[object], start: dict[str, A
     """
     # Python passes over what is no text in sys.path, a Path for example.
     paths = [entry for entry in sys_path if isinstance(entry, str)]
-    notebook = {"sys_path": paths, "start": start}
+    _write(run_dir, "notebook.json", json.dumps({"sys_path": paths, "start": start}))
+
+
+def write_ranks(run_dir: Path, hosts: Sequence[str]) -> None:
+    """Leave for `nbdist status` which host each rank is on; no disk, no line there."""
+    with contextlib.suppress(StartError):
+        _write(run_dir, RANKS, json.dumps({"hosts": list(hosts)}))
+
+
+def note_pid(run_dir: Path, pid: int, start: str) -> None:
+    """Note a process that the kernel has started, for whoever ends the run from outside.
+
+    On a full disk it is not noted: then only its mark (NBDIST_RUN) tells whose it is.
+    """
+    with contextlib.suppress(OSError), (run_dir / PIDS).open("a") as file:
+        file.write(f"{pid} {start}\n")
+
+
+def pids(run_dir: Path) -> dict[int, str]:
+    """The processes that the run's kernel has started, with their start times."""
     try:
-        (run_dir / "notebook.json").write_text(json.dumps(notebook))
+        lines = (run_dir / PIDS).read_text().splitlines()
+    except OSError:
+        return {}
+    parts = [line.split() for line in lines]  # the last may be cut: the kernel was killed
+    return {int(part[0]): part[1] for part in parts if len(part) == 2 and part[0].isdigit()}
+
+
+def owner(run_dir: Path) -> Owner | None:
+    """Whose run it is; None where that cannot be read."""
+    try:
+        written = json.loads((run_dir / OWNER).read_text())
+        return Owner(**{**written, "machine": Machine(**written["machine"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def hosts(run_dir: Path) -> tuple[str, ...]:
+    """The host of each rank; empty before they are up."""
+    try:
+        return tuple(json.loads((run_dir / RANKS).read_text())["hosts"])
+    except (OSError, ValueError, KeyError):
+        return ()
+
+
+def this_machine() -> Machine:
+    """What tells this machine, this boot of it and this container from others."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    spaces = Path("/proc/self/ns/pid")
+    return Machine(
+        socket.gethostname(),
+        boot.read_text().strip() if boot.exists() else "",
+        os.readlink(spaces) if spaces.is_symlink() else "",  # noqa: PTH115  # no path
+    )
+
+
+def _this_owner() -> Owner:
+    notebook = os.environ.get("JPY_SESSION_NAME", "")  # set by Jupyter's server
+    if not notebook:
+        with contextlib.suppress(FileNotFoundError):
+            notebook = os.getcwd()  # noqa: PTH109  # a string
+    start = guardian.started(os.getpid()) or ""
+    return Owner(os.getpid(), start, this_machine(), time.time(), notebook)
+
+
+def _write(run_dir: Path, name: str, text: str) -> None:
+    try:
+        (run_dir / name).write_text(text)
     except OSError as error:
         raise StartError(
             f"The run's folder {run_dir} cannot be written ({error.strerror}). Free some space "

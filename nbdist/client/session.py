@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from nbdist.client import answers, driving, remote, states
-from nbdist.client.cluster import Cluster, Exit
+from nbdist.client import answers, driving, outside, remote, states
+from nbdist.client.cluster import Cluster
+from nbdist.client.exits import WITHOUT_CONTROLLER, Exit
 from nbdist.client.health import Health
 from nbdist.client.readiness import EXIT_KNOWN_S, Readiness
 from nbdist.client.repair import Restarted
@@ -230,8 +231,8 @@ class Session:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the ranks were ended by `stop`."""
-        return self._is_stopped
+        """Whether the ranks were ended, by `stop` or from outside."""
+        return self._is_stopped or bool(outside.told(self._cluster.run_dir))
 
     def watchdog(self, began_s: float, *, is_quiet: bool) -> Watchdog:
         """What watches a cell of these ranks."""
@@ -331,12 +332,10 @@ class Session:
             one.cut_off(why, what_now)
 
     def _note_exit(self, end: Exit) -> None:
-        if end.engine is None:
-            self._cut_off(
-                f"The cluster's controller ended ({end.how})",
-                "The ranks go on and keep their variables, but what they print and reply now is "
-                "lost. The next cell starts another controller.",
-            )
+        if told := outside.told(self._cluster.run_dir):
+            self._cut_off(told, outside.WHAT_NOW)
+        elif end.engine is None:
+            self._cut_off(f"The cluster's controller ended ({end.how})", WITHOUT_CONTROLLER)
             return
         for place in self.topology.ranks:  # an engine beyond the ranks concerns nobody
             if place.engine_id == end.engine:

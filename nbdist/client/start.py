@@ -103,10 +103,14 @@ def start(
         plan = (_local_plan if is_local else _reported_plan)(
             cluster, world_size, options, end_s, progress
         )
-        notes += [*_box_problems(cluster, plan, end_s), network.warning(plan)]
-        notes += _begin_strategy(cluster, plan, options, end_s)
+        notes += [
+            *_box_problems(cluster, plan, end_s),
+            network.warning(plan),
+            *_begin_strategy(cluster, plan, options, end_s),
+        ]
         session = Session(cluster, plan, sink, grace_s=options.grace_s, seed=options.seed)
         session.strategy.began_with(options.strategy)
+        rundir.write_ranks(cluster.run_dir, [place.host for place in plan.ranks])
     except BaseException:
         cluster.stop(grace_s=0)
         raise

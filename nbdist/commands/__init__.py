@@ -1,19 +1,34 @@
-"""Every verb once: its options, what it runs and what it shows. The magics read this table."""
+"""Every verb once: its options, what it runs and what it shows.
+
+The magics read this table, and so does the command line.
+"""
 
 from __future__ import annotations
 
-from nbdist.commands import cells, running, training, variables
+from nbdist.commands import cells, doctor, running, terminal, training, variables
 from nbdist.commands.cells import cell_options
 from nbdist.commands.running import start_and_show
-from nbdist.verbs import Verb
+from nbdist.verbs import NOTEBOOK, TERMINAL, Verb
 from nbdist.view.cells import publish
 from nbdist.view.mime import View
 
-__all__ = ["REPLACED_MAGICS", "VERBS", "cell_options", "show", "start_and_show"]
+__all__ = ["REPLACED_MAGICS", "VERBS", "WORDS", "cell_options", "show", "start_and_show"]
 
 # In the order of the help; each file of this folder holds those of one subject.
-VERBS: dict[str, Verb] = {
-    verb.name: verb for verb in (*running.VERBS, *training.VERBS, *variables.VERBS, *cells.VERBS)
+_ALL = (
+    *running.VERBS,
+    *training.VERBS,
+    *variables.VERBS,
+    *cells.VERBS,
+    *doctor.VERBS,
+    *terminal.VERBS,
+)
+# The magics, by their names.
+VERBS: dict[str, Verb] = {verb.name: verb for verb in _ALL if verb.place != TERMINAL}
+# What can be typed after `nbdist`. `status` lists all clusters there; %dist_status is another one.
+WORDS: dict[str, Verb] = {
+    **{verb.word: verb for verb in _ALL if verb.place == NOTEBOOK},
+    **{verb.word: verb.in_terminal() for verb in _ALL if verb.place != NOTEBOOK},
 }
 
 # Magics of nbdistributed that have no counterpart of the same name.

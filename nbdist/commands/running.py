@@ -33,7 +33,8 @@ def start_and_show(options: StartOptions, title: str = "starting") -> Started:
     return started
 
 
-def _start_options(values: Namespace) -> StartOptions:
+def start_options(values: Namespace) -> StartOptions:
+    """What was typed of START_OPTIONS."""
     return StartOptions(
         world_size=values.world_size,
         profile=values.profile,
@@ -49,7 +50,7 @@ def _start_options(values: Namespace) -> StartOptions:
 
 def dist_init(values: Namespace) -> View | None:
     """Start ranks, or say which ones run already."""
-    options = _start_options(values)
+    options = start_options(values)
     if NOTEBOOK.is_running:
         shown = _already_running(options)
     else:
@@ -83,14 +84,14 @@ def _already_running(options: StartOptions) -> View:
             f"{running}, with another {typed}. %dist_reset with the options that you want starts "
             "afresh; %dist_shutdown only stops; %dist_strategy switches the strategy alone."
         )
-    view = _status()
+    view = status_view()
     note = f"{running}; %dist_reset starts afresh."
     return View(f"{note}\n{view.text}", f"<div>{note}</div>{view.html}")
 
 
 def dist_reset(values: Namespace) -> None:
     """End the ranks and start new ones, with the same options unless others are given."""
-    asked = _start_options(values)
+    asked = start_options(values)
     options = _same_options(asked) if NOTEBOOK.is_running else asked
     mode = NOTEBOOK.mode
     ranks: tuple[int, ...] = ()
@@ -122,10 +123,11 @@ def dist_shutdown(_values: Namespace) -> View:
 
 def dist_status(values: Namespace) -> View:
     """What runs where, what every rank does, and who waits for whom."""
-    return _status(wants_stacks=values.wants_stacks)
+    return status_view(wants_stacks=values.wants_stacks)
 
 
-def _status(*, wants_stacks: bool = False) -> View:
+def status_view(*, wants_stacks: bool = False) -> View:
+    """The ranks of this notebook as %dist_status shows them."""
     session = NOTEBOOK.session
     status = session.status(wants_stacks=wants_stacks)
     up_s = time.time() - session.started_s
@@ -170,7 +172,7 @@ def _grace(text: str) -> float:
     return 0.0 if text.strip("0.") == "" and "0" in text else positive_number(text)
 
 
-_START_OPTIONS = (
+START_OPTIONS = (
     Option(
         ("-n", "--num-processes"),
         "ranks (one per GPU without it, or 2 on the CPU)",
@@ -220,7 +222,7 @@ VERBS = (
         "Start ranks: one process per GPU, or several on the CPU.",
         "%dist_init -n 2",
         dist_init,
-        _START_OPTIONS,
+        START_OPTIONS,
         replaced=_MASTER_ADDRESS,
     ),
     Verb(
@@ -228,7 +230,7 @@ VERBS = (
         "End the ranks and start new ones, with the same options or the ones given.",
         "%dist_reset",
         dist_reset,
-        _START_OPTIONS,
+        START_OPTIONS,
         replaced={
             **_MASTER_ADDRESS,
             "--nuclear": "%dist_reset always ends all that it started, and nothing else",

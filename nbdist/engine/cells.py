@@ -17,7 +17,7 @@ from IPython.core import page
 
 from nbdist.core import stacks
 from nbdist.core.wire import CELL_NUMBER
-from nbdist.engine import raw_output
+from nbdist.engine import raw_output, script
 from nbdist.errors import NoKeyboard, RankStays
 
 
@@ -100,6 +100,7 @@ def hide_own_frames(tracebacks: Any) -> None:
     @functools.wraps(structured)
     def structured_traceback(kind: Any, error: Any, *args: Any, **options: Any) -> Any:
         for one in chain(error):
+            _unlink_script_cell(one.__traceback__)
             _unlink_own(one.__traceback__)
         return structured(kind, error, *args, **options)
 
@@ -113,6 +114,17 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _unlink_script_cell(first: TracebackType | None) -> None:
+    """Leave out the cell that only runs a program (`nbdist run`), and what runs it.
+
+    Args:
+        first: IPython's own frame, which IPython leaves out; the cell's is the next.
+    """
+    runner = first and first.tb_next and first.tb_next.tb_next
+    if first and runner and runner.tb_next and runner.tb_frame.f_code is script.run.__code__:
+        first.tb_next = runner.tb_next
 
 
 def _unlink_own(link: TracebackType | None) -> None:

@@ -14,10 +14,12 @@ class View:
     Attributes:
         text: For terminals, nbval and screen readers; complete by itself.
         html: The same for notebooks, without scripts; empty where text does.
+        is_bad: It tells of something that has to be mended: a command line's exit code is then 1.
     """
 
     text: str
     html: str = ""
+    is_bad: bool = False
 
     def __str__(self) -> str:
         return self.text

@@ -1,0 +1,148 @@
+"""What `%dist_doctor` judges: collected here, without torch and without touching a GPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from nbdist.client import gpus, launcher, rundir, runs
+from nbdist.core import doctor, topology
+from nbdist.core.doctor_facts import UNLIMITED, Facts, GpuFacts, Space
+from nbdist.core.host import usable_cores
+from nbdist.core.topology import Gpu
+
+MIB = 2**20
+SMI_DEADLINE_S = 15.0
+_QUERY = "index,uuid,name,driver_version,memory.total,memory.used,compute_mode"
+# Set for each rank anew; what they are is no question.
+_NO_SETTINGS = {"NBDIST_RUN", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+
+
+def collect(world_size: int | None) -> Facts:
+    """What is to be known of this machine.
+
+    Args:
+        world_size: Ranks that run; None for those that would be started without -n.
+    """
+    known, problem = _gpus()
+    visible = gpus.chosen(tuple(one.gpu for one in known), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    count = topology.default_world_size(visible) if world_size is None else world_size
+    cores = usable_cores()
+    given = launcher.local_environment(rundir.place(), count, max(1, cores // count))
+    return Facts(
+        platform=sys.platform,
+        python=platform.python_version(),
+        executable=sys.executable,
+        packages={name: _version(name) for name in doctor.OLDEST},
+        gpus=known,
+        links=_links() if len(known) > 1 else (),
+        smi_problem=problem,
+        cores=cores,
+        available_bytes=psutil.virtual_memory().available,
+        world_size=count,
+        shm=_space(Path("/dev/shm")),  # noqa: S108  # looked at, not written to
+        disk=_space(Path(tempfile.gettempdir())),
+        limits=_limits(),
+        environ=dict(os.environ),
+        given={name: value for name, value in given.items() if name not in _NO_SETTINGS},
+        interfaces=tuple(sorted(psutil.net_if_addrs())),
+        runs=runs.found(),
+    )
+
+
+def parse_gpus(text: str) -> tuple[GpuFacts, ...]:
+    """The GPUs in nvidia-smi's answer to _QUERY, memory in MiB."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return tuple(
+        GpuFacts(Gpu(int(index), uuid, name), driver, _mib(total), _mib(used), mode)
+        for index, uuid, name, driver, total, used, mode in (row for row in rows if len(row) == 7)
+    )
+
+
+def parse_links(text: str) -> tuple[tuple[int, int, str], ...]:
+    """(GPU, GPU, kind) of each pair in the matrix of `nvidia-smi topo -m`."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the head is underlined
+    rows = [line.split() for line in plain.splitlines()]
+    head = next((row for row in rows if row and row[0] == "GPU0"), [])
+    columns = [name for name in head if re.fullmatch(r"GPU\d+", name)]
+    links = []
+    for row in rows:
+        if row and row[0] in columns and row is not head:
+            for name, kind in zip(columns, row[1:], strict=False):
+                if columns.index(name) > columns.index(row[0]):
+                    links.append((int(row[0][3:]), int(name[3:]), kind))
+    return tuple(links)
+
+
+def _gpus() -> tuple[tuple[GpuFacts, ...], str]:
+    """(GPUs, why nvidia-smi could not tell)."""
+    answer, problem = _smi(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
+    return parse_gpus(answer), problem
+
+
+def _links() -> tuple[tuple[int, int, str], ...]:
+    return parse_links(_smi("topo", "-m")[0])
+
+
+def _smi(*arguments: str) -> tuple[str, str]:
+    """(what nvidia-smi prints, why it does not); both empty where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "", ""
+    try:
+        done = subprocess.run(  # noqa: S603  # a fixed command line
+            [program, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=SMI_DEADLINE_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", str(error)
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        return "", said[0] if said else f"exit code {done.returncode}"
+    return done.stdout, ""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _space(path: Path) -> Space | None:
+    if not path.is_dir():
+        return None
+    usage = shutil.disk_usage(path)
+    return Space(str(path), usage.free, usage.total)
+
+
+def _limits() -> dict[str, tuple[int, int]]:
+    import resource  # not on Windows, which has to get as far as being told that it is Windows
+
+    numbers = {
+        "files": resource.RLIMIT_NOFILE,
+        "processes": resource.RLIMIT_NPROC,
+        "locked memory": resource.RLIMIT_MEMLOCK,
+    }
+
+    def known(limit: int) -> int:
+        return UNLIMITED if limit == resource.RLIM_INFINITY else limit
+
+    both = {name: resource.getrlimit(number) for name, number in numbers.items()}
+    return {name: (known(soft), known(hard)) for name, (soft, hard) in both.items()}
+
+
+def _mib(text: str) -> int:
+    return int(text) * MIB if text.isdigit() else 0  # `[N/A]` on machines with shared memory

@@ -1,0 +1,130 @@
+"""Ending runs from outside their notebook: what a dead one has left, and a living one's ranks.
+
+Only processes of that run are signalled, and each by a descriptor of the process (pidfd) that was
+opened before its start time was compared, so that a pid that is used again is never hit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from nbdist.client import guardian, outside, rundir, runs
+from nbdist.core.runs import DEAD, Process, Run
+from nbdist.errors import NbdistError
+
+END_DEADLINE_S = 10.0
+STOP_GRACE_S = 2.0
+POLL_S = 0.02
+
+
+def clean() -> tuple[str, ...]:
+    """End and remove what dead runs of this user have left; what was done, a line each.
+
+    Runs whose notebook lives, or whose owner is not known for certain, are left alone.
+    """
+    lines: list[str] = []
+    for run in runs.found():
+        if run.state == DEAD:
+            lines += _remove(run)
+    return tuple(lines)
+
+
+def _remove(run: Run) -> list[str]:
+    ended, left = _end(run, END_DEADLINE_S)
+    lines = []
+    if ended:
+        lines.append(f"ended {_processes(ended)} of {run.folder}")
+    if left:
+        # Its folder tells whose they are: it has to stay as long as they do.
+        return [*lines, f"could not end {_processes(left)} of {run.folder} (uninterruptible?)"]
+    for path in run.shm_files:
+        with contextlib.suppress(FileNotFoundError):
+            Path(path).unlink()
+            lines.append(f"removed {path}")
+    folder = Path(run.folder)
+    if folder.is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+        is_gone = not folder.exists()
+        lines.append(f"removed {folder}" if is_gone else f"could not remove all of {folder}")
+        with contextlib.suppress(OSError):  # others are in it
+            rundir.place().rmdir()
+    return lines
+
+
+def stop(run: Run) -> None:
+    """End the ranks and the controller of a run whose notebook lives.
+
+    They get SIGTERM first and STOP_GRACE_S. The notebook says in its next cell that they are
+    gone, and lets its guardian remove the folder.
+
+    Raises:
+        NbdistError: If no word can be left for the notebook, or a process could not be ended.
+    """
+    outside.leave_note(Path(run.folder))
+    started = rundir.pids(Path(run.folder))
+    asked = [Process(pid, start) for pid, start in started.items()]
+    for one in asked:
+        send(one, signal.SIGTERM)
+    end_s = time.monotonic() + STOP_GRACE_S
+    while any(_lives(one) for one in asked) and time.monotonic() < end_s:
+        time.sleep(POLL_S)
+    _, left = _end(run, END_DEADLINE_S)
+    if left:
+        raise NbdistError(
+            f"{_processes(left)} of {run.name} could not be ended in {END_DEADLINE_S:.0f} s "
+            "(uninterruptible in the kernel?). Look at them with ps."
+        )
+
+
+def _lives(one: Process) -> bool:
+    fields = guardian.stat_fields(one.pid)
+    return fields is not None and fields[0] not in "ZX" and fields[19] == one.start
+
+
+def _end(run: Run, deadline_s: float) -> tuple[list[Process], list[Process]]:
+    """(ended, left): kill until nothing is found twice, as a dying process may just be forking.
+
+    What was found once is known afterwards by pid and start time, though its session's leader has
+    ended and nothing tells any more whose it was.
+    """
+    end_s = time.monotonic() + deadline_s
+    known = dict.fromkeys(run.processes)
+    was_empty = False
+    while True:
+        known.update(dict.fromkeys(runs.processes_of(run)))
+        living = [one for one in known if _lives(one)]
+        if (not living and was_empty) or time.monotonic() > end_s:
+            return [one for one in known if one not in living], living
+        was_empty = not living
+        for one in living:
+            send(one, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def send(one: Process, number: signal.Signals) -> bool:
+    """Signal a process; whether it was still that one."""
+    with contextlib.suppress(ProcessLookupError):
+        if not hasattr(os, "pidfd_open"):  # macOS: no start times either
+            os.kill(one.pid, number)
+            return True
+        descriptor = os.pidfd_open(one.pid)
+        try:
+            # From here on the descriptor is this process's, whoever may get its pid later.
+            if guardian.started(one.pid) == one.start:
+                signal.pidfd_send_signal(descriptor, number)
+                return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _processes(those: Iterable[Process]) -> str:
+    pids = sorted({one.pid for one in those})
+    noun = "process" if len(pids) == 1 else "processes"
+    return f"{len(pids)} {noun} ({', '.join(map(str, pids))})"

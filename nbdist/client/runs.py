@@ -1,0 +1,201 @@
+"""The runs of this user that this machine knows of, and the processes of each.
+
+A run is found by its folder in TMPDIR, and by the mark that its processes carry (NBDIST_RUN), which
+finds those whose folder is gone. A process is taken for a run's own by that mark, or by the session
+of a living process that the run's kernel has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from nbdist.client import guardian, outside, rundir
+from nbdist.core import runs
+from nbdist.core.runs import Process, Run
+
+MARK = b"NBDIST_RUN="
+SHM = Path("/dev/shm")  # noqa: S108  # what is removed there is known to be a dead run's
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A living process of this user.
+
+    Attributes:
+        pid: Its process id.
+        start: When it started, in clock ticks.
+        parent: Its parent.
+        session: Its session.
+        mark: The run that it carries the mark of; empty without.
+        guards: The run that it is the guardian of; empty if it is none.
+    """
+
+    pid: int
+    start: str
+    parent: int
+    session: int
+    mark: str
+    guards: str
+
+
+def found() -> tuple[Run, ...]:
+    """All runs of this user, in order of their folders."""
+    seen = _processes()
+    folders = {*_folders(), *(one.mark for one in seen.values() if one.mark), *_guarded(seen)}
+    here = rundir.this_machine()
+    known = [_run(Path(folder), here) for folder in sorted(folders)]
+    spared = _protected(known, seen)
+    return tuple(_with_processes(run, seen, spared) for run in known)
+
+
+def processes_of(run: Run) -> tuple[Process, ...]:
+    """The run's processes now; see `found`."""
+    # With all other runs: what belongs to a living one is spared whatever mark it carries.
+    return next((one.processes for one in found() if one.folder == run.folder), ())
+
+
+def _folders() -> list[str]:
+    place = rundir.place()
+    try:
+        status = place.lstat()
+    except FileNotFoundError:
+        return []
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        return []  # somebody else's: `%dist_init` says so
+    return [str(path) for path in place.iterdir() if path.is_dir() and not path.is_symlink()]
+
+
+def _guarded(seen: dict[int, Seen]) -> set[str]:
+    return {one.guards for one in seen.values() if one.guards}
+
+
+def _run(folder: Path, here: runs.Machine) -> Run:
+    owner = rundir.owner(folder)
+    state = runs.state(owner, here, None if owner is None else _start_of(owner.pid))
+    if state == runs.RUNNING and outside.told(folder):
+        state = runs.STOPPED
+    return Run(str(folder), state, owner, rundir.hosts(folder), has_folder=folder.is_dir())
+
+
+def _start_of(pid: int) -> str | None:
+    if not Path("/proc/self").is_dir():  # macOS: no start times in ticks
+        return "" if psutil.pid_exists(pid) else None
+    fields = guardian.stat_fields(pid)
+    return None if fields is None or fields[0] in "ZX" else fields[19]
+
+
+def _with_processes(run: Run, seen: dict[int, Seen], spared: frozenset[int]) -> Run:
+    folder = Path(run.folder)
+    known = rundir.pids(folder)
+    # Of a leader that has gone, the number may long be a stranger's session.
+    leaders = {pid for pid, start in known.items() if guardian.started(pid) == start}
+    processes = tuple(
+        Process(one.pid, one.start)
+        for one in sorted(seen.values(), key=lambda one: one.pid)
+        if one.pid not in spared
+        and (run.folder in (one.mark, one.guards) or (not one.mark and one.session in leaders))
+    )
+    files = _shm_files(processes, known, seen) if run.state == runs.DEAD else ()
+    return Run(
+        run.folder, run.state, run.owner, run.hosts, processes, files, has_folder=run.has_folder
+    )
+
+
+def _protected(known: Iterable[Run], seen: dict[int, Seen]) -> frozenset[int]:
+    """Processes that belong to nobody's leftovers, whatever mark they have inherited.
+
+    This one, the kernels that live, what these were started by, and their guardians: a notebook
+    server that was started in a cell carries the mark of that cell's run.
+    """
+    living = {run.folder: run for run in known if run.state in {runs.RUNNING, runs.STOPPED}}
+    kept = {os.getpid(), *(run.owner.pid for run in living.values() if run.owner)}
+    for pid in tuple(kept):  # it grows
+        one = seen.get(pid)
+        while one is not None and (one := seen.get(one.parent)) is not None:
+            kept.add(one.pid)
+    return frozenset(kept | {one.pid for one in seen.values() if one.guards in living})
+
+
+def _processes() -> dict[int, Seen]:
+    if not Path("/proc/self").is_dir():
+        return {}
+    return {one.pid: one for pid in psutil.pids() if (one := _seen(pid)) is not None}
+
+
+def _seen(pid: int) -> Seen | None:
+    folder = Path(f"/proc/{pid}")
+    try:
+        if folder.stat().st_uid != os.getuid():
+            return None
+        words = (folder / "cmdline").read_bytes().split(b"\0")
+        variables = (folder / "environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or may not be looked at
+        return None
+    fields = guardian.stat_fields(pid)
+    if fields is None or fields[0] in "ZX":
+        return None
+    marks = [value.removeprefix(MARK) for value in variables if value.startswith(MARK)]
+    is_guardian = any(word.endswith(b"/client/guardian.py") for word in words[:5])
+    guards = [word for word in words if word][-1] if is_guardian else b""
+    return Seen(
+        pid, fields[19], int(fields[1]), int(fields[3]), _folder_of(marks), _folder_of([guards])
+    )
+
+
+def _folder_of(named: list[bytes]) -> str:
+    """The run's folder that is named; "" where it is none in TMPDIR, such as another job's."""
+    folder = os.fsdecode(named[0]) if named else ""
+    path = Path(folder)
+    return folder if path.name.startswith("run-") and path.parent == rundir.place() else ""
+
+
+def _shm_files(
+    processes: Iterable[Process], known: dict[int, str], seen: dict[int, Seen]
+) -> tuple[str, ...]:
+    """Files that processes of a dead run use alone, or that its ranks have left.
+
+    torch names its own after the process, torch_PID_...; who has made another file can only be
+    told as long as somebody uses it.
+    """
+    own = {one.pid for one in processes}
+    used = {path for pid in own for path in _used(pid)}
+    makers = own | {pid for pid in known if guardian.started(pid) is None}
+    with contextlib.suppress(OSError):
+        for path in SHM.iterdir():
+            words = path.name.split("_")
+            if words[0] == "torch" and len(words) > 2 and words[1].isdigit():
+                used |= {str(path)} if int(words[1]) in makers else set()
+    candidates = {path for path in used if _is_own_file(Path(path))}
+    if candidates:
+        for pid in seen.keys() - own:
+            candidates -= _used(pid)
+    return tuple(sorted(candidates))
+
+
+def _is_own_file(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+
+
+def _used(pid: int) -> set[str]:
+    """The paths in /dev/shm that a process has mapped or open."""
+    folder, prefix = Path(f"/proc/{pid}"), f"{SHM}/"
+    paths: set[str] = set()
+    with contextlib.suppress(OSError):
+        lines = (folder / "maps").read_text(errors="surrogateescape").splitlines()
+        paths |= {line[line.index(prefix) :] for line in lines if prefix in line}
+    with contextlib.suppress(OSError):
+        for link in (folder / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                paths.add(os.readlink(link))  # noqa: PTH115  # may be no path: socket:[1]
+    return {path for path in paths if path.startswith(prefix) and not path.endswith(" (deleted)")}

@@ -1,0 +1,163 @@
+"""Verbs of the command line: a program on ranks, and the clusters of this user's notebooks."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import tokenize
+import traceback
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import nbdist
+from nbdist.client import leftovers, remote, runs
+from nbdist.commands.running import START_OPTIONS, start_options
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.runs import RUNNING, STOPPED, Run
+from nbdist.errors import NbdistError, NotRunning, OptionError
+from nbdist.notebook import NOTEBOOK, CellOptions
+from nbdist.verbs import TERMINAL, Option, Verb
+from nbdist.view import doctor as runs_view
+from nbdist.view import ranks as ranks_view
+from nbdist.view.mime import View
+
+TAKE_DEADLINE_S = 30.0
+
+
+def version(_values: Namespace) -> View:
+    """The version of nbdist."""
+    return View(f"nbdist {nbdist.__version__}")
+
+
+def status(_values: Namespace) -> View:
+    """The clusters whose notebook lives, of this user on this machine."""
+    return runs_view.running(_living())
+
+
+def stop(values: Namespace) -> View:
+    """End the ranks of one cluster, or of all; their notebooks go on."""
+    lines = []
+    for run in _chosen(values.named, is_all=values.is_all):
+        leftovers.stop(run)
+        ranks = ranks_phrase(range(len(run.hosts))) if run.hosts else "its processes"
+        lines.append(f"{run.name}: {ranks} stopped")
+        others = sorted(set(run.hosts) - {socket.gethostname()})
+        if others:
+            lines.append(
+                f"ranks on {', '.join(others)} end by themselves when they miss their controller"
+            )
+    return View("\n".join(lines))
+
+
+def _living() -> list[Run]:
+    return [run for run in runs.found() if run.state in {RUNNING, STOPPED}]
+
+
+def _chosen(named: Sequence[str], *, is_all: bool) -> list[Run]:
+    if is_all and named:
+        raise OptionError(f"nbdist stop: choose --all or {' '.join(named)}.")
+    living = [run for run in _living() if run.state == RUNNING]
+    listed = "\n" + runs_view.running(living).text
+    if not living:
+        raise NotRunning("No cluster of yours runs on this machine.")
+    if is_all:
+        return living
+    if not named:
+        if len(living) > 1:
+            raise OptionError(
+                f"nbdist stop: {len(living)} clusters run. Name one, or end all with --all.{listed}"
+            )
+        return living
+    chosen = {name: run for name in named for run in living if _is_named(run, name)}
+    if missing := [name for name in named if name not in chosen]:
+        raise OptionError(f"nbdist stop: there is no cluster {', '.join(missing)}.{listed}")
+    return list({run.folder: run for run in chosen.values()}.values())
+
+
+def _is_named(run: Run, name: str) -> bool:
+    return name in {run.folder, run.name, run.name.removeprefix("run-")}
+
+
+def run(values: Namespace) -> None:
+    """Run a program on ranks, as one cell; the ranks end with it."""
+    path, text = _program(values.file)
+    # The ranks take over this process's sys.path: its first folder is a program's own.
+    sys.path.insert(0, str(path.parent))
+    try:
+        started = NOTEBOOK.start(start_options(values), lambda _text: None)
+        shown = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
+        sys.stderr.write(f"{shown.text}\n")  # stdout is the program's
+        started.session.call_all(
+            remote.take_script, str(path), text, values.rest, deadline_s=TAKE_DEADLINE_S
+        )
+        NOTEBOOK.run(remote.RUN_SCRIPT, CellOptions())
+    finally:
+        if NOTEBOOK.is_running:
+            NOTEBOOK.stop()
+
+
+def _program(named: Sequence[str]) -> tuple[Path, str]:
+    """The program's path, absolute, and its text."""
+    if len(named) != 1:
+        what = "no file is named" if not named else f"{len(named)} files are named"
+        raise OptionError(
+            f"nbdist run: {what}. For example: nbdist run train.py -n 2 -- --lr 0.1 (the program's "
+            "own arguments stand behind --)."
+        )
+    path = Path(named[0]).absolute()
+    if path.suffix == ".ipynb":
+        raise OptionError(
+            f"nbdist run: {named[0]} is a notebook, which has its own kernel. Run it with: jupyter "
+            f"nbconvert --to notebook --execute {named[0]}; or make a program of its cells with: "
+            f"jupyter nbconvert --to script {named[0]}"
+        )
+    try:
+        with tokenize.open(path) as file:  # by the encoding that the file names
+            text = file.read()
+        compile(text, str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        raise OptionError(
+            f"nbdist run: {named[0]} cannot be read ({error.strerror}). Name a Python file."
+        ) from error
+    except (SyntaxError, ValueError) as error:  # ValueError: it is no text, or has null bytes
+        told = "".join(traceback.format_exception_only(error)).rstrip()
+        raise NbdistError(f"{named[0]} is no program, so no rank was started.\n{told}") from error
+    return path, text
+
+
+VERBS = (
+    Verb(
+        "run",
+        "Run a Python program on ranks, as one cell; output is merged as in a notebook.",
+        "nbdist run train.py -n 2 -- --lr 0.1",
+        run,
+        (
+            Option(("file",), "the program; its own arguments stand behind --", metavar="FILE"),
+            *(option for option in START_OPTIONS if option.flags != ("--auto",)),
+        ),
+        place=TERMINAL,
+        takes_rest=True,
+    ),
+    Verb(
+        "status",
+        "List the clusters of your notebooks on this machine.",
+        "nbdist status",
+        status,
+        place=TERMINAL,
+    ),
+    Verb(
+        "stop",
+        "End the ranks of a notebook's cluster from outside; the notebook itself goes on.",
+        "nbdist stop run-k3x9",
+        stop,
+        (
+            Option(
+                ("named",), "as nbdist status names it (not needed where one runs)", metavar="RUN"
+            ),
+            Option(("--all",), "end all", None, name="is_all"),
+        ),
+        place=TERMINAL,
+    ),
+    Verb("version", "Show nbdist's version.", "nbdist version", version, place=TERMINAL),
+)

@@ -1,0 +1,375 @@
+"""Is this machine fit for ranks: facts in, findings out; each check is one function of the table.
+
+The facts are collected elsewhere. A check says what was found, whether that is wise, why, and what
+to do; it reads no clock, no file and no environment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from nbdist.core import memory, runs, shm, units, versions
+from nbdist.core.doctor_facts import UNLIMITED, Facts, GpuFacts
+from nbdist.core.doctor_settings import settings
+from nbdist.core.finding import BAD, OK, WARN, Finding
+from nbdist.core.runs import Run
+from nbdist.errors import StartError
+
+# As in pyproject.toml; tests/test_packaging.py compares them. torch is judged by core.versions.
+OLDEST = {
+    "accelerate": "1.15",
+    "ipykernel": "6.29",
+    "ipyparallel": "9.2",
+    "ipython": "8.20",
+    "ipywidgets": "8",
+    "matplotlib": "3.8",
+    "numpy": "1.26",
+    "psutil": "5.9",
+    "pyzmq": "25",
+    "safetensors": "0.4.3",
+    "torch": "2.11",
+    "traitlets": "5.14",
+}
+OLDEST_PYTHON = "3.11"
+# Each DataLoader worker, each connection and each tensor that is handed over takes some files.
+ENOUGH_FILES = 4096
+ENOUGH_PROCESSES = 4096
+# What a run writes at its start is below 2 MB; long outputs and logs come on top.
+LITTLE_DISK_BYTES = 100_000_000
+# A GPU of which others hold so much leaves too little for most models.
+BUSY_GPU = 0.1
+MIB = 2**20
+
+
+def examine(facts: Facts) -> tuple[Finding, ...]:
+    """Every check's findings, in the order of the table."""
+    return tuple(finding for check in CHECKS for finding in check(facts))
+
+
+def system(facts: Facts) -> Iterator[Finding]:
+    """The operating system."""
+    try:
+        note = versions.check_system(facts.platform)
+    except StartError as error:
+        yield Finding("system", facts.platform, BAD, str(error))
+    else:
+        yield Finding("system", facts.platform, WARN if note else OK, note)
+
+
+def python(facts: Facts) -> Iterator[Finding]:
+    """The interpreter, which the ranks use as well."""
+    if _older(facts.python, OLDEST_PYTHON):
+        yield Finding(
+            "Python",
+            facts.python,
+            BAD,
+            f"nbdist needs {OLDEST_PYTHON} or newer",
+            f"make an environment with a newer one: python{OLDEST_PYTHON} -m venv .venv",
+        )
+    else:
+        yield Finding("Python", facts.python)
+
+
+def packages(facts: Facts) -> Iterator[Finding]:
+    """What nbdist needs, by the packages' metadata."""
+    for name, version in sorted(facts.packages.items()):
+        oldest = OLDEST.get(name, "0")
+        install = f"{facts.executable} -m pip install '{name}>={oldest}'"
+        if version is None:
+            yield Finding(name, "not installed", BAD, f"nbdist needs {oldest} or newer", install)
+        elif _older(version, oldest):
+            yield Finding(name, version, BAD, f"nbdist needs {oldest} or newer", install)
+        elif name == "torch" and "+cpu" in version and facts.gpus:
+            yield Finding(
+                name,
+                version,
+                BAD,
+                f"this torch is built for the CPU alone, and {_gpus(len(facts.gpus))} there",
+                "install a build with CUDA: https://pytorch.org/get-started",
+            )
+        else:
+            yield Finding(name, version)
+
+
+def devices(facts: Facts) -> Iterator[Finding]:
+    """The GPUs, and whether processes may share them."""
+    if facts.smi_problem:
+        yield Finding(
+            "nvidia-smi",
+            facts.smi_problem,
+            BAD,
+            "the driver does not answer, so ranks will find no GPU",
+            "run nvidia-smi in a terminal; after an update of the driver the machine has to "
+            "restart",
+        )
+    elif not facts.gpus:
+        yield Finding("GPUs", "none", OK, "ranks run on the CPU, with Gloo")
+    for one in facts.gpus:
+        yield _gpu(one)
+    drivers = sorted({one.driver for one in facts.gpus})
+    if drivers:
+        yield Finding("driver", ", ".join(drivers))
+
+
+def _gpu(one: GpuFacts) -> Finding:
+    name = f"GPU {one.gpu.index}"
+    found = f"{one.gpu.name}, {one.used_bytes / 1e9:.1f} of {one.total_bytes / 1e9:.1f} GB used"
+    if one.compute_mode not in {"Default", "[N/A]", ""}:
+        return Finding(
+            name,
+            f"{found}, compute mode {one.compute_mode}",
+            BAD if one.compute_mode == "Prohibited" else WARN,
+            "no process may use it"
+            if one.compute_mode == "Prohibited"
+            else "one process alone may use it: two ranks cannot share it",
+            f"sudo nvidia-smi -i {one.gpu.index} -c DEFAULT, or another GPU with --gpus",
+        )
+    if one.total_bytes and one.used_bytes > BUSY_GPU * one.total_bytes:
+        return Finding(
+            name,
+            found,
+            WARN,
+            "processes hold memory there, which may be ranks of yours",
+            "nvidia-smi lists them; choose other GPUs with --gpus",
+        )
+    return Finding(name, found)
+
+
+# How GPUs are connected, slowest last, and what that means.
+_LINKS = {
+    "NV": "NVLink",
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "the CPU's PCIe",
+    "NODE": "PCIe bridges of one CPU",
+    "SYS": "the link between CPUs",
+}
+
+
+def topology(facts: Facts) -> Iterator[Finding]:
+    """The slowest way between any two GPUs, which a collective of all of them has to take."""
+    if not facts.links:
+        return
+    order = list(_LINKS)
+    first, second, kind = max(facts.links, key=lambda link: order.index(_kind(link[2])))
+    found = f"slowest: {kind} between GPUs {first} and {second} ({_LINKS[_kind(kind)]})"
+    if _kind(kind) != "SYS":
+        yield Finding("GPU links", found)
+        return
+    yield Finding(
+        "GPU links",
+        found,
+        WARN,
+        "a collective of all GPUs is as slow as the link between the CPUs",
+        "choose GPUs of one CPU with --gpus (nvidia-smi topo -m shows which), or keep tensor "
+        "parallelism within them",
+    )
+
+
+def _kind(link: str) -> str:
+    return "NV" if link.startswith("NV") else link if link in _LINKS else "SYS"
+
+
+def machine(facts: Facts) -> Iterator[Finding]:
+    """Cores and memory for the ranks."""
+    n, cores = facts.world_size, facts.cores
+    if n > cores:
+        yield Finding(
+            "cores",
+            f"{cores} for {_ranks(n)}",
+            WARN,
+            "ranks take turns on a core, so every collective waits for the slowest",
+            f"start {cores} or fewer (-n {cores})",
+        )
+    else:
+        yield Finding("cores", f"{cores} for {_ranks(n)}")
+    found = f"{facts.available_bytes / 1e9:.1f} GB available"
+    try:
+        memory.check(facts.available_bytes, n)
+    except StartError as error:
+        yield Finding("memory", found, BAD, str(error))
+    else:
+        yield Finding("memory", found)
+
+
+def shared_memory(facts: Facts) -> Iterator[Finding]:
+    """Room in /dev/shm."""
+    if facts.shm is None:
+        yield Finding("/dev/shm", "none", OK, "this system has none, and torch uses other ways")  # noqa: S108
+        return
+    free, total = facts.shm.free_bytes, facts.shm.total_bytes
+    found = f"{free / MIB:.0f} of {total / MIB:.0f} MiB free"
+    try:
+        note = shm.check(free, total, facts.world_size, uses_nccl=bool(facts.gpus))
+    except StartError as error:
+        yield Finding("/dev/shm", found, BAD, str(error))  # noqa: S108
+    else:
+        yield Finding("/dev/shm", found, WARN if note else OK, note)  # noqa: S108
+
+
+def disk(facts: Facts) -> Iterator[Finding]:
+    """Room where the runs' folders are."""
+    if facts.disk is None:
+        return
+    found = f"{units.size(facts.disk.free_bytes)} free in {facts.disk.path}"
+    if facts.disk.free_bytes < LITTLE_DISK_BYTES:
+        yield Finding(
+            "temporary files",
+            found,
+            WARN,
+            "a start fails where nothing can be written, and long outputs are cut",
+            "free some space there, or point TMPDIR elsewhere and restart the kernel",
+        )
+    else:
+        yield Finding("temporary files", found)
+
+
+def limits(facts: Facts) -> Iterator[Finding]:
+    """What the system lets one process have; ranks take it over from the notebook."""
+    files, processes = facts.limits.get("files"), facts.limits.get("processes")
+    locked = facts.limits.get("locked memory")
+    if files is not None:
+        yield _limit(
+            "open files",
+            files,
+            ENOUGH_FILES,
+            "DataLoader workers hand tensors over as open files: 'Too many open files'",
+            "ulimit -n",
+        )
+    if processes is not None:
+        yield _limit(
+            "processes",
+            processes,
+            ENOUGH_PROCESSES,
+            "threads count as well, and each rank has dozens: 'Resource temporarily unavailable'",
+            "ulimit -u",
+        )
+    if locked is not None:
+        yield _locked(locked[0], has_gpus=bool(facts.gpus))
+
+
+def _limit(name: str, limit: tuple[int, int], enough: int, why: str, command: str) -> Finding:
+    soft, hard = limit
+    found = f"{_number(soft)}, up to {_number(hard)}"
+    if soft == UNLIMITED or soft >= enough:
+        return Finding(name, found)
+    reachable = enough if hard == UNLIMITED or hard >= enough else hard
+    what = f"{command} {reachable} in the shell that starts Jupyter"
+    if reachable < enough:
+        what += f"; more than {hard:,} only the system's administrator can give"
+    return Finding(name, found, WARN, why, what)
+
+
+def _locked(soft: int, *, has_gpus: bool) -> Finding:
+    if soft == UNLIMITED:
+        return Finding("locked memory", "unlimited")
+    found = units.size(soft)
+    if not has_gpus:
+        return Finding("locked memory", found, OK, "only InfiniBand asks for more")
+    return Finding(
+        "locked memory",
+        found,
+        WARN,
+        "NCCL over InfiniBand pins more than that ('ibv_reg_mr failed'); within one machine it "
+        "does not matter",
+        "ulimit -l unlimited in the shell that starts Jupyter; docker run --ulimit memlock=-1",
+    )
+
+
+def variables(facts: Facts) -> Iterator[Finding]:
+    """Environment variables that change what ranks do."""
+    visible = tuple(str(one.gpu.index) for one in facts.gpus)
+    uuids = tuple(one.gpu.uuid for one in facts.gpus)
+    yield from settings(
+        facts.environ,
+        facts.given,
+        interfaces=facts.interfaces,
+        gpus=(*visible, *uuids),
+        threads_per_rank=max(1, facts.cores // max(1, facts.world_size)),
+    )
+
+
+def leftovers(facts: Facts) -> Iterator[Finding]:
+    """Runs: those that live, and what dead ones have left."""
+    for run in facts.runs:
+        yield _run(run)
+    if not any(run.state == runs.DEAD for run in facts.runs):
+        yield Finding("leftovers", "none of dead runs")
+
+
+def _run(run: Run) -> Finding:
+    count = len(run.processes)
+    found = f"{run.state}, {count} process{'es' if count != 1 else ''}"
+    if run.shm_files:
+        found += f", {len(run.shm_files)} of its files in /dev/shm"
+    name = f"run {run.name}"
+    kernel = "" if run.owner is None else f"kernel {run.owner.pid}"
+    if run.state == runs.RUNNING and run.owner is not None:
+        return Finding(name, f"{found}, {kernel} ({run.owner.where})")
+    rows = {
+        runs.STOPPED: (
+            OK,
+            "ended by nbdist stop; its notebook has not run a cell since",
+            "nothing: the folder goes when the notebook notices, or ends",
+        ),
+        runs.DEAD: (
+            WARN,
+            f"its notebook's {kernel} has ended, and its guardian too",
+            "--clean ends and removes it",
+        ),
+        runs.ELSEWHERE: (
+            OK,
+            "it belongs to another host or container, so it cannot be told whether it lives",
+            f"if it does not, remove {run.folder} by hand",
+        ),
+        runs.UNKNOWN: (
+            WARN,
+            "nobody is written down as its owner, so it is left alone",
+            _by_hand(run),
+        ),
+    }
+    return Finding(name, found, *rows[run.state])
+
+
+def _by_hand(run: Run) -> str:
+    pids = " ".join(str(one.pid) for one in run.processes)
+    todo = [f"kill {pids}"] if pids else []
+    todo += [f"rm -r {run.folder}"] if run.has_folder else []
+    return f"if no notebook of yours uses it: {'; '.join(todo) or 'nothing is left of it'}"
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    system,
+    python,
+    packages,
+    devices,
+    topology,
+    machine,
+    shared_memory,
+    disk,
+    limits,
+    variables,
+    leftovers,
+)
+
+
+def _older(version: str, oldest: str) -> bool:
+    return _numbers(version) < _numbers(oldest)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    # The local part (+cu128) says how it was built, not how new it is.
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _number(limit: int) -> str:
+    return "unlimited" if limit == UNLIMITED else f"{limit:,}"
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU is" if count == 1 else f"{count} GPUs are"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

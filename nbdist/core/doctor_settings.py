@@ -1,0 +1,244 @@
+"""Environment variables that change what ranks do: where each comes from, and whether it is wise.
+
+NCCL's are judged from its documentation; what breaks an abort stands in `core.nccl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from nbdist.core import nccl
+from nbdist.core.finding import BAD, OK, WARN, Finding
+
+PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
+NOTEBOOK = "the notebook's environment"
+LAUNCHER = "nbdist's launcher"
+UNSET = "unset"
+_REMOVE = "remove it from the environment and restart the kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a value is judged against.
+
+    Attributes:
+        interfaces: Names of the network interfaces.
+        gpus: Numbers and UUIDs of all GPUs.
+        threads_per_rank: Cores that each rank has for itself.
+    """
+
+    interfaces: Sequence[str]
+    gpus: Sequence[str]
+    threads_per_rank: int
+
+
+# (verdict, why, what to do) of a value.
+Judged = tuple[str, str, str]
+Judge = Callable[[str, Around], Judged]
+FINE: Judged = (OK, "", "")
+
+
+def settings(
+    environ: Mapping[str, str],
+    given: Mapping[str, str],
+    *,
+    interfaces: Sequence[str],
+    gpus: Sequence[str],
+    threads_per_rank: int,
+) -> Iterator[Finding]:
+    """A finding for each variable that is set, and for those of SHOWN_UNSET.
+
+    Args:
+        environ: The notebook's.
+        given: What nbdist's launcher gives local ranks beside or instead of that.
+        interfaces: See Around.
+        gpus: See Around.
+        threads_per_rank: See Around.
+    """
+    around = Around(interfaces, gpus, threads_per_rank)
+    names = {name for name in (*environ, *given) if _is_listed(name)} | SHOWN_UNSET
+    for name in sorted(names):
+        yield _finding(name, environ.get(name), given.get(name), around)
+
+
+def _is_listed(name: str) -> bool:
+    return name in RULES or name.startswith(PREFIXES)
+
+
+def _finding(name: str, typed: str | None, given: str | None, around: Around) -> Finding:
+    if typed is None:
+        return Finding(name, UNSET if given is None else f"{given} ({LAUNCHER})")
+    found = f"{typed} ({NOTEBOOK})"
+    if given is not None and given != typed:
+        found = f"{typed} ({NOTEBOOK}; ranks of the profile local get {given} by {LAUNCHER})"
+    judge = RULES.get(name)
+    judged = _kept(name, typed) if judge is None else judge(typed, around)
+    return Finding(name, found, *judged)
+
+
+def _kept(name: str, value: str) -> Judged:
+    """What core.nccl says of it."""
+    told = nccl.conflicts({name: value})
+    if not told:
+        return FINE
+    # `NAME=1 was kept. With it ... . Set it to 0, or remove it.`
+    why, _, what = told[0].partition(" was kept. ")[2].rpartition(". ")
+    return WARN, why, what.rstrip(".")
+
+
+def _is_on(value: str) -> bool:
+    return value.strip().lower() not in {"", "0", "false", "no", "n", "off"}
+
+
+def switch(why: str) -> Judge:
+    """A rule for what should not be on."""
+
+    def judge(value: str, _around: Around) -> Judged:
+        return (WARN, why, _REMOVE) if _is_on(value) else FINE
+
+    return judge
+
+
+def always(why: str, what: str = _REMOVE) -> Judge:
+    """A rule for what should not be there at all."""
+
+    def judge(_value: str, _around: Around) -> Judged:
+        return WARN, why, what
+
+    return judge
+
+
+def nccl_debug(value: str, _around: Around) -> Judged:
+    """How much NCCL writes into every cell's output."""
+    if value.strip().upper() == "TRACE":
+        return WARN, "NCCL writes a line for each call, which is slow and fills outputs", _less()
+    if value.strip().upper() in {"INFO", "ABORT"}:
+        return WARN, "NCCL writes hundreds of lines into the output of cells", _less()
+    return FINE
+
+
+def _less() -> str:
+    return "NCCL_DEBUG=WARN tells of errors alone"
+
+
+def gloo_interfaces(value: str, around: Around) -> Judged:
+    """Whether the interfaces exist that Gloo is told to use: exact names, separated by commas."""
+    return _missing("Gloo", [one.strip() for one in value.split(",")], around.interfaces)
+
+
+def nccl_interfaces(value: str, around: Around) -> Judged:
+    """Whether NCCL's list leaves any interface: prefixes, `=` for exact names, `^` for all but."""
+    text = value.strip()
+    is_excluded, is_exact = text.startswith("^"), "=" in text[:2]
+    names = [one.strip() for one in text.lstrip("^=").split(",") if one.strip()]
+
+    def fits(interface: str, name: str) -> bool:
+        return interface == name if is_exact else interface.startswith(name)
+
+    left = [i for i in around.interfaces if any(fits(i, n) for n in names) != is_excluded]
+    return FINE if left else _no_interface("NCCL", value, around.interfaces)
+
+
+def _missing(who: str, names: Sequence[str], interfaces: Sequence[str]) -> Judged:
+    missing = [name for name in names if name not in interfaces]
+    return _no_interface(who, ", ".join(missing), interfaces) if missing else FINE
+
+
+def _no_interface(who: str, value: str, interfaces: Sequence[str]) -> Judged:
+    return (
+        WARN,
+        f"there is no interface {value} here: where {who} is given it, no group can be formed",
+        f"choose one of {', '.join(sorted(interfaces))}, or remove it",
+    )
+
+
+def threads(value: str, around: Around) -> Judged:
+    """Whether the ranks' threads have cores of their own."""
+    text = value.strip().split(",", maxsplit=1)[0]
+    if not text.isdigit() or int(text) < 1:
+        return BAD, "this is no number of threads", "set it to 1 or more, or remove it"
+    if int(text) > around.threads_per_rank:
+        why = (
+            f"each rank starts {text} threads and has {around.threads_per_rank} cores: ranks take "
+            "turns, and every collective waits for the slowest"
+        )
+        return (
+            WARN,
+            why,
+            f"set it to {around.threads_per_rank}, or remove it: nbdist then shares the cores out",
+        )
+    return FINE
+
+
+def visible_gpus(value: str, around: Around) -> Judged:
+    """Whether CUDA_VISIBLE_DEVICES names GPUs that exist; CUDA ends the list at the first other."""
+    entries = [one.strip() for one in value.split(",") if one.strip()]
+    if not entries or entries[0] == "-1":
+        why = "ranks run on the CPU: it hides all GPUs" if around.gpus else ""
+        return (WARN, why, "remove it, or name some (0,1)") if around.gpus else FINE
+    for number, entry in enumerate(entries):
+        # CUDA takes the beginning of a UUID; nvidia-smi does not list those of MIG slices so.
+        is_uuid = entry.startswith("GPU-")
+        named = [one for one in around.gpus if one == entry or (is_uuid and one.startswith(entry))]
+        if not named and not (around.gpus and entry.startswith("MIG-")):
+            seen = f"CUDA sees {number} of {len(entries)}"
+            there = ", ".join(one for one in around.gpus if one.isdigit()) or "none"
+            return BAD, f"there is no GPU {entry}, so {seen}", f"name GPUs that exist: {there}"
+    return FINE
+
+
+def debug_level(value: str, _around: Around) -> Judged:
+    """How often torch checks collectives itself."""
+    level = value.strip().upper()
+    if level not in {"OFF", "INFO", "DETAIL"}:
+        return (
+            BAD,
+            "torch refuses to start with this value",
+            "use OFF, INFO or DETAIL, or remove it",
+        )
+    if level == "DETAIL":
+        return (
+            WARN,
+            "it is slow, and DDP ends the process under it (torch 2.11, 2.13)",
+            "remove it; %dist_init --debug detail makes the checks another way",
+        )
+    return FINE
+
+
+_LAUNCHED = (
+    "a job of torchrun's has left it; nbdist gives its ranks their own, but code in the notebook "
+    "takes itself for a rank"
+)
+_MEETING = "nbdist does not use it: ranks of one machine meet in a file, others find rank 0"
+_NO_P2P = "GPUs exchange through host memory, several times slower"
+
+RULES: Mapping[str, Judge] = {
+    "CUDA_LAUNCH_BLOCKING": switch("each kernel is waited for, so nothing overlaps"),
+    "CUDA_VISIBLE_DEVICES": visible_gpus,
+    "GLOO_SOCKET_IFNAME": gloo_interfaces,
+    "LOCAL_RANK": always(_LAUNCHED),
+    "LOCAL_WORLD_SIZE": always(_LAUNCHED),
+    "MASTER_ADDR": always(_MEETING),
+    "MASTER_PORT": always(_MEETING),
+    "MKL_NUM_THREADS": threads,
+    "NBDIST_TEST": switch("times, sizes and hosts are shown as #, for outputs that are stored"),
+    "NCCL_ALGO": always("it forces one algorithm on messages of every size"),
+    "NCCL_DEBUG": nccl_debug,
+    "NCCL_IB_DISABLE": switch("between hosts InfiniBand is not used"),
+    "NCCL_P2P_DISABLE": switch(_NO_P2P),
+    "NCCL_P2P_LEVEL": lambda value, _: (
+        (WARN, _NO_P2P, _REMOVE) if value.strip().upper() in {"LOC", "0"} else FINE
+    ),
+    "NCCL_PROTO": always("it forces one protocol on messages of every size"),
+    "NCCL_SHM_DISABLE": switch("ranks of one machine exchange through sockets, much slower"),
+    "NCCL_SOCKET_IFNAME": nccl_interfaces,
+    "OMP_NUM_THREADS": threads,
+    "RANK": always(_LAUNCHED),
+    "TORCH_DISTRIBUTED_DEBUG": debug_level,
+    "WORLD_SIZE": always(_LAUNCHED),
+}
+# Shown although nobody has set them: their absence is an answer too.
+SHOWN_UNSET = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "OMP_NUM_THREADS"}
+)

@@ -1,0 +1,45 @@
+"""Runs a program's text on a rank as the interpreter would: `nbdist run FILE`."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from typing import Any
+
+from nbdist.errors import ScriptEnded
+
+# (path, text, arguments) of the program that the next cell runs.
+_taken: list[tuple[str, str, tuple[str, ...]]] = []
+
+
+def take(path: str, text: str, arguments: tuple[str, ...]) -> None:
+    """Keep a program for `run`, so that the cell that runs it is one short line.
+
+    Args:
+        path: Of its file on the notebook's host; here it may not exist.
+        text: The whole of it.
+        arguments: What follows the path in sys.argv.
+    """
+    _taken[:] = [(path, text, arguments)]
+
+
+def run(names: dict[str, Any]) -> None:
+    """Run the program that was taken, with its path as `__file__` and in sys.argv.
+
+    Args:
+        names: Its global variables: those of cells, in which `__name__` is `__main__`.
+
+    Raises:
+        ScriptEnded: If it ends itself with another exit code than 0.
+    """
+    [(path, text, arguments)] = _taken
+    sys.argv[:] = [path, *arguments]
+    names["__file__"] = path
+    # What ran, though the file may be changed meanwhile, or lie on another host.
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    try:
+        exec(compile(text, path, "exec", dont_inherit=True), names)  # noqa: S102  # asked for
+    except SystemExit as error:
+        if error.code in {None, 0}:
+            return
+        raise ScriptEnded(f"the program ended itself with exit code {error.code}") from None

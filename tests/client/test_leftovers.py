@@ -1,0 +1,290 @@
+"""What a dead run has left is found and removed; a living one is never touched."""
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist.client import facts, guardian, leftovers, rundir, runs
+from nbdist.client.start import StartOptions
+from nbdist.core import runs as states
+from nbdist.core.runs import Process, Run
+from nbdist.errors import NotRunning, StartError
+from tests.client.conftest import session_of, temporary_folder, until
+from tests.support import processes
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.engine,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+ONE = StartOptions(world_size=1, gpus="none")
+# A rank's child in a session of its own, a file that the rank uses, and one that torch named.
+NOTEBOOK = """
+    import json, time
+    import nbdist
+    session = nbdist.start(1, gpus="none")
+    cell = '''
+    import os, subprocess
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    held = open("/dev/shm/{name}", "w")
+    open(f"/dev/shm/torch_{{os.getpid()}}_{name}", "w").close()
+    print(os.getpid(), child.pid)
+    '''
+    import textwrap
+    pids = session.run(textwrap.dedent(cell))[0].text.split()
+    cluster = session.cluster
+    told = [str(cluster.run_dir), cluster.guardian_pid, cluster.controller_pid(), *pids]
+    print("RUN", json.dumps(told), flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Iterator[Path]:
+    """The folder of this test's runs; nothing of them may be left at its end."""
+    with temporary_folder(tmp_path / "tmp") as folder:
+        yield folder
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """A name for files in /dev/shm, which are removed at the end."""
+    one = f"nbdist-test-{uuid.uuid4().hex[:8]}"
+    yield one
+    for path in Path("/dev/shm").glob(f"*{one}"):
+        path.unlink()
+
+
+@contextlib.contextmanager
+def dead_run(base: Path, name: str) -> Iterator[tuple[Path, list[psutil.Process]]]:
+    """(folder, living processes) of a run whose kernel and guardian were killed."""
+    program = textwrap.dedent(NOTEBOOK.format(name=name))
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(base.parent)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as kernel:
+        assert kernel.stdout is not None
+        line = next(line for line in kernel.stdout if line.startswith("RUN "))
+        folder, guardian_pid, *pids = json.loads(line.removeprefix("RUN "))
+        left = [psutil.Process(int(pid)) for pid in pids]
+        psutil.Process(kernel.pid).suspend()  # it would start another guardian
+        own = psutil.Process(guardian_pid)
+        own.kill()
+        kernel.kill()
+        assert processes.wait_gone([own]) == []
+    yield Path(folder), left
+    for process in (*left, *processes.processes_of_run(folder)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def run_in(folder: Path) -> Run:
+    return next(run for run in runs.found() if run.folder == str(folder))
+
+
+def test_a_dead_run_is_removed_and_a_living_one_left_alone(base: Path, name: str) -> None:
+    """Processes, folder and shared memory of the dead run go; the other's rank computes on."""
+    stranger = Path(f"/dev/shm/torch_{os.getpid()}_{name}")
+    stranger.touch()
+    with session_of(ONE) as living, dead_run(base, name) as (folder, left):
+        found = run_in(folder)
+        other = run_in(living.cluster.run_dir)
+        rank_file = Path(f"/dev/shm/torch_{left[1].pid}_{name}")
+        before = {process.pid for process in processes.processes_of_run(str(folder))}
+        done = leftovers.clean()
+
+        assert (found.state, other.state) == (states.DEAD, states.RUNNING)
+        assert {process.pid for process in left} <= before
+        assert before == {one.pid for one in found.processes}
+        assert found.shm_files == tuple(sorted([f"/dev/shm/{name}", str(rank_file)]))
+        assert processes.wait_gone(left, 5) == []
+        assert not folder.exists()
+        assert done == (
+            f"ended {len(before)} processes ({', '.join(map(str, sorted(before)))}) of {folder}",
+            *(f"removed {path}" for path in found.shm_files),
+            f"removed {folder}",
+        )
+        assert stranger.exists()
+        assert living.run("print(6 * 7)")[0].text == "42\n"
+        assert leftovers.clean() == ()
+    assert not base.exists()
+
+
+def test_without_clean_nothing_is_touched(base: Path, name: str) -> None:
+    """Looking only lists: processes and folder of a dead run are there afterwards."""
+    with dead_run(base, name) as (folder, left):
+        collected = facts.collect(None)
+        [found] = [run for run in collected.runs if run.folder == str(folder)]
+
+        assert found.state == states.DEAD
+        assert all(processes.is_alive(process) for process in left)
+        assert folder.is_dir()
+        assert leftovers.clean() != ()
+
+
+def test_a_folder_of_an_unknown_owner_is_left_alone(base: Path) -> None:
+    """Where nobody is written down, nothing is ended or removed."""
+    folder = base / "run-unknown"
+    folder.mkdir(parents=True, mode=0o700)
+    with subprocess.Popen(["sleep", "300"], env={"NBDIST_RUN": str(folder)}) as process:
+        found = run_in(folder)
+        done = leftovers.clean()
+        code = process.poll()
+        process.kill()
+
+    assert found.state == states.UNKNOWN
+    assert [one.pid for one in found.processes] == [process.pid]
+    assert done == ()
+    assert code is None
+    assert folder.is_dir()
+
+
+def test_processes_without_their_folder_are_shown_and_left_alone(base: Path) -> None:
+    """A folder that was removed by hand may be a living notebook's: its processes stay."""
+    folder = base / "run-removed"
+    with subprocess.Popen(["sleep", "300"], env={"NBDIST_RUN": str(folder)}) as process:
+        found = run_in(folder)
+        done = leftovers.clean()
+        code = process.poll()
+        process.kill()
+
+    assert (found.state, found.has_folder) == (states.UNKNOWN, False)
+    assert (done, code) == ((), None)
+
+
+def test_a_living_kernel_with_a_dead_runs_mark_is_spared(base: Path) -> None:
+    """A notebook that was started in a cell inherits that run's mark, and outlives it."""
+    dead = base / "run-dead"
+    dead.mkdir(parents=True, mode=0o700)
+    program = (
+        "import sys, time; from nbdist.client import rundir; print(rundir.create(), flush=True); "
+        "time.sleep(300)"
+    )
+    with (
+        subprocess.Popen(["true"]) as ended,
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "NBDIST_RUN": str(dead), "TMPDIR": str(base.parent)},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as kernel,
+    ):
+        assert kernel.stdout is not None
+        own = Path(kernel.stdout.readline().strip())
+        written = json.loads((own / "owner.json").read_text())
+        (dead / "owner.json").write_text(json.dumps({**written, "pid": ended.pid, "start": "1"}))
+        found = {run.folder: run.state for run in runs.found()}
+        done = leftovers.clean()
+        code = kernel.poll()
+        kernel.kill()
+
+    assert found == {str(dead): states.DEAD, str(own): states.RUNNING}
+    assert done == (f"removed {dead}",)
+    assert code is None
+
+
+def test_a_stranger_that_got_the_pid_again_gets_no_signal() -> None:
+    """A process with another start time is not the one that was meant."""
+    with subprocess.Popen(["sleep", "300"]) as process:
+        began = guardian.started(process.pid)
+        assert began is not None
+        is_hit = leftovers.send(Process(process.pid, str(int(began) - 1)), leftovers.signal.SIGKILL)
+        code = process.poll()
+        is_meant = leftovers.send(Process(process.pid, began), leftovers.signal.SIGKILL)
+
+    assert (is_hit, code, is_meant) == (False, None, True)
+    assert process.returncode == -leftovers.signal.SIGKILL
+    assert not leftovers.send(Process(process.pid, began), leftovers.signal.SIGKILL)
+
+
+def test_a_run_that_is_stopped_from_outside(base: Path) -> None:
+    """All its processes end, its kernel is told, and what that kernel lets go of is removed."""
+    with session_of(ONE) as session:
+        pids = [*session.cluster.pids().values(), session.cluster.controller_pid()]
+        left = [psutil.Process(pid) for pid in pids]
+        leftovers.stop(run_in(session.cluster.run_dir))
+
+        assert until(lambda: not any(processes.is_alive(process) for process in left))
+        assert run_in(session.cluster.run_dir).state == states.STOPPED
+        assert session.is_stopped
+        with pytest.raises(NotRunning, match=r"gone: `nbdist stop` in a terminal ended them at .*"):
+            session.run("1")
+        with pytest.raises(NotRunning, match=r"\. %dist_init starts new ones\."):
+            session.sync()
+    assert not base.exists()
+
+
+def test_a_run_tells_its_hosts_and_owner(base: Path) -> None:
+    """Found from another process as from this one: kernel, since when, where, and each rank."""
+    with session_of(ONE) as session:
+        found = run_in(session.cluster.run_dir)
+
+        assert found.owner is not None
+        assert (found.owner.pid, found.owner.start) == (os.getpid(), guardian.started(os.getpid()))
+        assert abs(found.owner.since_s - session.started_s) < 60
+        assert found.hosts == (session.topology.ranks[0].host,)
+        assert os.getpid() not in {one.pid for one in runs.processes_of(found)}
+        assert set(session.cluster.pids().values()) <= {one.pid for one in found.processes}
+
+
+def test_a_run_without_its_owner_is_never_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the owner cannot be written down, on a full disk, no folder is left of the start."""
+    write_text = Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        if path.name == rundir.OWNER:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_text(path, text)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StartError, match="No space left on device"):
+        rundir.create()
+
+    assert not base.exists()
+
+
+def test_nvidia_smis_answers_are_read() -> None:
+    """GPUs with memory in bytes, and the links of each pair once."""
+    text = "0, GPU-aa, NVIDIA H200, 570.86.15, 143771, 4, Default\n1, GPU-bb, X, 1, [N/A], 0, x\n"
+    matrix = (
+        "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\n"
+        "GPU0\t X \tNV18\tSYS\tPIX\t0-15\n"
+        "GPU1\tNV18\t X \tPHB\tPIX\t0-15\n"
+        "GPU2\tSYS\tPHB\t X \tSYS\t0-15\n"
+        "NIC0\tPIX\tPIX\tSYS\t X \n"
+    )
+    first, second = facts.parse_gpus(text)
+
+    assert (first.gpu.uuid, first.driver, first.compute_mode) == ("GPU-aa", "570.86.15", "Default")
+    assert (first.total_bytes, first.used_bytes) == (143771 * 2**20, 4 * 2**20)
+    assert second.total_bytes == 0
+    assert facts.parse_links(matrix) == ((0, 1, "NV18"), (0, 2, "SYS"), (1, 2, "PHB"))
+    assert facts.parse_links("") == ()
+
+
+def test_the_facts_are_this_machines(base: Path) -> None:
+    """Versions, cores, limits and interfaces are found without loading torch."""
+    program = (
+        "import sys; from nbdist.client import facts; from nbdist.core import doctor; "
+        "f = facts.collect(3); doctor.examine(f); "
+        "print(f.world_size, f.packages['torch'] is not None, 'lo' in f.interfaces, "
+        "f.given['GLOO_SOCKET_IFNAME'], 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert done.stdout.split() == ["3", "True", "True", "lo", "False"]

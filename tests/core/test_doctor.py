@@ -1,0 +1,271 @@
+"""Each check of %dist_doctor with made-up machines: what is well, what is not, and why."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nbdist.core import doctor, runs
+from nbdist.core.doctor import OLDEST, examine
+from nbdist.core.doctor_facts import UNLIMITED, Facts, GpuFacts, Space
+from nbdist.core.finding import BAD, OK, WARN, Finding
+from nbdist.core.runs import Machine, Owner, Process, Run
+from nbdist.core.topology import Gpu
+
+GIB = 2**30
+GPU = GpuFacts(Gpu(0, "GPU-aa", "H200"), "570.1", 140 * 10**9, 10**9, "Default")
+OTHER = replace(GPU, gpu=Gpu(1, "GPU-bb", "H200"))
+OWNER = Owner(41, "7", Machine("box", "b", "p"), 0.0, "/notebooks/a.ipynb")
+WELL = Facts(
+    python="3.11.7",
+    packages={name: f"{oldest}.0" for name, oldest in OLDEST.items()},
+    cores=8,
+    available_bytes=16 * 10**9,
+    shm=Space("/dev/shm", 8 * GIB, 8 * GIB),
+    disk=Space("/tmp", 10**10, 10**11),
+    limits={
+        "files": (65536, 65536),
+        "processes": (UNLIMITED, UNLIMITED),
+        "locked memory": (UNLIMITED, UNLIMITED),
+    },
+    interfaces=("eth0", "lo"),
+)
+Check = Callable[[Facts], Iterator[Finding]]
+
+
+def of(check: Check, **changes: Any) -> dict[str, Finding]:
+    """What one check finds on a machine that is well but for these, by name."""
+    return {one.name: one for one in check(replace(WELL, **changes))}
+
+
+def test_a_machine_that_is_well() -> None:
+    """Nothing is complained about, and every check has something to say."""
+    found = examine(WELL)
+
+    assert {one.verdict for one in found} == {OK}
+    names = [one.name for one in found]
+    assert len(names) == len(set(names))
+    assert names[:2] == ["system", "Python"]
+    assert names[-1] == "leftovers"
+
+
+def test_findings_come_in_the_same_order() -> None:
+    """Whatever order facts have, rows stand as before."""
+    mixed = replace(WELL, packages=dict(reversed(WELL.packages.items())))
+
+    assert examine(mixed) == examine(WELL)
+
+
+_ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
+    # check, what is otherwise, name, verdict, part of why, part of what to do
+    (doctor.system, {"platform": "darwin"}, "system", WARN, "less protection", ""),
+    (doctor.system, {"platform": "win32"}, "system", BAD, "does not run on 'win32'", ""),
+    (doctor.python, {"python": "3.10.2"}, "Python", BAD, "needs 3.11", "environment"),
+    (doctor.packages, {"packages": {"torch": None}}, "torch", BAD, "2.11 or newer", "pip install"),
+    (doctor.packages, {"packages": {"torch": "2.9.1"}}, "torch", BAD, "2.11 or newer", "'torch>="),
+    (doctor.packages, {"packages": {"numpy": "1.25.0"}}, "numpy", BAD, "1.26", "'numpy>=1.26'"),
+    (
+        doctor.packages,
+        {"packages": {"torch": "2.13.0+cpu"}, "gpus": (GPU,)},
+        "torch",
+        BAD,
+        "built for the CPU alone, and 1 GPU is there",
+        "with CUDA",
+    ),
+    (doctor.devices, {"smi_problem": "no driver"}, "nvidia-smi", BAD, "does not answer", "restart"),
+    (
+        doctor.devices,
+        {"gpus": (replace(GPU, compute_mode="Exclusive_Process"),)},
+        "GPU 0",
+        WARN,
+        "two ranks cannot share it",
+        "-i 0 -c DEFAULT",
+    ),
+    (
+        doctor.devices,
+        {"gpus": (replace(GPU, compute_mode="Prohibited"),)},
+        "GPU 0",
+        BAD,
+        "no process",
+        "--gpus",
+    ),
+    (
+        doctor.devices,
+        {"gpus": (replace(GPU, used_bytes=60 * 10**9),)},
+        "GPU 0",
+        WARN,
+        "hold memory",
+        "--gpus",
+    ),
+    (
+        doctor.topology,
+        {"links": ((0, 1, "NV18"), (0, 2, "SYS"), (1, 2, "PIX"))},
+        "GPU links",
+        WARN,
+        "between the CPUs",
+        "--gpus",
+    ),
+    (doctor.machine, {"world_size": 9}, "cores", WARN, "take turns", "-n 8"),
+    (
+        doctor.machine,
+        {"available_bytes": 4 * 10**8},
+        "memory",
+        BAD,
+        "2 ranks need about 0.5 GB",
+        "",
+    ),
+    (
+        doctor.shared_memory,
+        {"shm": Space("/dev/shm", 60 * 2**20, 64 * 2**20)},
+        "/dev/shm",
+        WARN,
+        "only 64 MiB",
+        "",
+    ),
+    (
+        doctor.shared_memory,
+        {"shm": Space("/dev/shm", 2**20, 64 * 2**20)},
+        "/dev/shm",
+        BAD,
+        "1 MiB free of 64",
+        "",
+    ),
+    (
+        doctor.disk,
+        {"disk": Space("/tmp", 10**7, 10**9)},
+        "temporary files",
+        WARN,
+        "fails",
+        "TMPDIR",
+    ),
+    (
+        doctor.limits,
+        {"limits": {"files": (1024, UNLIMITED)}},
+        "open files",
+        WARN,
+        "Too many open files",
+        "ulimit -n 4096 in the shell",
+    ),
+    (
+        doctor.limits,
+        {"limits": {"files": (1024, 2048)}},
+        "open files",
+        WARN,
+        "Too many",
+        "ulimit -n 2048 in the shell that starts Jupyter; more than 2,048 only",
+    ),
+    (
+        doctor.limits,
+        {"limits": {"processes": (512, 512)}},
+        "processes",
+        WARN,
+        "threads count",
+        "ulimit -u 512",
+    ),
+    (
+        doctor.limits,
+        {"limits": {"locked memory": (65536, 65536)}, "gpus": (GPU,)},
+        "locked memory",
+        WARN,
+        "InfiniBand",
+        "ulimit -l unlimited",
+    ),
+    (
+        doctor.variables,
+        {"environ": {"NCCL_P2P_DISABLE": "1"}},
+        "NCCL_P2P_DISABLE",
+        WARN,
+        "host memory",
+        "remove it",
+    ),
+    (
+        doctor.variables,
+        {"environ": {"OMP_NUM_THREADS": "8"}},
+        "OMP_NUM_THREADS",
+        WARN,
+        "8 threads and has 4 cores",
+        "set it to 4",
+    ),
+    (
+        doctor.leftovers,
+        {"runs": (Run("/t/run-a", runs.DEAD, OWNER, processes=(Process(5, "1"),)),)},
+        "run run-a",
+        WARN,
+        "kernel 41 has ended",
+        "--clean",
+    ),
+    (
+        doctor.leftovers,
+        {"runs": (Run("/t/run-a", runs.UNKNOWN, processes=(Process(5, "1"), Process(6, "1"))),)},
+        "run run-a",
+        WARN,
+        "left alone",
+        "kill 5 6; rm -r /t/run-a",
+    ),
+]
+
+
+@pytest.mark.parametrize(("check", "changes", "name", "verdict", "why", "what"), _ROWS)
+def test_what_is_not_well_is_told(
+    check: Check, changes: Mapping[str, Any], name: str, verdict: str, why: str, what: str
+) -> None:
+    """The verdict, the reason and what to do stand in the finding of that name."""
+    finding = of(check, **changes)[name]
+
+    assert finding.verdict == verdict
+    assert why in finding.why
+    assert what in finding.what
+
+
+_WELL: list[tuple[Check, Mapping[str, Any], str, str]] = [
+    (doctor.packages, {"packages": {"torch": "2.11.0+cu128"}}, "torch", "2.11.0+cu128"),
+    (doctor.packages, {"packages": {"torch": "2.13.0+cpu"}}, "torch", "2.13.0+cpu"),
+    (doctor.packages, {"packages": {"ipykernel": "10.0"}}, "ipykernel", "10.0"),
+    (doctor.devices, {}, "GPUs", "none"),
+    (doctor.devices, {"gpus": (GPU, OTHER)}, "GPU 1", "H200, 1.0 of 140.0 GB used"),
+    (doctor.devices, {"gpus": (GPU, OTHER)}, "driver", "570.1"),
+    (doctor.topology, {"links": ((0, 1, "NV18"), (0, 2, "PIX"))}, "GPU links", "slowest: PIX"),
+    (doctor.machine, {"world_size": 8}, "cores", "8 for 8 ranks"),
+    (doctor.shared_memory, {"shm": None}, "/dev/shm", "none"),
+    (doctor.limits, {"limits": {"files": (UNLIMITED, UNLIMITED)}}, "open files", "unlimited"),
+    (doctor.limits, {"limits": {"locked memory": (65536, 65536)}}, "locked memory", "65.5 kB"),
+    (doctor.leftovers, {}, "leftovers", "none of dead runs"),
+    (
+        doctor.leftovers,
+        {"runs": (Run("/t/run-a", runs.RUNNING, OWNER),)},
+        "run run-a",
+        "running, 0 processes, kernel 41 (/notebooks/a.ipynb)",
+    ),
+    (doctor.leftovers, {"runs": (Run("/t/run-a", runs.STOPPED, OWNER),)}, "run run-a", "stopped"),
+    (doctor.leftovers, {"runs": (Run("/t/run-a", runs.ELSEWHERE, OWNER),)}, "run run-a", "else"),
+]
+
+
+@pytest.mark.parametrize(("check", "changes", "name", "found"), _WELL)
+def test_what_is_well_is_left_alone(
+    check: Check, changes: Mapping[str, Any], name: str, found: str
+) -> None:
+    """What was found is shown, and counts as well."""
+    finding = of(check, **changes)[name]
+
+    assert finding.verdict == OK
+    assert found in finding.found
+
+
+def test_one_gpu_has_no_links() -> None:
+    """Without a pair of GPUs there is nothing to say of links."""
+    assert of(doctor.topology, gpus=(GPU,)) == {}
+
+
+def test_whatever_is_not_well_has_a_reason_and_something_to_do() -> None:
+    """No finding warns without saying why."""
+    for check, changes, name, *_ in _ROWS:
+        finding = of(check, **changes)[name]
+
+        assert len(finding.why) > 10, finding
+
+
+def test_every_check_is_tested_here() -> None:
+    """A new check needs a machine in the table above on which it complains."""
+    assert {row[0] for row in _ROWS} == set(doctor.CHECKS)

@@ -1,0 +1,131 @@
+"""Environment variables: where each comes from, and whether its value is wise."""
+
+import pytest
+
+from nbdist.core import nccl
+from nbdist.core.doctor_settings import RULES, SHOWN_UNSET, settings
+from nbdist.core.finding import BAD, OK, WARN, Finding
+
+
+def judged(environ: dict[str, str], given: dict[str, str] | None = None) -> dict[str, Finding]:
+    """The findings on a machine with two GPUs, lo and eth0, and four cores for each rank."""
+    found = settings(
+        environ,
+        given or {},
+        interfaces=("eth0", "lo"),
+        gpus=("0", "1", "GPU-aabb", "GPU-ccdd"),
+        threads_per_rank=4,
+    )
+    return {one.name: one for one in found}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "verdict", "why"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "1", WARN, "nothing overlaps"),
+        ("CUDA_LAUNCH_BLOCKING", "0", OK, ""),
+        ("CUDA_VISIBLE_DEVICES", "0,1", OK, ""),
+        ("CUDA_VISIBLE_DEVICES", "GPU-aa", OK, ""),
+        ("CUDA_VISIBLE_DEVICES", "MIG-ee", OK, ""),
+        ("CUDA_VISIBLE_DEVICES", "0,5,1", BAD, "there is no GPU 5, so CUDA sees 1 of 3"),
+        ("CUDA_VISIBLE_DEVICES", "", WARN, "hides all GPUs"),
+        ("CUDA_VISIBLE_DEVICES", "-1", WARN, "hides all GPUs"),
+        ("GLOO_SOCKET_IFNAME", "eth0", OK, ""),
+        ("GLOO_SOCKET_IFNAME", "lo,eth0", OK, ""),
+        ("GLOO_SOCKET_IFNAME", "ib0", WARN, "there is no interface ib0"),
+        ("GLOO_SOCKET_IFNAME", "eth", WARN, "there is no interface eth"),
+        ("LOCAL_RANK", "0", WARN, "torchrun"),
+        ("MASTER_ADDR", "10.0.0.1", WARN, "does not use it"),
+        ("MASTER_PORT", "29500", WARN, "does not use it"),
+        ("MKL_NUM_THREADS", "4", OK, ""),
+        ("MKL_NUM_THREADS", "5", WARN, "5 threads and has 4 cores"),
+        ("NBDIST_TEST", "1", WARN, "#"),
+        ("NCCL_ALGO", "Ring", WARN, "one algorithm"),
+        ("NCCL_BLOCKING_WAIT", "1", WARN, "cannot be aborted safely"),
+        ("NCCL_BUFFSIZE", "4194304", OK, ""),
+        ("NCCL_DEBUG", "WARN", OK, ""),
+        ("NCCL_DEBUG", "INFO", WARN, "hundreds of lines"),
+        ("NCCL_DEBUG", "trace", WARN, "a line for each call"),
+        ("NCCL_IB_DISABLE", "1", WARN, "InfiniBand"),
+        ("NCCL_P2P_DISABLE", "1", WARN, "host memory"),
+        ("NCCL_P2P_DISABLE", "0", OK, ""),
+        ("NCCL_P2P_LEVEL", "LOC", WARN, "host memory"),
+        ("NCCL_P2P_LEVEL", "NVL", OK, ""),
+        ("NCCL_PROTO", "LL", WARN, "one protocol"),
+        ("NCCL_SHM_DISABLE", "1", WARN, "sockets"),
+        ("NCCL_SOCKET_IFNAME", "eth", OK, ""),  # NCCL takes the beginning of a name
+        ("NCCL_SOCKET_IFNAME", "=eth", WARN, "there is no interface =eth"),
+        ("NCCL_SOCKET_IFNAME", "=eth0", OK, ""),
+        ("NCCL_SOCKET_IFNAME", "^lo", OK, ""),
+        ("NCCL_SOCKET_IFNAME", "^lo,eth", WARN, "there is no interface"),
+        ("NCCL_SOCKET_IFNAME", "ib", WARN, "there is no interface ib"),
+        ("OMP_NUM_THREADS", "4", OK, ""),
+        ("OMP_NUM_THREADS", "64", WARN, "64 threads and has 4 cores"),
+        ("OMP_NUM_THREADS", "many", BAD, "no number"),
+        ("RANK", "3", WARN, "torchrun"),
+        ("TORCH_DISTRIBUTED_DEBUG", "INFO", OK, ""),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", WARN, "ends the process"),
+        ("TORCH_DISTRIBUTED_DEBUG", "YES", BAD, "refuses to start"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", WARN, "wait() raises by itself"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "0", OK, ""),
+        ("WORLD_SIZE", "8", WARN, "torchrun"),
+        ("LOCAL_WORLD_SIZE", "8", WARN, "torchrun"),
+    ],
+)
+def test_a_value_is_judged(name: str, value: str, verdict: str, why: str) -> None:
+    """Each rule has values that are wise and values that are not, with the reason."""
+    finding = judged({name: value})[name]
+
+    assert finding.verdict == verdict
+    assert why in finding.why
+    assert bool(finding.what) == (verdict != OK)
+    assert finding.found == f"{value} (the notebook's environment)"
+
+
+def test_the_origin_is_told() -> None:
+    """Set in the notebook, by the launcher, by both, or by nobody."""
+    found = judged(
+        {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "2"},
+        {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
+    )
+
+    assert found["OMP_NUM_THREADS"].found == "2 (the notebook's environment)"
+    assert found["NCCL_SOCKET_IFNAME"].found == "lo (nbdist's launcher)"
+    assert found["GLOO_SOCKET_IFNAME"].found == (
+        "eth0 (the notebook's environment; ranks of the profile local get lo by nbdist's launcher)"
+    )
+    assert found["MASTER_ADDR"].found == "unset"
+
+
+def test_only_what_matters_is_listed() -> None:
+    """The rest of the environment is nobody's business; rows are in order of their names."""
+    found = judged({"PATH": "/bin", "SECRET_KEY": "x", "GLOO_X": "1", "TORCH_NCCL_X": "1"})
+
+    assert set(found) == {"GLOO_X", "TORCH_NCCL_X", *SHOWN_UNSET}
+    assert list(found) == sorted(found)
+
+
+def test_what_the_launcher_gives_is_wise() -> None:
+    """nbdist's own settings are not complained about."""
+    assert {one.verdict for one in judged({}, nccl.environment({})).values()} == {OK}
+
+
+def test_without_gpus_hiding_them_is_no_warning() -> None:
+    """An empty CUDA_VISIBLE_DEVICES says nothing on a machine without GPUs."""
+    [finding] = [
+        one
+        for one in settings(
+            {"CUDA_VISIBLE_DEVICES": ""}, {}, interfaces=(), gpus=(), threads_per_rank=1
+        )
+        if one.name == "CUDA_VISIBLE_DEVICES"
+    ]
+
+    assert finding.verdict == OK
+
+
+def test_every_rule_is_tested_here() -> None:
+    """A new rule needs values in the table above."""
+    marks = test_a_value_is_judged.pytestmark  # type: ignore[attr-defined]
+    tested = {row[0] for mark in marks for row in mark.args[1]}
+
+    assert set(RULES) <= tested

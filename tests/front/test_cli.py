@@ -1,0 +1,459 @@
+"""The command line in real processes: help, wrong use, programs on ranks, status and stop."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist import __version__
+from nbdist.commands import VERBS, WORDS
+from nbdist.verbs import NOTEBOOK
+from tests.front.conftest import start_ranks
+from tests.support import processes
+from tests.support.kernel import Kernel, notebook_env
+
+TIMEOUT_S = 120.0
+PROGRAM = """\
+import sys
+from beside import VALUE
+
+print(f"rank {rank} of {world_size}", sys.argv[1:], __file__.endswith("train.py"), VALUE)
+x = torch.ones(1) * (rank + 1)
+dist.all_reduce(x)
+if __name__ == "__main__":
+    print("sum", x.item())
+    sys.exit(0)
+print("never")
+"""
+FAILING = """\
+def step():
+    if rank == 1:
+        raise ValueError("a bad batch")
+
+step()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A folder with programs, and one for runs in it; short, so that sockets fit."""
+    path = Path(tempfile.mkdtemp(prefix="cli-"))
+    (path / "tmp").mkdir()
+    (path / "train.py").write_text(PROGRAM)
+    (path / "beside.py").write_text("VALUE = 7\n")
+    (path / "failing.py").write_text(FAILING)
+    yield path
+    left = processes.open_run_dirs(path / "tmp", "nbdist-*/*")
+    shutil.rmtree(path)
+
+    assert left == []
+
+
+def nbdist(
+    *words: str, folder: Path | None = None, timeout_s: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
+    """What a command came to."""
+    return subprocess.run(
+        [sys.executable, "-m", "nbdist", *words],
+        cwd=folder,
+        env=environment(folder),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def environment(folder: Path | None) -> dict[str, str]:
+    runs = {} if folder is None else {"TMPDIR": str(folder / "tmp")}
+    path = str(Path(__file__).resolve().parents[2])
+    return notebook_env({"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **runs})
+
+
+def test_version() -> None:
+    """The version is the package's, under both spellings."""
+    for word in ("version", "--version"):
+        done = nbdist(word)
+
+        assert (done.returncode, done.stdout) == (0, f"nbdist {__version__}\n")
+
+
+def test_help_lists_every_verb() -> None:
+    """Each verb has a line, those of a notebook with their percent signs."""
+    done = nbdist("--help")
+    lines = done.stdout.splitlines()
+
+    assert done.returncode == 0
+    for verb in VERBS.values():
+        name = verb.typed if verb.place == NOTEBOOK else verb.word
+        assert any(line.split() == [name, *verb.help.split()] for line in lines), name
+    for word in ("doctor", "run", "status", "stop", "version"):
+        assert any(line.startswith(f"  {word} ") for line in lines)
+
+
+def test_nothing_typed_is_wrong_use() -> None:
+    """The help goes to stderr then, and the exit code is 2."""
+    done = nbdist()
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: nbdist VERB")
+
+
+@pytest.mark.parametrize("word", sorted(w for w, v in WORDS.items() if v.place != NOTEBOOK))
+def test_each_verb_has_help_with_an_example(word: str) -> None:
+    """--help shows usage and an example as they are typed here, and does nothing."""
+    done = nbdist(word, "--help")
+
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"usage: nbdist {word}")
+    assert f"\nexample: nbdist {word}" in done.stdout
+    assert "%" not in done.stdout.partition("example:")[2]
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("docter", "Did you mean doctor?"), ("%dist_statsu", "Did you mean status"), ("xyzzy", "")],
+)
+def test_an_unknown_verb_names_close_ones(word: str, told: str) -> None:
+    """Exit code 2, what was typed, and what may be meant."""
+    done = nbdist(word)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"nbdist: there is no verb {word!r}.")
+    assert told in done.stderr
+
+
+def test_every_verb_of_a_notebook_says_that_it_is() -> None:
+    """None of them runs here; each says where it works, with its own example."""
+    from nbdist import cli
+
+    for verb in VERBS.values():
+        if verb.place == NOTEBOOK:
+            for typed in (verb.name, verb.typed):
+                found = cli.named(typed)
+                assert found is verb
+                assert cli.only_in_a_notebook(found).startswith(f"{verb.typed} works only in a")
+                assert verb.example in cli.only_in_a_notebook(found)
+
+
+@pytest.mark.parametrize("word", sorted(v.name for v in VERBS.values() if v.place == NOTEBOOK))
+def test_a_verb_of_a_notebook_is_wrong_use_here(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 and one sentence on stderr; its help is shown all the same."""
+    from nbdist import cli
+
+    code = cli.main([word])
+    said = capsys.readouterr()
+    helped = cli.main([word, "--help"])
+
+    assert (code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert "works only in a notebook" in said.err
+    assert helped == 0
+    assert capsys.readouterr().out.startswith(f"usage: {VERBS[word].typed}")
+
+
+def test_a_verb_of_a_notebook_in_a_process() -> None:
+    """The same by a real command."""
+    done = nbdist("sync")
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("%sync works only in a notebook")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["doctor", "--nope"], "nbdist doctor: unrecognized arguments: --nope"),
+        (["doctor", "now"], "nbdist doctor: unrecognized arguments: now"),
+        (["run"], "no file is named"),
+        (["run", "a.py", "b.py"], "2 files are named"),
+        (["run", "no.py", "-n", "2"], "no.py cannot be read (No such file or directory)"),
+        (["run", "-n", "2", "a.ipynb"], "nbconvert --to notebook --execute a.ipynb"),
+        (["run", "a.py", "-n", "two"], "'two' is no number of ranks"),
+        (["run", "a.py", "--auto"], "unrecognized arguments: --auto"),
+        (["stop", "run-x", "--all"], "choose --all or run-x"),
+    ],
+)
+def test_wrong_use(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, the reason on stderr and no traceback."""
+    from nbdist import cli
+
+    code = cli.main(words)
+    said = capsys.readouterr()
+
+    assert (code, said.out) == (2, "")
+    assert told in said.err
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("text", [b"x = (1,\n", b"\xff\xfe\n", b"x = 1\0\n"])
+def test_what_is_no_program_starts_no_rank(
+    text: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error of syntax is told with its line before anything starts."""
+    from nbdist import cli
+
+    path = folder / "wrong.py"
+    path.write_bytes(text)
+    code = cli.main(["run", str(path), "-n", "2"])
+    said = capsys.readouterr().err
+
+    assert code == 1
+    assert said.startswith(f"{path} is no program, so no rank was started.\n")
+    assert "Error: " in said
+    assert "Traceback" not in said
+
+
+def test_run_shows_the_ranks_output_and_ends_them(folder: Path) -> None:
+    """A program sees its arguments, its path and its neighbours; equal lines come once."""
+    done = nbdist("run", "-n", "2", "train.py", "--", "--lr", "0.1", folder=folder)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "[0] rank 0 of 2 ['--lr', '0.1'] True 7",
+        "[1] rank 1 of 2 ['--lr', '0.1'] True 7",
+        "[0-1] sum 3.0",
+    ]
+    assert done.stderr.startswith("2 ranks on 1 host, ready in ")
+
+
+def test_run_fails_with_the_ranks_traceback(folder: Path) -> None:
+    """Exit code 1, and the failing rank's own lines of its own file."""
+    done = nbdist("run", "failing.py", "-n", "2", folder=folder)
+
+    assert done.returncode == 1
+    assert "ValueError: a bad batch" in done.stderr
+    assert "rank 1" in done.stderr
+    assert re.search(r"failing\.py:5|failing\.py, line 5|failing\.py\", line 5", done.stderr)
+    assert "nbdist.engine.script" not in done.stderr
+    assert "Traceback (most recent call last):\n  File" not in done.stderr.partition("Error")[0]
+
+
+def test_run_tells_an_exit_code(folder: Path) -> None:
+    """A program that ends itself with another code than 0 has failed."""
+    (folder / "leaving.py").write_text("import sys\nsys.exit(3)\n")
+    done = nbdist("run", "leaving.py", "-n", "1", folder=folder)
+
+    assert done.returncode == 1
+    assert "ended itself with exit code 3" in done.stderr
+
+
+def test_an_interrupt_ends_the_program_and_the_ranks(folder: Path) -> None:
+    """Ctrl-C goes to the ranks as in a notebook; then they end, and the exit code says so."""
+    (folder / "long.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(300)\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "nbdist", "run", "long.py", "-n", "2"],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+
+    assert line == "[0-1] begun\n"
+    assert process.returncode == 130
+    assert "ranks 0-1 are back" in said
+    assert processes.open_run_dirs(folder / "tmp", "nbdist-*/*") == []
+
+
+def test_a_program_whose_ranks_are_stopped_says_so(folder: Path) -> None:
+    """nbdist stop ends a program as well: exit code 1, and who did it."""
+    (folder / "long.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(300)\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "nbdist", "run", "long.py", "-n", "1"],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        done = nbdist("stop", folder=folder)
+        _, said = process.communicate(timeout=60)
+
+    assert line == "[0] begun\n"
+    assert done.returncode == 0, done.stderr
+    assert process.returncode == 1
+    assert "The ranks are gone: `nbdist stop` in a terminal ended them at " in said
+    assert "Traceback" not in said
+
+
+def test_doctor(folder: Path) -> None:
+    """A table with a row for each check; the exit code says whether anything is bad."""
+    done = nbdist("doctor", folder=folder)
+    lines = done.stdout.splitlines()
+    rows = {line.split(maxsplit=2)[1] for line in lines if line.split(maxsplit=1)[0] in _VERDICTS}
+
+    assert re.match(r"\d+ bad, \d+ warn, \d+ ok$", lines[0])
+    assert done.returncode == (not lines[0].startswith("0 bad"))
+    assert {"system", "torch", "/dev/shm", "open", "GLOO_SOCKET_IFNAME", "leftovers"} <= rows
+
+
+_VERDICTS = {"ok", "warn", "bad"}
+_GONE = "The ranks are gone: `nbdist stop` in a terminal ended them at "
+
+
+def test_doctor_fails_where_something_is_bad(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1, and what to do about it."""
+    from nbdist import cli
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    code = cli.main(["doctor"])
+
+    assert code == 1
+    assert "bad OMP_NUM_THREADS: this is no number of threads; set it" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[Kernel]:
+    """A notebook with two ranks, whose runs are in the folder."""
+    with Kernel(cwd=folder, env=environment(folder)) as kernel:
+        start_ranks(kernel)
+        yield kernel
+
+
+def test_status_lists_a_notebooks_cluster(cluster: Kernel, folder: Path) -> None:
+    """Its kernel, how many ranks, and where."""
+    [run_dir] = processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*")
+    done = nbdist("status", folder=folder)
+
+    head, row = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert head.split() == ["run", "kernel", "ranks", "hosts", "since", "state", "notebook"]
+    assert row.split()[:3] == [run_dir.name, str(cluster.pid), "2"]
+    assert row.split()[-2:] == ["running", str(folder)]
+
+
+def test_the_magic_shows_the_running_ranks_too(cluster: Kernel) -> None:
+    """%dist_doctor, its help, and nbdist.doctor(), beside running ranks."""
+    cell = cluster.run("%dist_doctor")
+    helped = cluster.run("%dist_doctor --help")
+    called = cluster.run("import nbdist; 'leftovers' in nbdist.doctor().text")
+
+    assert cell.status == "ok", cell.visible
+    text = cell.plain[0]
+    assert "2 ranks on 1 host, gloo, up for" in text
+    assert f"kernel {cluster.pid}" in text
+    assert "<table>" in cell.data("text/html")[0]
+    assert "example: %dist_doctor --clean" in helped.plain[0]
+    assert called.plain == ["True"]
+
+
+def test_clean_leaves_a_living_cluster_alone(cluster: Kernel, folder: Path) -> None:
+    """--clean in a terminal touches nothing of a notebook that lives."""
+    done = nbdist("doctor", "--clean", folder=folder)
+    cell = cluster.run("%%distributed\nrank")
+
+    assert done.stdout.startswith("nothing to clean")
+    assert cell.text == "[0] 0\n[1] 1\n"
+
+
+def test_several_clusters_have_to_be_chosen_from(cluster: Kernel, folder: Path) -> None:
+    """With two of them stop ends none unasked, and lists them; one is ended by its name."""
+    [first] = processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*")
+    with Kernel(cwd=folder, env=environment(folder)) as other:
+        other.run("%load_ext nbdist\n%dist_init -n 1", TIMEOUT_S)
+        both = processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*")
+        [second] = set(both) - {first}
+        asked = nbdist("stop", folder=folder)
+        wrong = nbdist("stop", "run-nope", folder=folder)
+        done = nbdist("stop", second.name, folder=folder)
+        left = cluster.run("%%distributed\nrank")
+
+    assert (asked.returncode, wrong.returncode) == (2, 2)
+    assert "2 clusters run. Name one, or end all with --all." in asked.stderr
+    assert all(path.name in asked.stderr for path in both)
+    assert "there is no cluster run-nope" in wrong.stderr
+    assert (done.returncode, done.stdout) == (0, f"{second.name}: rank 0 stopped\n")
+    assert left.text == "[0] 0\n[1] 1\n"
+
+
+def test_stop_ends_a_cluster_and_its_notebook_says_so(cluster: Kernel, folder: Path) -> None:
+    """The running cell fails with the reason, later verbs too, and new ranks can be started."""
+    pids = [int(line.split()[1]) for line in
+            cluster.run("%%distributed\nimport os; os.getpid()").text.splitlines()]  # fmt: skip
+    cluster.run("%dist_mode all")
+    running = cluster.start("import time; print('runs', flush=True); time.sleep(300)")
+    cluster.wait_output(running, "[0-1] runs")
+    done = nbdist("stop", folder=folder)
+    cell = cluster.finish(running)
+    after = [cluster.run(code) for code in ("1", "%dist_status", "%sync")]
+    local = cluster.run("'rank' in dir()")
+    listed = nbdist("status", folder=folder)
+
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"run-\w+: ranks 0-1 stopped\n", done.stdout)
+    assert processes.wait_gone(pids) == []
+    assert cell.error is not None
+    assert cell.error.ename == "RankGone"
+    assert cell.error.evalue.startswith(_GONE)
+    for one in after:
+        assert one.error is not None
+        assert one.error.ename == "NotRunning"
+        assert one.error.evalue.startswith(_GONE)
+        assert "%dist_init -n 2" in one.error.evalue
+    assert local.plain == ["False"]
+    assert listed.stdout == "no clusters of yours run on this machine\n"
+
+
+def test_new_ranks_can_be_started_and_all_be_stopped(cluster: Kernel, folder: Path) -> None:
+    """A notebook goes on after its ranks were stopped; with none left there is nothing to stop."""
+    again = cluster.run("%dist_reset -n 1", TIMEOUT_S)
+    done = nbdist("stop", "--all", folder=folder)
+    ended = cluster.run("%dist_shutdown")
+    none = nbdist("stop", folder=folder)
+
+    assert again.status == "ok", again.visible
+    assert re.fullmatch(r"run-\w+: rank 0 stopped\n", done.stdout)
+    assert ended.error is not None
+    assert ended.error.evalue.startswith(_GONE)
+    assert (none.returncode, none.stdout) == (1, "")
+    assert none.stderr == "No cluster of yours runs on this machine.\n"
+
+
+def test_an_interrupt_of_the_doctor_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C ends any verb with 130 and one line."""
+    from nbdist import cli
+    from nbdist.client import facts
+
+    def interrupted(_world_size: int | None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(facts, "collect", interrupted)
+
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    """`nbdist --help | head -1` ends quietly."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "nbdist", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": environment(None)["PYTHONPATH"]},
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read()
+
+    assert said == b""
