@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbdist.commands import cells, running, training
+from nbdist.commands import cells, export, running, training
 from nbdist.commands.cells import cell_options
 from nbdist.commands.running import start_and_show
 from nbdist.verbs import Verb
@@ -13,7 +13,7 @@ __all__ = ["REPLACED_MAGICS", "VERBS", "cell_options", "show", "start_and_show"]
 
 # In the order of the help; each file of this folder holds those of one subject.
 VERBS: dict[str, Verb] = {
-    verb.name: verb for verb in (*running.VERBS, *training.VERBS, *cells.VERBS)
+    verb.name: verb for verb in (*running.VERBS, *training.VERBS, *cells.VERBS, *export.VERBS)
 }
 
 # Magics of nbdistributed that have no counterpart of the same name.

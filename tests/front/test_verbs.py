@@ -26,6 +26,9 @@ _OPTION_MISTAKES = {
     "%dist_mode -e -d": "choose one of all, local",
     "%dist_mode all -d": "choose one of all, local",
     "%sync --timeout 0": "0 is not above 0",
+    "%dist_export": "name one file, for example %dist_export train.py",
+    "%dist_export a.py b.py": "name one file",
+    "%dist_export a.txt": "a.txt is no name of a script",
     "%%distributed --nope\n1": "unrecognized arguments: --nope",
     "%%distributed --ranks 7\n1": "rank 7 does not exist: 2 ranks run, 0-1",
     "%%distributed --ranks 1-0\n1": "Write 0-1",
@@ -90,7 +93,7 @@ def test_a_wrong_option_is_an_ordinary_error(kernel: Kernel, code: str) -> None:
 @pytest.mark.parametrize(
     "verb",
     ["%dist_init", "%dist_reset", "%dist_shutdown", "%dist_status", "%dist_mode", "%sync",
-     "%%distributed", "%%rank"],
+     "%dist_export", "%%distributed", "%%rank"],
 )  # fmt: skip
 def test_help_shows_the_options_and_does_nothing(kernel: Kernel, verb: str) -> None:
     """--help shows usage and an example, and runs nothing."""
