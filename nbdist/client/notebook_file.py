@@ -22,7 +22,9 @@ def found(variables: Mapping[str, object], environment: Mapping[str, str]) -> Pa
     """
     told = variables.get("__vsc_ipynb_file__") or environment.get("JPY_SESSION_NAME") or ""
     path = Path(str(told))
-    return path if path.suffix == ".ipynb" and path.is_file() else None
+    # The server may tell it from its own folder; a kernel runs in its notebook's.
+    places = [path, Path(path.name)] if path.suffix == ".ipynb" else []
+    return next((place for place in places if place.is_file()), None)
 
 
 def read(path: Path) -> list[Cell]:

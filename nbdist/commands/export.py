@@ -19,7 +19,7 @@ from nbdist.core import export
 from nbdist.core import strategy as strategies
 from nbdist.core.export import Cell, Magic, Reader
 from nbdist.errors import OptionError
-from nbdist.notebook import LOCAL
+from nbdist.notebook import LOCAL, NOTEBOOK
 from nbdist.verbs import Option, Verb, parse, strategy_given
 from nbdist.view import export as export_view
 from nbdist.view.mime import View
@@ -123,8 +123,8 @@ def _history() -> list[Cell]:
     manager = getattr(shell, "history_manager", None)
     if manager is None:
         return []
-    # The last one is the cell that exports.
-    typed = list(manager.input_hist_raw)[1:-1]
+    # Up to the cell that exports; that one is not there yet where cells run without history.
+    typed = list(manager.input_hist_raw)[1 : NOTEBOOK.cell_number or -1]
     failed = set(getattr(manager, "exceptions", {}))  # from IPython 9 on
     worked = Counter(text for number, text in enumerate(typed, 1) if number not in failed)
     read: list[Cell] = []

@@ -196,10 +196,10 @@ def _head(title: str, pieces: Sequence[Piece], names: Names, settings: Settings)
         _SET_UP.format(rank=names.rank, join=names.join, show=names.show),
     ]
     if shows:
-        lines += ["", _SHOW.format(rank=names.rank, show=names.show)]
+        lines += ["", "", _SHOW.format(rank=names.rank, show=names.show)]
     if has_display:
-        lines += ["", _DISPLAY.format(show=names.show)]
-    lines += ["", f"device = {names.join}()"]
+        lines += ["", "", _DISPLAY.format(show=names.show)]
+    lines += ["", "", f"device = {names.join}()"]
     lines += [_GPU_ID] if _uses(pieces, "gpu_id") else []
     lines += [f"set_seed({settings.seed})"] if settings.seed is not None else []
     lines += [f"accelerator = Accelerator({given})"] if has_accelerator else []
@@ -295,12 +295,12 @@ def {show}(value):
     """Print the value of a cell's last expression, as the notebook shows it."""
     if value is not None:
         print(f"[{{{rank}}}] {{value!r}}")
-'''
+'''.strip()
 _DISPLAY = '''
 def display(*values):
     """Print values; only a notebook can do more."""
     for value in values:
         {show}(value)
-'''
+'''.strip()
 _GPU_ID = "gpu_id = device.index"
 _LOOP = "{loop} = asyncio.new_event_loop()\nasyncio.set_event_loop({loop})"

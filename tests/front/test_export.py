@@ -48,7 +48,27 @@ _TRAINING = [
     ),
     "t = torch.ones(1, device=device) * (rank + four)\ndist.all_reduce(t)\nt",
     "%%rank[0]\n(four,\n world_size)",
+    "rank = 10 + rank",
+    "%%rank[1]\nrank",
+    "rank = dist.get_rank()",
     "%dist_mode local",
+]
+_ACCUMULATED = [
+    "%dist_strategy ddp --bf16 --accumulate 2",
+    """%%distributed
+torch.manual_seed(rank)
+x = torch.randn(16, 8)
+torch.manual_seed(5)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+for k in range(8):
+    with accelerator.accumulate(model):
+        loss = (model(x) - x.sum(1, keepdim=True)).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"{loss.item():.6f}")""",
 ]
 
 
@@ -132,6 +152,19 @@ def test_torchrun_prints_what_the_notebook_printed(
 
     assert torchrun(tmp_path / "a.py") == trained
     assert len(trained[0]) == 4 + len(["reduced", "four", "t", "(four, world_size)"])
+    assert trained[1][-1] == "11"
+
+
+def test_precision_and_accumulation_are_the_strategys(ranks: Kernel, tmp_path: Path) -> None:
+    """ddp --bf16 --accumulate 2 gives the script's Accelerator arguments, and the same losses."""
+    try:
+        wanted = printed(ranks, _ACCUMULATED)
+    finally:
+        ranks.run("%dist_strategy ddp")
+    nbdist.export(write(tmp_path / "a.ipynb", [*_START, *_ACCUMULATED]), tmp_path / "a.py")
+
+    assert len(set(wanted[0])) == 4  # a step after every second backward
+    assert torchrun(tmp_path / "a.py") == wanted
 
 
 def test_accelerate_launch_prints_what_the_notebook_printed(
