@@ -119,7 +119,7 @@ def export(cells: Sequence[Cell], title: str, reader: Reader) -> Exported:
     kept = [piece for piece in walk.pieces if piece.part is not None]
     taken = tuple(piece.number for piece in kept if piece.number not in written.refused)
     remarks = [written.remark, *walk.remarks] if written.remark else walk.remarks
-    told = (*_told(notes), *remarks)
+    told = tuple(text.printable(line) for line in (*_told(notes), *remarks))
     if not taken:
         raise OptionError(_nothing(cells, title, told))
     return Exported(written.text, taken, _count(cells), told, walk.world_size)
@@ -163,7 +163,7 @@ def _names(cells: Sequence[Cell], reader: Reader) -> Names:
 
 def _words(body: str, reader: Reader) -> frozenset[str]:
     try:
-        return text.words(reader.transform(body))
+        return text.words(exported.python_of(body, reader.transform))
     except (SyntaxError, tokenize.TokenError):
         return frozenset()  # it will not be in the script
 
@@ -308,7 +308,7 @@ class _Walk:
         self.notes.append(Note(kind, cell.number, what))
         if what:  # of a cell that runs on ranks
             why = LEFT_OUT[kind].removeprefix("left out, ").removeprefix("there as comments: ")
-            head = f"# %% cell {cell.number}, left out, {why}: {what}"
+            head = text.printable(f"# %% cell {cell.number}, left out, {why}: {what}")
             body = text.commented(cell.text.strip("\n"))
             self.pieces.append(Piece(0, "", text=f"{head}\n{body}"))
 

@@ -122,7 +122,7 @@ def foreign_magic(magics: Sequence[tuple[str, str]], own: frozenset[str]) -> str
 def line_magics(body: str, transform: Callable[[str], str]) -> list[tuple[str, str]]:
     """Every line magic of a cell as (name, line), in order; none where it is not Python."""
     try:
-        tree = text.checked(transform(body)).tree
+        tree = text.checked(python_of(body, transform)).tree
     except SyntaxError:
         return []
     calls = [call for node in ast.walk(tree) if (call := _shell_call(node)) is not None]
@@ -132,6 +132,12 @@ def line_magics(body: str, transform: Callable[[str], str]) -> list[tuple[str, s
 
 
 _LINE_MAGIC = "run_line_magic"
+
+
+def python_of(body: str, transform: Callable[[str], str]) -> str:
+    """A cell as IPython would run it, without the warnings that it gave when it ran."""
+    with text.quiet():
+        return transform(body)
 
 
 def part(body: str, transform: Callable[[str], str], show: str) -> Part:
@@ -146,7 +152,7 @@ def part(body: str, transform: Callable[[str], str], show: str) -> Part:
         LeftOutError: If it cannot be in a script.
     """
     try:
-        source = transform(body).rstrip("\n")
+        source = python_of(body, transform).rstrip("\n")
         read = text.checked(source)
     except SyntaxError as error:
         where = f"line {error.lineno}: " if error.lineno else ""
@@ -242,7 +248,7 @@ def _is_python(given: Sequence[str]) -> bool:
 
 
 def _as_comment(made: Part, node: ast.stmt, lines: Sequence[str]) -> list[str]:
-    comments = [f"# {line}" for line in lines]
+    comments = [text.commented(line) for line in lines]
     is_nested = all(node is not one for one in made.tree.body)
     return [*comments, "pass"] if is_nested else comments
 
@@ -255,7 +261,7 @@ def _stop(
     typed = " = ".join([*map(ast.unparse, targets), _typed(call)])
     made.notes.append(("stops", typed))
     told = f"{typed}: a script has no magics and shell commands; write it in Python"
-    return [f"# {typed}", f"raise NotImplementedError({told!r})"]
+    return [text.commented(typed), f"raise NotImplementedError({told!r})"]
 
 
 def _noticed(tree: ast.Module, source: str, edits: Sequence[Edit]) -> list[tuple[str, str]]:

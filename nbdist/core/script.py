@@ -148,7 +148,8 @@ def _block(piece: Piece, names: Names) -> str:
     """A cell as it stands in the script."""
     if piece.part is None:
         return piece.text
-    border = f"# %% cell {piece.number}" + (f": {piece.title}" if piece.title else "")
+    title = f": {text.printable(piece.title)}" if piece.title else ""
+    border = f"# %% cell {piece.number}{title}"
     source = piece.part.source.strip("\n")
     above = ""
     if piece.part.is_async:
@@ -208,7 +209,7 @@ def _head(title: str, pieces: Sequence[Piece], names: Names, settings: Settings)
 
 
 def _first_lines(title: str, settings: Settings, remark: str) -> list[str]:
-    shown = "".join(character if character.isprintable() else "?" for character in title)
+    shown = text.printable(title).replace("\n", "?")
     lines = [
         f"# The distributed cells of {shown}, exported by nbdist. It runs without nbdist:",
         "#",
@@ -218,7 +219,11 @@ def _first_lines(title: str, settings: Settings, remark: str) -> list[str]:
     ]
     remarks = [remark, *settings.remarks] if remark else list(settings.remarks)
     if remarks:
-        lines += ["#", "# Not as in the notebook:", *(f"# - {one}" for one in remarks)]
+        lines += [
+            "#",
+            "# Not as in the notebook:",
+            *(text.commented(f"- {one}") for one in remarks),
+        ]
     return lines
 
 

@@ -18,6 +18,8 @@ INDENT = "    "
 # f-strings are several tokens from Python 3.12 on, t-strings exist from 3.14 on.
 _BEGINS = {getattr(tokenize, name, None) for name in ("FSTRING_START", "TSTRING_START")}
 _ENDS = {getattr(tokenize, name, None) for name in ("FSTRING_END", "TSTRING_END")}
+# Python counts a line's blanks anew after a form feed.
+_PAGE = re.compile(r"^[ \t\f]*\f")
 _BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
           tokenize.ENDMARKER}  # fmt: skip
 
@@ -80,7 +82,7 @@ def indented(source: str) -> str:
     """
     inside = _inside_strings(source)
     return "\n".join(
-        line if number in inside or not line.strip() else INDENT + line
+        line if number in inside or not line.strip() else INDENT + _PAGE.sub("", line)
         for number, line in enumerate(source.split("\n"), 1)
     )
 
@@ -137,7 +139,12 @@ def called(source: str, node: ast.Expr, function: str) -> Edit:
 
 def commented(source: str) -> str:
     """Return the source with every line as a comment."""
-    return "\n".join(f"# {line}".rstrip() for line in source.split("\n"))
+    return "\n".join(f"# {line}".rstrip() for line in printable(source).split("\n"))
+
+
+def printable(line: str) -> str:
+    """Return the text without signs that a source file cannot hold, or that end a line."""
+    return "".join(sign if sign.isprintable() or sign in "\t\n" else "?" for sign in line)
 
 
 def stands_alone(source: str, node: ast.stmt) -> bool:

@@ -197,6 +197,17 @@ def test_a_cell_that_fails_among_others_is_a_comment() -> None:
     assert "\n# global x\n# x = 2\n" in made.script
 
 
+@pytest.mark.parametrize("sign", ["\0", "\ud800", "\u2028"])
+@pytest.mark.parametrize("cell", ["# {}", "!ls {}", "x = !ls {}", "x = = '{}'", "%%bash\n{}"])
+def test_signs_that_no_file_can_hold_do_no_harm(cell: str, sign: str) -> None:
+    """A cell that has one may stay or not; the script is a file that Python reads."""
+    made = exported(f"%%distributed\n{cell.format(sign)}", f"%dist_mode {sign}", "%%distributed\n1")
+
+    assert 3 in made.taken
+    compile(made.script.encode(), "script", "exec")
+    assert all(line.encode() for line in made.told)
+
+
 def test_a_cell_magic_inside_a_loop_is_told() -> None:
     """What a cell magic does inside Python code cannot be known before it runs."""
     cell = "for k in range(2):\n    get_ipython().run_cell_magic(\n        'rank', str(k), 'x')"

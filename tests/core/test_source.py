@@ -28,6 +28,7 @@ _SOURCES = {
     "two strings side by side": "x = '''a\nb''' '''c\nd'''; y = 1",
     "letters of several bytes": "x = 'é日'; y = '''é\n日'''",
     "a line separator": "x = 'a\u2028b\x0cc'",
+    "form feeds": "def f():\n  \f  return '\f'\n\fx = f()\n",
     "globals in functions": "x = 1\ndef f():\n  global x\n  x = 2\nf()",
     "a bad escape": "x = '''\\d\n  \\w'''",
 }
