@@ -160,11 +160,13 @@ def part(body: str, transform: Callable[[str], str], show: str) -> Part:
     made = Part(source, read.tree, read.is_async)
     edits = [edit for node in _statements(read.tree) if (edit := _edit(made, node)) is not None]
     made.notes.extend(_noticed(read.tree, source, edits))
-    last = read.tree.body[-1] if read.tree.body else None
-    if isinstance(last, ast.Expr) and _is_shown(source, last, edits):
-        edits.append(text.called(source, last, show))
     edited = text.edited(source, edits)
     final = text.checked(edited)  # %time has brought names along
+    last = final.tree.body[-1] if final.tree.body else None
+    if isinstance(last, ast.Expr) and _is_shown(read.tree.body[-1], last, edits):
+        is_silenced = text.is_silenced(edited)
+        shown = [] if is_silenced else [text.called(edited, last, show)]
+        edited = text.edited(edited, shown)
     return replace(made, source=edited, tree=final.tree, is_async=final.is_async)
 
 
@@ -172,10 +174,17 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
 
 
-def _is_shown(source: str, last: ast.Expr, edits: Sequence[Edit]) -> bool:
-    is_edited = any(edit.first <= last.lineno <= edit.last for edit in edits)
+def _is_shown(typed: ast.stmt, last: ast.Expr, edits: Sequence[Edit]) -> bool:
+    """Whether the last value of the script's cell is the one that the notebook shows."""
+    instead = next(
+        (one.lines[-1] for one in edits if one.first <= typed.lineno <= one.last), _TIMED
+    )
     is_print = isinstance(last.value, ast.Call) and _name(last.value.func) in {"print", "display"}
-    return not (is_edited or is_print or text.is_silenced(source))
+    return instead.endswith(_TIMED) and not is_print
+
+
+# Ends the line of what %time timed.
+_TIMED = "  # %time"
 
 
 def _edit(made: Part, node: ast.stmt) -> Edit | None:
@@ -230,7 +239,7 @@ def _magic(made: Part, node: ast.Expr, call: ast.Call) -> list[str]:
     typed = _typed(call)
     given = [_constant(one) for one in call.args]
     if _method(call) == _LINE_MAGIC and given[:1] == ["time"] and _is_python(given[1:]):
-        return [f"{given[1]}  # %time"]
+        return [f"{given[1]}{_TIMED}"]
     is_nested = _method(call) == "run_cell_magic"
     made.notes.append(("nested" if is_nested else "comment", typed))
     lines = _lines_of(made, node) if is_nested else [typed]

@@ -210,11 +210,13 @@ def _head(title: str, pieces: Sequence[Piece], names: Names, settings: Settings)
 
 def _first_lines(title: str, settings: Settings, remark: str) -> list[str]:
     shown = text.printable(title).replace("\n", "?")
+    size = settings.world_size
+    several = "--multi_gpu " if size > 1 else ""  # refused for one; elsewhere for CPUs as well
     lines = [
         f"# The distributed cells of {shown}, exported by nbdist. It runs without nbdist:",
         "#",
-        f"#     torchrun --nproc-per-node {settings.world_size} THIS_FILE",
-        f"#     accelerate launch --multi_gpu --num_processes {settings.world_size} THIS_FILE",
+        f"#     torchrun --nproc-per-node {size} THIS_FILE",
+        f"#     accelerate launch {several}--num_processes {size} THIS_FILE",
         "#     python THIS_FILE        one rank",
     ]
     remarks = [remark, *settings.remarks] if remark else list(settings.remarks)

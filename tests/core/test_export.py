@@ -158,6 +158,10 @@ def test_time_is_taken_off() -> None:
     assert body("%%distributed\n%%time\nx = 1\n%time y = x + 1\ny") == (
         "# %% cell 1: %%distributed\nx = 1\ny = x + 1  # %time\nshow_result(y)"
     )
+    assert body("%%distributed\n%time f(2)") == (
+        "# %% cell 1: %%distributed\nshow_result(f(2))  # %time"
+    )
+    assert body("%%distributed\nx\n%pwd") == "# %% cell 1: %%distributed\nx\n# %pwd"
     assert body("%%time\n%%rank [1]\nx = 1").endswith("if RANK in (1,):\n    x = 1")
 
 
