@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nbdist.core.shown import shown
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.client.session import Session
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from nbdist.view.mime import View
 
 # Without Accelerator: `from nbdist import *` would load torch in the notebook.
-__all__ = ["__version__", "doctor", "load_ipython_extension", "session", "shown", "start"]
+__all__ = [
+    "__version__", "doctor", "export", "load_ipython_extension", "session", "shown", "start",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 
@@ -85,6 +89,28 @@ def doctor(*, clean: bool = False) -> View:
     from nbdist.commands.doctor import examined
 
     return examined(is_cleaning=clean)
+
+
+def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool = False) -> View:
+    """Write a notebook's distributed cells as one script that runs without nbdist.
+
+    It needs no ranks, and runs nothing of the notebook. The same as %dist_export.
+
+    Args:
+        notebook: Its file; None for the notebook that runs this, "history" for the cells that
+            have run in this kernel.
+        script: The file to write.
+        is_forced: Replace it if it exists.
+
+    Returns:
+        What was taken, and what was left out and why, to be shown.
+
+    Raises:
+        OptionError: If a file cannot be read or written, or no cell can be taken.
+    """
+    from nbdist.commands.export import write_script
+
+    return write_script(script, notebook, is_forced=is_forced)
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

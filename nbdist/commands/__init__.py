@@ -5,7 +5,7 @@ The magics read this table, and so does the command line.
 
 from __future__ import annotations
 
-from nbdist.commands import cells, doctor, running, terminal, training, variables
+from nbdist.commands import cells, doctor, export, running, terminal, training, variables
 from nbdist.commands.cells import cell_options
 from nbdist.commands.running import start_and_show
 from nbdist.verbs import NOTEBOOK, TERMINAL, Verb
@@ -20,6 +20,7 @@ _ALL = (
     *training.VERBS,
     *variables.VERBS,
     *cells.VERBS,
+    *export.VERBS,
     *doctor.VERBS,
     *terminal.VERBS,
 )

@@ -253,6 +253,7 @@ def prepare(seed: int | None = None) -> Topology:
             "world_size": runtime.topology.world_size,
             "local_rank": place.local_rank,
             "device": torch.device(place.device),
+            "gpu_id": torch.device(place.device).index,
             "torch": torch,
             "dist": dist,
             "accelerator": LazyAccelerator(),

@@ -63,17 +63,17 @@ def ready(kernel: Kernel) -> Kernel:
 
 
 def test_every_rank_has_the_promised_names(kernel: Kernel) -> None:
-    """rank, world_size, local_rank, device, torch, dist and accelerator are there and agree."""
+    """rank, world_size, local_rank, device, gpu_id, torch, dist, accelerator agree."""
     cell = kernel.run(
         "%%distributed\nimport torch as t, torch.distributed as d, accelerate\n"
         "(dist.get_rank() == rank == local_rank == accelerator.process_index,\n"
         " world_size == dist.get_world_size() == accelerator.num_processes,\n"
-        " device.type == accelerator.device.type == 'cpu', torch is t, dist is d,\n"
+        " device.type == accelerator.device.type == 'cpu', gpu_id is None, torch is t, dist is d,\n"
         " isinstance(accelerator, accelerate.Accelerator), str(accelerator.distributed_type))"
     )
 
     assert cell.visible == (
-        "[0-1] (True, True, True, True, True, True, 'DistributedType.MULTI_CPU')\n"
+        "[0-1] (True, True, True, True, True, True, True, 'DistributedType.MULTI_CPU')\n"
     )
 
 

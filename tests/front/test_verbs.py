@@ -30,6 +30,9 @@ _OPTION_MISTAKES = {
     "%sync --timeout 0": "0 is not above 0",
     "%dist_restart 1 --timeout x": "'x' is no number",
     "%dist_restart --timeout 5 7": "rank 7 does not exist: 2 ranks run, 0-1",
+    "%dist_export": "name one file, for example %dist_export train.py",
+    "%dist_export a.py b.py": "name one file",
+    "%dist_export a.txt": "a.txt is no name of a script",
     "%%distributed --nope\n1": "unrecognized arguments: --nope",
     "%%distributed --ranks 7\n1": "rank 7 does not exist: 2 ranks run, 0-1",
     "%%distributed --ranks 1-0\n1": "Write 0-1",
@@ -94,7 +97,7 @@ def test_a_wrong_option_is_an_ordinary_error(kernel: Kernel, code: str) -> None:
 @pytest.mark.parametrize(
     "verb",
     ["%dist_init", "%dist_reset", "%dist_shutdown", "%dist_status", "%dist_doctor", "%dist_mode",
-     "%sync", "%dist_push", "%dist_pull", "%%distributed", "%%rank"],
+     "%sync", "%dist_push", "%dist_pull", "%dist_export", "%%distributed", "%%rank"],
 )  # fmt: skip
 def test_help_shows_the_options_and_does_nothing(kernel: Kernel, verb: str) -> None:
     """--help shows usage and an example, and runs nothing."""

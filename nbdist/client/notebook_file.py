@@ -1,0 +1,57 @@
+"""The notebook's file: where it is, and its cells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nbdist.core.export import Cell
+from nbdist.errors import OptionError
+
+FORMAT = 4
+
+
+def found(variables: Mapping[str, object], environment: Mapping[str, str]) -> Path | None:
+    """The file of the notebook that this kernel runs, as far as its front end tells; else None.
+
+    Args:
+        variables: Of the notebook; VS Code puts the path among them.
+        environment: Of the kernel; Jupyter's server puts the path there.
+    """
+    told = variables.get("__vsc_ipynb_file__") or environment.get("JPY_SESSION_NAME") or ""
+    path = Path(str(told))
+    # The server may tell it from its own folder; a kernel runs in its notebook's.
+    places = [path, Path(path.name)] if path.suffix == ".ipynb" else []
+    return next((place for place in places if place.is_file()), None)
+
+
+def read(path: Path) -> list[Cell]:
+    """The cells of a notebook's file; code cells are numbered from 1.
+
+    Raises:
+        OptionError: If it is no notebook that can be read.
+    """
+    try:
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{path} cannot be read as a notebook: {error}") from error
+    cells = notebook.get("cells") if isinstance(notebook, dict) else None
+    if not isinstance(cells, list) or notebook.get("nbformat") != FORMAT:
+        raise OptionError(
+            f"{path} is no notebook of format {FORMAT}. Open it in Jupyter and save it: that "
+            "brings an older one up to date."
+        )
+    numbers = iter(range(1, len(cells) + 1))
+    return [
+        Cell(next(numbers), _source(cell))
+        if cell.get("cell_type") == "code"
+        else Cell(0, _source(cell) if cell.get("cell_type") == "markdown" else "", is_code=False)
+        for cell in cells
+    ]
+
+
+def _source(cell: Mapping[str, Any]) -> str:
+    source = cell.get("source", "")
+    return "".join(source) if isinstance(source, list) else str(source)

@@ -1,0 +1,236 @@
+"""The verb that makes a script of the notebook, and what it knows of the other verbs."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from IPython import get_ipython
+from IPython.core.inputtransformer2 import TransformerManager
+
+from nbdist.client import notebook_file, strategy
+from nbdist.commands import cells, running, training
+from nbdist.core import export
+from nbdist.core import strategy as strategies
+from nbdist.core.export import Cell, Magic, Reader
+from nbdist.errors import OptionError
+from nbdist.notebook import LOCAL, NOTEBOOK
+from nbdist.verbs import ANYWHERE, Option, Verb, parse, strategy_given
+from nbdist.view import export as export_view
+from nbdist.view.mime import View
+
+HISTORY = "history"
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where cells were read.
+
+    Attributes:
+        cells: All of them.
+        name: For the script's first line and the note.
+        notes: What to say of the choice.
+    """
+
+    cells: list[Cell]
+    name: str
+    notes: tuple[str, ...] = ()
+
+
+def write_script(script: str | Path, source: str | Path | None, *, is_forced: bool) -> View:
+    """Write a notebook's distributed cells as a script; see nbdist.export.
+
+    Raises:
+        OptionError: If a file cannot be read or written, or no cell can be taken.
+    """
+    path = _writable(Path(script).expanduser(), is_forced=is_forced)
+    origin = _origin(source)
+    try:
+        made = export.export(origin.cells, origin.name, Reader(_transform, meaning))
+    except OptionError as error:
+        raise OptionError("\n  ".join([str(error), *origin.notes])) from error
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(made.script, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OptionError(f"{path} cannot be written: {error}") from error
+    return export_view.written(path, origin.name, origin.notes, made)
+
+
+def _writable(path: Path, *, is_forced: bool) -> Path:
+    if path.suffix != ".py":
+        raise OptionError(f"{path} is no name of a script. Name one that ends with .py.")
+    if not path.parent.is_dir():
+        raise OptionError(f"There is no folder {path.parent.absolute()} for {path.name}. Make it.")
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder. Name a file in it.")
+    if path.exists() and not is_forced:
+        raise OptionError(f"{path} exists. --force replaces it; or name another file.")
+    return path
+
+
+def _transform(cell: str) -> str:
+    # One of its own: the shell's sends cells to the ranks.
+    return TransformerManager().transform_cell(cell)
+
+
+def _origin(source: str | Path | None) -> _Origin:
+    """The cells of the file that is named, else of this notebook's file, else the history."""
+    history = _history()
+    if source is not None and str(source) != HISTORY:
+        path = Path(source).expanduser()
+        return _Origin(notebook_file.read(path), path.name)
+    shell: Any = get_ipython()
+    variables = {} if shell is None else shell.user_ns
+    known = notebook_file.found(variables, os.environ) if source is None else None
+    if known is not None:
+        return _from_own_file(known, history)
+    if not history:
+        raise OptionError("No cell has run here. Name a notebook: --from NOTEBOOK.ipynb.")
+    note = "this notebook's file is not known; --from NOTEBOOK.ipynb names it"
+    return _Origin(history, _RAN, () if source else (note,))
+
+
+_RAN = "what ran in this kernel"
+
+
+def _from_own_file(path: Path, history: list[Cell]) -> _Origin:
+    """The notebook's own file, unless none of its cells is among those that ran here."""
+    in_file = notebook_file.read(path)
+    saved = {cell.text.strip() for cell in in_file if cell.is_code}
+    ran = {cell.text.strip() for cell in history if not cell.text.startswith("%load_ext")}
+    if ran and not ran & saved:
+        return _Origin(history, _RAN, (f"{path} was left aside: none of its cells ran here",))
+    notes = [f"read from {path} as last saved"]
+    if ran - saved:
+        notes.append(
+            f"{len(ran - saved)} that ran here are not in the file: older versions, or not saved "
+            "yet (then save and export again; --from history takes what ran)"
+        )
+    return _Origin(in_file, path.name, tuple(notes))
+
+
+def _history() -> list[Cell]:
+    """The cells that ran in this kernel, in the order in which each text ran first."""
+    shell: Any = get_ipython()
+    manager = getattr(shell, "history_manager", None)
+    if manager is None:
+        return []
+    # Up to the cell that exports; that one is not there yet where cells run without history.
+    typed = list(manager.input_hist_raw)[1 : NOTEBOOK.cell_number or -1]
+    failed = set(getattr(manager, "exceptions", {}))  # from IPython 9 on
+    worked = Counter(text for number, text in enumerate(typed, 1) if number not in failed)
+    read: list[Cell] = []
+    seen: set[str] = set()
+    for number, text in enumerate(typed, 1):
+        problem = "failed" if not worked[text] else "repeated" if text in seen else ""
+        seen.add(text)
+        read.append(Cell(number, text, problem=problem))
+    return read
+
+
+def meaning(name: str, line: str) -> Magic | None:
+    """What a magic means for a script; None for one that is not nbdist's."""
+    if name not in _TABLE:
+        return None
+    verb = _TABLE[name]
+    try:
+        parsed = parse(verb, line)
+        read = _MEANINGS.get(name)
+        return Magic() if read is None or parsed.wants_help else read(parsed.values)
+    except OptionError as error:
+        return Magic(problem=f"{verb.typed} {line}: {str(error).partition(chr(10))[0]}")
+
+
+def _of_cell(values: Namespace) -> Magic:
+    options = cells.cell_options(values)
+    return Magic(ranks=options.ranks or "all", timeout_s=options.timeout_s)
+
+
+def _of_start(values: Namespace) -> Magic:
+    asked = strategy.asked(values.strategy, strategy_given(values))
+    return Magic(
+        mode="all" if values.auto else None,
+        world_size=values.world_size,
+        seed=values.seed,
+        choice=_choice(asked, values.world_size),
+    )
+
+
+def _of_reset(values: Namespace) -> Magic:
+    return Magic(
+        mode="all" if values.auto else None,
+        choice=_of_start(values).choice,
+        note="%dist_reset starts the ranks anew; the script goes on with its variables",
+    )
+
+
+def _of_strategy(values: Namespace) -> Magic:
+    name = values.named[0] if values.named else None
+    return Magic(choice=_choice(strategy.asked(name, strategy_given(values)), None))
+
+
+def _choice(asked: strategy.Asked | None, world_size: int | None) -> strategies.Choice | None:
+    """The strategy for as many ranks as were typed, or as it takes."""
+    if asked is None:
+        return None
+    sizes = [world_size] if world_size else [2, 4, 8, 16, 1]
+    for size in sizes[:-1]:
+        try:
+            return strategies.choose(asked.name, dict(asked.given), size)
+        except OptionError:
+            continue
+    return strategies.choose(asked.name, dict(asked.given), sizes[-1])
+
+
+def _of_mode(values: Namespace) -> Magic:
+    words = [*values.where, *(["all"] if values.is_on else []), *([LOCAL] if values.is_off else [])]
+    return Magic(mode=" ".join(words) or None)
+
+
+_MEANINGS: dict[str, Callable[[Namespace], Magic]] = {
+    "distributed": _of_cell,
+    "rank": _of_cell,
+    "dist_init": _of_start,
+    "dist_reset": _of_reset,
+    "dist_strategy": _of_strategy,
+    "dist_mode": _of_mode,
+    "dist_shutdown": lambda _values: Magic(mode=LOCAL),
+}
+
+
+def dist_export(values: Namespace) -> View:
+    """Write the distributed cells as a script."""
+    if len(values.script) != 1:
+        raise OptionError("%dist_export: name one file, for example %dist_export train.py.")
+    return write_script(values.script[0], values.source, is_forced=values.is_forced)
+
+
+VERBS = (
+    Verb(
+        "dist_export",
+        "Write the notebook's distributed cells as one script for torchrun.",
+        "%dist_export train.py",
+        dist_export,
+        (
+            Option(("script",), "the script to write, such as train.py", metavar="FILE.py"),
+            Option(
+                ("--from",),
+                "the notebook's file, or history for the cells that ran here (this notebook's "
+                "file where it is known)",
+                metavar="NOTEBOOK.ipynb",
+                name="source",
+            ),
+            Option(("--force",), "replace the file if it exists", None, name="is_forced"),
+        ),
+        place=ANYWHERE,
+    ),
+)
+_TABLE = {verb.name: verb for verb in (*running.VERBS, *training.VERBS, *cells.VERBS, *VERBS)}

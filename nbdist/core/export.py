@@ -1,0 +1,339 @@
+"""A notebook's distributed cells as one script that runs without nbdist.
+
+`core.exported` makes a part of one cell, `core.script` writes parts as a file; here is decided
+which cells run on ranks, and what is said of the others.
+"""
+
+from __future__ import annotations
+
+import re
+import tokenize
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from nbdist.core import exported, script
+from nbdist.core import source as text
+from nbdist.core.exported import CHANGED, LEFT_OUT, LeftOutError, Note, Part
+from nbdist.core.ranks import is_all, parse_numbers, rank_label
+from nbdist.core.script import Names, Piece, Settings
+from nbdist.core.strategy import Choice, described
+from nbdist.errors import OptionError
+
+LOCAL = "local"
+CELL_VERBS = frozenset({"distributed", "rank", LOCAL})
+_FIRST_MAGIC = re.compile(r"^%(\w+)(.*)$")
+_EXITS = {"exit", "exit()", "quit", "quit()"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a notebook.
+
+    Attributes:
+        number: Among its code cells, or in the history; 0 for text.
+        text: As typed.
+        is_code: Not a cell of text.
+        problem: "failed" or "repeated" where it is known to be of no use.
+    """
+
+    number: int
+    text: str
+    is_code: bool = True
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Magic:
+    """What a magic of nbdist means for a script; None and "" where it says nothing.
+
+    Attributes:
+        mode: Where plain cells run from now on: "all", "local" or ranks.
+        ranks: Where the cell below it runs.
+        timeout_s: Of that cell.
+        world_size: Ranks that it starts.
+        seed: Of those.
+        choice: The strategy.
+        note: What to say of it.
+        problem: Why it cannot be read.
+    """
+
+    mode: str | None = None
+    ranks: str | None = None
+    timeout_s: float | None = None
+    world_size: int | None = None
+    seed: int | None = None
+    choice: Choice | None = None
+    note: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What is known outside of core.
+
+    Attributes:
+        transform: IPython's: from the text of a cell to Python. Raises SyntaxError.
+        magic: What a magic (name, line) of nbdist means; None for one of somebody else's.
+    """
+
+    transform: Callable[[str], str]
+    magic: Callable[[str, str], Magic | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A script and what to say of it.
+
+    Attributes:
+        script: Its text.
+        taken: Numbers of the cells that are in it.
+        total: How many code cells there were.
+        told: One line of each kind about cells that were left out or changed, and strategies.
+        world_size: Ranks that the notebook starts.
+    """
+
+    script: str
+    taken: tuple[int, ...]
+    total: int
+    told: tuple[str, ...]
+    world_size: int
+
+
+def export(cells: Sequence[Cell], title: str, reader: Reader) -> Exported:
+    """The distributed cells, in their order, as one script.
+
+    Args:
+        cells: Of the whole notebook, from the top.
+        title: What it was made of, for the script's first line.
+        reader: What magics mean.
+
+    Raises:
+        OptionError: If no cell can be taken.
+    """
+    walk = _Walk(reader, _names(cells, reader))
+    for cell in cells:
+        walk.take(replace(cell, text=cell.text.replace("\r\n", "\n").replace("\r", "\n")))
+    written = script.written(title, walk.pieces, walk.names, walk.settings())
+    left = [Note("syntax", number, what) for number, what in written.refused.items()]
+    notes = [note for note in walk.notes if note.number not in written.refused] + left
+    kept = [piece for piece in walk.pieces if piece.part is not None]
+    taken = tuple(piece.number for piece in kept if piece.number not in written.refused)
+    remarks = [written.remark, *walk.remarks] if written.remark else walk.remarks
+    told = tuple(text.printable(line) for line in (*_told(notes), *remarks))
+    if not taken:
+        raise OptionError(_nothing(cells, title, told))
+    return Exported(written.text, taken, _count(cells), told, walk.world_size)
+
+
+def _nothing(cells: Sequence[Cell], title: str, told: Sequence[str]) -> str:
+    lines = "".join(f"\n  {line}" for line in told)
+    return (
+        f"There is nothing to export: none of {_count(cells)} code cells of {title} can be taken. "
+        "Taken are cells with %%distributed or %%rank, and plain ones below %dist_mode all or "
+        f"%dist_init --auto.{lines}"
+    )
+
+
+def _count(cells: Sequence[Cell]) -> int:
+    return sum(cell.is_code and bool(cell.text.strip()) for cell in cells)
+
+
+def _told(notes: Sequence[Note]) -> list[str]:
+    """One line of each kind, with its cells."""
+    lines = []
+    for kind, phrase in {**LEFT_OUT, **CHANGED}.items():
+        of_kind = [note for note in notes if note.kind == kind]
+        bare = [note.number for note in of_kind if not note.what]
+        named = [f"{note.number} ({note.what})" for note in of_kind if note.what]
+        if of_kind:
+            numbers = [rank_label(bare)] if bare else []
+            word = "cell" if len(of_kind) == 1 else "cells"
+            lines.append(f"{phrase}: {word} {', '.join([*numbers, *named])}")
+    return lines
+
+
+def _names(cells: Sequence[Cell], reader: Reader) -> Names:
+    """Names for the script's own things that no cell uses."""
+    used: set[str] = set()
+    for cell in cells:
+        if cell.is_code:
+            used |= _words(exported.opened(cell.text).body, reader)
+    return Names.free(used)
+
+
+def _words(body: str, reader: Reader) -> frozenset[str]:
+    try:
+        return text.words(exported.python_of(body, reader.transform))
+    except (SyntaxError, tokenize.TokenError):
+        return frozenset()  # it will not be in the script
+
+
+@dataclass(slots=True)
+class _Walk:
+    """What is known at a place in the notebook, from its top on.
+
+    Attributes:
+        reader: What magics mean.
+        names: Of the script's own things.
+        mode: Where plain cells run.
+        pieces: What stands in the script so far.
+        notes: What is to be said of cells.
+        remarks: What is to be said besides.
+        start: What ranks and models started with.
+    """
+
+    reader: Reader
+    names: Names
+    mode: str = LOCAL
+    pieces: list[Piece] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    start: Magic = field(default_factory=Magic)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the notebook starts; 2 where it does not say."""
+        return self.start.world_size or 2
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a cell so far uses an Accelerator: a strategy that comes later is a switch."""
+        used = {"accelerator", "Accelerator"}
+        return any(text.read_names(part.tree) & used for part in self.taken)
+
+    @property
+    def taken(self) -> list[Part]:
+        """The cells so far."""
+        return [piece.part for piece in self.pieces if piece.part is not None]
+
+    def settings(self) -> Settings:
+        """What the head of the script needs to know."""
+        return Settings(self.world_size, self.start.seed, self.start.choice, tuple(self.remarks))
+
+    def take(self, cell: Cell) -> None:
+        """Go one cell further."""
+        if not cell.is_code:
+            self.pieces += [Piece(0, "", text=line) for line in _headings(cell.text)]
+        elif cell.problem:
+            self._leave(cell, cell.problem)
+        elif cell.text.strip():
+            self._code(cell)
+
+    def _code(self, cell: Cell) -> None:
+        opened = exported.opened(cell.text)
+        verbs = [magic for magic in opened.magics if magic[0] in CELL_VERBS]
+        where = self._where(verbs, opened.body)
+        foreign = exported.foreign_magic(opened.magics, CELL_VERBS)
+        if len(verbs) > 1:
+            where = Magic(problem=f"%%{verbs[1][0]} below %%{verbs[0][0]}")
+        if where.problem:
+            self._leave(cell, "options", where.problem)
+        elif where.ranks is None:
+            self._local(cell, opened.body)
+        elif foreign:
+            self._leave(cell, "magic", foreign)
+        elif not opened.body.strip():
+            self._leave(cell, "control")
+        else:
+            self._distributed(cell, opened.body, where)
+
+    def _where(self, verbs: Sequence[tuple[str, str]], body: str) -> Magic:
+        """Where a cell runs; without ranks in the notebook."""
+        if not verbs:
+            is_local = self.mode == LOCAL or self._begins_with_own(body)
+            return Magic() if is_local else _checked(Magic(ranks=self.mode))
+        name, line = verbs[0]
+        if name == LOCAL:
+            return Magic()
+        known = self.reader.magic(name, line)
+        assert known is not None, name
+        return _checked(known)
+
+    def _begins_with_own(self, body: str) -> bool:
+        """Whether a cell runs in the notebook whatever the mode."""
+        lines = [line for line in body.split("\n") if line.strip() and not line.startswith("#")]
+        match = _FIRST_MAGIC.match(lines[0]) if lines else None
+        if match is None:
+            return body.strip() in _EXITS
+        name, line = match.group(1), match.group(2).strip()
+        is_loading = name.endswith("load_ext") and line.split()[:1] == ["nbdist"]
+        return is_loading or self.reader.magic(name, line) is not None
+
+    def _local(self, cell: Cell, body: str) -> None:
+        magics = exported.line_magics(body, self.reader.transform)
+        own = [known for one in magics if (known := self.reader.magic(*one)) is not None]
+        for known in own:
+            self._obey(cell, known)
+        if own or self._begins_with_own(body):
+            self._leave(cell, "control")
+        else:
+            uses_api = re.search(r"\bnbdist\b", body) is not None
+            self._leave(cell, "python" if uses_api else "local")
+
+    def _obey(self, cell: Cell, magic: Magic) -> None:
+        """Take over what a magic of nbdist says."""
+        self.mode = magic.mode or self.mode
+        if magic.problem or magic.note:
+            self.remarks.append(f"cell {cell.number}: {magic.problem or magic.note}")
+        start = self.start
+        if magic.seed is not None and self.taken:
+            self.remarks.append(f"cell {cell.number}: --seed {magic.seed} comes later; left out")
+        elif magic.seed is not None:
+            start = replace(start, seed=magic.seed)
+        if magic.choice is not None and self.is_training:
+            told = f"cell {cell.number} switches to {described(magic.choice)}; the script does not"
+            self.remarks.append(told)
+            self.pieces.append(Piece(0, "", text=f"# {told[0].upper()}{told[1:]}."))
+        elif magic.choice is not None:
+            start = replace(start, choice=magic.choice)
+        self.start = replace(start, world_size=start.world_size or magic.world_size)
+
+    def _distributed(self, cell: Cell, body: str, where: Magic) -> None:
+        try:
+            part = exported.part(body, self.reader.transform, self.names.show)
+        except LeftOutError as error:
+            kind, what = error.args
+            self._leave(cell, kind, what)
+            return
+        assert where.ranks is not None
+        ranks = None if is_all(where.ranks) else tuple(sorted({*_numbers(where.ranks)}))
+        typed = cell.text.strip("\n")
+        self.pieces.append(Piece(cell.number, _title(typed), part, ranks, typed))
+        self.notes += [Note(kind, cell.number, what) for kind, what in part.notes]
+        if where.timeout_s is not None:
+            self.notes.append(Note("timeout", cell.number))
+
+    def _leave(self, cell: Cell, kind: str, what: str = "") -> None:
+        what = what.partition("\n")[0]  # a usage follows
+        self.notes.append(Note(kind, cell.number, what))
+        if what:  # of a cell that runs on ranks
+            why = LEFT_OUT[kind].removeprefix("left out, ").removeprefix("there as comments: ")
+            head = text.printable(f"# %% cell {cell.number}, left out, {why}: {what}")
+            body = text.commented(cell.text.strip("\n"))
+            self.pieces.append(Piece(0, "", text=f"{head}\n{body}"))
+
+
+def _checked(where: Magic) -> Magic:
+    """The same, or with the problem that its ranks cannot be read."""
+    try:
+        if where.ranks is not None and not is_all(where.ranks):
+            _numbers(where.ranks)
+    except OptionError as error:
+        return Magic(problem=str(error))
+    return where
+
+
+def _numbers(ranks: str) -> tuple[int, ...]:
+    return parse_numbers(ranks, "ranks")
+
+
+def _title(cell: str) -> str:
+    """The cell's own first magic, as typed."""
+    lines = [line for line in cell.split("\n") if line.startswith("%%")]
+    return lines[0].strip() if lines else ""
+
+
+def _headings(markdown: str) -> list[str]:
+    """The headings of a cell of text, as comments."""
+    bare = re.sub(r"^```.*?(^```|\Z)", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    return [f"# {line}" for line in bare.split("\n") if re.match(r"#{1,6} ", line)]

@@ -1,0 +1,320 @@
+"""One cell of a notebook as part of a script."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from nbdist.core import source as text
+from nbdist.core.source import Edit
+
+# What can be said of cells, in the order in which it is told. The first ones are left out.
+LEFT_OUT = {
+    "control": "left out, magics of nbdist that only a notebook needs",
+    "local": "left out, they run in the notebook and not on the ranks",
+    "python": "left out, Python calls of nbdist",
+    "failed": "left out, they failed when they ran",
+    "repeated": "left out, the same text as an earlier cell",
+    "magic": "left out, there as comments: no Python",
+    "syntax": "left out, there as comments: Python does not accept them",
+    "options": "left out, there as comments: their options cannot be read",
+    "line": "left out, there as comments: a statement that cannot stay shares its line",
+}
+CHANGED = {
+    "comment": "there as comments, a script has no magics and shell commands",
+    "stops": "the script stops there: a magic or shell command gives a value. Write it in Python",
+    "nested": "there as comments: a cell magic inside Python code. Write it as a cell of its own",
+    "notebook": "names that only a notebook has",
+    "keyboard": "they ask for typed input, which ranks do not have",
+    "timeout": "--timeout has no effect in a script",
+}
+# Cell magics whose body is Python that runs once.
+_TRANSPARENT = {"time", "capture"}
+_CELL_MAGIC = re.compile(r"^%%(\w+)(.*)$")
+_GLUED_RANKS = re.compile(r"^%%rank\[", re.MULTILINE)
+# Methods of IPython's shell that its transformer writes in place of magics and commands.
+_SHELL_CALLS = {"run_line_magic", "run_cell_magic", "system", "getoutput", "magic"}
+_ONLY_NOTEBOOKS = re.compile(r"_{1,3}|_\d+|_i{1,3}|_i\d+|_ih|_oh|_dh|In|Out|get_ipython|exit|quit")
+_KEYBOARD = {"input", "getpass", "breakpoint"}
+# What stands for names of nbdist in a script.
+_IN_PLACE_OF = {"shown": "{} = str", "Accelerator": "from accelerate import Accelerator{}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something to say of a cell.
+
+    Attributes:
+        kind: A key of LEFT_OUT or CHANGED.
+        number: The cell's.
+        what: The magic, name or message; may be empty.
+    """
+
+    kind: str
+    number: int
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A cell without the cell magics above it.
+
+    Attributes:
+        magics: (name, what follows it on the line), outermost first.
+        body: The rest.
+    """
+
+    magics: tuple[tuple[str, str], ...]
+    body: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a cell becomes.
+
+    Attributes:
+        source: Python for the module level; under which ranks, the script says.
+        tree: Its statements.
+        is_async: It awaits at the top level.
+        futures: Names that it imports from __future__; they go to the top of the script.
+        notes: (kind, what) of CHANGED.
+    """
+
+    source: str
+    tree: ast.Module
+    is_async: bool
+    futures: list[str] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+
+class LeftOutError(Exception):
+    """A cell cannot be in a script; its arguments are a kind of LEFT_OUT and what to say."""
+
+
+def opened(cell: str) -> Opened:
+    """Take the cell magics off a cell; blank lines and comments may stand above the first."""
+    magics: list[tuple[str, str]] = []
+    body = _GLUED_RANKS.sub("%%rank [", cell)
+    while True:
+        lines = body.split("\n")
+        first = next((k for k, line in enumerate(lines) if not _is_idle(line)), None)
+        match = None if first is None else _CELL_MAGIC.match(lines[first])
+        if first is None or match is None:
+            return Opened(tuple(magics), body)
+        magics.append((match.group(1), match.group(2).strip()))
+        body = "\n".join(lines[:first] + lines[first + 1 :])
+
+
+def _is_idle(line: str) -> bool:
+    return not line.strip() or line.lstrip().startswith("#")
+
+
+def foreign_magic(magics: Sequence[tuple[str, str]], own: frozenset[str]) -> str:
+    """The first cell magic under which the cell is no plain Python any more; "" for none."""
+    for name, line in magics:
+        if name not in own and (name not in _TRANSPARENT or (name == "capture" and line)):
+            return f"%%{name}"
+    return ""
+
+
+def line_magics(body: str, transform: Callable[[str], str]) -> list[tuple[str, str]]:
+    """Every line magic of a cell as (name, line), in order; none where it is not Python."""
+    try:
+        tree = text.checked(python_of(body, transform)).tree
+    except SyntaxError:
+        return []
+    calls = [call for node in ast.walk(tree) if (call := _shell_call(node)) is not None]
+    calls.sort(key=lambda call: call.lineno)
+    told = (tuple(map(_constant, call.args)) for call in calls if _method(call) == _LINE_MAGIC)
+    return [(given[0], given[1]) for given in told if len(given) == 2]
+
+
+_LINE_MAGIC = "run_line_magic"
+
+
+def python_of(body: str, transform: Callable[[str], str]) -> str:
+    """A cell as IPython would run it, without the warnings that it gave when it ran."""
+    with text.quiet():
+        return transform(body)
+
+
+def part(body: str, transform: Callable[[str], str], show: str) -> Part:
+    """What a distributed cell becomes.
+
+    Args:
+        body: Without its cell magics.
+        transform: IPython's: from the text of a cell to Python.
+        show: The function that shows the value of the last expression.
+
+    Raises:
+        LeftOutError: If it cannot be in a script.
+    """
+    try:
+        source = python_of(body, transform).rstrip("\n")
+        read = text.checked(source)
+    except SyntaxError as error:
+        where = f"line {error.lineno}: " if error.lineno else ""
+        raise LeftOutError("syntax", f"{where}{error.msg}") from error
+    made = Part(source, read.tree, read.is_async)
+    edits = [edit for node in _statements(read.tree) if (edit := _edit(made, node)) is not None]
+    made.notes.extend(_noticed(read.tree, source, edits))
+    edited = text.edited(source, edits)
+    final = text.checked(edited)  # %time has brought names along
+    last = final.tree.body[-1] if final.tree.body else None
+    if isinstance(last, ast.Expr) and _is_shown(read.tree.body[-1], last, edits):
+        is_silenced = text.is_silenced(edited)
+        shown = [] if is_silenced else [text.called(edited, last, show)]
+        edited = text.edited(edited, shown)
+    return replace(made, source=edited, tree=final.tree, is_async=final.is_async)
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
+
+
+def _is_shown(typed: ast.stmt, last: ast.Expr, edits: Sequence[Edit]) -> bool:
+    """Whether the last value of the script's cell is the one that the notebook shows."""
+    instead = next(
+        (one.lines[-1] for one in edits if one.first <= typed.lineno <= one.last), _TIMED
+    )
+    is_print = isinstance(last.value, ast.Call) and _name(last.value.func) in {"print", "display"}
+    return instead.endswith(_TIMED) and not is_print
+
+
+# Ends the line of what %time timed.
+_TIMED = "  # %time"
+
+
+def _edit(made: Part, node: ast.stmt) -> Edit | None:
+    """What has to stand in the place of a statement; None where it stays."""
+    lines = _replacement(made, node)
+    if lines is None:
+        return None
+    if not text.stands_alone(made.source, node):
+        raise LeftOutError("line", made.source.split("\n")[node.lineno - 1].strip())
+    margin = text.margin(made.source, node)
+    return Edit(node.lineno, text.last_line(node), tuple(f"{margin}{line}" for line in lines))
+
+
+def _replacement(made: Part, node: ast.stmt) -> list[str] | None:
+    match node:
+        case ast.ImportFrom(module="__future__"):
+            made.futures.extend(alias.name for alias in node.names)
+            return _as_comment(made, node, _lines_of(made, node))
+        case ast.ImportFrom(module=str(module)) if module.split(".")[0] == "nbdist":
+            return _imports(node)
+        case ast.Import() if any(alias.name.split(".")[0] == "nbdist" for alias in node.names):
+            raise LeftOutError("python", ast.unparse(node))
+        case ast.Expr() if (call := _shell_call(node.value)) is not None:
+            return _magic(made, node, call)
+        case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
+            call = _shell_call(node.value)
+            return None if call is None else _stop(made, node, call)
+    return None
+
+
+def _lines_of(made: Part, node: ast.stmt) -> list[str]:
+    lines = made.source.split("\n")[node.lineno - 1 : text.last_line(node)]
+    return [line.strip() for line in lines]
+
+
+def _imports(node: ast.ImportFrom) -> list[str]:
+    """What stands for `from nbdist import ...`."""
+    lines = []
+    for alias in node.names:
+        if node.module != "nbdist" or alias.name not in _IN_PLACE_OF:
+            raise LeftOutError("python", ast.unparse(node))
+        if alias.name == "shown":
+            given = alias.asname or alias.name
+        else:
+            given = f" as {alias.asname}" if alias.asname else ""
+        lines.append(f"{_IN_PLACE_OF[alias.name].format(given)}  # from nbdist in the notebook")
+    return lines
+
+
+def _magic(made: Part, node: ast.Expr, call: ast.Call) -> list[str]:
+    """A magic or shell command that stands alone."""
+    typed = _typed(call)
+    given = [_constant(one) for one in call.args]
+    if _method(call) == _LINE_MAGIC and given[:1] == ["time"] and _is_python(given[1:]):
+        return [f"{given[1]}{_TIMED}"]
+    is_nested = _method(call) == "run_cell_magic"
+    made.notes.append(("nested" if is_nested else "comment", typed))
+    lines = _lines_of(made, node) if is_nested else [typed]
+    return _as_comment(made, node, lines)
+
+
+def _is_python(given: Sequence[str]) -> bool:
+    if not given or not given[0].strip() or "\n" in given[0]:
+        return False
+    try:
+        text.checked(given[0])
+    except SyntaxError:
+        return False
+    return True
+
+
+def _as_comment(made: Part, node: ast.stmt, lines: Sequence[str]) -> list[str]:
+    comments = [text.commented(line) for line in lines]
+    is_nested = all(node is not one for one in made.tree.body)
+    return [*comments, "pass"] if is_nested else comments
+
+
+def _stop(
+    made: Part, node: ast.Assign | ast.AnnAssign | ast.AugAssign, call: ast.Call
+) -> list[str]:
+    """A statement that takes a value from a magic or a shell command."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    typed = " = ".join([*map(ast.unparse, targets), _typed(call)])
+    made.notes.append(("stops", typed))
+    told = f"{typed}: a script has no magics and shell commands; write it in Python"
+    return [text.commented(typed), f"raise NotImplementedError({told!r})"]
+
+
+def _noticed(tree: ast.Module, source: str, edits: Sequence[Edit]) -> list[tuple[str, str]]:
+    """What stays as it is, and will not work."""
+    found = []
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    for node in sorted(names, key=lambda name: (name.lineno, name.col_offset)):
+        if any(edit.first <= node.lineno <= edit.last for edit in edits):
+            continue
+        if _ONLY_NOTEBOOKS.fullmatch(node.id):
+            found.append(("notebook", node.id))
+        elif node.id in _KEYBOARD:
+            found.append(("keyboard", f"{node.id}()"))
+    own = text.bound_names(tree)
+    return [(kind, what) for kind, what in dict.fromkeys(found) if what.strip("()") not in own]
+
+
+def _shell_call(node: ast.AST | None) -> ast.Call | None:
+    """The node if it is a call such as `get_ipython().system('ls')`."""
+    match node:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method)
+        ) if method in _SHELL_CALLS:
+            return node
+    return None
+
+
+def _method(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _constant(node: ast.expr) -> str:
+    """A literal's text, or the source of what is no literal."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return ast.unparse(node)
+
+
+def _typed(call: ast.Call) -> str:
+    """A magic or shell command as it is typed, in one line."""
+    given = [_constant(one).replace("\n", " ") for one in call.args]
+    marks = {_LINE_MAGIC: "%", "run_cell_magic": "%%", "magic": "%"}
+    return (marks.get(_method(call), "!") + " ".join(given)).strip()
+
+
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,284 @@
+"""Python source as text: indent it, replace statements, without touching what is in its strings."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import io
+import re
+import symtable
+import textwrap
+import tokenize
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+INDENT = "    "
+# f-strings are several tokens from Python 3.12 on, t-strings exist from 3.14 on.
+_BEGINS = {getattr(tokenize, name, None) for name in ("FSTRING_START", "TSTRING_START")}
+_ENDS = {getattr(tokenize, name, None) for name in ("FSTRING_END", "TSTRING_END")}
+# Python counts a line's blanks anew after a form feed.
+_PAGE = re.compile(r"^[ \t\f]*\f")
+_BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+          tokenize.ENDMARKER}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Other lines in the place of some.
+
+    Attributes:
+        first: Number of the first line, from 1.
+        last: Number of the last line.
+        lines: What stands there instead.
+    """
+
+    first: int
+    last: int
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A cell's source that Python accepts.
+
+    Attributes:
+        tree: Its statements.
+        is_async: It awaits at the top level.
+    """
+
+    tree: ast.Module
+    is_async: bool
+
+
+def checked(source: str) -> Checked:
+    """The source as Python reads it in a notebook, where `await` may stand at the top level.
+
+    Raises:
+        SyntaxError: If it is not Python; the message and line are Python's.
+    """
+    allow = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    with quiet():
+        try:
+            tree = compile(source, "cell", "exec", ast.PyCF_ONLY_AST | allow, dont_inherit=True)
+            code = compile(tree, "cell", "exec", allow, dont_inherit=True)
+        except (ValueError, RecursionError, MemoryError) as error:  # a null byte, endless nesting
+            raise SyntaxError(str(error) or type(error).__name__) from error
+    return Checked(tree, bool(code.co_flags & _CO_COROUTINE))
+
+
+# inspect.CO_COROUTINE; with a top-level await the module's code is a coroutine.
+_CO_COROUTINE = 0x80
+
+
+def indented(source: str) -> str:
+    r"""Return the source one level deeper, every string with its value.
+
+    Lines that begin inside a string stay as they are:
+
+    >>> indented("x = '''a\nb'''")
+    "    x = '''a\nb'''"
+    """
+    inside = _inside_strings(source)
+    return "\n".join(
+        line if number in inside or not line.strip() else INDENT + _PAGE.sub("", line)
+        for number, line in enumerate(source.split("\n"), 1)
+    )
+
+
+def block(head: str, source: str) -> str:
+    """Return the source as the block under a line such as `if RANK in (0,):`."""
+    body = source.strip("\n")
+    if not _statements(body):
+        body = f"{body}\npass".lstrip("\n")
+    text = f"{head}\n{indented(body)}"
+    # What a mistake here would cost is a script that computes something else.
+    below = _statements(text)[0]
+    assert isinstance(below, ast.If | ast.AsyncFunctionDef), text
+    assert _dumped(below.body) == _dumped(_statements(body)), text
+    return text
+
+
+def awaited(function: str, source: str) -> str:
+    """Return the source as an `async def` whose names are the module's.
+
+    Raises:
+        SyntaxError: Where Python does not allow that (`import *`).
+    """
+    head = f"async def {function}():"
+    text = block(head, source)
+    with quiet():
+        table = symtable.symtable(text, "cell", "exec").get_children()[0]
+    bound = sorted(symbol.get_name() for symbol in table.get_symbols() if symbol.is_local())
+    if not bound:
+        return text
+    line = f"global {', '.join(bound)}"
+    shared = textwrap.fill(line, 92, subsequent_indent=INDENT).replace("\n", " \\\n" + INDENT)
+    return f"{head}\n{INDENT}{shared}\n{text.partition(chr(10))[2]}"
+
+
+def edited(source: str, edits: Iterable[Edit]) -> str:
+    """Return the source with lines replaced; the edits do not overlap."""
+    lines = source.split("\n")
+    for edit in sorted(edits, key=lambda edit: edit.first, reverse=True):
+        lines[edit.first - 1 : edit.last] = edit.lines
+    return "\n".join(lines)
+
+
+def called(source: str, node: ast.Expr, function: str) -> Edit:
+    """The edit that hands a statement's value to a function: `x` becomes `function(x)`."""
+    text = _span(source, node)
+    inside = text if _is_one_argument(text, node.value) else f"({text})"
+    lines = source.split("\n")
+    first, last = lines[node.lineno - 1], lines[_end(node) - 1]
+    before = first.encode()[: node.col_offset].decode()
+    after = last.encode()[node.end_col_offset :].decode()
+    return Edit(node.lineno, _end(node), tuple(f"{before}{function}({inside}){after}".split("\n")))
+
+
+def commented(source: str) -> str:
+    """Return the source with every line as a comment."""
+    return "\n".join(f"# {line}".rstrip() for line in printable(source).split("\n"))
+
+
+def printable(line: str) -> str:
+    """Return the text without signs that a source file cannot hold, or that end a line."""
+    return "".join(sign if sign.isprintable() or sign in "\t\n" else "?" for sign in line)
+
+
+def stands_alone(source: str, node: ast.stmt) -> bool:
+    """Whether no other code is on the lines of a statement."""
+    lines = source.split("\n")
+    before = lines[node.lineno - 1].encode()[: node.col_offset].decode()
+    after = lines[_end(node) - 1].encode()[node.end_col_offset :].decode()
+    return not before.strip() and bool(re.fullmatch(r"\s*;?\s*(#.*)?", after))
+
+
+def margin(source: str, node: ast.stmt) -> str:
+    """The blanks before a statement."""
+    line = source.split("\n")[node.lineno - 1]
+    return line[: len(line) - len(line.lstrip())]
+
+
+def is_silenced(source: str) -> bool:
+    """Whether the last statement ends with a semicolon: then a notebook shows no result."""
+    told = [token for token in _tokens(source) if token.type not in _BLANK]
+    return bool(told) and told[-1].string == ";"
+
+
+def words(source: str) -> frozenset[str]:
+    """Every name in the source, attributes too, and those inside f-strings as far as known."""
+    return frozenset(token.string for token in _tokens(source) if token.type == tokenize.NAME)
+
+
+def bound_names(tree: ast.AST) -> frozenset[str]:
+    """Every name that the source gives a value anywhere."""
+    return frozenset(_bound(tree))
+
+
+def _bound(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(ctx=ast.Store() | ast.Del()):
+                yield node.id
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.arg():
+                yield node.arg
+            case ast.alias():
+                yield node.asname or node.name.partition(".")[0]
+            case ast.ExceptHandler(name=str(name)):
+                yield name
+
+
+def given_names(tree: ast.Module) -> frozenset[str]:
+    """Every name that the module itself gets a value for, functions' own names left out."""
+    return frozenset(_bound(_Surface().visit(copy.deepcopy(tree))))
+
+
+class _Surface(ast.NodeTransformer):
+    """Takes the insides of functions and classes away."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return ast.Name(node.name, ast.Store())
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return ast.Name(node.name, ast.Store())
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return ast.Name(node.name, ast.Store())
+
+    def visit_Lambda(self, _node: ast.Lambda) -> ast.AST:
+        return ast.Constant(None)
+
+
+def read_names(tree: ast.AST) -> frozenset[str]:
+    """Every name whose value the source reads."""
+    return frozenset(
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    )
+
+
+def last_line(node: ast.stmt) -> int:
+    """The number of a statement's last line."""
+    return _end(node)
+
+
+def _end(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
+
+
+def _span(source: str, node: ast.stmt) -> str:
+    lines = source.split("\n")[node.lineno - 1 : _end(node)]
+    lines[-1] = lines[-1].encode()[: node.end_col_offset].decode()
+    lines[0] = lines[0].encode()[node.col_offset :].decode()
+    return "\n".join(lines)
+
+
+def _is_one_argument(text: str, value: ast.expr) -> bool:
+    """Whether the text between a call's parentheses is this one value: `a, b` is not."""
+    try:
+        with quiet():
+            call = ast.parse(f"f({text})", mode="eval").body
+    except SyntaxError:
+        return False
+    assert isinstance(call, ast.Call), text
+    return not call.keywords and [*map(ast.dump, call.args)] == [ast.dump(value)]
+
+
+def _inside_strings(source: str) -> set[int]:
+    """Numbers of the lines that begin inside a string: blanks there belong to its value."""
+    inside: set[int] = set()
+    began: list[int] = []
+    for token in _tokens(source):
+        if token.type == tokenize.STRING:
+            inside.update(range(token.start[0] + 1, token.end[0] + 1))
+        elif token.type in _BEGINS:
+            began.append(token.start[0])
+        elif token.type in _ENDS:
+            inside.update(range(began.pop() + 1, token.end[0] + 1))
+    return inside
+
+
+def _tokens(source: str) -> Iterator[tokenize.TokenInfo]:
+    return tokenize.generate_tokens(io.StringIO(source).readline)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Read source without warnings: the notebook has shown those of wrong escapes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _statements(source: str) -> list[ast.stmt]:
+    with quiet():
+        return ast.parse(source).body
+
+
+def _dumped(statements: list[ast.stmt]) -> list[str]:
+    return [ast.dump(statement) for statement in statements]

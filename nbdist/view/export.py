@@ -1,0 +1,33 @@
+"""What an export has made, as text."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from nbdist.core.export import Exported
+from nbdist.view.mime import View
+
+
+def written(path: Path, origin: str, notes: Sequence[str], exported: Exported) -> View:
+    """Which cells are in the script, what was left out and why, and how to run it.
+
+    Args:
+        path: The script.
+        origin: Where the cells were read.
+        notes: What to say of that.
+        exported: What was made of them.
+    """
+    name = shlex.quote(str(path))
+    size = exported.world_size
+    return View(
+        "\n".join(
+            (
+                f"{path}: {len(exported.taken)} of {exported.total} code cells of {origin}",
+                *notes,
+                *exported.told,
+                f"run it: torchrun --nproc-per-node {size} {name}",
+            )
+        )
+    )

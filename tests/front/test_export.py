@@ -1,0 +1,402 @@
+"""Scripts that %dist_export writes run under torchrun, accelerate and plain python."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import nbdist
+from nbdist.commands.export import meaning
+from nbdist.core.export import Magic
+from nbdist.errors import OptionError
+from tests.front.conftest import start_ranks
+from tests.support.kernel import Kernel, notebook_env
+
+_ROOT = Path(__file__).resolve().parents[2]
+_TIMEOUT_S = 100.0
+_START = ["%load_ext nbdist", "%dist_init -n 2"]
+_TRAINING = [
+    (
+        "%%distributed\nfrom nbdist import shown\ntorch.manual_seed(3)\n"
+        "x = torch.randn(32, 4)\ny = x.sum(1, keepdim=True)\n"
+        "model = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "data = torch.utils.data.TensorDataset(x, y)\n"
+        "loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)"
+    ),
+    "%dist_mode all",
+    "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+    (
+        "for a, b in loader:\n"
+        "    loss = torch.nn.functional.mse_loss(model(a), b)\n"
+        "    optimizer.zero_grad()\n"
+        "    accelerator.backward(loss)\n"
+        "    optimizer.step()\n"
+        "    print('loss', shown(f'{loss.item():.7f}'))\n"
+        "\n"
+        "accelerator.reduce(loss.detach(), 'mean').item()"
+    ),
+    "%%local\nx = 1",
+    "%%rank[1]\ntext = '''one\n  two'''\nif rank:\n\ttext += '\\tthree'\ntext, RANK if 0 else rank",
+    (
+        "import asyncio\nasync def twice(n):\n    await asyncio.sleep(0)\n    return 2 * n\n"
+        "four = await twice(2)\nfour + rank"
+    ),
+    "t = torch.ones(1, device=device) * (rank + four)\ndist.all_reduce(t)\nt",
+    "%%rank[0]\n(four,\n world_size)",
+    "rank = 10 + rank",
+    "%%rank[1]\nrank",
+    "rank = dist.get_rank()",
+    "%dist_mode local",
+]
+_ACCUMULATED = [
+    "%dist_strategy ddp --bf16 --accumulate 2",
+    """%%distributed
+torch.manual_seed(rank)
+x = torch.randn(16, 8)
+torch.manual_seed(5)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+for k in range(8):
+    with accelerator.accumulate(model):
+        loss = (model(x) - x.sum(1, keepdim=True)).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"{loss.item():.6f}")""",
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A kernel of this module's own with two ranks."""
+    with Kernel(cwd=tmp_path_factory.mktemp("export")) as own:
+        start_ranks(own)
+        yield own
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Kernel) -> list[list[str]]:
+    """What each rank printed when the training cells ran in the notebook."""
+    return printed(ranks, _TRAINING)
+
+
+def printed(kernel: Kernel, cells: Sequence[str]) -> list[list[str]]:
+    """Each rank's own lines of cells run in a notebook."""
+    lines: list[list[str]] = [[], []]
+    for code in cells:
+        cell = kernel.run(code, _TIMEOUT_S)
+        assert cell.status == "ok", cell.visible
+        for line in cell.text.splitlines():
+            if line.startswith("elapsed: "):  # told below a cell, and no script's own
+                continue
+            label, _, told = line.partition("]")
+            for rank in {"[0": (0,), "[1": (1,), "[0-1": (0, 1)}[label]:
+                lines[rank].append(told.removeprefix(" "))
+    return lines
+
+
+def write(path: Path, cells: Sequence[str]) -> Path:
+    """A notebook's file with these code cells."""
+    told = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "cells": told}))
+    return path
+
+
+def launch(script: Path, *command: str) -> str:
+    """Run a script where nbdist cannot be imported; its stdout."""
+    guard = script.parent / "without"
+    guard.mkdir(exist_ok=True)
+    (guard / "nbdist.py").write_text("raise ImportError('a script does without nbdist')")
+    done = subprocess.run(
+        [sys.executable, *command, str(script)],
+        cwd=script.parent,
+        env=notebook_env({"PYTHONPATH": str(guard), "CUDA_VISIBLE_DEVICES": ""}),
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def torchrun(script: Path) -> list[list[str]]:
+    """Each rank's lines of a script under torchrun."""
+    logs = script.parent / "logs"
+    launch(
+        script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "--redirects", "3", "--log-dir", str(logs),
+    )  # fmt: skip
+    return logged(logs)
+
+
+def logged(logs: Path) -> list[list[str]]:
+    """Each rank's lines from torch's log files; in one stream two ranks' lines can mix."""
+    found = [next(logs.glob(f"*/attempt_0/{rank}/stdout.log")) for rank in (0, 1)]
+    return [[unlabelled(line) for line in path.read_text().splitlines()] for path in found]
+
+
+def unlabelled(line: str) -> str:
+    """A line without the rank that a shown value begins with."""
+    return re.sub(r"^\[\d\] ", "", line)
+
+
+def test_torchrun_prints_what_the_notebook_printed(
+    trained: list[list[str]], tmp_path: Path
+) -> None:
+    """Two ranks give the same losses and values as the notebook's, in the same order."""
+    notebook = write(tmp_path / "a.ipynb", [*_START, *_TRAINING])
+    nbdist.export(notebook, tmp_path / "a.py")
+
+    assert torchrun(tmp_path / "a.py") == trained
+    assert len(trained[0]) == 4 + len(["reduced", "four", "t", "(four, world_size)"])
+    assert trained[1][-1] == "11"
+
+
+def test_precision_and_accumulation_are_the_strategys(ranks: Kernel, tmp_path: Path) -> None:
+    """ddp --bf16 --accumulate 2 gives the script's Accelerator arguments, and the same losses."""
+    try:
+        wanted = printed(ranks, _ACCUMULATED)
+    finally:
+        ranks.run("%dist_strategy ddp")
+    nbdist.export(write(tmp_path / "a.ipynb", [*_START, *_ACCUMULATED]), tmp_path / "a.py")
+
+    assert len(set(wanted[0])) == 4  # a step after every second backward
+    assert torchrun(tmp_path / "a.py") == wanted
+
+
+def test_accelerate_launch_prints_what_the_notebook_printed(
+    trained: list[list[str]], tmp_path: Path
+) -> None:
+    """The same under accelerate launch, which starts two ranks on the CPU with --multi_gpu."""
+    notebook = write(tmp_path / "a.ipynb", [*_START, *_TRAINING])
+    nbdist.export(notebook, tmp_path / "a.py")
+    launch(
+        tmp_path / "a.py", "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes",
+        "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+        "--main_process_port", "0", "--tee", "3", "--log_dir", str(tmp_path / "logs"),
+    )  # fmt: skip
+
+    assert logged(tmp_path / "logs") == trained
+
+
+def test_plain_python_is_one_rank(tmp_path: Path) -> None:
+    """Without a launcher the script runs as the only rank, and its losses are one process's."""
+    notebook = write(tmp_path / "a.ipynb", [*_START, *_TRAINING])
+    nbdist.export(notebook, tmp_path / "a.py")
+    told = launch(tmp_path / "a.py").splitlines()
+
+    losses = [line for line in told if line.startswith("loss ")]
+    assert len(losses) == 8  # 32 pieces in batches of 4
+    assert told[-3:] == ["[0] 4", "[0] tensor([4.])", "[0] (4, 1)"]
+
+
+@pytest.mark.slow
+def test_the_first_notebook_runs_as_a_script(ranks: Kernel, tmp_path: Path) -> None:
+    """notebooks/01_first_steps, with a tenth of its text, trains to the same losses."""
+    cells = json.loads((_ROOT / "notebooks" / "01_first_steps.ipynb").read_text())["cells"]
+    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    codes = [code.replace("1_000_000", "100_000") for code in codes]
+    shown = nbdist.export(write(tmp_path / "a.ipynb", codes), tmp_path / "a.py")
+    wanted = printed(ranks, [code for code in codes if code.startswith("%%distributed")])
+
+    def timeless(lines: Sequence[str]) -> list[str]:
+        return [line for line in lines if "bytes a second" not in line]
+
+    assert "9 of 12 code cells of a.ipynb" in shown.text
+    assert "only a notebook needs: cells 1-2,12" in shown.text
+    assert [timeless(lines) for lines in torchrun(tmp_path / "a.py")] == [
+        timeless(lines) for lines in wanted
+    ]
+
+
+def test_a_script_that_fails_says_where(tmp_path: Path) -> None:
+    """An error is an ordinary one of the script, with the user's line."""
+    notebook = write(tmp_path / "a.ipynb", ["%%distributed\nx = 1\nx / 0"])
+    nbdist.export(notebook, tmp_path / "a.py")
+
+    with pytest.raises(AssertionError, match=r"show_result\(x / 0\)(.|\n)*ZeroDivisionError"):
+        launch(tmp_path / "a.py")
+
+
+def test_the_notebooks_own_file_is_taken(ranks: Kernel, tmp_path: Path) -> None:
+    """Where the front end says which file it is, cells come from there, and the rest is told."""
+    ranks.run("%%distributed\nsaved = 1")
+    notebook = write(tmp_path / "own.ipynb", ["%load_ext nbdist", "%%distributed\nsaved = 1"])
+    ranks.run(f"__vsc_ipynb_file__ = {str(notebook)!r}")
+    shown = ranks.run(f"%dist_export {tmp_path}/own.py").plain[0]
+    other = write(tmp_path / "other.ipynb", ["%load_ext nbdist", "%%distributed\nnever_ran = 1"])
+    ranks.run(f"__vsc_ipynb_file__ = {str(other)!r}")
+    aside = ranks.run(f"%dist_export {tmp_path}/history.py").plain[0]
+    ranks.run("del __vsc_ipynb_file__")
+
+    lines = shown.splitlines()
+    assert lines[0] == f"{tmp_path}/own.py: 1 of 2 code cells of own.ipynb"
+    assert lines[1] == f"read from {notebook} as last saved"
+    assert re.match(r"\d+ that ran here are not in the file: older versions, or not", lines[2])
+    assert lines[-1] == f"run it: torchrun --nproc-per-node 2 {tmp_path}/own.py"
+    assert "\nsaved = 1\n" in (tmp_path / "own.py").read_text()
+    assert f"{other} was left aside: none of its cells ran here" in aside
+    assert "never_ran" not in (tmp_path / "history.py").read_text()
+
+
+def test_the_server_says_which_file_it_is(tmp_path: Path) -> None:
+    """JPY_SESSION_NAME names the file; a kernel without ranks exports as well."""
+    notebook = write(tmp_path / "own.ipynb", ["%load_ext nbdist", "%%distributed\nx = 1"])
+    with Kernel(cwd=tmp_path, env={"JPY_SESSION_NAME": str(notebook)}) as kernel:
+        kernel.run("%load_ext nbdist")
+        own = kernel.run("%dist_export own.py")
+        kernel.run("%%distributed\ny = 1")
+        history = kernel.run("%dist_export ran.py --from history")
+        other = kernel.run("%dist_export other.py")
+        named = kernel.run("import nbdist\nnbdist.export('own.ipynb', 'named.py')")
+
+    assert own.plain[0].startswith("own.py: 1 of 2 code cells of own.ipynb\nread from ")
+    assert history.error is not None
+    assert "they failed when they ran: cell" in history.error.evalue
+    assert other.error is not None
+    assert f"{notebook} was left aside: none of its cells ran here" in other.error.evalue
+    assert named.plain[0].startswith("named.py: 1 of 2 code cells of own.ipynb")
+    assert (tmp_path / "named.py").read_text() == (tmp_path / "own.py").read_text()
+
+
+def test_the_history_has_each_text_once(ranks: Kernel, tmp_path: Path) -> None:
+    """Cells that ran again stand where they ran first; those that only failed are left out."""
+    for code in ("%%distributed\nonce = 1", "%%distributed\nmore = once", "%%distributed\nonce = 1",
+                 "%%distributed\nonce / 0", "%%distributed\nonce = = 1"):  # fmt: skip
+        ranks.run(code)
+    shown = ranks.run(f"%dist_export {tmp_path}/a.py --from history").plain[0]
+
+    script = (tmp_path / "a.py").read_text()
+    assert script.count("\nonce = 1\n") == 1
+    assert script.index("\nonce = 1\n") < script.index("\nmore = once\n")
+    assert "once / 0" not in script
+    assert "left out, they failed when they ran: cell" in shown
+    assert "left out, the same text as an earlier cell: cell" in shown
+
+
+def test_a_file_is_not_replaced_unasked(ranks: Kernel, tmp_path: Path) -> None:
+    """An existing file stays as it is without --force, and when the export fails with it."""
+    path = tmp_path / "a.py"
+    path.write_text("mine")
+    notebook = write(tmp_path / "a.ipynb", ["%%distributed\nx = 1"])
+    nothing = write(tmp_path / "b.ipynb", ["x = 1"])
+    refused = ranks.run(f"%dist_export {path} --from {notebook}")
+    failed = ranks.run(f"%dist_export {path} --from {nothing} --force")
+
+    assert refused.error is not None
+    assert refused.error.evalue == f"{path} exists. --force replaces it; or name another file."
+    assert failed.error is not None
+    assert path.read_text() == "mine"
+    assert ranks.run(f"%dist_export {path} --from {notebook} --force").status == "ok"
+    assert "x = 1" in path.read_text()
+    assert {one.name for one in tmp_path.iterdir()} == {"a.py", "a.ipynb", "b.ipynb"}
+
+
+@pytest.mark.parametrize(
+    ("script", "content", "told"),
+    [
+        ("a.ipynb", None, "is no name of a script"),
+        ("missing/a.py", None, "There is no folder "),
+        ("folder.py", None, "is a folder"),
+        ("a.py", "{", "cannot be read as a notebook"),
+        ("a.py", "[]", "is no notebook of format 4"),
+        ("a.py", '{"nbformat": 3, "worksheets": []}', "is no notebook of format 4"),
+        ("a.py", '{"nbformat": 4, "cells": []}', "none of 0 code cells of n.ipynb can be taken"),
+    ],
+)
+def test_what_cannot_be_written_or_read_is_told(
+    tmp_path: Path, script: str, content: str | None, told: str
+) -> None:
+    """The message names the file, and nothing is written."""
+    (tmp_path / "folder.py").mkdir()
+    notebook = write(tmp_path / "n.ipynb", ["%%distributed\nx = 1"])
+    if content is not None:
+        notebook.write_text(content)
+
+    with pytest.raises(OptionError, match=re.escape(told)):
+        nbdist.export(notebook, tmp_path / script, is_forced=True)
+    assert {one.name for one in tmp_path.iterdir()} == {"folder.py", "n.ipynb"}
+
+
+@pytest.mark.parametrize("name", ["none.ipynb", "folder"])
+def test_a_notebook_that_is_not_there_is_told(tmp_path: Path, name: str) -> None:
+    """A path that is no file is an error that names it."""
+    (tmp_path / "folder").mkdir()
+
+    with pytest.raises(OptionError, match=f"{name} cannot be read as a notebook"):
+        nbdist.export(tmp_path / name, tmp_path / "a.py")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_told(tmp_path: Path) -> None:
+    """The system's reason is part of the message."""
+    notebook = write(tmp_path / "n.ipynb", ["%%distributed\nx = 1"])
+    (tmp_path / "closed").mkdir(mode=0o500)
+
+    with pytest.raises(OptionError, match=r"cannot be written: .*Permission denied"):
+        nbdist.export(notebook, tmp_path / "closed" / "a.py")
+
+
+def test_outside_of_a_notebook_one_has_to_be_named(tmp_path: Path) -> None:
+    """Plain Python has no cells of its own."""
+    with pytest.raises(OptionError, match=r"--from NOTEBOOK\.ipynb"):
+        nbdist.export(None, tmp_path / "a.py")
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("dist_init -n 4 --seed 7 --auto", Magic(mode="all", world_size=4, seed=7)),
+        ("dist_init", Magic()),
+        ("dist_mode -e", Magic(mode="all")),
+        ("dist_mode -d", Magic(mode="local")),
+        ("dist_mode 0,1", Magic(mode="0,1")),
+        ("dist_mode", Magic()),
+        ("dist_shutdown", Magic(mode="local")),
+        ("dist_status --stacks", Magic()),
+        ("dist_init --help", Magic()),
+        ("distributed --ranks 0 --tabs --timeout 3", Magic(ranks="0", timeout_s=3)),
+        ("distributed", Magic(ranks="all")),
+        ("rank [0,2-3]", Magic(ranks="[0,2-3]")),
+        ("matplotlib inline", None),
+    ],
+)
+def test_magics_mean_what_they_do(typed: str, wanted: Magic | None) -> None:
+    """Each line is read by the verb's own table of options."""
+    name, _, line = typed.partition(" ")
+
+    assert meaning(name, line) == wanted
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [("dist_strategy fsdp --tp 2 --bf16", "tp"), ("dist_init -n 4 --strategy zero1", "zero1"),
+     ("dist_strategy --dp 2 --pp 2", "pp"), ("dist_reset --strategy single", "single")],
+)  # fmt: skip
+def test_strategies_are_read_as_typed(typed: str, name: str) -> None:
+    """Degrees need a number of ranks; it is the one typed, or the fewest that they fit."""
+    verb, _, line = typed.partition(" ")
+    read = meaning(verb, line)
+
+    assert read is not None
+    assert read.choice is not None
+    assert read.choice.name == name
+
+
+@pytest.mark.parametrize("typed", ["dist_init --nope", "rank", "dist_strategy nope"])
+def test_a_line_that_cannot_be_read_is_a_problem(typed: str) -> None:
+    """The message is the one of the verb, in one line."""
+    name, _, line = typed.partition(" ")
+    read = meaning(name, line)
+
+    assert read is not None
+    assert read.problem
+    assert "\n" not in read.problem
