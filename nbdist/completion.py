@@ -8,19 +8,24 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from IPython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist import commands
 from nbdist.client import completion
-from nbdist.core.completion import Reply, reply_with, shifted
+from nbdist.core.completion import Reply, reply_of, reply_with, shifted
 from nbdist.errors import OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK
 from nbdist.routing import Destination, destination
-from nbdist.verbs import parse
+from nbdist.verbs import Verb, parse
 
 _OURS = "_nbdist_original"
 _MAGIC_LINE = re.compile(r"\s*%%?(\w+)[ \[]")
 _WORD = re.compile(r"[^\s]*$")
+# What stands behind these are names that ranks have.
+_OF_RANKS = frozenset({"dist_pull"})
+# And behind these that the notebook has: IPython completes no names behind a magic.
+_OF_NOTEBOOK = frozenset({"dist_push"})
 
 
 def install(shell: InteractiveShell) -> None:
@@ -49,9 +54,16 @@ def uninstall(shell: InteractiveShell) -> None:
 
 async def _complete(original: Callable[..., Any], code: str, cursor_pos: int | None) -> Reply:
     cursor = len(code) if cursor_pos is None else cursor_pos
-    flags = _options_at(code, cursor)
-    if flags is not None:
-        return flags
+    behind = _typed_behind(code, cursor)
+    if behind is not None:
+        verb, typed = behind
+        if typed.startswith("-"):
+            return _options_of(verb, typed, cursor)
+        if verb.name in _OF_RANKS and NOTEBOOK.is_running:
+            reply = await completion.complete(NOTEBOOK.session, 0, typed, len(typed))
+            return shifted(reply, cursor - len(typed))
+        if verb.name in _OF_NOTEBOOK:
+            return reply_of(dict.fromkeys(_own_names(), "instance"), code, cursor)
     place = _place(code, cursor)
     if place is None:
         return await _awaited(original(code, cursor_pos))
@@ -97,15 +109,22 @@ def _ranks(where: Destination) -> str | None:
     return commands.cell_options(parse(where.verb, where.line).values).ranks
 
 
-def _options_at(code: str, cursor: int) -> Reply | None:
-    """The options of one of our magics, where one is being typed behind it; None elsewhere."""
+def _typed_behind(code: str, cursor: int) -> tuple[Verb, str] | None:
+    """(the magic of ours in the cursor's line, the word before the cursor); None elsewhere."""
     begin = code.rfind("\n", 0, cursor) + 1
     magic = _MAGIC_LINE.match(code, begin, cursor)
     verb = commands.VERBS.get(magic.group(1)) if magic else None
     word = _WORD.search(code, begin, cursor)
-    typed = word.group() if word else ""
-    if verb is None or not typed.startswith("-"):
-        return None
+    return None if verb is None else (verb, word.group() if word else "")
+
+
+def _own_names() -> list[str]:
+    shell: Any = get_ipython()
+    hidden = shell.user_ns_hidden
+    return [n for n, value in shell.user_ns.items() if n not in hidden or hidden[n] is not value]
+
+
+def _options_of(verb: Verb, typed: str, cursor: int) -> Reply:
     flags = [flag for option in verb.options for flag in option.flags if flag.startswith("--")]
     return reply_with(sorted(f for f in flags if f.startswith(typed)), cursor - len(typed), cursor)
 

@@ -75,9 +75,21 @@ def test_options_behind_a_magic(kernel: Kernel, code: str, flags: list[str]) -> 
     assert kernel.complete(code)["matches"] == flags
 
 
-def test_values_behind_a_magic_are_the_notebooks(kernel: Kernel) -> None:
-    """Names of variables and files, as IPython completes them in any line."""
-    assert "rank_local" in kernel.complete("%dist_export rank_lo")["matches"]
+def test_what_is_pushed_is_the_notebooks(kernel: Kernel) -> None:
+    """And not the ranks'."""
+    reply = kernel.complete("%dist_push rank_")
+
+    assert "rank_local" in reply["matches"]
+    assert "rank_model" not in reply["matches"]
+
+
+def test_what_is_pulled_is_the_ranks(kernel: Kernel) -> None:
+    """A second name too."""
+    reply = kernel.complete("%dist_pull ranks_own rank_")
+
+    assert "rank_model" in reply["matches"]
+    assert "rank_local" not in reply["matches"]
+    assert (reply["cursor_start"], reply["cursor_end"]) == (21, 26)
 
 
 def test_shift_tab_shows_what_the_rank_has(kernel: Kernel) -> None:
