@@ -1,7 +1,13 @@
 """Source as text: indenting, showing and replacing leave what it computes as it is."""
 
+import argparse
+import ast
 import asyncio
+import dataclasses
+import inspect
+import textwrap
 import types
+import typing
 
 import pytest
 
@@ -70,6 +76,16 @@ def test_an_awaited_block_computes_the_same_in_the_module(name: str) -> None:
     asyncio.run(known.pop("cell")())
 
     assert _plain(known) == _values(source)
+
+
+@pytest.mark.parametrize("module", [argparse, dataclasses, inspect, textwrap, typing])
+def test_whole_modules_are_indented_as_they_are(module: types.ModuleType) -> None:
+    """Python's own files, with all their docstrings, have the same tree in a block."""
+    source = inspect.getsource(module)
+    below = ast.parse(text.block("if True:", source)).body[0]
+
+    assert isinstance(below, ast.If)
+    assert [*map(ast.dump, below.body)] == [*map(ast.dump, ast.parse(source).body)]
 
 
 def test_names_that_only_await_binds_are_the_modules() -> None:
