@@ -14,14 +14,16 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from nbdist.core import floats
+from nbdist.core.failures import plain as plain_text
 from nbdist.core.units import size
 from nbdist.errors import TransferError
 
@@ -248,7 +250,9 @@ def _write(path: Path, pieces: Sequence[memoryview]) -> None:
 class _Unpacker(pickle.Unpickler):
     """Puts the tensors back, and refuses what would load a module that must not be."""
 
-    def __init__(self, file: Any, tensors: Sequence[Any], refused: Collection[str], **options: Any):
+    def __init__(
+        self, file: Any, tensors: Sequence[Any], refused: Mapping[str, str], **options: Any
+    ):
         super().__init__(file, **options)
         self._tensors, self._refused = tensors, refused
 
@@ -256,13 +260,12 @@ class _Unpacker(pickle.Unpickler):
         """What a pickle names."""
         if (module, name) == (__name__, tensor_at.__name__):
             return self._tensors.__getitem__
-        package = module.partition(".")[0]
-        if package in self._refused:
+        for package, why in self._refused.items():
+            if not f"{module}.".startswith(f"{package}."):
+                continue
             if (module, name) == ("torch", "Size"):
                 return tuple
-            raise TransferError(
-                f"{module}.{name} is in it: `import {package}` in the notebook first"
-            )
+            raise TransferError(f"{module}.{name} is in it: {why}")
         try:
             return super().find_class(module, name)
         except AttributeError as error:
@@ -274,13 +277,15 @@ class _Unpacker(pickle.Unpickler):
             ) from error
 
 
-def opened(parcel: Parcel, torch: Any = None, refused: Collection[str] = ()) -> dict[str, Any]:
+def opened(
+    parcel: Parcel, torch: Any = None, refused: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """The values by name, in memory of their own. A file stays where it is.
 
     Args:
         parcel: What was sent.
         torch: The module; without it tensors become arrays, of float32 where numpy lacks a type.
-        refused: Packages that must not be loaded.
+        refused: Packages that must not be loaded -> what to say where one is needed.
 
     Raises:
         TransferError: If it cannot be read, or a value cannot be made.
@@ -378,7 +383,7 @@ def _check_kind(tensor: Any, torch: Any) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0].rstrip(".")
+    text = plain_text(str(error)).strip().partition("\n")[0].rstrip(".")
     if isinstance(error, TransferError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
