@@ -155,6 +155,7 @@ def pack(
     *,
     plain: Callable[[Any], Any] = lambda tensor: tensor,
     keeps_memory: bool = True,
+    finds_culprit: bool = True,
 ) -> Packed:
     """Take values apart; they must not change until they are sent.
 
@@ -163,6 +164,8 @@ def pack(
         torch: The module, where it is loaded.
         plain: Gives an ordinary tensor for one of a subclass.
         keeps_memory: Without it only `plain` is called on all there is.
+        finds_culprit: Take the values apart once more, one by one, to name the one that fails.
+            Not where `plain` is collective: the other ranks would not do so.
 
     Raises:
         TransferError: If one of them cannot be pickled; the message names it.
@@ -170,7 +173,7 @@ def pack(
     try:
         return _packed(variables, torch, plain, keeps_memory=keeps_memory)
     except Exception as error:
-        if len(variables) > 1 and keeps_memory:
+        if len(variables) > 1 and finds_culprit:
             for name, value in variables.items():  # raises for the one that it is
                 pack({name: value}, torch, plain=plain)
         told = _one_line(error)

@@ -182,6 +182,8 @@ def test_what_cannot_be_pickled_is_named() -> None:
         parcels.pack({"good": 1, "bad": (n for n in [1]), "fine": 2})
     with pytest.raises(TransferError, match=r"^lock cannot be sent: TypeError: .*lock"):
         parcels.pack({"lock": threading.Lock()})
+    with pytest.raises(TransferError, match=r"^good, bad cannot be sent: "):
+        parcels.pack({"good": 1, "bad": threading.Lock()}, finds_culprit=False)
 
 
 def test_what_cannot_be_made_anew_is_told() -> None:
