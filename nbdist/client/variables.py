@@ -11,7 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ REMOVE_TRIES = 5
 ENGINE_DIED = "EngineError"
 # What the kernel never loads for somebody else; a user's own import of them is fine.
 HEAVY = ("torch", "accelerate")
+# What means something on a rank alone.
+OURS = {"nbdist.engine": "it belongs to its rank. Pull what it holds, such as a state_dict()"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Moved:
         remarks: What there is to say about it, a sentence each.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = field(repr=False)
     ranks: tuple[int, ...]
     remarks: tuple[str, ...] = ()
 
@@ -74,7 +76,7 @@ class Variables:
             Interrupted: If the user interrupted it.
         """
         session = self._session
-        check_names(tuple(variables), "push")
+        check_names(tuple(variables), "%dist_push")
         chosen = session.chosen(ranks)
         session.upkeep.make_whole()
         session.readiness.check(chosen)  # before a large value is copied
@@ -113,7 +115,7 @@ class Variables:
             Interrupted: If the user interrupted it.
         """
         session = self._session
-        check_names(names, "pull")
+        check_names(names, "%dist_pull")
         chosen = session.chosen(ranks)
         asked = session.ranks if is_whole else chosen
         if is_whole:
@@ -193,9 +195,10 @@ class Variables:
 
 
 def _opened(rank: int, parcel: Parcel) -> dict[str, Any]:
-    refused = [name for name in HEAVY if name not in sys.modules]
+    absent = [name for name in HEAVY if name not in sys.modules]
+    refused = {name: f"`import {name}` in the notebook first" for name in absent}
     try:
-        return parcels.opened(parcel, sys.modules.get("torch"), refused)
+        return parcels.opened(parcel, sys.modules.get("torch"), OURS | refused)
     except TransferError as error:
         raise TransferError(f"in the notebook, from {ranks_phrase([rank])}: {error}") from error
     finally:

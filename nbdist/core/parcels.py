@@ -14,14 +14,16 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from nbdist.core import floats
+from nbdist.core.failures import plain as plain_text
 from nbdist.core.units import size
 from nbdist.errors import TransferError
 
@@ -153,6 +155,7 @@ def pack(
     *,
     plain: Callable[[Any], Any] = lambda tensor: tensor,
     keeps_memory: bool = True,
+    finds_culprit: bool = True,
 ) -> Packed:
     """Take values apart; they must not change until they are sent.
 
@@ -161,6 +164,8 @@ def pack(
         torch: The module, where it is loaded.
         plain: Gives an ordinary tensor for one of a subclass.
         keeps_memory: Without it only `plain` is called on all there is.
+        finds_culprit: Take the values apart once more, one by one, to name the one that fails.
+            Not where `plain` is collective: the other ranks would not do so.
 
     Raises:
         TransferError: If one of them cannot be pickled; the message names it.
@@ -168,7 +173,7 @@ def pack(
     try:
         return _packed(variables, torch, plain, keeps_memory=keeps_memory)
     except Exception as error:
-        if len(variables) > 1 and keeps_memory:
+        if len(variables) > 1 and finds_culprit:
             for name, value in variables.items():  # raises for the one that it is
                 pack({name: value}, torch, plain=plain)
         told = _one_line(error)
@@ -248,7 +253,9 @@ def _write(path: Path, pieces: Sequence[memoryview]) -> None:
 class _Unpacker(pickle.Unpickler):
     """Puts the tensors back, and refuses what would load a module that must not be."""
 
-    def __init__(self, file: Any, tensors: Sequence[Any], refused: Collection[str], **options: Any):
+    def __init__(
+        self, file: Any, tensors: Sequence[Any], refused: Mapping[str, str], **options: Any
+    ):
         super().__init__(file, **options)
         self._tensors, self._refused = tensors, refused
 
@@ -256,13 +263,12 @@ class _Unpacker(pickle.Unpickler):
         """What a pickle names."""
         if (module, name) == (__name__, tensor_at.__name__):
             return self._tensors.__getitem__
-        package = module.partition(".")[0]
-        if package in self._refused:
+        for package, why in self._refused.items():
+            if not f"{module}.".startswith(f"{package}."):
+                continue
             if (module, name) == ("torch", "Size"):
                 return tuple
-            raise TransferError(
-                f"{module}.{name} is in it: `import {package}` in the notebook first"
-            )
+            raise TransferError(f"{module}.{name} is in it: {why}")
         try:
             return super().find_class(module, name)
         except AttributeError as error:
@@ -274,13 +280,15 @@ class _Unpacker(pickle.Unpickler):
             ) from error
 
 
-def opened(parcel: Parcel, torch: Any = None, refused: Collection[str] = ()) -> dict[str, Any]:
+def opened(
+    parcel: Parcel, torch: Any = None, refused: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """The values by name, in memory of their own. A file stays where it is.
 
     Args:
         parcel: What was sent.
         torch: The module; without it tensors become arrays, of float32 where numpy lacks a type.
-        refused: Packages that must not be loaded.
+        refused: Packages that must not be loaded -> what to say where one is needed.
 
     Raises:
         TransferError: If it cannot be read, or a value cannot be made.
@@ -378,7 +386,7 @@ def _check_kind(tensor: Any, torch: Any) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0].rstrip(".")
+    text = plain_text(str(error)).strip().partition("\n")[0].rstrip(".")
     if isinstance(error, TransferError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

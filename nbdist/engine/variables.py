@@ -50,7 +50,13 @@ def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bo
         parts.append(tensor)
         return _own_part(tensor)
 
-    packed = parcels.pack({n: known[n] for n in names}, torch, plain=plain, keeps_memory=keeps)
+    packed = parcels.pack(
+        {name: known[name] for name in names},
+        torch,
+        plain=plain,
+        keeps_memory=keeps,
+        finds_culprit=not is_whole,
+    )
     if not keeps:
         return Parcel((), (), b"", "")
     return parcels.send(replace(packed, remarks=(PART,) if parts else ()), folders)

@@ -182,6 +182,8 @@ def test_what_cannot_be_pickled_is_named() -> None:
         parcels.pack({"good": 1, "bad": (n for n in [1]), "fine": 2})
     with pytest.raises(TransferError, match=r"^lock cannot be sent: TypeError: .*lock"):
         parcels.pack({"lock": threading.Lock()})
+    with pytest.raises(TransferError, match=r"^good, bad cannot be sent: "):
+        parcels.pack({"good": 1, "bad": threading.Lock()}, finds_culprit=False)
 
 
 def test_what_cannot_be_made_anew_is_told() -> None:
@@ -215,7 +217,10 @@ def test_a_class_of_a_cell_is_sent_by_name(only_here: type) -> None:
 def test_a_package_that_must_not_be_loaded_is_refused() -> None:
     """The error names it and what to do."""
     with pytest.raises(TransferError, match=r"fractions\.Fraction is in it: `import fractions` in"):
-        parcels.opened(sent(__import__("fractions").Fraction(1, 2)), refused=["fractions"])
+        parcels.opened(
+            sent(__import__("fractions").Fraction(1, 2)),
+            refused={"fractions": "`import fractions` in"},
+        )
 
 
 def test_missing_bytes_are_told(folders: list[Path]) -> None:
@@ -255,3 +260,12 @@ def test_a_number_outside_its_pickle_is_refused() -> None:
     """`tensor_at` is a name, not a function to call."""
     with pytest.raises(TransferError, match="tensor 3"):
         parcels.tensor_at(3)
+
+
+def test_messages_have_no_addresses() -> None:
+    """The same failure reads the same on each rank."""
+    main = sys.modules["__main__"]
+    nameless = eval("lambda: 1", vars(main))
+
+    with pytest.raises(TransferError, match=r"^f cannot be sent: .*<lambda> at 0x\.\.\.>"):
+        parcels.pack({"f": nameless})

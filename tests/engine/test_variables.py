@@ -140,7 +140,7 @@ def test_without_torch_a_size_is_a_tuple_and_a_module_is_refused() -> None:
 
     def opened(value: object) -> Any:
         parcel = parcels.send(parcels.pack({"x": value}, torch), [])
-        return parcels.opened(parcel, None, refused=["torch"])["x"]
+        return parcels.opened(parcel, None, refused={"torch": "`import torch`"})["x"]
 
     assert opened(torch.Size([1, 2])) == (1, 2)
     with pytest.raises(

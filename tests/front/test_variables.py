@@ -310,6 +310,7 @@ def test_what_ranks_cannot_send_or_the_notebook_cannot_make_binds_nothing(kernel
     unsent = error_of(kernel, "%dist_pull lock")
     unmade = error_of(kernel, "%dist_pull raising")
     needs = error_of(kernel, "%dist_pull module")
+    ours = error_of(kernel, "%dist_pull accelerator")
     kept = kernel.run("raising, lock, module")
 
     assert unsent[0] == unmade[0] == needs[0] == "TransferError"
@@ -322,6 +323,7 @@ def test_what_ranks_cannot_send_or_the_notebook_cannot_make_binds_nothing(kernel
         "zero. Nothing was pulled."
     )
     assert "torch.nn.modules.linear.Linear is in it: `import torch` in the notebook" in needs[1]
+    assert "LazyAccelerator is in it: it belongs to its rank. Pull what it holds" in ours[1]
     assert kept.plain == ["('old', 'old', 'old')"]
     assert kernel.run(_HAS_TORCH).plain == ["False"]
 
