@@ -275,6 +275,15 @@ def test_nvidia_smis_answers_are_read() -> None:
     assert facts.parse_links("") == ()
 
 
+def test_what_running_ranks_were_given_counts(base: Path) -> None:
+    """--debug and --gpus of the ranks that run are among what the launcher has set."""
+    plain, given = facts.collect(2).given, facts.collect(2, "detail", "none").given
+    changed = {name: value for name, value in given.items() if plain.get(name) != value}
+
+    assert changed == {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_VISIBLE_DEVICES": ""}
+    assert facts.collect(2, "off", "0,1").given["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
 def test_the_facts_are_this_machines(base: Path) -> None:
     """Versions, cores, limits and interfaces are found without loading torch."""
     program = (
