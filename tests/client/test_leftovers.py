@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from nbdist.client import facts, guardian, leftovers, rundir, runs
+from nbdist.client.guard import Guard
 from nbdist.client.start import StartOptions
 from nbdist.core import runs as states
 from nbdist.core.runs import Process, Run
@@ -163,6 +164,20 @@ def test_processes_without_their_folder_are_shown_and_left_alone(base: Path) -> 
 
     assert (found.state, found.has_folder) == (states.UNKNOWN, False)
     assert (done, code) == ((), None)
+
+
+def test_a_run_whose_guardian_lives_is_running(base: Path) -> None:
+    """A folder that lost its owner's name is not taken for nobody's while it is guarded."""
+    folder = base / "run-damaged"
+    folder.mkdir(parents=True, mode=0o700)
+    one = Guard(folder)
+    found = until(lambda: run_in(folder).state == states.RUNNING)
+    done = leftovers.clean()
+    is_there = folder.is_dir()
+
+    assert one.close()
+    assert found
+    assert (done, is_there) == ((), True)
 
 
 def test_a_living_kernel_with_a_dead_runs_mark_is_spared(base: Path) -> None:
