@@ -27,17 +27,21 @@ _QUERY = "index,uuid,name,driver_version,memory.total,memory.used,compute_mode"
 _NO_SETTINGS = {"NBDIST_RUN", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 
 
-def collect(world_size: int | None) -> Facts:
+def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None = None) -> Facts:
     """What is to be known of this machine.
 
     Args:
         world_size: Ranks that run; None for those that would be started without -n.
+        debug: The --debug of those that run.
+        gpus_typed: Their --gpus.
     """
     known, problem = _gpus()
     visible = gpus.chosen(tuple(one.gpu for one in known), os.environ.get("CUDA_VISIBLE_DEVICES"))
     count = topology.default_world_size(visible) if world_size is None else world_size
     cores = usable_cores()
-    given = launcher.local_environment(rundir.place(), count, max(1, cores // count))
+    given = launcher.local_environment(rundir.place(), count, max(1, cores // count), debug)
+    if gpus_typed is not None:
+        given["CUDA_VISIBLE_DEVICES"] = "" if gpus_typed.lower() == "none" else gpus_typed
     return Facts(
         platform=sys.platform,
         python=platform.python_version(),

@@ -48,9 +48,10 @@ class Seen:
 def found() -> tuple[Run, ...]:
     """All runs of this user, in order of their folders."""
     seen = _processes()
-    folders = {*_folders(), *(one.mark for one in seen.values() if one.mark), *_guarded(seen)}
+    guarded = {one.guards for one in seen.values() if one.guards}
+    folders = {*_folders(), *(one.mark for one in seen.values() if one.mark), *guarded}
     here = rundir.this_machine()
-    known = [_run(Path(folder), here) for folder in sorted(folders)]
+    known = [_run(Path(one), here, is_guarded=one in guarded) for one in sorted(folders)]
     spared = _protected(known, seen)
     return tuple(_with_processes(run, seen, spared) for run in known)
 
@@ -72,13 +73,11 @@ def _folders() -> list[str]:
     return [str(path) for path in place.iterdir() if path.is_dir() and not path.is_symlink()]
 
 
-def _guarded(seen: dict[int, Seen]) -> set[str]:
-    return {one.guards for one in seen.values() if one.guards}
-
-
-def _run(folder: Path, here: runs.Machine) -> Run:
+def _run(folder: Path, here: runs.Machine, *, is_guarded: bool) -> Run:
     owner = rundir.owner(folder)
     state = runs.state(owner, here, None if owner is None else _start_of(owner.pid))
+    if state == runs.UNKNOWN and is_guarded:
+        state = runs.RUNNING  # its folder was damaged, but a guardian does not outlive its kernel
     if state == runs.RUNNING and outside.told(folder):
         state = runs.STOPPED
     return Run(str(folder), state, owner, rundir.hosts(folder), has_folder=folder.is_dir())

@@ -7,6 +7,7 @@ from argparse import Namespace
 from nbdist.client import facts, leftovers
 from nbdist.commands import running
 from nbdist.core import doctor as checks
+from nbdist.core.doctor_facts import Facts
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import ANYWHERE, Option, Verb
 from nbdist.view import doctor as doctor_view
@@ -24,9 +25,14 @@ def examined(*, is_cleaning: bool) -> View:
     if is_cleaning:
         done = leftovers.clean() or ("nothing to clean: dead runs have left nothing",)
     is_running = NOTEBOOK.is_running
-    world_size = NOTEBOOK.session.topology.world_size if is_running else None
-    view = doctor_view.findings(checks.examine(facts.collect(world_size)), done)
+    collected = _of_running_ranks() if is_running else facts.collect(None)
+    view = doctor_view.findings(checks.examine(collected), done)
     return doctor_view.below(view, running.status_view()) if is_running else view
+
+
+def _of_running_ranks() -> Facts:
+    options = NOTEBOOK.options
+    return facts.collect(NOTEBOOK.session.topology.world_size, options.debug, options.gpus)
 
 
 VERBS = (

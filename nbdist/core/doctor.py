@@ -305,8 +305,9 @@ def _run(run: Run) -> Finding:
         found += f", {len(run.shm_files)} of its files in /dev/shm"
     name = f"run {run.name}"
     kernel = "" if run.owner is None else f"kernel {run.owner.pid}"
-    if run.state == runs.RUNNING and run.owner is not None:
-        return Finding(name, f"{found}, {kernel} ({run.owner.where})")
+    if run.state == runs.RUNNING:
+        whose = f"{kernel} ({run.owner.where})" if run.owner else "whose kernel is not known"
+        return Finding(name, f"{found}, {whose}")
     rows = {
         runs.STOPPED: (
             OK,

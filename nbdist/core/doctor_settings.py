@@ -15,6 +15,7 @@ PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
 NOTEBOOK = "the notebook's environment"
 LAUNCHER = "nbdist's launcher"
 UNSET = "unset"
+EMPTY = "empty"
 _REMOVE = "remove it from the environment and restart the kernel"
 
 
@@ -68,10 +69,10 @@ def _is_listed(name: str) -> bool:
 
 def _finding(name: str, typed: str | None, given: str | None, around: Around) -> Finding:
     if typed is None:
-        return Finding(name, UNSET if given is None else f"{given} ({LAUNCHER})")
-    found = f"{typed} ({NOTEBOOK})"
+        return Finding(name, UNSET if given is None else f"{given or EMPTY} ({LAUNCHER})")
+    found = f"{typed or EMPTY} ({NOTEBOOK})"
     if given is not None and given != typed:
-        found = f"{typed} ({NOTEBOOK}; ranks of the profile local get {given} by {LAUNCHER})"
+        found = f"{found[:-1]}; ranks of the profile local get {given or EMPTY} by {LAUNCHER})"
     judge = RULES.get(name)
     judged = _kept(name, typed) if judge is None else judge(typed, around)
     return Finding(name, found, *judged)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from nbdist.client import facts, guardian, leftovers, rundir, runs
+from nbdist.client.guard import Guard
 from nbdist.client.start import StartOptions
 from nbdist.core import runs as states
 from nbdist.core.runs import Process, Run
@@ -165,6 +166,20 @@ def test_processes_without_their_folder_are_shown_and_left_alone(base: Path) -> 
     assert (done, code) == ((), None)
 
 
+def test_a_run_whose_guardian_lives_is_running(base: Path) -> None:
+    """A folder that lost its owner's name is not taken for nobody's while it is guarded."""
+    folder = base / "run-damaged"
+    folder.mkdir(parents=True, mode=0o700)
+    one = Guard(folder)
+    found = until(lambda: run_in(folder).state == states.RUNNING)
+    done = leftovers.clean()
+    is_there = folder.is_dir()
+
+    assert one.close()
+    assert found
+    assert (done, is_there) == ((), True)
+
+
 def test_a_living_kernel_with_a_dead_runs_mark_is_spared(base: Path) -> None:
     """A notebook that was started in a cell inherits that run's mark, and outlives it."""
     dead = base / "run-dead"
@@ -273,6 +288,15 @@ def test_nvidia_smis_answers_are_read() -> None:
     assert second.total_bytes == 0
     assert facts.parse_links(matrix) == ((0, 1, "NV18"), (0, 2, "SYS"), (1, 2, "PHB"))
     assert facts.parse_links("") == ()
+
+
+def test_what_running_ranks_were_given_counts(base: Path) -> None:
+    """--debug and --gpus of the ranks that run are among what the launcher has set."""
+    plain, given = facts.collect(2).given, facts.collect(2, "detail", "none").given
+    changed = {name: value for name, value in given.items() if plain.get(name) != value}
+
+    assert changed == {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_VISIBLE_DEVICES": ""}
+    assert facts.collect(2, "off", "0,1").given["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 def test_the_facts_are_this_machines(base: Path) -> None:

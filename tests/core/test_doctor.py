@@ -237,6 +237,12 @@ _WELL: list[tuple[Check, Mapping[str, Any], str, str]] = [
         "run run-a",
         "running, 0 processes, kernel 41 (/notebooks/a.ipynb)",
     ),
+    (
+        doctor.leftovers,
+        {"runs": (Run("/t/run-a", runs.RUNNING),)},
+        "run run-a",
+        "running, 0 processes, whose kernel is not known",
+    ),
     (doctor.leftovers, {"runs": (Run("/t/run-a", runs.STOPPED, OWNER),)}, "run run-a", "stopped"),
     (doctor.leftovers, {"runs": (Run("/t/run-a", runs.ELSEWHERE, OWNER),)}, "run run-a", "else"),
 ]

@@ -79,7 +79,7 @@ def test_a_value_is_judged(name: str, value: str, verdict: str, why: str) -> Non
     assert finding.verdict == verdict
     assert why in finding.why
     assert bool(finding.what) == (verdict != OK)
-    assert finding.found == f"{value} (the notebook's environment)"
+    assert finding.found == f"{value or 'empty'} (the notebook's environment)"
 
 
 def test_the_origin_is_told() -> None:

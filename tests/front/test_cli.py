@@ -434,7 +434,7 @@ def test_an_interrupt_of_the_doctor_is_no_traceback(
     from nbdist import cli
     from nbdist.client import facts
 
-    def interrupted(_world_size: int | None) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(facts, "collect", interrupted)
