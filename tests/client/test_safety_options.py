@@ -14,7 +14,7 @@ from tests.client.conftest import silent
 
 def typed(line: str) -> StartOptions:
     parsed = verbs.parse(commands.VERBS["dist_init"], line)
-    return running._start_options(parsed.values)
+    return running.start_options(parsed.values)
 
 
 def test_defaults() -> None:
