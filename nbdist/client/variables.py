@@ -34,8 +34,6 @@ REMOVE_TRIES = 5
 ENGINE_DIED = "EngineError"
 # What the kernel never loads for somebody else; a user's own import of them is fine.
 HEAVY = ("torch", "accelerate")
-# What means something on a rank alone.
-OURS = {"nbdist.engine": "it belongs to its rank. Pull what it holds, such as a state_dict()"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +196,7 @@ def _opened(rank: int, parcel: Parcel) -> dict[str, Any]:
     absent = [name for name in HEAVY if name not in sys.modules]
     refused = {name: f"`import {name}` in the notebook first" for name in absent}
     try:
-        return parcels.opened(parcel, sys.modules.get("torch"), OURS | refused)
+        return parcels.opened(parcel, sys.modules.get("torch"), parcels.OURS | refused)
     except TransferError as error:
         raise TransferError(f"in the notebook, from {ranks_phrase([rank])}: {error}") from error
     finally:

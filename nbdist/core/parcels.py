@@ -37,6 +37,8 @@ SPARE_BYTES = 16 * 2**20
 LARGE_PAGES_BYTES = 4 * 2**20
 # One system call copies so much: between two of them an interrupt is seen.
 STEP_BYTES = 64 * 2**20
+# What means something on a rank alone -> why it is refused.
+OURS = {"nbdist.engine": "it belongs to its rank. Pull what it holds, such as a state_dict()"}
 _COMPLEX = {"complex64", "complex128"}
 _FLOATS = {"float16", "float32", "float64"}
 _INTEGERS = {f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64)}
@@ -129,7 +131,10 @@ class _Packer(pickle.Pickler):
         return False
 
     def reducer_override(self, value: Any) -> Any:
-        """Take the memory of a tensor out of the pickle."""
+        """Take the memory of a tensor out of the pickle; refuse what belongs to a rank."""
+        for package, why in OURS.items():
+            if type(value).__module__.startswith(f"{package}."):
+                raise TransferError(f"{type(value).__name__} is in it: {why}")
         if self._torch is None or not isinstance(value, self._torch.Tensor):
             return NotImplemented
         plain = self._plain(value)

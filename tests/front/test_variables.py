@@ -323,7 +323,7 @@ def test_what_ranks_cannot_send_or_the_notebook_cannot_make_binds_nothing(kernel
         "zero. Nothing was pulled."
     )
     assert "torch.nn.modules.linear.Linear is in it: `import torch` in the notebook" in needs[1]
-    assert "LazyAccelerator is in it: it belongs to its rank. Pull what it holds" in ours[1]
+    assert "Accelerator is in it: it belongs to its rank. Pull what it holds" in ours[1]
     assert kept.plain == ["('old', 'old', 'old')"]
     assert kernel.run(_HAS_TORCH).plain == ["False"]
 
