@@ -10,7 +10,7 @@ import psutil
 
 from benchmarks import Row
 from benchmarks.kernels import Notebook
-from benchmarks.start import BY_HAND, OURS
+from benchmarks.start import OURS, by_hand
 
 # By then what a rank loads once it is idle is there.
 SETTLED_S = 10.0
@@ -20,8 +20,7 @@ def rows() -> list[Row]:
     """How many there are, and what they hold; both sides have torch, a group, one all_reduce."""
     with tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name:
         ours = _counted(Path(name) / "ours", OURS, "%dist_shutdown")
-        store = str(Path(name) / "store")
-        cells = (BY_HAND[0], BY_HAND[1].format(store=store))
+        cells = by_hand(Path(name) / "store")
         peer = _counted(Path(name) / "peer", cells, "client.cluster.stop_cluster_sync()")
     how = "2 idle ranks after one all_reduce; all below the kernel"
     memory = f"{how}; proportional set sizes, {SETTLED_S:.0f} s later"

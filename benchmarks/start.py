@@ -17,7 +17,8 @@ from benchmarks.kernels import Notebook
 RANKS = 2
 ROUNDS = 7
 MOST_RATIO = 1.2
-_SUM = "x = torch.ones(1); dist.all_reduce(x); print('sum', x.item())"
+# One piece of text, so that nothing of another rank's comes between.
+_SUM = "x = torch.ones(1); dist.all_reduce(x); print(f'sum {x.item()}')"
 _SHOWN = f"sum {RANKS:.1f}"
 OURS = ("%load_ext nbdist", f"%dist_init -n {RANKS}", f"%%distributed\n{_SUM}")
 SCRIPT = f"""
@@ -27,7 +28,7 @@ dist.init_process_group("gloo")
 {_SUM.replace("; ", chr(10))}
 """
 # As its documentation has it; ranks meet in a file, as nbdist's do.
-BY_HAND = (
+_BY_HAND = (
     f"""
 import ipyparallel
 client = ipyparallel.Cluster(n={RANKS}).start_and_connect_sync(activate=True)
@@ -36,7 +37,7 @@ client[:].scatter("own", list(range(len(client))), flatten=True).get()
     f"""%%px
 import torch, torch.distributed as dist
 dist.init_process_group(
-    "gloo", init_method="file://" + {{store!r}}, rank=own, world_size={RANKS})
+    "gloo", init_method="file://STORE", rank=own, world_size={RANKS})
 {_SUM}
 """,
 )
@@ -83,8 +84,12 @@ def cells_s(folder: Path, cells: Sequence[str], last: str, shown: str = _SHOWN) 
 
 
 def _by_hand_s(folder: Path) -> float:
-    cells = [BY_HAND[0], BY_HAND[1].format(store=str(folder / "store"))]
-    return cells_s(folder, cells, "client.cluster.stop_cluster_sync()")
+    return cells_s(folder, by_hand(folder / "store"), "client.cluster.stop_cluster_sync()")
+
+
+def by_hand(store: Path) -> tuple[str, ...]:
+    """The cells with ipyparallel alone, whose ranks meet in a file."""
+    return tuple(cell.replace("STORE", str(store)) for cell in _BY_HAND)
 
 
 def torchrun_s(folder: Path, script: str, ranks: int, shown: str | None = None) -> float:
@@ -105,7 +110,8 @@ def torchrun_s(folder: Path, script: str, ranks: int, shown: str | None = None) 
         assert process.stdout is not None
         wanted, elapsed_s = ranks, 0.0
         for line in process.stdout:
-            wanted -= (shown or f"sum {ranks:.1f}") in line
+            # Two ranks' lines can come as one.
+            wanted -= line.count(shown or f"sum {ranks:.1f}")
             if not wanted and not elapsed_s:
                 elapsed_s = time.perf_counter() - began_s
     assert elapsed_s, f"{path} has not shown it {ranks} times"
