@@ -20,6 +20,7 @@ PACKAGES = ("torch", "ipyparallel", "ipykernel", "accelerate")
 # Behind the table of a benchmark that draws one: what it shows, and where it is.
 PICTURES = {
     "switching": "![Seconds against millions of parameters](pictures/switch_time.svg)",
+    "many_ranks": "![Start and a trivial cell against ranks](pictures/many_ranks.svg)",
 }
 HEAD = ("what", "nbdist", "without it", "ratio", "promised", "how measured")
 

@@ -26,6 +26,9 @@ import torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
 {_SUM.replace("; ", chr(10))}
+# Without it a rank sometimes aborts at its end, and torchrun ends the others before they print.
+dist.barrier()
+dist.destroy_process_group()
 """
 # As its documentation has it; ranks meet in a file, as nbdist's do.
 _BY_HAND = (
