@@ -266,7 +266,11 @@ def _end(pieces: Sequence[Piece], names: Names) -> str:
     is_async = any(piece.part is not None and piece.part.is_async for piece in pieces)
     lines = ["# %% the end"]
     lines += [f"{names.loop}.close()"] if is_async else []
-    lines += ["if dist.is_initialized():", "    dist.destroy_process_group()"]
+    lines += [
+        "if dist.is_initialized():",
+        "    dist.barrier()  # torch often aborts on a rank that another one leaves behind",
+        "    dist.destroy_process_group()",
+    ]
     return "\n".join(lines)
 
 
