@@ -95,7 +95,7 @@ faults: export NBDIST_FAULTS_LOG = $(FAULTS)
 faults: $(INSTALLED) | build/settings
 	@rm -f $(FAULTS)
 	$(PY) -m pytest -m "" tests/faults tests/client/test_repair.py tests/client/test_controller.py \
-	  tests/front/test_loaders.py
+	  tests/front/test_loaders.py tests/front/test_failures.py
 	$(PY) -m tests.faults.report $(FAULTS) docs/reliability.md
 
 # Beside the tables, what else is left out of `make test` because a like case is in it.
