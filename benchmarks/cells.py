@@ -17,7 +17,6 @@ CELLS: dict[str, tuple[int, float | None]] = {
     "for n in range(100_000): print('line', n)": (3, None),
 }
 OURS = ("%load_ext nbdist", f"%dist_init -n {RANKS}")
-# Ranks do not import torch here, which %%px does not need.
 PEER = (
     "import ipyparallel",
     f"client = ipyparallel.Cluster(n={RANKS}).start_and_connect_sync(activate=True)",

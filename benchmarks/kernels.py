@@ -29,7 +29,7 @@ class Ran:
 
 
 class Notebook:
-    """A kernel. A context manager: it ends it, and waits until its ranks have ended too."""
+    """A kernel. A context manager: it ends the kernel; ranks are ended by a cell before that."""
 
     def __init__(self, folder: Path) -> None:
         """Start it and wait until it answers.

@@ -64,7 +64,8 @@ def page(tables: list[tuple[str, str, list[Row]]], where: str) -> str:
         "# Benchmarks",
         "",
         "Written by `make bench`. Each line compares nbdist with the same thing done without it;",
-        "both took turns, and the numbers are medians. At a ratio of 1 nbdist costs nothing.",
+        "both took turns, and the numbers are medians but where one start is named. At a ratio of",
+        "1 nbdist costs nothing.",
         "",
         where,
     ]

@@ -247,17 +247,22 @@ def test_run_tells_an_exit_code(folder: Path) -> None:
     assert "ended itself with exit code 3" in done.stderr
 
 
-def test_an_interrupt_ends_the_program_and_the_ranks(folder: Path) -> None:
-    """Ctrl-C goes to the ranks as in a notebook; then they end, and the exit code says so."""
+def long_program(folder: Path, ranks: int) -> subprocess.Popen[str]:
+    """`nbdist run` of a program that prints a line and then sleeps."""
     (folder / "long.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(300)\n")
-    with subprocess.Popen(
-        [sys.executable, "-m", "nbdist", "run", "long.py", "-n", "2"],
+    return subprocess.Popen(
+        [sys.executable, "-m", "nbdist", "run", "long.py", "-n", str(ranks)],
         cwd=folder,
         env=environment(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    ) as process:
+    )
+
+
+def test_an_interrupt_ends_the_program_and_the_ranks(folder: Path) -> None:
+    """Ctrl-C goes to the ranks as in a notebook; then they end, and the exit code says so."""
+    with long_program(folder, ranks=2) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         process.send_signal(signal.SIGINT)
@@ -271,15 +276,7 @@ def test_an_interrupt_ends_the_program_and_the_ranks(folder: Path) -> None:
 
 def test_a_program_whose_ranks_are_stopped_says_so(folder: Path) -> None:
     """nbdist stop ends a program as well: exit code 1, and who did it."""
-    (folder / "long.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(300)\n")
-    with subprocess.Popen(
-        [sys.executable, "-m", "nbdist", "run", "long.py", "-n", "1"],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with long_program(folder, ranks=1) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         done = nbdist("stop", folder=folder)
