@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import io
-import mmap
 import os
 import pickle
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from nbdist.core import floats
+from nbdist.core import floats, pages
 from nbdist.core.failures import plain as plain_text
 from nbdist.core.units import size
 from nbdist.errors import TransferError
@@ -370,13 +368,8 @@ def _memory(tensor: Any) -> memoryview:
 
 def _ask_for_large_pages(address: int, size_bytes: int) -> None:
     """Let fresh memory come in pages of 2 MB, as numpy does: the copy takes half the time."""
-    if size_bytes < LARGE_PAGES_BYTES or sys.platform != "linux":
-        return
-    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (address + size_bytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    # Advice: where it is not taken the pages are small ones.
-    madvise = ctypes.CDLL(None).madvise
-    madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+    if size_bytes >= LARGE_PAGES_BYTES:
+        pages.advise(address, size_bytes, pages.LARGE)
 
 
 def _check_kind(tensor: Any, torch: Any) -> None:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import mmap
-import sys
-from collections.abc import Callable
-
 import torch
 
-# From Linux 5.14 on, see madvise(2). Older kernels answer EINVAL, and pages come one by one.
-_MADV_POPULATE_WRITE = 23
+from nbdist.core import pages
+
 # Below, malloc mostly has pages at hand that were there before.
 _LEAST_BYTES = 1 << 20
 
@@ -23,17 +17,6 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     A switch of 100 million parameters with AdamW on two CPU ranks took a sixth longer so.
     """
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cpu" and tensor.nbytes >= _LEAST_BYTES and sys.platform == "linux":
-        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-        # Whatever it answers: nothing depends on it but time.
-        _madvise()(start, length, _MADV_POPULATE_WRITE)
+    if device.type == "cpu" and tensor.nbytes >= _LEAST_BYTES:
+        pages.advise(tensor.data_ptr(), tensor.nbytes, pages.POPULATE)
     return tensor
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int]:
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    function.restype = ctypes.c_int
-    return function
