@@ -1,0 +1,131 @@
+"""What the profilers of the ranks have recorded of one cell, as columns.
+
+Made by `core.trace_read` from the files that ranks write; judged by `core.trace_shares` and
+`core.trace_findings`; drawn by `view.trace`. Times are integers in nanoseconds since the
+beginning of the recording, the same zero on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+# What an event is, as `Events.kind` has it: its place in this tuple.
+COMPUTE, COMMUNICATION, COPY, DATA, WAIT, HOST, MARK = range(7)
+KINDS = (
+    "compute",  # kernels of a GPU; operators of the main thread and of autograd on a CPU
+    "communication",  # NCCL kernels; Gloo's own annotations on its threads
+    "copy",  # between host and device, and memory that is set
+    "data",  # the next batch: DataLoader iterations
+    "wait",  # the host waits for a collective or for the device
+    "host",  # Python, launches and operators of the host where a GPU computes
+    "mark",  # annotations of the user's: record_function
+)
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One row of a rank: a thread of the host, or a stream of a device.
+
+    Attributes:
+        name: As a person calls it: "main thread", "autograd", "gloo 1", "stream 7".
+        is_device: Whether its events ran on a GPU.
+    """
+
+    name: str
+    is_device: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What one rank did, an entry per event in each column, sorted by start.
+
+    Attributes:
+        start_ns: Since the beginning of the recording.
+        duration_ns: At least 0.
+        lane: Place in RankTrace.lanes.
+        depth: How many events of the same lane enclose it.
+        kind: Place in KINDS.
+        name: Place in RankTrace.names.
+        size_bytes: What a collective moves into or out of this rank; 0 for all else.
+        group: Place in RankTrace.groups; -1 for all else.
+    """
+
+    start_ns: Integers
+    duration_ns: Integers
+    lane: npt.NDArray[np.int32]
+    depth: npt.NDArray[np.int16]
+    kind: npt.NDArray[np.int8]
+    name: npt.NDArray[np.int32]
+    size_bytes: Integers
+    group: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step.
+
+    Attributes:
+        number: From 0, as the rank counted them.
+        start_ns: Where the last one ended.
+        end_ns: After `optimizer.step()` or `nbdist.step()`.
+    """
+
+    number: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """What one rank has recorded.
+
+    Attributes:
+        rank: Whose.
+        host: Where it ran.
+        device: "cuda" or "cpu": which lanes compute.
+        lanes: In the order in which they are drawn.
+        names: Of events.
+        groups: Process groups, as the user calls them.
+        events: The columns.
+        steps: In order; empty where the cell made none.
+        problem: Why something lacks, as a sentence; empty when all is there.
+    """
+
+    rank: int
+    host: str
+    device: str
+    lanes: tuple[Lane, ...]
+    names: tuple[str, ...]
+    groups: tuple[str, ...]
+    events: Events
+    steps: tuple[Step, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What all ranks have recorded of one cell.
+
+    Attributes:
+        ranks: In rank order.
+        strategy: What models were under, as `core.strategy.described` says it.
+        notes: What is skipped, merged or guessed, as sentences.
+    """
+
+    ranks: tuple[RankTrace, ...]
+    strategy: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def duration_ns(self) -> int:
+        """From the first event's start to the last one's end, over all ranks."""
+        ends = [int((r.events.start_ns + r.events.duration_ns).max(initial=0)) for r in self.ranks]
+        return max(ends, default=0)
