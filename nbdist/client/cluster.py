@@ -33,6 +33,8 @@ from nbdist.errors import OptionError, StartError
 __all__ = ["Cluster", "Exit", "Progress", "cluster_loop", "gives_ranks", "installed_torch"]
 
 STOP_GRACE_S = 2.0
+# What an engine has printed is with the controller, and on its way here, by then.
+LAST_WORDS_S = 0.05
 OTHER_STOP_DEADLINE_S = 60.0
 END_SESSION_S = 5.0
 
@@ -194,8 +196,15 @@ class Cluster:
         engine = None if number is None else self._engine_of.get(number, number)
         code = stop_data.get("exit_code")
         self.exits[engine] = Exit(engine, code if isinstance(code, int) else None)
+        if self.can_restart and engine is not None and not self._is_stopping:
+            # A little later: the last that it has printed comes by another way.
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget, engine)
         if not self._is_stopping and engine not in self._replaced:
             self.on_exit(self.exits[engine])
+
+    def _forget(self, engine: int) -> None:
+        if self.channel is not None and not self._is_stopping:
+            self.channel.forget(engine)
 
     def _arrivals(self, engines: Collection[int] | None, world_size: int = 0) -> Arrivals:
         """What to wait for: some engines, or at the start any `world_size` of them."""
@@ -205,8 +214,11 @@ class Cluster:
             return {e: x for e, x in known.items() if engines is None or e in {None, *engines}}
 
         def registered() -> list[int]:
-            known = () if self.channel is None else self.channel.engine_ids
-            return [engine for engine in known if engines is None or engine in engines]
+            known = set() if self.channel is None else set(self.channel.engine_ids)
+            if engines is not None:
+                return sorted(known.intersection(engines))
+            # Of those that join by themselves both is waited for: they do it side by side.
+            return sorted(known & rundir.joined(self.run_dir) if self.can_restart else known)
 
         expected = tuple(range(world_size) if engines is None else engines)
         return Arrivals(self.run_dir, expected, exits, registered, self._output)
@@ -268,8 +280,7 @@ class Cluster:
         assert self.channel is not None
         for engine in engines:
             self._kill(engine)
-        # Its nanny tells the controller; where that was killed too, heartbeats do, in 30 s. An
-        # id that is still registered would be given to nobody else.
+        # `_ended` tells the controller. An id that is still registered would be given to nobody.
         while left := sorted(set(engines).intersection(self.channel.engine_ids)):
             check()
             if time.monotonic() > end_s:
