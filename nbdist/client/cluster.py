@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import os
 import signal
 import sys
@@ -17,7 +16,6 @@ from typing import Any
 
 import ipyparallel
 from ipyparallel.cluster.launcher import LocalProcessLauncher
-from traitlets import TraitError
 from traitlets.config import Config
 
 from nbdist.client import controller, guardian, launcher, prepared, presses, processes, rundir
@@ -26,7 +24,7 @@ from nbdist.client.channel import Channel
 from nbdist.client.exits import Exit
 from nbdist.client.guard import Guard
 from nbdist.client.loop import cluster_loop
-from nbdist.client.prepared import installed_torch
+from nbdist.client.prepared import gives_ranks, installed_torch
 from nbdist.core.failures import ranks_phrase
 from nbdist.errors import OptionError, StartError
 
@@ -184,6 +182,8 @@ class Cluster:
 
     def _watch_engine(self, number: int, one: LocalProcessLauncher) -> None:
         one.on_stop(functools.partial(self._ended, number))
+        if self.can_restart:  # an engine without a nanny, which would tell the controller
+            one.on_stop(functools.partial(self._forget_soon, number))
         self._started[number] = one
         self._guard_one(one.pid)
 
@@ -196,15 +196,15 @@ class Cluster:
         engine = None if number is None else self._engine_of.get(number, number)
         code = stop_data.get("exit_code")
         self.exits[engine] = Exit(engine, code if isinstance(code, int) else None)
-        if self.can_restart and engine is not None and not self._is_stopping:
-            # A little later: the last that it has printed comes by another way.
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget, engine)
         if not self._is_stopping and engine not in self._replaced:
             self.on_exit(self.exits[engine])
 
     def _forget(self, engine: int) -> None:
         if self.channel is not None and not self._is_stopping:
             self.channel.forget(engine)
+
+    def _forget_soon(self, engine: int, _stop_data: dict[str, Any]) -> None:
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget, engine)
 
     def _arrivals(self, engines: Collection[int] | None, world_size: int = 0) -> Arrivals:
         """What to wait for: some engines, or at the start any `world_size` of them."""
@@ -280,7 +280,7 @@ class Cluster:
         assert self.channel is not None
         for engine in engines:
             self._kill(engine)
-        # `_ended` tells the controller. An id that is still registered would be given to nobody.
+        # `_forget` tells the controller. An id that is still registered would be given to nobody.
         while left := sorted(set(engines).intersection(self.channel.engine_ids)):
             check()
             if time.monotonic() > end_s:
@@ -393,16 +393,3 @@ class Cluster:
                 f"nbdist: the profile's launcher did not end the {what} in "
                 f"{OTHER_STOP_DEADLINE_S:.0f} s; look after them with its own tools\n"
             )
-
-
-def gives_ranks(config: Config) -> bool:
-    """Whether the profile's launcher gives the ranks itself, on this machine.
-
-    Raises:
-        OptionError: If the profile has settings that ipyparallel does not understand.
-    """
-    try:
-        cluster = prepared.cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
-    except (TraitError, ImportError, KeyError) as error:
-        raise OptionError(f"The profile's settings cannot be used: {error}") from error
-    return issubclass(cluster.engine_launcher_class, launcher.RankEngineSetLauncher)

@@ -12,10 +12,12 @@ class LazyAccelerator:
     """
 
     def __getattribute__(self, name: str) -> Any:
-        """Any attribute is a use, `__class__` too: isinstance asks for it."""
+        """Any attribute is a use, but `__dict__`."""
         if name == "__dict__":  # what looks at objects without using them
             return super().__getattribute__(name)
-        return getattr(_awake(self), name)
+        one = _awake(self)
+        # isinstance asks for it when the type has not answered; the type's own would tell nothing.
+        return type(one).__base__ if name == "__class__" else getattr(one, name)
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set on the Accelerator."""
