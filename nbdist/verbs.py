@@ -131,6 +131,12 @@ def parse(verb: Verb, line: str) -> Parsed:
     Raises:
         OptionError: If it cannot be read; the message shows the usage.
     """
+    parsed = _parse(verb, line)
+    return replace(parsed, values=argparse.Namespace(**vars(parsed.values)))
+
+
+@functools.lru_cache(maxsize=32)  # the same cell is run again and again
+def _parse(verb: Verb, line: str) -> Parsed:
     try:
         words = shlex.split(line)
     except ValueError as error:
