@@ -39,6 +39,9 @@ DEADLINE_S = 60.0
 SLACK = 20
 # So many shares of an operation's time are kept for its last sizes.
 LATER = 3
+# More runs than fit into this say nothing new, and an interrupt waits for the end of them.
+LONGEST_S = 1.0
+PATIENCE_S = 4.0
 # What a measurement may take of the memory that is free: torch and the backend need some, too.
 SHARE = 0.5
 
@@ -180,7 +183,7 @@ class _Measurement:
                 return
             # Later sizes take longer: what the last ones need is not to be spent before.
             share_s = left_s / (len(sizes) - number + LATER)
-            timings = self._timings(op, size, share_s, least_s)
+            timings = self._timings(op, size, min(share_s, LONGEST_S), least_s)
             if not timings:
                 return
             row = together(op, size, timings)
@@ -199,6 +202,7 @@ class _Measurement:
             limit_s,
             deadline_s=DEADLINE_S + SLACK * (limit_s + least_s),
             is_collective=True,
+            patience_s=PATIENCE_S,
         )
         if problem := timings[0].problem:
             self.left_out.append(f"{op}: {problem}")

@@ -176,8 +176,12 @@ class Session:
         deadline_s: float,
         is_collective: bool = False,
         ranks: Sequence[int] | None = None,
+        patience_s: float = 0.0,
     ) -> list[Any]:
         """Call one of remote's functions on every rank, or some, at once; results in their order.
+
+        After an interrupt by the user a short call may end by itself, within `patience_s`: its
+        collectives are then in step. Longer ones are interrupted on the ranks as well.
 
         Raises:
             RankGone, RankBusy: As for a cell.
@@ -188,20 +192,22 @@ class Session:
         self.upkeep.make_whole()
         self.readiness.check(ranks)
         end_of_controller = functools.partial(self._controller_end, ranks)
-        with (
-            presses.counted() as pressed
-        ):  # all ranks are asked, or none: they may wait for another
+        # Whatever is pressed meanwhile: all ranks are asked, for they may wait for each other.
+        with presses.counted() as pressed:
             futures = {rank: function(self.call, rank, *args) for rank in ranks}
         try:
             pressed.check()
             return answers.collect(futures, deadline_s, end_of_controller)
         except (KeyboardInterrupt, RankGone) as error:
+            if not isinstance(error, RankGone):
+                answers.let_end(list(futures.values()), patience_s)
             late = [rank for rank, future in futures.items() if not future.done()]
             for rank in late:
                 self.interrupt(rank)
             if isinstance(error, RankGone):
                 raise
-            raise Interrupted(f"{ranks_phrase(late)} had not answered") from error
+            told = f"{ranks_phrase(late)} had not answered" if late else "all ranks are back"
+            raise Interrupted(told) from error
         finally:
             if is_collective:  # peers of a rank that failed would wait for it for ever
                 self.upkeep.release(list(futures.values()))

@@ -51,7 +51,7 @@ class FakeSession:
         if function is remote.begin_measuring:
             return [{"host": self._free}] * n
         assert function is remote.measure
-        assert options == {"is_collective": True}
+        assert options == {"is_collective": True, "patience_s": bandwidth.PATIENCE_S}
         op, size, limit_s = args
         self.asked.append((op, size))
         problem = self.problem(op, size)

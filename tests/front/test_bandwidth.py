@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.front.conftest import start_ranks
 from tests.support import processes
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel, notebook_env
@@ -185,20 +184,6 @@ def test_a_rank_that_dies_while_it_is_measured(own_kernel: Kernel) -> None:
         assert "%dist_restart 1 brings it back" in failed.error.evalue
     assert restarted.status == "ok", restarted.visible
     assert len(rows(ended_well(again))) == 4
-
-
-def test_one_rank_and_none(bare_kernel: Kernel) -> None:
-    """One sends nothing; none have to be started first."""
-    kernel = bare_kernel
-    kernel.run("%load_ext nbdist")
-    none = kernel.run("%dist_bench")
-    start_ranks(kernel, "-n 1")
-    one = kernel.run("%dist_bench")
-
-    assert none.error is not None
-    assert none.error.ename == "NotRunning"
-    assert one.error is not None
-    assert "1 rank runs, and sends nothing" in one.error.evalue
 
 
 @pytest.mark.parametrize(
