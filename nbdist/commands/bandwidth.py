@@ -74,9 +74,9 @@ def bench(values: Namespace) -> View:
         shown = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
         sys.stderr.write(f"{shown.text}\n")  # stdout is the result's
         found = measured(values.ops, values.sizes, values.limit_s, values.path, _tell)
-        _tell("")
         return bandwidth_view.bench(found, has_picture=False)
     finally:
+        _tell("")
         if NOTEBOOK.is_running:
             NOTEBOOK.stop()
 

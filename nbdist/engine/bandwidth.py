@@ -132,7 +132,7 @@ def _allocated(op: str, count: int, device: torch.device) -> _Case | None:
     n, rank = dist.get_world_size(), dist.get_rank()
 
     def empty(length: int) -> torch.Tensor:
-        return torch.empty(length, device=device)
+        return torch.empty(length, dtype=torch.float32, device=device)  # whatever the default is
 
     try:
         return _CASES[op](empty, count, n, rank)

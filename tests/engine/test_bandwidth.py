@@ -14,8 +14,10 @@ MEASURING = """
     from nbdist.core.bandwidth import OPS
     from nbdist.engine import bandwidth
 
+    torch.set_default_dtype(torch.float64)  # a user's own choice changes nothing
     measured = {op: [bandwidth.measure(op, size, 0.05) for size in (8 * n, 3 * n * 2**20 + 4 * n)]
                 for op in OPS}
+    torch.set_default_dtype(torch.float32)
     short = bandwidth.measure("all_reduce", 4096, 0.0)
     long = bandwidth.measure("all_reduce", 4096, 3600.0)
 
