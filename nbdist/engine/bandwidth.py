@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nbdist.core import causes
 from nbdist.core.bandwidth import LEAST_RUNS, Timing
 from nbdist.core.sizes import ITEM_BYTES
-from nbdist.engine import runtime
+from nbdist.engine import ahead, runtime
 from nbdist.engine.parallel.agreement import interrupts_held
 
 MAX_RUNS = 100
@@ -256,8 +256,9 @@ def begin() -> dict[str, int]:
     """
     import psutil
 
-    with interrupts_held():  # an import that is broken off leaves half a package
-        import_module("torch._dynamo")  # a rank does that once it is idle, for a second or two
+    for module in ahead.MODULES:  # else they would be imported between the runs
+        with interrupts_held():  # an import that is broken off leaves half a package
+            import_module(module)
     free = {"host": min(int(psutil.virtual_memory().available), *_below_limits())}
     device = runtime.current().place.device
     if device != "cpu":
