@@ -5,7 +5,16 @@ The magics read this table, and so does the command line.
 
 from __future__ import annotations
 
-from nbdist.commands import cells, doctor, export, running, terminal, training, variables
+from nbdist.commands import (
+    bandwidth,
+    cells,
+    doctor,
+    export,
+    running,
+    terminal,
+    training,
+    variables,
+)
 from nbdist.commands.cells import cell_options
 from nbdist.commands.running import start_and_show
 from nbdist.verbs import NOTEBOOK, TERMINAL, Verb
@@ -22,6 +31,7 @@ _ALL = (
     *cells.VERBS,
     *export.VERBS,
     *doctor.VERBS,
+    *bandwidth.VERBS,
     *terminal.VERBS,
 )
 # The magics, by their names.
