@@ -51,8 +51,8 @@ class Events:
         depth: How many events of the same lane enclose it.
         kind: Place in KINDS.
         name: Place in RankTrace.names.
-        size_bytes: What a collective moves into or out of this rank; 0 for all else.
-        group: Place in RankTrace.groups; -1 for all else.
+        size_bytes: A collective's whole message, which all ranks make or get; 0 for all else.
+        group: Place in RankTrace.groups; -1 for all else, and where the trace does not tell.
     """
 
     start_ns: Integers
@@ -94,6 +94,7 @@ class RankTrace:
         lanes: In the order in which they are drawn.
         names: Of events.
         groups: Process groups, as the user calls them.
+        group_sizes: Ranks in each of them.
         events: The columns.
         steps: In order; empty where the cell made none.
         problem: Why something lacks, as a sentence; empty when all is there.
@@ -105,6 +106,7 @@ class RankTrace:
     lanes: tuple[Lane, ...]
     names: tuple[str, ...]
     groups: tuple[str, ...]
+    group_sizes: tuple[int, ...]
     events: Events
     steps: tuple[Step, ...] = ()
     problem: str = ""
@@ -117,11 +119,15 @@ class Trace:
     Attributes:
         ranks: In rank order.
         strategy: What models were under, as `core.strategy.described` says it.
+        formula: What a rank sends in a step under it, as `core.footprint.sent_phrases` says it.
+        formula_bytes: The same in bytes, of parameters and gradients; None where it is unknown.
         notes: What is skipped, merged or guessed, as sentences.
     """
 
     ranks: tuple[RankTrace, ...]
     strategy: str = ""
+    formula: tuple[str, ...] = ()
+    formula_bytes: float | None = None
     notes: tuple[str, ...] = ()
 
     @property
