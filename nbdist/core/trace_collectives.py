@@ -22,13 +22,18 @@ class Group:
 
     Attributes:
         name: As the user calls it.
-        size: Its ranks.
+        ranks: Its members.
         torch_name: As torch does.
     """
 
     name: str
-    size: int
+    ranks: tuple[int, ...]
     torch_name: str
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +84,9 @@ def groups_of(header: Mapping[str, Any], called: Mapping[str, str]) -> tuple[Gro
         torch_name = str(one.get("pg_name", len(groups)))
         told = str(one.get("pg_desc") or "")
         name = called.get(torch_name) or ("all ranks" if told == "default_pg" else told)
-        size = int(one.get("pg_size") or len(one.get("ranks") or ()) or 1)
-        groups.append(Group(name or f"group {torch_name}", size, torch_name))
+        # The ranks are left out where the group is of all.
+        ranks = one.get("ranks") or range(int(one.get("pg_size") or 1))
+        groups.append(Group(name or f"group {torch_name}", tuple(map(int, ranks)), torch_name))
     return tuple(groups)
 
 

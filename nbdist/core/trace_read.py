@@ -45,6 +45,11 @@ class Recording:
     zero_ns: int
     header: Mapping[str, Any]
 
+    def told(self, problem: str) -> Recording:
+        """The same with one problem more."""
+        told = " ".join(filter(None, (problem, self.trace.problem)))
+        return replace(self, trace=replace(self.trace, problem=told))
+
 
 def read(path: Path, rank: int = 0) -> Recording:
     """Read the trace of one rank.
@@ -65,12 +70,21 @@ def recording(raw: RawTrace, rank: int) -> Recording:
     """Give the columns of a file their meaning; see `read`."""
     is_kept = np.array([one.category not in trace_names.LEFT_OUT for one in raw.heads], bool)
     raw = _ordered(raw, np.flatnonzero(is_kept[raw.head]) if len(raw) else np.empty(0, np.int64))
+    ours = _record(raw.header, OURS)
     zero_ns = int(raw.start_ns.min()) if len(raw) else 0
-    steps = _steps(raw, zero_ns)
+    steps = _steps(raw, zero_ns, ours.get("ends"))
+    skipped = int(ours.get("skipped", 0))
+    if skipped and len(steps) > skipped:
+        steps, first = steps[skipped:], steps[skipped]
+        raw = _ordered(raw, np.flatnonzero(raw.start_ns >= zero_ns + first.start_ns))
+        zero_ns += first.start_ns
+        steps = tuple(
+            Step(number, one.start_ns - first.start_ns, one.end_ns - first.start_ns)
+            for number, one in enumerate(steps)
+        )
     is_kept = np.array([not _is_step(one.name) for one in raw.heads], bool)
     raw = _ordered(raw, np.flatnonzero(is_kept[raw.head]) if len(raw) else np.empty(0, np.int64))
     raw = _ordered(raw, np.lexsort((-raw.duration_ns, raw.start_ns)))
-    ours = _record(raw.header, OURS)
     info = _record(raw.header, trace_collectives.INFO)
     is_device = any(head.category in trace_names.DEVICE for head in raw.heads)
     lanes = lanes_of(raw.heads, np.bincount(raw.head, minlength=len(raw.heads)).tolist())
@@ -83,7 +97,7 @@ def recording(raw: RawTrace, rank: int) -> Recording:
         lanes=lanes.lanes,
         names=names,
         groups=tuple(group.name for group in groups),
-        group_sizes=tuple(group.size for group in groups),
+        group_ranks=tuple(group.ranks for group in groups),
         events=events,
         steps=steps,
         problem=_problem(raw, str(ours.get("problem", ""))),
@@ -118,8 +132,14 @@ def _is_step(name: str) -> bool:
     return name == trace_names.STEP_END or trace_names.TORCH_STEP.match(name) is not None
 
 
-def _steps(raw: RawTrace, zero_ns: int) -> tuple[Step, ...]:
-    """By nbdist's marks, each at the end of a step; by those of torch's schedule otherwise."""
+def _steps(raw: RawTrace, zero_ns: int, own_ends: Any) -> tuple[Step, ...]:
+    """By nbdist's marks, each at the end of a step; by those of torch's schedule otherwise.
+
+    Args:
+        raw: The file.
+        zero_ns: Where the first step begins.
+        own_ends: Which of nbdist's marks count; None for all.
+    """
     heads = {number: one.name for number, one in enumerate(raw.heads) if _is_step(one.name)}
     places = np.flatnonzero(np.isin(raw.head, list(heads)))
     found = sorted(
@@ -127,6 +147,8 @@ def _steps(raw: RawTrace, zero_ns: int) -> tuple[Step, ...]:
         for one in places
     )
     ends = [start + duration for start, duration, name in found if name == trace_names.STEP_END]
+    if isinstance(own_ends, list):
+        ends = [end for number, end in enumerate(ends) if number in own_ends]
     if ends:
         starts = [0, *ends[:-1]]
         return tuple(Step(n, a, b) for n, (a, b) in enumerate(zip(starts, ends, strict=True)))
@@ -174,7 +196,7 @@ def _depth(start_ns: Integers, end_ns: Integers) -> Integers:
 
 
 def _inherited(start_ns: Integers, end_ns: Integers, kind: npt.NDArray[np.int8]) -> Any:
-    """Operators inside a DataLoader's iteration fetch data; those inside Gloo's calls are Gloo's."""
+    """Operators inside a DataLoader's iteration fetch data; inside Gloo's calls they are Gloo's."""
     changed = kind.copy()
     for outer, becomes in ((DATA, DATA), (COMMUNICATION, HOST)):
         around = np.flatnonzero(kind == outer)
