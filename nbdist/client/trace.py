@@ -102,19 +102,12 @@ class Traces:
             answers = self._asked(folders)
             found = {rank: _opened(answer) for rank, answer in answers.items()}
         recordings = {rank: one["recording"] for rank, one in found.items() if "recording" in one}
-        told = next((one for one in found.values() if one.get("strategy")), {})
         missing = [
             empty(rank, self._host(rank), one["problem"])
             for rank, one in found.items()
             if "recording" not in one
         ]
-        self._last = trace_clocks.joined(
-            list(recordings.values()),
-            missing,
-            strategy=told.get("strategy", ""),
-            formula=told.get("formula", ()),
-            formula_bytes=told.get("formula_bytes"),
-        )
+        self._last = trace_clocks.joined(list(recordings.values()), missing)
         self.count += 1
         return self._last
 

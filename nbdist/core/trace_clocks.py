@@ -32,22 +32,12 @@ class Clock:
     count: int = 0
 
 
-def joined(
-    recordings: Sequence[Recording],
-    missing: Sequence[RankTrace] = (),
-    *,
-    strategy: str = "",
-    formula: Sequence[str] = (),
-    formula_bytes: float | None = None,
-) -> Trace:
+def joined(recordings: Sequence[Recording], missing: Sequence[RankTrace] = ()) -> Trace:
     """The traces of all ranks, by one clock that begins at 0.
 
     Args:
         recordings: Of different ranks.
         missing: What there is of other ranks: nothing but a reason.
-        strategy: See Trace, as the next two.
-        formula: What the strategy sends.
-        formula_bytes: In bytes.
     """
     known = all(one.zero_ns for one in recordings)
     zeros_ns = [one.zero_ns if known else 0 for one in recordings]
@@ -61,12 +51,13 @@ def joined(
         _moved(one.trace, shift_ns - first_ns)
         for one, shift_ns in zip(recordings, shifts_ns, strict=True)
     ]
+    told = next((one.ours for one in recordings if one.ours.get("strategy")), {})
     notes = [] if known else ["The files do not tell when they begin: each rank begins at 0."]
     return Trace(
         ranks=tuple(sorted([*moved, *missing], key=lambda one: one.rank)),
-        strategy=strategy,
-        formula=tuple(formula),
-        formula_bytes=formula_bytes,
+        strategy=str(told.get("strategy", "")),
+        formula=tuple(map(str, told.get("formula") or ())),
+        formula_bytes=told.get("formula_bytes"),
         notes=(*notes, *_told(clocks)),
     )
 

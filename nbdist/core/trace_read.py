@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,12 @@ class Recording:
     Attributes:
         trace: Its times are since `zero_ns`.
         zero_ns: Since 1970; 0 where the file does not tell.
-        header: What stands in the file before the events.
+        ours: What nbdist has put into the file: the strategy, and what it sends.
     """
 
     trace: RankTrace
     zero_ns: int
-    header: Mapping[str, Any]
+    ours: Mapping[str, Any] = field(default_factory=dict)
 
     def told(self, problem: str) -> Recording:
         """The same with one problem more."""
@@ -102,7 +102,7 @@ def recording(raw: RawTrace, rank: int) -> Recording:
         steps=steps,
         problem=_problem(raw, str(ours.get("problem", ""))),
     )
-    return Recording(trace, raw.base_ns + zero_ns if raw.base_ns else 0, raw.header)
+    return Recording(trace, raw.base_ns + zero_ns if raw.base_ns else 0, ours)
 
 
 def _record(header: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from nbdist.core import intervals, trace_notes, trace_slowest
 from nbdist.core.footprint import CALLS
 from nbdist.core.intervals import Integers
-from nbdist.core.trace import COMMUNICATION, KINDS, MARK, Events, RankTrace, Trace
+from nbdist.core.trace import COMMUNICATION, KINDS, MARK, WAIT, Events, RankTrace, Trace
 from nbdist.core.trace_matches import matched
 from nbdist.core.trace_spans import Spans, common_steps, spans
 
@@ -63,7 +63,7 @@ class Operation:
         kind: Place in core.trace.KINDS.
         count: Calls.
         self_ns: Their time without that of events inside them on the same lane.
-        share: Of the self time of all that is not a mark.
+        share: Of the self time of all operations; what only waits for others is none.
     """
 
     name: str
@@ -230,7 +230,7 @@ def _operations(traces: Sequence[RankTrace], spans_of: Sequence[Spans]) -> tuple
     times_ns: Counter[tuple[str, int]] = Counter()
     for one, found in zip(traces, spans_of, strict=True):
         events = one.events
-        chosen = _inside(one, found) & (events.kind != MARK)
+        chosen = _inside(one, found) & ~np.isin(events.kind, (MARK, WAIT))
         codes = events.name[chosen].astype(np.int64) * len(KINDS) + events.kind[chosen]
         size = len(one.names) * len(KINDS)
         counted = np.bincount(codes, minlength=size)

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -193,7 +192,8 @@ class _Recording:
             "ends": self.steps.ends,
             "skipped": int(has_warmup),
             "groups": {torch_name: name for name, torch_name in namespace.group_names().items()},
-            "calls": looks.issued() if dist.get_world_size() > 1 else [],
+            "calls": looks.issued(),
+            **_expected(),
         }
 
 
@@ -266,7 +266,7 @@ def step() -> None:
 
 
 def finish(folders: Sequence[str]) -> Parcel:
-    """What the last recording of this rank holds, as {"recording", "strategy", "formula", ...}.
+    """What the last recording of this rank holds, as {"recording": Recording}.
 
     Args:
         folders: As core.parcels.send takes them.
@@ -282,7 +282,7 @@ def finish(folders: Sequence[str]) -> Parcel:
     found = trace_read.read(recording.path, runtime.current().place.rank)
     if recording.problem:
         found = found.told(recording.problem)
-    return parcels.send(parcels.pack({"recording": found, **_expected()}), folders)
+    return parcels.send(parcels.pack({"recording": found}), folders)
 
 
 def text(folders: Sequence[str]) -> Parcel:
@@ -301,6 +301,7 @@ def text(folders: Sequence[str]) -> Parcel:
 def _expected() -> dict[str, Any]:
     """The strategy of the models, and what it sends in a step."""
     choice = registry.current()
+    # Of the whole model, whatever this rank holds of it.
     n_parameters = sum(
         _count(one.layouts[name].shape) for one in registry.prepared() for name in one.parameters
     )
