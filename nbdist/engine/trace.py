@@ -310,7 +310,7 @@ def _expected() -> dict[str, Any]:
     return {
         "strategy": strategy.described(choice) if n_parameters else "",
         "formula": footprint.sent_phrases(choice) if n_parameters else (),
-        "formula_bytes": sent if n_parameters else None,
+        "formula_bytes": sent or None,
     }
 
 
