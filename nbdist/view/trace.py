@@ -120,12 +120,8 @@ def _slowest(shares: Shares) -> list[str]:
     if one is None:
         return ["slowest rank: none, no rank waits for another"] if len(shares.ranks) > 1 else []
     gain = f"{what} would be {_percent(one.share)} % faster ({units.duration(one.cost_ns)})"
-    alone = (
-        ""
-        if one.is_alone
-        else "; others cost about as much, so mending this one alone is not enough"
-    )
-    return [f"slowest rank: {one.rank}; without it {gain}{alone}"]
+    others = "" if one.is_alone else "; others cost half as much or more, so it is not it alone"
+    return [f"slowest rank: {one.rank}; without it {gain}{others}"]
 
 
 def _operations(shares: Shares) -> View:

@@ -15,6 +15,7 @@ import struct
 from importlib.resources import files
 
 import numpy as np
+import numpy.typing as npt
 
 from nbdist.core.trace import KINDS, Integers, Trace
 from nbdist.core.trace_levels import Items, Laid, finest
@@ -29,8 +30,6 @@ MOST_BYTES = 1_300_000
 MOST_NAME = 160
 # Marks of steps, of all ranks together.
 MOST_STEPS = 20_000
-# Bytes of each number of a column; times are distances, so 6 bytes are three days.
-_TIME, _SIZE, _COUNT, _NAME, _GROUP, _KIND = 6, 6, 4, 3, 2, 1
 # Of the timeline: legend, axis and hint; a rank's header; a row. timeline_draw.js has the same.
 _AROUND_PX, _RANK_PX, _ROW_PX = 80, 24, 15
 _LEAST_PX, _MOST_PX = 180, 620
@@ -103,27 +102,30 @@ def _packed(trace: Trace, events: Laid, items: Items) -> bytes:
     distance_ns = np.diff(items.start_ns, prepend=begin_ns)
     inner = firsts[:-1]  # each row has an item
     distance_ns[inner] = items.start_ns[inner] - begin_ns
-    is_block = items.count > 1
-    columns: list[tuple[str, int, Integers]] = [
-        ("start", _TIME, distance_ns),
-        ("busy", _TIME, items.busy_ns),
-        ("extent", _TIME, (items.end_ns - items.start_ns)[is_block]),
-        ("count", _COUNT, items.count),
-        ("name", _NAME, name),
-        ("kind", _KIND, items.kind),
-        ("size", _SIZE, items.size_bytes),
-        ("group", _GROUP, items.group + 1),
-    ]
+    columns: dict[str, Integers] = {
+        "start": distance_ns,
+        "busy": items.busy_ns,
+        "extent": (items.end_ns - items.start_ns)[items.count > 1],
+        "count": items.count,
+        "name": name,
+        "kind": items.kind,
+        "size": items.size_bytes,
+        "group": items.group + 1,
+    }
+    planes = [_planes(column) for column in columns.values()]
     head = _head(trace, events) | {
         "names": [clipped(events.names[at]) for at in used],
         "width": items.width_ns,
         "firsts": firsts.tolist(),
         "from": begin_ns,
         "to": end_ns,
-        "columns": [(title, planes, len(column)) for title, planes, column in columns],
+        "columns": [
+            (title, len(own), len(column))
+            for (title, column), own in zip(columns.items(), planes, strict=True)
+        ],
     }
     text = json.dumps(head, separators=(",", ":")).encode()
-    body = b"".join(_planes(column, planes) for _, planes, column in columns)
+    body = b"".join(own.tobytes() for own in planes)
     return gzip.compress(struct.pack("<I", len(text)) + text + body, 6, mtime=0)
 
 
@@ -148,9 +150,11 @@ def _head(trace: Trace, events: Laid) -> dict[str, object]:
     }
 
 
-def _planes(column: Integers, planes: int) -> bytes:
-    """The lowest bytes of all numbers, then the second ones, ...: equal bytes stand together."""
+def _planes(column: Integers) -> npt.NDArray[np.uint8]:
+    """The lowest bytes of all numbers, then the second ones, ...: equal bytes stand together.
+
+    As many planes as the largest number needs; numbers are at least 0.
+    """
+    needed = (int(column.max(initial=0)).bit_length() + 7) // 8
     octets = np.ascontiguousarray(column, "<i8").view(np.uint8).reshape(-1, 8)
-    if octets[:, planes:].any():
-        raise OverflowError(f"a number of a trace needs more than {planes} bytes")
-    return octets[:, :planes].T.tobytes()
+    return np.ascontiguousarray(octets[:, :needed].T)

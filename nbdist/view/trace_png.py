@@ -127,11 +127,11 @@ def shares(events: Laid, rows: slice, between_ns: tuple[int, int], columns: int)
     own = slice(*np.searchsorted(events.row, [rows.start, rows.stop]))
     begin_ns, end_ns = between_ns
     scale = columns / (end_ns - begin_ns)
-    left: Reals = (events.start_ns[own] - begin_ns) * scale
-    wide = np.maximum(events.duration_ns[own] * scale, LEAST_PIXELS)
+    left = np.asarray((events.start_ns[own] - begin_ns) * scale, float)
+    wide = np.asarray(np.maximum(events.duration_ns[own] * scale, LEAST_PIXELS), float)
     place = (events.row[own] - rows.start) * len(KINDS) + events.kind[own]
     shape = (rows.stop - rows.start, len(KINDS), columns)
-    found = _before(place, np.asarray(left + wide, float), shape) - _before(place, left, shape)
+    found = _before(place, left + wide, shape) - _before(place, left, shape)
     return np.where(found > LEAST_PIXELS / 2, found, 0)  # the rest is rounding
 
 
