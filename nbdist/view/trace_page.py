@@ -31,7 +31,7 @@ MOST_NAME = 160
 # Marks of steps, of all ranks together.
 MOST_STEPS = 20_000
 # Of the timeline: legend, axis and hint; a rank's header; a row. timeline_draw.js has the same.
-_AROUND_PX, _RANK_PX, _ROW_PX = 80, 24, 15
+_AROUND_PX, _RANK_PX, _ROW_PX = 68, 24, 15
 _LEAST_PX, _MOST_PX = 180, 620
 
 
