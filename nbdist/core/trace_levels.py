@@ -3,7 +3,7 @@
 A picture has rows: one for each depth of each lane of each rank. At a resolution of `width_ns`,
 the events of one row and kind that are shorter than this and begin in the same stretch of that
 width become one block, which keeps how many they are and how long they took together. All other
-events stay as they are.
+events stay as they are, and so do those of one stretch that is kept in full.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from nbdist.core.trace import KINDS, Events, Integers, Trace
 
 # Deeper events than this are left out even where there is room: nobody reads more rows of a lane.
 MOST_DEPTH = 8
+# So many levels of nested events are shown however many ranks there are.
+LEAST_DEPTH = 3
+NOWHERE = (0, 0)
+
+Truths = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class Items:
 
     Attributes:
         width_ns: Events shorter than this may be in blocks; 0: every item is an event.
+        full_ns: No event that begins between these two is in a block.
         row: Place in Laid.rows.
         kind: Place in KINDS, of all events of a block.
         start_ns: Of the first event of a block.
@@ -88,6 +95,7 @@ class Items:
     """
 
     width_ns: int
+    full_ns: tuple[int, int]
     row: Integers
     kind: Integers
     start_ns: Integers
@@ -110,7 +118,7 @@ class Items:
 def laid(trace: Trace, most_rows: int) -> Laid:
     """All events of a trace in rows, nested ones as deep as `most_rows` allows.
 
-    Each lane with events has at least one row, however many that makes.
+    Each lane shows LEAST_DEPTH levels in any case, as far as it has them.
     """
     heights = [_heights(rank.events, len(rank.lanes)) for rank in trace.ranks]
     depth = _depth(np.concatenate([*heights, _NONE]), most_rows)
@@ -146,12 +154,12 @@ def laid(trace: Trace, most_rows: int) -> Laid:
     )
 
 
-def merged(events: Laid, width_ns: int) -> Items:
+def merged(events: Laid, width_ns: int, full_ns: tuple[int, int] = NOWHERE) -> Items:
     """The events at one resolution: at most one block for each row, kind and stretch of time.
 
     Durations, counts and sizes of each row and kind add up to those of the events.
     """
-    is_short = events.duration_ns < width_ns
+    is_short = _is_short(events, width_ns, full_ns)
     short, long = np.flatnonzero(is_short), np.flatnonzero(~is_short)
     first = _begins(events, short, width_ns)
     blocks = _blocks(events, short, first)
@@ -165,13 +173,14 @@ def merged(events: Laid, width_ns: int) -> Items:
     ]
     columns = [np.concatenate(pair) for pair in zip(blocks, whole, strict=True)]
     order = np.lexsort((columns[2], columns[0]))
-    return Items(width_ns, *(column[order] for column in columns))
+    return Items(width_ns, full_ns, *(column[order] for column in columns))
 
 
-def finest(events: Laid, most_items: int) -> Items:
+def finest(events: Laid, most_items: int, full_ns: tuple[int, int] = NOWHERE) -> Items:
     """The events at the finest resolution of the series 0, 1, 2, 5, 10 ... ns with so few items.
 
-    Where even the coarsest has more (a block for each row and kind) it is that.
+    Where even the coarsest has more (a block for each row and kind, and what is kept in full) it
+    is that.
     """
     end_ns = events.start_ns + events.duration_ns
     span_ns = int(end_ns.max(initial=0)) - int(events.start_ns.min(initial=0))
@@ -179,11 +188,27 @@ def finest(events: Laid, most_items: int) -> Items:
     low, high = 0, len(widths) - 1  # widths[high] has few enough, or is the coarsest
     while low < high:
         middle = (low + high) // 2
-        if _count(events, widths[middle]) <= most_items:
+        if _count(events, widths[middle], full_ns) <= most_items:
             high = middle
         else:
             low = middle + 1
-    return merged(events, widths[high])
+    return merged(events, widths[high], full_ns)
+
+
+def full(trace: Trace, events: Laid, most_items: int) -> tuple[int, int]:
+    """A stretch in which so few events begin: the middle step, or as much of it as has room.
+
+    Without steps it is a part of the whole recording, from its middle on.
+    """
+    steps = [step for rank in trace.ranks for step in rank.steps]
+    numbers = sorted({step.number for step in steps})
+    middle = [step for step in steps if step.number == numbers[len(numbers) // 2]]
+    begin_ns = min((step.start_ns for step in middle), default=trace.duration_ns // 2)
+    end_ns = max((step.end_ns for step in middle), default=trace.duration_ns)
+    starts_ns = np.sort(events.start_ns[_is_within(events, (begin_ns, end_ns))])
+    if len(starts_ns) > most_items:
+        end_ns = int(starts_ns[most_items])
+    return begin_ns, end_ns
 
 
 _NONE = np.zeros(0, np.int64)
@@ -197,8 +222,8 @@ def _heights(events: Events, lanes: int) -> Integers:
 
 
 def _depth(heights: Integers, most_rows: int) -> int:
-    depths = range(MOST_DEPTH, 1, -1)
-    return next((d for d in depths if np.minimum(heights, d).sum() <= most_rows), 1)
+    depths = range(MOST_DEPTH, LEAST_DEPTH, -1)
+    return next((d for d in depths if np.minimum(heights, d).sum() <= most_rows), LEAST_DEPTH)
 
 
 def _rows(heights: Sequence[Integers], depth: int) -> Iterator[Row]:
@@ -244,9 +269,18 @@ def _blocks(events: Laid, short: Integers, first: Integers) -> list[Integers]:
     ]
 
 
-def _count(events: Laid, width_ns: int) -> int:
+def _is_within(events: Laid, between_ns: tuple[int, int]) -> Truths:
+    begin_ns, end_ns = between_ns
+    return (events.start_ns >= begin_ns) & (events.start_ns < end_ns)
+
+
+def _is_short(events: Laid, width_ns: int, full_ns: tuple[int, int]) -> Truths:
+    return (events.duration_ns < width_ns) & ~_is_within(events, full_ns)
+
+
+def _count(events: Laid, width_ns: int, full_ns: tuple[int, int]) -> int:
     """How many items `merged` makes, without making them."""
-    short = np.flatnonzero(events.duration_ns < width_ns)
+    short = np.flatnonzero(_is_short(events, width_ns, full_ns))
     return len(events) - len(short) + len(_begins(events, short, width_ns))
 
 

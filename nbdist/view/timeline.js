@@ -132,6 +132,8 @@ function listen() {
   element("in").onclick = () => zoom(0.5);
   element("out").onclick = () => zoom(2);
   element("all").onclick = reset;
+  element("full").hidden = trace.full[0] === trace.full[1];
+  element("full").onclick = () => show(trace.full[0], trace.full[1] - trace.full[0]);
   new ResizeObserver(fit).observe(frame);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   isDark = dark.matches;

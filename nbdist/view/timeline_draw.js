@@ -227,6 +227,14 @@ function drawAxis() {
   }
 }
 
+// Below the axis: where every event is shown, however short.
+function drawFull() {
+  const [begin, end] = trace.full, left = Math.max(LEFT, xOf(begin)), right = Math.min(width, xOf(end));
+  if (right <= left) return;
+  context.fillStyle = theme.text;
+  context.fillRect(left, AXIS - 2, Math.max(2, right - left), 2);
+}
+
 function drawRing(i, top) {
   if (i < 0) return;
   const left = Math.max(LEFT, xOf(trace.start[i])), right = Math.min(width, xOf(trace.end[i]));
@@ -247,6 +255,7 @@ function draw() {
   drawRing(focused, top);
   if (hovered !== focused) drawRing(hovered, top);
   drawAxis();
+  drawFull();
   // For whoever measures: how often was drawn, how long that took, and what is seen.
   const seen = frame.dataset;
   seen.frames = +(seen.frames || 0) + 1;

@@ -17,7 +17,7 @@ from nbdist.view.mime import View, table
 from nbdist.view.trace_page import MOST_NAME, clipped, height_px, packed, page, steps_of_each
 from nbdist.view.trace_png import png
 
-# Rows of a picture that one can still take in, or scroll through; each lane has at least one.
+# Rows of a picture that one can still take in; more where lanes and ranks alone make more.
 MOST_ROWS = 64
 MOST_TRAFFIC = 20
 _WIDEST_NAME = 60
@@ -186,9 +186,11 @@ def _notes(trace: Trace, shares: Shares, events: Laid, items: Items) -> Iterator
 def _left_out(trace: Trace, events: Laid, items: Items) -> Iterator[str]:
     """How the picture differs from the trace, as sentences."""
     if items.merged:
+        begin_ns, end_ns = items.full_ns
         yield (
             f"In the picture events shorter than {units.duration(items.width_ns)} are merged with "
-            f"their neighbours: {items.merged:,} of {len(events):,}."
+            f"their neighbours ({items.merged:,} of {len(events):,}), but for the "
+            f"{units.duration(end_ns - begin_ns)} from {units.duration(begin_ns)} on."
         )
     if events.left_out:
         levels = "level" if events.depth == 1 else "levels"

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nbdist.core.trace import KINDS, Integers, Trace
-from nbdist.core.trace_levels import Items, Laid, finest
+from nbdist.core.trace_levels import Items, Laid, finest, full
 from nbdist.view.trace_png import COLOURS, span_ns
 
 # In the order in which they stand in the page.
@@ -49,14 +49,20 @@ def steps_of_each(trace: Trace) -> int:
 
 
 def packed(trace: Trace, events: Laid) -> tuple[Items, str]:
-    """The finest items of a trace that fit MOST_BYTES, and what timeline.js reads, as base64."""
+    """The finest items of a trace that fit MOST_BYTES, and what timeline.js reads, as base64.
+
+    Where events have to be merged, half of the room is for a stretch that is kept in full.
+    """
     most = MOST_ITEMS
+    items = finest(events, most)
     while True:
-        items = finest(events, most)
+        if items.width_ns:
+            items = finest(events, most, full(trace, events, most // 2))
         data = base64.b64encode(_packed(trace, events, items))
         if len(data) <= MOST_BYTES or most == 0:
             return items, data.decode("ascii")
         most = min(most * 3 // 4, len(items) - 1)
+        items = finest(events, most)
 
 
 def page(image: bytes, alt: str, data: str, height_px: int) -> str:
@@ -116,6 +122,7 @@ def _packed(trace: Trace, events: Laid, items: Items) -> bytes:
     head = _head(trace, events) | {
         "names": [clipped(events.names[at]) for at in used],
         "width": items.width_ns,
+        "full": items.full_ns,
         "firsts": firsts.tolist(),
         "from": begin_ns,
         "to": end_ns,

@@ -13,6 +13,8 @@ import pytest
 from nbconvert import HTMLExporter
 
 from nbdist.core.trace import COMMUNICATION, KINDS
+from nbdist.core.trace_shares import Shares
+from nbdist.view.trace import traced
 from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
 from tests.support.traces import training
 
@@ -145,7 +147,7 @@ def test_the_wheel_zooms_at_the_pointer_and_the_tooltip_tells_the_event(timeline
     before = timeline.seen_ns
     timeline.page.mouse.wheel(0, -50)
     timeline.page.mouse.click(*timeline.place(ns, ALL_REDUCE_ROW))
-    for _ in range(6):
+    for _ in range(4):
         timeline.page.mouse.wheel(0, -300)
     begin, end = timeline.seen_ns
     timeline.move_to(ns, ALL_REDUCE_ROW)
@@ -246,6 +248,30 @@ def test_it_follows_jupyterlabs_theme(timeline: Timeline, notebook: LabNotebook)
 def test_the_numbers_stand_below_it(notebook: LabNotebook) -> None:
     """As a reader sees them."""
     assert "trace of ranks 0-1" in notebook.output_text(0)
+
+
+def test_a_large_trace_has_blocks_and_one_stretch_in_full(notebook: LabNotebook) -> None:
+    """A block says how many events it stands for; the button shows where there are none."""
+    view = traced(training(400_000), Shares((), 0, None, (), (), 0.0), [])
+    browser = notebook.page.context.browser
+    assert browser is not None
+    with contextlib.closing(browser.new_page()) as page:
+        page.set_content(view.html)
+        timeline = Timeline(page)
+        row = 1  # of the operators inside "forward"
+        first = timeline.value(f"trace.firsts[{row}]")
+        merged, width_ns = timeline.value(f"[trace.count[{first}], trace.width]")
+        timeline.value(f"(show(trace.start[{first}], 100 * trace.width), null)")
+        timeline.move_to(timeline.value(f"(trace.start[{first}] + trace.end[{first}]) / 2"), row)
+        told = timeline.tip
+        timeline.frame.locator("#full").click()
+        begins = "trace.start[i] >= from && trace.start[i] < to"
+        counts = timeline.value(f"Array.from(trace.count).filter((_, i) => {begins})")
+
+    assert merged > 1
+    assert told[0] == f"{merged:g} compute events shorter than {width_ns / 1e3:g} us, merged"
+    assert len(counts) > 1000
+    assert set(counts) == {1}
 
 
 def _works(timeline: Timeline) -> None:

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from nbdist.core.trace import COMMUNICATION, COMPUTE, HOST, KINDS, Lane, RankTrace, Trace
-from nbdist.core.trace_levels import MOST_DEPTH, Items, Laid, finest, laid, merged
-from tests.support.traces import events, made, rank_trace
+from nbdist.core.trace_levels import MOST_DEPTH, Items, Laid, finest, full, laid, merged
+from tests.support.traces import events, made, rank_trace, training
 
 WIDTHS_NS = (0, 1, 3, 10, 100, 1000, 10**6)
 
 
-def slowly(trace: Trace, depth: int, width_ns: int) -> list[tuple[object, ...]]:
+def slowly(
+    trace: Trace, depth: int, width_ns: int, full_ns: tuple[int, int] = (0, 0)
+) -> list[tuple[object, ...]]:
     """What `merged` has to give, event by event with dictionaries."""
     blocks: dict[tuple[int, ...], list[tuple[object, ...]]] = defaultdict(list)
     for place, rank in enumerate(trace.ranks):
@@ -25,8 +27,8 @@ def slowly(trace: Trace, depth: int, width_ns: int) -> list[tuple[object, ...]]:
             kind = int(columns.kind[i])
             group = rank.groups[columns.group[i]] if columns.group[i] >= 0 else None
             name, size_bytes = rank.names[columns.name[i]], int(columns.size_bytes[i])
-            stretch = start_ns // width_ns if took_ns < width_ns else -1 - i
-            block = (*row, kind, took_ns < width_ns, stretch)
+            is_short = took_ns < width_ns and not full_ns[0] <= start_ns < full_ns[1]
+            block = (*row, kind, is_short, start_ns // width_ns if is_short else i)
             blocks[block].append((start_ns, took_ns, name, size_bytes, group))
     found = []
     for (*row, kind, _, _), those in blocks.items():
@@ -75,6 +77,8 @@ def test_random_events_are_merged_as_by_hand(seed: int, width_ns: int) -> None:
     drawn = laid(trace, most_rows=1000)
 
     assert read(drawn, merged(drawn, width_ns)) == slowly(trace, 4, width_ns)
+    full_ns = (2000, 3000)
+    assert read(drawn, merged(drawn, width_ns, full_ns)) == slowly(trace, 4, width_ns, full_ns)
 
 
 @pytest.mark.parametrize("width_ns", WIDTHS_NS)
@@ -143,16 +147,46 @@ def test_the_finest_resolution_that_fits_is_taken(most_items: int) -> None:
         assert len(items) == len(np.unique(drawn.row * len(KINDS) + drawn.kind))
 
 
-def test_deep_rows_are_left_out_where_there_is_no_room() -> None:
-    """The depth is that of all lanes; what is deeper is counted; the top rows always stay."""
-    deep = events([(0, 90), (0, 80), (0, 70), (0, 60)], depth=[0, 1, 2, 3])
-    trace = Trace((rank_trace(0, deep), rank_trace(1, deep)))
+def test_a_stretch_is_kept_in_full() -> None:
+    """The middle step of all ranks, or its beginning with as many events as there is room for."""
+    trace = training(4000, steps=5)
+    steps = [rank.steps[2] for rank in trace.ranks]
+    whole = min(s.start_ns for s in steps), max(s.end_ns for s in steps)
+    drawn = laid(trace, most_rows=100)
+    found = full(trace, drawn, 300)
+    items = finest(drawn, 800, found)
+    is_inside = (items.start_ns >= found[0]) & (items.start_ns < found[1])
 
-    found = {rows: laid(trace, rows) for rows in (1, 3, 4, 7, 8, 100)}
-    assert {rows: one.depth for rows, one in found.items() if rows < 8} == {1: 1, 3: 1, 4: 2, 7: 3}
-    assert [found[rows].left_out for rows in (1, 4, 7, 8, 100)] == [6, 4, 2, 0, 0]
-    assert len(found[1].rows) == 2
-    assert [(row.place, row.depth) for row in found[4].rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert full(trace, drawn, 10**6) == whole
+    assert found[0] == whole[0]
+    assert is_inside.sum() == 300
+    assert (items.count[is_inside] == 1).all()
+    assert 300 < len(items) <= 800
+    assert items.merged > 0
+
+
+def test_without_steps_a_part_from_the_middle_on_is_kept_in_full() -> None:
+    """Also of nothing."""
+    trace = made(count=1000, ranks=1)
+    drawn = laid(trace, most_rows=100)
+    begin_ns, end_ns = full(trace, drawn, 100)
+
+    assert begin_ns == trace.duration_ns // 2
+    assert ((drawn.start_ns >= begin_ns) & (drawn.start_ns < end_ns)).sum() == 100
+    assert full(Trace(()), laid(Trace(()), 10), 100) == (0, 0)
+
+
+def test_deep_rows_are_left_out_where_there_is_no_room() -> None:
+    """The depth is that of all lanes; what is deeper is counted; the top levels always stay."""
+    deep = events([(0, 90 - depth) for depth in range(6)], depth=list(range(6)))
+    trace = Trace((rank_trace(0, deep), rank_trace(1, deep)))
+    found = {rows: laid(trace, rows) for rows in (1, 7, 8, 11, 12, 100)}
+
+    assert [one.left_out for one in found.values()] == [6, 6, 4, 2, 0, 0]
+    assert [len(one.rows) for one in found.values()] == [6, 6, 8, 10, 12, 12]
+    assert [(row.place, row.depth) for row in found[8].rows] == [
+        (place, depth) for place in range(2) for depth in range(4)
+    ]
 
 
 def test_no_lane_shows_more_than_the_deepest_level() -> None:

@@ -206,7 +206,8 @@ def test_a_large_trace_is_merged_and_says_so() -> None:
     assert sum(head["count"]) == 400_000
     assert sum(head["busy"]) == sum(int(rank.events.duration_ns.sum()) for rank in ranks)
     merged = (
-        r"events shorter than [\d.]+ [nu]s are merged with their neighbours: [\d,]+ of 400,000\."
+        r"events shorter than [\d.]+ [nu]s are merged with their neighbours "
+        r"\([\d,]+ of 400,000\), but for the [\d.]+ ms from 1\d\.\d ms on\."
     )
     assert re.search(merged, view.text)
 
