@@ -23,6 +23,7 @@ from nbdist.client.repair import Restarted
 from nbdist.client.request import CellRequest, Sink
 from nbdist.client.run import CellRun
 from nbdist.client.strategy import Strategies
+from nbdist.client.trace import Traces
 from nbdist.client.upkeep import RESTART_S, Upkeep
 from nbdist.client.variables import Moved, Variables
 from nbdist.client.watchdog import Watchdog
@@ -33,12 +34,14 @@ from nbdist.core.ranks import parse_ranks, rank_label
 from nbdist.core.shown import is_stored
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
+from nbdist.core.trace import Trace, TraceOptions
 from nbdist.core.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RUN
 from nbdist.errors import Interrupted, RankGone
 
 GRACE_S = 5.0
 SYNC_MODEL_S = 300.0
 CALL_DEADLINE_S = 30.0
+RECORD_ALL = TraceOptions()
 
 
 class Session:
@@ -78,6 +81,7 @@ class Session:
         self.upkeep = Upkeep(self)
         self.strategy = Strategies(self)
         self.variables = Variables(self)
+        self.traces = Traces(self)
         self._run_ids = itertools.count(1)
         cluster.on_exit = self._note_exit
 
@@ -289,6 +293,27 @@ class Session:
     ) -> Any:
         """A variable's value on one rank, or a list in rank order; see client.variables."""
         return self.variables.pull([name], ranks, is_whole=is_whole).values[name]
+
+    def profile(
+        self,
+        code: str,
+        options: TraceOptions = RECORD_ALL,
+        ranks: str | Sequence[int] | None = None,
+    ) -> Trace:
+        """Run source on all ranks while some record it, and return what they recorded.
+
+        Args:
+            code: As in `run`, and it raises what that raises.
+            options: What is recorded.
+            ranks: Those that record; None for all.
+        """
+        with self.traces.recording(options, ranks):
+            self.run(code)
+        return self.traces.last
+
+    def trace(self) -> Trace:
+        """What was recorded last; a TraceError if nothing was."""
+        return self.traces.last
 
     def interrupt(self, rank: int) -> None:
         """Send SIGINT to a rank; its variables stay."""

@@ -5,9 +5,11 @@ The magics read this table, and so does the command line.
 
 from __future__ import annotations
 
-from nbdist.commands import cells, doctor, export, running, terminal, training, variables
-from nbdist.commands.cells import cell_options
+from argparse import Namespace
+
+from nbdist.commands import cells, doctor, export, running, terminal, trace, training, variables
 from nbdist.commands.running import start_and_show
+from nbdist.notebook import CellOptions
 from nbdist.verbs import NOTEBOOK, TERMINAL, Verb
 from nbdist.view.cells import publish
 from nbdist.view.mime import View
@@ -20,6 +22,7 @@ _ALL = (
     *training.VERBS,
     *variables.VERBS,
     *cells.VERBS,
+    *trace.VERBS,
     *export.VERBS,
     *doctor.VERBS,
     *terminal.VERBS,
@@ -40,6 +43,12 @@ REPLACED_MAGICS = {
     "timeline_debug": "no timeline is kept; ranks that take longer are told under their cell",
     "timeline_clear": "no timeline is kept; ranks that take longer are told under their cell",
 }
+
+
+def cell_options(values: Namespace) -> CellOptions:
+    """What was typed behind the verb of a cell."""
+    is_recorded = hasattr(values, "recorded")
+    return trace.cell_options(values) if is_recorded else cells.cell_options(values)
 
 
 def show(view: View) -> None:

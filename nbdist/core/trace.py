@@ -94,7 +94,7 @@ class RankTrace:
         lanes: In the order in which they are drawn.
         names: Of events.
         groups: Process groups, as the user calls them.
-        group_sizes: Ranks in each of them.
+        group_ranks: The ranks of each of them.
         events: The columns.
         steps: In order; empty where the cell made none.
         problem: Why something lacks, as a sentence; empty when all is there.
@@ -106,10 +106,25 @@ class RankTrace:
     lanes: tuple[Lane, ...]
     names: tuple[str, ...]
     groups: tuple[str, ...]
-    group_sizes: tuple[int, ...]
+    group_ranks: tuple[tuple[int, ...], ...]
     events: Events
     steps: tuple[Step, ...] = ()
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What is to be recorded.
+
+    Attributes:
+        steps: Stop after so many, one more of which comes first and is left out; None for all.
+        has_memory: Note what is allocated, for the saved files.
+        has_stacks: Note the lines of Python.
+    """
+
+    steps: int | None = None
+    has_memory: bool = False
+    has_stacks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +150,11 @@ class Trace:
         """From the first event's start to the last one's end, over all ranks."""
         ends = [int((r.events.start_ns + r.events.duration_ns).max(initial=0)) for r in self.ranks]
         return max(ends, default=0)
+
+
+def empty(rank: int, host: str, problem: str) -> RankTrace:
+    """The trace of a rank of which there is nothing, and why."""
+    long, short = np.empty(0, np.int64), np.empty(0, np.int32)
+    depth, kind = np.empty(0, np.int16), np.empty(0, np.int8)
+    events = Events(long, long, short, depth, kind, short, long, short)
+    return RankTrace(rank, host, "cpu", (), (), (), (), events, (), problem)

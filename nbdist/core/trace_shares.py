@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nbdist.core import intervals, trace_notes, trace_slowest
+from nbdist.core.footprint import CALLS
+from nbdist.core.intervals import Integers
+from nbdist.core.trace import COMMUNICATION, KINDS, MARK, WAIT, Events, RankTrace, Trace
+from nbdist.core.trace_matches import matched
+from nbdist.core.trace_spans import Spans, common_steps, spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +63,7 @@ class Operation:
         kind: Place in core.trace.KINDS.
         count: Calls.
         self_ns: Their time without that of events inside them on the same lane.
-        share: Of the self time of all that is not a mark.
+        share: Of the self time of all operations; what only waits for others is none.
     """
 
     name: str
@@ -88,7 +100,7 @@ class Slowest:
 
     Attributes:
         rank: Which.
-        cost_ns: Per step: how much sooner the others could have gone on; see `slowest`.
+        cost_ns: Per step: how much sooner the others could have gone on; see `trace_slowest.costs`.
         share: The same of a step's duration: 0.12 is "without it a step would be 12 % faster".
         is_alone: Whether no other rank costs half as much, so that it is this rank and not chance.
     """
@@ -124,3 +136,154 @@ class Shares:
     formula_bytes: float | None = None
     formula: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+# Operations that are listed.
+TOP = 12
+# Beside those of core.footprint, of which ranks send nothing, or as much as of a broadcast.
+_SENT = {"reduce": "broadcast", "gather": "broadcast", "scatter": "broadcast"}
+
+
+def shares(trace: Trace) -> Shares:
+    """Say in numbers where the time of a recorded cell went.
+
+    Only steps that all ranks have recorded are counted; without steps, all that was recorded.
+    Ranks of which there is nothing are left out, and named in the notes.
+    """
+    traces = [one for one in trace.ranks if len(one.events)]
+    n_steps = common_steps(trace)
+    spans_of = [spans(one, n_steps) for one in traces]
+    calls = matched(traces)
+    waited = trace_slowest.waits(traces, calls)
+    ranks = tuple(
+        _rank(one, found, waited.get(place), n_steps)
+        for place, (one, found) in enumerate(zip(traces, spans_of, strict=True))
+    )
+    step_ns = _step_ns(ranks)
+    traffic = _traffic(traces, spans_of, n_steps)
+    return Shares(
+        ranks=ranks,
+        step_ns=step_ns,
+        slowest=_slowest(ranks, trace_slowest.costs(traces, calls, spans_of), step_ns),
+        operations=_operations(traces, spans_of),
+        traffic=traffic,
+        sent_bytes=sum(one.sent_bytes for one in traffic),
+        formula_bytes=trace.formula_bytes,
+        formula=trace.formula,
+        notes=trace_notes.notes(trace, [one.steps_ns for one in ranks]),
+    )
+
+
+def _rank(one: RankTrace, found: Spans, waited: Integers | None, n_steps: int) -> RankShares:
+    sets = [found.window, found.compute, found.communication, found.copy, found.data]
+    cut, (inside, computes, communicates, copies, fetches) = intervals.pieces(sets)
+    long_ns = cut[:, 1] - cut[:, 0]
+    rest = inside.copy()
+    parts_ns = []
+    for going_on in (computes, communicates, copies, fetches):
+        parts_ns.append(int(long_ns[rest & going_on].sum()))
+        rest &= ~going_on
+    waits = np.empty((0, 2), np.int64) if waited is None else waited
+    compute_ns, exposed_ns, copy_ns, data_ns = parts_ns
+    return RankShares(
+        rank=one.rank,
+        window_ns=intervals.length(found.window),
+        compute_ns=compute_ns,
+        exposed_ns=exposed_ns,
+        copy_ns=copy_ns,
+        data_ns=data_ns,
+        idle_ns=int(long_ns[rest].sum()),
+        overlap_ns=int(long_ns[inside & computes & communicates].sum()),
+        waited_ns=intervals.length(intervals.both(found.exposed, waits)),
+        steps_ns=tuple(step.end_ns - step.start_ns for step in one.steps[:n_steps]),
+    )
+
+
+def _step_ns(ranks: Sequence[RankShares]) -> int:
+    """The middle one of all steps, each as long as on the rank that took longest."""
+    longest = [max(each) for each in zip(*(one.steps_ns for one in ranks), strict=True)]
+    return int(np.median(longest)) if longest else 0
+
+
+def _slowest(ranks: Sequence[RankShares], costs: Mapping[int, int], step_ns: int) -> Slowest | None:
+    if not costs:
+        return None
+    place = max(costs, key=lambda one: costs[one])
+    n_steps = max(1, len(ranks[place].steps_ns))
+    whole_ns = step_ns or max(one.window_ns for one in ranks)
+    if not costs[place] or not whole_ns:
+        return None
+    others = max((cost for one, cost in costs.items() if one != place), default=0)
+    cost_ns = costs[place] // n_steps
+    return Slowest(ranks[place].rank, cost_ns, cost_ns / whole_ns, 2 * others < costs[place])
+
+
+def _inside(one: RankTrace, found: Spans) -> npt.NDArray[np.bool_]:
+    """Which events begin within the window."""
+    [[start, end]] = found.window.tolist()
+    inside: npt.NDArray[np.bool_] = (one.events.start_ns >= start) & (one.events.start_ns < end)
+    return inside
+
+
+def _operations(traces: Sequence[RankTrace], spans_of: Sequence[Spans]) -> tuple[Operation, ...]:
+    counts: Counter[tuple[str, int]] = Counter()
+    times_ns: Counter[tuple[str, int]] = Counter()
+    for one, found in zip(traces, spans_of, strict=True):
+        events = one.events
+        chosen = _inside(one, found) & ~np.isin(events.kind, (MARK, WAIT))
+        codes = events.name[chosen].astype(np.int64) * len(KINDS) + events.kind[chosen]
+        size = len(one.names) * len(KINDS)
+        counted = np.bincount(codes, minlength=size)
+        spent_ns = np.bincount(codes, self_ns(events)[chosen].astype(np.float64), minlength=size)
+        for code in np.flatnonzero(counted):
+            key = (one.names[code // len(KINDS)], int(code % len(KINDS)))
+            counts[key] += int(counted[code])
+            times_ns[key] += int(spent_ns[code])
+    whole_ns = max(1, sum(times_ns.values()))
+    return tuple(
+        Operation(name, kind, counts[name, kind], spent, spent / whole_ns)
+        for (name, kind), spent in times_ns.most_common(TOP)
+    )
+
+
+def self_ns(events: Events) -> Integers:
+    """The duration of each event without that of events right inside it on its lane."""
+    left = events.duration_ns.copy()
+    for lane in np.unique(events.lane):
+        on = np.flatnonzero(events.lane == lane)
+        depth = events.depth[on]
+        for level in range(1, int(depth.max(initial=0)) + 1):
+            inner, outer = on[depth == level], on[depth == level - 1]
+            around = np.searchsorted(outer, inner) - 1
+            has_outer = around >= 0
+            np.subtract.at(left, outer[around[has_outer]], events.duration_ns[inner[has_outer]])
+    return np.maximum(left, 0)
+
+
+def _traffic(
+    traces: Sequence[RankTrace], spans_of: Sequence[Spans], n_steps: int
+) -> tuple[Traffic, ...]:
+    durations_ns: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
+    for one, found in zip(traces, spans_of, strict=True):
+        events = one.events
+        for place in np.flatnonzero(_inside(one, found) & (events.kind == COMMUNICATION)):
+            group = int(events.group[place])
+            told = one.groups[group] if group >= 0 else ""
+            n = len(one.group_ranks[group]) if group >= 0 else len(traces)
+            key = (one.names[events.name[place]], told, int(events.size_bytes[place]), n)
+            durations_ns[key].append(int(events.duration_ns[place]))
+    per = max(1, n_steps) * max(1, len(traces))
+    rows = [
+        Traffic(
+            name, group, size_bytes, len(each) / per,
+            sent_share(name, n) * size_bytes * len(each) / per, int(np.median(each)),
+        )
+        for (name, group, size_bytes, n), each in durations_ns.items()
+    ]  # fmt: skip
+    return tuple(sorted(rows, key=lambda one: (-one.sent_bytes, one.name, one.size_bytes)))
+
+
+def sent_share(name: str, n: int) -> float:
+    """The share of a collective's message that one of n ranks sends, on a ring."""
+    call = CALLS.get(_SENT.get(name, name))
+    return call.share(n) if call is not None else 0.0

@@ -229,6 +229,7 @@ def prepare(seed: int | None = None) -> Topology:
     from accelerate.utils import set_seed
     from IPython import get_ipython
 
+    from nbdist.engine import trace  # it needs this module
     from nbdist.engine.accelerator import LazyAccelerator
 
     runtime = current()
@@ -239,6 +240,7 @@ def prepare(seed: int | None = None) -> Topology:
         set_seed(seed)
     shell = get_ipython()
     cells.install(shell)
+    trace.install(shell.kernel)
     blackbox.watch_cells(shell)
     responder.install(shell.kernel)
     run_dir = Path(os.environ.get("NBDIST_RUN", ""))

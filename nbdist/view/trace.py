@@ -18,7 +18,7 @@ from nbdist.view.trace_page import MOST_NAME, clipped, height_px, packed, page, 
 from nbdist.view.trace_png import png
 
 # Rows of a picture that one can still take in; more where lanes and ranks alone make more.
-MOST_ROWS = 64
+MOST_ROWS = 32
 MOST_TRAFFIC = 20
 _WIDEST_NAME = 60
 
@@ -77,7 +77,9 @@ def _found(findings: Sequence[TraceFinding]) -> Iterator[str]:
     yield "findings, the most expensive first:"
     for one in findings:
         where = f"{_ranks_named(one.ranks)}, {_percent(one.share)} %"
-        yield f"- {_one_line(one.rule)} ({where}): {one.found}; {one.why}; {one.what}"
+        yield f"- {_one_line(one.rule)} ({where}): {one.found}"
+        yield f"  why: {one.why}"
+        yield f"  do: {one.what}"
 
 
 def _ranks(shares: Shares) -> View:

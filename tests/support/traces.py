@@ -63,7 +63,9 @@ def rank_trace(
     problem: str = "",
 ) -> RankTrace:
     """What one rank has recorded."""
-    return RankTrace(rank, "a", "cpu", lanes, names, ("world",), (2,), recorded, steps, problem)
+    return RankTrace(
+        rank, "a", "cpu", lanes, names, ("world",), ((0, 1),), recorded, steps, problem
+    )
 
 
 def made(count: int, *, ranks: int = 2, seed: int = 0, depths: int = 1) -> Trace:
@@ -96,7 +98,9 @@ def _random_rank(random: np.random.Generator, count: int, rank: int, depths: int
         np.where(is_sent, random.integers(-1, 2, count), -1)[order].astype(np.int32),
     )
     groups = ("world", f"of rank {rank}")
-    return replace(rank_trace(rank, recorded, names=names), groups=groups, group_sizes=(2, 1))
+    return replace(
+        rank_trace(rank, recorded, names=names), groups=groups, group_ranks=((0, 1), (rank,))
+    )
 
 
 def training(
