@@ -7,7 +7,7 @@ import pytest
 
 from nbdist.core.trace import COMMUNICATION, COMPUTE, HOST, KINDS, Lane, RankTrace, Trace
 from nbdist.core.trace_levels import MOST_DEPTH, Items, Laid, finest, full, laid, merged
-from tests.support.traces import events, made, rank_trace, training
+from tests.support.drawn_traces import events, made, rank_trace, training
 
 WIDTHS_NS = (0, 1, 3, 10, 100, 1000, 10**6)
 

@@ -25,7 +25,7 @@ from nbdist.core.trace_shares import Operation, RankShares, Shares, Slowest, Tra
 from nbdist.view import trace_page, trace_png
 from nbdist.view.mime import View
 from nbdist.view.trace import traced
-from tests.support.traces import events, made, rank_trace, training
+from tests.support.drawn_traces import events, made, rank_trace, training
 
 MOST_BYTES = 2_000_000
 MS = 10**6

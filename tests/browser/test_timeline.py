@@ -15,8 +15,8 @@ from nbconvert import HTMLExporter
 from nbdist.core.trace import COMMUNICATION, KINDS
 from nbdist.core.trace_shares import Shares
 from nbdist.view.trace import traced
+from tests.support.drawn_traces import training
 from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
-from tests.support.traces import training
 
 if TYPE_CHECKING:  # playwright is an optional extra
     from playwright.sync_api import Frame, Page
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CELL = (
     "from nbdist.core.trace_shares import Shares\n"
     "from nbdist.view.trace import traced\n"
-    "from tests.support.traces import training\n"
+    "from tests.support.drawn_traces import training\n"
     "traced(training(3000), Shares((), 0, None, (), (), 0.0), [])"
 )
 TRACE = training(3000)

@@ -14,8 +14,8 @@ from nbdist.core.trace import KINDS, Trace
 from nbdist.core.trace_levels import laid
 from nbdist.core.trace_shares import Shares
 from nbdist.view.trace import MOST_ROWS, traced
+from tests.support.drawn_traces import training
 from tests.support.lab import browser_page
-from tests.support.traces import training
 
 if TYPE_CHECKING:  # playwright is an optional extra
     from playwright.sync_api import Frame, Page
