@@ -114,7 +114,9 @@ function onKey(event) {
 
 function listen() {
   canvas.addEventListener("pointerdown", event => {
+    isPressed = true; // who comes by mouse wants no event in a ring
     frame.focus({ preventScroll: true });
+    isPressed = false;
     if (event.button) return;
     drag = { x: event.offsetX, y: event.clientY, from, top: frame.scrollTop };
     canvas.setPointerCapture(event.pointerId);
@@ -126,7 +128,7 @@ function listen() {
   canvas.addEventListener("wheel", onWheel, { passive: false });
   frame.addEventListener("keydown", onKey);
   // Who comes by keyboard hears the first event at once.
-  frame.addEventListener("focus", () => { if (frame.matches(":focus-visible") && focused < 0) nextItem(0); });
+  frame.addEventListener("focus", () => { if (!isPressed && focused < 0) nextItem(0); });
   frame.addEventListener("blur", () => { focused = -1; hideTip(); redraw(); });
   frame.addEventListener("scroll", redraw);
   element("in").onclick = () => zoom(0.5);

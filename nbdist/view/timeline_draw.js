@@ -16,7 +16,7 @@ const context = canvas.getContext("2d");
 let trace, from, to; // the stretch of time that fills the picture
 let width = 900, height = 300, ratio = 1, isDark = false;
 let rowTops = [], headers = [], total = 0;
-let hovered = -1, focused = -1, drag = null, isPending = false;
+let hovered = -1, focused = -1, drag = null, isPressed = false, isPending = false;
 
 const span = () => to - from;
 const pixel = () => span() / (width - LEFT);
