@@ -161,7 +161,6 @@ async function main() {
   listen();
   takeTheme();
   drawLegend();
-  document.body.hidden = false; // until now the image below is seen
   fit();
   requestAnimationFrame(() => requestAnimationFrame(() => { frame.dataset.paintedMs = Date.now(); }));
 }

@@ -256,6 +256,7 @@ function draw() {
   if (hovered !== focused) drawRing(hovered, top);
   drawAxis();
   drawFull();
+  document.body.className = "drawn";
   // For whoever measures: how often was drawn, how long that took, and what is seen.
   const seen = frame.dataset;
   seen.frames = +(seen.frames || 0) + 1;

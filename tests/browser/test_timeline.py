@@ -1,6 +1,7 @@
 """The timeline of a trace in JupyterLab: by mouse and keys, reloaded, untrusted, as a page."""
 
 import contextlib
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import nbformat
 import numpy as np
 import pytest
+from matplotlib.image import imread
 from nbconvert import HTMLExporter
 
 from nbdist.core.trace import COMMUNICATION, KINDS
@@ -272,6 +274,28 @@ def test_a_large_trace_has_blocks_and_one_stretch_in_full(notebook: LabNotebook)
     assert told[0] == f"{merged:g} compute events shorter than {width_ns / 1e3:g} us, merged"
     assert len(counts) > 1000
     assert set(counts) == {1}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_image_is_seen_where_the_script_fails(notebook: LabNotebook, scheme: str) -> None:
+    """In an old browser the frame over it stays empty and lets it through."""
+    view = traced(training(600), Shares((), 0, None, (), (), 0.0), [])
+    browser = notebook.page.context.browser
+    assert browser is not None
+    failures: list[str] = []
+    with contextlib.closing(browser.new_page(color_scheme="null")) as page:
+        page.on("pageerror", lambda error: failures.append(error.message))
+        page.set_content(
+            f'<body style="color-scheme: {scheme}">'
+            + view.html.replace("DecompressionStream", "ThatIsNotThereYet")
+        )
+        page.wait_for_function("document.querySelector('img').complete", timeout=DEADLINE_MS)
+        pixels = imread(io.BytesIO(page.screenshot()))
+    kinds = [(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)]  # compute, communication
+    counts = [(np.abs(pixels[..., :3] * 255 - kind).max(axis=-1) < 3).sum() for kind in kinds]
+
+    assert failures == ["ThatIsNotThereYet is not defined"]
+    assert min(counts) > 500
 
 
 def _works(timeline: Timeline) -> None:

@@ -9,6 +9,8 @@ import io
 import json
 import re
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -399,6 +401,24 @@ def test_drawing_leaves_matplotlib_as_it_is() -> None:
     assert plt.get_fignums() == []
     assert before == after
     assert plain == again
+
+
+def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
+    """It takes long to load, and pyplot would choose a backend."""
+    program = (
+        "import sys\n"
+        "from nbdist.core.trace import Trace\n"
+        "from nbdist.core.trace_shares import Shares\n"
+        "from nbdist.view.trace import traced\n"
+        "before = 'matplotlib' in sys.modules\n"
+        "traced(Trace(()), Shares((), 0, None, (), (), 0.0), [])\n"
+        "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
+    )
+
+    assert done.stdout.split() == ["False", "True", "False"]
 
 
 def test_the_same_trace_gives_the_same_bundle() -> None:
