@@ -35,7 +35,7 @@ function focusOn(i) {
   redraw();
 }
 
-// The item in the middle of what is seen of a row, or none.
+// The first item of a row that is seen, or that is there when the focused one starts.
 function itemIn(row) {
   const i = firstAfter(row, focused < 0 ? from : Math.max(from, trace.start[focused]));
   return i < trace.firsts[row + 1] ? i : trace.firsts[row + 1] - 1;
@@ -109,7 +109,7 @@ function onKey(event) {
   if (!action) return;
   event.preventDefault();
   event.stopPropagation(); // a notebook's own keys are not meant
-  if (event.target === frame || event.key === "Home") action();
+  action();
 }
 
 function listen() {

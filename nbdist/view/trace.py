@@ -160,7 +160,7 @@ def _traffic(shares: Shares) -> View:
             _one_line(one.name),
             _one_line(one.group),
             units.size(one.size_bytes),
-            f"{one.count:g}",
+            f"{one.count:.3g}",
             units.size(one.sent_bytes),
             units.duration(one.median_ns),
         ]

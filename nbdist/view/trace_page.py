@@ -59,7 +59,7 @@ def packed(trace: Trace, events: Laid) -> tuple[Items, str]:
         if items.width_ns:
             items = finest(events, most, full(trace, events, most // 2))
         data = base64.b64encode(_packed(trace, events, items))
-        if len(data) <= MOST_BYTES or most == 0:
+        if len(data) <= MOST_BYTES or most <= 0:
             return items, data.decode("ascii")
         most = min(most * 3 // 4, len(items) - 1)
         items = finest(events, most)
@@ -74,7 +74,8 @@ def page(image: bytes, alt: str, data: str, height_px: int) -> str:
         data: From `packed`.
         height_px: Of the timeline; more where the image is higher.
     """
-    # Both as attributes of a page that is itself an attribute: `html.escape` alone is in charge.
+    # The frame's page is an attribute of this one, so it is escaped as a whole. What users and
+    # libraries have named is inside `data`, where nothing can be taken for markup.
     scripts = "\n".join(map(_resource, SCRIPTS))
     inner = _resource("timeline.html").replace("{{SCRIPT}}", scripts)
     srcdoc = html.escape(inner.replace("{{TRACE}}", data), quote=True)
@@ -102,9 +103,9 @@ def _resource(name: str) -> str:
 def _packed(trace: Trace, events: Laid, items: Items) -> bytes:
     """A JSON head with the texts, then the columns; all gzipped, equal for equal traces."""
     used, name = np.unique(items.name, return_inverse=True)
-    # Starts within a row are never far apart: what is stored is how far.
     firsts = np.searchsorted(items.row, np.arange(len(events.rows) + 1))
     begin_ns, end_ns = span_ns(trace)
+    # Small numbers pack better: each start is told from the one before it in its row.
     distance_ns = np.diff(items.start_ns, prepend=begin_ns)
     inner = firsts[:-1]  # each row has an item
     distance_ns[inner] = items.start_ns[inner] - begin_ns

@@ -83,7 +83,7 @@ def png(trace: Trace, events: Laid) -> bytes:
     bands = _bands(trace, events)
     height = TOP + bands.height + BOTTOM
     with matplotlib.style.context("default"), warnings.catch_warnings():
-        # A name in a script that the font lacks shows boxes here and is whole in the text.
+        # Letters that matplotlib's font lacks are boxes here; in the text they are all right.
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
         figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI, facecolor="white")
         FigureCanvasAgg(figure)
@@ -259,7 +259,8 @@ def _inside(axes: Axes, y: float, words: str) -> None:
 
 
 def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def _step_labels(axes: Axes, trace: Trace, bands: _Bands, unit_ns: float) -> None:
