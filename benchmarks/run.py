@@ -14,7 +14,16 @@ from pathlib import Path
 from benchmarks import Row
 
 # In the order of the page.
-MODULES = ("collective_cost", "strategies", "switching", "start", "cells", "idle", "many_ranks")
+MODULES = (
+    "collective_cost",
+    "strategies",
+    "switching",
+    "start",
+    "cells",
+    "idle",
+    "many_ranks",
+    "traces",
+)
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 PACKAGES = ("torch", "ipyparallel", "ipykernel", "accelerate")
 # Behind the table of a benchmark that draws one: what it shows, and where it is.

@@ -38,6 +38,10 @@ WHEEL_FILES = {
     "nbdist/__init__.py",
     "nbdist/nbval_sanitize.cfg",
     "nbdist/profiles/local/ipcluster_config.py",
+    "nbdist/view/timeline.html",
+    "nbdist/view/timeline.js",
+    "nbdist/view/timeline_data.js",
+    "nbdist/view/timeline_draw.js",
 }
 
 

@@ -13,7 +13,8 @@ from nbdist.core.trace import Trace, TraceOptions
 from nbdist.notebook import NOTEBOOK, CellOptions, Record
 from nbdist.verbs import Option, Verb
 from nbdist.view.cells import publish
-from nbdist.view.mime import View, table
+from nbdist.view.mime import View
+from nbdist.view.trace import traced
 
 
 def dist_profile(values: Namespace, code: str) -> None:
@@ -47,26 +48,7 @@ def dist_trace(values: Namespace) -> View:
 def shown(trace: Trace) -> View:
     """What a trace says."""
     shares = trace_shares.shares(trace)
-    findings = trace_findings.findings(trace, shares)
-    rows = [
-        [
-            str(one.rank),
-            *(
-                f"{part / one.window_ns:.0%}" if one.window_ns else ""
-                for part in (
-                    one.compute_ns, one.exposed_ns, one.overlap_ns, one.copy_ns, one.data_ns,
-                    one.idle_ns,
-                )
-            ),
-        ]
-        for one in shares.ranks
-    ]  # fmt: skip
-    head = ["rank", "compute", "exposed", "overlap", "copy", "data", "idle"]
-    after = [
-        *(f"{one.rule}: {one.found}; {one.why}. {one.what}" for one in findings),
-        *shares.notes,
-    ]
-    return table(head, rows, after=after)
+    return traced(trace, shares, trace_findings.findings(trace, shares))
 
 
 def read(folder: Path) -> Trace:
