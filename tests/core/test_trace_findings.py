@@ -24,8 +24,8 @@ def both(did: Iterable[Did], steps: Iterable[float] = (0, 100), strategy: str = 
     return trace(*(rank_trace(r, each, list(steps)) for r in (0, 1)), strategy=strategy)
 
 
-def gpu(did: Iterable[Did]) -> Trace:
-    return trace(rank_trace(0, did, [0, 100], device="cuda"))
+def gpu(did: Iterable[Did], end: float = 100) -> Trace:
+    return trace(rank_trace(0, did, [0, end], device="cuda"))
 
 
 def busy(start: float, end: float, name: str = "gemm") -> Did:
@@ -84,8 +84,8 @@ def data(length: float) -> Trace:
 
 def small_kernels(length_us: float, pause_us: float) -> Trace:
     period = (length_us + pause_us) / 1000
-    count = int(100 / period)
-    return gpu(busy(k * period, k * period + length_us / 1000) for k in range(count))
+    starts = [k * period for k in range(200)]
+    return gpu((busy(at, at + length_us / 1000) for at in starts), 200 * period)
 
 
 # Rule -> (a trace that has it, one that nearly has).
@@ -142,7 +142,7 @@ def test_findings_have_their_numbers() -> None:
         "copies from one type to another are 25% of what rank 0 computes (1 per step)"
     )
     assert found(small_kernels(6, 4))["many small kernels"].found == (
-        "100% of 10000 kernels per step on rank 0 are shorter than 10 us, and its GPU is idle for "
+        "100% of 200 kernels per step on rank 0 are shorter than 10 us, and its GPU is idle for "
         "40% of the time"
     )
     assert found(communication(12))["buckets that do not overlap"].found == (
