@@ -277,13 +277,15 @@ def _longest_idle(scene: Scene) -> Integers:
     """(step, 2): in each step the longest stretch in which nothing runs, the longest first."""
     spans = scene.spans
     busy = intervals.joined([spans.compute, spans.communication, spans.copy, spans.data])
-    found = []
-    for step in scene.rank.steps[: len(scene.own.steps_ns)]:
-        idle = intervals.without(np.array([[step.start_ns, step.end_ns]]), busy)
-        if len(idle):
-            found.append(idle[np.argmax(idle[:, 1] - idle[:, 0])])
-    stretches = np.array(found, np.int64).reshape(-1, 2)
-    return stretches[np.argsort(stretches[:, 0] - stretches[:, 1], kind="stable")]
+    steps = scene.rank.steps[: len(scene.own.steps_ns)]
+    edges = np.array([(step.start_ns, step.end_ns) for step in steps], np.int64).reshape(-1, 2)
+    cut, (is_idle, is_step) = intervals.pieces([intervals.without(spans.window, busy), edges])
+    idle = cut[is_idle & is_step]
+    longest_first = idle[np.argsort(idle[:, 0] - idle[:, 1], kind="stable")]
+    step_of = np.searchsorted(edges[:, 0], longest_first[:, 0], side="right")
+    _, firsts = np.unique(step_of, return_index=True)
+    found: Integers = longest_first[np.sort(firsts)]
+    return found
 
 
 def _busiest(rank: RankTrace, chosen: npt.NDArray[np.bool_]) -> str:
