@@ -323,6 +323,7 @@ class Session:
         """End all ranks and remove what they left. Twice is harmless."""
         self._is_stopped = True
         self._cut_off("The ranks were stopped", "%dist_init starts new ones.")
+        self.traces.close()
         self._cluster.stop()
         self.health.close()
 

