@@ -91,7 +91,8 @@ def _differences(recordings: Sequence[Recording]) -> dict[tuple[str, str], list[
         for place, events in zip(calls.ranks, calls.events, strict=True):
             one = recordings[place]
             end_ns = one.trace.events.start_ns[events] + one.trace.events.duration_ns[events]
-            ends_ns[one.trace.host].append(end_ns + one.zero_ns)
+            # Since 1970 they have more digits than a float, which a median is.
+            ends_ns[one.trace.host].append(end_ns + (one.zero_ns - recordings[0].zero_ns))
         # The middle one of a host's ranks: one alone can be late to note it.
         middle = {host: np.median(np.stack(ends), axis=0) for host, ends in ends_ns.items()}
         for near, near_ns in middle.items():

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import re
 import zlib
@@ -111,19 +109,36 @@ def read(path: Path) -> RawTrace:
     """
     try:
         with path.open("rb") as file:
-            is_packed = file.read(2) == GZIP
-        try:
-            with _opened(path, is_packed=is_packed) as file:
+            try:
                 return _Scan(path).read(file)
-        except _Foreign:
-            with _opened(path, is_packed=is_packed) as file:
+            except _Foreign:
+                file.seek(0)
                 return _from_json(path, file)
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _opened(path: Path, *, is_packed: bool) -> BinaryIO:
-    return gzip.open(path) if is_packed else path.open("rb")  # type: ignore[return-value]
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    """A file piece by piece, unpacked if it is compressed.
+
+    Raises:
+        EOFError, zlib.error: Once all that can be unpacked has been given.
+    """
+    first = file.read(CHUNK_BYTES)
+    if not first.startswith(GZIP):
+        while first:
+            yield first
+            first = file.read(CHUNK_BYTES)
+        return
+    unpacker = zlib.decompressobj(wbits=31)
+    while first and not unpacker.eof:
+        while first:
+            yield unpacker.decompress(first, CHUNK_BYTES)
+            first = unpacker.unconsumed_tail
+        first = file.read(CHUNK_BYTES)
+    yield unpacker.flush()
+    if not unpacker.eof:
+        raise EOFError("its compressed data ends too early")
 
 
 @dataclass(slots=True)
@@ -142,7 +157,7 @@ class _Scan:
 
     def read(self, file: BinaryIO) -> RawTrace:
         self.table.default_factory = self.table.__len__
-        chunks = self._chunks(file)
+        chunks = self._readable(file)
         header, rest = _header(next(chunks, b""))
         if rest is None or rest.count(b'"ph": "') != rest.count(b'"ph"'):
             raise _Foreign
@@ -161,17 +176,11 @@ class _Scan:
             header.setdefault("baseTimeNanoseconds", int(base.group(1)))
         return self._whole(header)
 
-    def _chunks(self, file: BinaryIO) -> Iterator[bytes]:
-        """The file piece by piece; a compressed one may end in the middle."""
-        while True:
-            try:
-                chunk = file.read(CHUNK_BYTES)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                self.problem = f"{self.path.name} is cut off or damaged ({error})"
-                return
-            if not chunk:
-                return
-            yield chunk
+    def _readable(self, file: BinaryIO) -> Iterator[bytes]:
+        try:
+            yield from _chunks(file)
+        except (EOFError, zlib.error) as error:
+            self.problem = f"{self.path.name} is cut off or damaged ({error})"
 
     def _take(self, text: bytes, *, is_last: bool = False) -> None:
         found = _EVENT.findall(text)
@@ -260,8 +269,8 @@ def _parsed(text: bytes) -> Mapping[str, Any]:
 def _from_json(path: Path, file: BinaryIO) -> RawTrace:
     """Any file in Chrome's trace format."""
     try:
-        whole = json.load(io.TextIOWrapper(file, "utf-8", "replace"))
-    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        whole = json.loads(b"".join(_chunks(file)).decode("utf-8", "replace"))
+    except (ValueError, EOFError, zlib.error) as error:
         raise TraceError(
             f"{path} is no trace, or is cut off: it cannot be read as JSON ({error})."
         ) from error

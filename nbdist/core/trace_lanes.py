@@ -22,7 +22,8 @@ _TOLD = {
     _GLOO: "gloo",
 }
 
-_Key = tuple[str, str, bool]
+# (process, thread, which lane of that thread)
+_Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class Lanes:
 def lanes_of(heads: Sequence[Head], counts: Sequence[int]) -> Lanes:
     """The lanes on which these heads are.
 
-    Python's own functions (`--stacks`) are a lane beside their thread's: they would bury its
-    operators forty deep.
+    A thread has another lane for Python's own functions (`--stacks`), which would bury its
+    operators forty deep, and for sends and receives that go on beside them.
 
     Args:
         heads: Of a trace.
@@ -69,7 +70,11 @@ def lanes_of(heads: Sequence[Head], counts: Sequence[int]) -> Lanes:
 
 
 def _key(head: Head) -> _Key:
-    return head.process, head.thread, head.category == trace_names.PYTHON
+    if head.category == trace_names.PYTHON:
+        return head.process, head.thread, "python"
+    # The main thread issues sends and receives, and goes on while they are under way.
+    is_beside = head.process == head.thread and trace_names.GLOO.match(head.name) is not None
+    return head.process, head.thread, "gloo" if is_beside else ""
 
 
 def _number(text: str) -> tuple[int, str]:
@@ -87,7 +92,7 @@ def _main_key(events: Mapping[_Key, int], on: Mapping[_Key, Sequence[Head]]) -> 
 
 
 def _kind(key: _Key, heads: Sequence[Head]) -> int:
-    if key[2]:
+    if key[2] == "python":
         return _PYTHON
     if any(head.category in trace_names.DEVICE for head in heads):
         return _STREAM

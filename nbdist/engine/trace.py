@@ -114,6 +114,11 @@ class _Recording:
         activities = [ProfilerActivity.CPU]
         if runtime.current().place.device != "cpu":
             activities.append(ProfilerActivity.CUDA)
+        if _is_profiling(unknown=False):
+            self.problem = (
+                "Another profiler runs on this rank, and torch has one at a time. End it first."
+            )
+            return
         try:
             # Without a schedule: one that is never reached leaves an empty trace.
             self._profiler = profile(
@@ -180,6 +185,13 @@ class _Recording:
             self._hook = None
         if self._is_on and self._profiler is not None:
             self._is_on = False
+            if not _is_profiling(unknown=True):
+                self.problem = (
+                    "The cell has used a profiler of its own, which ended the recording: torch has "
+                    "one at a time."
+                )
+                self._profiler = None
+                return
             # What is added after the stop is not in the file.
             self._profiler.add_metadata_json(trace_read.OURS, json.dumps(self._header()))
             self._profiler.stop()
@@ -195,6 +207,16 @@ class _Recording:
             "calls": looks.issued(),
             **_expected(),
         }
+
+
+def _is_profiling(*, unknown: bool) -> bool:
+    """Whether a profiler runs in this process; `unknown` where torch does not tell.
+
+    Private: torch 2.13 starts a second profiler without an error, and then neither gives a trace.
+    Without it that is told as a file that could not be written.
+    """
+    known = getattr(torch.autograd, "_profiler_enabled", None)
+    return unknown if known is None else bool(known())
 
 
 @dataclass(slots=True)
@@ -310,7 +332,7 @@ def _expected() -> dict[str, Any]:
     return {
         "strategy": strategy.described(choice) if n_parameters else "",
         "formula": footprint.sent_phrases(choice) if n_parameters else (),
-        "formula_bytes": sent if n_parameters else None,
+        "formula_bytes": sent or None,
     }
 
 
