@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from nbconvert import HTMLExporter
 
 from nbdist.core.trace import COMMUNICATION, KINDS
+from nbdist.core.trace_findings import Spot, TraceFinding
 from nbdist.core.trace_shares import Shares
 from nbdist.view.trace import traced
 from tests.support.drawn_traces import training
@@ -277,6 +278,25 @@ def test_a_large_trace_has_blocks_and_one_stretch_in_full(notebook: LabNotebook)
     assert told[0] == f"{merged:g} compute events shorter than {width_ns / 1e3:g} us, merged"
     assert len(counts) > 1000
     assert set(counts) == {1}
+
+
+def test_the_list_of_findings_leads_to_where_they_are(notebook: LabNotebook) -> None:
+    """The rank's rows are seen, with the spot in the middle third of the picture."""
+    spot = Spot(7, 10_000_000, 11_000_000)
+    finding = TraceFinding("one <b>late</b> rank", "found", "why", "what", (7,), 0.1, (spot,))
+    view = traced(training(4000, ranks=8), Shares((), 0, None, (), (), 0.0), [finding])
+    browser = notebook.page.context.browser
+    assert browser is not None
+    with contextlib.closing(browser.new_page()) as page:
+        page.set_content(view.html)
+        timeline = Timeline(page)
+        timeline.frame.locator("#spots").select_option(index=1)
+        seen_ns, text = timeline.seen_ns, timeline.frame.locator("#spots").inner_text()
+        top, bottom = timeline.value("[headers[7] - frame.scrollTop, height]")
+
+    assert seen_ns == pytest.approx((9_000_000, 12_000_000))
+    assert text.splitlines() == ["look at", "one <b>late</b> rank: rank 7, 10.00 ms"]
+    assert 0 < top < bottom
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
