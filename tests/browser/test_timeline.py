@@ -295,7 +295,7 @@ def test_the_list_of_findings_leads_to_where_they_are(notebook: LabNotebook) -> 
         top, bottom = timeline.value("[headers[7] - frame.scrollTop, height]")
 
     assert seen_ns == pytest.approx((9_000_000, 12_000_000))
-    assert text.splitlines() == ["look at", "one <b>late</b> rank: rank 7, 10.00 ms"]
+    assert text.splitlines() == ["look at a finding", "one <b>late</b> rank: rank 7, 10.00 ms"]
     assert 0 < top < bottom
 
 
