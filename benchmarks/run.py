@@ -22,7 +22,7 @@ MODULES = (
     "cells",
     "idle",
     "many_ranks",
-    "traces",
+    "timeline",
 )
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 PACKAGES = ("torch", "ipyparallel", "ipykernel", "accelerate")

@@ -19,7 +19,7 @@ function zoom(factor, x = (LEFT + width) / 2) {
 }
 
 const pan = share => show(from + share * span(), span());
-const reset = () => { focused = -1; hideTip(); frame.scrollTop = 0; show(trace.from, trace.to - trace.from); };
+const reset = () => { focused = -1; spot = null; element("spots").selectedIndex = 0; hideTip(); frame.scrollTop = 0; show(trace.from, trace.to - trace.from); };
 
 // Bring an item into sight, show its tooltip, and say it.
 function focusOn(i) {
@@ -51,6 +51,26 @@ function nextRow(by) {
   if (focused < 0) return nextItem(0);
   const row = trace.rowOf[focused] + by;
   if (row >= 0 && row < trace.rows.length) focusOn(itemIn(row));
+}
+
+// What a finding points at, with as much again on both sides.
+function lookAt(number) {
+  spot = trace.spots[number] || null;
+  if (!spot) return redraw();
+  const [, place, begin, end] = spot, length = Math.max(NARROWEST_NS, end - begin);
+  frame.scrollTop = headers[place] - AXIS;
+  show(begin - length, 3 * length);
+}
+
+function listSpots() {
+  const list = element("spots");
+  list.hidden = !trace.spots.length;
+  for (const [rule, place, begin] of trace.spots) {
+    const option = document.createElement("option");
+    option.textContent = `${rule}: rank ${trace.ranks[place].rank}, ${moment(begin, 1e4)}`;
+    list.append(option);
+  }
+  list.onchange = () => lookAt(list.selectedIndex - 1);
 }
 
 // ---------------------------------------------------------------- tooltip, mouse and keys
@@ -161,6 +181,7 @@ async function main() {
   listen();
   takeTheme();
   drawLegend();
+  listSpots();
   fit();
   requestAnimationFrame(() => requestAnimationFrame(() => { frame.dataset.paintedMs = Date.now(); }));
 }

@@ -16,6 +16,7 @@ const context = canvas.getContext("2d");
 let trace, from, to; // the stretch of time that fills the picture
 let width = 900, height = 300, ratio = 1, isDark = false;
 let rowTops = [], headers = [], total = 0;
+let spot = null; // [rule, place of its rank, begin, end]
 let hovered = -1, focused = -1, drag = null, isPressed = false, isPending = false;
 
 const span = () => to - from;
@@ -227,6 +228,20 @@ function drawAxis() {
   }
 }
 
+// A frame around what a finding points at.
+function drawSpot(top) {
+  if (!spot) return;
+  const [, place, begin, end] = spot;
+  const left = Math.max(LEFT, xOf(begin)), right = Math.min(width, xOf(end));
+  if (right < LEFT || left > width) return;
+  const low = (place + 1 < headers.length ? headers[place + 1] : total) - GAP;
+  context.strokeStyle = theme.ring;
+  context.lineWidth = 2;
+  context.setLineDash([5, 3]);
+  context.strokeRect(left, headers[place] + HEADER - 2 - top, Math.max(2, right - left), low - headers[place] - HEADER + 2);
+  context.setLineDash([]);
+}
+
 // Below the axis: where every event is shown, however short.
 function drawFull() {
   const [begin, end] = trace.full, left = Math.max(LEFT, xOf(begin)), right = Math.min(width, xOf(end));
@@ -252,6 +267,7 @@ function draw() {
   context.fillRect(0, 0, width, height);
   drawRows(top, bottom);
   drawHeaders(top, bottom);
+  drawSpot(top);
   drawRing(focused, top);
   if (hovered !== focused) drawRing(hovered, top);
   drawAxis();

@@ -10,7 +10,7 @@ from nbdist.core import units
 from nbdist.core.ranks import rank_label
 from nbdist.core.shown import PLACEHOLDER, is_stored, shown
 from nbdist.core.trace import KINDS, Trace
-from nbdist.core.trace_findings import TraceFinding
+from nbdist.core.trace_findings import Spot, TraceFinding
 from nbdist.core.trace_levels import Items, Laid, laid
 from nbdist.core.trace_shares import RankShares, Shares
 from nbdist.view.mime import View, table
@@ -31,7 +31,7 @@ def traced(trace: Trace, shares: Shares, findings: Sequence[TraceFinding]) -> Vi
     compared there is no HTML, which has the measured times in it.
     """
     events = laid(trace, MOST_ROWS)
-    items, data = packed(trace, events)
+    items, data = packed(trace, events, findings)
     parts = [
         _lines([_head(trace, shares)]),
         _lines(_found(findings)),
@@ -80,6 +80,13 @@ def _found(findings: Sequence[TraceFinding]) -> Iterator[str]:
         yield f"- {_one_line(one.rule)} ({where}): {one.found}"
         yield f"  why: {one.why}"
         yield f"  do: {one.what}"
+        if one.spots:
+            yield f"  look at: {_place(one.spots[0])}"
+
+
+def _place(spot: Spot) -> str:
+    """Where a spot is, in milliseconds: durations alone would tell too few digits."""
+    return f"rank {spot.rank}, from {spot.start_ns / 1e6:.3f} to {spot.end_ns / 1e6:.3f} ms"
 
 
 def _ranks(shares: Shares) -> View:

@@ -12,12 +12,14 @@ import gzip
 import html
 import json
 import struct
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 
 import numpy as np
 import numpy.typing as npt
 
 from nbdist.core.trace import KINDS, Integers, Trace
+from nbdist.core.trace_findings import TraceFinding
 from nbdist.core.trace_levels import Items, Laid, finest, full
 from nbdist.view.trace_png import COLOURS, span_ns
 
@@ -28,6 +30,8 @@ MOST_ITEMS = 150_000
 MOST_BYTES = 1_300_000
 # Longer names are cut in the middle: those of kernels made of templates run to pages.
 MOST_NAME = 160
+# Of each finding.
+MOST_SPOTS = 5
 # Marks of steps, of all ranks together.
 MOST_STEPS = 20_000
 # Of the timeline: legend, axis and hint; a rank's header; a row. timeline_draw.js has the same.
@@ -48,17 +52,18 @@ def steps_of_each(trace: Trace) -> int:
     return MOST_STEPS // max(len(trace.ranks), 1)
 
 
-def packed(trace: Trace, events: Laid) -> tuple[Items, str]:
+def packed(trace: Trace, events: Laid, findings: Sequence[TraceFinding] = ()) -> tuple[Items, str]:
     """The finest items of a trace that fit MOST_BYTES, and what timeline.js reads, as base64.
 
     Where events have to be merged, half of the room is for a stretch that is kept in full.
     """
+    head = _head(trace, events) | {"spots": list(_spots(trace, findings))}
     most = MOST_ITEMS
     items = finest(events, most)
     while True:
         if items.width_ns:
             items = finest(events, most, full(trace, events, most // 2))
-        data = base64.b64encode(_packed(trace, events, items))
+        data = base64.b64encode(_packed(head, trace, events, items))
         if len(data) <= MOST_BYTES or most <= 0:
             return items, data.decode("ascii")
         most = min(most * 3 // 4, len(items) - 1)
@@ -100,7 +105,7 @@ def _resource(name: str) -> str:
     return files("nbdist.view").joinpath(name).read_text(encoding="utf-8")
 
 
-def _packed(trace: Trace, events: Laid, items: Items) -> bytes:
+def _packed(head: dict[str, object], trace: Trace, events: Laid, items: Items) -> bytes:
     """A JSON head with the texts, then the columns; all gzipped, equal for equal traces."""
     used, name = np.unique(items.name, return_inverse=True)
     firsts = np.searchsorted(items.row, np.arange(len(events.rows) + 1))
@@ -120,7 +125,7 @@ def _packed(trace: Trace, events: Laid, items: Items) -> bytes:
         "group": items.group + 1,
     }
     planes = [_planes(column) for column in columns.values()]
-    head = _head(trace, events) | {
+    own_head = head | {
         "names": [clipped(events.names[at]) for at in used],
         "width": items.width_ns,
         "full": items.full_ns,
@@ -132,7 +137,7 @@ def _packed(trace: Trace, events: Laid, items: Items) -> bytes:
             for (title, column), own in zip(columns.items(), planes, strict=True)
         ],
     }
-    text = json.dumps(head, separators=(",", ":")).encode()
+    text = json.dumps(own_head, separators=(",", ":")).encode()
     body = b"".join(own.tobytes() for own in planes)
     return gzip.compress(struct.pack("<I", len(text)) + text + body, 6, mtime=0)
 
@@ -156,6 +161,14 @@ def _head(trace: Trace, events: Laid) -> dict[str, object]:
             for rank in trace.ranks
         ],
     }
+
+
+def _spots(trace: Trace, findings: Sequence[TraceFinding]) -> Iterator[tuple[str, int, int, int]]:
+    """(rule, place of the rank, begin, end) of what findings point at."""
+    places = {rank.rank: place for place, rank in enumerate(trace.ranks)}
+    for one in findings:
+        for spot in one.spots[:MOST_SPOTS]:
+            yield clipped(one.rule), places[spot.rank], spot.start_ns, spot.end_ns
 
 
 def _planes(column: Integers) -> npt.NDArray[np.uint8]:

@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from nbconvert import HTMLExporter
 
 from nbdist.core.trace import COMMUNICATION, KINDS
+from nbdist.core.trace_findings import Spot, TraceFinding
 from nbdist.core.trace_shares import Shares
 from nbdist.view.trace import traced
 from tests.support.drawn_traces import training
@@ -80,15 +81,14 @@ class Timeline:
         return text.splitlines()
 
     def move_to(self, ns: float, row: int) -> None:
-        """Put the pointer at a time in a row."""
-        self.page.mouse.move(*self.place(ns, row))
+        """Put the pointer at a time in a row, once nothing on the page moves any more."""
+        x, y = self.place(ns, row)
+        self.frame.locator("#canvas").hover(position={"x": x, "y": y}, timeout=DEADLINE_MS)
 
     def place(self, ns: float, row: int) -> tuple[float, float]:
-        """Where in the page that is."""
-        box = self.frame.locator("#canvas").bounding_box()
-        assert box is not None
+        """Where in the picture that is."""
         x, y = self.value(f"[xOf({ns}), rowTops[{row}] - frame.scrollTop + 7]")
-        return box["x"] + x, box["y"] + y
+        return x, y
 
     def reset(self) -> None:
         """Show all, without focus on an event."""
@@ -148,7 +148,9 @@ def test_the_wheel_zooms_at_the_pointer_and_the_tooltip_tells_the_event(timeline
     timeline.page.mouse.wheel(0, 50)
     before = timeline.seen_ns
     timeline.page.mouse.wheel(0, -50)
-    timeline.page.mouse.click(*timeline.place(ns, ALL_REDUCE_ROW))
+    timeline.move_to(ns, ALL_REDUCE_ROW)
+    timeline.page.mouse.down()
+    timeline.page.mouse.up()
     for _ in range(4):
         timeline.page.mouse.wheel(0, -300)
     begin, end = timeline.seen_ns
@@ -170,12 +172,14 @@ def test_dragging_moves_the_picture(timeline: Timeline) -> None:
     """By as much time as the pointer has passed; not beyond the end."""
     timeline.frame.locator("#in").click()
     begin, end = timeline.seen_ns
-    x, y = timeline.place(end, ALL_REDUCE_ROW)
-    timeline.page.mouse.move(x - 5, y)
+    box = timeline.frame.locator("#canvas").bounding_box()
+    assert box is not None
+    right, y = box["x"] + box["width"] - 5, box["y"] + box["height"] / 2
+    timeline.page.mouse.move(right, y)
     timeline.page.mouse.down()
-    timeline.page.mouse.move(x - 105, y, steps=3)
+    timeline.page.mouse.move(right - 100, y, steps=3)
     moved, _ = timeline.seen_ns
-    timeline.page.mouse.move(timeline.place(moved, ALL_REDUCE_ROW)[0], y)
+    timeline.page.mouse.move(box["x"] + 5, y)
     last = timeline.seen_ns
     timeline.page.mouse.up()
 
@@ -274,6 +278,25 @@ def test_a_large_trace_has_blocks_and_one_stretch_in_full(notebook: LabNotebook)
     assert told[0] == f"{merged:g} compute events shorter than {width_ns / 1e3:g} us, merged"
     assert len(counts) > 1000
     assert set(counts) == {1}
+
+
+def test_the_list_of_findings_leads_to_where_they_are(notebook: LabNotebook) -> None:
+    """The rank's rows are seen, with the spot in the middle third of the picture."""
+    spot = Spot(7, 10_000_000, 11_000_000)
+    finding = TraceFinding("one <b>late</b> rank", "found", "why", "what", (7,), 0.1, (spot,))
+    view = traced(training(4000, ranks=8), Shares((), 0, None, (), (), 0.0), [finding])
+    browser = notebook.page.context.browser
+    assert browser is not None
+    with contextlib.closing(browser.new_page()) as page:
+        page.set_content(view.html)
+        timeline = Timeline(page)
+        timeline.frame.locator("#spots").select_option(index=1)
+        seen_ns, text = timeline.seen_ns, timeline.frame.locator("#spots").inner_text()
+        top, bottom = timeline.value("[headers[7] - frame.scrollTop, height]")
+
+    assert seen_ns == pytest.approx((9_000_000, 12_000_000))
+    assert text.splitlines() == ["look at a finding", "one <b>late</b> rank: rank 7, 10.00 ms"]
+    assert 0 < top < bottom
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

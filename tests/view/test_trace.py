@@ -21,7 +21,7 @@ from matplotlib import pyplot as plt
 from matplotlib.image import imread
 
 from nbdist.core.trace import COMMUNICATION, COMPUTE, KINDS, Lane, RankTrace, Step, Trace
-from nbdist.core.trace_findings import TraceFinding
+from nbdist.core.trace_findings import Spot, TraceFinding
 from nbdist.core.trace_levels import laid
 from nbdist.core.trace_shares import Operation, RankShares, Shares, Slowest, Traffic
 from nbdist.view import trace_page, trace_png
@@ -33,7 +33,13 @@ MOST_BYTES = 2_000_000
 MS = 10**6
 
 FINDING = TraceFinding(
-    "one late rank", "rank 1 starts 2 ms late", "the others wait", "give it less", (1,), 0.12
+    "one late rank",
+    "rank 1 starts 2 ms late",
+    "the others wait",
+    "give it less",
+    (1,),
+    0.12,
+    spots=(Spot(1, 1_234_499, 2_000_000), Spot(0, 5, 6)),
 )
 
 
@@ -110,14 +116,15 @@ def test_the_text_has_all_numbers() -> None:
 
     took = f"{trace.duration_ns / 1e6:.1f} ms"
     assert lines[0] == f"trace of ranks 0-1, {took}, 6 steps of 10.0 ms, ddp, dp 2"
-    assert lines[2:6] == [
+    assert lines[2:7] == [
         "findings, the most expensive first:",
         "- one late rank (rank 1, 12.0 %): rank 1 starts 2 ms late",
         "  why: the others wait",
         "  do: give it less",
+        "  look at: rank 1, from 1.234 to 2.000 ms",
     ]
-    assert lines[7].split("  ")[0] == "rank"
-    assert lines[8].split() == ["0", "9.00", "60.0", "15.0", "5.0", "10.0", "10.0", "66.7"]
+    assert lines[8].split("  ")[0] == "rank"
+    assert lines[9].split() == ["0", "9.00", "60.0", "15.0", "5.0", "10.0", "10.0", "66.7"]
     assert "slowest rank: 1; without it a step would be 12.5 % faster (2.0 ms)" in lines
     assert "aten::mm   compute    120  15.00  40.0" in lines
     assert ["all-reduce", "world", "4.0", "MB", "2", "8.0", "MB", "1.5", "ms"] in [
@@ -189,6 +196,14 @@ def test_the_page_packs_every_event(seed: int) -> None:
 
     assert head["width"] == 0
     assert sorted(found, key=str) == sorted(expected, key=str)
+
+
+def test_the_page_knows_where_findings_are() -> None:
+    """The rank by its place among those that have recorded."""
+    trace = training(300, ranks=3)
+    view = traced(Trace(trace.ranks[1:]), SHARES, [replace(FINDING, spots=FINDING.spots[:1])])
+
+    assert data_of(view)["spots"] == [["one late rank", 0, 1_234_499, 2_000_000]]
 
 
 def test_a_large_trace_is_merged_and_says_so() -> None:
