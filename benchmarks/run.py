@@ -20,6 +20,8 @@ MODULES = (
     "switching",
     "start",
     "cells",
+    "training",
+    "transfer",
     "idle",
     "many_ranks",
     "timeline",

@@ -121,9 +121,9 @@ def step() -> None:
     On any rank, at any time; it does nothing where no cell is being recorded. From the first call
     on, optimizers no longer end the steps of that cell.
     """
-    trace = sys.modules.get("nbdist.engine.trace")  # a rank has it
-    if trace is not None:
-        trace.step()
+    recorded = sys.modules.get("nbdist.engine.recorded")  # a rank has it
+    if recorded is not None:
+        recorded.step()
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

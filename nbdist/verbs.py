@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -73,7 +74,7 @@ class Verb:
     run: Callable[..., View | None]
     options: tuple[Option, ...] = ()
     is_cell: bool = False
-    replaced: Mapping[str, str] = field(default_factory=dict)
+    replaced: Mapping[str, str] = field(default_factory=dict, hash=False)
     place: str = NOTEBOOK
     takes_rest: bool = False
 
@@ -130,6 +131,12 @@ def parse(verb: Verb, line: str) -> Parsed:
     Raises:
         OptionError: If it cannot be read; the message shows the usage.
     """
+    parsed = _parse(verb, line)
+    return replace(parsed, values=argparse.Namespace(**vars(parsed.values)))
+
+
+@functools.lru_cache(maxsize=32)  # the same cell is run again and again
+def _parse(verb: Verb, line: str) -> Parsed:
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -158,6 +165,7 @@ def help_view(verb: Verb) -> View:
     return View(f"{_parser(verb).format_help().rstrip()}\n\nexample: {verb.example}")
 
 
+@functools.cache  # a third of a millisecond, and every cell that is typed has a verb
 def _parser(verb: Verb) -> _Parser:
     parser = _Parser(
         prog=verb.typed,

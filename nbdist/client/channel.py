@@ -22,7 +22,14 @@ from nbdist.errors import NbdistError, StartError
 CALL_BY_NAME = "__import__('nbdist.core.wire', fromlist=['call']).call"
 
 # No public call of ipyparallel can stand for these: see `Channel.execute` and `Channel.ask`.
-PRIVATE = ("_send", "_engines", "_mux_stream", "_control_stream", "_registration_callbacks")
+PRIVATE = (
+    "_send",
+    "_engines",
+    "_mux_stream",
+    "_control_stream",
+    "_query_stream",
+    "_registration_callbacks",
+)
 
 EXECUTE_OPTIONS = {
     "silent": False,
@@ -183,6 +190,21 @@ class Channel:
             lost = self._asked.pop(engine_id, set())
         for answer in lost:
             _settle(answer, NbdistError(f"engine {engine_id} ended before it answered"))
+
+    def forget(self, engine_id: int) -> None:
+        """Tell the controller that an engine's process has ended; whoever waits for it is told.
+
+        Uses the client's private `_send` and query stream: what ipyparallel's nanny would say, a
+        process for each engine that nbdist's own engines do without. (ipyparallel 9.2; checked by
+        tests/client/test_channel.py.) Without it heartbeats tell the same in 30 s.
+        """
+        client = self._client
+        if engine_id in client._engines:  # noqa: SLF001
+            client._send(  # noqa: SLF001
+                client._query_stream,  # noqa: SLF001
+                "unregistration_request",
+                content={"id": engine_id},
+            )
 
     def signal(self, engine_id: int, number: int) -> None:
         """Signal an engine by way of its nanny, which may be on another host."""

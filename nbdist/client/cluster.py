@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import os
 import signal
 import sys
@@ -17,7 +16,6 @@ from typing import Any
 
 import ipyparallel
 from ipyparallel.cluster.launcher import LocalProcessLauncher
-from traitlets import TraitError
 from traitlets.config import Config
 
 from nbdist.client import controller, guardian, launcher, prepared, presses, processes, rundir
@@ -26,13 +24,15 @@ from nbdist.client.channel import Channel
 from nbdist.client.exits import Exit
 from nbdist.client.guard import Guard
 from nbdist.client.loop import cluster_loop
-from nbdist.client.prepared import installed_torch
+from nbdist.client.prepared import gives_ranks, installed_torch
 from nbdist.core.failures import ranks_phrase
 from nbdist.errors import OptionError, StartError
 
 __all__ = ["Cluster", "Exit", "Progress", "cluster_loop", "gives_ranks", "installed_torch"]
 
 STOP_GRACE_S = 2.0
+# What an engine has printed is with the controller, and on its way here, by then.
+LAST_WORDS_S = 0.05
 OTHER_STOP_DEADLINE_S = 60.0
 END_SESSION_S = 5.0
 
@@ -182,6 +182,8 @@ class Cluster:
 
     def _watch_engine(self, number: int, one: LocalProcessLauncher) -> None:
         one.on_stop(functools.partial(self._ended, number))
+        if self.can_restart:  # an engine without a nanny, which would tell the controller
+            one.on_stop(functools.partial(self._forget_soon, number))
         self._started[number] = one
         self.guard(one.pid)
 
@@ -198,6 +200,13 @@ class Cluster:
         if not self._is_stopping and engine not in self._replaced:
             self.on_exit(self.exits[engine])
 
+    def _forget(self, engine: int) -> None:
+        if self.channel is not None and not self._is_stopping:
+            self.channel.forget(engine)
+
+    def _forget_soon(self, engine: int, _stop_data: dict[str, Any]) -> None:
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget, engine)
+
     def _arrivals(self, engines: Collection[int] | None, world_size: int = 0) -> Arrivals:
         """What to wait for: some engines, or at the start any `world_size` of them."""
 
@@ -206,8 +215,11 @@ class Cluster:
             return {e: x for e, x in known.items() if engines is None or e in {None, *engines}}
 
         def registered() -> list[int]:
-            known = () if self.channel is None else self.channel.engine_ids
-            return [engine for engine in known if engines is None or engine in engines]
+            known = set() if self.channel is None else set(self.channel.engine_ids)
+            if engines is not None:
+                return sorted(known.intersection(engines))
+            # Of those that join by themselves both is waited for: they do it side by side.
+            return sorted(known & rundir.joined(self.run_dir) if self.can_restart else known)
 
         expected = tuple(range(world_size) if engines is None else engines)
         return Arrivals(self.run_dir, expected, exits, registered, self._output)
@@ -269,8 +281,7 @@ class Cluster:
         assert self.channel is not None
         for engine in engines:
             self._kill(engine)
-        # Its nanny tells the controller; where that was killed too, heartbeats do, in 30 s. An
-        # id that is still registered would be given to nobody else.
+        # `_forget` tells the controller. An id that is still registered would be given to nobody.
         while left := sorted(set(engines).intersection(self.channel.engine_ids)):
             check()
             if time.monotonic() > end_s:
@@ -383,16 +394,3 @@ class Cluster:
                 f"nbdist: the profile's launcher did not end the {what} in "
                 f"{OTHER_STOP_DEADLINE_S:.0f} s; look after them with its own tools\n"
             )
-
-
-def gives_ranks(config: Config) -> bool:
-    """Whether the profile's launcher gives the ranks itself, on this machine.
-
-    Raises:
-        OptionError: If the profile has settings that ipyparallel does not understand.
-    """
-    try:
-        cluster = prepared.cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
-    except (TraitError, ImportError, KeyError) as error:
-        raise OptionError(f"The profile's settings cannot be used: {error}") from error
-    return issubclass(cluster.engine_launcher_class, launcher.RankEngineSetLauncher)

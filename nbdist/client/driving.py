@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 
@@ -29,20 +30,17 @@ async def wait_async(begin: Callable[[], CellRun]) -> CellResult:
     loop = asyncio.get_running_loop()
     has_item = asyncio.Event()
     with presses.counted() as pressed, contextlib.closing(begin()) as run:
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(has_item.set)
-
-        run.on_item = wake
+        run.on_item = functools.partial(loop.call_soon_threadsafe, has_item.set)
         pressed.send_to(run.press)
         while True:
             has_item.clear()
             pause_s = run.step(time.monotonic())
             if pause_s is None:
                 return run.finish()
+            timer = loop.call_later(pause_s, has_item.set)
             try:
-                await asyncio.wait_for(has_item.wait(), pause_s)
-            except TimeoutError:
-                continue
+                await has_item.wait()
             except asyncio.CancelledError:
                 run.press()  # a frontend that cancels the cell's task means an interrupt
+            finally:
+                timer.cancel()

@@ -60,27 +60,34 @@ def has_marker(pid: int, marker: bytes) -> bool:
         return False
 
 
-def end_all(sessions: dict[int, str | None], marker: bytes) -> None:
-    """Kill until nothing is left; a few rounds, as a dying process may just be forking."""
+def end_all(sessions: dict[int, str | None], marker: bytes) -> set[int]:
+    """Kill until nothing is left; a few rounds, as a dying process may just be forking.
+
+    Returns:
+        The processes that were killed.
+    """
+    killed: set[int] = set()
     if not os.path.isdir("/proc/self"):  # macOS: no list of sessions or environments
         for pid in sessions:
             try:
                 os.killpg(pid, signal.SIGKILL)
             except OSError:
                 continue
-        return
+        return killed
     was_empty = False
     for _ in range(SWEEPS):
         found = members(sessions, marker)
         if not found and was_empty:
-            return
+            break
         was_empty = not found  # once more: a process that is being started has no marker yet
         for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)
             except OSError:
                 continue
+            killed.add(pid)
         time.sleep(SWEEP_PAUSE_S)
+    return killed
 
 
 def watch_kernel(poller: select.poll, kernel: int) -> int:
@@ -146,17 +153,28 @@ def wait(kernel: int) -> dict[int, str | None]:
     return sessions
 
 
-def sweep_shm(run_dir: str, shm: str = "/dev/shm") -> None:  # noqa: S108  # our own folders
-    """Remove the run's folders in /dev/shm: what was on its way when a process was killed."""
+def sweep_shm(run_dir: str, killed: set[int], shm: str = "/dev/shm") -> None:  # noqa: S108
+    """Remove what was on its way in /dev/shm when processes were killed.
+
+    The run's own folders, and torch's files, which a DataLoader's worker removes as soon as it has
+    made them: `torch_PID_...`.
+    """
     # As core/shm.py names them.
     prefix = f"nbdist-{os.getuid()}-{os.path.basename(run_dir)}-"
+    of_killed = tuple(f"torch_{pid}_" for pid in killed)
     try:
         names = os.listdir(shm)
     except OSError:
         return  # macOS has none
     for name in names:
+        path = os.path.join(shm, name)
         if name.startswith(prefix):
-            shutil.rmtree(os.path.join(shm, name), ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
+        elif name.startswith(of_killed):
+            try:
+                os.unlink(path)
+            except OSError:  # gone just now, or somebody else's
+                continue
 
 
 def main() -> None:
@@ -165,8 +183,8 @@ def main() -> None:
         signal.signal(name, signal.SIG_IGN)
     kernel, run_dir = int(sys.argv[1]), sys.argv[2]
     sessions = wait(kernel)
-    end_all(sessions, b"NBDIST_RUN=" + os.fsencode(run_dir))
-    sweep_shm(run_dir)
+    killed = end_all(sessions, b"NBDIST_RUN=" + os.fsencode(run_dir))
+    sweep_shm(run_dir, killed)
     shutil.rmtree(run_dir, ignore_errors=True)
     try:
         os.rmdir(os.path.dirname(run_dir))  # the folder of this user's runs, if it was the last

@@ -226,6 +226,9 @@ class Health:
 
     def mismatches(self, run: int) -> tuple[str, ...]:
         """Calls of a cell that did not fit together, but ended, as sentences."""
+        ranks = [place.rank for place in self._topology.ranks]
+        if not any(self._boxes.may_have_called(rank, run) for rank in ranks):
+            return ()  # most cells call nothing, and every cell asks
         return collectives.mismatches(list(self.boxes().values()), run)
 
     def views(self, states: Mapping[int, tuple[str, str]]) -> list[RankView]:
@@ -283,6 +286,18 @@ class BoxFiles:
 
     def read(self, rank: int) -> Box | None:
         """The rank's box; None where it has none here."""
+        memory = self._memory(rank)
+        try:
+            return None if memory is None else blackbox.read(memory)
+        except ValueError:  # it is just being made
+            return None
+
+    def may_have_called(self, rank: int, run: int) -> bool:
+        """Whether the rank has recorded a call in a cell run; also where that cannot be known."""
+        memory = self._memory(rank)
+        return memory is None or blackbox.newest_run(memory) == run
+
+    def _memory(self, rank: int) -> mmap.mmap | None:
         path = self._folder / str(rank)
         try:
             inode = path.stat().st_ino
@@ -296,7 +311,4 @@ class BoxFiles:
             finally:
                 os.close(descriptor)
             self._maps[rank] = known
-        try:
-            return blackbox.read(known[1])
-        except ValueError:  # it is just being made
-            return None
+        return known[1]

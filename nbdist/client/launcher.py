@@ -13,6 +13,8 @@ from traitlets import Dict, Unicode
 
 from nbdist.core import nccl
 
+# What an engine runs as soon as the controller knows of it, before anything is asked of it.
+JOIN = "__import__('nbdist.engine.arrival', fromlist=['soon']).soon()"
 ENGINE_PROGRAM = Path(__file__).resolve().parent.parent / "engine" / "__main__.py"
 
 
@@ -36,6 +38,9 @@ class RankEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
             f"--IPEngine.url_file={url_file}",
             # Otherwise it would end some time after the controller has. The guardian ends it.
             "--IPEngine.max_heartbeat_misses=0",
+            # A process that would only tell the controller of the engine's end: Cluster does.
+            "--IPEngine.enable_nanny=False",
+            f"--IPEngine.startup_command={JOIN}",
         ]
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import ipyparallel
+from traitlets import TraitError
 from traitlets.config import Config
+
+from nbdist.client import launcher
+from nbdist.errors import OptionError
 
 
 def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
@@ -52,6 +57,19 @@ def mark(config: Config, run_dir: Path) -> None:
     variables = {"NBDIST_RUN": str(run_dir)}
     for name in {"BaseLauncher", *(n for n, section in config.items() if "environment" in section)}:
         config[name].environment = {**config[name].get("environment", {}), **variables}
+
+
+def gives_ranks(config: Config) -> bool:
+    """Whether the profile's launcher gives the ranks itself, on this machine.
+
+    Raises:
+        OptionError: If the profile has settings that ipyparallel does not understand.
+    """
+    try:
+        one = cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
+    except (TraitError, ImportError, KeyError) as error:
+        raise OptionError(f"The profile's settings cannot be used: {error}") from error
+    return issubclass(one.engine_launcher_class, launcher.RankEngineSetLauncher)
 
 
 def installed_torch() -> str | None:

@@ -43,7 +43,7 @@ class CellRun:
 
     def __init__(self, session: Session, request: CellRequest, sink: Sink, run_id: int = 0):
         self.request = request
-        self.on_item: Callable[[], None] = lambda: None
+        self.on_item: Callable[[], object] = lambda: None
         self._session = session
         self._sink = sink
         self.run_id = run_id
@@ -72,7 +72,13 @@ class CellRun:
 
     def message(self, rank: int, message: Message) -> None:
         """A raw iopub message of a rank."""
-        self._put(lambda: self._hear(rank, message))
+        kind = message["header"]["msg_type"]
+        if kind == "execute_input":
+            self._states[rank].begun_s = time.monotonic()
+            if self._ladder.has_begun:  # an interrupt waits for this
+                self._put(lambda: None)
+        elif kind != "status":  # of which the reply tells as well: no reason to wake anybody
+            self._put(lambda: self._feed.feed(rank, message, self._now_s))
 
     def done(self, rank: int, reply: Any) -> None:
         """The rank's reply, after all its output."""
@@ -210,11 +216,6 @@ class CellRun:
     def tell(self, lines: Iterable[str]) -> None:
         """Show lines of nbdist's own among the cell's output."""
         self._draw([Line("stderr", f"{line}\n") for line in lines])
-
-    def _hear(self, rank: int, message: Message) -> None:
-        if message["header"]["msg_type"] == "execute_input":
-            self._states[rank].begun_s = self._now_s
-        self._feed.feed(rank, message, self._now_s)
 
     def _end(self, rank: int, reply: Any, arrived_s: float) -> None:
         state = self._states[rank]

@@ -194,8 +194,13 @@ def arrived(run_dir: Path) -> set[int]:
     return {int(path.suffix[1:]) for path in run_dir.glob("arrived.*")}
 
 
+def joined(run_dir: Path) -> set[int]:
+    """The local ranks that are in their group."""
+    return {int(path.suffix[1:]) for path in run_dir.glob("joined.*")}
+
+
 def forget(run_dir: Path, rank: int) -> None:
     """Remove what an earlier process of the rank has left for the notebook, and its sockets."""
-    for name in ("failed", "arrived"):
+    for name in ("failed", "arrived", "joined"):
         (run_dir / f"{name}.{rank}").unlink(missing_ok=True)
     shutil.rmtree(run_dir / wire.SCRATCH_FOLDER.format(rank=rank), ignore_errors=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.client import remote
 from nbdist.client.perfetto import Page
-from nbdist.core import parcels, trace_clocks, trace_merge, trace_read
+from nbdist.core import contents, trace_clocks, trace_merge, trace_read
 from nbdist.core.parcels import Parcel
 from nbdist.core.trace import Trace, TraceOptions, empty
 from nbdist.core.trace_read import Recording
@@ -172,7 +172,7 @@ class Traces:
             return None
         try:
             future = remote.trace_text(self._session.call, rank, ())
-            content = parcels.opened(future.result(FINISH_S))["text"]
+            content = contents.opened(future.result(FINISH_S))["text"]
         except Exception:  # noqa: BLE001  # it recorded nothing, or ended: its trace says so
             return None
         with gzip.open(target, "wb", trace_merge.LEVEL) as packed:
@@ -225,7 +225,7 @@ def _opened(answer: Parcel | str) -> dict[str, Any]:
     if isinstance(answer, str):
         return {"problem": answer}
     try:
-        return parcels.opened(answer)
+        return contents.opened(answer)
     except NbdistError as error:
         return {"problem": f"Its trace did not arrive: {error}"}
 

@@ -8,16 +8,19 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.client import presses, remote
-from nbdist.core import floats, parcels, shm
+from nbdist.core import contents, floats, parcels, shm
+from nbdist.core.contents import Contents
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.host import usable_cores
 from nbdist.core.parcels import Parcel
 from nbdist.core.variables import check_held, check_names
 from nbdist.errors import Interrupted, NbdistError, TransferError
@@ -128,7 +131,7 @@ class Variables:
 
                 sent = self._call(send, ranks=asked, is_collective=is_whole)
                 came = {r: one for r, one in zip(asked, sent, strict=True) if r in chosen}
-                values = [_opened(rank, parcel) for rank, parcel in came.items()]
+                values = _opened(came)
         found = {name: [one[name] for one in values] for name in names}
         if len(chosen) == 1:
             found = {name: each[0] for name, each in found.items()}
@@ -182,7 +185,7 @@ class Variables:
         """What the ranks said, each once, and types that became others, once in a session."""
         remarks = dict.fromkeys(remark for parcel in came for remark in parcel.remarks)
         if "torch" not in sys.modules:
-            lacking = {name for parcel in came for name in parcels.lacking_types(parcel)}
+            lacking = {name for parcel in came for name in contents.lacking_types(parcel)}
             for name in sorted((lacking & set(floats.BITS)) - self._told):
                 self._told.add(name)
                 remarks[
@@ -192,16 +195,36 @@ class Variables:
         return tuple(remarks)
 
 
-def _opened(rank: int, parcel: Parcel) -> dict[str, Any]:
+def _opened(came: Mapping[int, Parcel]) -> list[dict[str, Any]]:
+    """The ranks' values. Their memory is read side by side, which fresh pages make slow."""
     absent = [name for name in HEAVY if name not in sys.modules]
     refused = {name: f"`import {name}` in the notebook first" for name in absent}
-    try:
-        return parcels.opened(parcel, sys.modules.get("torch"), parcels.OURS | refused)
-    except TransferError as error:
-        raise TransferError(f"in the notebook, from {ranks_phrase([rank])}: {error}") from error
-    finally:
+    is_over = threading.Event()
+
+    def check() -> None:
+        if is_over.is_set():
+            raise TransferError("it was broken off")
+
+    def read(parcel: Parcel) -> Contents:
+        memory = contents.read(parcel, sys.modules.get("torch"), check)
         if parcel.path:
-            Path(parcel.path).unlink(missing_ok=True)
+            Path(parcel.path).unlink(missing_ok=True)  # its memory, too, is free now
+        return memory
+
+    values = []
+    with ThreadPoolExecutor(min(len(came), usable_cores())) as pool:
+        reading = {rank: pool.submit(read, parcel) for rank, parcel in came.items()}
+        try:
+            for rank, one in reading.items():
+                try:
+                    # Values are made here: that runs the sender's classes.
+                    values.append(contents.made(one.result(), parcels.OURS | refused))
+                except TransferError as error:
+                    where = f"in the notebook, from {ranks_phrase([rank])}"
+                    raise TransferError(f"{where}: {error}") from error
+        finally:
+            is_over.set()
+    return values
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ _CHANNEL_WORDS = 8
 _UNUSED, _IS_GROUP, _IS_TRANSFER, _DROPPED = range(4)
 _TEXT_SPACE_BYTES = 32_768
 # Words of a record, then two texts.
-_SEQUENCE, _STATE, _BEGAN, _ENDED = range(4)
+_SEQUENCE, _STATE, _BEGAN, _ENDED, _NUMBER, _CALLED_IN = range(6)
 _WHAT_BYTES = 104
 _PLACE_BYTES = 208
 # state, began, ended, number, run, channel, peer, generation; what; place.
@@ -314,6 +314,16 @@ def read(source: bytes | memoryview | mmap) -> Box:
         transfers=transfers,
         calls=_read_calls(data, words, names),
     )
+
+
+def newest_run(source: bytes | memoryview | mmap) -> int:
+    """The cell run of the call that was recorded last, without reading the others; 0 for none.
+
+    Of a box that is not written meanwhile.
+    """
+    words = memoryview(source).cast("Q")
+    newest = max(words[_RECORDS_WORD::_RECORD_WORDS].tolist())
+    return words[_record_at(newest) + _CALLED_IN] if newest else 0
 
 
 def _read_channels(

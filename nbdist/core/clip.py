@@ -15,7 +15,7 @@ class LineFile(Protocol):
     """What takes all lines."""
 
     def write(self, text: str) -> object:
-        """Append one line."""
+        """Append whole lines."""
 
     def writelines(self, texts: Iterable[str]) -> object:
         """Append lines."""
@@ -47,17 +47,32 @@ class Clip:
         file.writelines(self._head)
         self._head.clear()
 
-    def add(self, line: Line) -> bool:
-        """Count one line; True when it is to be shown at once."""
-        self.count += 1
-        if self.count <= self._shown:
-            self._head.append(line.text)
-            return True
+    def first(self, text: str) -> tuple[str, str]:
+        """(those of the lines that are to be shown at once, the others, which are for `keep`)."""
+        end = _end_of(text, max(0, self._shown - self.count))
+        if end:
+            self.count += text.count("\n", 0, end)
+            self._head.append(text[:end])
+        return text[:end], text[end:]
+
+    def keep(self, stream: str, text: str) -> None:
+        """Count lines that are not shown at once, and keep the last of them."""
+        self.count += text.count("\n")
         if self._file is not None:
-            self._file.write(line.text)
-        self._tail.append(line)
-        return False
+            self._file.write(text)
+        last = text[: -len("\n")].rsplit("\n", self._shown)[-self._shown :]
+        self._tail.extend(Line(stream, f"{line}\n") for line in last)
 
     def rest(self) -> tuple[int, list[Line]]:
         """How many lines are shown nowhere, and the last ones, which are to be shown now."""
         return max(0, self.count - self._shown - len(self._tail)), list(self._tail)
+
+
+def _end_of(text: str, lines: int) -> int:
+    """Where so many lines of a text end; its own end where it has not so many."""
+    end = 0
+    for _ in range(lines):
+        end = text.find("\n", end) + 1
+        if not end:
+            return len(text)
+    return end

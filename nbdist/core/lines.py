@@ -26,11 +26,11 @@ _ERASE = re.compile(r"\x1b\[[02]?K")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Whole lines to show on one stream, the ranks' label already in front.
+    """Whole lines to show on one stream, the ranks' label already in front of each.
 
     Attributes:
         stream: "stdout" or "stderr".
-        text: Ends with a newline.
+        text: One or more; ends with a newline.
     """
 
     stream: str
@@ -66,11 +66,29 @@ class _Item:
 
 
 @dataclass(slots=True)
+class _Run:
+    """Plain lines that came at once; ranks that print much are merged run by run."""
+
+    lines: list[str]
+    arrived_s: float
+    taken: int = 0
+
+    @property
+    def left(self) -> int:
+        return len(self.lines) - self.taken
+
+    def take(self, count: int) -> list[str]:
+        """The next lines, so many of them."""
+        begin, self.taken = self.taken, self.taken + count
+        return self.lines[begin : self.taken]
+
+
+@dataclass(slots=True)
 class _RankLines:
     """What one rank has written to one stream and what of it is still to be shown."""
 
     rank: int
-    items: deque[_Item | Attachment] = field(default_factory=deque)
+    items: deque[_Item | _Run | Attachment] = field(default_factory=deque)
     partial: str = ""
     partial_since_s: float = 0.0
     next_index: int = 0
@@ -154,10 +172,14 @@ class LineMerger:
     def feed(self, rank: int, text: str, now_s: float) -> None:
         """Take text as the rank wrote it: any number of lines, or part of one."""
         lines = self._ranks[rank]
-        *whole, partial = (lines.partial + text).split("\n")
-        for raw in whole:
-            read = _read(raw)
-            lines.items.append(_Item(read.text, read.is_bar, now_s))
+        text = lines.partial + text
+        *whole, partial = text.split("\n")
+        if whole and "\r" not in text and "\x1b" not in text:
+            lines.items.append(_Run(whole, now_s))
+        else:
+            for raw in whole:
+                read = _read(raw)
+                lines.items.append(_Item(read.text, read.is_bar, now_s))
         if whole or not lines.partial:
             lines.partial_since_s = now_s
         lines.partial = _compact(partial)
@@ -196,7 +218,7 @@ class LineMerger:
             group = self._next_group(now_s)
             if not group:
                 break
-            shown.extend(self._show(group))
+            shown.extend(self._show_runs(group) or self._show(group))
         if not self._is_patient:
             shown.extend(self._live_bar(now_s))
         return shown
@@ -208,7 +230,7 @@ class LineMerger:
         heads = [
             item.arrived_s + BEHIND_S
             for lines in self._ranks.values()
-            if lines.items and isinstance(item := lines.items[0], _Item)
+            if lines.items and isinstance(item := lines.items[0], _Item | _Run)
         ]
         partials = [
             lines.partial_since_s + BEHIND_S
@@ -256,21 +278,42 @@ class LineMerger:
         ranks_by_text: dict[str, list[int]] = {}
         texts_of_lines = set()
         for lines in group:
-            item = lines.items.popleft()
-            assert isinstance(item, _Item)
+            item = _take(lines)
             ranks_by_text.setdefault(item.text, []).append(lines.rank)
             if not item.is_bar:
                 texts_of_lines.add(item.text)
             lines.next_index += 1
-        furthest = max(lines.next_index for lines in self._ranks.values())
-        for lines in group:
-            lines.is_behind = lines.is_behind and lines.next_index < furthest
+        self._note_caught_up(group)
         # Bars differ in their rates alone: one is enough to read.
         bars = [text for text in ranks_by_text if text not in texts_of_lines]
         for text in bars[1:]:
             self.hidden_bar_ranks.update(ranks_by_text.pop(text))
         for text, ranks in ranks_by_text.items():
             yield Line(self.stream, labelled(ranks, text) + "\n")
+
+    def _show_runs(self, group: list[_RankLines]) -> list[Line]:
+        """As `_show`, for as many plain lines as all of the group have; empty for all else."""
+        runs = [lines.items[0] for lines in group]
+        index = group[0].next_index
+        # Where a rank that is ahead stands, it has to be looked at again.
+        ahead = [one.next_index - index for one in self._ranks.values() if one.next_index > index]
+        count = min([run.left if isinstance(run, _Run) else 0 for run in runs] + ahead)
+        if count < 2:
+            return []
+        taken = []
+        for lines, run in zip(group, runs, strict=True):
+            assert isinstance(run, _Run)
+            taken.append(run.take(count))
+            if not run.left:
+                lines.items.popleft()
+            lines.next_index += count
+        self._note_caught_up(group)
+        return [Line(self.stream, _merged([lines.rank for lines in group], taken))]
+
+    def _note_caught_up(self, group: list[_RankLines]) -> None:
+        furthest = max(lines.next_index for lines in self._ranks.values())
+        for lines in group:
+            lines.is_behind = lines.is_behind and lines.next_index < furthest
 
     def _live_bar(self, now_s: float) -> Iterator[Bar]:
         text = ""
@@ -291,6 +334,38 @@ def _is_prompt(lines: _RankLines) -> bool:
     return bool(lines.partial) and "\r" not in lines.partial and not lines.items
 
 
-def _arrived(item: _Item | Attachment) -> float:
+def _take(lines: _RankLines) -> _Item:
+    """The rank's next line."""
+    item = lines.items[0]
+    if isinstance(item, _Run):
+        one = _Item(item.take(1)[0], is_bar=False, arrived_s=item.arrived_s)
+        if item.left:
+            return one
+        item = one
     assert isinstance(item, _Item)
+    lines.items.popleft()
+    return item
+
+
+def _merged(ranks: list[int], texts: list[list[str]]) -> str:
+    """Equally many plain lines of each rank, line by line with their labels."""
+    if all(other == texts[0] for other in texts):
+        label = f"[{rank_label(ranks)}] "
+        return label + f"\n{label}".join(texts[0]) + "\n"
+    labels: dict[tuple[int, ...], str] = {}
+    shown = []
+    for row in zip(*texts, strict=True):
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, text in zip(ranks, row, strict=True):
+            ranks_by_text.setdefault(text, []).append(rank)
+        for text, same in ranks_by_text.items():
+            key = tuple(same)
+            if key not in labels:
+                labels[key] = f"[{rank_label(same)}] "
+            shown.append(f"{labels[key]}{text}\n")
+    return "".join(shown)
+
+
+def _arrived(item: _Item | _Run | Attachment) -> float:
+    assert isinstance(item, _Item | _Run)
     return item.arrived_s

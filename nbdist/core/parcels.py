@@ -15,12 +15,8 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
-from nbdist.core import floats, pages
 from nbdist.core.failures import plain as plain_text
 from nbdist.core.units import size
 from nbdist.errors import TransferError
@@ -31,18 +27,10 @@ LARGE_BYTES = 1_000_000
 PIECE_BYTES = 4096
 # Left to whatever else lives in /dev/shm (NCCL, DataLoader workers).
 SPARE_BYTES = 16 * 2**20
-# From here on page faults cost more than the copy (500 MB: 0.41 s, with large pages 0.20 s).
-LARGE_PAGES_BYTES = 4 * 2**20
 # One system call copies so much: between two of them an interrupt is seen.
 STEP_BYTES = 64 * 2**20
 # What means something on a rank alone -> why it is refused.
 OURS = {"nbdist.engine": "it belongs to its rank. Pull what it holds, such as a state_dict()"}
-_COMPLEX = {"complex64", "complex128"}
-_FLOATS = {"float16", "float32", "float64"}
-_INTEGERS = {f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64)}
-_SAME_IN_NUMPY = frozenset({"bool"} | _INTEGERS | _FLOATS | _COMPLEX)
-
-Fill = Callable[[memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +92,8 @@ class Parcel:
 
 
 def tensor_at(number: int) -> Any:
-    """Stands in a pickle for the tensor of this number; `opened` gives it."""
-    raise TransferError(f"tensor {number} is not in its pickle: use nbdist.core.parcels.opened")
+    """Stands in a pickle for the tensor of this number; core/contents.py gives it."""
+    raise TransferError(f"tensor {number} is not in its pickle: use nbdist.core.contents.opened")
 
 
 class _Packer(pickle.Pickler):
@@ -148,7 +136,7 @@ class _Packer(pickle.Pickler):
         )
         if self._keeps_memory:
             self.held.append(whole)
-            self.memories.append(_memory(whole))
+            self.memories.append(memory_of(whole))
         return tensor_at, (len(self.tensors) - 1,)
 
 
@@ -179,7 +167,7 @@ def pack(
         if len(variables) > 1 and finds_culprit:
             for name, value in variables.items():  # raises for the one that it is
                 pack({name: value}, torch, plain=plain)
-        told = _one_line(error)
+        told = one_line(error)
         raise TransferError(f"{', '.join(variables)} cannot be sent: {told}.") from error
 
 
@@ -253,123 +241,13 @@ def _write(path: Path, pieces: Sequence[memoryview]) -> None:
         os.close(descriptor)
 
 
-class _Unpacker(pickle.Unpickler):
-    """Puts the tensors back, and refuses what would load a module that must not be."""
-
-    def __init__(
-        self, file: Any, tensors: Sequence[Any], refused: Mapping[str, str], **options: Any
-    ):
-        super().__init__(file, **options)
-        self._tensors, self._refused = tensors, refused
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What a pickle names."""
-        if (module, name) == (__name__, tensor_at.__name__):
-            return self._tensors.__getitem__
-        for package, why in self._refused.items():
-            if not f"{module}.".startswith(f"{package}."):
-                continue
-            if (module, name) == ("torch", "Size"):
-                return tuple
-            raise TransferError(f"{module}.{name} is in it: {why}")
-        try:
-            return super().find_class(module, name)
-        except AttributeError as error:
-            if module != "__main__":
-                raise
-            raise TransferError(
-                f"{name} is in it, which a cell has defined: run that cell here as well. Functions "
-                "and classes of cells are sent by name"
-            ) from error
-
-
-def opened(
-    parcel: Parcel, torch: Any = None, refused: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Any]:
-    """The values by name, in memory of their own. A file stays where it is.
-
-    Args:
-        parcel: What was sent.
-        torch: The module; without it tensors become arrays, of float32 where numpy lacks a type.
-        refused: Packages that must not be loaded -> what to say where one is needed.
-
-    Raises:
-        TransferError: If it cannot be read, or a value cannot be made.
-    """
-    arrays = parcel.sizes[: len(parcel.sizes) - len(parcel.tensors)]
-    try:
-        with _source(parcel) as source:
-            fill = _filler(source)
-            pickled, *buffers = [_filled(size_bytes, fill) for size_bytes in arrays]
-            tensors = [_tensor(record, fill, torch) for record in parcel.tensors]
-        unpacker = _Unpacker(io.BytesIO(pickled), tensors, refused, buffers=buffers)
-        found: dict[str, Any] = unpacker.load()
-    except Exception as error:
-        raise TransferError(f"the value cannot be made: {_one_line(error)}") from error
-    return found
-
-
-def _source(parcel: Parcel) -> Any:
-    return Path(parcel.path).open("rb", buffering=0) if parcel.path else io.BytesIO(parcel.data)
-
-
-def _filler(source: Any) -> Fill:
-    def fill(memory: memoryview) -> None:
-        at = 0
-        while at < memory.nbytes:
-            count = source.readinto(memory[at : at + STEP_BYTES])
-            if not count:
-                raise TransferError(f"{memory.nbytes - at} bytes are missing")
-            at += count
-
-    return fill
-
-
-def _filled(size_bytes: int, fill: Fill) -> memoryview:
-    memory = np.empty(size_bytes, np.uint8).data
-    fill(memory)
-    return memory
-
-
-def _tensor(record: TensorRecord, fill: Fill, torch: Any) -> Any:
-    if torch is None:
-        return _array(record, fill)
-    tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="cpu")
-    _ask_for_large_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-    fill(_memory(tensor))
-    if record.is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad=record.requires_grad)
-    return tensor.requires_grad_(record.requires_grad)
-
-
-def _array(record: TensorRecord, fill: Fill) -> np.ndarray:
-    if record.dtype not in _SAME_IN_NUMPY and record.dtype not in floats.BITS:
-        raise TransferError(
-            f"numpy has no type for torch.{record.dtype}: `import torch` in the notebook first"
-        )
-    array = np.empty(record.shape, floats.BITS.get(record.dtype, record.dtype))
-    fill(array.reshape(-1).view(np.uint8).data)
-    return array if record.dtype in _SAME_IN_NUMPY else floats.to_float32(array, record.dtype)
-
-
-def lacking_types(parcel: Parcel) -> list[str]:
-    """Torch's types in it that numpy lacks."""
-    return sorted({record.dtype for record in parcel.tensors} - _SAME_IN_NUMPY)
-
-
-def _memory(tensor: Any) -> memoryview:
+def memory_of(tensor: Any) -> memoryview:
     """The bytes of a contiguous tensor in host memory, for as long as the tensor lives."""
     size_bytes = tensor.numel() * tensor.element_size()
     if not size_bytes:
         return memoryview(b"")
     # Not tensor.numpy(): after it the storage cannot be resized, as FSDP does; the user's too.
     return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _ask_for_large_pages(address: int, size_bytes: int) -> None:
-    """Let fresh memory come in pages of 2 MB, as numpy does: the copy takes half the time."""
-    if size_bytes >= LARGE_PAGES_BYTES:
-        pages.advise(address, size_bytes, pages.LARGE)
 
 
 def _check_kind(tensor: Any, torch: Any) -> None:
@@ -383,7 +261,8 @@ def _check_kind(tensor: Any, torch: Any) -> None:
         )
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """An error as a clause: its kind, unless it is a TransferError, and its first line."""
     text = plain_text(str(error)).strip().partition("\n")[0].rstrip(".")
     if isinstance(error, TransferError):
         return text

@@ -1,8 +1,8 @@
-"""The engine's process: the notebook's sys.path, torch and the group, then ipyparallel's engine.
+"""The engine's process: the notebook's sys.path, torch, then ipyparallel's engine.
 
 Run by its path, before nbdist can be imported, so the first lines use the standard library
-alone. Torch is imported and the process group formed while the controller is still coming
-up; only then is its connection file waited for.
+alone. Torch is imported while the controller is still coming up; then its connection file is waited
+for, and once the engine is on its way there it joins the group (engine/arrival.py).
 """
 
 from __future__ import annotations
@@ -49,11 +49,8 @@ def main() -> None:
     crashes.arm(run_dir, int(os.environ["RANK"]))
     scratch.use(run_dir, int(os.environ["RANK"]))
 
-    from nbdist.engine import runtime
+    import torch  # noqa: F401  # the longest part, before there is anything to register with
 
-    # In the place of a rank that has ended it joins later, when the others make room for it.
-    if os.environ.pop("NBDIST_REPLACES", None) is None:
-        runtime.join_at_start(run_dir, notebook["start"])
     wait_for_controller(sys.argv)
 
     from ipyparallel.engine.app import main as run_engine

@@ -337,7 +337,6 @@ class LazyAccelerator(Accelerator):
 
     def __init__(self) -> None:
         """Nothing yet."""
-        plain.watch()
 
     def __getattribute__(self, name: str) -> Any:
         """Any attribute is a use, methods too; what Python itself asks for, `__class__`, is none.

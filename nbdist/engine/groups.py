@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from nbdist.core.ranks import rank_label
 from nbdist.core.recovery import DEADLINE_S, MadeGroup, Recovered
-from nbdist.engine import abort, blackbox, checks, collection, looks, models, nccl, runtime
+from nbdist.engine import abort, blackbox, checks, collection, looks, nccl, runtime
 from nbdist.errors import NbdistError
 
 
@@ -135,6 +135,8 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
         _register(world, one)
     # What an aborted cell had begun with torch's coalescing manager would fail the next one.
     world.pg_coalesce_state.clear()
+    from nbdist.engine import models  # half a second of torch, which no start should wait for
+
     found = models.find()  # all of Python's objects are looked at, so once
     reset = models.reset(found)
     blackbox.reset(generation)

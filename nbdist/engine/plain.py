@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import accelerate
 
-from nbdist.engine.parallel import live
 from nbdist.errors import OptionError
 
 # What Accelerate takes for a strategy or an option of one -> how it is asked for here.
@@ -30,20 +29,24 @@ _PLUGINS = {
 class _State:
     is_installed: bool = False
     is_told: bool = False
+    strategy: Callable[[], str] = lambda: "ddp"
 
 
 _state = _State()
 
 
-def watch() -> None:
+def watch(strategy: Callable[[], str]) -> None:
     """Tell, once on this rank, when Accelerate's own class is used under another strategy.
+
+    Args:
+        strategy: The name of the one that counts.
 
     Its constructor is wrapped: nothing of Accelerate's says that one was made. The class stays
     what it is.
     """
     if _state.is_installed:
         return
-    _state.is_installed = True
+    _state.is_installed, _state.strategy = True, strategy
     cls: Any = accelerate.Accelerator
     cls.__init__ = _telling(cls.__init__)
 
@@ -71,7 +74,7 @@ def _telling(construct: Any) -> Any:
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        name = live.current().name
+        name = _state.strategy()
         if type(self) is not accelerate.Accelerator or name == "ddp" or _state.is_told:
             return
         _state.is_told = True

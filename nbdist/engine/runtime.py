@@ -6,8 +6,6 @@ Every function here but `join_at_start` is called from the notebook by name
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import json
 import os
 import pickle
@@ -18,7 +16,6 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +27,10 @@ from nbdist.core.ranks import rank_label
 from nbdist.core.recovery import MadeGroup
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
-from nbdist.engine import blackbox, cells, crashes, facts, responder, scratch
+from nbdist.engine import ahead, blackbox, cells, crashes, facts, recorded, responder, scratch
+from nbdist.engine.lazy import LazyAccelerator
 from nbdist.errors import NbdistError, StartError
 
-# DDP's first use imports torch._dynamo (about a second). Done once the rank has been idle
-# for this long, so that it delays neither the start nor a cell that comes at once.
-PRELOAD_AFTER_S = 1.0
 # What torch is asked for by name: with NCCL, tensors on the CPU still have a group.
 TORCH_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 # torch's own (10 minutes with NCCL, 30 with Gloo) ends the wait for a peer that only computes for
@@ -98,7 +93,7 @@ def join_at_start(run_dir: Path, start: dict[str, Any]) -> None:
             "traceback": traceback.format_exc(),
         }
         (run_dir / f"failed.{rank}").write_text(json.dumps(failure))
-        traceback.print_exc()
+        traceback.print_exc(file=sys.__stderr__)  # into the log: nobody hears the engine yet
         sys.exit(1)
 
 
@@ -226,21 +221,19 @@ def prepare(seed: int | None = None) -> Topology:
 
     On every rank, in the engine's main thread, once the group is formed.
     """
-    from accelerate.utils import set_seed
     from IPython import get_ipython
-
-    from nbdist.engine import trace  # it needs this module
-    from nbdist.engine.accelerator import LazyAccelerator
 
     runtime = current()
     place = runtime.place
     if place.device != "cpu":
         torch.cuda.set_device(place.device)  # the current device belongs to a thread
     if seed is not None:
+        from accelerate.utils import set_seed
+
         set_seed(seed)
     shell = get_ipython()
     cells.install(shell)
-    trace.install(shell.kernel)
+    recorded.install(shell.kernel)
     blackbox.watch_cells(shell)
     responder.install(shell.kernel)
     run_dir = Path(os.environ.get("NBDIST_RUN", ""))
@@ -262,11 +255,12 @@ def prepare(seed: int | None = None) -> Topology:
         },
         interactive=False,
     )
-    if shell.execution_count == 1:  # no cell has run: nothing of the user's is among them
-        # torch and IPython bring a quarter of a million objects that stay for good. Set aside,
-        # they make neither the collector slow nor the searches through all objects.
-        gc.freeze()
-    asyncio.get_running_loop().call_later(PRELOAD_AFTER_S, import_module, "torch._dynamo")
+
+    def has_run() -> bool:
+        return bool(shell.execution_count > 1)
+
+    ahead.settle(has_run)
+    ahead.begin(has_run)
     return runtime.topology
 
 

@@ -1,7 +1,8 @@
 """Records a cell with torch.profiler on this rank, and reads what came of it.
 
-`begin` arms the next cell; the profiler runs while that cell does and never longer. `finish` gives
-what was recorded. A step ends at `optimizer.step()`, or at `nbdist.step()` where that is called.
+`begin` arms the next cell; the profiler runs while that cell does (engine/recorded.py). `finish`
+gives what was recorded. A step ends at `optimizer.step()`, or at `nbdist.step()` where that is
+called.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from nbdist.core import footprint, parcels, strategy, trace_names, trace_read
 from nbdist.core.parcels import Parcel
 from nbdist.core.trace import TraceOptions
 from nbdist.core.units import size
-from nbdist.core.wire import CELL_RUN
-from nbdist.engine import looks, namespace, runtime
+from nbdist.engine import looks, namespace, recorded, runtime
 from nbdist.engine.parallel import registry
 from nbdist.errors import TraceError
 
@@ -220,51 +220,15 @@ def _is_profiling(*, unknown: bool) -> bool:
 
 
 @dataclass(slots=True)
-class _State:
-    """At most one recording is armed, and one runs; the last one is kept.
+class _Kept:
+    """The recording that was armed last, and where its file goes."""
 
-    Attributes:
-        armed: Waits for its cell.
-        running: Its cell runs.
-        last: Was armed last.
-        folder: Where files go; made once.
-    """
-
-    armed: _Recording | None = None
-    running: _Recording | None = None
     last: _Recording | None = None
     folder: Path | None = None
     temporary: Any = None
 
 
-_state = _State()
-
-
-def install(kernel: Any) -> None:
-    """Let armed recordings run while the next cell does. Once per engine, before it is watched.
-
-    Around the kernel's `do_execute`, as blackbox.watch_cells, which has to come after this: ending
-    the profiler can take seconds and belongs to the cell.
-    """
-    execute = kernel.do_execute
-    if getattr(execute, "is_traced", False):
-        return
-
-    async def do_execute(*args: Any, **options: Any) -> Any:
-        is_cell = CELL_RUN in kernel.get_parent("shell").get("metadata", {})
-        if _state.armed is None or not is_cell:
-            return await execute(*args, **options)
-        recording, _state.armed = _state.armed, None
-        _state.running = recording
-        recording.start()
-        try:
-            return await execute(*args, **options)
-        finally:
-            _state.running = None
-            recording.stop()
-
-    do_execute.is_traced = True  # type: ignore[attr-defined]
-    kernel.do_execute = do_execute
+_kept = _Kept()
 
 
 def begin(options: TraceOptions) -> None:
@@ -274,17 +238,11 @@ def begin(options: TraceOptions) -> None:
         TraceError: If its file has no place.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
-    _state.armed = None
+    recorded.state.armed = None
     folder = _folder()
     for left in folder.glob(f"rank{runtime.current().place.rank}.json*"):
         left.unlink()
-    _state.armed = _state.last = _Recording(options, folder)
-
-
-def step() -> None:
-    """A step ends here, if a cell is being recorded; see nbdist.step."""
-    if _state.running is not None:
-        _state.running.after_step()
+    recorded.state.armed = _kept.last = _Recording(options, folder)
 
 
 def finish(folders: Sequence[str]) -> Parcel:
@@ -296,8 +254,8 @@ def finish(folders: Sequence[str]) -> Parcel:
     Raises:
         TraceError: If nothing was recorded, or it has no room.
     """
-    _state.armed = None  # its cell was never sent
-    recording = _state.last
+    recorded.state.armed = None  # its cell was never sent
+    recording = _kept.last
     if recording is None:
         raise TraceError("Nothing was recorded on this rank: its process has replaced another.")
     recording.export()
@@ -313,7 +271,7 @@ def text(folders: Sequence[str]) -> Parcel:
     Raises:
         TraceError: If there is none.
     """
-    recording = _state.last
+    recording = _kept.last
     if recording is None or not recording.path.exists():
         raise TraceError("Nothing was recorded on this rank.")
     content = np.fromfile(recording.path, np.uint8)
@@ -342,15 +300,15 @@ def _count(shape: Sequence[int]) -> int:
 
 def _folder() -> Path:
     """Where this rank's file goes: the run's folder; on another host one that ends with it."""
-    if _state.folder is None:
+    if _kept.folder is None:
         run_dir = Path(os.environ.get("NBDIST_RUN", ""))
         if run_dir.name and run_dir.is_dir():
-            _state.folder = run_dir / FOLDER
+            _kept.folder = run_dir / FOLDER
         else:
-            _state.temporary = tempfile.TemporaryDirectory(prefix="nbdist-traces-")
-            _state.folder = Path(_state.temporary.name)
+            _kept.temporary = tempfile.TemporaryDirectory(prefix="nbdist-traces-")
+            _kept.folder = Path(_kept.temporary.name)
     try:
-        _state.folder.mkdir(mode=0o700, exist_ok=True)
+        _kept.folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise TraceError(f"{_state.folder} cannot be made: {error.strerror}.") from error
-    return _state.folder
+        raise TraceError(f"{_kept.folder} cannot be made: {error.strerror}.") from error
+    return _kept.folder

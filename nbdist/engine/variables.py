@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from nbdist.core import parcels
+from nbdist.core import contents, parcels
 from nbdist.core.parcels import Parcel
 from nbdist.core.variables import close_to
 from nbdist.engine import namespace
@@ -81,7 +81,7 @@ def receive(token: str, parcel: Parcel) -> None:
         TransferError: If that fails; no variable has changed.
     """
     _received.clear()
-    _received[token] = parcels.opened(parcel, torch)
+    _received[token] = contents.opened(parcel, torch)
 
 
 def bind(token: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,7 @@ class LiveCell:
         pending: list[Line] = []
         for event in events:
             if isinstance(event, Line):
-                for line in _single_lines(event):
-                    if self._clip.needs_file:
-                        pending.append(self._begin_file())
-                    if self._clip.add(line):
-                        pending.append(line)
+                pending += self._clipped(event)
             else:
                 self._write(pending)
                 pending = []
@@ -64,6 +60,16 @@ class LiveCell:
         self._draw_bar()
         if self._file is not None:
             self._file.flush()  # its path has been told: it can be read while the cell runs
+
+    def _clipped(self, lines: Line) -> list[Line]:
+        """What of these lines is to be shown at once."""
+        first, rest = self._clip.first(lines.text)
+        shown = [Line(lines.stream, first)] if first else []
+        if rest:
+            if self._clip.needs_file:
+                shown.append(self._begin_file())
+            self._clip.keep(lines.stream, rest)
+        return shown
 
     def close(self, result: CellResult) -> None:
         """Show what was kept back: the last lines, and the tabs."""
@@ -133,12 +139,6 @@ class LiveCell:
             self._erase_bar()
         for stream, run in groupby(lines, key=lambda line: line.stream):
             _emit(stream, "".join(line.text for line in run))
-
-
-def _single_lines(block: Line) -> Iterator[Line]:
-    """The lines of a block one by one, for counting."""
-    for text in block.text.removesuffix("\n").split("\n"):
-        yield Line(block.stream, text + "\n")
 
 
 def _emit(stream: str, text: str) -> None:

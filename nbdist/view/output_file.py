@@ -21,7 +21,7 @@ class OutputFile:
         self._try(self._open)
 
     def write(self, text: str) -> None:
-        """Append one line, whole with its end."""
+        """Append whole lines."""
         self.writelines([text])
 
     def writelines(self, texts: Iterable[str]) -> None:

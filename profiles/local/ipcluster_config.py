@@ -20,4 +20,6 @@ c.Cluster.controller_args = [
     "--HeartMonitor.max_heartmonitor_misses=150",
     # One process with threads instead of nine: less memory, faster start.
     "--IPController.use_threads=True",
+    # It would keep every request, result and printed line for as long as the ranks run.
+    "--IPController.db_class=NoDB",
 ]

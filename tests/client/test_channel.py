@@ -2,7 +2,6 @@
 
 import pickle
 import queue
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -206,15 +205,6 @@ def test_an_interrupt_reaches_a_busy_engine_and_spares_an_idle_one(
     assert idle.text == "lives\n"
 
 
-def test_a_signal_by_way_of_the_nanny_reaches_the_engine(channel: Channel) -> None:
-    """Engines on other hosts are signalled through their nanny."""
-    busy = Heard(channel, 1, "print('runs', flush=True)\nimport time\ntime.sleep(60)")
-    assert until(lambda: "runs" in busy.text)
-    channel.signal(1, signal.SIGINT)
-
-    assert failure_of(busy.reply())[0] == "KeyboardInterrupt"
-
-
 def test_an_engine_answers_while_its_cell_runs(channel: Channel, tmp_path: Path) -> None:
     """A question is answered at once, and the cell's output is what it is without questions."""
     gate = tmp_path / "gate"
@@ -296,7 +286,7 @@ def test_a_late_answer_of_a_lost_engine_changes_nothing() -> None:
 class FakeClient:
     """An ipyparallel client with one engine that answers when it is told to."""
 
-    _mux_stream = _control_stream = None
+    _mux_stream = _control_stream = _query_stream = None
 
     def __init__(self, reply: "Future[Any] | None" = None) -> None:
         self._registration_callbacks: list[Callable[[Any], None]] = []

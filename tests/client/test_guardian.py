@@ -127,7 +127,8 @@ def test_a_session_without_its_leader_is_still_ended(started: Started) -> None:
     leader.wait()
 
     assert guardian.members({leader.pid: start}, b"NBDIST_RUN=/nowhere") == [child]
-    guardian.end_all({leader.pid: start}, b"NBDIST_RUN=/nowhere")
+    killed = guardian.end_all({leader.pid: start}, b"NBDIST_RUN=/nowhere")
+    assert killed == {child}
     assert processes.wait_gone([child], 5) == []
 
 
@@ -247,7 +248,17 @@ def test_folders_of_the_run_in_shared_memory_are_removed(run_dir: Path, tmp_path
     for name in (mine, others):
         (shared / name).mkdir(parents=True)
         (shared / name / "file").write_text("large")
-    guardian.sweep_shm(str(run_dir), str(shared))
-    guardian.sweep_shm(str(run_dir), str(tmp_path / "none"))
+    guardian.sweep_shm(str(run_dir), set(), str(shared))
+    guardian.sweep_shm(str(run_dir), set(), str(tmp_path / "none"))
 
     assert [path.name for path in shared.iterdir()] == [others]
+
+
+def test_torchs_files_of_killed_processes_are_removed(run_dir: Path, tmp_path: Path) -> None:
+    """A loader's worker that was killed just after it had made one; those of others stay."""
+    for name in ("torch_12_345_0", "torch_123_4_0", "torch_13_5_1", "other_12_1"):
+        (tmp_path / name).touch()
+    guardian.sweep_shm(str(run_dir), {12, 13}, str(tmp_path))
+
+    assert {"torch_123_4_0", "other_12_1"} <= {path.name for path in tmp_path.iterdir()}
+    assert not list(tmp_path.glob("torch_1[23]_*"))

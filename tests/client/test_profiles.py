@@ -1,5 +1,7 @@
 """Kinds of cluster: the user's own profile first, and any launcher of ipyparallel's."""
 
+import queue
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -11,6 +13,7 @@ import psutil
 import pytest
 
 from nbdist.client import cluster, profiles, start
+from nbdist.client.channel import Message, failure_of
 from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
 from nbdist.core import topology
@@ -148,6 +151,26 @@ def test_every_rank_has_its_own_process_id(plain: Session) -> None:
     known = {plain.topology.rank_of_engine(e): pid for e, pid in plain.cluster.pids().items()}
 
     assert {rank.rank: int(rank.text) for rank in result.ranks} == told == known
+
+
+@pytest.mark.cluster
+@pytest.mark.engine
+def test_a_signal_by_way_of_the_nanny_reaches_the_engine(plain: Session) -> None:
+    """Engines on other hosts are signalled through their nanny, which others do without."""
+    channel, engine = plain.cluster.channel, plain.topology.engine_of_rank(1)
+    assert channel is not None
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    code = "print('runs', flush=True)\nimport time\ntime.sleep(60)"
+
+    def hear(message: Message) -> None:
+        if message["header"]["msg_type"] == "stream":
+            channel.signal(engine, signal.SIGINT)
+
+    channel.execute(engine, code, {}, hear, done.put)
+    failure = failure_of(done.get(timeout=20))
+
+    assert failure is not None
+    assert failure[0] == "KeyboardInterrupt"
 
 
 def test_a_launchers_number_is_translated_to_the_engine() -> None:

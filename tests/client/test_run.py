@@ -198,7 +198,7 @@ def test_a_flood_of_output_keeps_neither_drawing_nor_deadlines_waiting() -> None
         """A message during which the next one comes."""
 
         def __getitem__(self, key: str) -> Any:
-            if key == "header":
+            if key == "content":
                 run.message(0, Endless(self))
             return super().__getitem__(key)
 

@@ -97,6 +97,21 @@ def test_long_texts_are_cut_and_stay_readable() -> None:
     assert (call.op, set(call.detail)) == ("op", {"ü"})
 
 
+def test_the_newest_call_tells_its_cell() -> None:
+    """Of an empty box, in a cell without a call, in one with calls, and round the ring."""
+    memory, writer = new_writer()
+    world = writer.group("0", (0, 1))
+    told = [blackbox.newest_run(memory)]
+    for run, calls in ((7, 1), (8, 0), (9, MAX_RECORDS + 3), (10, 0)):
+        writer.set_cell(run, "running")
+        for _ in range(calls):
+            writer.end(writer.begin(world, b"all_reduce", b""), DONE)
+        told.append(blackbox.newest_run(memory))
+
+    assert told == [0, 7, 7, 9, 9]
+    assert read(memory).calls[-1].run == 9
+
+
 def test_ring_keeps_the_newest() -> None:
     """Of 1000 calls the last 256 are read, oldest first, and the count is 1000."""
     memory, writer = new_writer()

@@ -16,12 +16,18 @@ def clipped(clip: Clip, count: int) -> tuple[list[str], io.StringIO]:
     file = io.StringIO()
     at_once = []
     for number in range(count):
+        add(clip, Line("stdout", f"{number}\n"), at_once, file)
+    return at_once, file
+
+
+def add(clip: Clip, lines: Line, at_once: list[str], file: io.StringIO) -> None:
+    """Add lines as a live cell does."""
+    first, rest = clip.first(lines.text)
+    at_once += first.splitlines(keepends=True)
+    if rest:
         if clip.needs_file:
             clip.write_to(file)
-        line = Line("stdout", f"{number}\n")
-        if clip.add(line):
-            at_once.append(line.text)
-    return at_once, file
+        clip.keep(lines.stream, rest)
 
 
 def numbers(*ranges: range) -> list[str]:
@@ -73,7 +79,7 @@ def test_the_last_lines_keep_their_streams() -> None:
     clip = Clip(1)
     lines = [Line("stdout", "a\n"), Line("stderr", "b\n"), Line("stdout", "c\n")]
     for line in lines:
-        clip.add(line)
+        add(clip, line, [], io.StringIO())
 
     assert clip.rest() == (1, [lines[2]])
     assert clip.count == 3
@@ -83,9 +89,30 @@ def test_without_a_file_nothing_fails() -> None:
     """A clip whose file could not be opened still shows both ends."""
     clip = Clip(2)
     for number in range(10):
-        clip.add(Line("stderr", f"{number}\n"))
+        _, rest = clip.first(f"{number}\n")
+        if rest:
+            clip.keep("stderr", rest)
 
     assert clip.rest() == (6, [Line("stderr", "8\n"), Line("stderr", "9\n")])
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 6, 10, 11, 40])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 40])
+def test_lines_that_come_together_are_clipped_like_single_ones(count: int, size: int) -> None:
+    """Whatever pieces the lines come in, the same are shown, kept, counted and written."""
+    whole, parts = Clip(5), Clip(5)
+    at_once, file = clipped(whole, count)
+    lines = numbers(range(count))
+    at_once_of_parts: list[str] = []
+    file_of_parts = io.StringIO()
+    for begin in range(0, count, size):
+        text = "".join(lines[begin : begin + size])
+        add(parts, Line("stdout", text), at_once_of_parts, file_of_parts)
+
+    assert at_once_of_parts == at_once
+    assert parts.rest() == whole.rest()
+    assert parts.count == whole.count == count
+    assert file_of_parts.getvalue() == file.getvalue()
 
 
 def test_a_hundred_thousand_lines() -> None:

@@ -3,6 +3,7 @@ r"""Lines of several ranks are grouped by their number, in time, and none is los
 from __future__ import annotations
 
 import random
+import re
 import time
 
 import pytest
@@ -28,15 +29,21 @@ def shown(merger: LineMerger, now_s: float) -> str:
 
 
 def texts(events: list[Line | Bar | Attachment]) -> list[str]:
-    """Every event as a short text."""
-    return [
-        f"<{event.rank}:{event.payload}>"
-        if isinstance(event, Attachment)
-        else f"bar {event.text}"
-        if isinstance(event, Bar)
-        else event.text
-        for event in events
-    ]
+    """Every event as a short text, and every line of several that are shown at once."""
+    found = []
+    for event in events:
+        if isinstance(event, Attachment):
+            found.append(f"<{event.rank}:{event.payload}>")
+        elif isinstance(event, Bar):
+            found.append(f"bar {event.text}")
+        else:
+            found += single(event)
+    return found
+
+
+def single(lines: Line) -> list[str]:
+    """The lines one by one; what goes on in a further line of its own is indented."""
+    return re.split(r"(?<=\n)(?=\[)", lines.text)
 
 
 def ended(merger: LineMerger, ranks: range, now_s: float = 0.0) -> str:
@@ -346,7 +353,16 @@ def by_lines_and_ranks(
     events: list[Line | Bar | Attachment], rank: int
 ) -> list[Line | Bar | Attachment]:
     """Lines, and the figures of one rank; two ranks' figures have no order of their own."""
-    return [e for e in events if not isinstance(e, Attachment) or e.rank == rank]
+    return [
+        one
+        for event in events
+        if not isinstance(event, Attachment) or event.rank == rank
+        for one in (
+            [Line(event.stream, text) for text in single(event)]
+            if isinstance(event, Line)
+            else [event]
+        )
+    ]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -388,8 +404,8 @@ def test_no_line_is_lost_or_made_up(seed: int, *, is_patient: bool) -> None:
             going.remove(rank)
         now_s += generator.choice((0, 0.01, 0.6))
         for event in merger.due(now_s):
-            if isinstance(event, Line):
-                label, _, text = event.text.removesuffix("\n").removeprefix("[").partition("] ")
+            for line in single(event) if isinstance(event, Line) else ():
+                label, _, text = line.removesuffix("\n").removeprefix("[").partition("] ")
                 for span in label.split(","):
                     first, _, last = span.partition("-")
                     for one in range(int(first), int(last or first) + 1):

@@ -8,7 +8,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 import nbdist
-from nbdist.engine import trace
+from nbdist.engine import recorded, trace
 from nbdist.engine.trace import Steps
 
 
@@ -50,11 +50,11 @@ def test_an_explicit_step_counts_alone() -> None:
 
 def test_an_explicit_step_costs_nothing_where_nothing_is_recorded() -> None:
     """It finds no recording, and calls nothing."""
-    assert trace._state.running is None
+    assert recorded.state.running is None
 
     nbdist.step()
 
-    assert trace._state.running is None
+    assert recorded.state.running is None
 
 
 class Place:

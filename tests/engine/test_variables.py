@@ -12,7 +12,7 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist.core import floats, parcels
+from nbdist.core import contents, floats, parcels
 from nbdist.core.variables import described
 from nbdist.engine import variables
 from nbdist.errors import TransferError
@@ -48,7 +48,7 @@ def bits(dtype: torch.dtype) -> torch.Tensor:
 
 def there_and_back(value: object, torch_module: Any = torch) -> Any:
     parcel = parcels.send(parcels.pack({"x": value}, torch), [])
-    return parcels.opened(pickle.loads(pickle.dumps(parcel)), torch_module)["x"]
+    return contents.opened(pickle.loads(pickle.dumps(parcel)), torch_module)["x"]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -140,7 +140,7 @@ def test_without_torch_a_size_is_a_tuple_and_a_module_is_refused() -> None:
 
     def opened(value: object) -> Any:
         parcel = parcels.send(parcels.pack({"x": value}, torch), [])
-        return parcels.opened(parcel, None, refused={"torch": "`import torch`"})["x"]
+        return contents.opened(parcel, None, refused={"torch": "`import torch`"})["x"]
 
     assert opened(torch.Size([1, 2])) == (1, 2)
     with pytest.raises(
@@ -153,7 +153,7 @@ def test_only_the_part_of_a_storage_that_is_seen_is_sent() -> None:
     """A small view does not take the large tensor along; two views arrive as two tensors."""
     large = torch.zeros(1_000_000)
     packed = parcels.pack({"x": [large[:2], large[:2]]}, torch)
-    made = parcels.opened(parcels.send(packed, []), torch)["x"]
+    made = contents.opened(parcels.send(packed, []), torch)["x"]
     made[0].add_(1)
 
     assert packed.size_bytes < 1000
@@ -216,7 +216,7 @@ def test_a_push_is_bound_only_when_it_is_said(user_ns: dict[str, Any]) -> None:
 def test_a_rank_sends_what_it_has(user_ns: dict[str, Any], tmp_path: Path) -> None:
     """And tells what it lacks, with close names."""
     parcel = variables.send(["loss", "weights"], [str(tmp_path)], True, False)
-    made = parcels.opened(parcel, torch)
+    made = contents.opened(parcel, torch)
 
     assert variables.lacking(["loss", "los", "rank9"]) == {"los": ("loss",), "rank9": ()}
     assert parcel.path

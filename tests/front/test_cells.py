@@ -111,7 +111,7 @@ def test_displayed_objects_are_not_kept_alive(kernel: Kernel) -> None:
 
 
 def test_the_collector_looks_at_what_cells_make(kernel: Kernel) -> None:
-    """What torch and IPython bring is set aside: a search of all objects takes milliseconds.
+    """What torch and IPython bring at the start is set aside, so a search of all objects is short.
 
     Cycles that cells make are collected as ever.
     """
@@ -121,8 +121,7 @@ def test_the_collector_looks_at_what_cells_make(kernel: Kernel) -> None:
         "one = Loop(); one.own = one; seen = weakref.ref(one); del one"
     )
     cell = kernel.run(
-        "%%distributed\ngc.collect()\n"
-        "seen() is None, gc.get_freeze_count() > 4 * len(gc.get_objects())"
+        "%%distributed\ngc.collect()\nseen() is None, gc.get_freeze_count() > 150_000"
     )
 
     assert cell.text == _BOTH.format((True, True))

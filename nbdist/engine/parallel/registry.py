@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from nbdist.core.layout import Side, TensorLayout
 from nbdist.core.strategy import Choice, Degrees, default_choice, steps_of
-from nbdist.engine import runtime
+from nbdist.engine import plain, runtime
 from nbdist.engine.parallel import flat, zero1
 from nbdist.engine.parallel.agreement import same_random, together, world_size
 from nbdist.engine.parallel.build import Built
@@ -78,6 +78,7 @@ def current() -> Choice:
 
 def set_choice(choice: Choice) -> None:
     """Let models be prepared under a strategy from now on; those that there are stay."""
+    plain.watch(lambda: current().name)
     _live.choice = choice
 
 

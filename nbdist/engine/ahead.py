@@ -1,0 +1,50 @@
+"""What cells use sooner or later, imported while the rank has nothing else to do."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+# Together two or three seconds, which the start would take longer. One by one, since a cell that
+# comes meanwhile waits for the one that is being imported.
+MODULES = (
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "accelerate",
+    "nbdist.engine.accelerator",
+    "torch._dynamo",  # for the first DDP
+)
+# Idle for so long: a cell that comes at once does not wait.
+AFTER_S = 1.0
+
+
+def begin(has_run: Callable[[], bool], modules: Sequence[str] = MODULES) -> None:
+    """Import modules once the running event loop has been left alone for AFTER_S.
+
+    Args:
+        has_run: Whether a cell of the user's has run.
+        modules: In this order.
+    """
+    loop = asyncio.get_running_loop()
+    waiting = list(modules)
+
+    def one() -> None:
+        if not waiting:
+            settle(has_run)
+            return
+        import_module(waiting.pop(0))
+        loop.call_soon(one)  # behind whatever has come in meanwhile
+
+    loop.call_later(AFTER_S, one)
+
+
+def settle(has_run: Callable[[], bool]) -> None:
+    """Set the objects of all modules aside, as long as none of the user's is among them.
+
+    torch and IPython bring a quarter of a million objects that stay for good. Set aside, they
+    make neither the collector slow nor the searches through all objects.
+    """
+    if not has_run():
+        gc.freeze()
