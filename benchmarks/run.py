@@ -24,6 +24,7 @@ MODULES = (
     "transfer",
     "idle",
     "many_ranks",
+    "timeline",
 )
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 PACKAGES = ("torch", "ipyparallel", "ipykernel", "accelerate")
