@@ -95,10 +95,17 @@ RULES = (
     ),
     Rule(
         "data",
-        rules.gaps,
+        rules.data,
         "nothing is computed until the next batch is there",
-        "DataLoader(num_workers=2 or more, prefetch_factor=2, pin_memory=True on a GPU), and what "
-        "Python does between two steps done less often",
+        "DataLoader(num_workers=2 or more, prefetch_factor=2, pin_memory=True on a GPU)",
+    ),
+    Rule(
+        "nothing runs",
+        rules.gaps,
+        "the rank is in code that the profiler does not see: Python between two operators, data "
+        "that no DataLoader fetches, files, a sleep",
+        "look at what stands there in the loop, and do it less often, or beside the computation; "
+        "--stacks records Python's functions too",
     ),
     Rule(
         "device-to-host copies",

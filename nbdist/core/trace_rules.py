@@ -123,16 +123,22 @@ def casts(scene: Scene) -> Hit | None:
     )
 
 
-def gaps(scene: Scene) -> Hit | None:
-    """The rank waits for its next batch, or nothing at all runs for long at one stretch."""
+def data(scene: Scene) -> Hit | None:
+    """The rank waits for its next batch."""
     own = scene.own
-    if scene.part(own.data_ns) > TENTH:
-        return Hit(
-            f"rank {own.rank} fetches data for {own.data_ns / scene.n_steps / 1e6:.1f} ms per "
-            f"{scene.per} while nothing else goes on ({scene.part(own.data_ns):.0%})",
-            scene.part(own.data_ns),
-            _spots(scene, _chosen(scene, (DATA,), re.compile("enumerate"))),
-        )
+    if scene.part(own.data_ns) <= TENTH:
+        return None
+    return Hit(
+        f"rank {own.rank} fetches data for {own.data_ns / scene.n_steps / 1e6:.1f} ms per "
+        f"{scene.per} while nothing else goes on ({scene.part(own.data_ns):.0%})",
+        scene.part(own.data_ns),
+        _spots(scene, _chosen(scene, (DATA,), re.compile("enumerate"))),
+    )
+
+
+def gaps(scene: Scene) -> Hit | None:
+    """Nothing that is recorded runs for long at one stretch of a step."""
+    own = scene.own
     if not own.steps_ns:
         return None
     longest = _longest_idle(scene)

@@ -83,6 +83,10 @@ def data(length: float) -> Trace:
     return both([loads, Did(COMPUTE, length, 100)])
 
 
+def gap(length: float) -> Trace:
+    return both([Did(COMPUTE, length, 100)])
+
+
 def small_kernels(length_us: float, pause_us: float) -> Trace:
     period = (length_us + pause_us) / 1000
     starts = [k * period for k in range(200)]
@@ -94,6 +98,7 @@ _CASES = {
     "device-to-host copies": (copies(3), copies(2)),
     "dtype copies": (casts(0.12), casts(0.08)),
     "data": (data(12), data(8)),
+    "nothing runs": (gap(12), gap(8)),
     "much communication": (communication(55), communication(45)),
     "one late rank": (late(6), late(4)),
     "many small kernels": (small_kernels(6, 4), small_kernels(12, 4)),
@@ -198,10 +203,10 @@ def test_what_an_optimizer_copies_is_not_the_users() -> None:
 
 
 def test_a_step_in_which_nothing_runs_for_long_is_told() -> None:
-    """Also where no DataLoader is used."""
+    """Where no DataLoader is used."""
     did = [Did(COMPUTE, at, at + 80) for at in (20, 120)]
 
-    one = found(both(did, (0, 100, 200)))["data"]
+    one = found(both(did, (0, 100, 200)))["nothing runs"]
 
     assert one.found == ("nothing runs on rank 0 for 20.0 ms at one stretch in each step (20%)")
     assert {(spot.start_ns, spot.end_ns) for spot in one.spots} == {
