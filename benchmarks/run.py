@@ -24,6 +24,7 @@ MODULES = (
     "transfer",
     "idle",
     "many_ranks",
+    "tracing",
     "timeline",
 )
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
