@@ -112,11 +112,12 @@ def _million() -> Row:
 
 def _long(rank: int, folder: Path) -> Path:
     """A file of torch's profiler with its events again and again, one after the other."""
-    text = gzip.decompress((DATA / f"rank{rank}.json.gz").read_bytes()).decode()
+    short = DATA / f"rank{rank}.json.gz"
+    text = gzip.decompress(short.read_bytes()).decode()
     head, *events = text.split(_EVENT)
     # The last holds the end of the file.
     body, tail = events[:-1], events[-1]
-    copies = -(-EVENTS // RANKS // sum(event.startswith('X"') for event in body))
+    copies = -(-EVENTS // RANKS // (len(trace_read.read(short).trace.events) - 1))
     path = folder / f"rank{rank}.json"
     with path.open("w") as file:
         file.write(head)
