@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.core.shown import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from IPython.core.interactiveshell import InteractiveShell
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 # Without Accelerator: `from nbdist import *` would load torch in the notebook.
 __all__ = [
-    "__version__", "doctor", "export", "load_ipython_extension", "session", "shown", "start",
-    "step",
+    "__version__", "bench", "doctor", "export", "load_ipython_extension", "session", "shown",
+    "start", "step",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -80,6 +81,33 @@ def session() -> Session:
     from nbdist.notebook import NOTEBOOK
 
     return NOTEBOOK.session
+
+
+def bench(
+    ops: str | Sequence[str] | None = None,
+    sizes: str | Sequence[int] | None = None,
+    *,
+    limit_s: float = 10.0,
+    save: str | Path | None = None,
+) -> View:
+    """Measure the bandwidth of collectives between the running ranks; the same as %dist_bench.
+
+    `session().bench` returns the numbers, and `session().bandwidth.model` the time of a message.
+
+    Args:
+        ops: "all_reduce,all_gather", or a list; all without it.
+        sizes: "4M", "1K,1M" or "1K:1G", or a list of bytes.
+        limit_s: That it may take; sizes for which there is no time are left out.
+        save: A file to write the measurement to, as JSON.
+
+    Raises:
+        NotRunning: If there are no ranks.
+        OptionError: If an operation or size does not exist, or the file must not be written.
+    """
+    from nbdist.commands.bandwidth import measured
+    from nbdist.view.bandwidth import bench as shown_bench
+
+    return shown_bench(measured(ops, sizes, limit_s, save, lambda _text: None))
 
 
 def doctor(*, clean: bool = False) -> View:

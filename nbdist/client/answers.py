@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,6 +12,7 @@ from nbdist.core.failures import is_follower, ranks_phrase
 from nbdist.errors import NbdistError, RankGone
 
 PAUSE_S = 0.5
+POLL_S = 0.01
 
 
 def collect(
@@ -52,6 +54,14 @@ def collect(
         first = min(errors, key=lambda rank: (is_follower(told[rank]), rank))
         raise NbdistError(f"rank {first}: {told[first]}") from errors[first]
     return answers
+
+
+def let_end(futures: Sequence[Future[Any]], patience_s: float) -> None:
+    """Wait until all are done, for so long at most; an interrupt ends it."""
+    end_s = time.monotonic() + patience_s
+    with contextlib.suppress(KeyboardInterrupt):
+        while time.monotonic() < end_s and not all(future.done() for future in futures):
+            time.sleep(POLL_S)
 
 
 def _has_failure(futures: Mapping[int, Future[Any]]) -> bool:

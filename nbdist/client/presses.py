@@ -15,6 +15,11 @@ class Presses:
         self._waiting = 0
         self._take: Callable[[], None] | None = None
 
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if one waits."""
+        if self._waiting:
+            raise KeyboardInterrupt
+
     def press(self) -> None:
         """One more interrupt."""
         if self._take is None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from nbdist.core.bandwidth import Timing
 from nbdist.core.calls import CxxCall, Look
 from nbdist.core.completion import Reply
 from nbdist.core.parcels import Parcel
@@ -20,6 +21,7 @@ from nbdist.core.topology import EngineReport, Topology
 from nbdist.core.trace import TraceOptions
 
 RUNTIME = "nbdist.engine.runtime"
+BANDWIDTH = "nbdist.engine.bandwidth"
 BLACKBOX = "nbdist.engine.blackbox"
 COMPLETION = "nbdist.engine.completion"
 FACTS = "nbdist.engine.facts"
@@ -85,6 +87,16 @@ def memory_bytes(call: Caller, engine: int) -> Future[dict[str, int]]:
 def barrier(call: Caller, engine: int, key: str, deadline_s: float) -> Future[float]:
     """Wait for all ranks. On every engine at once, with the same new key."""
     return call(engine, f"{RUNTIME}:barrier", key, deadline_s)
+
+
+def measure(call: Caller, engine: int, op: str, size_bytes: int, limit_s: float) -> Future[Timing]:
+    """Time one collective at one size. On every rank at once."""
+    return call(engine, f"{BANDWIDTH}:measure", op, size_bytes, limit_s)
+
+
+def begin_measuring(call: Caller, engine: int) -> Future[dict[str, int]]:
+    """Get the rank ready for `measure`: what is free of the memory of its host, and of its GPU."""
+    return call(engine, f"{BANDWIDTH}:begin")
 
 
 def rejoin(  # mirrors the engine's function
@@ -289,6 +301,8 @@ REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     adopt_notebook: f"{RUNTIME}:adopt_notebook",
     memory_bytes: f"{RUNTIME}:memory_bytes",
     barrier: f"{RUNTIME}:barrier",
+    measure: f"{BANDWIDTH}:measure",
+    begin_measuring: f"{BANDWIDTH}:begin",
     rejoin: f"{RUNTIME}:rejoin",
     names: f"{NAMESPACE}:names",
     group_names: f"{NAMESPACE}:group_names",

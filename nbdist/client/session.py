@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from nbdist.client import answers, driving, outside, remote, states
+from nbdist.client import answers, driving, outside, presses, remote, states
+from nbdist.client.bandwidth import BENCH_S, Bandwidth
 from nbdist.client.cluster import Cluster
 from nbdist.client.exits import WITHOUT_CONTROLLER, Exit
 from nbdist.client.health import Health
@@ -28,6 +29,7 @@ from nbdist.client.upkeep import RESTART_S, Upkeep
 from nbdist.client.variables import Moved, Variables
 from nbdist.client.watchdog import Watchdog
 from nbdist.core import hints
+from nbdist.core.bandwidth import Bench
 from nbdist.core.cells import CellResult
 from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.core.ranks import parse_ranks, rank_label
@@ -82,6 +84,7 @@ class Session:
         self.strategy = Strategies(self)
         self.variables = Variables(self)
         self.traces = Traces(self)
+        self.bandwidth = Bandwidth(self)
         self._run_ids = itertools.count(1)
         cluster.on_exit = self._note_exit
 
@@ -177,8 +180,12 @@ class Session:
         deadline_s: float,
         is_collective: bool = False,
         ranks: Sequence[int] | None = None,
+        patience_s: float = 0.0,
     ) -> list[Any]:
         """Call one of remote's functions on every rank, or some, at once; results in their order.
+
+        After an interrupt by the user a short call may end by itself, within `patience_s`: its
+        collectives are then in step. Longer ones are interrupted on the ranks as well.
 
         Raises:
             RankGone, RankBusy: As for a cell.
@@ -188,17 +195,23 @@ class Session:
         ranks = self.ranks if ranks is None else ranks
         self.upkeep.make_whole()
         self.readiness.check(ranks)
-        futures = {rank: function(self.call, rank, *args) for rank in ranks}
         end_of_controller = functools.partial(self._controller_end, ranks)
+        # Whatever is pressed meanwhile: all ranks are asked, for they may wait for each other.
+        with presses.counted() as pressed:
+            futures = {rank: function(self.call, rank, *args) for rank in ranks}
         try:
+            pressed.check()
             return answers.collect(futures, deadline_s, end_of_controller)
         except (KeyboardInterrupt, RankGone) as error:
+            if not isinstance(error, RankGone):
+                answers.let_end(list(futures.values()), patience_s)
             late = [rank for rank, future in futures.items() if not future.done()]
             for rank in late:
                 self.interrupt(rank)
             if isinstance(error, RankGone):
                 raise
-            raise Interrupted(f"{ranks_phrase(late)} had not answered") from error
+            told = f"{ranks_phrase(late)} had not answered" if late else "all ranks are back"
+            raise Interrupted(told) from error
         finally:
             if is_collective:  # peers of a rank that failed would wait for it for ever
                 self.upkeep.release(list(futures.values()))
@@ -314,6 +327,15 @@ class Session:
     def trace(self) -> Trace:
         """What was recorded last; a TraceError if nothing was."""
         return self.traces.last
+
+    def bench(
+        self,
+        ops: str | Sequence[str] | None = None,
+        sizes: str | Sequence[int] | None = None,
+        limit_s: float = BENCH_S,
+    ) -> Bench:
+        """Measure the bandwidth of collectives between all ranks; see client.bandwidth."""
+        return self.bandwidth.measure(ops, sizes, limit_s)
 
     def interrupt(self, rank: int) -> None:
         """Send SIGINT to a rank; its variables stay."""

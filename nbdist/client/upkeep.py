@@ -154,11 +154,15 @@ class Upkeep:
             futures: What they were asked; those that answer soon by themselves are left alone.
         """
         end_s = time.monotonic() + RELEASE_S
-        while not all(future.done() for future in futures):
-            if time.monotonic() > end_s:
-                self._session.health.abort()
-                return
-            time.sleep(POLL_S)
+        try:
+            while not all(future.done() for future in futures):
+                if time.monotonic() > end_s:
+                    self._session.health.abort()
+                    return
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:  # whoever presses again does not want to wait
+            self._session.health.abort()
+            raise
 
     def reserve(self) -> None:
         """Keep space on the disk for the next recovery; the last one has used it."""
@@ -170,14 +174,17 @@ class Upkeep:
         living = [rank for rank in session.ranks if session.is_connected(rank)]
         return {rank: remote.checksums(session.call, rank) for rank in living}
 
-    def recover(self) -> Outcome:
+    def recover(self, *, is_certain: bool = True) -> Outcome:
         """Make the groups anew and wait for it.
+
+        Args:
+            is_certain: Otherwise only where the ranks have made different numbers of calls.
 
         Raises:
             Interrupted: If the user interrupted it; the next cell begins with it.
         """
         presses_or_answers: SimpleQueue[bool] = SimpleQueue()  # a signal handler may put
-        aftermath = Aftermath(self._session, time.monotonic(), is_certain=True)
+        aftermath = Aftermath(self._session, time.monotonic(), is_certain=is_certain)
         aftermath.on_answer = lambda: presses_or_answers.put(False)
         with presses.counted() as pressed:
             pressed.send_to(lambda: presses_or_answers.put(True))
@@ -187,6 +194,15 @@ class Upkeep:
                         aftermath.give_up()
                         raise Interrupted("the groups are made anew before the next cell")
         return aftermath.outcome or Outcome()
+
+    def settle(self) -> None:
+        """After collectives of nbdist's own that failed or were interrupted: back in step.
+
+        Raises:
+            Interrupted: If the user interrupts this as well; the next cell begins with it.
+        """
+        if not self._session.health.needs_recovery:  # else the next cell begins with it
+            self._notes += self.recover(is_certain=False).lines
 
     def recover_if_needed(self) -> None:
         """Do what an earlier cell could not: it was given back while a rank was still busy.

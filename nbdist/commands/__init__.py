@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from nbdist.commands import cells, doctor, export, running, terminal, trace, training, variables
+from nbdist.commands import (
+    bandwidth,
+    cells,
+    doctor,
+    export,
+    running,
+    terminal,
+    trace,
+    training,
+    variables,
+)
 from nbdist.commands.running import start_and_show
 from nbdist.notebook import CellOptions
 from nbdist.verbs import NOTEBOOK, TERMINAL, Verb
@@ -25,6 +35,7 @@ _ALL = (
     *trace.VERBS,
     *export.VERBS,
     *doctor.VERBS,
+    *bandwidth.VERBS,
     *terminal.VERBS,
 )
 # The magics, by their names.

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import reduce as reduce_on_all_ranks
 
 from nbdist.core.strategy import Choice
-from nbdist.engine import plain
+from nbdist.engine import lazy, plain
 from nbdist.engine.parallel import (
     defaults,
     engines,
@@ -354,3 +354,7 @@ class LazyAccelerator(Accelerator):
             self.__class__ = LazyAccelerator
             raise
         return getattr(self, name)
+
+
+# By whatever this was loaded: from now on the stand-ins' type is what it will be.
+lazy.become(LazyAccelerator)

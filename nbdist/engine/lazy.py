@@ -11,6 +11,10 @@ class LazyAccelerator:
     Accelerate, and what torch needs for its strategies, take half a second to import.
     """
 
+    def __init__(self) -> None:
+        """Nothing yet."""
+        _made.append(self)
+
     def __getattribute__(self, name: str) -> Any:
         """Any attribute is a use, but `__dict__`."""
         if name == "__dict__":  # what looks at objects without using them
@@ -32,9 +36,18 @@ class LazyAccelerator:
         return repr(_awake(self))
 
 
+_made: list[LazyAccelerator] = []
+
+
+def become(cls: type) -> None:
+    """Let all stand-ins be of the class for which they stand, which has been loaded."""
+    while _made:
+        object.__setattr__(_made.pop(), "__class__", cls)
+
+
 def _awake(one: LazyAccelerator) -> Any:
     """The same object as what it stands for."""
     from nbdist.engine import accelerator
 
-    object.__setattr__(one, "__class__", accelerator.LazyAccelerator)
+    become(accelerator.LazyAccelerator)
     return one

@@ -1,11 +1,15 @@
 """What several ranks answer, and which of several errors is told."""
 
+import os
+import signal
+import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from nbdist.client.answers import collect
+from nbdist.client.answers import collect, let_end
 from nbdist.errors import NbdistError, RankGone
 
 
@@ -66,3 +70,21 @@ def test_an_answer_that_comes_with_a_failure_is_no_failure() -> None:
     """What rank 0 still answers counts; only rank 1 is told."""
     with pytest.raises(NbdistError, match=r"^rank 1: boom$"):
         collect({0: done("a"), 1: failed("boom"), 2: done("c")}, 60.0, lives)
+
+
+def test_calls_may_end_by_themselves_after_an_interrupt() -> None:
+    """As soon as all have, or not at all where there is no patience."""
+    late: Future[Any] = Future()
+    threading.Timer(0.05, late.set_result, (1,)).start()
+    let_end([done(1), late], 60.0)
+    assert late.done()
+    let_end([Future()], 0.0)
+
+
+def test_a_further_interrupt_ends_the_patience() -> None:
+    """It does not raise: the ranks are interrupted next."""
+    began_s = time.monotonic()
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    let_end([Future()], 60.0)
+
+    assert time.monotonic() < began_s + 30

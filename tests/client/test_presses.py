@@ -20,6 +20,15 @@ def test_presses_are_counted_and_do_not_raise() -> None:
     assert len(taken) == 3
 
 
+def test_a_press_that_waits_can_be_raised_later() -> None:
+    """Once what must not be broken off is done."""
+    with counted() as presses:
+        presses.check()
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        presses.check()
+
+
 def test_the_handler_of_before_is_back_afterwards() -> None:
     """After the block, left by an error or not, SIGINT raises as it did."""
     before = signal.getsignal(signal.SIGINT)

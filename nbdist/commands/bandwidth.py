@@ -1,0 +1,148 @@
+"""Verbs that measure the bandwidth between ranks."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nbdist.client.bandwidth import BENCH_S, check_target, load, save
+from nbdist.client.start import StartOptions
+from nbdist.commands.running import START_OPTIONS
+from nbdist.core.bandwidth import OPS, Bench, parse_ops
+from nbdist.core.sizes import parse_sizes
+from nbdist.errors import OptionError
+from nbdist.notebook import NOTEBOOK
+from nbdist.verbs import TERMINAL, Option, Verb, positive_number
+from nbdist.view import bandwidth as bandwidth_view
+from nbdist.view import ranks as ranks_view
+from nbdist.view.mime import View
+from nbdist.view.progress import ProgressLine
+
+
+def measured(
+    ops: str | Sequence[str] | None,
+    sizes: str | Sequence[int] | None,
+    limit_s: float,
+    path: str | Path | None,
+    progress: Callable[[str], None],
+) -> Bench:
+    """Measure between the notebook's ranks, and save it where a path is given.
+
+    Raises:
+        OptionError: Before anything is measured, if the file must not be written.
+        NbdistError, Interrupted: See client.bandwidth.
+    """
+    session = NOTEBOOK.session
+    if path is not None:
+        check_target(path)
+    found = session.bandwidth.measure(ops, sizes, limit_s, progress)
+    if path is not None:
+        save(found, path)
+    return found
+
+
+def dist_bench(values: Namespace) -> View | None:
+    """Measure, with a progress line that becomes the result; or show a file."""
+    if values.file is not None:
+        _check_alone(values)
+        kept = NOTEBOOK.session.bandwidth.load if NOTEBOOK.is_running else load
+        return bandwidth_view.bench(kept(values.file))
+    progress = ProgressLine("measuring")
+    found = measured(values.ops, values.sizes, values.limit_s, values.path, progress)
+    progress.finish(bandwidth_view.bench(found))
+    return None
+
+
+def _check_alone(values: Namespace) -> None:
+    if values.ops is not None or values.sizes is not None or values.path is not None:
+        raise OptionError(
+            "%dist_bench: --load shows what was measured before. Leave out --ops, --sizes and "
+            "--save, or --load."
+        )
+
+
+def bench(values: Namespace) -> View:
+    """Start ranks, measure between them, end them."""
+    if values.file is not None:
+        _check_alone(values)
+        return bandwidth_view.bench(load(values.file), has_picture=False)
+    _check(values)
+    try:
+        started = NOTEBOOK.start(_start_options(values), lambda _text: None)
+        shown = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
+        sys.stderr.write(f"{shown.text}\n")  # stdout is the result's
+        found = measured(values.ops, values.sizes, values.limit_s, values.path, _tell)
+        return bandwidth_view.bench(found, has_picture=False)
+    finally:
+        _tell("")
+        if NOTEBOOK.is_running:
+            NOTEBOOK.stop()
+
+
+def _check(values: Namespace) -> None:
+    """Refuse what is wrong with any number of ranks, before they are started."""
+    parse_ops(values.ops)
+    if values.sizes is not None:
+        parse_sizes(values.sizes, values.world_size or 1)
+    if values.path is not None:
+        check_target(values.path)
+    if values.world_size == 1:
+        raise OptionError("nbdist bench: 1 rank sends nothing. Use -n 2 or more.")
+
+
+def _start_options(values: Namespace) -> StartOptions:
+    return StartOptions(
+        world_size=values.world_size,
+        profile=values.profile,
+        gpus=values.gpus,
+        backend=values.backend,
+        deadline_s=values.timeout_s,
+    )
+
+
+def _tell(text: str) -> None:
+    """What is measured now, in place of what was before; nothing where stderr is a file."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
+_OPTIONS = (
+    Option(("--ops",), f"{', '.join(OPS)} (all)", metavar="OP,OP"),
+    Option(
+        ("--sizes",),
+        "such as 4M, 1K,1M or 1K:1G, in steps of 4 (1K:1G with NCCL, 1K:64M with Gloo)",
+        metavar="SIZES",
+    ),
+    Option(
+        ("--seconds",),
+        f"that it may take ({BENCH_S:.0f}); sizes for which there is no time are left out",
+        positive_number,
+        default=BENCH_S,
+        metavar="S",
+        name="limit_s",
+    ),
+    Option(("--save",), "write the measurement as JSON", metavar="FILE", name="path"),
+    Option(("--load",), "show what was saved, instead of measuring", metavar="FILE", name="file"),
+)
+_OF_START = ("-n", "--profile", "-g", "--backend", "--timeout")
+
+VERBS = (
+    Verb(
+        "dist_bench",
+        "Measure the bandwidth of collectives between the ranks, by operation and size.",
+        "%dist_bench --ops all_reduce,all_gather --sizes 1K:64M",
+        dist_bench,
+        _OPTIONS,
+    ),
+    Verb(
+        "bench",
+        "Start ranks, measure the bandwidth of collectives between them, and end them.",
+        "nbdist bench -n 2 --ops all_reduce --sizes 1K:64M",
+        bench,
+        (*(option for option in START_OPTIONS if option.flags[0] in _OF_START), *_OPTIONS),
+        place=TERMINAL,
+    ),
+)

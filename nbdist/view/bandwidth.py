@@ -1,0 +1,215 @@
+"""Bandwidth as tables, and as a picture of bus bandwidth against size."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from nbdist.core.bandwidth import OPS, Bench, Measured
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.links import LINKS, around
+from nbdist.core.shown import is_stored, shown
+from nbdist.core.sizes import size_text
+from nbdist.view.mime import View, table
+
+_ROW = ["op", "size", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "result"]
+_WIDTH_PX = 640
+# Lines for links go down to the fastest row over this.
+_LINKS_SHOWN = 30
+
+
+def bench(found: Bench, *, has_picture: bool = True) -> View:
+    """All that was measured: rows, model, what was left out, and what links can carry.
+
+    Args:
+        found: The measurement.
+        has_picture: Draw it, for those who do not see the text alone.
+    """
+    head, foot = _head(found), _foot(found)
+    rows = table(_ROW, [_cells(row, found.world_size) for row in found.rows])
+    model, links = _model(found), _links(found)
+    parts = ["\n".join([*head, rows.text, *foot]), model.text, links.text]
+    image = _image(found) if has_picture and found.rows and not is_stored() else ""
+    column = f'<div style="margin-right:2em;max-width:{_WIDTH_PX}px">'
+    body = (
+        f'<div>{_lines(head)}<div style="display:flex;flex-wrap:wrap;align-items:flex-start">'
+        f"{column}{image}{model.html}{links.html}</div>{column}{rows.html}</div></div>"
+        f"{_lines(foot)}</div>"
+    )
+    text = "\n\n".join(part for part in parts if part)
+    return View(text, body, is_bad=any(row.wrong for row in found.rows))
+
+
+def _lines(texts: Sequence[str]) -> str:
+    return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
+
+
+def _head(found: Bench) -> list[str]:
+    hosts = "1 host" if found.n_hosts == 1 else f"{found.n_hosts} hosts"
+    device = found.device if found.device == "CPU" else shown(found.device)
+    head = [f"{found.world_size} ranks on {hosts}, {found.backend}, {device}"]
+    if found.caveat:
+        head.append(found.caveat)
+    return [*head, *_summary(found)]
+
+
+def _foot(found: Bench) -> list[str]:
+    left_out = [f"left out: {sentence}" for sentence in found.left_out]
+    return [*left_out, *_legend(found)]
+
+
+def _cells(row: Measured, n: int) -> list[str]:
+    result = f"WRONG on {ranks_phrase(row.wrong)}" if row.wrong else "ok"
+    return [
+        row.op,
+        size_text(row.size_bytes),
+        shown(f"{row.time_s * 1e6:.1f}"),
+        _gb(row.algbw),
+        _gb(row.busbw(n)),
+        result,
+    ]
+
+
+def _gb(bytes_per_s: float) -> str:
+    value = bytes_per_s / 1e9
+    digits = 1 if value >= 100 else 2 if value >= 1 else 4
+    return shown(f"{value:.{digits}f}")
+
+
+def _summary(found: Bench) -> list[str]:
+    """The fastest row, and between which links it lies: where it says something of links."""
+    if found.caveat or not found.rows or is_stored():
+        return []
+    n = found.world_size
+    best = max(found.rows, key=lambda row: row.busbw(n))
+    near = [f"{one.name} {_gb(one.bytes_per_s)}" for one in around(best.busbw(n)) if one]
+    what = f"{best.op} of {size_text(best.size_bytes)}"
+    beside = f"one direction of links near it: {', '.join(near)}"
+    return [f"most on the bus: {_gb(best.busbw(n))} GB/s, {what} ({beside})"]
+
+
+def _legend(found: Bench) -> list[str]:
+    n = found.world_size
+    ops = dict.fromkeys(row.op for row in found.rows)
+    factors = ", ".join(f"{op} {_factor(op, n)}" for op in ops)
+    if not factors:
+        return []
+    return [_TIMES, f"busbw = algbw x bytes that a rank sends of each (n = {n}): {factors}."]
+
+
+_TIMES = (
+    "A run ends with its slowest rank; time: the median of all runs, as a caller sees it. GB/s are "
+    "decimal. algbw = size / time."
+)
+
+
+def _factor(op: str, n: int) -> str:
+    value = f"{OPS[op].factor(n):g}"
+    return value if OPS[op].text == value else f"{OPS[op].text} = {value}"
+
+
+def _model(found: Bench) -> View:
+    fits = found.model.fits
+    rows = [
+        [
+            op,
+            shown(f"{fit.alpha_s * 1e6:.1f}"),
+            _gb(1 / fit.beta_s),
+            shown(f"{100 * fit.error:.0f}"),
+        ]
+        for op, fit in fits.items()
+    ]
+    lacking = dict.fromkeys(row.op for row in found.rows if row.op not in fits)
+    after = [f"no model of {', '.join(lacking)}: {_NO_MODEL}"] if lacking else []
+    if not rows:
+        return View("\n".join(after), _lines(after))
+    head = ["op", "latency (us)", "bandwidth (GB/s)", "within (%)"]
+    return table(head, rows, before=[_MODEL], after=after)
+
+
+_MODEL = (
+    "model: time = latency + bytes that a rank sends / bandwidth; half of the sizes are predicted "
+    "to within the last column, or better"
+)
+_NO_MODEL = "it takes two sizes or more, large enough that the time grows with them"
+
+
+def _links(found: Bench) -> View:
+    rows = [[link.name, f"{link.bytes_per_s / 1e9:.2f}", link.found] for link in LINKS]
+    title = "what links can carry at most, one direction of one device"
+    if found.caveat:
+        title += " (not what was measured here)"
+    return table(["link", "GB/s", "where"], rows, before=[title])
+
+
+def _image(found: Bench) -> str:
+    told = html.escape(
+        f"Bus bandwidth against size of {', '.join(dict.fromkeys(r.op for r in found.rows))}; "
+        "the table has the numbers.",
+        quote=True,
+    )
+    data = base64.b64encode(picture(found)).decode()
+    return f'<img alt="{told}" style="width:100%" src="data:image/png;base64,{data}">'
+
+
+def picture(found: Bench) -> bytes:
+    """Bus bandwidth against size, both logarithmic, a line for each operation, as PNG.
+
+    Where it says something of links, those in its range are lines too.
+    """
+    from matplotlib.figure import Figure  # half a second, for those who look at it
+
+    figure = Figure(figsize=(6.4, 4.2), dpi=160, layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    by_op: dict[str, list[Measured]] = {}
+    for row in found.rows:
+        by_op.setdefault(row.op, []).append(row)
+    n = found.world_size
+    for op, marker in zip(by_op, "osD^v<>", strict=False):
+        its = sorted(by_op[op], key=lambda row: row.size_bytes)
+        speeds = [row.busbw(n) / 1e9 for row in its]
+        sizes = [row.size_bytes for row in its]
+        axes.loglog(sizes, speeds, marker=marker, markersize=4, label=op, zorder=3)
+    if not found.caveat:
+        _draw_links(axes, found.rows, n)
+    _label_sizes(axes, sorted({row.size_bytes for row in found.rows}))
+    axes.set_xlabel("size")
+    axes.set_ylabel("bus bandwidth (GB/s)")
+    axes.grid(visible=True, alpha=0.3)
+    axes.margins(y=0.1)  # room for a name above the uppermost line
+    axes.legend(fontsize="small", frameon=False, loc="lower right")
+    title = f"{n} ranks, {found.backend}, {found.device}"
+    axes.set_title(f"{title}: no speeds of links" if found.caveat else title, fontsize="medium")
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _draw_links(axes: Any, rows: Sequence[Measured], n: int) -> None:
+    """The next link above the fastest row, and those below it whose names have room."""
+    fastest = max(row.busbw(n) for row in rows)
+    _, above = around(fastest)
+    line = float("inf")
+    for link in sorted(LINKS, key=lambda link: -link.bytes_per_s):
+        speed = link.bytes_per_s
+        if not (fastest / _LINKS_SHOWN < speed <= fastest or link is above) or speed * 1.4 > line:
+            continue
+        line = speed
+        axes.axhline(speed / 1e9, linestyle="--", linewidth=0.7, color="grey")
+        axes.annotate(
+            f"{link.name} {_gb(speed)}",
+            (0.01, speed / 1e9),
+            xycoords=("axes fraction", "data"),
+            va="bottom",
+            fontsize="x-small",
+            color="grey",
+        )
+
+
+def _label_sizes(axes: Any, sizes: Sequence[int]) -> None:
+    labelled = sizes[:: -(-len(sizes) // 8)]  # more would overlap
+    axes.set_xticks(labelled, [size_text(size) for size in labelled])
+    axes.set_xticks([], minor=True)

@@ -1,0 +1,254 @@
+"""%dist_bench in a notebook, from Python and in a terminal, with real ranks."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support import processes
+from tests.support.cells import Cell
+from tests.support.kernel import Kernel, notebook_env
+
+# A hundred runs of small sizes take well under a second. The rest of the time is not used,
+# and on a machine that is busy none of them is left out.
+_SHORT = "--sizes 1K:64K --seconds 100"
+_SUM = "%%distributed\nx = torch.ones(1) * (rank + 1)\ndist.all_reduce(x)\nx.item()"
+_MISTAKES = {
+    "%dist_bench --ops allreduce": "There is no operation 'allreduce'. Use all_reduce, all_gather",
+    "%dist_bench --sizes 5X": "'5X' is no size",
+    "%dist_bench --sizes 0": "'0' is no size",
+    "%dist_bench --sizes 1G:1K": "The sizes 1G:1K go down. Write 1K:1G.",
+    "%dist_bench --sizes 4": "less than one float32 for each of 2 ranks",
+    "%dist_bench --seconds 0": "0 is not above 0",
+    "%dist_bench all_reduce": "unrecognized arguments: all_reduce",
+    "%dist_bench --save nowhere/a.json": "There is no folder nowhere to save a.json in",
+    "%dist_bench --load nowhere.json": "nowhere.json cannot be read (No such file or directory)",
+    "%dist_bench --load a.json --ops reduce": "--load shows what was measured before",
+}
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the rows that were measured."""
+    return [
+        [*found.groups()]
+        for found in re.finditer(
+            r"^(\w+) +(\d+ \w*B) +([\d.]+) +([\d.]+) +([\d.]+)  ok$", text, re.MULTILINE
+        )
+    ]
+
+
+def ended_well(cell: Cell) -> str:
+    """The text of what a cell shows in the end."""
+    assert cell.status == "ok", cell.visible
+    return cell.plain[-1]
+
+
+def test_a_notebook_measures_its_ranks(kernel: Kernel, shared_folder: Path) -> None:
+    """Rows, caveat, model and picture; the file and the session keep them."""
+    cell = kernel.run(f"%dist_bench --ops all_reduce,broadcast {_SHORT} --save links.json")
+    text = ended_well(cell)
+    again = kernel.run("%dist_bench --load links.json")
+    told = kernel.run(
+        "import nbdist; b = nbdist.session().bandwidth\n"
+        "row = b.last.rows[-1]\n"
+        "(row.op, row.size_bytes, len(b.last.rows), b.model.world_size)"
+    )
+    after = kernel.run(_SUM)
+
+    assert text.startswith("2 ranks on 1 host, gloo, CPU\nThese are no speeds of links")
+    sizes = ["1 KiB", "4 KiB", "16 KiB", "64 KiB"]
+    assert [row[:2] for row in rows(text)] == [
+        [op, size] for op in ("all_reduce", "broadcast") for size in sizes
+    ]
+    page = cell.data("text/html")[-1]
+    assert "<img alt=" in page
+    assert "NVLink 4" in page
+    assert ended_well(again) == text
+    assert told.plain == ["('broadcast', 65536, 8, 2)"]
+    assert after.text == "[0-1] 3.0\n"
+    assert json.loads((shared_folder / "links.json").read_text())["world_size"] == 2
+
+
+def test_from_python(kernel: Kernel) -> None:
+    """session.bench returns numbers, nbdist.bench a view."""
+    numbers = kernel.run(
+        "import nbdist\n"
+        "found = nbdist.session().bench(['all_to_all', 'send_recv'], [4096, 8192], limit_s=100)\n"
+        "[(row.op, row.size_bytes, row.wrong, row.busbw(2) > 0) for row in found.rows]"
+    )
+    shown = kernel.run("nbdist.bench('reduce_scatter,all_gather,reduce', '4K', limit_s=100)")
+
+    assert ended_well(numbers) == str(
+        [(op, size, (), True) for op in ("all_to_all", "send_recv") for size in (4096, 8192)]
+    ).replace("), (", "),\n (")
+    assert [row[0] for row in rows(ended_well(shown))] == ["reduce_scatter", "all_gather", "reduce"]
+
+
+@pytest.mark.parametrize("code", _MISTAKES)
+def test_a_mistake_is_an_ordinary_error(kernel: Kernel, code: str) -> None:
+    """It fails the cell with what is wrong and what works."""
+    cell = kernel.run(code)
+
+    assert cell.error is not None
+    assert cell.error.ename == "OptionError"
+    assert _MISTAKES[code] in cell.error.evalue
+
+
+_BUSY = """
+import nbdist
+from nbdist.client import driving
+from nbdist.client.request import CellRequest
+one = nbdist.session().begin(CellRequest("import time; time.sleep(300)", (1,)))
+"""
+_IDLE = """
+nbdist.session().interrupt(1)
+try:
+    driving.wait(lambda: one)
+except nbdist.errors.DistributedError as error:
+    print(error.ranks)
+"""
+
+
+def test_busy_ranks_are_not_measured(kernel: Kernel) -> None:
+    """While a rank runs a cell: as for any other cell."""
+    kernel.run(_BUSY)
+    cell = kernel.run(f"%dist_bench {_SHORT}")
+    idle = kernel.run(_IDLE)
+
+    assert cell.error is not None
+    assert cell.error.ename == "RankBusy"
+    assert "(1,)" in idle.text, idle.visible
+
+
+def test_an_interrupt_gives_notebook_and_ranks_back(kernel: Kernel) -> None:
+    """In the middle of it; nothing is kept of it, and all groups work."""
+    kernel.run("%%distributed\nkept = rank; own = dist.new_group([0, 1])")
+    running = kernel.start("%dist_bench --ops all_reduce,all_to_all --sizes 64M --seconds 300")
+    kernel.wait_output(running, "measuring: all_reduce of 64 MiB")
+    kernel.interrupt()
+    cell = kernel.finish(running, 30)
+    after = kernel.run("%%distributed\nx = torch.ones(1)\ndist.all_reduce(x, group=own)\nx.item()")
+    again = kernel.run(f"%dist_bench --ops all_reduce {_SHORT}")
+
+    assert cell.error is not None
+    assert cell.error.ename == "KeyboardInterrupt"
+    assert "broken off at all_reduce of 64 MiB; nothing of it is kept" in cell.error.evalue
+    assert after.text.endswith("[0-1] 2.0\n"), after.visible
+    assert len(rows(ended_well(again))) == 4
+
+
+_PRESS = """
+import signal
+from nbdist.client import remote
+real = remote.measure
+def measure(call, rank, *args):
+    future = real(call, rank, *args)
+    if rank == {rank}:
+        signal.raise_signal(signal.SIGINT)
+    return future
+remote.measure = measure
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_while_the_ranks_are_asked(kernel: Kernel, rank: int) -> None:
+    """Rank 0 would otherwise wait for rank 1, which was never asked."""
+    kernel.run(_PRESS.format(rank=rank))
+    cell = kernel.run("%dist_bench --ops all_reduce --sizes 64M --seconds 300")
+    kernel.run("remote.measure = real")
+    after = kernel.run(_SUM)
+
+    assert cell.error is not None
+    assert cell.error.ename == "KeyboardInterrupt"
+    assert after.text.endswith("[0-1] 3.0\n"), after.visible
+
+
+@pytest.mark.faults
+def test_a_rank_that_dies_while_it_is_measured(own_kernel: Kernel) -> None:
+    """It is told at once, and with another process in its place it can be measured again."""
+    kernel = own_kernel
+    pid = int(kernel.run("%%rank[1]\nimport os; os.getpid()").text.split()[1])
+    running = kernel.start("%dist_bench --ops all_reduce --sizes 64M --seconds 300")
+    kernel.wait_output(running, "measuring: all_reduce of 64 MiB")
+    psutil.Process(pid).kill()
+    cell = kernel.finish(running, 30)
+    gone = kernel.run(f"%dist_bench {_SHORT}")
+    restarted = kernel.run("%dist_restart 1", 120)
+    again = kernel.run(f"%dist_bench --ops all_reduce {_SHORT}")
+
+    for failed in (cell, gone):
+        assert failed.error is not None
+        assert failed.error.ename == "RankGone"
+        assert "%dist_restart 1 brings it back" in failed.error.evalue
+    assert restarted.status == "ok", restarted.visible
+    assert len(rows(ended_well(again))) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--ops", "nothing"], "no operation 'nothing'"),
+        (["--sizes", "1G:1K"], "go down"),
+        (["-n", "1"], "nbdist bench: 1 rank sends nothing. Use -n 2 or more."),
+        (["-n", "2", "--sizes", "4"], "less than one float32 for each of 2 ranks"),
+        (["--save", "nowhere/a.json"], "There is no folder nowhere"),
+        (["--load", "nowhere.json"], "cannot be read"),
+        (["--auto"], "unrecognized arguments: --auto"),
+    ],
+)
+def test_wrong_use_in_a_terminal(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 before any rank is started."""
+    from nbdist import cli
+
+    code = cli.main(["bench", *words])
+    said = capsys.readouterr()
+
+    assert (code, said.out) == (2, "")
+    assert told in said.err
+
+
+def test_a_terminal_shows_what_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each text in place of the one before, and nothing in a file."""
+    from nbdist.commands import bandwidth
+
+    bandwidth._tell("to a file")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    bandwidth._tell("all_reduce of 1 KiB")
+    bandwidth._tell("")
+
+    assert capsys.readouterr().err == "\r\x1b[Kall_reduce of 1 KiB\r\x1b[K"
+
+
+def test_a_terminal_starts_ranks_measures_and_ends_them(tmp_path: Path) -> None:
+    """The ranks' table on stderr, the result on stdout; a file of it can be shown again."""
+    (tmp_path / "tmp").mkdir()
+    env = notebook_env(
+        {
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+            "CUDA_VISIBLE_DEVICES": "",
+            "TMPDIR": str(tmp_path / "tmp"),
+        }
+    )
+
+    def nbdist(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "nbdist", "bench", *words],
+            cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+
+    done = nbdist("-n", "2", "--ops", "broadcast", *_SHORT.split(), "--save", "links.json")
+    again = nbdist("--load", "links.json")
+
+    assert done.returncode == 0, done.stderr
+    assert len(rows(done.stdout)) == 4
+    assert done.stderr.startswith("2 ranks on 1 host, ready in ")
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+    assert processes.open_run_dirs(tmp_path / "tmp", "nbdist-*/*") == []

@@ -1,0 +1,152 @@
+"""Bandwidth as text, as HTML with a picture, and with placeholders."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from nbdist.core.bandwidth import OPS, Bench, Measured
+from nbdist.view.bandwidth import bench, picture
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+CAVEAT = "These are no speeds of links between GPUs: messages go through the memory of one host."
+SLOW = Bench(
+    2, 1, "gloo", "CPU", CAVEAT,
+    (
+        Measured("all_gather", KIB, 100e-6, 90),
+        Measured("all_gather", MIB, 1.1e-3, 20, wrong=(1,)),
+        Measured("broadcast", KIB, 50e-6, 90),
+    ),
+    ("broadcast 1 MiB: no <time>",),
+)  # fmt: skip
+# Eight GPUs: 20 us of latency, 360 GB/s on the bus.
+FAST = Bench(
+    8, 1, "nccl", "NVIDIA H200", "",
+    tuple(
+        Measured(op, KIB * 4**k, 20e-6 + OPS[op].factor(8) * KIB * 4**k / 360e9, 20)
+        for op in OPS for k in range(11)
+    ),
+)  # fmt: skip
+
+
+class _Tags(HTMLParser):
+    """The tags of a page, checked that each is closed in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag == "img":
+            self.images.append(dict(attrs))
+        else:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def tags(page: str) -> _Tags:
+    found = _Tags()
+    found.feed(page)
+    assert found.open == []
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBDIST_TEST", raising=False)
+
+
+def test_text() -> None:
+    """The caveat first, rows with units, what was left out, factors, model, and links."""
+    view = bench(SLOW)
+    lines = view.text.splitlines()
+
+    assert lines[:6] == [
+        "2 ranks on 1 host, gloo, CPU",
+        CAVEAT,
+        "op          size   time (us)  algbw (GB/s)  busbw (GB/s)  result",
+        "all_gather  1 KiB      100.0        0.0102        0.0051  ok",
+        "all_gather  1 MiB     1100.0        0.9533        0.4766  WRONG on rank 1",
+        "broadcast   1 KiB       50.0        0.0205        0.0205  ok",
+    ]
+    assert lines[6] == "left out: broadcast 1 MiB: no <time>"
+    assert "all_gather (n-1)/n = 0.5, broadcast 1." in lines[8]
+    assert re.search(r"^all_gather +99\.\d +0\.52\d+ +0$", view.text, re.MULTILINE)
+    assert "no model of broadcast: it takes two sizes or more" in view.text
+    assert "direction of one device (not what was measured here)\n" in view.text
+    assert re.search(
+        r"^NVLink 4 +450\.00  H100, H200: 18 links x 25 GB/s$", view.text, re.MULTILINE
+    )
+    assert "most on the bus" not in view.text
+    assert view.is_bad
+
+
+def test_between_links() -> None:
+    """Where links were measured, the fastest row stands between two of them."""
+    view = bench(FAST)
+    best = max(row.busbw(8) for row in FAST.rows) / 1e9
+
+    assert (
+        f"most on the bus: {best:.1f} GB/s, all_reduce of 1 GiB (one direction of links near it: "
+        "NVLink 3 300.0, NVLink 4 450.0)" in view.text
+    )
+    assert "(not what was measured here)" not in view.text
+    assert not view.is_bad
+
+
+@pytest.mark.parametrize("found", [SLOW, FAST, replace(SLOW, rows=()), replace(SLOW, left_out=())])
+def test_html_is_closed_and_safe(found: Bench) -> None:
+    """Every tag is closed in its place; what comes from ranks is escaped; no scripts."""
+    seen = tags(bench(found).html)
+
+    assert "time" not in seen.seen
+    assert "script" not in seen.seen
+    assert len(seen.images) == bool(found.rows)
+
+
+def test_the_picture_shows_each_operation() -> None:
+    """A PNG in the page, with a text for who cannot see it; each operation has its own colour."""
+    [image] = tags(bench(FAST).html).images
+    kind, data = (image["src"] or "").split(",", 1)
+    pixels = imread(io.BytesIO(base64.b64decode(data)))[..., :3]
+    # matplotlib's first seven colours, in which lines are drawn.
+    colours = ["1f77b4", "ff7f0e", "2ca02c", "d62728", "9467bd", "8c564b", "e377c2"]
+
+    assert kind == "data:image/png;base64"
+    assert all(op in (image["alt"] or "") for op in OPS)
+    assert pixels.shape[1] > 1000
+    assert len(data) < 200_000
+    for colour in colours:
+        wanted = np.array([int(colour[i : i + 2], 16) for i in (0, 2, 4)]) / 255
+        assert (np.abs(pixels - wanted).max(-1) < 0.01).sum() > 20, colour
+
+
+def test_a_picture_of_one_row() -> None:
+    """A single point is a picture as well."""
+    assert picture(replace(SLOW, rows=SLOW.rows[:1])).startswith(b"\x89PNG")
+
+
+def test_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where outputs are compared, nothing that was measured stands in them, and no picture."""
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    view, faster = (
+        bench(FAST),
+        bench(replace(FAST, rows=tuple(replace(row, time_s=row.time_s / 3) for row in FAST.rows))),
+    )
+
+    assert view == faster
+    assert re.search(r"^all_reduce +1 KiB +# +# +#  ok$", view.text, re.MULTILINE)
+    assert "<img" not in view.html
+    assert "H200" not in view.text.partition("\n")[0]
