@@ -20,6 +20,9 @@ LOCAL_CELL = "local"
 # Leave the notebook's own shell, in automatic mode as well.
 EXITS = frozenset({"exit", "exit()", "quit", "quit()"})
 CELL_VERBS = tuple(name for name, verb in VERBS.items() if verb.is_cell)
+# With a text below them, but not as one cell of the ranks.
+CODE_VERBS = tuple(name for name, verb in VERBS.items() if verb.takes_code)
+MISPLACED = frozenset({*CELL_VERBS, *CODE_VERBS, LOCAL_CELL})
 OWN_NAMES = frozenset({*VERBS, *REPLACED_MAGICS, LOCAL_CELL})
 
 # `%%rank[0,1]` is written without a space in nbdistributed, which IPython takes for a name.
@@ -79,7 +82,7 @@ def destination(code: str) -> Destination | None:
         return None if NOTEBOOK.mode == LOCAL else Destination(None, 0, "")
     magic = _MAGIC.match(_GLUED_RANKS.sub("%%rank [", lines[first]))
     name = magic.group(2) if magic else ""
-    if magic and magic.group(1) == "%%" and name in CELL_VERBS:
+    if magic and magic.group(1) == "%%" and name in (*CELL_VERBS, *CODE_VERBS):
         start = sum(map(len, lines[: first + 1]))
         return Destination(VERBS[name], start, magic.group(3).strip())
     is_ours = magic is not None and name in OWN_NAMES
@@ -136,7 +139,7 @@ def _check_misplaced(lines: list[str], first: int) -> None:
     """
     for line in lines[first + 1 :]:
         match = _MAGIC.match(line)
-        if match and match.group(1) == "%%" and match.group(2) in (*CELL_VERBS, LOCAL_CELL):
+        if match and match.group(1) == "%%" and match.group(2) in MISPLACED:
             try:
                 ast.parse("".join(lines))
             except SyntaxError:

@@ -115,7 +115,10 @@ class Strategies:
             NbdistError: What a rank raised; what counts now, `current` says.
             Interrupted: If the user interrupted it.
         """
-        choice = chosen(Asked(name, tuple(given.items())), self._session.topology)
+        return self.switch_to(chosen(Asked(name, tuple(given.items())), self._session.topology))
+
+    def switch_to(self, choice: Choice) -> Switched:
+        """The same with a choice for these ranks."""
         self._session.upkeep.recover_if_needed()
         self.last = self.last or choice  # it may count, however this ends
         try:
