@@ -54,6 +54,7 @@ class Comparing:
             )
         self.rows: list[Row] = []
         self.told = ""
+        self._models: tuple[str, ...] = ()
         self._session = session
         self._code = code
 
@@ -78,7 +79,7 @@ class Comparing:
         """
         session = self._session
         before, last = session.strategy.current(), session.strategy.last
-        models = self._call(remote.keep_state, KEEP_S)[0]
+        self._models = self._call(remote.keep_state, KEEP_S)[0]
         try:
             for text, one in asked:
                 begins(text)
@@ -86,7 +87,7 @@ class Comparing:
         finally:
             session.strategy.last = last
             self._drop()
-        return Comparison(tuple(self.rows), described(before), models)
+        return Comparison(tuple(self.rows), described(before), self._models)
 
     def _row(self, text: str, one: Asked, before: Choice) -> Row:
         session = self._session
@@ -114,6 +115,8 @@ class Comparing:
         self._call(remote.watch_memory, WATCH_S)
         session.run(self._code)
         warm: list[Watched] = self._call(remote.watched_memory, WATCH_S)
+        if not self._models:  # the next run makes its own
+            self._call(remote.clear_made, KEEP_S)
         self._call(remote.watch_memory, WATCH_S)
         trace = session.profile(self._code, RECORDED)
         recorded: list[Watched] = self._call(remote.watched_memory, WATCH_S)

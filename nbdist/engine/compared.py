@@ -193,7 +193,8 @@ def watched() -> Watched:
     peak_bytes = torch.cuda.max_memory_allocated() if is_device else None
     if not is_device and one.has_peak:
         peak_bytes = _resident_peak_bytes()
-    shapes = [each.layouts[name].shape for each in registry.prepared() for name in each.parameters]
+    trained = _trained(one.optimizers)
+    shapes = [each.layouts[name].shape for each in trained for name in each.parameters]
     return Watched(
         held=one.held,
         peak_bytes=peak_bytes,
@@ -304,10 +305,21 @@ def _count(one: _Watch, optimizer: Optimizer) -> None:
         one.held = held
 
 
+def _trained(optimizers: list[Optimizer]) -> list[Prepared]:
+    """The prepared models that these optimizers step; all, where none has stepped.
+
+    A model of a cell that failed lives on in its error.
+    """
+    if not optimizers:
+        return registry.prepared()
+    found = [one for each in optimizers for one, _, _ in registry.names_in(each).values()]
+    return list({id(one): one for one in found}.values())
+
+
 def _held(optimizers: list[Optimizer]) -> Held:
     """What lies on this rank of prepared models, and of what these optimizers step."""
     groups = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-    parameters = [*(p for one in registry.prepared() for p in one.base.parameters()), *groups]
+    parameters = [*(p for one in _trained(optimizers) for p in one.base.parameters()), *groups]
     distinct = list({id(parameter): parameter for parameter in parameters}.values())
     state = [v for one in optimizers for own in one.state.values() for v in own.values()]
     tensors = [v for v in state if isinstance(v, torch.Tensor) and v.dim() > 0]
