@@ -87,7 +87,9 @@ class Comparing:
         finally:
             session.strategy.last = last
             self._drop()
-        return Comparison(tuple(self.rows), described(before), self._models)
+        found = Comparison(tuple(self.rows), described(before), self._models)
+        session.strategy.compared = found
+        return found
 
     def _row(self, text: str, one: Asked, before: Choice) -> Row:
         session = self._session

@@ -231,9 +231,9 @@ def drop(call: Caller, engine: int, token: str) -> Future[None]:
     return call(engine, f"{VARIABLES}:drop", token)
 
 
-def begin_trace(call: Caller, engine: int, options: TraceOptions) -> Future[None]:
-    """Let the rank record its next cell."""
-    return call(engine, f"{TRACE}:begin", options)
+def begin_trace(call: Caller, engine: int, options: TraceOptions, token: str) -> Future[None]:
+    """Let the rank record the cell that brings the same token."""
+    return call(engine, f"{TRACE}:begin", options, token)
 
 
 def finish_trace(call: Caller, engine: int, folders: Sequence[str]) -> Future[Parcel]:

@@ -37,7 +37,7 @@ from nbdist.core.shown import is_stored
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
 from nbdist.core.trace import Trace, TraceOptions
-from nbdist.core.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RUN
+from nbdist.core.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RECORDING, CELL_RUN
 from nbdist.errors import Interrupted, RankGone
 
 GRACE_S = 5.0
@@ -143,9 +143,14 @@ class Session:
         one = CellRun(self, request, self._sink(request), run_id)
         one.tell(self.upkeep.take_notes())
         assert self._cluster.channel is not None
-        metadata = {CELL_RUN: run_id, CELL_FOR_ALL: set(request.ranks) == set(self.ranks)}
+        metadata: dict[str, Any] = {
+            CELL_RUN: run_id,
+            CELL_FOR_ALL: set(request.ranks) == set(self.ranks),
+        }
         if request.number is not None:
             metadata[CELL_NUMBER] = request.number
+        if self.traces.token:
+            metadata[CELL_RECORDING] = self.traces.token
         self.readiness.take(request.ranks, one)
         for number, rank in enumerate(request.ranks):
             try:
@@ -313,13 +318,7 @@ class Session:
         options: TraceOptions = RECORD_ALL,
         ranks: str | Sequence[int] | None = None,
     ) -> Trace:
-        """Run source on all ranks while some record it, and return what they recorded.
-
-        Args:
-            code: As in `run`, and it raises what that raises.
-            options: What is recorded.
-            ranks: Those that record; None for all.
-        """
+        """Run source on all ranks, as `run`; what these ranks (None: all) recorded of it."""
         with self.traces.recording(options, ranks):
             self.run(code)
         return self.traces.last

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import shutil
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -43,6 +44,7 @@ class Traces:
         self._ranks: tuple[int, ...] = ()
         self._page: Page | None = None
         self.count = 0  # recordings that were taken in
+        self.token = ""  # what a cell brings that is to be recorded
 
     @property
     def last(self) -> Trace:
@@ -71,8 +73,9 @@ class Traces:
             RankGone, RankBusy, NotRunning: As for a cell.
         """
         chosen = self._session.chosen(ranks)
-        self._session.call_all(remote.begin_trace, options, deadline_s=BEGIN_S, ranks=chosen)
-        self._ranks = chosen
+        token = uuid.uuid4().hex
+        self._session.call_all(remote.begin_trace, options, token, deadline_s=BEGIN_S, ranks=chosen)
+        self._ranks, self.token = chosen, token
 
     @contextlib.contextmanager
     def recording(
@@ -95,11 +98,13 @@ class Traces:
     def finish(self) -> Trace:
         """Take in what the ranks have recorded, however their cell ended.
 
-        A rank that gives nothing has an empty trace, with the reason in its `problem`.
+        A rank that gives nothing has an empty trace, with the reason in its `problem`. Cells that
+        are sent after this are not recorded.
 
         Raises:
             Interrupted: If the user interrupted it; what the ranks hold is kept.
         """
+        self.token = ""
         with self._session.variables.folders(self._ranks) as folders:
             answers = self._asked(folders)
             found = {rank: _opened(answer) for rank, answer in answers.items()}

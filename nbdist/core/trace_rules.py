@@ -12,6 +12,7 @@ import numpy.typing as npt
 from nbdist.core import intervals
 from nbdist.core.intervals import Integers
 from nbdist.core.trace import COMMUNICATION, COMPUTE, COPY, DATA, HOST, MARK, RankTrace, Trace
+from nbdist.core.trace_names import AUTOGRAD
 from nbdist.core.trace_shares import RankShares, Shares
 from nbdist.core.trace_spans import Spans
 
@@ -221,7 +222,8 @@ def _longer(scene: Scene) -> str:
 def no_overlap(scene: Scene) -> Hit | None:
     """Gradients are sent when nothing is computed any more."""
     own = scene.own
-    if _NEEDED_AT_ONCE.search(scene.trace.strategy.split(",")[0]):
+    has_backward = any(name.startswith(AUTOGRAD) for name in scene.rank.names)
+    if not has_backward or _NEEDED_AT_ONCE.search(scene.trace.strategy.split(",")[0]):
         return None
     names = [name in _GRADIENTS for name in scene.rank.names]
     events = scene.rank.events

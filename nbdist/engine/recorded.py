@@ -8,11 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nbdist.core.wire import CELL_RUN
+from nbdist.core.wire import CELL_RECORDING
 
 
 class Recording(Protocol):
-    """What runs beside a cell."""
+    """What runs beside a cell.
+
+    Attributes:
+        token: What that cell brings.
+    """
+
+    token: str
 
     def start(self) -> None:
         """The cell begins."""
@@ -44,16 +50,18 @@ def step() -> None:
 def install(kernel: Any) -> None:
     """Let armed recordings run while the next cell does. Once per engine, before it is watched.
 
-    Around the kernel's `do_execute`, as blackbox.watch_cells, which has to come after this: ending
-    the profiler can take seconds and belongs to the cell.
+    A cell with another token, or none, is never recorded: a recording whose own cell was not sent
+    waits until the next takes its place. Around the kernel's `do_execute`, as
+    blackbox.watch_cells, which has to come after this: ending the profiler can take seconds and
+    belongs to the cell.
     """
     execute = kernel.do_execute
     if getattr(execute, "is_recorded", False):
         return
 
     async def do_execute(*args: Any, **options: Any) -> Any:
-        is_cell = CELL_RUN in kernel.get_parent("shell").get("metadata", {})
-        if state.armed is None or not is_cell:
+        token = kernel.get_parent("shell").get("metadata", {}).get(CELL_RECORDING)
+        if state.armed is None or state.armed.token != token:
             return await execute(*args, **options)
         recording, state.armed = state.armed, None
         state.running = recording

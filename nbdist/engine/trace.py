@@ -100,7 +100,8 @@ def _mark() -> None:
 class _Recording:
     """The recording of one cell."""
 
-    def __init__(self, options: TraceOptions, folder: Path):
+    def __init__(self, options: TraceOptions, folder: Path, token: str):
+        self.token = token
         self.problem = ""
         self.path = folder / f"rank{runtime.current().place.rank}.json"
         self._options = options
@@ -231,8 +232,8 @@ class _Kept:
 _kept = _Kept()
 
 
-def begin(options: TraceOptions) -> None:
-    """Record the next cell of this rank; what was recorded before is removed.
+def begin(options: TraceOptions, token: str) -> None:
+    """Record the cell that brings this token; what was recorded before is removed.
 
     Raises:
         TraceError: If its file has no place.
@@ -242,7 +243,7 @@ def begin(options: TraceOptions) -> None:
     folder = _folder()
     for left in folder.glob(f"rank{runtime.current().place.rank}.json*"):
         left.unlink()
-    recorded.state.armed = _kept.last = _Recording(options, folder)
+    recorded.state.armed = _kept.last = _Recording(options, folder, token)
 
 
 def finish(folders: Sequence[str]) -> Parcel:

@@ -11,6 +11,7 @@ from nbdist.core.trace_findings import RULES, TraceFinding, findings
 from nbdist.core.trace_shares import shares
 from tests.support.traces import MS, Did, rank_trace, trace
 
+_BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
 _REAL = Path(__file__).resolve().parents[1] / "data" / "traces"
 
 
@@ -71,7 +72,7 @@ def late(by: float) -> Trace:
 def communication(length: float, strategy: str = "ddp") -> Trace:
     """An all-reduce that nothing goes on under; the rest computes."""
     did = [
-        Did(COMPUTE, 0, 100 - length),
+        Did(COMPUTE, 0, 100 - length, _BACKWARD),
         Did(COMMUNICATION, 100 - length, 100, "all-reduce", 1, 8),
     ]
     return both(did, strategy=strategy)
@@ -174,9 +175,16 @@ def test_activations_are_no_buckets(strategy: str) -> None:
     assert "buckets that do not overlap" not in found(communication(30, strategy))
 
 
+def test_collectives_without_a_backward_are_no_buckets() -> None:
+    """The user's own, which carry no gradients."""
+    did = [Did(COMPUTE, 0, 70), Did(COMMUNICATION, 70, 100, "all-reduce", 1, 8)]
+
+    assert "buckets that do not overlap" not in found(both(did))
+
+
 def test_collectives_under_the_backward_are_fine() -> None:
     """A bucket that goes on while the backward does."""
-    did = [Did(COMPUTE, 0, 100), Did(COMMUNICATION, 60, 95, "all-reduce", 1, 8)]
+    did = [Did(COMPUTE, 0, 100, _BACKWARD), Did(COMMUNICATION, 60, 95, "all-reduce", 1, 8)]
 
     assert found(both(did)) == {}
 

@@ -1,6 +1,8 @@
 """What ends a step of a recorded cell, for one optimizer and several; the file on a full disk."""
 
+import asyncio
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 import nbdist
+from nbdist.core.wire import CELL_RECORDING
 from nbdist.engine import recorded, trace
 from nbdist.engine.trace import Steps
 
@@ -70,7 +73,7 @@ def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trace._Recordi
     monkeypatch.setenv("KINETO_LOG_LEVEL", trace.QUIET)
     monkeypatch.setattr(trace.runtime, "current", Place)
     monkeypatch.setattr(trace._Recording, "_header", lambda self: {"ends": self.steps.ends})
-    return trace._Recording(trace.TraceOptions(steps=1), tmp_path)
+    return trace._Recording(trace.TraceOptions(steps=1), tmp_path, "token")
 
 
 def test_a_recording_ends_after_enough_steps_and_leaves_no_hook(
@@ -150,3 +153,75 @@ def test_whether_a_profiler_runs_is_known() -> None:
     with own_profiler():
         assert trace._is_profiling(unknown=True)
     assert not trace._is_profiling(unknown=True)
+
+
+class Kernel:
+    """A kernel that runs cells with the metadata that they are given."""
+
+    def __init__(self) -> None:
+        self.metadata: dict[str, object] = {}
+        recorded.install(self)
+        recorded.install(self)
+
+    def get_parent(self, _channel: str) -> dict[str, object]:
+        return {"metadata": self.metadata}
+
+    async def do_execute(self, code: str) -> str:
+        if code == "fail":
+            raise KeyboardInterrupt
+        return f"{code} {recorded.state.running is not None}"
+
+    def run(self, code: str, token: str | None = None) -> str:
+        self.metadata = {} if token is None else {CELL_RECORDING: token}
+        return asyncio.run(self.do_execute(code))
+
+
+class Noted:
+    """A recording that notes what happens to it."""
+
+    def __init__(self, token: str):
+        self.token, self.told = token, []  # type: ignore[var-annotated]
+
+    def start(self) -> None:
+        self.told.append("start")
+
+    def stop(self) -> None:
+        self.told.append("stop")
+
+    def after_step(self) -> None:
+        self.told.append("step")
+
+
+@pytest.fixture
+def noted() -> Iterator[Noted]:
+    """A recording that waits for its cell."""
+    recorded.state.armed = one = Noted("mine")
+    yield one
+    recorded.state.armed = None
+
+
+def test_only_the_cell_that_is_meant_is_recorded_and_only_once(noted: Noted) -> None:
+    """Not one that comes before it, such as when its own was never sent; nor the next."""
+    kernel = Kernel()
+
+    told = [
+        kernel.run("a"),
+        kernel.run("b", "other"),
+        kernel.run("c", "mine"),
+        kernel.run("d", "mine"),
+    ]
+
+    assert told == ["a False", "b False", "c True", "d False"]
+    assert noted.told == ["start", "stop"]
+
+
+def test_a_recording_ends_with_a_cell_that_fails(noted: Noted) -> None:
+    """An interrupt is one way."""
+    kernel = Kernel()
+
+    with pytest.raises(KeyboardInterrupt):
+        kernel.run("fail", "mine")
+
+    assert noted.told == ["start", "stop"]
+    assert recorded.state.running is None
+    assert kernel.run("after", "mine") == "after False"
