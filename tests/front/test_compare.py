@@ -44,13 +44,15 @@ torch.manual_seed(0)
 model, optimizer, scheduler = prepared()
 for _ in range(3): step()
 """
+_FRESH = "%%distributed\ntorch.manual_seed(0)\nmodel, optimizer, scheduler = prepared()"
+_GONE = "%%distributed\nimport gc\ndel model, optimizer, scheduler\ngc.collect(); None"
 # All that a step changes, as numbers that any difference changes.
 _STATE = """%%rank [0]
 from nbdist.engine.parallel import live
-whole = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t
+def here(t): return float((t.to_local() if hasattr(t, "to_local") else t).detach().double().sum())
 print(repr((
-    [p.detach().double().sum().item() for p in model.parameters()],
-    [float(v.double().sum()) for s in optimizer.state.values() for v in s.values()],
+    [here(p) for p in model.parameters()],
+    [here(v) for s in optimizer.state.values() for v in s.values()],
     scheduler.get_last_lr(), optimizer.param_groups[0]["lr"], model.training,
     int(torch.random.get_rng_state().sum()), live.current().name,
     id(optimizer.optimizer), id(optimizer.param_groups[0]), sorted(
@@ -88,7 +90,7 @@ def trained(ready: Kernel) -> Iterator[Kernel]:
     """A live model with three steps behind it."""
     ran(ready, _LIVE)
     yield ready
-    ran(ready, "%%distributed\nimport gc\ndel model, optimizer, scheduler\ngc.collect(); None")
+    ran(ready, _GONE)
 
 
 def ran(kernel: Kernel, code: str) -> Cell:
@@ -126,6 +128,22 @@ def test_each_begins_with_the_same_state_which_is_back_afterwards(trained: Kerne
     assert "under ddp, dp 2" in cell.visible
     assert cell.data("image/png") != []
     assert "data:image/png" in cell.data("text/html")[-1]
+
+
+@pytest.mark.parametrize("base", ["fsdp", "zero1", "tp"])
+def test_the_state_is_back_under_any_strategy(ready: Kernel, base: str) -> None:
+    """In parts as well; and an optimizer that has no state has none afterwards."""
+    ran(ready, _FRESH)
+    for steps in (0, 2):
+        ran(ready, f"%dist_strategy {base}")
+        ran(ready, f"%%distributed\nfor _ in range({steps}): step()")
+        before = ran(ready, _STATE).text
+        ran(ready, "%dist_compare single fsdp -- step()")
+
+        assert ran(ready, _STATE).text == before
+        assert f"'{base}'" in before
+    ran(ready, "%dist_strategy ddp")
+    ran(ready, _GONE)
 
 
 def test_rows_have_what_the_ranks_hold_and_send(trained: Kernel) -> None:
