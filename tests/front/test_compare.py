@@ -138,7 +138,7 @@ def test_the_state_is_back_under_any_strategy(ready: Kernel, base: str) -> None:
         ran(ready, f"%dist_strategy {base}")
         ran(ready, f"%%distributed\nfor _ in range({steps}): step()")
         before = ran(ready, _STATE).text
-        ran(ready, "%dist_compare single fsdp -- step()")
+        ran(ready, "%dist_compare single -- step()")
 
         assert ran(ready, _STATE).text == before
         assert f"'{base}'" in before
