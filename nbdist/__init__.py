@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # Without Accelerator: `from nbdist import *` would load torch in the notebook.
 __all__ = [
-    "__version__", "bench", "doctor", "export", "load_ipython_extension", "session", "shown",
-    "start", "step",
+    "__version__", "bench", "compare", "doctor", "export", "load_ipython_extension", "session",
+    "shown", "start", "step",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -119,6 +119,25 @@ def doctor(*, clean: bool = False) -> View:
     from nbdist.commands.doctor import examined
 
     return examined(is_cleaning=clean)
+
+
+def compare(strategies: Sequence[str], code: str) -> View:
+    """Run the same steps under several strategies and say what each took; as %dist_compare.
+
+    Args:
+        strategies: As typed: ["ddp", "fsdp --bf16", "tp"].
+        code: Source as in a distributed cell; it runs twice under each.
+
+    Returns:
+        A table with a picture, to be shown.
+
+    Raises:
+        OptionError: If a strategy does not exist, or there is no code.
+        DistributedError: If the code fails; the strategy and state of before are back.
+    """
+    from nbdist.commands.compare import compared
+
+    return compared(strategies, code)
 
 
 def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool = False) -> View:

@@ -106,6 +106,8 @@ def _ranks(where: Destination) -> str | None:
     """As typed, or as %dist_mode has it; None for all."""
     if where.verb is None:
         return NOTEBOOK.mode if NOTEBOOK.mode != LOCAL else None
+    if where.verb.takes_code:
+        return None
     return commands.cell_options(parse(where.verb, where.line).values).ranks
 
 

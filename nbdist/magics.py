@@ -6,8 +6,10 @@ import functools
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import no_var_expand
 
 from nbdist import commands, completion, routing
+from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK, CellOptions
 from nbdist.verbs import Parsed, Verb, help_view, parse
 from nbdist.view.mime import View
@@ -28,6 +30,23 @@ def run_cell(verb: Verb, line: str, cell: str) -> None:
     parsed = parse(verb, line)
     if not _is_answered(verb, parsed) and cell.strip():
         verb.run(parsed.values, routing.sent_code(f"{verb.typed} {line}\n", cell))
+
+
+def run_both(verb: Verb, line: str, cell: str | None = None) -> None:
+    """Run a magic that takes Python: behind two dashes, or as a cell magic in the lines below."""
+    parsed = parse(verb, line)
+    if _is_answered(verb, parsed):
+        return
+    if cell is not None:
+        if parsed.values.rest.strip():
+            raise OptionError(
+                f"%%{verb.name}: there is code behind -- and in the lines below. Leave out one."
+            )
+        above = f"%%{verb.name} {line}\n"
+        parsed.values.rest = routing.sent_code(above, cell) if cell.strip() else ""
+    view = verb.run(parsed.values)
+    if view is not None:
+        commands.show(view)
 
 
 async def run_typed(name: str, line: str, code: str) -> None:
@@ -80,9 +99,17 @@ def register(shell: InteractiveShell) -> None:
     # Typed for methods in IPython: a plain function is taken for one that lacks its self.
     add: Any = shell.register_magic_function
     for verb in commands.VERBS.values():
-        function = functools.partial(run_cell if verb.is_cell else run_line, verb)
+        run: Any
+        run, kind = run_line, "line"
+        if verb.takes_code:
+            run, kind = run_both, "line_cell"
+        elif verb.is_cell:
+            run, kind = run_cell, "cell"
+        function: Any = functools.partial(run, verb)
         function.__doc__ = help_view(verb).text
-        add(function, "cell" if verb.is_cell else "line", verb.name)
+        if verb.takes_code:  # its braces are Python's, and IPython would fill them in
+            function = no_var_expand(function)
+        add(function, kind, verb.name)
     for name in commands.REPLACED_MAGICS:
         add(functools.partial(answer, name), "line", name)
     add(functools.partial(run_local, shell), "cell", routing.LOCAL_CELL)

@@ -20,6 +20,9 @@ LOCAL_CELL = "local"
 # Leave the notebook's own shell, in automatic mode as well.
 EXITS = frozenset({"exit", "exit()", "quit", "quit()"})
 CELL_VERBS = tuple(name for name, verb in VERBS.items() if verb.is_cell)
+# With a text below them, but not as one cell of the ranks.
+CODE_VERBS = tuple(name for name, verb in VERBS.items() if verb.takes_code)
+WITH_BODY = frozenset({*CELL_VERBS, *CODE_VERBS, LOCAL_CELL})
 OWN_NAMES = frozenset({*VERBS, *REPLACED_MAGICS, LOCAL_CELL})
 
 # `%%rank[0,1]` is written without a space in nbdistributed, which IPython takes for a name.
@@ -45,7 +48,7 @@ def route(lines: list[str]) -> list[str]:
         return lines
     magic = _MAGIC.match(lines[first])
     name = magic.group(2) if magic else ""
-    if magic and magic.group(1) == "%%" and name in (*CELL_VERBS, LOCAL_CELL):
+    if magic and magic.group(1) == "%%" and name in WITH_BODY:
         return _routed_cell(shell, lines, first, name, magic.group(3).strip())
     if not lines[first].startswith("%%"):
         _check_misplaced(lines, first)
@@ -79,7 +82,7 @@ def destination(code: str) -> Destination | None:
         return None if NOTEBOOK.mode == LOCAL else Destination(None, 0, "")
     magic = _MAGIC.match(_GLUED_RANKS.sub("%%rank [", lines[first]))
     name = magic.group(2) if magic else ""
-    if magic and magic.group(1) == "%%" and name in CELL_VERBS:
+    if magic and magic.group(1) == "%%" and name in (*CELL_VERBS, *CODE_VERBS):
         start = sum(map(len, lines[: first + 1]))
         return Destination(VERBS[name], start, magic.group(3).strip())
     is_ours = magic is not None and name in OWN_NAMES
@@ -96,6 +99,9 @@ def _routed_cell(
     if name == LOCAL_CELL and line:
         raise OptionError(f"%%local takes no options, not {line!r}: it runs in the notebook.")
     body = "".join(lines[first + 1 :])
+    if name in CODE_VERBS:
+        # IPython would refuse one without lines below, in a way that Run All passes over.
+        return lines if body.strip() else [lines[first].removeprefix("%")]
     code = sent_code("".join(lines[: first + 1]), body)
     if name == LOCAL_CELL:
         return code.splitlines(keepends=True)
@@ -136,7 +142,7 @@ def _check_misplaced(lines: list[str], first: int) -> None:
     """
     for line in lines[first + 1 :]:
         match = _MAGIC.match(line)
-        if match and match.group(1) == "%%" and match.group(2) in (*CELL_VERBS, LOCAL_CELL):
+        if match and match.group(1) == "%%" and match.group(2) in WITH_BODY:
             try:
                 ast.parse("".join(lines))
             except SyntaxError:

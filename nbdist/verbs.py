@@ -66,6 +66,8 @@ class Verb:
         replaced: Options of the nbdistributed package -> what stands for them here.
         place: NOTEBOOK, ANYWHERE or TERMINAL.
         takes_rest: What stands after `--` belongs to it, as `values.rest`.
+        takes_code: What stands after `--` is Python, as `values.rest` as it was typed; as a cell
+            magic, which it is as well, it has the lines below.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Verb:
     replaced: Mapping[str, str] = field(default_factory=dict, hash=False)
     place: str = NOTEBOOK
     takes_rest: bool = False
+    takes_code: bool = False
 
     @property
     def typed(self) -> str:
@@ -137,6 +140,7 @@ def parse(verb: Verb, line: str) -> Parsed:
 
 @functools.lru_cache(maxsize=32)  # the same cell is run again and again
 def _parse(verb: Verb, line: str) -> Parsed:
+    line, code = _with_code(line) if verb.takes_code else (line, "")
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -147,9 +151,15 @@ def _parse(verb: Verb, line: str) -> Parsed:
     kept, answers = _without_replaced(verb, words)
     # Intermixed: an argument may stand behind options as well as before them.
     values = _parser(verb).parse_intermixed_args(kept)
-    if verb.takes_rest:
-        values.rest = rest
+    if verb.takes_rest or verb.takes_code:
+        values.rest = code if verb.takes_code else rest
     return Parsed(values, tuple(answers))
+
+
+def _with_code(line: str) -> tuple[str, str]:
+    """What stands before the first `--`, and after it; quotation marks there are Python's."""
+    before, _, code = re.sub(r"(^|\s)--(\s|$)", "\0", line, count=1).partition("\0")
+    return before, code
 
 
 def _parted(words: list[str]) -> tuple[list[str], list[str]]:

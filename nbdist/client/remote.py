@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from nbdist.core.bandwidth import Timing
 from nbdist.core.calls import CxxCall, Look
+from nbdist.core.comparison import Watched
 from nbdist.core.completion import Reply
 from nbdist.core.parcels import Parcel
 from nbdist.core.recovery import MadeGroup, MadeMesh, Recovered
@@ -23,6 +24,7 @@ from nbdist.core.trace import TraceOptions
 RUNTIME = "nbdist.engine.runtime"
 BANDWIDTH = "nbdist.engine.bandwidth"
 BLACKBOX = "nbdist.engine.blackbox"
+COMPARED = "nbdist.engine.compared"
 COMPLETION = "nbdist.engine.completion"
 FACTS = "nbdist.engine.facts"
 GROUPS = "nbdist.engine.groups"
@@ -244,6 +246,36 @@ def trace_text(call: Caller, engine: int, folders: Sequence[str]) -> Future[Parc
     return call(engine, f"{TRACE}:text", tuple(folders))
 
 
+def keep_state(call: Caller, engine: int) -> Future[tuple[str, ...]]:
+    """Let the rank copy what training changes; the names of its live models."""
+    return call(engine, f"{COMPARED}:keep")
+
+
+def clear_made(call: Caller, engine: int) -> Future[None]:
+    """Let the rank forget what a compared cell has made."""
+    return call(engine, f"{COMPARED}:clear")
+
+
+def restore_state(call: Caller, engine: int) -> Future[None]:
+    """Put back what `keep_state` has copied."""
+    return call(engine, f"{COMPARED}:restore")
+
+
+def drop_state(call: Caller, engine: int) -> Future[None]:
+    """Forget what `keep_state` has copied."""
+    return call(engine, f"{COMPARED}:drop")
+
+
+def watch_memory(call: Caller, engine: int) -> Future[None]:
+    """Watch the rank's memory from now on."""
+    return call(engine, f"{COMPARED}:watch")
+
+
+def watched_memory(call: Caller, engine: int) -> Future[Watched]:
+    """What the rank's memory came to meanwhile."""
+    return call(engine, f"{COMPARED}:watched")
+
+
 def box_problem(call: Caller, engine: int) -> Future[str]:
     """Why the rank's black box cannot be read from outside; empty when it can."""
     return call(engine, f"{BLACKBOX}:problem")
@@ -328,6 +360,12 @@ REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     begin_trace: f"{TRACE}:begin",
     finish_trace: f"{TRACE}:finish",
     trace_text: f"{TRACE}:text",
+    keep_state: f"{COMPARED}:keep",
+    clear_made: f"{COMPARED}:clear",
+    restore_state: f"{COMPARED}:restore",
+    drop_state: f"{COMPARED}:drop",
+    watch_memory: f"{COMPARED}:watch",
+    watched_memory: f"{COMPARED}:watched",
 }
 
 # The source of a cell that runs the program that `take_script` has brought.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.client import remote
 from nbdist.core import strategy
+from nbdist.core.comparison import Comparison
 from nbdist.core.ranks import rank_label
 from nbdist.core.strategy import Choice
 from nbdist.core.switched import together
@@ -73,10 +74,12 @@ class Strategies:
 
     Attributes:
         last: What was chosen last, for a process that takes a rank's place; None for nothing yet.
+        compared: What strategies came to that were last run side by side (client.comparison).
     """
 
     def __init__(self, session: Session):
         self.last: Choice | None = None
+        self.compared: Comparison | None = None
         self._session = session
 
     def began_with(self, one: Asked | None) -> None:
@@ -115,7 +118,10 @@ class Strategies:
             NbdistError: What a rank raised; what counts now, `current` says.
             Interrupted: If the user interrupted it.
         """
-        choice = chosen(Asked(name, tuple(given.items())), self._session.topology)
+        return self.switch_to(chosen(Asked(name, tuple(given.items())), self._session.topology))
+
+    def switch_to(self, choice: Choice) -> Switched:
+        """The same with a choice for these ranks."""
         self._session.upkeep.recover_if_needed()
         self.last = self.last or choice  # it may count, however this ends
         try:

@@ -10,6 +10,7 @@ from argparse import Namespace
 from nbdist.commands import (
     bandwidth,
     cells,
+    compare,
     doctor,
     export,
     running,
@@ -33,6 +34,7 @@ _ALL = (
     *variables.VERBS,
     *cells.VERBS,
     *trace.VERBS,
+    *compare.VERBS,
     *export.VERBS,
     *doctor.VERBS,
     *bandwidth.VERBS,

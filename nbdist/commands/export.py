@@ -14,7 +14,7 @@ from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.client import notebook_file, strategy
-from nbdist.commands import cells, running, trace, training
+from nbdist.commands import cells, compare, running, trace, training
 from nbdist.core import export
 from nbdist.core import strategy as strategies
 from nbdist.core.export import Cell, Magic, Reader
@@ -236,5 +236,6 @@ VERBS = (
 )
 _TABLE = {
     verb.name: verb
-    for verb in (*running.VERBS, *training.VERBS, *cells.VERBS, *trace.VERBS, *VERBS)
+    for verbs in (running.VERBS, training.VERBS, cells.VERBS, trace.VERBS, compare.VERBS, VERBS)
+    for verb in verbs
 }

@@ -5,11 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 
 from nbdist.client import strategy
+from nbdist.core.strategy import choose
 from nbdist.core.strategy_options import listed
 from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
-from nbdist.verbs import Option, Verb, rank_number, strategy_given, strategy_options
+from nbdist.verbs import Option, Verb, parse, rank_number, strategy_given, strategy_options
 from nbdist.view import strategy as strategy_view
 from nbdist.view.mime import View
 
@@ -18,6 +19,26 @@ def dist_sync_model(values: Namespace) -> View:
     """Make the models of all ranks equal to those of one."""
     names = NOTEBOOK.session.sync_model(values.source)
     return View(f"all ranks have rank {values.source}'s {', '.join(names)}")
+
+
+def strategy_asked(text: str) -> strategy.Asked:
+    """A strategy with its options, in one text: `fsdp --bf16`.
+
+    Raises:
+        OptionError: If it cannot be read, or there is no such strategy.
+    """
+    values = parse(VERBS[0], text).values
+    if len(values.named) > 1:
+        raise OptionError(
+            f"Which one is {text!r}: {listed(values.named, 'or')}? A strategy with options goes "
+            'into quotation marks: "fsdp --bf16" ddp'
+        )
+    name = values.named[0] if values.named else None
+    asked = strategy.asked(name, strategy_given(values))
+    if asked is None or (name is not None and name not in ROWS):
+        choose(name, {}, 1)  # says which there are
+    assert asked is not None
+    return asked
 
 
 def dist_strategy(values: Namespace) -> View:

@@ -8,6 +8,7 @@ from itertools import chain
 import numpy as np
 
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.shown import is_stored
 from nbdist.core.trace import COMMUNICATION, RankTrace, Trace
 
 # A first step this much longer than the others is no measure of them.
@@ -44,6 +45,8 @@ def _steps(traces: Sequence[RankTrace]) -> Iterator[str]:
 
 
 def _first(steps_ns: Sequence[Sequence[int]]) -> Iterator[str]:
+    if is_stored():
+        return  # whether it is told depends on the machine's other work
     later_ns = [ns for each in steps_ns for ns in each[1:]]
     first_ns = max((each[0] for each in steps_ns if each), default=0)
     if later_ns and first_ns > FIRST_STEP * np.median(later_ns):

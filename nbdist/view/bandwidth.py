@@ -122,7 +122,10 @@ def _model(found: Bench) -> View:
         ]
         for op, fit in fits.items()
     ]
-    lacking = dict.fromkeys(row.op for row in found.rows if row.op not in fits)
+    ops = list(dict.fromkeys(row.op for row in found.rows))
+    if is_stored():  # whether times grow with the size is measured, too
+        rows = [[op, *[shown("")] * 3] for op in ops]
+    lacking = [] if is_stored() else [op for op in ops if op not in fits]
     after = [f"no model of {', '.join(lacking)}: {_NO_MODEL}"] if lacking else []
     if not rows:
         return View("\n".join(after), _lines(after))

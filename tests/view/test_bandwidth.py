@@ -147,6 +147,9 @@ def test_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     assert view == faster
+    noisy = replace(FAST, rows=tuple(replace(row, time_s=1 / row.size_bytes) for row in FAST.rows))
+    assert not noisy.model.fits  # nothing grows with the size
+    assert view == bench(noisy)
     assert re.search(r"^all_reduce +1 KiB +# +# +#  ok$", view.text, re.MULTILINE)
     assert "<img" not in view.html
     assert "H200" not in view.text.partition("\n")[0]

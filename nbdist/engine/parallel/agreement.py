@@ -137,19 +137,29 @@ def interrupts_held() -> Iterator[None]:
 @contextlib.contextmanager
 def same_random() -> Iterator[None]:
     """Leave Python's, numpy's and torch's generators as they were before."""
+    put_back = random_kept()
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def random_kept() -> Callable[[], None]:
+    """What puts Python's, numpy's and torch's generators back to what they are now."""
     python, host = random.getstate(), torch.random.get_rng_state()
     # Accelerate needs numpy, and seeds its global generator.
     old = np.random.get_state()  # noqa: NPY002
     has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     device = torch.cuda.get_rng_state() if has_gpu else None
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         random.setstate(python)
         np.random.set_state(old)  # noqa: NPY002
         torch.random.set_rng_state(host)
         if device is not None:
             torch.cuda.set_rng_state(device)
+
+    return put_back
 
 
 def sentence(error: BaseException) -> str:

@@ -115,17 +115,18 @@ def watch(watcher: Watcher) -> None:
 
 def ask(old: Choice, new: Choice) -> None:
     """Ask the watchers whether they can follow a switch; one that cannot raises OptionError."""
-    for watcher in _watchers():
+    for watcher in watchers():
         watcher.before_switch(old, new)
 
 
 def tell(old: Choice, new: Choice) -> None:
     """Tell the watchers of a switch."""
-    for watcher in _watchers():
+    for watcher in watchers():
         watcher.after_switch(old, new)
 
 
-def _watchers() -> list[Watcher]:
+def watchers() -> list[Watcher]:
+    """Those that live, in order."""
     return [one for ref in _live.watchers if (one := ref()) is not None]
 
 
@@ -173,6 +174,11 @@ def layout_of(parameter: torch.Tensor) -> TensorLayout | None:
 def bound(optimizer: Optimizer) -> Bound:
     """What is known of an optimizer."""
     return _live.bound.setdefault(optimizer, Bound(next_number()))
+
+
+def bound_optimizers() -> list[Optimizer]:
+    """Those that live."""
+    return list(_live.bound)
 
 
 def is_bound(optimizer: Optimizer) -> bool:

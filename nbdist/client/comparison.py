@@ -1,0 +1,147 @@
+"""Runs the same cell under several strategies in turn, and puts everything back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from nbdist.client import remote
+from nbdist.client.strategy import Asked, chosen
+from nbdist.core import comparison, trace_shares
+from nbdist.core.comparison import Comparison, Row, Watched
+from nbdist.core.strategy import Choice, described
+from nbdist.core.trace import TraceOptions
+from nbdist.errors import DistributedError, Interrupted, NbdistError, OptionError
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+# A large model is copied to the host, and back.
+KEEP_S = 300.0
+WATCH_S = 60.0
+# How client.ending says that nbdist has refused the cell's model or batch on all ranks.
+_REFUSED = re.compile(r"^ranks? [\d,-]+ raised (?:OptionError|NbdistError): (.*)$", re.DOTALL)
+RECORDED = TraceOptions()
+_NOT_BACK = (
+    "the state of before the comparison was not put back; %dist_strategy says what counts now"
+)
+
+
+class Comparing:
+    """One comparison of strategies.
+
+    Attributes:
+        rows: Done so far, for a comparison that comes to no end.
+        told: Back under the strategy of before: what to say of it; empty until then.
+    """
+
+    def __init__(self, session: Session, code: str):
+        """Of one cell; nothing runs yet.
+
+        Args:
+            session: Its ranks, all of them, run the cell.
+            code: Source as in a cell.
+
+        Raises:
+            OptionError: If there is none.
+        """
+        if not code.strip():
+            raise OptionError(
+                "There is nothing to compare. Type the training steps below %%dist_compare, or "
+                "behind two dashes: %dist_compare ddp fsdp -- train(3)"
+            )
+        self.rows: list[Row] = []
+        self.told = ""
+        self._models: tuple[str, ...] = ()
+        self._session = session
+        self._code = code
+
+    def run(
+        self, asked: Sequence[tuple[str, Asked]], begins: Callable[[str], None] = lambda _text: None
+    ) -> Comparison:
+        """Run the cell twice under each strategy, the second time recorded.
+
+        Each begins with the state of before: weights, optimizers, schedulers, scaler, epochs of
+        loaders, random generators. That is put back afterwards as well, however it ends.
+
+        Args:
+            asked: As typed, and what that means.
+            begins: Called with the text of each before it.
+
+        Raises:
+            OptionError: Live models lie in buffers that no strategy can take over.
+            DistributedError: The cell failed; the strategies that follow were not run.
+            Interrupted: The user interrupted it, likewise.
+            RankGone, RankBusy, NotRunning: As for a cell.
+            NbdistError: The state of before could not be put back.
+        """
+        session = self._session
+        before, last = session.strategy.current(), session.strategy.last
+        self._models = self._call(remote.keep_state, KEEP_S)[0]
+        try:
+            for text, one in asked:
+                begins(text)
+                self.rows.append(self._row(text, one, before))
+        finally:
+            session.strategy.last = last
+            self._drop()
+        found = Comparison(tuple(self.rows), described(before), self._models)
+        session.strategy.compared = found
+        return found
+
+    def _row(self, text: str, one: Asked, before: Choice) -> Row:
+        session = self._session
+        try:
+            choice = chosen(one, session.topology)
+            session.strategy.switch_to(choice)
+        except OptionError as error:  # nothing has changed
+            return Row(text, problem=str(error))
+        try:
+            found = self._measured(text, choice)
+        except DistributedError as error:
+            self._back(before)
+            refused = _REFUSED.match(str(error))
+            if refused is None:
+                raise
+            return Row(text, problem=refused[1])
+        except BaseException:
+            self._back(before)
+            raise
+        self._back(before)
+        return found
+
+    def _measured(self, text: str, choice: Choice) -> Row:
+        session = self._session
+        self._call(remote.watch_memory, WATCH_S)
+        session.run(self._code)
+        warm: list[Watched] = self._call(remote.watched_memory, WATCH_S)
+        if not self._models:  # the next run makes its own
+            self._call(remote.clear_made, KEEP_S)
+        self._call(remote.watch_memory, WATCH_S)
+        trace = session.profile(self._code, RECORDED)
+        recorded: list[Watched] = self._call(remote.watched_memory, WATCH_S)
+        return comparison.row(text, choice, trace_shares.shares(trace), warm, recorded)
+
+    def _back(self, before: Choice) -> None:
+        """Everything as it was before the strategy."""
+        try:
+            self._call(remote.clear_made, KEEP_S)
+            self._session.strategy.switch_to(before)
+            self._call(remote.restore_state, KEEP_S)
+        except KeyboardInterrupt as error:
+            raise Interrupted(f"{error}; {_NOT_BACK}") from error
+        except NbdistError as error:
+            raise NbdistError(f"{error} ({_NOT_BACK})") from error
+        self.told = f"back under {described(before)}, with the state of before"
+
+    def _drop(self) -> None:
+        """Forget the copies, on the ranks that can be asked."""
+        session = self._session
+        for rank in session.ranks:
+            if session.is_connected(rank) and not session.readiness.is_busy(rank):
+                remote.drop_state(session.call, rank)
+
+    def _call(self, function: Callable[..., Future[Any]], deadline_s: float) -> list[Any]:
+        return self._session.call_all(function, deadline_s=deadline_s)

@@ -1,0 +1,76 @@
+"""The verb that runs the same steps under several strategies."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+
+from nbdist.client.comparison import Comparing
+from nbdist.commands.training import strategy_asked
+from nbdist.core.strategy_options import listed
+from nbdist.core.strategy_rows import ROWS
+from nbdist.errors import OptionError
+from nbdist.notebook import NOTEBOOK
+from nbdist.verbs import Option, Verb
+from nbdist.view import comparison as comparison_view
+from nbdist.view.cells import publish
+from nbdist.view.mime import View
+
+
+def compared(
+    strategies: Sequence[str], code: str, show: Callable[[View], None] = lambda _view: None
+) -> View:
+    """Compare, and say what came of it.
+
+    Args:
+        strategies: Each as it is typed behind %dist_strategy.
+        code: Source as in a distributed cell.
+        show: Shows a heading above each strategy's output; and what there is, where the cell ends
+            it before all have run.
+
+    Raises:
+        OptionError: If a strategy does not exist, or there is no code.
+        DistributedError, Interrupted, NbdistError: See client.comparison.
+    """
+    if not strategies:
+        raise OptionError(
+            f"%dist_compare: no strategy is named. Choose of {listed(ROWS)}: "
+            "%dist_compare ddp fsdp -- train(3)"
+        )
+    asked = [(text, strategy_asked(text)) for text in strategies]
+    comparing = Comparing(NOTEBOOK.session, code)
+    try:
+        found = comparing.run(asked, lambda text: show(View(f"{text}:")))
+    except BaseException:
+        for view in comparison_view.broken_off(comparing.rows, comparing.told):
+            show(view)
+        raise
+    return comparison_view.compared(found)
+
+
+def dist_compare(values: Namespace) -> View:
+    """Run the cell under each strategy, and show them side by side."""
+    return compared(values.strategies, values.rest, _show)
+
+
+def _show(view: View) -> None:
+    publish(view._repr_mimebundle_())
+
+
+VERBS = (
+    Verb(
+        "dist_compare",
+        "Run the same steps under several strategies: time, memory, bytes and overlap of each.",
+        '%dist_compare ddp "fsdp --bf16" tp -- train(3)',
+        dist_compare,
+        (
+            Option(
+                ("strategies",),
+                "one or more, each with its options in quotation marks; then -- and the steps, or "
+                "%%dist_compare with the steps below",
+                metavar="STRATEGY",
+            ),
+        ),
+        takes_code=True,
+    ),
+)

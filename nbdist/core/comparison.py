@@ -1,0 +1,162 @@
+"""The same steps under several strategies: what each took, held and sent, a row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nbdist.core import footprint
+from nbdist.core.strategy import Choice, described
+from nbdist.core.trace_shares import RankShares, Shares
+
+# Of a step, in the order in which they are drawn; core.trace_shares says what each is.
+PARTS = ("compute", "communication", "copy", "data", "idle")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank holds of the models that a cell trains, in bytes.
+
+    Attributes:
+        parameters_bytes: Of parameters that lie on this rank.
+        gradients_bytes: Of gradients right after an optimizer's step.
+        optimizer_bytes: Of the optimizers' tensors, their counts of steps aside.
+    """
+
+    parameters_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A rank's memory over one cell.
+
+    Attributes:
+        held: The most that it held after a step; at the end of the cell, where none was made.
+        peak_bytes: Of torch's allocator on a GPU; resident memory of the process on the CPU. None
+            where the system does not tell.
+        is_device: Whether the peak is a GPU's.
+        n_parameters: Of the whole models, whatever lies here.
+        has_adam: All optimizers that stepped keep two moments for each parameter.
+    """
+
+    held: Held
+    peak_bytes: int | None
+    is_device: bool
+    n_parameters: int
+    has_adam: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One strategy.
+
+    Attributes:
+        asked: As typed: "fsdp --bf16".
+        problem: Why there are no numbers, as a sentence; empty where there are.
+        strategy: `core.strategy.described`.
+        dp: Ranks that see different data: a step takes so many of the loader's batches.
+        step_ns: As Shares.step_ns; of the whole cell, where it makes no steps.
+        has_steps: Whether it makes steps.
+        parts: Share of each of PARTS in that, over all ranks.
+        overlap: Share of communication under which something computes; None without any.
+        sent_bytes: What a rank sends per step, measured.
+        sent_formula_bytes: The strategy's formula for the same, activations left out; None where
+            it says nothing.
+        held: Of the rank that holds the most.
+        held_formula_bytes: The strategy's formula for the same; None where it says nothing.
+        peak_bytes: Of the rank with the highest; None where it is unknown.
+        is_device: Whether that is a GPU's memory.
+    """
+
+    asked: str
+    problem: str = ""
+    strategy: str = ""
+    dp: int = 1
+    step_ns: int = 0
+    has_steps: bool = False
+    parts: tuple[float, ...] = (0.0,) * len(PARTS)
+    overlap: float | None = None
+    sent_bytes: float = 0.0
+    sent_formula_bytes: float | None = None
+    held: Held = Held()
+    held_formula_bytes: float | None = None
+    peak_bytes: int | None = None
+    is_device: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The same cell under several strategies.
+
+    Attributes:
+        rows: In the order in which they were asked for.
+        before: The strategy before and after, as `core.strategy.described` says it.
+        models: Live models that were put under each; empty where the cell made its own.
+    """
+
+    rows: tuple[Row, ...]
+    before: str
+    models: tuple[str, ...] = ()
+
+
+def row(
+    asked: str,
+    choice: Choice,
+    shares: Shares,
+    warm: Sequence[Watched],
+    recorded: Sequence[Watched],
+) -> Row:
+    """What a strategy comes to.
+
+    Args:
+        asked: As typed.
+        choice: The same for these ranks.
+        shares: Of the recorded run.
+        warm: Each rank's memory while the cell ran outside the record: a profiler's own is in the
+            resident memory of a process.
+        recorded: The same of the recorded run; of a GPU the peak is from there.
+    """
+    window_ns = sum(one.window_ns for one in shares.ranks)
+    communication_ns = sum(one.communication_ns for one in shares.ranks)
+    overlap_ns = sum(one.overlap_ns for one in shares.ranks)
+    is_device = any(one.is_device for one in recorded)
+    peaks = [one.peak_bytes for one in (recorded if is_device else warm)]
+    most = max(recorded, key=lambda one: one.held.total_bytes)
+    longest_ns = max((one.window_ns for one in shares.ranks), default=0)
+    return Row(
+        asked=asked,
+        strategy=described(choice),
+        dp=choice.degrees.dp,
+        step_ns=shares.step_ns or longest_ns,
+        has_steps=bool(shares.step_ns),
+        parts=tuple(
+            sum(part_ns) / max(1, window_ns)
+            for part_ns in zip(*(_parts_ns(one) for one in shares.ranks), strict=True)
+        )
+        or (0.0,) * len(PARTS),
+        overlap=overlap_ns / communication_ns if communication_ns else None,
+        sent_bytes=shares.sent_bytes,
+        sent_formula_bytes=shares.formula_bytes,
+        held=most.held,
+        held_formula_bytes=_formula_bytes(choice, most),
+        peak_bytes=None if None in peaks else max(one for one in peaks if one is not None),
+        is_device=is_device,
+    )
+
+
+def _parts_ns(one: RankShares) -> tuple[int, ...]:
+    return one.compute_ns, one.exposed_ns, one.copy_ns, one.data_ns, one.idle_ns
+
+
+def _formula_bytes(choice: Choice, most: Watched) -> float | None:
+    """What the strategy's formula gives: it is of Adam."""
+    if not most.has_adam or not most.n_parameters:
+        return None
+    return footprint.held_bytes(choice, most.n_parameters, footprint.recipe_of(choice))

@@ -1,0 +1,371 @@
+"""A rank's part of a comparison of strategies: what was before is put back, memory is watched.
+
+    keep     copies of what training changes, on the host
+    watch    one cell's memory from here on;  watched  what it came to
+    clear    forget what the cell has made; then the strategy is switched back
+    restore  the copies back in place
+    drop     forget the copies
+
+Every copy is of this rank's own part, under the strategy of before, so no rank is met.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Adam, AdamW
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from nbdist.core.comparison import Held, Watched
+from nbdist.core.strategy import label, rows_of
+from nbdist.engine import namespace
+from nbdist.engine.parallel import fsdp, registry
+from nbdist.engine.parallel.agreement import random_kept
+from nbdist.engine.parallel.build import local_of
+from nbdist.engine.parallel.commit import called
+from nbdist.engine.parallel.prepared import Prepared
+from nbdist.engine.parallel.wholes import local_values
+from nbdist.errors import NbdistError, OptionError
+
+_PROC = Path("/proc/self")
+# Written to clear_refs: the highest resident memory counts from now on (man 5 proc).
+_RESET_PEAK = "5"
+
+
+@dataclass(slots=True)
+class _Stepper:
+    """An optimizer as it was: settings of each group, and state of each parameter in it."""
+
+    optimizer: Optimizer
+    settings: list[dict[str, Any]]
+    state: list[list[dict[str, Any] | None]]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What training changes on this rank, as it was.
+
+    Attributes:
+        models: Each with its values, and the mode of each of its modules.
+        steppers: Optimizers of these models.
+        others: What puts schedulers, scaler, loaders' epochs and random generators back.
+        names: The user's variables.
+    """
+
+    models: list[tuple[Prepared, dict[str, torch.Tensor], list[tuple[torch.nn.Module, bool]]]]
+    steppers: list[_Stepper]
+    others: list[Callable[[], None]]
+    names: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Watch:
+    """One cell's memory.
+
+    Attributes:
+        held: The most so far.
+        optimizers: That have stepped.
+        hook: Of all optimizers; None where nothing is watched.
+        has_peak: The system counts the highest resident memory from the beginning of the watch.
+    """
+
+    held: Held = field(default_factory=Held)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    hook: Any = None
+    has_peak: bool = True
+
+
+@dataclass(slots=True)
+class _State:
+    kept: _Kept | None = None
+    watch: _Watch = field(default_factory=_Watch)
+
+
+_state = _State()
+
+
+def keep() -> tuple[str, ...]:
+    """Copy what training changes on this rank, to the host; the names of the live models.
+
+    Raises:
+        OptionError: A live model lies in buffers that no other strategy can take over.
+    """
+    gc.collect()  # models of cells that were run again
+    models = registry.prepared()
+    choice = registry.current()
+    fixed = next((row.fixed for row in rows_of(choice) if row.fixed), "")
+    if models and fixed:
+        raise OptionError(
+            f"Live models cannot be switched from {label(choice)}: {fixed}. Compare where no model "
+            "is prepared, with a cell that makes its own, or begin with %dist_reset --strategy ddp."
+        )
+    for one in models:
+        fsdp.settle(one.built.job.root)
+    watchers = registry.watchers()
+    _state.kept = _Kept(
+        models=[
+            (
+                one,
+                {name: _copied(value) for name, value in local_values(one).items()},
+                [(module, module.training) for module in one.base.modules()],
+            )
+            for one in models
+        ],
+        steppers=[_stepper(one) for one in registry.bound_optimizers()],
+        others=[random_kept(), *(put for one in watchers for put in _of_accelerator(one))],
+        names={k: v for k, v in namespace.everything().items() if not k.startswith("_")},
+    )
+    return tuple(called(one.built) for one in models)
+
+
+def clear() -> None:
+    """Forget the models and variables that the cell has made on this rank.
+
+    Variables that it has bound anew stand for what they stood for before, unless there are live
+    models: a switch binds their names.
+    """
+    kept = _kept()
+    _stop_watching()
+    known: Any = namespace.everything()
+    for name in namespace.names():
+        if name not in kept.names:
+            del known[name]
+    if not kept.models:
+        namespace.push(kept.names)
+    registry.keep({one.number for one, _, _ in kept.models})
+    gc.collect()
+
+
+def restore() -> None:
+    """Put back what `keep` has copied, in place; gradients are cleared. This rank alone.
+
+    Raises:
+        NbdistError: A model or an optimizer lies otherwise now than it did.
+    """
+    kept = _kept()
+    for one, values, modes in kept.models:
+        fsdp.settle(one.built.job.root)
+        _copy_into(local_values(one), values, type(one.base).__name__)
+        for module, is_training in modes:
+            module.training = is_training
+        for parameter in one.base.parameters():
+            parameter.grad = None
+    for stepper in kept.steppers:
+        _put_back(stepper)
+    for put in kept.others:
+        put()
+
+
+def drop() -> None:
+    """Forget the copies."""
+    _stop_watching()
+    _state.kept = None
+
+
+def watch() -> None:
+    """Watch this rank's memory from now on, until `watched`."""
+    _stop_watching()
+    gc.collect()
+    _give_back_freed()
+    one = _state.watch = _Watch()
+    if registry.device().type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        one.has_peak = _reset_resident_peak()
+    one.hook = register_optimizer_step_post_hook(lambda optimizer, *_: _count(one, optimizer))
+
+
+def watched() -> Watched:
+    """What this rank's memory came to since `watch`."""
+    one = _state.watch
+    _stop_watching()
+    if not one.held.total_bytes:
+        one.held = _held(one.optimizers)
+    is_device = registry.device().type == "cuda"
+    peak_bytes = torch.cuda.max_memory_allocated() if is_device else None
+    if not is_device and one.has_peak:
+        peak_bytes = _resident_peak_bytes()
+    trained = _trained(one.optimizers)
+    shapes = [each.layouts[name].shape for each in trained for name in each.parameters]
+    return Watched(
+        held=one.held,
+        peak_bytes=peak_bytes,
+        is_device=is_device,
+        n_parameters=sum(torch.Size(shape).numel() for shape in shapes),
+        has_adam=bool(one.optimizers) and all(map(_is_adam, one.optimizers)),
+    )
+
+
+def _kept() -> _Kept:
+    if _state.kept is None:
+        raise NbdistError("Nothing was kept on this rank: its process has replaced another.")
+    return _state.kept
+
+
+def _copied(value: Any) -> Any:
+    """A copy on the host, of this rank's part: a GPU's memory is what is compared."""
+    if isinstance(value, torch.Tensor):
+        return local_of(value).to("cpu", copy=True)
+    return copy.deepcopy(value)
+
+
+def _stepper(optimizer: Optimizer) -> _Stepper:
+    groups = optimizer.param_groups
+    return _Stepper(
+        optimizer,
+        [{key: _copied(value) for key, value in g.items() if key != "params"} for g in groups],
+        [[_state_of(optimizer, parameter) for parameter in g["params"]] for g in groups],
+    )
+
+
+def _state_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any] | None:
+    if parameter not in optimizer.state:
+        return None
+    return {key: _copied(value) for key, value in optimizer.state[parameter].items()}
+
+
+def _put_back(stepper: _Stepper) -> None:
+    optimizer = stepper.optimizer
+    name = type(optimizer).__name__
+    for group, settings, states in zip(
+        optimizer.param_groups, stepper.settings, stepper.state, strict=True
+    ):
+        for key, value in settings.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = copy.deepcopy(value)
+        for parameter, state in zip(group["params"], states, strict=True):
+            if state is None:
+                optimizer.state.pop(parameter, None)
+                continue
+            own = optimizer.state[parameter]
+            tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+            _copy_into({k: local_of(own[k]) for k in tensors if k in own}, tensors, name)
+            own.update({k: copy.deepcopy(v) for k, v in state.items() if k not in tensors})
+
+
+def _copy_into(
+    there: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], what: str
+) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            if name not in there or there[name].shape != value.shape:
+                raise NbdistError(
+                    f"{name} of {what} lies otherwise than before the comparison, so its values "
+                    "were not put back. %dist_reset starts afresh."
+                )
+            there[name].copy_(value)
+
+
+def _of_accelerator(one: Any) -> list[Callable[[], None]]:
+    """What puts an Accelerator's own state back; nothing for other watchers."""
+    if not hasattr(one, "_schedulers"):
+        return []
+
+    def scale(state: Any) -> None:  # a switch may have made another scaler
+        one.scaler.load_state_dict(state)
+
+    schedulers, loaders = one._schedulers, one._dataloaders  # noqa: SLF001  # as saving does
+    return [
+        *(_loading(each.load_state_dict, each.state_dict()) for each in schedulers),
+        *([] if one.scaler is None else [_loading(scale, one.scaler.state_dict())]),
+        *(
+            _loading(each.set_epoch_state, each.epoch_state())
+            for each in loaders
+            if hasattr(each, "epoch_state")
+        ),
+        _loading(lambda steps: setattr(one, "step", steps), one.step),
+    ]
+
+
+def _loading(load: Callable[[Any], object], state: Any) -> Callable[[], None]:
+    kept = copy.deepcopy(state)
+
+    def put() -> None:
+        load(copy.deepcopy(kept))
+
+    return put
+
+
+def _count(one: _Watch, optimizer: Optimizer) -> None:
+    """An optimizer has stepped: gradients and state are there now."""
+    if not any(known is optimizer for known in one.optimizers):
+        one.optimizers.append(optimizer)
+    held = _held(one.optimizers)
+    if held.total_bytes > one.held.total_bytes:
+        one.held = held
+
+
+def _trained(optimizers: list[Optimizer]) -> list[Prepared]:
+    """The prepared models that these optimizers step; all, where none has stepped.
+
+    A model of a cell that failed lives on in its error.
+    """
+    if not optimizers:
+        return registry.prepared()
+    found = [one for each in optimizers for one, _, _ in registry.names_in(each).values()]
+    return list({id(one): one for one in found}.values())
+
+
+def _held(optimizers: list[Optimizer]) -> Held:
+    """What lies on this rank of prepared models, and of what these optimizers step."""
+    groups = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    parameters = [*(p for one in _trained(optimizers) for p in one.base.parameters()), *groups]
+    distinct = list({id(parameter): parameter for parameter in parameters}.values())
+    state = [v for one in optimizers for own in one.state.values() for v in own.values()]
+    tensors = [v for v in state if isinstance(v, torch.Tensor) and v.dim() > 0]
+    return Held(
+        sum(map(_bytes, distinct)),
+        sum(_bytes(one.grad) for one in distinct if one.grad is not None),
+        sum(map(_bytes, tensors)),
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    local = local_of(tensor)
+    return 0 if local.is_meta else local.nbytes
+
+
+def _is_adam(optimizer: Optimizer) -> bool:
+    has_two = not any(group.get("amsgrad") for group in optimizer.param_groups)
+    return isinstance(optimizer, Adam | AdamW) and has_two
+
+
+def _stop_watching() -> None:
+    if _state.watch.hook is not None:
+        _state.watch.hook.remove()
+        _state.watch.hook = None
+
+
+def _give_back_freed() -> None:
+    """Let malloc return what the strategy before has freed, or it counts for the next one."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if trim is not None:
+        trim(0)
+
+
+def _reset_resident_peak() -> bool:
+    try:
+        (_PROC / "clear_refs").write_text(_RESET_PEAK)
+    except OSError:  # some containers have no such file: the peak would be the process's so far
+        return False
+    return True
+
+
+def _resident_peak_bytes() -> int | None:
+    """The highest resident memory of this process; None where the system does not tell."""
+    try:
+        status = (_PROC / "status").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else None

@@ -1,0 +1,241 @@
+"""Strategies side by side: a table, and one picture of time, memory, bytes and overlap."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from nbdist.core import units
+from nbdist.core.comparison import PARTS, Comparison, Row
+from nbdist.core.shown import is_stored, shown
+from nbdist.view.mime import View, table
+from nbdist.view.trace_png import COLOURS
+
+if TYPE_CHECKING:  # it takes half a second to import
+    from matplotlib.axes import Axes
+
+_NOTHING = "-"
+_IDLE = "#d0d0d0"
+# Of what a rank holds: parameters, gradients, the optimizer's state.
+_HELD = (("parameters", "#0072b2"), ("gradients", "#e69f00"), ("optimizer", "#009e73"))
+_WIDTH_IN, _ROW_IN, _EDGE_IN, _DPI = 10.0, 0.32, 1.2, 160
+_FONT_PT = 7
+_MOST_NAME = 28
+
+
+def compared(found: Comparison) -> View:
+    """What %dist_compare shows.
+
+    The text has every number. Where outputs are stored and compared there is no HTML, as for a
+    trace: the picture has measured times in it.
+    """
+    rows = _table(found.rows)
+    lines = list(_notes(found))
+    text = "\n".join(["", *lines])
+    image = _png([one for one in found.rows if not one.problem])
+    if is_stored():
+        return View(rows.text + text, png=image)
+    alt = html.escape(f"Bars of the strategies; the numbers stand below. {rows.text}", quote=True)
+    picture = base64.b64encode(image).decode("ascii")
+    body = (
+        f'<img style="max-width:100%" alt="{alt}" src="data:image/png;base64,{picture}"/>'
+        if image
+        else ""
+    )
+    told = "".join(f"<div>{html.escape(line)}</div>" for line in lines)
+    return View(rows.text + text, f"<div>{body}{rows.html}{told}</div>", png=image)
+
+
+def broken_off(rows: Sequence[Row], told: str) -> Iterator[View]:
+    """What there is of a comparison that was ended by its cell, and that all is as before."""
+    if rows:
+        yield _table(rows)
+    if told:
+        yield View(told)
+
+
+def _table(rows: Sequence[Row]) -> View:
+    head = [
+        "strategy", "ms", "compute", "communication", "copy", "data", "idle", "hidden", "held",
+        "formula", "peak", "sent", "formula", "batches",
+    ]  # fmt: skip
+    done = [one for one in rows if not one.problem]
+    refused = [f"{one.asked}: not run. {one.problem}" for one in rows if one.problem]
+    if not done:
+        return View("\n".join(refused), "".join(f"<div>{html.escape(t)}</div>" for t in refused))
+    return table(head, [_cells(one) for one in done], after=refused)
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.asked,
+        shown(f"{row.step_ns / 1e6:.2f}"),
+        *map(_percent, row.parts),
+        _NOTHING if row.overlap is None else _percent(row.overlap),
+        units.size(row.held.total_bytes) if row.held.total_bytes else _NOTHING,
+        _size(row.held_formula_bytes),
+        _size(row.peak_bytes),
+        units.size(row.sent_bytes),
+        _size(row.sent_formula_bytes),
+        str(row.dp),
+    ]
+
+
+def _percent(share: float) -> str:
+    return shown(f"{100 * share:.1f}")
+
+
+def _size(value_bytes: float | None) -> str:
+    return _NOTHING if value_bytes is None else units.size(value_bytes)
+
+
+def _notes(found: Comparison) -> Iterator[str]:
+    done = [one for one in found.rows if not one.problem]
+    if done:
+        what = "step" if all(one.has_steps for one in done) else "step (of the cell, without steps)"
+        yield (
+            f"ms: of a {what}, recorded after a run as warm-up, on the rank that took longest. "
+            "compute to idle: % of it over all ranks; communication is what nothing computes "
+            "beside, hidden the share of all communication that something computes beside."
+        )
+        yield (
+            "held: parameters, gradients and optimizer's state on the rank with the most, right "
+            "after an optimizer's step; the formula is of Adam."
+        )
+        peak = "of torch's allocator on the GPU" if done[0].is_device else _RESIDENT
+        yield f"peak: {peak}."
+        yield (
+            "sent: per rank and step; the formula is of parameters and gradients, activations come "
+            "on top. batches: so many of the loader's make a step, so rows differ in how much a "
+            "step trains."
+        )
+    who = f"{', '.join(found.models)} and what trains it are" if found.models else "everything is"
+    yield f"{who} as before, under {found.before}; %dist_trace shows the last strategy's trace"
+
+
+_RESIDENT = (
+    "resident memory of the process in the warm-up, with Python, torch and what malloc keeps"
+)
+
+
+def _png(rows: Sequence[Row]) -> bytes:
+    """Panels of bars, a bar per strategy; empty without one. Leaves matplotlib as it is."""
+    if not rows:
+        return b""
+    import matplotlib.style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.style.context("default"):
+        height_in = _EDGE_IN + _ROW_IN * len(rows)
+        figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=_DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = [_time, _memory, _sent, _overlap]
+        if all(one.peak_bytes is not None for one in rows):
+            panels.insert(2, _peak)
+        ratios = [_WIDTHS.get(panel.__name__, 1.0) for panel in panels]
+        every = figure.subplots(1, len(panels), sharey=True, width_ratios=ratios)
+        for panel, axes in zip(panels, every, strict=True):
+            panel(axes, rows)
+        time = every[0]
+        time.set_yticks(range(len(rows)), [_short(one.asked) for one in rows])
+        for text in time.get_yticklabels():
+            text.set_parse_math(False)
+        time.invert_yaxis()
+        for axes in every:
+            axes.tick_params(labelsize=_FONT_PT)
+            for side in ("top", "right"):
+                axes.spines[side].set_visible(False)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_NAME else f"{text[: _MOST_NAME - 3]}..."
+
+
+def _bars(axes: Axes, series: Sequence[tuple[str, str, Sequence[float]]], title: str) -> None:
+    """Bars of several parts, one after the other."""
+    left = [0.0] * len(series[0][2])
+    for name, colour, values in series:
+        if any(values):
+            axes.barh(range(len(values)), values, left=left, color=colour, label=name, height=0.7)
+        left = [one + value for one, value in zip(left, values, strict=True)]
+    axes.set_title(title, fontsize=_FONT_PT + 1)
+    axes.set_xlim(left=0)
+
+
+def _legend(axes: Axes) -> None:
+    if not axes.get_legend_handles_labels()[0]:
+        return
+    axes.legend(
+        fontsize=_FONT_PT - 1, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15),
+        ncols=2, handlelength=1, columnspacing=1, markerscale=0.4,
+    )  # fmt: skip
+
+
+def _time(axes: Axes, rows: Sequence[Row]) -> None:
+    series = [
+        (part, COLOURS.get(part, _IDLE), [one.step_ns / 1e6 * one.parts[at] for one in rows])
+        for at, part in enumerate(PARTS)
+    ]
+    what = "a step" if all(one.has_steps for one in rows) else "a step or the cell"
+    _bars(axes, series, f"time of {what}, ms")
+    _legend(axes)
+
+
+def _memory(axes: Axes, rows: Sequence[Row]) -> None:
+    unit_bytes, unit = _unit([one.held.total_bytes for one in rows])
+    series = [
+        (name, colour, [getattr(one.held, f"{name}_bytes") / unit_bytes for one in rows])
+        for name, colour in _HELD
+    ]
+    _bars(axes, series, f"held by a rank, {unit}")
+    _marks(axes, [one.held_formula_bytes for one in rows], unit_bytes)
+    _legend(axes)
+
+
+def _peak(axes: Axes, rows: Sequence[Row]) -> None:
+    peaks = [one.peak_bytes or 0 for one in rows]
+    unit_bytes, unit = _unit(peaks)
+    what = "GPU" if rows[0].is_device else "process"
+    values = [peak / unit_bytes for peak in peaks]
+    _bars(axes, [("peak", COLOURS["host"], values)], f"peak of the {what}, {unit}")
+
+
+def _sent(axes: Axes, rows: Sequence[Row]) -> None:
+    unit_bytes, unit = _unit([one.sent_bytes for one in rows])
+    values = [one.sent_bytes / unit_bytes for one in rows]
+    _bars(axes, [("measured", COLOURS["communication"], values)], f"sent, {unit}")
+    _marks(axes, [one.sent_formula_bytes for one in rows], unit_bytes)
+    _legend(axes)
+
+
+def _overlap(axes: Axes, rows: Sequence[Row]) -> None:
+    values = [100 * (one.overlap or 0.0) for one in rows]
+    _bars(axes, [("hidden", COLOURS["compute"], values)], "hidden, %")
+    axes.set_xlim(0, 100)
+
+
+# How wide panels are beside others of 1.
+_WIDTHS = {"_time": 1.5, "_memory": 1.5, "_overlap": 0.7}
+
+
+def _unit(sizes_bytes: Sequence[float]) -> tuple[float, str]:
+    """The largest unit that the largest size has one of."""
+    most = max(sizes_bytes)
+    return next((one for one in units.BYTE_UNITS if most >= one[0]), (1.0, "B"))
+
+
+def _marks(axes: Axes, formulas_bytes: Sequence[float | None], unit_bytes: float) -> None:
+    """A line across each bar where the formula says that it ends."""
+    known = [(at, one / unit_bytes) for at, one in enumerate(formulas_bytes) if one is not None]
+    if known:
+        axes.scatter(
+            [one for _, one in known], [place for place, _ in known], marker="|", s=180,
+            color="black", label="formula", zorder=3,
+        )  # fmt: skip
