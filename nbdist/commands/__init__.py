@@ -10,6 +10,7 @@ from nbdist.commands import (
     cells,
     doctor,
     export,
+    plan,
     running,
     terminal,
     training,
@@ -32,6 +33,7 @@ _ALL = (
     *export.VERBS,
     *doctor.VERBS,
     *bandwidth.VERBS,
+    *plan.VERBS,
     *terminal.VERBS,
 )
 # The magics, by their names.
