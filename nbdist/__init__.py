@@ -121,6 +121,7 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     seq: int = 2048,
     optimizer: str = "adamw",
     recipe: str | None = None,
+    samples: int = 0,
     **strategy_options: object,
 ) -> PlanView:
     """Say whether a model will fit, under which strategy; the same as %dist_plan.
@@ -139,6 +140,7 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
         seq: Tokens of each.
         optimizer: adamw, sgd and others.
         recipe: What is stored for a parameter: "fp32", "autocast", "mixed" or "bf16".
+        samples: The effective batch of all ranks; sets accumulate.
         strategy_options: Degrees and options: tp=2, bf16=True, checkpoint="full".
 
     Raises:
@@ -147,7 +149,7 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     from nbdist.commands.plan import Asked, planned
     from nbdist.core.plan_memory import Load
 
-    load = Load(batch, seq, optimizer, recipe or "")
+    load = Load(batch, seq, optimizer, recipe or "", samples)
     return planned(model, Asked(ranks, gpu, memory), load, strategy, strategy_options)
 
 

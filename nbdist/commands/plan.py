@@ -161,7 +161,9 @@ def dist_plan(values: Namespace) -> View:
         raise OptionError(f"%dist_plan: --fp32 and --{[*others, 'precision'][0]} contradict.")
     if values.checkpoints_all:
         given["checkpoint"] = given["checkpoint"] or "full"
-    load = Load(values.batch, values.sequence, values.optimizer, values.recipe or "")
+    load = Load(
+        values.batch, values.sequence, values.optimizer, values.recipe or "", values.samples or 0
+    )
     asked = Asked(values.ranks, values.gpu, values.memory)
     return planned(_named(values.model[0]), asked, load, values.strategy, given)
 
@@ -199,6 +201,12 @@ VERBS = (
             Option(("--batch",), "samples of a data-parallel rank (1)", _count, 1, "B"),
             Option(
                 ("--seq",), "tokens of a sample (2048)", _count, 2048, "S", name="sequence"
+            ),
+            Option(
+                ("--samples",),
+                "of all ranks in a step, the effective batch; sets --accumulate",
+                _count,
+                metavar="N",
             ),
             Option(
                 ("--optimizer",), f"of {', '.join(OPTIMIZERS)} (adamw)", str, "adamw", "NAME"

@@ -7,7 +7,7 @@ closed formulas can fill the same ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nbdist.core.bandwidth import LinkModel
 from nbdist.core.footprint import Recipe
@@ -16,6 +16,7 @@ from nbdist.core.plan_memory import Load, Memory, memory_of, recipe_for
 from nbdist.core.plan_models import ModelShape
 from nbdist.core.plan_time import Time, flows, samples, time_of
 from nbdist.core.strategy import Choice, choose, label, mesh_phrase
+from nbdist.core.strategy_options import listed
 from nbdist.errors import OptionError
 
 SAFE, RISKY, NO = "safe", "risky", "no"
@@ -147,6 +148,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
     _check_device(device, given)
 
     def row(typed: str, choice: Choice) -> Row:
+        choice = accumulating(choice, load)
         memory = engine(model, choice, load)
         return Row(
             typed=typed,
@@ -171,6 +173,32 @@ def plan(  # noqa: PLR0913  # what a plan is about
             if world_size > 1 or name == "single"
         )
     return Plan(model, device, world_size, load, rows, assumed)
+
+
+def accumulating(choice: Choice, load: Load) -> Choice:
+    """The choice with as many backwards per step as an effective batch needs.
+
+    Raises:
+        OptionError: If the batches of all data-parallel ranks do not divide it, or it is another
+            than --accumulate makes.
+    """
+    if not load.samples:
+        return choice
+    together = samples(choice, load) // choice.options.accumulate
+    times, rest = divmod(load.samples, together)
+    dp = together // load.batch
+    if rest:
+        raise OptionError(
+            f"--samples {load.samples} is {load.samples / together:.2f} x {together} (--batch "
+            f"{load.batch} on {dp} data-parallel ranks): a step cannot be divided so. Use "
+            f"{listed([one * together for one in (times, times + 1) if one], 'or')}."
+        )
+    if choice.options.accumulate not in (1, times):
+        raise OptionError(
+            f"--samples {load.samples} is {times} x {together}, and --accumulate "
+            f"{choice.options.accumulate} another number. Type one of them."
+        )
+    return replace(choice, options=replace(choice.options, accumulate=times))
 
 
 def _check_device(device: Device, given: Mapping[str, object]) -> None:

@@ -56,13 +56,13 @@ def advise(
 def _cost(row: Row) -> tuple[float, ...]:
     """What is no computation, for each sample; where no speed is known, bytes and no pipelines.
 
-    Where that is equal: what needs no other package, then what needs less memory.
+    Where that is equal: what needs no other package, then what stands first in the table.
     """
     assert row.choice is not None
     per_sample = row.sent_bytes / row.samples
     first = float(row.choice.degrees.pp > 1) if row.time is None else row.time.cost_s
-    others = (float(row.choice.name == "deepspeed"), row.share)
-    return (_three_digits(first), _three_digits(per_sample), *others)
+    needs_package = float(row.choice.name == "deepspeed")
+    return _three_digits(first), _three_digits(per_sample), needs_package
 
 
 def _three_digits(value: float) -> float:

@@ -65,12 +65,15 @@ class Load:
         sequence: Tokens of each.
         optimizer: A key of OPTIMIZERS.
         recipe: A key of footprint.RECIPES; empty for what nbdist stores under the strategy.
+        samples: The effective batch of all ranks, which sets how many backwards are accumulated;
+            0 where that is left to the strategy's options.
     """
 
     batch: int = 1
     sequence: int = 2048
     optimizer: str = "adamw"
     recipe: str = ""
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +253,8 @@ def block_bytes(
 
     Source: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, equations 1 to 4: this is
     s b h (34 + 5 a s / h) of bf16, with dropout, four times wider MLP and scores that are kept.
+    What autocast, and norms and activations written out in Python keep more is counted as
+    tests/engine/test_plan_models.py finds it in transformers' models.
 
     Args:
         shape: The model.
@@ -272,10 +277,23 @@ def block_bytes(
         mlp = (2 if shape.is_gated else 1) * f * x
         return tokens * (entry + 2 * x * h / whole + (attention + mlp) / tp)
     masks = 2 * h if shape.has_dropout else 0
-    outside = (2 * widths.residual * h + 2 * x * h + masks) / whole
-    mlp = (4 if shape.is_gated else 2) * f * x
+    norms = 2 * (widths.residual * h + _norm_bytes(shape))
+    outside = (norms + _inputs(shape, widths) * x * h + masks) / whole
+    mlp = (shape.kept_in_mlp or (4 if shape.is_gated else 2)) * f * x
     scores = load.batch * shape.heads * load.sequence**2 * _score_bytes(shape, choice, x) / tp
     return tokens * (outside + (attention + mlp) / tp) + scores
+
+
+def _norm_bytes(shape: Transformer) -> int:
+    """That a norm keeps besides its input."""
+    return 4 * shape.hidden if shape.has_written_norm else 0
+
+
+def _inputs(shape: Transformer, widths: Widths) -> int:
+    """Inputs of linear layers after the two norms: autocast casts for each layer anew."""
+    if widths.residual == widths.compute:
+        return 2
+    return (1 if shape.has_one_qkv else 3) + (2 if shape.is_gated else 1)
 
 
 def _score_bytes(shape: Transformer, choice: Choice, x: int) -> int:
@@ -292,7 +310,8 @@ def logits_bytes(shape: Transformer, load: Load, widths: Widths, choice: Choice)
     """
     tokens = load.batch * load.sequence / choice.degrees.cp
     x = widths.compute
-    return tokens * ((widths.residual + x) * shape.hidden + shape.vocab * (x + 8))
+    norm = (widths.residual + x) * shape.hidden + _norm_bytes(shape)
+    return tokens * (norm + shape.vocab * (x + 8))
 
 
 def _activations(model: ModelShape, choice: Choice, load: Load, widths: Widths) -> float:

@@ -12,6 +12,8 @@ from typing import Any
 from nbdist.errors import OptionError
 
 _LARGEST = 1e15
+# x, 0.5 x, tanh(...), 1 + tanh(...), and the product.
+_WRITTEN_GELU = 5
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -30,6 +32,10 @@ class Transformer:
         has_qk_norm: A norm on each head's queries, and one on its keys.
         positions: Learned ones; 0 for rotary ones.
         has_dropout: Dropout on embeddings, attention and both outputs of a block.
+        kept_in_mlp: Tensors of the MLP's width that backward needs; 0 for 4 with a gate, else 2.
+            More where the activation is written out in Python, as transformers' gelu_new.
+        has_written_norm: So is the norm, as transformers' RMSNorm: one more tensor in fp32.
+        has_one_qkv: One linear layer makes queries, keys and values.
     """
 
     layers: int
@@ -48,6 +54,9 @@ class Transformer:
     has_qk_norm: bool = False
     positions: int = 0
     has_dropout: bool = False
+    kept_in_mlp: int = 0
+    has_written_norm: bool = False
+    has_one_qkv: bool = False
 
     @property
     def block_parameters(self) -> int:
@@ -219,7 +228,7 @@ def of_count(count: float, name: str) -> ModelShape:
     hidden = 128 * max(1, round(math.sqrt(count / (12 * layers)) / 128))
     shape = Transformer(
         layers=layers, hidden=hidden, heads=hidden // 128, kv_heads=hidden // 128, head_size=128,
-        ffn=round(hidden * 8 / 3), vocab=32000,
+        ffn=round(hidden * 8 / 3), vocab=32000, has_written_norm=True,
     )  # fmt: skip
     return ModelShape(name, round(count), shape, is_assumed=True)
 
@@ -268,6 +277,8 @@ def _read_gpt2(config: Mapping[str, Any]) -> Transformer:
         has_mlp_bias=True,
         positions=_number(config, "n_positions", 1024),
         has_dropout=bool(config.get("resid_pdrop", 0.1)),
+        kept_in_mlp=_WRITTEN_GELU * (config.get("activation_function", "gelu_new") == "gelu_new"),
+        has_one_qkv=True,
     )
 
 
@@ -291,6 +302,7 @@ def _read_llama(config: Mapping[str, Any]) -> Transformer:
         has_out_bias=kind != "qwen2" and bool(config.get("attention_bias")),
         has_mlp_bias=bool(config.get("mlp_bias")),
         has_qk_norm=kind == "qwen3",
+        has_written_norm=True,
     )
 
 
