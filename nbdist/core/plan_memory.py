@@ -195,11 +195,12 @@ def _offloaded(memory: Memory, choice: Choice) -> Memory:
     """With what --offload moves to the host: all states, or what DeepSpeed's stage splits."""
     if not choice.options.offload:
         return memory
-    moves_all = choice.name != "deepspeed" or choice.options.stage == 3
-    host = memory.states if moves_all else memory.optimizer + memory.gradients
+    stage = 3 if choice.name != "deepspeed" else choice.options.stage
+    moved = ("optimizer", "gradients", "parameters")[:stage]
+    host = sum(getattr(memory, what) for what in moved)
     on_host = 0.0 if choice.options.offload == "nvme" else host
-    gone = replace(memory, gradients=0.0, optimizer=0.0, step=0.0, host=on_host)
-    return replace(gone, parameters=0.0) if moves_all else gone
+    rest: dict[str, float] = dict.fromkeys((*moved, "step"), 0.0)
+    return replace(memory, host=on_host, **rest)  # type: ignore[arg-type]  # names of numbers
 
 
 def check_fits(model: ModelShape, choice: Choice, load: Load) -> None:

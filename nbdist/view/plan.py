@@ -205,12 +205,13 @@ def _svg(plan: Plan, rows: Sequence[Row]) -> str:
 
     shapes = [_bar(row, index * height + 20, at) for index, row in enumerate(rows)]
     bottom = len(rows) * height + 24
-    for share, dash, told in ((0.8, "3,3", "80 %"), (1.0, "", f"{_gb(limit)} GB")):
+    marks = ((0.8, "3,3", "80 %", "end"), (1.0, "", f"{_gb(limit)} GB", "start"))
+    for share, dash, told, side in marks:
         x = at(share * limit)
         shapes.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{bottom}" stroke="currentColor" '
             f'stroke-dasharray="{dash}"></line><text x="{x:.1f}" y="12" font-size="10" '
-            f'fill="currentColor" text-anchor="middle">{told}</text>'
+            f'fill="currentColor" text-anchor="{side}">{told}</text>'
         )
     for index, (_, title, colour) in enumerate(_PARTS):
         word = title.partition(",")[0]

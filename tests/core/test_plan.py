@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +10,9 @@ from nbdist.core import footprint
 from nbdist.core.bandwidth import LinkModel
 from nbdist.core.latency import Fit
 from nbdist.core.plan import NO, RISKY, SAFE, Plan, Row, plan, verdict
-from nbdist.core.plan_advice import advise, decimal
+from nbdist.core.plan_advice import _RULES, advise, decimal
 from nbdist.core.plan_devices import DEVICES, device_of, known_as, link_of, with_memory
-from nbdist.core.plan_memory import Load, Memory
+from nbdist.core.plan_memory import OPTIMIZERS, Load, Memory
 from nbdist.core.plan_models import ModelShape, model_of
 from nbdist.core.plan_time import bubble, flops_of, flows, samples, time_of
 from nbdist.core.strategy import choose
@@ -469,3 +470,33 @@ def test_sizes_as_text() -> None:
         "4.0 kB",
         "5 B",
     ]
+
+
+# The page
+
+
+_PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_page_has_each_device_with_its_numbers(name: str) -> None:
+    device = DEVICES[name]
+    half = "" if device.has_bf16 else " (fp16)"
+    cells = [
+        name,
+        f"{device.memory_bytes / GB:g}",
+        f"{device.bandwidth / 1e12}",
+        f"{device.half_flops / 1e12:g}{half}, {device.single_flops / 1e12:g}",
+        device.link,
+        device.network,
+    ]
+
+    assert f"| {' | '.join(cells)} |" in _PAGE
+
+
+def test_the_page_has_each_rule_optimizer_and_recipe() -> None:
+    for rule in _RULES:
+        assert f"| {rule} | " in _PAGE
+    assert f"| {', '.join(OPTIMIZERS)} |" in _PAGE
+    for word in footprint.RECIPES:
+        assert word in _PAGE.partition("| `--recipe` |")[2].partition("\n")[0]
