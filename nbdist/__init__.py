@@ -147,7 +147,7 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
         OptionError: If a word does not exist, or degrees do not fit.
     """
     from nbdist.commands.plan import Asked, planned
-    from nbdist.core.plan_memory import Load
+    from nbdist.core.plan_load import Load
 
     load = Load(batch, seq, optimizer, recipe or "", samples)
     return planned(model, Asked(ranks, gpu, memory), load, strategy, strategy_options)

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from IPython import get_ipython
 
-from nbdist.core import plan_devices
+from nbdist.core import plan_devices, strategy_options
 from nbdist.core.bandwidth import LinkModel
 from nbdist.core.footprint import RECIPES
 from nbdist.core.plan import plan
 from nbdist.core.plan_advice import advise
 from nbdist.core.plan_devices import DEVICES, Device
-from nbdist.core.plan_memory import OPTIMIZERS, Load
+from nbdist.core.plan_load import OPTIMIZERS, Load
 from nbdist.core.plan_models import CONFIGS, ModelShape, model_of, of_config
+from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
-from nbdist.verbs import ANYWHERE, Option, Verb, rank_count, strategy_given, strategy_options
+from nbdist.verbs import ANYWHERE, Option, Verb, rank_count, strategy_given
+from nbdist.verbs import strategy_options as typed_options
 from nbdist.view.mime import View
 from nbdist.view.plan import PlanView, shown_plan
 
@@ -121,26 +125,36 @@ def _device(asked: Asked) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
         return plan_devices.device_of(asked.gpu), None, ()
     if asked.memory is not None:
         return plan_devices.with_memory(asked.memory), None, ()
-    if NOTEBOOK.is_running:
-        session = NOTEBOOK.session
-        name = session.topology.ranks[0].device_name
-        device = plan_devices.known_as(name)
-        if device is not None:
-            last = session.bandwidth.last
-            model = last.model if last is not None and not last.caveat else None
-            return device, model, (f"--gpu {device.name}, as the ranks here have",)
-    return DEVICES[_DEVICE], None, (f"--gpu {_DEVICE}",)
+    default = DEVICES[_DEVICE]
+    if not NOTEBOOK.is_running:
+        return default, None, (f"--gpu {_DEVICE}",)
+    topology, last = NOTEBOOK.session.topology, NOTEBOOK.session.bandwidth.last
+    device, told = _of_ranks(topology)
+    model = last.model if device is not None and last is not None and not last.caveat else None
+    return device or default, model, told
+
+
+def _of_ranks(topology: Topology) -> tuple[Device | None, tuple[str, ...]]:
+    """What the running ranks have, if the catalogue knows it, and what is told of that."""
+    first = topology.ranks[0]
+    device = plan_devices.known_as(first.device_name)
+    if device is None:
+        why = f", as {first.device_name} is not in the catalogue" if first.device_name else ""
+        return None, (f"--gpu {_DEVICE}{why}",)
+    sharing = max(Counter(place.device_uuid for place in topology.ranks).values())
+    if sharing == 1:
+        return device, (f"--gpu {device.name}, as the ranks here have",)
+    shared = replace(device, memory_bytes=device.memory_bytes / sharing)
+    return shared, (f"--gpu {device.name}, which {sharing} ranks share here",)
 
 
 def _ranks(asked: Asked, given: Mapping[str, object]) -> tuple[int, tuple[str, ...]]:
     """As typed, or as the degrees make it, or as many as run."""
     if asked.ranks is not None:
         return asked.ranks, ()
-    degrees = [given[word] for word in ("dp", "tp", "pp", "cp") if given.get(word)]
-    if degrees:
-        product = 1
-        for degree in degrees:
-            product *= int(str(degree))
+    degrees = {**strategy_options.read(given).degrees, "replicas": 1}
+    product = math.prod(degrees.values())
+    if product > 1:
         return product, (f"--ranks {product}, as the degrees make them",)
     if NOTEBOOK.is_running:
         count = NOTEBOOK.session.topology.world_size
@@ -218,7 +232,7 @@ VERBS = (
             ),
             Option(("--fp32",), "compute in fp32, the default", None, name="is_fp32"),
             Option(("--ac",), "as --checkpoint full", None, name="checkpoints_all"),
-            *strategy_options(),
+            *typed_options(),
         ),
         place=ANYWHERE,
     ),

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from nbdist.core.bandwidth import LinkModel
 from nbdist.core.footprint import Recipe
 from nbdist.core.plan_devices import Device
-from nbdist.core.plan_memory import Load, Memory, memory_of, recipe_for
+from nbdist.core.plan_load import Load, check_load, recipe_for
+from nbdist.core.plan_memory import Memory, memory_of
 from nbdist.core.plan_models import ModelShape
 from nbdist.core.plan_time import Time, flows, samples, time_of
 from nbdist.core.strategy import Choice, choose, label, mesh_phrase
@@ -143,8 +144,8 @@ def plan(  # noqa: PLR0913  # what a plan is about
         OptionError: If a word does not exist, or the one strategy that was typed does not fit.
     """
     given = {word: value for word, value in (given or {}).items() if value not in (None, False)}
-    # Wrong words are refused once, not in each row.
-    recipe_for(choose("single", {}, 1), load)
+    # What is wrong in any row is refused once.
+    check_load(load)
     _check_device(device, given)
 
     def row(typed: str, choice: Choice) -> Row:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from nbdist.core import footprint
 from nbdist.core.bandwidth import OPS, LinkModel
+from nbdist.core.plan_activations import CHUNKS
 from nbdist.core.plan_devices import Device, link_of
-from nbdist.core.plan_memory import CHUNKS, Load, micro_batches, recipe_for, widths_of
+from nbdist.core.plan_load import Load, micro_batches, recipe_for, widths_of
 from nbdist.core.plan_models import ModelShape
 from nbdist.core.strategy import AXES, Choice
 from nbdist.core.strategy_rows import Sent

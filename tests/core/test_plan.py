@@ -12,7 +12,8 @@ from nbdist.core.latency import Fit
 from nbdist.core.plan import NO, RISKY, SAFE, Plan, Row, plan, verdict
 from nbdist.core.plan_advice import _RULES, advise, decimal
 from nbdist.core.plan_devices import DEVICES, device_of, known_as, link_of, with_memory
-from nbdist.core.plan_memory import OPTIMIZERS, Load, Memory
+from nbdist.core.plan_load import OPTIMIZERS, Load
+from nbdist.core.plan_memory import Memory
 from nbdist.core.plan_models import ModelShape, model_of
 from nbdist.core.plan_time import bubble, flops_of, flows, samples, time_of
 from nbdist.core.strategy import choose
@@ -227,8 +228,11 @@ def test_another_engine_fills_the_same_rows() -> None:
         ({"tp": 16}, Load(), "8 ranks cannot form tp=16"),
         ({"nope": 1}, Load(), "no option 'nope'"),
         ({"checkpoint": "half"}, Load(), "no --checkpoint half"),
-        ({}, Load(optimizer="lamb"), "no --optimizer lamb"),
-        ({}, Load(recipe="fp8"), "no --recipe fp8"),
+        ({}, Load(optimizer="lamb"), "no --optimizer lamb. Choose one of adamw, "),
+        ({}, Load(recipe="fp8"), "no --recipe fp8. Choose one of fp32, "),
+        ({}, Load(batch=0), "--batch 0 is nothing to train on"),
+        ({}, Load(sequence=-1), "--seq -1 is nothing to train on"),
+        ({}, Load(samples=2.5), "--samples 2.5 is nothing"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_words_are_refused_once(given: Mapping[str, object], load: Load, told: str) -> None:

@@ -18,7 +18,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from nbdist.core.plan_memory import OPTIMIZERS, Load, Widths, block_bytes
+from nbdist.core.plan_activations import block_bytes
+from nbdist.core.plan_load import OPTIMIZERS, Load, Widths
 from nbdist.core.plan_models import CONFIGS, model_of
 from nbdist.core.strategy import choose
 

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from nbdist import plan
+from nbdist.commands.plan import _of_ranks
+from nbdist.core import topology
+from nbdist.core.plan_devices import DEVICES
 from nbdist.errors import OptionError
 from nbdist.view.plan import PlanView
 from tests.support.kernel import Kernel, notebook_env
@@ -146,3 +149,28 @@ def test_from_python() -> None:
     assert view.plan.world_size == 64
     assert (row.mesh, row.samples) == ("pp 2 x dp 4 x tp 8", 512)
     assert "--ranks 64, as the degrees make them" in view.text
+
+
+@pytest.mark.parametrize("given", [{"tp": "two"}, {"tp": 0}, {"batch": 0}, {"nope": 1}])
+def test_wrong_values_from_python(given: dict[str, object]) -> None:
+    with pytest.raises(OptionError):
+        plan("7e9", **given)  # type: ignore[arg-type]
+
+
+def _topology(name: str, ranks: int, devices: int) -> topology.Topology:
+    gpus = tuple(topology.Gpu(i, f"GPU-{i}", name) for i in range(devices))
+    return topology.plan(topology.local_reports(ranks, hostname="a", gpus=gpus, cores=8))
+
+
+def test_the_device_is_that_of_the_ranks() -> None:
+    """Its memory is shared where ranks share it; what is not in the catalogue is named."""
+    own, told = _of_ranks(_topology("NVIDIA H200", 2, 2))
+    shared, shared_told = _of_ranks(_topology("NVIDIA H200", 2, 1))
+    unknown = _of_ranks(_topology("Quadro K620", 2, 2))
+
+    assert (own, told) == (DEVICES["h200"], ("--gpu h200, as the ranks here have",))
+    assert shared is not None
+    assert shared.memory_bytes == 70.5e9
+    assert shared_told == ("--gpu h200, which 2 ranks share here",)
+    assert unknown == (None, ("--gpu h100, as Quadro K620 is not in the catalogue",))
+    assert _of_ranks(_topology("", 2, 0)) == (None, ("--gpu h100",))

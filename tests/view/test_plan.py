@@ -10,7 +10,7 @@ import pytest
 from nbdist.core.plan import plan
 from nbdist.core.plan_advice import advise
 from nbdist.core.plan_devices import DEVICES, Device, with_memory
-from nbdist.core.plan_memory import Load
+from nbdist.core.plan_load import Load
 from nbdist.core.plan_models import model_of
 from nbdist.view.plan import PlanView, shown_plan
 
