@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from nbdist.core.bandwidth import LinkModel
 from nbdist.core.plan import NO, RISKY, SAFE, Plan, Row, plan
+from nbdist.core.strategy import Choice
 from nbdist.core.strategy_degrees import ranks
+from nbdist.core.strategy_options import DEGREES
 from nbdist.errors import OptionError
 
 _MOST_RANKS = 4096
@@ -127,41 +129,51 @@ def _would_help(planned: Plan, given: Mapping[str, object], measured: LinkModel 
         ("--batch 1", load.batch > 1, {}, 1),
         ("--offload cpu", options.get("offload") is None, {"offload": "cpu"}, None),
     )
+    ladder: list[tuple[str, Plan, dict[str, object]]] = []
     for word, is_new, more, batch in steps:
-        if not is_new:
-            continue
-        told.append(word)
-        options.update(more)
-        load = load if batch is None else replace(load, batch=batch)
-        found = _safe(replace(planned, load=load), options, measured)
-        if found is not None:
-            return f"With {' '.join(told)} {found.typed} is safe ({percent(found)})."
+        if is_new:
+            told.append(word)
+            options.update(more)
+            load = load if batch is None else replace(load, batch=batch)
+            ladder.append((" ".join(told), replace(planned, load=load), dict(options)))
+    # The strategy that was typed, then all.
+    for strategy in [None] if len(planned.rows) > 1 else [planned.rows[0].choice, None]:
+        for words, changed, with_options in ladder:
+            found = _safe(changed, with_options, measured, strategy)
+            if found is not None:
+                return f"With {words} {found.typed} is safe ({percent(found)})."
     options.pop("offload", None)
-    return _more_ranks(replace(planned, load=load), options, told, measured)
+    return _more_ranks(replace(planned, load=load), options, told)
 
 
-def _more_ranks(
-    planned: Plan, options: Mapping[str, object], told: list[str], measured: LinkModel | None
-) -> str:
+def _more_ranks(planned: Plan, options: Mapping[str, object], told: list[str]) -> str:
     words = " ".join(word for word in told if "offload" not in word)
+    and_words = f" and {words}" if words else ""
     count = planned.world_size * 2
     while count <= _MOST_RANKS:
-        found = _safe(replace(planned, world_size=count), options, None)
+        found = _safe(replace(planned, world_size=count), options)
         if found is not None:
-            return f"With {ranks(count)} and {words} {found.typed} is safe ({percent(found)})."
+            return f"With {ranks(count)}{and_words} {found.typed} is safe ({percent(found)})."
         count *= 2
-    return f"Not even {_MOST_RANKS} ranks and {words} make it safe: one block is too large."
+    return f"Not even {_MOST_RANKS} ranks{and_words} make it safe: one block is too large."
 
 
-def _safe(planned: Plan, options: Mapping[str, object], measured: LinkModel | None) -> Row | None:
-    """The cheapest safe row of another plan; None without one."""
-    kept = {word: value for word, value in options.items() if word not in {"dp", "tp", "pp", "cp"}}
+def _safe(
+    planned: Plan,
+    options: Mapping[str, object],
+    measured: LinkModel | None = None,
+    like: Choice | None = None,
+) -> Row | None:
+    """The cheapest safe row of another plan, or the one like a choice; None without one."""
+    given = dict(options)
+    if like is None:
+        given = {word: value for word, value in given.items() if word not in DEGREES}
     try:
         again = plan(
             planned.model, planned.device, planned.world_size, planned.load,
-            given=kept, measured=measured,
+            strategy=like.name if like else None, given=given, measured=measured,
         )  # fmt: skip
-    except OptionError:
+    except OptionError:  # it does not take one of the options
         return None
     rows = [
         row

@@ -111,7 +111,7 @@ def _counts(parameters: int) -> str:
 def _cells(row: Row) -> list[str]:
     memory, time = row.memory, row.time
     assert memory is not None
-    span = f"{time.least_s:.2g} - {time.most_s:.2g}" if time else "-"
+    span = f"{_seconds(time.least_s)} - {_seconds(time.most_s)}" if time else "-"
     columns = (
         memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.buffers,
         memory.step, memory.overhead, memory.peak,
@@ -126,6 +126,10 @@ def _cells(row: Row) -> list[str]:
         _gb(row.sent_bytes),
         span,
     ]
+
+
+def _seconds(value_s: float) -> str:
+    return f"{value_s:.0f}" if value_s >= 10 else f"{value_s:.2g}"
 
 
 def _gb(size_bytes: float) -> str:

@@ -313,6 +313,20 @@ def test_more_ranks_where_nothing_else_helps() -> None:
     assert " is safe (" in helps
 
 
+def test_help_for_the_strategy_that_was_typed() -> None:
+    """The same degrees first; another strategy where nothing makes that one safe."""
+    given = {"tp": 8, "pp": 2, "dp": 4, "bf16": True}
+    load, device = Load(sequence=4096), DEVICES["a100-40gb"]
+    found = plan(model_of("llama-3-70b"), device, 64, load, given=given)
+    copies = plan(model_of("llama-3-70b"), device, 64, load, strategy="ddp", given={"bf16": True})
+
+    assert found.rows[0].verdict == NO
+    assert advise(found, given).sentences[1].startswith("With --checkpoint full pp x fsdp x tp is")
+    helps = advise(copies, {"bf16": True}).sentences[1]
+    assert helps.startswith("With --checkpoint full ")
+    assert "ddp" not in helps
+
+
 def test_not_even_many_ranks() -> None:
     found = plan(SEVENTY, with_memory("0.5GB"), 2, Load())
 

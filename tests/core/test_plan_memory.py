@@ -239,3 +239,11 @@ def test_what_does_not_fit_is_refused(how: tuple[object, ...], load: Load, told:
 
     with pytest.raises(OptionError, match=told):
         memory_of(LLAMA, choose(name, given, n), load)  # type: ignore[arg-type]
+
+
+def test_a_ring_takes_no_dropout() -> None:
+    """GPT-2 has it by default, Llama has not."""
+    with pytest.raises(OptionError, match="cp takes attention without dropout, and gpt2 has it"):
+        memory_of(model_of("gpt2"), choose("cp", {}, 2), Load())
+    for model, name in (("gpt2", "ulysses"), ("llama-3-8b", "cp")):
+        assert memory_of(model_of(model), choose(name, {}, 2), Load()).peak > 0
