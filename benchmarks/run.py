@@ -24,6 +24,8 @@ MODULES = (
     "transfer",
     "idle",
     "many_ranks",
+    "tracing",
+    "timeline",
 )
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 PACKAGES = ("torch", "ipyparallel", "ipykernel", "accelerate")

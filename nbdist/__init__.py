@@ -6,6 +6,7 @@ In a notebook: `%load_ext nbdist`, `%dist_init -n 2`, then cells that begin with
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from nbdist.core.shown import shown
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 # Without Accelerator: `from nbdist import *` would load torch in the notebook.
 __all__ = [
     "__version__", "bench", "doctor", "export", "load_ipython_extension", "plan", "session",
-    "shown", "start",
+    "shown", "start", "step",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -184,6 +185,17 @@ def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool =
     from nbdist.commands.export import write_script
 
     return write_script(script, notebook, is_forced=is_forced)
+
+
+def step() -> None:
+    """End a training step here: for %%dist_profile, where no `optimizer.step()` does.
+
+    On any rank, at any time; it does nothing where no cell is being recorded. From the first call
+    on, optimizers no longer end the steps of that cell.
+    """
+    recorded = sys.modules.get("nbdist.engine.recorded")  # a rank has it
+    if recorded is not None:
+        recorded.step()
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

@@ -9,6 +9,7 @@
         RankGone             a chosen rank, or the controller, has ended
         CellTimeout          a cell ran past its --timeout
         TransferError        a variable could not be pushed or pulled; nothing was bound
+        TraceError           a trace cannot be recorded, read or saved
         DistributedError     the user's code failed on one or more ranks
             Deadlock         ranks waited for calls that could not come, and were aborted
         NoKeyboard           on a rank: a cell asked for typed input
@@ -65,6 +66,10 @@ class CellTimeout(NbdistError):
 
 class TransferError(NbdistError):
     """A variable could not be pushed to ranks or pulled from them; nothing was bound."""
+
+
+class TraceError(NbdistError):
+    """A trace cannot be recorded, read or saved; what the ranks run goes on."""
 
 
 class DistributedError(NbdistError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
@@ -19,6 +20,7 @@ from nbdist.core.cells import CellResult
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.shown import is_stored
+from nbdist.core.trace import Trace, TraceOptions
 from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
 from nbdist.view.cells import LiveCell
 
@@ -27,12 +29,28 @@ EXIT_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """How a cell is recorded.
+
+    Attributes:
+        options: What of it.
+        ranks: Those that record, as typed; None for all.
+        show: Shows what came of it, below the cell's output.
+    """
+
+    options: TraceOptions
+    ranks: str | None
+    show: Callable[[Trace], None]
+
+
+@dataclass(frozen=True, slots=True)
 class CellOptions:
-    """The options of %%distributed and %%rank."""
+    """The options of %%distributed, %%rank and %%dist_profile."""
 
     ranks: str | None = None
     has_tabs: bool = False
     timeout_s: float | None = None
+    record: Record | None = None
 
 
 class Notebook:
@@ -150,11 +168,28 @@ class Notebook:
 
     def run(self, code: str, options: CellOptions) -> CellResult:
         """Run a distributed cell and block until it ends."""
-        return driving.wait(self.request(code, options))
+        with self._recorded(options.record):
+            return driving.wait(self.request(code, options))
 
     async def run_async(self, code: str, options: CellOptions) -> CellResult:
         """Run a distributed cell and leave the kernel's loop free meanwhile."""
-        return await driving.wait_async(self.request(code, options))
+        with self._recorded(options.record):
+            return await driving.wait_async(self.request(code, options))
+
+    @contextlib.contextmanager
+    def _recorded(self, record: Record | None) -> Iterator[None]:
+        """Record the cell that runs inside; what there is is shown, however the cell ends."""
+        if record is None:
+            yield
+            return
+        traces = self.session.traces
+        before = traces.count
+        try:
+            with traces.recording(record.options, record.ranks):
+                yield
+        finally:
+            if traces.count > before:
+                record.show(traces.last)
 
     def differs(self, asked: StartOptions) -> list[str]:
         """The options in which running ranks differ from what is asked for now.

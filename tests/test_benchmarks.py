@@ -1,5 +1,6 @@
 """The benchmarks' table: medians of turns, promises, and a page without names."""
 
+import importlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,15 @@ def test_the_page_names_the_machine_by_what_it_has() -> None:
     assert " cores, " in text
     assert "torch 2." in text
     assert socket.gethostname() not in text
+
+
+def test_every_benchmark_of_the_page_is_there() -> None:
+    """Each name is a module with rows, and a first line for its title."""
+    for name in runner.MODULES:
+        module = importlib.import_module(f"benchmarks.{name}")
+
+        assert callable(module.rows)
+        assert (module.__doc__ or "").strip()
 
 
 def test_pictures_are_drawn_and_shown() -> None:

@@ -32,12 +32,16 @@ CONDA_NAMES = {
     "torch": "pytorch",
 }
 # What only some machines have; the code imports it late and goes on without it.
-OPTIONAL_MODULES = {"deepspeed", "pynvml", "pytest"}
+OPTIONAL_MODULES = {"deepspeed", "pynvml", "pytest", "viztracer"}
 
 WHEEL_FILES = {
     "nbdist/__init__.py",
     "nbdist/nbval_sanitize.cfg",
     "nbdist/profiles/local/ipcluster_config.py",
+    "nbdist/view/timeline.html",
+    "nbdist/view/timeline.js",
+    "nbdist/view/timeline_data.js",
+    "nbdist/view/timeline_draw.js",
 }
 
 

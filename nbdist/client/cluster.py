@@ -178,16 +178,17 @@ class Cluster:
         one = self._cluster.controller
         one.on_stop(functools.partial(self._ended, None))
         if processes.is_own(one):
-            self._guard_one(one.pid)
+            self.guard(one.pid)
 
     def _watch_engine(self, number: int, one: LocalProcessLauncher) -> None:
         one.on_stop(functools.partial(self._ended, number))
         if self.can_restart:  # an engine without a nanny, which would tell the controller
             one.on_stop(functools.partial(self._forget_soon, number))
         self._started[number] = one
-        self._guard_one(one.pid)
+        self.guard(one.pid)
 
-    def _guard_one(self, pid: int) -> None:
+    def guard(self, pid: int) -> None:
+        """Let a process, which leads a session of its own, end with this run at the latest."""
         self._guard.watch(pid)
         self._start_times[pid] = guardian.started(pid) or ""
 

@@ -18,6 +18,7 @@ from nbdist.core.recovery import MadeGroup, MadeMesh, Recovered
 from nbdist.core.strategy import Choice
 from nbdist.core.switching import Switched
 from nbdist.core.topology import EngineReport, Topology
+from nbdist.core.trace import TraceOptions
 
 RUNTIME = "nbdist.engine.runtime"
 BANDWIDTH = "nbdist.engine.bandwidth"
@@ -32,6 +33,7 @@ SCRIPT = "nbdist.engine.script"
 STRATEGY = "nbdist.engine.parallel.live"
 SWITCH = "nbdist.engine.parallel.switch"
 SYNC = "nbdist.engine.sync"
+TRACE = "nbdist.engine.trace"
 VARIABLES = "nbdist.engine.variables"
 
 
@@ -227,6 +229,21 @@ def drop(call: Caller, engine: int, token: str) -> Future[None]:
     return call(engine, f"{VARIABLES}:drop", token)
 
 
+def begin_trace(call: Caller, engine: int, options: TraceOptions, token: str) -> Future[None]:
+    """Let the rank record the cell that brings the same token."""
+    return call(engine, f"{TRACE}:begin", options, token)
+
+
+def finish_trace(call: Caller, engine: int, folders: Sequence[str]) -> Future[Parcel]:
+    """What the rank has recorded."""
+    return call(engine, f"{TRACE}:finish", tuple(folders))
+
+
+def trace_text(call: Caller, engine: int, folders: Sequence[str]) -> Future[Parcel]:
+    """The file of what the rank has recorded."""
+    return call(engine, f"{TRACE}:text", tuple(folders))
+
+
 def box_problem(call: Caller, engine: int) -> Future[str]:
     """Why the rank's black box cannot be read from outside; empty when it can."""
     return call(engine, f"{BLACKBOX}:problem")
@@ -308,6 +325,9 @@ REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     bind: f"{VARIABLES}:bind",
     drop: f"{VARIABLES}:drop",
     take_script: f"{SCRIPT}:take",
+    begin_trace: f"{TRACE}:begin",
+    finish_trace: f"{TRACE}:finish",
+    trace_text: f"{TRACE}:text",
 }
 
 # The source of a cell that runs the program that `take_script` has brought.

@@ -24,6 +24,7 @@ from nbdist.client.repair import Restarted
 from nbdist.client.request import CellRequest, Sink
 from nbdist.client.run import CellRun
 from nbdist.client.strategy import Strategies
+from nbdist.client.trace import Traces
 from nbdist.client.upkeep import RESTART_S, Upkeep
 from nbdist.client.variables import Moved, Variables
 from nbdist.client.watchdog import Watchdog
@@ -35,12 +36,14 @@ from nbdist.core.ranks import parse_ranks, rank_label
 from nbdist.core.shown import is_stored
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
-from nbdist.core.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RUN
+from nbdist.core.trace import Trace, TraceOptions
+from nbdist.core.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RECORDING, CELL_RUN
 from nbdist.errors import Interrupted, RankGone
 
 GRACE_S = 5.0
 SYNC_MODEL_S = 300.0
 CALL_DEADLINE_S = 30.0
+RECORD_ALL = TraceOptions()
 
 
 class Session:
@@ -80,6 +83,7 @@ class Session:
         self.upkeep = Upkeep(self)
         self.strategy = Strategies(self)
         self.variables = Variables(self)
+        self.traces = Traces(self)
         self.bandwidth = Bandwidth(self)
         self._run_ids = itertools.count(1)
         cluster.on_exit = self._note_exit
@@ -139,9 +143,14 @@ class Session:
         one = CellRun(self, request, self._sink(request), run_id)
         one.tell(self.upkeep.take_notes())
         assert self._cluster.channel is not None
-        metadata = {CELL_RUN: run_id, CELL_FOR_ALL: set(request.ranks) == set(self.ranks)}
+        metadata: dict[str, Any] = {
+            CELL_RUN: run_id,
+            CELL_FOR_ALL: set(request.ranks) == set(self.ranks),
+        }
         if request.number is not None:
             metadata[CELL_NUMBER] = request.number
+        if self.traces.token:
+            metadata[CELL_RECORDING] = self.traces.token
         self.readiness.take(request.ranks, one)
         for number, rank in enumerate(request.ranks):
             try:
@@ -303,6 +312,21 @@ class Session:
         """A variable's value on one rank, or a list in rank order; see client.variables."""
         return self.variables.pull([name], ranks, is_whole=is_whole).values[name]
 
+    def profile(
+        self,
+        code: str,
+        options: TraceOptions = RECORD_ALL,
+        ranks: str | Sequence[int] | None = None,
+    ) -> Trace:
+        """Run source on all ranks, as `run`; what these ranks (None: all) recorded of it."""
+        with self.traces.recording(options, ranks):
+            self.run(code)
+        return self.traces.last
+
+    def trace(self) -> Trace:
+        """What was recorded last; a TraceError if nothing was."""
+        return self.traces.last
+
     def bench(
         self,
         ops: str | Sequence[str] | None = None,
@@ -320,6 +344,7 @@ class Session:
         """End all ranks and remove what they left. Twice is harmless."""
         self._is_stopped = True
         self._cut_off("The ranks were stopped", "%dist_init starts new ones.")
+        self.traces.close()
         self._cluster.stop()
         self.health.close()
 

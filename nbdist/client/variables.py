@@ -84,7 +84,7 @@ class Variables:
         with _all_or_nothing("pushed"):
             packed = parcels.pack(variables, sys.modules.get("torch"))
             token = uuid.uuid4().hex
-            with self._folders(chosen) as folders:
+            with self.folders(chosen) as folders:
                 parcel = parcels.send(packed, folders)
                 try:
                     self._call(remote.receive, token, parcel, ranks=chosen)
@@ -124,7 +124,7 @@ class Variables:
         with _all_or_nothing("pulled"):
             lacking = session.call_all(remote.lacking, names, deadline_s=ASK_S, ranks=asked)
             check_held(dict(zip(asked, lacking, strict=True)))
-            with self._folders(chosen) as folders:
+            with self.folders(chosen) as folders:
 
                 def send(call: remote.Caller, rank: int) -> Future[Parcel]:
                     return remote.send(call, rank, names, folders, rank in chosen, is_whole)
@@ -161,7 +161,7 @@ class Variables:
             raise
 
     @contextlib.contextmanager
-    def _folders(self, ranks: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    def folders(self, ranks: Sequence[int]) -> Iterator[tuple[str, ...]]:
         """Folders for large values on their way, the best first; removed in any case.
 
         None where a rank runs on another host, which sees no file of this one.

@@ -5,6 +5,8 @@ The magics read this table, and so does the command line.
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 from nbdist.commands import (
     bandwidth,
     cells,
@@ -13,11 +15,12 @@ from nbdist.commands import (
     plan,
     running,
     terminal,
+    trace,
     training,
     variables,
 )
-from nbdist.commands.cells import cell_options
 from nbdist.commands.running import start_and_show
+from nbdist.notebook import CellOptions
 from nbdist.verbs import NOTEBOOK, TERMINAL, Verb
 from nbdist.view.cells import publish
 from nbdist.view.mime import View
@@ -30,6 +33,7 @@ _ALL = (
     *training.VERBS,
     *variables.VERBS,
     *cells.VERBS,
+    *trace.VERBS,
     *export.VERBS,
     *doctor.VERBS,
     *bandwidth.VERBS,
@@ -52,6 +56,12 @@ REPLACED_MAGICS = {
     "timeline_debug": "no timeline is kept; ranks that take longer are told under their cell",
     "timeline_clear": "no timeline is kept; ranks that take longer are told under their cell",
 }
+
+
+def cell_options(values: Namespace) -> CellOptions:
+    """What was typed behind the verb of a cell."""
+    is_recorded = hasattr(values, "recorded")
+    return trace.cell_options(values) if is_recorded else cells.cell_options(values)
 
 
 def show(view: View) -> None:

@@ -26,7 +26,7 @@ def distributed(values: Namespace, code: str) -> None:
 
 
 _RANKS = Option(("--ranks",), "ranks such as 0,2-3 (all without it)", metavar="RANKS")
-_CELL_OPTIONS = (
+CELL_OPTIONS = (
     Option(("--tabs",), "at the end, show each rank's output in a tab", None, name="has_tabs"),
     Option(
         ("--timeout",), "interrupt the ranks after S seconds", positive_number, metavar="S",
@@ -41,7 +41,7 @@ VERBS = (
         "Run the cell on all ranks, or on some.",
         "%%distributed --ranks 0,2-3",
         distributed,
-        (_RANKS, *_CELL_OPTIONS),
+        (_RANKS, *CELL_OPTIONS),
         is_cell=True,
     ),
     Verb(
@@ -49,7 +49,7 @@ VERBS = (
         "Run the cell on the ranks named.",
         "%%rank [0,2-3]",
         distributed,
-        (_WHERE, _RANKS, *_CELL_OPTIONS),
+        (_WHERE, _RANKS, *CELL_OPTIONS),
         is_cell=True,
     ),
 )

@@ -14,7 +14,7 @@ from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.client import notebook_file, strategy
-from nbdist.commands import cells, running, training
+from nbdist.commands import cells, running, trace, training
 from nbdist.core import export
 from nbdist.core import strategy as strategies
 from nbdist.core.export import Cell, Magic, Reader
@@ -198,6 +198,7 @@ def _of_mode(values: Namespace) -> Magic:
 _MEANINGS: dict[str, Callable[[Namespace], Magic]] = {
     "distributed": _of_cell,
     "rank": _of_cell,
+    "dist_profile": lambda values: Magic(ranks="all", timeout_s=values.timeout_s),
     "dist_init": _of_start,
     "dist_reset": _of_reset,
     "dist_strategy": _of_strategy,
@@ -233,4 +234,7 @@ VERBS = (
         place=ANYWHERE,
     ),
 )
-_TABLE = {verb.name: verb for verb in (*running.VERBS, *training.VERBS, *cells.VERBS, *VERBS)}
+_TABLE = {
+    verb.name: verb
+    for verb in (*running.VERBS, *training.VERBS, *cells.VERBS, *trace.VERBS, *VERBS)
+}

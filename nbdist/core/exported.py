@@ -39,7 +39,11 @@ _SHELL_CALLS = {"run_line_magic", "run_cell_magic", "system", "getoutput", "magi
 _ONLY_NOTEBOOKS = re.compile(r"_{1,3}|_\d+|_i{1,3}|_i\d+|_ih|_oh|_dh|In|Out|get_ipython|exit|quit")
 _KEYBOARD = {"input", "getpass", "breakpoint"}
 # What stands for names of nbdist in a script.
-_IN_PLACE_OF = {"shown": "{} = str", "Accelerator": "from accelerate import Accelerator{}"}
+_IN_PLACE_OF = {
+    "shown": "{} = str",
+    "step": "def {}(): pass",
+    "Accelerator": "from accelerate import Accelerator{}",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +230,7 @@ def _imports(node: ast.ImportFrom) -> list[str]:
     for alias in node.names:
         if node.module != "nbdist" or alias.name not in _IN_PLACE_OF:
             raise LeftOutError("python", ast.unparse(node))
-        if alias.name == "shown":
+        if alias.name in {"shown", "step"}:
             given = alias.asname or alias.name
         else:
             given = f" as {alias.asname}" if alias.asname else ""

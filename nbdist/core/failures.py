@@ -22,6 +22,7 @@ FOLLOWER_PATTERNS = (
     r"monitoredBarrier",
     r"timed out after \d+ms in barrier",
     r"until the wait was aborted",  # engine/meeting.py
+    r"the collectives of this rank were broken off",  # engine/recorder.py
 )
 _FOLLOWER = re.compile("|".join(FOLLOWER_PATTERNS))
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

@@ -114,8 +114,8 @@ def check_fits(model: ModelShape, choice: Choice, load: Load) -> None:
         raise OptionError(f"cp={degrees.cp} does not divide --seq {load.sequence}.")
     if degrees.cp > 1 and choice.options.context == "ring" and model.shape.has_dropout:
         raise OptionError(
-            f"cp takes attention without dropout, and {model.name} has it. Use ulysses, or a config "
-            "without."
+            f"cp takes attention without dropout, and {model.name} has it. Use ulysses, or a "
+            "config without."
         )
     _check_heads(model, "tp", degrees.tp)
     _check_heads(model, "ulysses", degrees.cp if choice.name == "ulysses" else 1)

@@ -51,8 +51,8 @@ class Events:
         depth: How many events of the same lane enclose it.
         kind: Place in KINDS.
         name: Place in RankTrace.names.
-        size_bytes: What a collective moves into or out of this rank; 0 for all else.
-        group: Place in RankTrace.groups; -1 for all else.
+        size_bytes: A collective's whole message, which all ranks make or get; 0 for all else.
+        group: Place in RankTrace.groups; -1 for all else, and where the trace does not tell.
     """
 
     start_ns: Integers
@@ -94,6 +94,7 @@ class RankTrace:
         lanes: In the order in which they are drawn.
         names: Of events.
         groups: Process groups, as the user calls them.
+        group_ranks: The ranks of each of them.
         events: The columns.
         steps: In order; empty where the cell made none.
         problem: Why something lacks, as a sentence; empty when all is there.
@@ -105,9 +106,25 @@ class RankTrace:
     lanes: tuple[Lane, ...]
     names: tuple[str, ...]
     groups: tuple[str, ...]
+    group_ranks: tuple[tuple[int, ...], ...]
     events: Events
     steps: tuple[Step, ...] = ()
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What is to be recorded.
+
+    Attributes:
+        steps: Stop after so many, one more of which comes first and is left out; None for all.
+        has_memory: Note what is allocated, for the saved files.
+        has_stacks: Note the lines of Python.
+    """
+
+    steps: int | None = None
+    has_memory: bool = False
+    has_stacks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +134,15 @@ class Trace:
     Attributes:
         ranks: In rank order.
         strategy: What models were under, as `core.strategy.described` says it.
+        formula: What a rank sends in a step under it, as `core.footprint.sent_phrases` says it.
+        formula_bytes: The same in bytes, of parameters and gradients; None where it is unknown.
         notes: What is skipped, merged or guessed, as sentences.
     """
 
     ranks: tuple[RankTrace, ...]
     strategy: str = ""
+    formula: tuple[str, ...] = ()
+    formula_bytes: float | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -129,3 +150,11 @@ class Trace:
         """From the first event's start to the last one's end, over all ranks."""
         ends = [int((r.events.start_ns + r.events.duration_ns).max(initial=0)) for r in self.ranks]
         return max(ends, default=0)
+
+
+def empty(rank: int, host: str, problem: str) -> RankTrace:
+    """The trace of a rank of which there is nothing, and why."""
+    long, short = np.empty(0, np.int64), np.empty(0, np.int32)
+    depth, kind = np.empty(0, np.int16), np.empty(0, np.int8)
+    events = Events(long, long, short, depth, kind, short, long, short)
+    return RankTrace(rank, host, "cpu", (), (), (), (), events, (), problem)

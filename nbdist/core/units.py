@@ -1,4 +1,4 @@
-"""Numbers as short text; everywhere else they are bytes and seconds."""
+"""Numbers as short text; everywhere else they are bytes and seconds or nanoseconds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from nbdist.core.shown import PLACEHOLDER, is_stored, shown
 
 # Decimal, as memory plans and GPU data sheets count.
 BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+DURATION_UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "us"))
 # What is below a unit by less than this prints as 1.0 of it, not as 1000.0 of the next.
 ROUNDS_UP = 0.99995
 
@@ -23,3 +24,13 @@ def size(value_bytes: float) -> str:
         if value_bytes >= unit_bytes * ROUNDS_UP:
             return f"{value_bytes / unit_bytes:.1f} {name}"
     return f"{value_bytes:.0f} B"
+
+
+def duration(value_ns: float) -> str:
+    """`1.2 ms`, or a placeholder (for the unit too, which may differ) where outputs are stored."""
+    if is_stored():
+        return PLACEHOLDER
+    for unit_ns, name in DURATION_UNITS:
+        if value_ns >= unit_ns * ROUNDS_UP:
+            return f"{value_ns / unit_ns:.1f} {name}"
+    return f"{value_ns:.0f} ns"

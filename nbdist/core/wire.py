@@ -11,6 +11,8 @@ CELL_NUMBER = "nbdist_cell"
 CELL_RUN = "nbdist_run"
 # Whether all ranks were sent this cell.
 CELL_FOR_ALL = "nbdist_for_all"
+# Which recording is of this cell; without it the cell is not recorded.
+CELL_RECORDING = "nbdist_recording"
 # Message types of what an engine answers beside its cells.
 CONTROL_REQUEST = "nbdist_request"
 CONTROL_REPLY = "nbdist_reply"

@@ -6,17 +6,28 @@ ranks at the other ends. A Gloo device keeps all its connections in one epoll de
 whoever knows the epolls knows the connections. They are noted while devices are made, which
 is why `install` comes before the first group.
 
+A message of which a part has gone over is a trap: Gloo (tcp/pair.cc, `signalException`) tells
+everybody who waits on a connection that it has ended, but not those who wait for just that message,
+on either side. So no connection is shut down in the middle of one as long as it moves: from an
+abort on the recorder lets no new call begin, and what is under way is given time to arrive. Where a
+peer has died in the middle of a large message nothing helps (docs/limits.md).
+
 Without /proc (macOS) nothing can be ended: `is_supported` is False and `abort` returns 0.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import re
 import socket
 import stat
+import struct
+import sys
+import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +43,15 @@ _FDINFO = Path("/proc/self/fdinfo")
 # A line of it reads: tfd: 12 events: 19 data: 5649a39ed670 pos:0 ino:eb451 sdev:9
 _MEMBER = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)
 _EPOLL = "anon_inode:[eventpoll]"
+# Messages that are under way get so long to arrive: a gigabyte by way of the loopback.
+DRAIN_S = 1.5
+_DRAIN_PAUSE_S = 0.005
+# With nothing in its queues, a connection on which nothing came or went for so long is at rest.
+_QUIET_MS = 30
+# With something in them as well: its peer is stopped or gone.
+_STALLED_MS = 400
+# struct tcp_info (linux/tcp.h): milliseconds since data was sent, and since some came.
+_LAST_DATA_SENT, _LAST_DATA_RECEIVED, _TCP_INFO_BYTES = 44, 52, 104
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +121,44 @@ def abort(generation: int | None = None) -> int | None:
             return None
         # A new group's members meet through the store, where there is no connection to shut down.
         meeting.cancel_meetings()
-        sockets = {member for loop in tuple(_known.loops) for member in _members(loop)}
-        return sum(_shut(number, inode) for number, inode in sockets)
+        _drain()
+        return sum(_shut(number, inode) for number, inode in _connections())
+
+
+def _connections() -> set[tuple[int, int]]:
+    return {member for loop in tuple(_known.loops) for member in _members(loop)}
+
+
+def _drain() -> None:
+    """Return once no message is under way, or after DRAIN_S.
+
+    At once where all ranks wait: Gloo sends a message only when its receiver is ready for it, so
+    a call to which somebody does not come has no bytes under way.
+    """
+    end_s = time.monotonic() + DRAIN_S
+    while not all(_is_at_rest(*one) for one in _connections()) and time.monotonic() < end_s:
+        time.sleep(_DRAIN_PAUSE_S)
+
+
+def _is_at_rest(number: int, inode: int) -> bool:
+    """Whether nothing moves on a connection; also where it is none, or that cannot be known."""
+    with _held(number, inode) as connection:
+        if connection is None or not hasattr(socket, "TCP_INFO"):
+            return True
+        try:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            queued = [
+                int.from_bytes(fcntl.ioctl(number, request, bytes(4)), sys.byteorder)
+                for request in (termios.TIOCOUTQ, termios.FIONREAD)
+            ]
+        except OSError:  # the listener, and what has been shut down or closed
+            return True
+        if len(info) < _TCP_INFO_BYTES:
+            return True
+        still_ms = min(
+            struct.unpack_from("=I", info, at)[0] for at in (_LAST_DATA_SENT, _LAST_DATA_RECEIVED)
+        )
+        return bool(still_ms >= (_STALLED_MS if any(queued) else _QUIET_MS))
 
 
 def outdate(generation: int) -> None:

@@ -248,6 +248,23 @@ def newest() -> dict[str, CxxCall]:
     return {name: call for one in _recorders for name, call in one.newest().items()}
 
 
+def issued() -> list[tuple[str, int, str, list[list[int]]]]:
+    """(name, when in ns since 1970, group, sizes) of what the flight recorders hold, oldest first.
+
+    Empty without a recorder. Of thousands of calls only the newest are left.
+    """
+    return [
+        (
+            one["profiling_name"],
+            one["time_created_ns"],
+            one["process_group"][0],
+            [list(sizes) for sizes in one["input_sizes"]],
+        )
+        for recorder in _recorders
+        for one in recorder.entries()
+    ]
+
+
 def mark_recovered() -> None:
     """Count collectives from here on: every rank has new backends in its groups."""
     for one in _recorders:

@@ -44,6 +44,11 @@ def is_over(age: int) -> bool:
     return _cancelled != age
 
 
+def is_broken_off() -> bool:
+    """Whether this rank's groups were aborted, and have not been made anew yet."""
+    return _cancelled != _anew
+
+
 def meet(ranks: Sequence[int], generation: int, deadline: timedelta | None, what: str) -> None:
     """Return once each of these ranks, of which this is one, has come to the same meeting.
 

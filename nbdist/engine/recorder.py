@@ -49,6 +49,9 @@ MAX_PENDING = 1024
 KEEPS_ORIGINALS = "torch.distributed._functional_collectives"
 
 
+# What a call raises between an abort and the recovery (core/failures.py knows it).
+BROKEN_OFF = "{op} was not called: the collectives of this rank were broken off"
+
 # Within a wrapped call that has no record (yet).
 _INSIDE: Entry = (0, 0, 0, NO_CHANNEL, b"", NO_PEER)
 
@@ -142,11 +145,14 @@ class Recorder:
         describe = Describer(self, op, original).describe
         thread, box, packed = self._thread, self.box, self.places.packed
         begin, end, frame = box.begin, box.end, sys._getframe  # noqa: SLF001
+        is_broken_off = meeting.is_broken_off
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling() or thread.entry is not None:
                 return original(*args, **kwargs)
+            if is_broken_off():
+                raise RuntimeError(BROKEN_OFF.format(op=op))
             thread.entry = _INSIDE
             try:
                 described = describe(args, kwargs)

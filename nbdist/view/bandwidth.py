@@ -36,8 +36,8 @@ def bench(found: Bench, *, has_picture: bool = True) -> View:
     column = f'<div style="margin-right:2em;max-width:{_WIDTH_PX}px">'
     body = (
         f'<div>{_lines(head)}<div style="display:flex;flex-wrap:wrap;align-items:flex-start">'
-        f"{column}{image}{model.html}{links.html}</div>{column}{rows.html}</div></div>"
-        f"{_lines(foot)}</div>"
+        f"{column}{image}{model.html}</div>{column}{rows.html}</div></div>{_lines(foot)}"
+        f"<details><summary>links to compare with</summary>{links.html}</details></div>"
     )
     text = "\n\n".join(part for part in parts if part)
     return View(text, body, is_bad=any(row.wrong for row in found.rows))

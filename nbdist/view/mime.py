@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ class View:
 
     Attributes:
         text: For terminals, nbval and screen readers; complete by itself.
-        html: The same for notebooks, without scripts; empty where text does.
+        html: The same for notebooks; scripts only inside a sandboxed frame. Empty where text does.
         is_bad: It tells of something that has to be mended: a command line's exit code is then 1.
+        png: A picture, for wherever the HTML is not shown; empty where there is none.
     """
 
     text: str
     html: str = ""
     is_bad: bool = False
+    png: bytes = b""
 
     def __str__(self) -> str:
         return self.text
@@ -28,6 +31,8 @@ class View:
         bundle = {"text/plain": self.text}
         if self.html:
             bundle["text/html"] = self.html
+        if self.png:
+            bundle["image/png"] = base64.b64encode(self.png).decode("ascii")
         return bundle
 
     def _repr_pretty_(self, printer: object, _cycle: bool) -> None:

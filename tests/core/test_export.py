@@ -108,15 +108,16 @@ def test_python_calls_of_nbdist_are_told() -> None:
 
 
 def test_names_of_nbdist_have_counterparts() -> None:
-    """`shown` shows and `Accelerator` is Accelerate's; nothing imports nbdist."""
+    """`shown` shows, `step` does nothing, `Accelerator` is Accelerate's; no import of nbdist."""
     made = exported(
         "%%distributed\nfrom nbdist import shown, Accelerator\nfrom nbdist import shown as s\n"
-        "from nbdist import Accelerator as A\nx = shown(1)"
+        "from nbdist import Accelerator as A, step\nx = shown(1)"
     )
 
     imports = [n for n in ast.walk(ast.parse(made.script)) if isinstance(n, ast.ImportFrom)]
     assert "nbdist" not in {node.module for node in imports}
     assert "\nshown = str  # from nbdist in the notebook\n" in made.script
+    assert "\ndef step(): pass  # from nbdist in the notebook\n" in made.script
     assert "\ns = str  #" in made.script
     assert "\nfrom accelerate import Accelerator as A  #" in made.script
     assert made.told == ()

@@ -71,6 +71,7 @@ FOLLOWERS = (
     "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 1000 ms",
     "timed out after 3000ms in barrier",
     "rank 0 waited in new_group for other ranks until the wait was aborted.",
+    "all_reduce was not called: the collectives of this rank were broken off",
 )
 
 

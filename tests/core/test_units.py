@@ -168,3 +168,20 @@ def test_too_little_shared_memory_for_one() -> None:
 def test_exactly_enough_shared_memory() -> None:
     """What is needed to the byte is enough."""
     assert shm.check(64 * MIB, 1000 * MIB, 2, uses_nccl=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("value_ns", "text"),
+    [
+        (0, "0 ns"),
+        (999, "999 ns"),
+        (999.96, "1.0 us"),
+        (1000, "1.0 us"),
+        (1_234_567, "1.2 ms"),
+        (999_960_000, "1.0 s"),
+        (90_000_000_000, "90.0 s"),
+    ],
+)
+def test_durations(value_ns: float, text: str) -> None:
+    """Nanoseconds in the largest unit of which there is one."""
+    assert units.duration(value_ns) == text

@@ -2,10 +2,12 @@
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
+from nbdist.core.failures import is_follower
 from nbdist.engine import abort
 from tests.support.torch_ranks import TorchRanks
 
@@ -108,7 +110,7 @@ FORKED = """
     before = gone()
     abort.abort()
     try:
-        dist.all_reduce(torch.ones(3))
+        dist.group.WORLD.allreduce([torch.ones(3)]).wait()  # nothing of ours refuses it
         error = ""
     except RuntimeError as failure:
         error = type(failure).__name__
@@ -210,3 +212,56 @@ def test_a_request_that_comes_late_ends_nothing(tmp_path: Path) -> None:
         assert one["late"] == [0, 3.0]
         assert one["total"] == 3.0
     assert sum(one["count"] for one in results) >= 1
+
+
+MOVING = """
+    import random, threading
+    from nbdist.engine import groups, meeting
+    large, told, draw = torch.zeros(4 * 2**20), [], random.Random(rank)
+    for generation in range(1, 9):
+        timer = threading.Timer(draw.uniform(0.02, 0.2), abort.abort)
+        timer.start()
+        try:
+            while True:
+                dist.all_reduce(large)
+        except RuntimeError as error:
+            told.append(str(error))
+        timer.join()
+        groups.recover(generation)
+    done(told=told, total=total(), is_broken_off=meeting.is_broken_off())
+"""
+
+
+def test_an_abort_in_the_middle_of_large_messages_frees_everybody(tmp_path: Path) -> None:
+    """Gloo never wakes who waits for a message that was cut: none is, and no call begins again."""
+    with TorchRanks(tmp_path, 2, MOVING) as ranks:
+        results = ranks.results()
+
+    for one in results:
+        assert len(one["told"]) == 8
+        assert all(is_follower(text) for text in one["told"])
+        assert one["total"] == 3.0
+        assert not one["is_broken_off"]
+
+
+def test_a_connection_is_at_rest_when_nothing_moves() -> None:
+    """Not while bytes lie in it; one that has been shut down or never was one counts as at rest."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+        with near, far:
+            both = [(one.fileno(), os.fstat(one.fileno()).st_ino) for one in (near, far)]
+            near.sendall(b"x")
+            full = [abort._is_at_rest(*one) for one in both]
+            far.recv(1)
+            began_s = time.monotonic()
+            while not all(abort._is_at_rest(*one) for one in both):
+                assert time.monotonic() < began_s + 20
+            far.shutdown(socket.SHUT_RDWR)
+            near.recv(1)
+            shut = [abort._is_at_rest(*one) for one in both]
+
+        assert not any(full)
+        assert abort._is_at_rest(server.fileno(), os.fstat(server.fileno()).st_ino)
+    assert abort._is_at_rest(*both[0])
+    assert len(shut) == 2

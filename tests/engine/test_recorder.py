@@ -197,6 +197,12 @@ def test_meeting_ends_at_an_interrupt_and_at_an_abort(start: Any) -> None:
             dist.new_group([0, 1], timeout=timedelta(seconds=0.2))
         except RuntimeError as error:
             say(raised=str(error))
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            say(refused=str(error))
+        from nbdist.engine import meeting
+        meeting.forget_meetings()  # as a recovery does
     """
     both = """
         sys.stdin.readline()
@@ -214,6 +220,7 @@ def test_meeting_ends_at_an_interrupt_and_at_an_abort(start: Any) -> None:
     peers.tell(0)
     assert "until the wait was aborted" in peers.hear(0)["raised"]
     assert "for 0.2 s; rank(s) 1 did not come" in peers.hear(0)["raised"]
+    assert peers.hear(0)["refused"].startswith("all_reduce was not called: the collectives")
     peers.tell(0)
     assert peers.waiting(0).number == 1
     peers.tell(1)

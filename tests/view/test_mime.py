@@ -39,6 +39,14 @@ def test_a_view_is_its_text() -> None:
     }
 
 
+def test_a_picture_comes_beside_the_rest() -> None:
+    """As base64, which is how notebooks store it."""
+    assert View("a", png=b"\x89PNG")._repr_mimebundle_() == {
+        "text/plain": "a",
+        "image/png": "iVBORw==",
+    }
+
+
 def test_ipython_shows_a_view() -> None:
     """IPython takes both forms of a view; a plain terminal prints the text, not the repr."""
     view = View("two\nlines", "<b>html</b>")

@@ -1,0 +1,113 @@
+"""Verbs that record where the time of a cell goes, and show it."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from pathlib import Path
+
+from nbdist.client.trace import read_folder
+from nbdist.commands import cells
+from nbdist.core import trace_findings, trace_shares
+from nbdist.core.trace import Trace, TraceOptions
+from nbdist.errors import OptionError
+from nbdist.notebook import NOTEBOOK, CellOptions, Record
+from nbdist.verbs import Option, Verb
+from nbdist.view.cells import publish
+from nbdist.view.mime import View
+from nbdist.view.trace import traced
+
+
+def dist_profile(values: Namespace, code: str) -> None:
+    """Run the cell on all ranks under torch.profiler, and show where its time went."""
+    NOTEBOOK.run(code, cell_options(values))
+
+
+def cell_options(values: Namespace) -> CellOptions:
+    """The options of a recorded cell: it runs on all ranks, and some or all of them record."""
+    options = TraceOptions(values.steps, values.has_memory, values.has_stacks)
+    record = Record(options, values.recorded, lambda trace: _publish(shown(trace)))
+    return CellOptions(None, values.has_tabs, values.timeout_s, record)
+
+
+def _publish(view: View) -> None:
+    publish(view._repr_mimebundle_())
+
+
+def dist_trace(values: Namespace) -> View:
+    """Show the last trace again, or those of a folder; save it."""
+    folder = Path(values.folder[0]) if values.folder else None
+    if folder is not None and values.save is not None:
+        raise OptionError(
+            "%dist_trace: --save writes the last recorded cell, not a folder's traces."
+        )
+    trace = NOTEBOOK.session.trace() if folder is None else read(folder)
+    if values.has_page:
+        url = NOTEBOOK.session.traces.page(trace)
+        return View(f"{url} shows it in Perfetto, on this host, until %dist_shutdown.")
+    if values.save is None:
+        return shown(trace)
+    made = NOTEBOOK.session.traces.save(Path(values.save).expanduser())
+    return View("\n".join(f"written: {path}" for path in made))
+
+
+def shown(trace: Trace) -> View:
+    """What a trace says."""
+    shares = trace_shares.shares(trace)
+    return traced(trace, shares, trace_findings.findings(trace, shares))
+
+
+def read(folder: Path) -> Trace:
+    """The saved traces of a folder; see client.trace.read_folder."""
+    return read_folder(folder.expanduser())
+
+
+def _step_count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps (1 or more)")
+    return int(text)
+
+
+VERBS = (
+    Verb(
+        "dist_profile",
+        "Run the cell on all ranks and show where its time goes.",
+        "%%dist_profile --steps 3",
+        dist_profile,
+        (
+            Option(
+                ("--steps",),
+                "record N steps, after one that is left out; the cell goes on",
+                _step_count,
+                metavar="N",
+            ),
+            Option(
+                ("--ranks",), "record ranks such as 0,2-3 (all without it)", metavar="RANKS",
+                name="recorded",
+            ),
+            Option(
+                ("--memory",), "note what is allocated, for the saved files", None,
+                name="has_memory",
+            ),
+            Option(("--stacks",), "record Python's functions as well", None, name="has_stacks"),
+            *cells.CELL_OPTIONS,
+        ),
+        is_cell=True,
+    ),
+    Verb(
+        "dist_trace",
+        "Show the last recorded cell again, or saved traces; save it.",
+        "%dist_trace --save traces",
+        dist_trace,
+        (
+            Option(("folder",), "show the traces in this folder instead", metavar="DIR"),
+            Option(
+                ("--save",), "write a file per rank, and one of all for Perfetto", metavar="DIR",
+            ),
+            Option(
+                ("--perfetto",), "open it in Perfetto, offline (pip install nbdist[perfetto])",
+                None, name="has_page",
+            ),
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,68 @@
+"""Sets of intervals on a line of whole numbers: unions, and how long several go on together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+
+
+def union(starts: Integers, ends: Integers) -> Integers:
+    """Disjoint intervals that cover the same, (n, 2), in order. Empty ones are left out."""
+    kept = ends > starts
+    order = np.argsort(starts[kept], kind="stable")
+    starts, ends = starts[kept][order], ends[kept][order]
+    if not len(starts):
+        return np.empty((0, 2), np.int64)
+    reached = np.maximum.accumulate(ends)
+    firsts = np.flatnonzero(np.concatenate([[True], starts[1:] > reached[:-1]]))
+    lasts = np.concatenate([firsts[1:] - 1, [len(starts) - 1]])
+    return np.stack([starts[firsts], reached[lasts]], axis=1)
+
+
+def joined(sets: Sequence[Integers]) -> Integers:
+    """The union of sets that are disjoint each."""
+    whole = np.concatenate([np.empty((0, 2), np.int64), *sets])
+    return union(whole[:, 0], whole[:, 1])
+
+
+def pieces(sets: Sequence[Integers]) -> tuple[Integers, npt.NDArray[np.bool_]]:
+    """The line cut at every end of an interval.
+
+    Args:
+        sets: Of disjoint intervals each.
+
+    Returns:
+        (n, 2) pieces in order, and (sets, n): whether a set covers a piece.
+    """
+    edges = np.concatenate([np.empty(0, np.int64), *(one.reshape(-1) for one in sets)])
+    if not len(edges):
+        return np.empty((0, 2), np.int64), np.empty((len(sets), 0), bool)
+    cuts = np.unique(edges)
+    found = np.stack([cuts[:-1], cuts[1:]], axis=1)
+    covers = np.zeros((len(sets), len(found)), bool)
+    for number, one in enumerate(sets):
+        if len(one):
+            last = np.searchsorted(one[:, 0], found[:, 0], side="right") - 1
+            covers[number] = (last >= 0) & (found[:, 0] < one[np.maximum(last, 0), 1])
+    return found, covers
+
+
+def both(one: Integers, other: Integers) -> Integers:
+    """What two sets have in common."""
+    found, covers = pieces([one, other])
+    return joined([found[covers[0] & covers[1]]])
+
+
+def without(one: Integers, other: Integers) -> Integers:
+    """What is in one set and not in the other."""
+    found, covers = pieces([one, other])
+    return joined([found[covers[0] & ~covers[1]]])
+
+
+def length(one: Integers) -> int:
+    """How much a set of disjoint intervals covers."""
+    return int((one[:, 1] - one[:, 0]).sum())

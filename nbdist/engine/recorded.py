@@ -1,0 +1,76 @@
+"""Lets a recording run while its cell does, and never longer.
+
+What records (engine/trace.py) is loaded when it is first asked for: a rank starts without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nbdist.core.wire import CELL_RECORDING
+
+
+class Recording(Protocol):
+    """What runs beside a cell.
+
+    Attributes:
+        token: What that cell brings.
+    """
+
+    token: str
+
+    def start(self) -> None:
+        """The cell begins."""
+
+    def stop(self) -> None:
+        """It has ended, in whatever way."""
+
+    def after_step(self) -> None:
+        """It says that a step has ended."""
+
+
+@dataclass(slots=True)
+class State:
+    """At most one recording waits for its cell, and one runs."""
+
+    armed: Recording | None = None
+    running: Recording | None = None
+
+
+state = State()
+
+
+def step() -> None:
+    """A step ends here, if a cell is being recorded; see nbdist.step."""
+    if state.running is not None:
+        state.running.after_step()
+
+
+def install(kernel: Any) -> None:
+    """Let armed recordings run while the next cell does. Once per engine, before it is watched.
+
+    A cell with another token, or none, is never recorded: a recording whose own cell was not sent
+    waits until the next takes its place. Around the kernel's `do_execute`, as
+    blackbox.watch_cells, which has to come after this: ending the profiler can take seconds and
+    belongs to the cell.
+    """
+    execute = kernel.do_execute
+    if getattr(execute, "is_recorded", False):
+        return
+
+    async def do_execute(*args: Any, **options: Any) -> Any:
+        token = kernel.get_parent("shell").get("metadata", {}).get(CELL_RECORDING)
+        if state.armed is None or state.armed.token != token:
+            return await execute(*args, **options)
+        recording, state.armed = state.armed, None
+        state.running = recording
+        recording.start()
+        try:
+            return await execute(*args, **options)
+        finally:
+            state.running = None
+            recording.stop()
+
+    do_execute.is_recorded = True  # type: ignore[attr-defined]
+    kernel.do_execute = do_execute

