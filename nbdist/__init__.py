@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from nbdist.client.session import Session
     from nbdist.engine.accelerator import Accelerator as Accelerator
     from nbdist.view.mime import View
+    from nbdist.view.plan import PlanView
 
 # Without Accelerator: `from nbdist import *` would load torch in the notebook.
 __all__ = [
-    "__version__", "bench", "compare", "doctor", "export", "load_ipython_extension", "session",
-    "shown", "start", "step",
+    "__version__", "bench", "compare", "doctor", "export", "load_ipython_extension", "plan",
+    "session", "shown", "start", "step",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -108,6 +109,49 @@ def bench(
     from nbdist.view.bandwidth import bench as shown_bench
 
     return shown_bench(measured(ops, sizes, limit_s, save, lambda _text: None))
+
+
+def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
+    model: Any,
+    *,
+    strategy: str | None = None,
+    ranks: int | None = None,
+    gpu: str | None = None,
+    memory: str | None = None,
+    batch: int = 1,
+    seq: int = 2048,
+    optimizer: str = "adamw",
+    recipe: str | None = None,
+    samples: int = 0,
+    **strategy_options: object,
+) -> PlanView:
+    """Say whether a model will fit, under which strategy; the same as %dist_plan.
+
+    It needs no ranks and no torch. `.plan` has the numbers in bytes and seconds, `.advice` what to
+    choose.
+
+    Args:
+        model: Its number of parameters (7e9, "7B"), a name, the path of a config.json, or a
+            transformers config or model of the notebook.
+        strategy: One alone; a row for each without it.
+        ranks: Those that run without it, or 8.
+        gpu: A name of the catalogue; that of the ranks that run without it, or h100.
+        memory: "24GB" of a device that is not in it.
+        batch: Samples that a data-parallel rank computes at once.
+        seq: Tokens of each.
+        optimizer: adamw, sgd and others.
+        recipe: What is stored for a parameter: "fp32", "autocast", "mixed" or "bf16".
+        samples: The effective batch of all ranks; sets accumulate.
+        strategy_options: Degrees and options: tp=2, bf16=True, checkpoint="full".
+
+    Raises:
+        OptionError: If a word does not exist, or degrees do not fit.
+    """
+    from nbdist.commands.plan import Asked, planned
+    from nbdist.core.plan_load import Load
+
+    load = Load(batch, seq, optimizer, recipe or "", samples)
+    return planned(model, Asked(ranks, gpu, memory), load, strategy, strategy_options)
 
 
 def doctor(*, clean: bool = False) -> View:

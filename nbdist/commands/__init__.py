@@ -13,6 +13,7 @@ from nbdist.commands import (
     compare,
     doctor,
     export,
+    plan,
     running,
     terminal,
     trace,
@@ -38,6 +39,7 @@ _ALL = (
     *export.VERBS,
     *doctor.VERBS,
     *bandwidth.VERBS,
+    *plan.VERBS,
     *terminal.VERBS,
 )
 # The magics, by their names.

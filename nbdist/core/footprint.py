@@ -75,10 +75,15 @@ def held_bytes(choice: Choice, n_parameters: float, recipe: Recipe) -> float:
     For layers of equal size: what cannot be split evenly, and what a pipeline's first and last
     stage have besides blocks, comes on top.
     """
-    total = 0.0
-    for what in HELD:
-        total += n_parameters * getattr(recipe, what) / _size(choice, split_axes(choice, what))
-    return total
+    return sum(held_parts(choice, n_parameters, recipe).values())
+
+
+def held_parts(choice: Choice, n_parameters: float, recipe: Recipe) -> dict[str, float]:
+    """The same taken apart: word of HELD -> bytes."""
+    return {
+        what: n_parameters * getattr(recipe, what) / axes_size(choice, split_axes(choice, what))
+        for what in HELD
+    }
 
 
 def held_formula(choice: Choice) -> str:
@@ -129,10 +134,11 @@ CALLS: Mapping[str, Call] = {
 def sent_of(choice: Choice) -> tuple[Sent, ...]:
     """What a rank sends in a step of the optimizer, along the axes that have ranks."""
     sends = [sent for row in rows_of(choice) for sent in _sends(row, choice)]
-    return tuple(sent for sent in sends if _size(choice, sent.axes) > 1)
+    return tuple(sent for sent in sends if axes_size(choice, sent.axes) > 1)
 
 
-def _size(choice: Choice, axes: tuple[str, ...]) -> int:
+def axes_size(choice: Choice, axes: tuple[str, ...]) -> int:
+    """How many ranks lie along axes together."""
     return math.prod(getattr(choice.degrees, axis) for axis in axes)
 
 
@@ -160,16 +166,24 @@ def sent_bytes(
         gradient_bytes: Likewise.
     """
     size = {"parameters": parameter_bytes, "gradients": gradient_bytes}
+    return sum(
+        wire_bytes(choice, sent, model_message(choice, sent, n_parameters * size[sent.what]))
+        for sent in sent_of(choice)
+        if sent.what in size
+    )
+
+
+def model_message(choice: Choice, sent: Sent, model_bytes: float) -> float:
+    """Of so many bytes of parameters or gradients, those that one message is about."""
     # What tp and pp split is not there to be sent; copies reduce what dp_shard has left.
-    split = choice.degrees.tp * choice.degrees.pp
-    total = 0.0
-    for sent in sent_of(choice):
-        if sent.what in size:
-            whole = n_parameters * size[sent.what] / split
-            if "dp_replicate" in sent.axes:
-                whole /= choice.degrees.dp_shard
-            total += sent.times * CALLS[sent.call].share(_size(choice, sent.axes)) * whole
-    return total
+    message = model_bytes / (choice.degrees.tp * choice.degrees.pp)
+    return message / choice.degrees.dp_shard if "dp_replicate" in sent.axes else message
+
+
+def wire_bytes(choice: Choice, sent: Sent, message_bytes: float) -> float:
+    """Bytes that a rank sends where all ranks along the axes make up messages of this size."""
+    share = CALLS[sent.call].share(axes_size(choice, sent.axes))
+    return sent.times * share * message_bytes
 
 
 def sent_phrases(choice: Choice) -> tuple[str, ...]:

@@ -97,7 +97,8 @@ def test_a_wrong_option_is_an_ordinary_error(kernel: Kernel, code: str) -> None:
 @pytest.mark.parametrize(
     "verb",
     ["%dist_init", "%dist_reset", "%dist_shutdown", "%dist_status", "%dist_doctor", "%dist_mode",
-     "%sync", "%dist_push", "%dist_pull", "%dist_bench", "%dist_export", "%%distributed", "%%rank"],
+     "%sync", "%dist_push", "%dist_pull", "%dist_bench", "%dist_plan", "%dist_export",
+     "%%distributed", "%%rank"],
 )  # fmt: skip
 def test_help_shows_the_options_and_does_nothing(kernel: Kernel, verb: str) -> None:
     """--help shows usage and an example, and runs nothing."""

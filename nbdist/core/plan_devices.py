@@ -1,0 +1,139 @@
+"""What devices have: memory, bandwidth, arithmetic and links, as their data sheets say."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nbdist.core.links import LINKS, Link
+from nbdist.errors import OptionError
+
+_GB = 1e9
+_T = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One kind of GPU.
+
+    Attributes:
+        name: As typed.
+        title: As its maker calls it.
+        memory_bytes: Decimal, as on the data sheet. The driver shows up to 7 % more.
+        bandwidth: Of its memory, bytes per second; 0 where only the memory was typed, as are:
+        half_flops: Products of matrices in bf16 (fp16 where it has no bf16) without sparsity,
+            operations per second.
+        single_flops: In fp32, without TF32: torch's default.
+        link: To the others of its host, a name of core.links.
+        network: To other hosts, likewise: what such hosts commonly have.
+        driver: Words of the name under which the driver knows it.
+        source: Where the numbers are from.
+        has_bf16: It computes in bf16.
+    """
+
+    name: str
+    title: str
+    memory_bytes: float
+    bandwidth: float = 0.0
+    half_flops: float = 0.0
+    single_flops: float = 0.0
+    link: str = ""
+    network: str = ""
+    driver: tuple[str, ...] = ()
+    source: str = ""
+    has_bf16: bool = True
+
+    def flops(self, precision: str) -> float:
+        """Operations per second in fp32, bf16 or fp16."""
+        return self.single_flops if precision == "fp32" else self.half_flops
+
+
+# Ranks of one host, whatever the device: what HGX and DGX systems have.
+PER_HOST = 8
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+_DEVICES = (
+    Device("b200", "NVIDIA B200", 180 * _GB, 8 * _T, 2250 * _T, 75 * _T, "NVLink 5",
+           "InfiniBand NDR", ("b200",), f"{_NVIDIA}/dgx-b200 (1440 GB in 8), {_NVIDIA}/hgx"),
+    Device("h200", "NVIDIA H200 SXM", 141 * _GB, 4.8 * _T, 989 * _T, 67 * _T, "NVLink 4",
+           "InfiniBand NDR", ("h200",), f"{_NVIDIA}/h200"),
+    Device("h100-pcie", "NVIDIA H100 PCIe", 80 * _GB, 2 * _T, 756 * _T, 51 * _T, "PCIe 5 x16",
+           "InfiniBand NDR", ("h100", "pcie"), f"{_NVIDIA}/h100"),
+    Device("h100", "NVIDIA H100 SXM", 80 * _GB, 3.35 * _T, 989 * _T, 67 * _T, "NVLink 4",
+           "InfiniBand NDR", ("h100",), f"{_NVIDIA}/h100"),
+    Device("a100-40gb", "NVIDIA A100 SXM 40 GB", 40 * _GB, 1.555 * _T, 312 * _T, 19.5 * _T,
+           "NVLink 3", "InfiniBand HDR", ("a100", "40gb"), f"{_NVIDIA}/a100"),
+    Device("a100-80gb", "NVIDIA A100 SXM 80 GB", 80 * _GB, 2.039 * _T, 312 * _T, 19.5 * _T,
+           "NVLink 3", "InfiniBand HDR", ("a100", "80gb"), f"{_NVIDIA}/a100"),
+    Device("l40s", "NVIDIA L40S", 48 * _GB, 0.864 * _T, 362 * _T, 91.6 * _T, "PCIe 4 x16",
+           "100 Gb Ethernet", ("l40s",), f"{_NVIDIA}/l40s"),
+    Device("a6000", "NVIDIA RTX A6000", 48 * _GB, 0.768 * _T, 154.8 * _T, 38.7 * _T,
+           "PCIe 4 x16", "100 Gb Ethernet", ("a6000",),
+           "https://www.nvidia.com/en-us/design-visualization/rtx-a6000"),
+    Device("l4", "NVIDIA L4", 24 * _GB, 0.3 * _T, 121 * _T, 30.3 * _T, "PCIe 4 x16",
+           "100 Gb Ethernet", ("l4",), f"{_NVIDIA}/l4"),
+    Device("a10", "NVIDIA A10", 24 * _GB, 0.6 * _T, 125 * _T, 31.2 * _T, "PCIe 4 x16",
+           "100 Gb Ethernet", ("a10",), f"{_NVIDIA}/products/a10-gpu"),
+    Device("rtx-4090", "NVIDIA GeForce RTX 4090", 24 * _GB, 1.008 * _T, 165.2 * _T, 82.6 * _T,
+           "PCIe 4 x16", "25 Gb Ethernet", ("4090",), "NVIDIA Ada GPU architecture, appendix A"),
+    Device("rtx-3090", "NVIDIA GeForce RTX 3090", 24 * _GB, 0.936 * _T, 71 * _T, 35.6 * _T,
+           "PCIe 4 x16", "25 Gb Ethernet", ("3090",),
+           "NVIDIA Ampere GA102 GPU architecture, appendix A"),
+    Device("v100", "NVIDIA V100 PCIe 16 GB", 16 * _GB, 0.9 * _T, 112 * _T, 14 * _T, "PCIe 3 x16",
+           "25 Gb Ethernet", ("v100", "16gb"), f"{_NVIDIA}/v100", has_bf16=False),
+    Device("t4", "NVIDIA T4", 16 * _GB, 0.3 * _T, 65 * _T, 8.1 * _T, "PCIe 3 x16",
+           "25 Gb Ethernet", ("t4",), f"{_NVIDIA}/tesla-t4", has_bf16=False),
+)  # fmt: skip
+DEVICES: Mapping[str, Device] = {device.name: device for device in _DEVICES}
+_ALIASES = {"a100": "a100-80gb", "4090": "rtx-4090", "3090": "rtx-3090", "h100-sxm": "h100"}
+_LINKS = {link.name: link for link in LINKS}
+
+
+def device_of(name: str) -> Device:
+    """The device of a name.
+
+    Raises:
+        OptionError: If the catalogue has none; the message names close ones.
+    """
+    word = name.lower().strip().replace(" ", "-").replace("_", "-").removeprefix("nvidia-")
+    word = _ALIASES.get(word, word)
+    if word in DEVICES:
+        return DEVICES[word]
+    near = difflib.get_close_matches(word, [*DEVICES, *_ALIASES], 3, 0.5)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise OptionError(
+        f"There is no --gpu {name} in the catalogue.{hint} Choose one of {', '.join(DEVICES)}, or "
+        "type its memory: --memory 24GB."
+    )
+
+
+def known_as(driver_name: str) -> Device | None:
+    """The device that the driver calls so, such as `NVIDIA A100-SXM4-40GB`; None if unknown."""
+    words = set(re.findall(r"[a-z0-9]+", driver_name.lower()))
+    for device in _DEVICES:
+        if set(device.driver) <= words:
+            return device
+    return None
+
+
+def with_memory(text: str) -> Device:
+    """A device of which only the memory is known: `24GB`, `24` (GB) or `24GiB`.
+
+    Raises:
+        OptionError: If that is no size, or 0.
+    """
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?) ?(GB|GIB|G|TB|MB)?", text.strip().upper(), re.ASCII)
+    units = {"GB": 1e9, "G": 1e9, "TB": 1e12, "MB": 1e6, "GIB": 2**30}
+    size = float(found[1]) * units[found[2] or "GB"] if found else 0.0
+    if not size:
+        raise OptionError(
+            f"--memory {text} is no size of memory. Write 24GB (10^9 bytes), 24GiB (2^30) or 500MB."
+        )
+    return Device("", "another device", size)
+
+
+def link_of(device: Device, n_ranks: int) -> Link | None:
+    """The slowest link between so many neighbouring ranks; None where none is known."""
+    return _LINKS.get(device.link if n_ranks <= PER_HOST else device.network)

@@ -1,0 +1,133 @@
+"""What a plan is for: batch, optimizer and recipe, and the bytes of numbers that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from nbdist.core import footprint
+from nbdist.core.footprint import Recipe
+from nbdist.core.strategy import Choice, steps_of
+from nbdist.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """What an optimizer keeps, and what it needs while it steps.
+
+    Attributes:
+        title: In words.
+        state_bytes: Per parameter, besides a copy in fp32.
+        step_bytes: Per parameter, while it steps: torch's foreach implementation makes a whole
+            list at once; 0 with --fused.
+    """
+
+    title: str
+    state_bytes: int
+    step_bytes: int = 0
+
+
+# Source: torch.optim's implementations; Adafactor keeps a row and a column of each matrix, and
+# https://arxiv.org/abs/2110.02861 for the 8-bit one.
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "adamw": Optimizer("Adam 8", 8, 4),
+    "adam": Optimizer("Adam 8", 8, 4),
+    "adamw8bit": Optimizer("Adam in 8 bits 2", 2),
+    "rmsprop": Optimizer("RMSprop 4", 4, 4),
+    "adagrad": Optimizer("Adagrad 4", 4, 4),
+    "momentum": Optimizer("momentum 4", 4),
+    "adafactor": Optimizer("Adafactor under 0.1, counted as 0", 0, 4),
+    "sgd": Optimizer("SGD 0", 0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is trained with in a step.
+
+    Attributes:
+        batch: Samples that a data-parallel rank computes at once.
+        sequence: Tokens of each.
+        optimizer: A key of OPTIMIZERS.
+        recipe: A key of footprint.RECIPES; empty for what nbdist stores under the strategy.
+        samples: The effective batch of all ranks, which sets how many backwards are accumulated;
+            0 where that is left to the strategy's options.
+    """
+
+    batch: int = 1
+    sequence: int = 2048
+    optimizer: str = "adamw"
+    recipe: str = ""
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes of one number, by what it is.
+
+    Attributes:
+        compute: Of activations inside a block.
+        residual: Of what flows from block to block.
+        cast: Of the copy that autocast makes of each parameter; 0 where it makes none.
+        gathered: Of a parameter that is gathered from ranks.
+        reduced: Of a gradient on the wire.
+    """
+
+    compute: int
+    residual: int
+    cast: int
+    gathered: int
+    reduced: int
+
+
+def recipe_for(choice: Choice, load: Load) -> Recipe:
+    """What is stored for a parameter: that of the choice or the one asked for, by optimizer."""
+    recipe = footprint.RECIPES[load.recipe] if load.recipe else footprint.recipe_of(choice)
+    optimizer, adam = OPTIMIZERS[load.optimizer], OPTIMIZERS["adamw"]
+    return replace(
+        recipe,
+        name=recipe.name.replace("Adam's moments in fp32, ", "").replace(
+            adam.title, optimizer.title
+        ),
+        optimizer=recipe.optimizer - adam.state_bytes + optimizer.state_bytes,
+    )
+
+
+def widths_of(choice: Choice, recipe: Recipe) -> Widths:
+    """Bytes of numbers under a choice. FSDP gathers in the type that forward computes in."""
+    if recipe.parameters == 2:
+        return Widths(2, 2, 0, 2, recipe.gradients)
+    if choice.options.precision == "fp32":
+        return Widths(4, 4, 0, 4, 4)
+    if {"fsdp", "fsdp1"} & {*steps_of(choice)}:
+        return Widths(2, 2, 0, 2, 4)
+    return Widths(2, 4, 2, 4, 2 if choice.options.hook in {"fp16", "bf16"} else 4)
+
+
+def check_load(load: Load) -> None:
+    """Refuse a load that is wrong whatever the model and the strategy.
+
+    Raises:
+        OptionError: If it trains on nothing, or its recipe or optimizer does not exist.
+    """
+    counts = {"--batch": load.batch, "--seq": load.sequence, "--samples": load.samples or 1}
+    for flag, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise OptionError(f"{flag} {count} is nothing to train on. Use a number, 1 or more.")
+    for flag, word, words in (
+        ("--recipe", load.recipe, ("", *footprint.RECIPES)),
+        ("--optimizer", load.optimizer, OPTIMIZERS),
+    ):
+        if word not in words:
+            named = ", ".join(filter(None, words))
+            raise OptionError(f"There is no {flag} {word}. Choose one of {named}.")
+
+
+def micro_batches(choice: Choice, load: Load) -> int:
+    """Pieces of a batch: as asked for, or the most, up to two per stage, that divide it."""
+    stages = choice.degrees.pp
+    if stages == 1:
+        return 1
+    if choice.options.microbatches:
+        return choice.options.microbatches
+    return max(n for n in range(1, 2 * stages + 1) if load.batch % n == 0)

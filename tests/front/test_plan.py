@@ -1,0 +1,176 @@
+"""%dist_plan in a notebook, from Python and in a terminal."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbdist import plan
+from nbdist.commands.plan import _of_ranks
+from nbdist.core import topology
+from nbdist.core.plan_devices import DEVICES
+from nbdist.errors import OptionError
+from nbdist.view.plan import PlanView
+from tests.support.kernel import Kernel, notebook_env
+
+_ROOT = Path(__file__).resolve().parents[2]
+_CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 10}
+_MISTAKES = {
+    "%dist_plan": "name one model",
+    "%dist_plan 7e9 8e9": "name one model",
+    "%dist_plan 0": "A model of 0 parameters holds nothing",
+    "%dist_plan lama-3-8b": "Did you mean llama-3-8b",
+    "%dist_plan 7e9 --gpu h10": "no --gpu h10 in the catalogue. Did you mean h100",
+    "%dist_plan 7e9 --gpu h100 --memory 24GB": "--gpu or --memory, not both",
+    "%dist_plan 7e9 --memory much": "--memory much is no size of memory",
+    "%dist_plan 7e9 --ranks 0": "'0' is no number of ranks",
+    "%dist_plan 7e9 --batch 0": "'0' is no number from 1",
+    "%dist_plan 7e9 --seq x": "'x' is no number from 1",
+    "%dist_plan 7e9 --ranks 8 --tp 3": "8 ranks cannot form tp=3",
+    "%dist_plan llama-3-8b --strategy tp --ranks 64": "does not divide the 32 heads and 8",
+    "%dist_plan 7e9 --strategy fdsp": "Did you mean fsdp",
+    "%dist_plan 7e9 --fp32 --bf16": "--fp32 and --bf16 contradict",
+    "%dist_plan 7e9 --optimizer lamb": "no --optimizer lamb. Choose one of adamw",
+    "%dist_plan 7e9 --gpu t4 --bf16": "NVIDIA T4 cannot compute in bf16",
+    "%dist_plan 7e9 --samples 9 --strategy ddp --ranks 8": "is 1.12 x 8",
+    "%dist_plan nowhere.json": "There is no file nowhere.json",
+}
+
+
+def test_in_a_notebook_with_ranks(kernel: Kernel) -> None:
+    """As many ranks as run; on CPUs a device is assumed, and that is told."""
+    cell = kernel.run("%dist_plan llama-3-8b --bf16 --ac --seq 4096")
+
+    assert cell.status == "ok", cell.visible
+    assert "on 2 ranks with NVIDIA H100 SXM" in cell.plain[0]
+    assert "not typed: --gpu h100, --ranks 2, as run here" in cell.plain[0]
+    assert re.search(r"^fsdp +dp 2 ", cell.plain[0], re.MULTILINE)
+    assert "<svg" in cell.data("text/html")[0]
+
+
+def test_a_config_of_the_notebook(kernel: Kernel) -> None:
+    """A variable with a config is planned for; torch is not loaded for it."""
+    told = kernel.run(
+        f"import sys, nbdist; tiny = {_CONFIG!r}\n"
+        "%dist_plan tiny --ranks 4 --strategy fsdp\n"
+        "p = nbdist.plan(tiny, ranks=4, strategy='fsdp'); r = p.plan.rows[0]\n"
+        "(r.typed, r.memory.parameters, p.advice.row.typed, 'torch' in sys.modules)"
+    )
+    # 2 blocks of 4 * 64 + 3 * 8 + 8 + 2 * 8 * 32 + 32 + 8 + 4 * 8, (10 + 1024) * 8, and 2 * 8.
+    parameters = 2 * (4 * 64 + 32 + 2 * 256 + 40 + 32) + 1034 * 8 + 16
+
+    assert told.status == "ok", told.visible
+    assert told.plain[0].startswith(f"gpt2: {parameters:,} parameters")
+    assert told.plain[-1] == f"('fsdp', {parameters:.1f}, 'fsdp', False)"
+
+
+@pytest.mark.parametrize("line", _MISTAKES)
+def test_a_mistake_says_what_to_type(line: str) -> None:
+    """The same words as in a notebook, without one."""
+    from nbdist.commands import VERBS
+    from nbdist.verbs import parse
+
+    verb = VERBS["dist_plan"]
+    with pytest.raises(OptionError) as caught:
+        verb.run(parse(verb, line.removeprefix("%dist_plan")).values)
+
+    assert _MISTAKES[line] in str(caught.value)
+
+
+def test_a_mistake_in_a_notebook(kernel: Kernel) -> None:
+    cell = kernel.run("%dist_plan 7e9 --gpu h10")
+
+    assert cell.error is not None
+    assert cell.error.ename == "OptionError"
+
+
+def nbdist(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "nbdist", "plan", *words],
+        cwd=folder,
+        env=notebook_env({"PYTHONPATH": str(_ROOT)}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_in_a_terminal(tmp_path: Path) -> None:
+    """Without ranks; a config.json is read, or the folder that it lies in."""
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(_CONFIG))
+    number = nbdist("7e9", "--ranks", "8")
+    folder = nbdist("tiny", "-n", "2", folder=tmp_path)
+    file = nbdist("tiny/config.json", "-n", "2", folder=tmp_path)
+    wrong = nbdist("7e9", "--gpu", "h10")
+
+    assert (number.returncode, number.stderr) == (0, "")
+    assert re.search(r"^fsdp +dp 8 +3\.5 +3\.5 +7\.0 ", number.stdout, re.MULTILINE)
+    assert "not typed: --gpu h100\n" in number.stdout
+    assert folder.stdout.startswith("tiny: ")
+    assert file.stdout.startswith("gpt2: ")
+    assert wrong.returncode == 2
+    assert "Did you mean h100" in wrong.stderr
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "{", '{"model_type": "bert"}', "\x00"])
+def test_a_file_that_is_no_config(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+
+    with pytest.raises(OptionError, match=r"config\.json|not known by formula"):
+        plan(str(tmp_path / "a.json"))
+
+
+def test_a_file_that_is_too_large(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(" " * 1_000_001)
+
+    with pytest.raises(OptionError, match="larger than any config"):
+        plan(str(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("model", [None, True, [7e9], object()])
+def test_what_is_no_model(model: object) -> None:
+    with pytest.raises(OptionError, match="is no model to plan for"):
+        plan(model)
+
+
+def test_from_python() -> None:
+    """Names are the flags with _ for -; ranks follow from degrees."""
+    view = plan("llama-3-70b", gpu="a100-40gb", seq=4096, bf16=True, checkpoint="full",
+                tp=8, pp=2, dp=4, samples=512)  # fmt: skip
+
+    assert isinstance(view, PlanView)
+    assert view.plan is not None
+    [row] = view.plan.rows
+    assert view.plan.world_size == 64
+    assert (row.mesh, row.samples) == ("pp 2 x dp 4 x tp 8", 512)
+    assert "--ranks 64, as the degrees make them" in view.text
+
+
+@pytest.mark.parametrize("given", [{"tp": "two"}, {"tp": 0}, {"batch": 0}, {"nope": 1}])
+def test_wrong_values_from_python(given: dict[str, object]) -> None:
+    with pytest.raises(OptionError):
+        plan("7e9", **given)  # type: ignore[arg-type]
+
+
+def _topology(name: str, ranks: int, devices: int) -> topology.Topology:
+    gpus = tuple(topology.Gpu(i, f"GPU-{i}", name) for i in range(devices))
+    return topology.plan(topology.local_reports(ranks, hostname="a", gpus=gpus, cores=8))
+
+
+def test_the_device_is_that_of_the_ranks() -> None:
+    """Its memory is shared where ranks share it; what is not in the catalogue is named."""
+    own, told = _of_ranks(_topology("NVIDIA H200", 2, 2))
+    shared, shared_told = _of_ranks(_topology("NVIDIA H200", 2, 1))
+    unknown = _of_ranks(_topology("Quadro K620", 2, 2))
+
+    assert (own, told) == (DEVICES["h200"], ("--gpu h200, as the ranks here have",))
+    assert shared is not None
+    assert shared.memory_bytes == 70.5e9
+    assert shared_told == ("--gpu h200, which 2 ranks share here",)
+    assert unknown == (None, ("--gpu h100, as Quadro K620 is not in the catalogue",))
+    assert _of_ranks(_topology("", 2, 0)) == (None, ("--gpu h100",))
