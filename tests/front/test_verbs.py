@@ -216,9 +216,9 @@ def test_an_error_of_a_local_cell_inside_a_magic_fails_the_cell(kernel: Kernel) 
 def test_silent_requests_never_go_to_ranks(kernel: Kernel) -> None:
     """What a front end asks for itself runs in the kernel, in automatic mode too."""
     kernel.run("%dist_mode all")
-    kernel.run("here = 1", silent=True)
-    on_ranks = kernel.run("'here' in dir()")
-    in_kernel = kernel.run("%%local\n'here' in dir()")
+    kernel.run("only_here = 1", silent=True)
+    on_ranks = kernel.run("'only_here' in dir()")
+    in_kernel = kernel.run("%%local\n'only_here' in dir()")
 
     assert on_ranks.text == "[0-1] False\n"
     assert in_kernel.plain == ["True"]
