@@ -18,6 +18,10 @@ POLL_S = 0.01
 LOG_LINES = 15
 
 
+def silent(_text: str) -> None:
+    """Progress of which nobody is told."""
+
+
 class Ended(Protocol):
     """The end of a process, as `cluster.Exit` has it."""
 

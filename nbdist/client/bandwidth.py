@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.client import remote
+from nbdist.client.arrivals import silent
 from nbdist.core.bandwidth import (
     LEAST_RUNS,
     OPS,
@@ -44,10 +45,6 @@ LONGEST_S = 1.0
 PATIENCE_S = 4.0
 # What a measurement may take of the memory that is free: torch and the backend need some, too.
 SHARE = 0.5
-
-
-def _silent(_text: str) -> None:
-    pass
 
 
 class Bandwidth:
@@ -86,7 +83,7 @@ class Bandwidth:
         ops: str | Sequence[str] | None = None,
         sizes: str | Sequence[int] | None = None,
         limit_s: float = BENCH_S,
-        progress: Callable[[str], None] = _silent,
+        progress: Callable[[str], None] = silent,
     ) -> Bench:
         """Measure operations at sizes between all ranks, and keep the result as `last`.
 

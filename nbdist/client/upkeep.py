@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.client import presses, remote, repair, rundir, states
 from nbdist.client.aftermath import Aftermath, Outcome
+from nbdist.client.arrivals import silent
 from nbdist.client.repair import Restarted
 from nbdist.core import collectives
 from nbdist.core.failures import ranks_phrase
@@ -26,10 +27,6 @@ LOOK_PAUSE_S = 0.25
 POLL_S = 0.01
 # Ranks that fail for the same reason do so within this time of each other.
 RELEASE_S = 1.0
-
-
-def _silent(_text: str) -> None:
-    pass
 
 
 class Upkeep:
@@ -58,7 +55,7 @@ class Upkeep:
         """
         self.reconnect()
         if self._given_up and not self._session.is_stopped:
-            restarted = self.restart(sorted(self._given_up), RESTART_S, _silent)
+            restarted = self.restart(sorted(self._given_up), RESTART_S, silent)
             self._notes += [
                 f"{ranks_phrase(restarted.ranks)} replaced in {seconds(restarted.elapsed_s)}",
                 *restarted.notes,

@@ -18,19 +18,18 @@ def seconds(value_s: float) -> str:
 
 def size(value_bytes: float) -> str:
     """`1.2 GB`, or a placeholder (for the unit too, which may differ) where outputs are stored."""
-    if is_stored():
-        return PLACEHOLDER
-    for unit_bytes, name in BYTE_UNITS:
-        if value_bytes >= unit_bytes * ROUNDS_UP:
-            return f"{value_bytes / unit_bytes:.1f} {name}"
-    return f"{value_bytes:.0f} B"
+    return _in_units(value_bytes, BYTE_UNITS, "B")
 
 
 def duration(value_ns: float) -> str:
     """`1.2 ms`, or a placeholder (for the unit too, which may differ) where outputs are stored."""
+    return _in_units(value_ns, DURATION_UNITS, "ns")
+
+
+def _in_units(value: float, units: tuple[tuple[float, str], ...], smallest: str) -> str:
     if is_stored():
         return PLACEHOLDER
-    for unit_ns, name in DURATION_UNITS:
-        if value_ns >= unit_ns * ROUNDS_UP:
-            return f"{value_ns / unit_ns:.1f} {name}"
-    return f"{value_ns:.0f} ns"
+    for unit, name in units:
+        if value >= unit * ROUNDS_UP:
+            return f"{value / unit:.1f} {name}"
+    return f"{value:.0f} {smallest}"
