@@ -120,38 +120,44 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     memory: str | None = None,
     batch: int = 1,
     seq: int = 2048,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     recipe: str | None = None,
     samples: int = 0,
+    engine: str | None = None,
+    inputs: str = "",
     **strategy_options: object,
 ) -> PlanView:
     """Say whether a model will fit, under which strategy; the same as %dist_plan.
 
-    It needs no ranks and no torch. `.plan` has the numbers in bytes and seconds, `.advice` what to
-    choose.
+    It needs no ranks, and without engine="fake" no torch. `.plan` has the numbers in bytes and
+    seconds, `.advice` what to choose.
 
     Args:
         model: Its number of parameters (7e9, "7B"), a name, the path of a config.json, or a
-            transformers config or model of the notebook.
+            transformers config or model of the notebook; where ranks run, also the name of a
+            variable there that is a model.
         strategy: One alone; a row for each without it.
         ranks: Those that run without it, or 8.
         gpu: A name of the catalogue; that of the ranks that run without it, or h100.
         memory: "24GB" of a device that is not in it.
         batch: Samples that a data-parallel rank computes at once.
         seq: Tokens of each.
-        optimizer: adamw, sgd and others.
+        optimizer: adamw (the default), sgd and others; of a model on the ranks its own.
         recipe: What is stored for a parameter: "fp32", "autocast", "mixed" or "bf16".
         samples: The effective batch of all ranks; sets accumulate.
+        engine: "formulas", or "fake": a step with fake tensors in a process of its own.
+        inputs: A variable on the ranks that a model there is called with.
         strategy_options: Degrees and options: tp=2, bf16=True, checkpoint="full".
 
     Raises:
         OptionError: If a word does not exist, or degrees do not fit.
     """
-    from nbdist.commands.plan import Asked, planned
+    from nbdist.commands.plan import OPTIMIZER, Asked, planned
     from nbdist.core.plan_load import Load
 
-    load = Load(batch, seq, optimizer, recipe or "", samples)
-    return planned(model, Asked(ranks, gpu, memory), load, strategy, strategy_options)
+    load = Load(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
+    asked = Asked(ranks, gpu, memory, engine, inputs, optimizer)
+    return planned(model, asked, load, strategy, strategy_options)
 
 
 def doctor(*, clean: bool = False) -> View:
@@ -207,10 +213,10 @@ def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool =
 
 
 def step() -> None:
-    """End a training step here: for %%dist_profile, where no `optimizer.step()` does.
+    """End a training step of a recorded cell here, where no `optimizer.step()` does.
 
-    On any rank, at any time; it does nothing where no cell is being recorded. From the first call
-    on, optimizers no longer end the steps of that cell.
+    For %%dist_profile and %%dist_memory. On any rank, at any time; it does nothing where no cell
+    is being recorded. From the first call on, optimizers no longer end the steps of that cell.
     """
     recorded = sys.modules.get("nbdist.engine.recorded")  # a rank has it
     if recorded is not None:

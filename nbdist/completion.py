@@ -20,7 +20,7 @@ from nbdist.routing import Destination, destination
 from nbdist.verbs import Verb, parse
 
 _OURS = "_nbdist_original"
-_MAGIC_LINE = re.compile(r"\s*%%?(\w+)[ \[]")
+_MAGIC_LINE = re.compile(r"\s*(%%?)(\w+)[ \[]")
 _WORD = re.compile(r"[^\s]*$")
 # What stands behind these are names that ranks have.
 _OF_RANKS = frozenset({"dist_pull"})
@@ -115,7 +115,9 @@ def _typed_behind(code: str, cursor: int) -> tuple[Verb, str] | None:
     """(the magic of ours in the cursor's line, the word before the cursor); None elsewhere."""
     begin = code.rfind("\n", 0, cursor) + 1
     magic = _MAGIC_LINE.match(code, begin, cursor)
-    verb = commands.VERBS.get(magic.group(1)) if magic else None
+    verb = commands.VERBS.get(magic.group(2)) if magic else None
+    if verb is not None and verb.as_line is not None and magic and magic.group(1) == "%":
+        verb = verb.as_line
     word = _WORD.search(code, begin, cursor)
     return None if verb is None else (verb, word.group() if word else "")
 

@@ -10,6 +10,7 @@
         CellTimeout          a cell ran past its --timeout
         TransferError        a variable could not be pushed or pulled; nothing was bound
         TraceError           a trace cannot be recorded, read or saved
+        SnapshotError        a memory snapshot cannot be taken, read or saved
         DistributedError     the user's code failed on one or more ranks
             Deadlock         ranks waited for calls that could not come, and were aborted
         NoKeyboard           on a rank: a cell asked for typed input
@@ -72,34 +73,54 @@ class TraceError(NbdistError):
     """A trace cannot be recorded, read or saved; what the ranks run goes on."""
 
 
+class SnapshotError(NbdistError):
+    """A memory snapshot cannot be taken, read or saved; what the ranks run goes on."""
+
+
 class DistributedError(NbdistError):
     """The cell's code raised on one or more ranks.
 
     Attributes:
         ranks: The ranks that failed, in rank order.
         traceback_text: Each distinct traceback once, with its ranks, root cause first.
+        advice: What to do about it, shown below; or empty.
     """
 
-    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), traceback_text: str = ""):
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: tuple[int, ...] = (),
+        traceback_text: str = "",
+        advice: str = "",
+    ):
         super().__init__(message)
         self.ranks = ranks
         self.traceback_text = traceback_text
-        if traceback_text:  # shown by plain Python; IPython asks _render_traceback_
-            self.add_note(re.sub(r"\x1b\[[0-9;]*m", "", traceback_text))
+        self.advice = advice
+        # Shown by plain Python; IPython asks _render_traceback_.
+        for note in filter(None, (re.sub(r"\x1b\[[0-9;]*m", "", traceback_text), advice)):
+            self.add_note(note)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions with keyword-only arguments do not survive pickling otherwise.
-        return (_rebuild, (type(self), str(self), self.ranks, self.traceback_text))
+        told = self.ranks, self.traceback_text, self.advice
+        return (_rebuild, (type(self), str(self), *told))
 
     def _render_traceback_(self) -> list[str]:
         summary = f"{type(self).__name__}: {self}"
-        return [self.traceback_text, "", summary] if self.traceback_text else [summary]
+        lines = [self.traceback_text, "", summary] if self.traceback_text else [summary]
+        return [*lines, "", self.advice] if self.advice else lines
 
 
 def _rebuild(
-    kind: type[DistributedError], message: str, ranks: tuple[int, ...], traceback_text: str
+    kind: type[DistributedError],
+    message: str,
+    ranks: tuple[int, ...],
+    traceback_text: str,
+    advice: str,
 ) -> DistributedError:
-    return kind(message, ranks=ranks, traceback_text=traceback_text)
+    return kind(message, ranks=ranks, traceback_text=traceback_text, advice=advice)
 
 
 class Deadlock(DistributedError):

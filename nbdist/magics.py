@@ -32,6 +32,14 @@ def run_cell(verb: Verb, line: str, cell: str) -> None:
         verb.run(parsed.values, routing.sent_code(f"{verb.typed} {line}\n", cell))
 
 
+def run_either(verb: Verb, line: str, cell: str | None = None) -> None:
+    """Run a magic of which the line and the cell are two verbs."""
+    if cell is not None:
+        run_cell(verb, line, cell)
+    elif verb.as_line is not None:
+        run_line(verb.as_line, line)
+
+
 def run_both(verb: Verb, line: str, cell: str | None = None) -> None:
     """Run a magic that takes Python: behind two dashes, or as a cell magic in the lines below."""
     parsed = parse(verb, line)
@@ -103,6 +111,8 @@ def register(shell: InteractiveShell) -> None:
         run, kind = run_line, "line"
         if verb.takes_code:
             run, kind = run_both, "line_cell"
+        elif verb.as_line is not None:
+            run, kind = run_either, "line_cell"
         elif verb.is_cell:
             run, kind = run_cell, "cell"
         function: Any = functools.partial(run, verb)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from IPython import get_ipython
 
 from nbdist.client import driving, outside
+from nbdist.client.recordings import Recordings
 from nbdist.client.request import CellRequest
 from nbdist.client.run import CellRun
 from nbdist.client.session import Session
@@ -20,7 +22,6 @@ from nbdist.core.cells import CellResult
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.shown import is_stored
-from nbdist.core.trace import Trace, TraceOptions
 from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
 from nbdist.view.cells import LiveCell
 
@@ -36,16 +37,18 @@ class Record:
         options: What of it.
         ranks: Those that record, as typed; None for all.
         show: Shows what came of it, below the cell's output.
+        where: The session's recordings of this kind.
     """
 
-    options: TraceOptions
+    options: Any
     ranks: str | None
-    show: Callable[[Trace], None]
+    show: Callable[[Any], None]
+    where: Callable[[Session], Recordings[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class CellOptions:
-    """The options of %%distributed, %%rank and %%dist_profile."""
+    """The options of %%distributed, %%rank, %%dist_profile and %%dist_memory."""
 
     ranks: str | None = None
     has_tabs: bool = False
@@ -62,6 +65,10 @@ class Notebook:
         self._mode = LOCAL
         self._why_none = ""  # why there are no ranks, where somebody else has ended them
         self.cell_number: int | None = None
+        # Called with every cell on ranks before it is sent: its options may become others.
+        self.before_cell: Callable[[str, CellOptions], CellOptions] = lambda _code, given: given
+        # Told of the progress bar that the running cell draws, and of its end by "".
+        self.on_bar: Callable[[str], object] = lambda _text: None
         self._file_numbers = count(1)
 
     @property
@@ -85,6 +92,11 @@ class Notebook:
             self._why_none = told
             self._end()
         return self._session is not None
+
+    @property
+    def current(self) -> Session | None:
+        """The ranks, those too that were ended from outside; None for none. From any thread."""
+        return self._session
 
     @property
     def mode(self) -> str:
@@ -128,6 +140,7 @@ class Notebook:
             raise Interrupted("the start was interrupted; nothing of it is left") from error
         started.session.cell_number = lambda: self.cell_number
         started.session.has_name = _notebook_has
+        started.session.panel = _panel
         self._session, self._options, self._why_none = started.session, options, ""
         atexit.register(self._stop_at_exit, started.session)
         return started
@@ -168,11 +181,13 @@ class Notebook:
 
     def run(self, code: str, options: CellOptions) -> CellResult:
         """Run a distributed cell and block until it ends."""
+        options = self.before_cell(code, options)
         with self._recorded(options.record):
             return driving.wait(self.request(code, options))
 
     async def run_async(self, code: str, options: CellOptions) -> CellResult:
         """Run a distributed cell and leave the kernel's loop free meanwhile."""
+        options = self.before_cell(code, options)
         with self._recorded(options.record):
             return await driving.wait_async(self.request(code, options))
 
@@ -182,14 +197,14 @@ class Notebook:
         if record is None:
             yield
             return
-        traces = self.session.traces
-        before = traces.count
+        recordings = record.where(self.session)
+        before = recordings.count
         try:
-            with traces.recording(record.options, record.ranks):
+            with recordings.recording(record.options, record.ranks):
                 yield
         finally:
-            if traces.count > before:
-                record.show(traces.last)
+            if recordings.count > before:
+                record.show(recordings.last)
 
     def differs(self, asked: StartOptions) -> list[str]:
         """The options in which running ranks differ from what is asked for now.
@@ -207,7 +222,7 @@ class Notebook:
         ]
 
     def _sink(self, request: CellRequest) -> LiveCell:
-        return LiveCell(self._output_file, has_tabs=request.keeps_outputs)
+        return LiveCell(self._output_file, has_tabs=request.keeps_outputs, on_bar=self.on_bar)
 
     def _output_file(self) -> Path:
         folder = self.session.cluster.run_dir / "output"
@@ -218,6 +233,12 @@ class Notebook:
         # The guardian would end everything in any case; this lets the ranks end by
         # themselves first, so that what their code registered for the end is run.
         session.cluster.stop(grace_s=EXIT_GRACE_S)
+
+
+def _panel() -> object:
+    from nbdist.commands.panel import PANEL  # which needs this module
+
+    return PANEL
 
 
 def _notebook_has(name: str) -> bool:

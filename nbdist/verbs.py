@@ -68,6 +68,7 @@ class Verb:
         takes_rest: What stands after `--` belongs to it, as `values.rest`.
         takes_code: What stands after `--` is Python, as `values.rest` as it was typed; as a cell
             magic, which it is as well, it has the lines below.
+        as_line: What the same name is as a line magic, of one that is a cell's.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Verb:
     place: str = NOTEBOOK
     takes_rest: bool = False
     takes_code: bool = False
+    as_line: Verb | None = None
 
     @property
     def typed(self) -> str:

@@ -193,6 +193,7 @@ def _raise_failures(failures: list[RankFailure], after: str) -> None:
         message,
         ranks=tuple(failure.rank for failure in failures),
         traceback_text=failing.traceback_text(failures),
+        advice=failing.advice(failures),
     )
 
 

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +20,6 @@ from nbdist.core.host import usable_cores
 from nbdist.core.topology import Gpu
 
 MIB = 2**20
-SMI_DEADLINE_S = 15.0
 _QUERY = "index,uuid,name,driver_version,memory.total,memory.used,compute_mode"
 # Set for each rank anew; what they are is no question.
 _NO_SETTINGS = {"NBDIST_RUN", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
@@ -89,33 +87,12 @@ def parse_links(text: str) -> tuple[tuple[int, int, str], ...]:
 
 def _gpus() -> tuple[tuple[GpuFacts, ...], str]:
     """(GPUs, why nvidia-smi could not tell)."""
-    answer, problem = _smi(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
+    answer, problem = gpus.smi(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
     return parse_gpus(answer), problem
 
 
 def _links() -> tuple[tuple[int, int, str], ...]:
-    return parse_links(_smi("topo", "-m")[0])
-
-
-def _smi(*arguments: str) -> tuple[str, str]:
-    """(what nvidia-smi prints, why it does not); both empty where there is none."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "", ""
-    try:
-        done = subprocess.run(  # noqa: S603  # a fixed command line
-            [program, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=SMI_DEADLINE_S,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return "", str(error)
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        return "", said[0] if said else f"exit code {done.returncode}"
-    return done.stdout, ""
+    return parse_links(gpus.smi("topo", "-m")[0])
 
 
 def _version(name: str) -> str | None:

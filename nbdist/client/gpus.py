@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
+from nbdist.core.gpu_reading import QUERIES, UNKNOWN_FIELD, GpuReadings, Nvml, parse_smi
 from nbdist.core.topology import Gpu
 
 QUERY = ("--query-gpu=index,uuid,name", "--format=csv,noheader")
@@ -43,21 +46,51 @@ def parse(text: str) -> tuple[Gpu, ...]:
     return tuple(Gpu(index=int(index), uuid=uuid, name=name) for index, uuid, name in rows)
 
 
-def _listed() -> tuple[Gpu, ...]:
+def smi(*arguments: str) -> tuple[str, str]:
+    """(what nvidia-smi prints, why it does not); both empty where there is none."""
     program = shutil.which("nvidia-smi")
-    if program is not None:
-        try:
-            answer = subprocess.run(  # noqa: S603  # a fixed command line
-                [program, *QUERY],
-                capture_output=True,
-                text=True,
-                timeout=DEADLINE_S,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError):
-            # A broken driver: the engines find out by themselves and say so in the table.
-            return ()
-        return parse(answer.stdout)
+    if program is None:
+        return "", ""
+    try:
+        done = subprocess.run(  # noqa: S603  # a fixed command line
+            [program, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", str(error)
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        return "", said[0] if said else f"exit code {done.returncode}"
+    return done.stdout, ""
+
+
+def reader() -> Callable[[], GpuReadings]:
+    """What reads all GPUs of this host once: NVML, or nvidia-smi without its Python package.
+
+    Without either it finds none. It may take seconds, and more where a driver hangs.
+    """
+    try:
+        return Nvml(importlib.import_module("pynvml")).read  # the extra `gpu`
+    except Exception:  # noqa: BLE001  # no package, no library, no driver: NVML's errors are its own
+        return _read_by_smi
+
+
+def _read_by_smi() -> GpuReadings:
+    text, problem = smi(*QUERIES[0])
+    if UNKNOWN_FIELD in problem:
+        text, problem = smi(*QUERIES[1])
+    return GpuReadings(
+        parse_smi(text), (f"nvidia-smi does not answer: {problem}",) if problem else ()
+    )
+
+
+def _listed() -> tuple[Gpu, ...]:
+    if shutil.which("nvidia-smi") is not None:
+        # A broken driver: the engines find out by themselves and say so in the table.
+        return parse(smi(*QUERY)[0])
     files = sorted(Path("/dev").glob("nvidia[0-9]*"))
     return tuple(
         Gpu(index=number, uuid=str(path), name="NVIDIA GPU") for number, path in enumerate(files)

@@ -84,12 +84,12 @@ class Health:
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the rank's process was stopped by a signal (seen on this host only)."""
-        pid = self._pids().get(rank)
+        pid = self.pids().get(rank)
         return pid is not None and causes.process_state(pid) == "T"
 
     def watch_processes(self) -> None:
         """Read what will be needed to tell how a rank ended. Once its process is there."""
-        for rank, pid in self._pids().items():
+        for rank, pid in self.pids().items():
             known = self._watched.get(rank)
             if known is None or known[0] != pid:
                 watched = causes.Watched(self._cluster.run_dir, rank, pid)
@@ -114,7 +114,8 @@ class Health:
         """What an ended rank was doing in torch.distributed; empty if nothing in its cell."""
         return self._last_words.get(rank, "")
 
-    def _pids(self) -> dict[int, int]:
+    def pids(self) -> dict[int, int]:
+        """Rank -> process of the living ranks that this kernel has started on its own host."""
         pids = self._cluster.pids()
         ranks = {place.engine_id: place.rank for place in self._topology.ranks}
         return {ranks[engine]: pid for engine, pid in pids.items() if engine in ranks}
@@ -138,6 +139,10 @@ class Health:
             future = self.ask(remote.look, rank)
             if future is not None:
                 self._asked[rank] = (future, now_s)
+
+    def newest_look(self, rank: int) -> tuple[Look | None, float]:
+        """(the rank's newest answer that was taken in, when it was asked for). From any thread."""
+        return self._looks.get(rank), self._looked_s.get(rank, 0.0)
 
     def take_looks(self) -> None:
         """Take in the answers that have come."""
@@ -218,7 +223,7 @@ class Health:
         if asked is not None:
             with contextlib.suppress(TimeoutError, NbdistError):
                 return asked.result(max(0.0, min(end_s - time.monotonic(), ANSWER_S)))
-        pid = self._pids().get(rank)
+        pid = self.pids().get(rank)
         if pid is None or self.end_of(rank):
             return ""
         deadline_s = max(0.1, end_s - time.monotonic())
@@ -286,7 +291,7 @@ class BoxFiles:
 
     def read(self, rank: int) -> Box | None:
         """The rank's box; None where it has none here."""
-        memory = self._memory(rank)
+        memory = self.memory(rank)
         try:
             return None if memory is None else blackbox.read(memory)
         except ValueError:  # it is just being made
@@ -294,10 +299,11 @@ class BoxFiles:
 
     def may_have_called(self, rank: int, run: int) -> bool:
         """Whether the rank has recorded a call in a cell run; also where that cannot be known."""
-        memory = self._memory(rank)
+        memory = self.memory(rank)
         return memory is None or blackbox.newest_run(memory) == run
 
-    def _memory(self, rank: int) -> mmap.mmap | None:
+    def memory(self, rank: int) -> mmap.mmap | None:
+        """The rank's box as it is mapped here; None where it has none."""
         path = self._folder / str(rank)
         try:
             inode = path.stat().st_ino

@@ -1,7 +1,6 @@
 """Every function of the engines that the notebook may call, by name: the wire on one page.
 
-The kernel never imports the engine's modules. A test resolves each name and compares the
-signatures.
+The kernel never imports the engine's modules. A test resolves names and compares signatures.
 """
 
 from __future__ import annotations
@@ -14,8 +13,11 @@ from nbdist.core.bandwidth import Timing
 from nbdist.core.calls import CxxCall, Look
 from nbdist.core.comparison import Watched
 from nbdist.core.completion import Reply
+from nbdist.core.monitor import Answer
 from nbdist.core.parcels import Parcel
 from nbdist.core.recovery import MadeGroup, MadeMesh, Recovered
+from nbdist.core.shortage import Shortage
+from nbdist.core.snapshot import MemoryOptions
 from nbdist.core.strategy import Choice
 from nbdist.core.switching import Switched
 from nbdist.core.topology import EngineReport, Topology
@@ -28,10 +30,13 @@ COMPARED = "nbdist.engine.compared"
 COMPLETION = "nbdist.engine.completion"
 FACTS = "nbdist.engine.facts"
 GROUPS = "nbdist.engine.groups"
+MEMORY = "nbdist.engine.snapshot"
 MESHES = "nbdist.engine.meshes"
 MODELS = "nbdist.engine.models"
 NAMESPACE = "nbdist.engine.namespace"
+OUT_OF_MEMORY = "nbdist.engine.out_of_memory"
 SCRIPT = "nbdist.engine.script"
+SIZES = "nbdist.engine.parallel.sizes"
 STRATEGY = "nbdist.engine.parallel.live"
 SWITCH = "nbdist.engine.parallel.switch"
 SYNC = "nbdist.engine.sync"
@@ -102,12 +107,7 @@ def begin_measuring(call: Caller, engine: int) -> Future[dict[str, int]]:
 
 
 def rejoin(  # mirrors the engine's function
-    call: Caller,
-    engine: int,
-    plan: Topology,
-    rank: int,
-    generation: int,
-    made: Sequence[MadeGroup],
+    call: Caller, engine: int, plan: Topology, rank: int, generation: int, made: Sequence[MadeGroup]
 ) -> Future[None]:
     """Let a process that replaces another into its groups, while the others recover theirs."""
     return call(engine, f"{RUNTIME}:rejoin", plan, rank, generation, made)
@@ -177,6 +177,11 @@ def current_strategy(call: Caller, engine: int) -> Future[Choice]:
     return call(engine, f"{STRATEGY}:current")
 
 
+def prepared_sizes(call: Caller, engine: int) -> Future[tuple[tuple[str, int, int], ...]]:
+    """The prepared models of one rank: name, number of parameters and their bytes, each whole."""
+    return call(engine, f"{SIZES}:sizes")
+
+
 def set_strategy(call: Caller, engine: int, choice: Choice) -> Future[None]:
     """Let the rank prepare models under a strategy from now on; models that it has stay."""
     return call(engine, f"{STRATEGY}:set_choice", choice)
@@ -205,13 +210,9 @@ def lacking(call: Caller, engine: int, names: Sequence[str]) -> Future[dict[str,
 
 
 def send(  # mirrors the engine's function
-    call: Caller,
-    engine: int,
-    names: Sequence[str],
-    folders: Sequence[str],
-    keeps: bool,
-    is_whole: bool,
-) -> Future[Parcel]:
+    call: Caller, engine: int, names: Sequence[str], folders: Sequence[str],
+    keeps: bool, is_whole: bool,
+) -> Future[Parcel]:  # fmt: skip
     """The rank's values of variables. On every rank at once where DTensors are gathered."""
     return call(engine, f"{VARIABLES}:send", tuple(names), tuple(folders), keeps, is_whole)
 
@@ -244,6 +245,26 @@ def finish_trace(call: Caller, engine: int, folders: Sequence[str]) -> Future[Pa
 def trace_text(call: Caller, engine: int, folders: Sequence[str]) -> Future[Parcel]:
     """The file of what the rank has recorded."""
     return call(engine, f"{TRACE}:text", tuple(folders))
+
+
+def begin_memory(call: Caller, engine: int, options: MemoryOptions, token: str) -> Future[None]:
+    """Let the rank record the memory of the cell that brings the same token."""
+    return call(engine, f"{MEMORY}:begin", options, token)
+
+
+def finish_memory(call: Caller, engine: int, folders: Sequence[str]) -> Future[Parcel]:
+    """The memory that the rank has recorded."""
+    return call(engine, f"{MEMORY}:finish", tuple(folders))
+
+
+def memory_now(call: Caller, engine: int, folders: Sequence[str]) -> Future[Parcel]:
+    """Whose the rank's memory is."""
+    return call(engine, f"{MEMORY}:now", tuple(folders))
+
+
+def shortage(call: Caller, engine: int) -> Future[Shortage | None]:
+    """What the rank's last cell lacked, where its memory ran out."""
+    return call(engine, f"{OUT_OF_MEMORY}:last")
 
 
 def keep_state(call: Caller, engine: int) -> Future[tuple[str, ...]]:
@@ -311,6 +332,11 @@ def snapshot(ask: Caller, engine: int) -> Future[tuple[float, bytes | None]]:
     return ask(engine, "snapshot")
 
 
+def usage(ask: Caller, engine: int, is_remote: bool) -> Future[Answer]:
+    """What the rank uses of its host and GPU; of one on this host torch's numbers alone."""
+    return ask(engine, "usage", is_remote)
+
+
 def attributes(ask: Caller, engine: int, path: tuple[str, ...]) -> Future[dict[str, str]]:
     """Name -> type of what an object on the rank has; of its variables without a path."""
     return ask(engine, "attributes", path)
@@ -321,45 +347,39 @@ def glance(ask: Caller, engine: int, path: tuple[str, ...]) -> Future[Reply]:
     return ask(engine, "glance", path)
 
 
+def _of(module: str, *functions: Callable[..., Future[Any]]) -> dict[Callable[..., Any], str]:
+    """Functions that have the same name there as here."""
+    return {one: f"{module}:{one.__name__}" for one in functions}
+
+
 # Each function of this page that runs in the engine's main thread, between its cells, with the
 # engine's function that it calls.
 REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
+    **_of(FACTS, describe),
+    **_of(SYNC, sync_model),
+    **_of(RUNTIME, prepare, open_store, reachable, join_by_plan, adopt_notebook, memory_bytes),
+    **_of(RUNTIME, barrier, rejoin),
+    **_of(NAMESPACE, names, group_names, name_groups),
+    **_of(MESHES, mesh_names, name_meshes),
+    **_of(GROUPS, recover, groups_made),
+    **_of(MODELS, checksums, catching_up),
+    **_of(COMPLETION, complete, inspected),
+    **_of(VARIABLES, lacking, send, receive, bind, drop),
     box_problem: f"{BLACKBOX}:problem",
-    describe: f"{FACTS}:describe",
-    prepare: f"{RUNTIME}:prepare",
-    open_store: f"{RUNTIME}:open_store",
-    reachable: f"{RUNTIME}:reachable",
-    join_by_plan: f"{RUNTIME}:join_by_plan",
-    adopt_notebook: f"{RUNTIME}:adopt_notebook",
-    memory_bytes: f"{RUNTIME}:memory_bytes",
-    barrier: f"{RUNTIME}:barrier",
     measure: f"{BANDWIDTH}:measure",
     begin_measuring: f"{BANDWIDTH}:begin",
-    rejoin: f"{RUNTIME}:rejoin",
-    names: f"{NAMESPACE}:names",
-    group_names: f"{NAMESPACE}:group_names",
-    name_groups: f"{NAMESPACE}:name_groups",
-    mesh_names: f"{MESHES}:mesh_names",
-    name_meshes: f"{MESHES}:name_meshes",
-    recover: f"{GROUPS}:recover",
-    groups_made: f"{GROUPS}:groups_made",
-    checksums: f"{MODELS}:checksums",
-    catching_up: f"{MODELS}:catching_up",
-    sync_model: f"{SYNC}:sync_model",
     current_strategy: f"{STRATEGY}:current",
+    prepared_sizes: f"{SIZES}:sizes",
     set_strategy: f"{STRATEGY}:set_choice",
     switch_strategy: f"{SWITCH}:switch",
-    complete: f"{COMPLETION}:complete",
-    inspected: f"{COMPLETION}:inspected",
-    lacking: f"{VARIABLES}:lacking",
-    send: f"{VARIABLES}:send",
-    receive: f"{VARIABLES}:receive",
-    bind: f"{VARIABLES}:bind",
-    drop: f"{VARIABLES}:drop",
     take_script: f"{SCRIPT}:take",
     begin_trace: f"{TRACE}:begin",
     finish_trace: f"{TRACE}:finish",
     trace_text: f"{TRACE}:text",
+    begin_memory: f"{MEMORY}:begin",
+    finish_memory: f"{MEMORY}:finish",
+    memory_now: f"{MEMORY}:now",
+    shortage: f"{OUT_OF_MEMORY}:last",
     keep_state: f"{COMPARED}:keep",
     clear_made: f"{COMPARED}:clear",
     restore_state: f"{COMPARED}:restore",
@@ -374,12 +394,6 @@ RUN_SCRIPT = f"__import__({SCRIPT!r}, fromlist=['run']).run(globals())"
 # Each function that the engine's control thread answers at any time (`Channel.ask`), with its
 # name in the table of nbdist/engine/responder.py.
 CONTROL_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
-    ping: "ping",
-    look: "look",
-    newest: "newest",
-    stacks: "stacks",
-    abort: "abort",
-    snapshot: "snapshot",
-    attributes: "attributes",
-    glance: "glance",
+    one: one.__name__
+    for one in (ping, look, newest, stacks, abort, snapshot, usage, attributes, glance)
 }

@@ -10,30 +10,33 @@ import itertools
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
-from nbdist.client import answers, driving, outside, presses, remote, states
-from nbdist.client.bandwidth import BENCH_S, Bandwidth
+from nbdist.client import answers, driving, monitor, outside, presses, remote, shortages, states
+from nbdist.client.bandwidth import Bandwidth
 from nbdist.client.cluster import Cluster
 from nbdist.client.exits import WITHOUT_CONTROLLER, Exit
 from nbdist.client.health import Health
+from nbdist.client.memory import Memories
 from nbdist.client.readiness import EXIT_KNOWN_S, Readiness
 from nbdist.client.repair import Restarted
 from nbdist.client.request import CellRequest, Sink
 from nbdist.client.run import CellRun
 from nbdist.client.strategy import Strategies
+from nbdist.client.subjects import Subjects
 from nbdist.client.trace import Traces
 from nbdist.client.upkeep import RESTART_S, Upkeep
-from nbdist.client.variables import Moved, Variables
+from nbdist.client.variables import Variables
 from nbdist.client.watchdog import Watchdog
 from nbdist.core import hints
-from nbdist.core.bandwidth import Bench
 from nbdist.core.cells import CellResult
 from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.core.ranks import parse_ranks, rank_label
 from nbdist.core.shown import is_stored
+from nbdist.core.snapshot import MemoryOptions, Snapshot
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
 from nbdist.core.trace import Trace, TraceOptions
@@ -44,9 +47,10 @@ GRACE_S = 5.0
 SYNC_MODEL_S = 300.0
 CALL_DEADLINE_S = 30.0
 RECORD_ALL = TraceOptions()
+RECORD_MEMORY = MemoryOptions()
 
 
-class Session:
+class Session(Subjects):
     """Running ranks, and the way to them."""
 
     def __init__(
@@ -76,6 +80,7 @@ class Session:
         self.cell_number: Callable[[], int | None] = lambda: None
         # Whether the notebook itself has a variable of a name, for hints.
         self.has_name: Callable[[str], bool] = lambda _name: False
+        self.panel: Callable[[], object] = lambda: None  # %dist_panel, to be displayed
         self._cluster = cluster
         self._sink = sink
         self._is_stopped = False
@@ -84,7 +89,9 @@ class Session:
         self.strategy = Strategies(self)
         self.variables = Variables(self)
         self.traces = Traces(self)
+        self.memories = Memories(self)
         self.bandwidth = Bandwidth(self)
+        self.monitor = monitor.Monitor(self)
         self._run_ids = itertools.count(1)
         cluster.on_exit = self._note_exit
 
@@ -149,8 +156,8 @@ class Session:
         }
         if request.number is not None:
             metadata[CELL_NUMBER] = request.number
-        if self.traces.token:
-            metadata[CELL_RECORDING] = self.traces.token
+        if token := self.traces.token or self.memories.token:
+            metadata[CELL_RECORDING] = token
         self.readiness.take(request.ranks, one)
         for number, rank in enumerate(request.ranks):
             try:
@@ -262,8 +269,7 @@ class Session:
 
     def rank_states(self) -> dict[int, tuple[str, str]]:
         """Every rank as far as no cell is asked: "busy" or "absent", as core.calls says it."""
-        busy = self.readiness.is_busy
-        return {rank: ("busy" if busy(rank) else "absent", "") for rank in self.ranks}
+        return {r: ("busy" if self.readiness.is_busy(r) else "absent", "") for r in self.ranks}
 
     def restart(
         self, ranks: str | Sequence[int] | None = None, deadline_s: float = RESTART_S
@@ -300,18 +306,6 @@ class Session:
         told = self.call_all(remote.sync_model, source, deadline_s=deadline_s, is_collective=True)
         return tuple(told[source])
 
-    def push(
-        self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
-    ) -> Moved:
-        """Give ranks copies of values under these names; see client.variables."""
-        return self.variables.push(variables, ranks)
-
-    def pull(
-        self, name: str, ranks: str | Sequence[int] | None = None, *, is_whole: bool = False
-    ) -> Any:
-        """A variable's value on one rank, or a list in rank order; see client.variables."""
-        return self.variables.pull([name], ranks, is_whole=is_whole).values[name]
-
     def profile(
         self,
         code: str,
@@ -323,18 +317,16 @@ class Session:
             self.run(code)
         return self.traces.last
 
-    def trace(self) -> Trace:
-        """What was recorded last; a TraceError if nothing was."""
-        return self.traces.last
-
-    def bench(
+    def record_memory(
         self,
-        ops: str | Sequence[str] | None = None,
-        sizes: str | Sequence[int] | None = None,
-        limit_s: float = BENCH_S,
-    ) -> Bench:
-        """Measure the bandwidth of collectives between all ranks; see client.bandwidth."""
-        return self.bandwidth.measure(ops, sizes, limit_s)
+        code: str,
+        options: MemoryOptions = RECORD_MEMORY,
+        ranks: str | Sequence[int] | None = None,
+    ) -> Snapshot:
+        """Run source on all ranks, as `run`; what it allocated on these ranks (None: all)."""
+        with self.memories.recording(options, ranks):
+            self.run(code)
+        return self.memories.last_or_now()
 
     def interrupt(self, rank: int) -> None:
         """Send SIGINT to a rank; its variables stay."""
@@ -345,6 +337,7 @@ class Session:
         self._is_stopped = True
         self._cut_off("The ranks were stopped", "%dist_init starts new ones.")
         self.traces.close()
+        self.monitor.close()
         self._cluster.stop()
         self.health.close()
 
@@ -358,8 +351,9 @@ class Session:
         return f"ended{how} while running this cell{last}; variables there are lost"
 
     def explained(self, failure: RankFailure) -> RankFailure:
-        """The failure, with what to do where the reason is how ranks and notebook differ."""
-        return hints.explained(failure, hints.Surroundings(sys.executable, self.has_name))
+        """The failure, with what to do where that is known: names, modules, memory."""
+        told = hints.explained(failure, hints.Surroundings(sys.executable, self.has_name))
+        return replace(told, advice=shortages.advice(self, failure))
 
     def call(self, rank: int, name: str, *args: Any) -> Future[Any]:
         """Call `module:function` in a rank's main thread; see client.remote."""

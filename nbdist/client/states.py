@@ -66,21 +66,36 @@ def _rank_status(
     asked: Future[dict[str, int]] | None,
     end_s: float,
 ) -> RankStatus:
+    state, text = situation(session, rank, view)
+    cell = session.running_cell(rank)
+    if state == "idle":
+        return _idle_status(rank, asked, end_s)
+    if state in {"dead", "stopped"} or cell is None:
+        return RankStatus(rank, text, {})
+    return RankStatus(rank, text, {}, time.monotonic() - cell[1])
+
+
+def situation(session: Session, rank: int, view: RankView | None) -> tuple[str, str]:
+    """(of core.monitor.STATES, the same in words) without asking the rank. From any thread.
+
+    Args:
+        session: The ranks.
+        rank: Which.
+        view: Its box and its newest answer; None once the ranks were stopped.
+    """
     end = session.health.end_of(rank)
     if end:
-        return RankStatus(rank, f"ended ({end})", {})
+        return "dead", f"ended ({end})"
     if view is not None and not session.is_connected(rank):
-        return RankStatus(rank, "ended (its connection is lost)", {})
+        return "dead", "ended (its connection is lost)"
     if view is not None and session.health.is_stopped(rank):
-        return RankStatus(rank, "stopped (SIGSTOP)", {})
+        return "stopped", "stopped (SIGSTOP)"
     cell = session.running_cell(rank)
     if cell is None:
-        return _idle_status(rank, asked, end_s)
-    number, since_s = cell
-    state = "running a cell" if number is None else f"running cell [{number}]"
+        return "idle", "idle"
+    state = "running a cell" if cell[0] is None else f"running cell [{cell[0]}]"
     waits = "" if view is None else sentences.state_of(view.box, view)
-    doing = ", ".join(filter(None, [state, waits]))
-    return RankStatus(rank, doing, {}, time.monotonic() - since_s)
+    return ("waiting", f"{state}, {waits}") if waits else ("running", state)
 
 
 def _idle_status(rank: int, asked: Future[dict[str, int]] | None, end_s: float) -> RankStatus:

@@ -13,6 +13,9 @@ from nbdist.commands import (
     compare,
     doctor,
     export,
+    memory,
+    monitor,
+    panel,
     plan,
     running,
     terminal,
@@ -35,11 +38,14 @@ _ALL = (
     *variables.VERBS,
     *cells.VERBS,
     *trace.VERBS,
+    *memory.VERBS,
     *compare.VERBS,
     *export.VERBS,
     *doctor.VERBS,
     *bandwidth.VERBS,
+    *monitor.VERBS,
     *plan.VERBS,
+    *panel.VERBS,
     *terminal.VERBS,
 )
 # The magics, by their names.
@@ -62,6 +68,8 @@ REPLACED_MAGICS = {
 
 def cell_options(values: Namespace) -> CellOptions:
     """What was typed behind the verb of a cell."""
+    if hasattr(values, "most_events"):
+        return memory.cell_options(values)
     is_recorded = hasattr(values, "recorded")
     return trace.cell_options(values) if is_recorded else cells.cell_options(values)
 

@@ -14,7 +14,7 @@ from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.client import notebook_file, strategy
-from nbdist.commands import cells, compare, running, trace, training
+from nbdist.commands import cells, compare, memory, running, trace, training
 from nbdist.core import export
 from nbdist.core import strategy as strategies
 from nbdist.core.export import Cell, Magic, Reader
@@ -146,7 +146,17 @@ def meaning(name: str, line: str) -> Magic | None:
         read = _MEANINGS.get(name)
         return Magic() if read is None or parsed.wants_help else read(parsed.values)
     except OptionError as error:
+        if verb.as_line is not None and _is_read(verb.as_line, line):
+            return Magic()
         return Magic(problem=f"{verb.typed} {line}: {str(error).partition(chr(10))[0]}")
+
+
+def _is_read(verb: Verb, line: str) -> bool:
+    try:
+        parse(verb, line)
+    except OptionError:
+        return False
+    return True
 
 
 def _of_cell(values: Namespace) -> Magic:
@@ -199,6 +209,7 @@ _MEANINGS: dict[str, Callable[[Namespace], Magic]] = {
     "distributed": _of_cell,
     "rank": _of_cell,
     "dist_profile": lambda values: Magic(ranks="all", timeout_s=values.timeout_s),
+    "dist_memory": lambda values: Magic(ranks="all", timeout_s=values.timeout_s),
     "dist_init": _of_start,
     "dist_reset": _of_reset,
     "dist_strategy": _of_strategy,
@@ -236,6 +247,14 @@ VERBS = (
 )
 _TABLE = {
     verb.name: verb
-    for verbs in (running.VERBS, training.VERBS, cells.VERBS, trace.VERBS, compare.VERBS, VERBS)
+    for verbs in (
+        running.VERBS,
+        training.VERBS,
+        cells.VERBS,
+        trace.VERBS,
+        memory.VERBS,
+        compare.VERBS,
+        VERBS,
+    )
     for verb in verbs
 }

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import math
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from IPython import get_ipython
 
+from nbdist.client.described import live_model
+from nbdist.client.fake import FakeEngine
+from nbdist.commands.plan_check import checked
 from nbdist.core import plan_devices, strategy_options
 from nbdist.core.bandwidth import LinkModel
+from nbdist.core.fake import Source
 from nbdist.core.footprint import RECIPES
-from nbdist.core.plan import plan
+from nbdist.core.plan import Engine, plan
 from nbdist.core.plan_advice import advise
 from nbdist.core.plan_devices import DEVICES, Device
+from nbdist.core.plan_live import LiveModel, by_kinds, described, load_of, shape_of
 from nbdist.core.plan_load import OPTIMIZERS, Load
+from nbdist.core.plan_memory import memory_of
 from nbdist.core.plan_models import CONFIGS, ModelShape, model_of, of_config
 from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
@@ -29,9 +38,16 @@ from nbdist.verbs import ANYWHERE, Option, Verb, rank_count, strategy_given
 from nbdist.verbs import strategy_options as typed_options
 from nbdist.view.mime import View
 from nbdist.view.plan import PlanView, shown_plan
+from nbdist.view.progress import ProgressLine
 
 _DEVICE = "h100"
+# What memory is counted by -> how.
+ENGINES = {
+    "formulas": "closed formulas, at once",
+    "fake": "a step with fake tensors in a process of its own",
+}
 _RANKS = 8
+OPTIMIZER = "adamw"
 _LARGEST_CONFIG = 1_000_000  # bytes; one of a large model has some thousands
 
 
@@ -41,11 +57,17 @@ class Asked:
 
     Attributes:
         ranks, gpu, memory: As typed; None where not.
+        engine: A key of ENGINES; None for fake of a live model, formulas of any other.
+        inputs: The variable on the ranks that a live model is called with; empty for none.
+        optimizer: As typed; None where not: a live model's own.
     """
 
     ranks: int | None = None
     gpu: str | None = None
     memory: str | None = None
+    engine: str | None = None
+    inputs: str = ""
+    optimizer: str | None = None
 
 
 def planned(
@@ -54,31 +76,86 @@ def planned(
     load: Load,
     strategy: str | None = None,
     given: Mapping[str, object] | None = None,
+    progress: Callable[[str], None] = lambda _text: None,
 ) -> PlanView:
     """Plan for a model.
 
     Args:
         model: A number of parameters, a name, the path of a config.json, a config (a mapping, or
             anything with `to_dict`, as transformers' configs), or a model that has such a config.
-        asked: On how many ranks, on which device.
+            Where ranks run, also the name of a variable there that is a model.
+        asked: On how many ranks, on which device, counted by what.
         load: What is trained with.
         strategy: A name; None for all.
         given: Its degrees and options.
+        progress: Told what is counted now, where that takes seconds.
 
     Raises:
         OptionError: If a word does not exist, or degrees do not fit.
+        NbdistError: A model on the ranks is not the same on all.
     """
-    shape = _shape(model)
+    _check_engine(asked)
+    live = _live(model, asked)
+    if live is None and asked.inputs:
+        raise OptionError(
+            "--inputs names what a model on the ranks is called with, and the model that is typed "
+            "is none there. Leave it out."
+        )
+    shape = _shape(model) if live is None else shape_of(live)
+    load = load if live is None else load_of(live, load, asked.optimizer)
     given = dict(given or {})
     device, measured, assumed = _device(asked)
     world_size, told = _ranks(asked, given)
     if measured is not None and measured.world_size != world_size:
         measured = None
-    found = plan(
-        shape, device, world_size, load, strategy=strategy, given=given, measured=measured,
-        assumed=(*assumed, *told),
-    )  # fmt: skip
+    with _engine(shape, live, asked, progress) as engine:
+        found = plan(
+            shape, device, world_size, load, strategy=strategy, given=given, measured=measured,
+            engine=engine, assumed=(*assumed, *told),
+        )  # fmt: skip
+    if live is not None:
+        found = replace(found, told=described(live))
     return shown_plan(found, advise(found, given, measured))
+
+
+def _check_engine(asked: Asked) -> None:
+    if asked.engine is not None and asked.engine not in ENGINES:
+        raise OptionError(
+            f"There is no --engine {asked.engine}. Choose one of {', '.join(ENGINES)}."
+        )
+
+
+def _live(model: Any, asked: Asked) -> LiveModel | None:
+    """The model of that name on the ranks; None for what is no name of a variable there."""
+    if not isinstance(model, str) or not NOTEBOOK.is_running:
+        return None
+    is_name = all(part.isidentifier() for part in model.split("."))
+    if not is_name or model in CONFIGS or Path(model).exists():
+        return None
+    try:
+        return live_model(NOTEBOOK.session, model, asked.inputs)
+    except OptionError as error:
+        if not str(error).startswith("There is no variable"):
+            raise
+        raise OptionError(
+            f"{error} Or plan for a number of parameters (7e9), the path of a config.json, or one "
+            f"of {', '.join(CONFIGS)}."
+        ) from error
+
+
+def _engine(
+    shape: ModelShape, live: LiveModel | None, asked: Asked, progress: Callable[[str], None]
+) -> AbstractContextManager[Engine]:
+    """What counts memory, until the plan is made."""
+    otherwise: Engine = memory_of if live is None else functools.partial(by_kinds, live)
+    name = asked.engine or ("formulas" if live is None else "fake")
+    if name == "formulas":
+        return contextlib.nullcontext(otherwise)
+    source = Source(config=shape.config)
+    if live is not None:
+        source = replace(live.source, has_optimizer=asked.optimizer is None)
+    problem = "" if live is None else live.problem
+    return FakeEngine(source, otherwise=otherwise, problem=problem, progress=progress)
 
 
 def _shape(model: Any) -> ModelShape:
@@ -162,12 +239,12 @@ def _ranks(asked: Asked, given: Mapping[str, object]) -> tuple[int, tuple[str, .
     return _RANKS, (f"--ranks {_RANKS}",)
 
 
-def dist_plan(values: Namespace) -> View:
-    """Plan for what was typed."""
+def dist_plan(values: Namespace) -> View | None:
+    """Plan for what was typed, with a progress line where it takes seconds."""
     if len(values.model) != 1:
         raise OptionError(
             "%dist_plan: name one model: its number of parameters (7e9), the path of a "
-            f"config.json, or one of {', '.join(CONFIGS)}."
+            f"config.json, a model on the ranks, or one of {', '.join(CONFIGS)}."
         )
     given = strategy_given(values)
     others = [word for word in ("bf16", "fp16") if given[word]]
@@ -176,10 +253,40 @@ def dist_plan(values: Namespace) -> View:
     if values.checkpoints_all:
         given["checkpoint"] = given["checkpoint"] or "full"
     load = Load(
-        values.batch, values.sequence, values.optimizer, values.recipe or "", values.samples or 0
-    )
-    asked = Asked(values.ranks, values.gpu, values.memory)
-    return planned(_named(values.model[0]), asked, load, values.strategy, given)
+        values.batch, values.sequence, values.optimizer or OPTIMIZER, values.recipe or "",
+        values.samples or 0,
+    )  # fmt: skip
+    asked = Asked(
+        values.ranks, values.gpu, values.memory, values.engine, values.inputs or "",
+        values.optimizer,
+    )  # fmt: skip
+    line, told = ProgressLine("counting"), list[str]()
+
+    def progress(text: str) -> None:
+        told.append(text)
+        line(text)
+
+    if values.is_check:
+        _check_alone(values)
+        view: View = checked(values.model[0], values.inputs or "", load, progress)
+    else:
+        view = planned(_named(values.model[0]), asked, load, values.strategy, given, progress)
+    if not told or get_ipython() is None:
+        return view
+    line.finish(view)
+    return None
+
+
+def _check_alone(values: Namespace) -> None:
+    """Refuse what says under which strategy, on what, or counted by what: it runs as it is."""
+    typed = [word for word, value in strategy_given(values).items() if value not in (None, False)]
+    words = ("strategy", "ranks", "gpu", "memory", "engine", "optimizer", "recipe", "samples")
+    typed += [word for word in words if getattr(values, word) is not None]
+    if typed:
+        raise OptionError(
+            "--check measures the model as it is, under the strategy that counts: leave "
+            f"--{typed[0]} out. %dist_strategy changes what counts."
+        )
 
 
 def _named(text: str) -> Any:
@@ -205,7 +312,8 @@ VERBS = (
         (
             Option(
                 ("model",),
-                "parameters (7e9, 7B), a name such as llama-3-8b, or the path of a config.json",
+                "parameters (7e9, 7B), a name such as llama-3-8b, the path of a config.json, or a "
+                "variable on the ranks that is a model",
                 metavar="MODEL",
             ),
             Option(("--strategy",), "one alone (without: a row for each)", metavar="NAME"),
@@ -223,12 +331,29 @@ VERBS = (
                 metavar="N",
             ),
             Option(
-                ("--optimizer",), f"of {', '.join(OPTIMIZERS)} (adamw)", str, "adamw", "NAME"
+                ("--optimizer",), f"of {', '.join(OPTIMIZERS)} (adamw)", metavar="NAME"
             ),
             Option(
                 ("--recipe",),
                 f"what is stored: of {', '.join(RECIPES)} (as nbdist stores it)",
                 metavar="NAME",
+            ),
+            Option(
+                ("--engine",),
+                "what counts memory: formulas, or fake, a step with fake tensors (formulas; of a "
+                "model on the ranks fake)",
+                metavar="NAME",
+            ),
+            Option(
+                ("--inputs",),
+                "a variable on the ranks that a live model is called with: a tensor, tuple or dict",
+                metavar="NAME",
+            ),
+            Option(
+                ("--check",),
+                "run a real step of a model on the ranks, and set measured beside predicted",
+                None,
+                name="is_check",
             ),
             Option(("--fp32",), "compute in fp32, the default", None, name="is_fp32"),
             Option(("--ac",), "as --checkpoint full", None, name="checkpoints_all"),

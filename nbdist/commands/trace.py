@@ -26,7 +26,9 @@ def dist_profile(values: Namespace, code: str) -> None:
 def cell_options(values: Namespace) -> CellOptions:
     """The options of a recorded cell: it runs on all ranks, and some or all of them record."""
     options = TraceOptions(values.steps, values.has_memory, values.has_stacks)
-    record = Record(options, values.recorded, lambda trace: _publish(shown(trace)))
+    record = Record(
+        options, values.recorded, lambda trace: _publish(shown(trace)), lambda one: one.traces
+    )
     return CellOptions(None, values.has_tabs, values.timeout_s, record)
 
 
@@ -62,7 +64,8 @@ def read(folder: Path) -> Trace:
     return read_folder(folder.expanduser())
 
 
-def _step_count(text: str) -> int:
+def step_count(text: str) -> int:
+    """A number of steps as typed; argparse's own error otherwise."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of steps (1 or more)")
     return int(text)
@@ -78,7 +81,7 @@ VERBS = (
             Option(
                 ("--steps",),
                 "record N steps, after one that is left out; the cell goes on",
-                _step_count,
+                step_count,
                 metavar="N",
             ),
             Option(

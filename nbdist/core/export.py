@@ -20,7 +20,7 @@ from nbdist.core.strategy import Choice, described
 from nbdist.errors import OptionError
 
 LOCAL = "local"
-CELL_VERBS = frozenset({"distributed", "rank", "dist_profile", LOCAL})
+CELL_VERBS = frozenset({"distributed", "rank", "dist_profile", "dist_memory", LOCAL})
 _FIRST_MAGIC = re.compile(r"^%(\w+)(.*)$")
 _EXITS = {"exit", "exit()", "quit", "quit()"}
 

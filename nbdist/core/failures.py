@@ -19,6 +19,7 @@ FOLLOWER_PATTERNS = (
     r"Socket Timeout",
     r"remote process exited or there was a network error",
     r"NCCL communicator was aborted",
+    r"Watchdog caught collective operation timeout",
     r"monitoredBarrier",
     r"timed out after \d+ms in barrier",
     r"until the wait was aborted",  # engine/meeting.py
@@ -45,6 +46,7 @@ class RankFailure:
         message: The exception's text.
         traceback: IPython's coloured traceback lines; empty when there is none.
         at_s: When it happened, seconds since the epoch by the rank's own clock.
+        advice: What to do about it, lines of text for below the error; or empty.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class RankFailure:
     message: str
     traceback: tuple[str, ...] = ()
     at_s: float = 0.0
+    advice: str = ""
 
     @property
     def is_follower(self) -> bool:
@@ -142,6 +145,16 @@ def traceback_text(failures: Sequence[RankFailure]) -> str:
         else:
             parts.append(f"{_bold(who)} {_told(failure, failure.message)}")
     return "\n\n".join(parts)
+
+
+def advice(failures: Iterable[RankFailure]) -> str:
+    """What to do about the first cause that something is known of, and who else has the like."""
+    told = [failure for failure in root_cause_first(failures) if failure.advice]
+    if not told:
+        return ""
+    first, *others = told
+    also = sorted(failure.rank for failure in others)
+    return first.advice + (f"\n{ranks_phrase(also)} ran out of memory too" if also else "")
 
 
 def _is_library(frame: str) -> bool:

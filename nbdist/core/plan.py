@@ -18,9 +18,11 @@ from nbdist.core.plan_models import ModelShape
 from nbdist.core.plan_time import Time, flows, samples, time_of
 from nbdist.core.strategy import Choice, choose, label, mesh_phrase
 from nbdist.core.strategy_options import listed
+from nbdist.core.strategy_rows import HELD
 from nbdist.errors import OptionError
 
-SAFE, RISKY, NO = "safe", "risky", "no"
+# UNKNOWN: what is counted fits, and something is not counted.
+SAFE, RISKY, NO, UNKNOWN = "safe", "risky", "no", "?"
 # Of 454 runs none that was estimated below 80 % of the device's memory ran out of it: Fujii et
 # al. 2024, https://arxiv.org/abs/2411.06465.
 SAFE_SHARE = 0.8
@@ -56,8 +58,11 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """SAFE, RISKY or NO; empty where it was not counted."""
-        return verdict(self.share) if self.memory else ""
+        """SAFE, RISKY, NO or UNKNOWN; empty where it was not counted."""
+        if self.memory is None:
+            return ""
+        found = verdict(self.share)
+        return UNKNOWN if self.memory.is_partial and found != NO else found
 
     @property
     def mesh(self) -> str:
@@ -73,6 +78,7 @@ class Plan:
         model, device, world_size, load: What was planned for.
         rows: In order of the table of strategies.
         assumed: What was not typed, a phrase each.
+        told: What more is known of a live model, a line each.
     """
 
     model: ModelShape
@@ -81,6 +87,7 @@ class Plan:
     load: Load
     rows: tuple[Row, ...]
     assumed: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
 
 
 def verdict(share: float) -> str:
@@ -157,9 +164,13 @@ def plan(  # noqa: PLR0913  # what a plan is about
             recipe=recipe_for(choice, load),
             memory=memory,
             share=memory.peak / device.memory_bytes,
-            sent_bytes=sum(flow.wire_bytes for flow in flows(model, choice, load)),
+            sent_bytes=sum(
+                flow.wire_bytes
+                for flow in flows(model, choice, load)
+                if model.has_shape or flow.sent.what in HELD
+            ),
             samples=samples(choice, load),
-            time=time_of(model, choice, load, device, measured),
+            time=time_of(model, choice, load, device, measured) if model.has_shape else None,
         )
 
     if strategy is not None or any(word in given for word in ("dp", "tp", "pp", "cp")):

@@ -43,6 +43,9 @@ def block_bytes(
     if kind == "full":
         return tokens * entry
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_size * x
+    if shape.has_qk_norm and kind != "selective":
+        # Queries and keys as they were, and normalized in fp32.
+        attention += (shape.heads + shape.kv_heads) * shape.head_size * (x + 4)
     if kind == "selective":
         mlp = (2 if shape.is_gated else 1) * f * x
         return tokens * (entry + 2 * x * h / whole + (attention + mlp) / tp)
@@ -76,12 +79,13 @@ def _score_bytes(shape: Transformer, choice: Choice, x: int) -> int:
 def logits_bytes(shape: Transformer, load: Load, widths: Widths, choice: Choice) -> float:
     """After the last block: norm, head and loss.
 
-    Logits as computed, their log-softmax in fp32 and the gradient of that.
+    Log-softmax in fp32, the gradient of the loss by it, and the logits' gradient: these are there
+    when backward begins, and the logits themselves no longer (docs/accuracy.md has it measured).
     """
     tokens = load.batch * load.sequence / choice.degrees.cp
     x = widths.compute
     norm = (widths.residual + x) * shape.hidden + _norm_bytes(shape)
-    return tokens * (norm + shape.vocab * (x + 8))
+    return tokens * (norm + shape.vocab * 12)
 
 
 def activations(model: ModelShape, choice: Choice, load: Load, widths: Widths) -> float:
@@ -123,4 +127,6 @@ def _blocks_bytes(
     kind = "selective" if how == "selective" else "full"
     again = layers // int(how) if how.isdecimal() else layers
     kept = block_bytes(shape, load, widths, choice, kind=kind)
-    return again * kept + (layers - again) * whole + (whole if again else 0)
+    # What selective keeps of a block is no second time there when the rest is computed again.
+    anew = whole - kept if how == "selective" else whole
+    return again * kept + (layers - again) * whole + (anew if again else 0)

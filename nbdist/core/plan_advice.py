@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from nbdist.core.bandwidth import LinkModel
-from nbdist.core.plan import NO, RISKY, SAFE, Plan, Row, plan
+from nbdist.core.plan import NO, RISKY, SAFE, UNKNOWN, Plan, Row, plan
 from nbdist.core.strategy import Choice
 from nbdist.core.strategy_degrees import ranks
 from nbdist.core.strategy_options import DEGREES
+from nbdist.core.units import exact_size
 from nbdist.errors import OptionError
 
 _MOST_RANKS = 4096
@@ -41,6 +42,8 @@ def advise(
         measured: As for the plan.
     """
     given = dict(given or {})
+    if not planned.model.has_shape:
+        return _of_unknown_shape(planned)
     counted = [row for row in planned.rows if row.memory is not None]
     # Every rank of `single` does the same: more ranks train no faster.
     useful = [row for row in counted if planned.world_size == 1 or row.typed != "single"]
@@ -53,6 +56,20 @@ def advise(
                 told.append(_would_help(planned, given, measured))
             return Advice(best, (*told, *_on_one(planned)), _disagreeing(planned, best))
     return Advice(None, (_nothing(planned, useful), _would_help(planned, given, measured)))
+
+
+def _of_unknown_shape(planned: Plan) -> Advice:
+    """Of a model whose shape no formula knows: by bytes alone, and no other plan is made."""
+    counted = [row for row in planned.rows if row.memory is not None]
+    useful = [row for row in counted if planned.world_size == 1 or row.typed != "single"]
+    safe = [row for row in useful if row.verdict == SAFE]
+    if safe:
+        best = min(safe, key=_cost)
+        return Advice(best, (_recommended(planned, best, len(safe)),))
+    if any(row.verdict == UNKNOWN for row in useful):
+        told = "No strategy is recommended: of the activations nothing is known."
+        return Advice(None, (told,))
+    return Advice(None, (_nothing(planned, useful),))
 
 
 def _cost(row: Row) -> tuple[float, ...]:
@@ -88,19 +105,11 @@ def percent(row: Row) -> str:
 
 def cost(row: Row) -> str:
     """What a strategy costs beside computation, for each sample, as text."""
-    sent = f"{decimal(row.sent_bytes / row.samples)} sent"
+    sent = f"{exact_size(row.sent_bytes / row.samples)} sent"
     if row.time is None:
         return f"{sent} per sample"
     waits = " and idle" if row.time.idle_s else ""
     return f"{sent}{waits}, about {row.time.cost_s:.2g} s per sample"
-
-
-def decimal(value_bytes: float) -> str:
-    """`1.2 GB`: computed and not measured, so it is the same wherever outputs are stored."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value_bytes >= unit:
-            return f"{value_bytes / unit:.1f} {name}"
-    return f"{value_bytes:.0f} B"
 
 
 def _on_one(planned: Plan) -> tuple[str, ...]:

@@ -52,6 +52,8 @@ class Load:
         recipe: A key of footprint.RECIPES; empty for what nbdist stores under the strategy.
         samples: The effective batch of all ranks, which sets how many backwards are accumulated;
             0 where that is left to the strategy's options.
+        has_gpu: Whether ranks compute on GPUs: on CPUs there is no CUDA context, and torch's
+            optimizers go parameter by parameter.
     """
 
     batch: int = 1
@@ -59,6 +61,7 @@ class Load:
     optimizer: str = "adamw"
     recipe: str = ""
     samples: int = 0
+    has_gpu: bool = True
 
 
 @dataclass(frozen=True, slots=True)

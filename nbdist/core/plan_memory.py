@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 from nbdist.core import footprint
 from nbdist.core.footprint import Recipe
-from nbdist.core.plan_activations import activations
+from nbdist.core.plan_activations import activations, block_bytes, logits_bytes
 from nbdist.core.plan_load import OPTIMIZERS, Load, Widths, micro_batches, recipe_for, widths_of
 from nbdist.core.plan_models import ModelShape
 from nbdist.core.strategy import Choice, steps_of
 from nbdist.errors import OptionError
 
+FORMULAS = "formulas"
 # CUDA's context, workspaces of cuBLAS and buffers of NCCL: an assumption, between what one process
 # takes on an idle GPU (about 0.5 GB) and with NCCL's channels to seven others.
 OVERHEAD_BYTES = 1e9
@@ -37,6 +38,14 @@ class Memory:
         overhead: CUDA's context and libraries.
         host: In the CPU's memory; no part of the sum.
         engine: What the numbers come from.
+        forward: The most of activations and buffers that are there together; 0 for their sum.
+        backward: The same where all gradients are there: at backward's end.
+        most: Of a run, the most at one time in forward and backward, without the optimizer's
+            state; 0 of formulas.
+        keeps_gradients: They are there while a forward runs: of backwards before it, which are
+            accumulated, of micro-batches before it, or in buffers of DeepSpeed's.
+        is_partial: Activations are not counted: nobody knows them. The peak is then more.
+        note: Why another engine than the one that was asked for has counted; a phrase.
     """
 
     parameters: float
@@ -47,7 +56,13 @@ class Memory:
     step: float = 0.0
     overhead: float = OVERHEAD_BYTES
     host: float = 0.0
-    engine: str = "formulas"
+    engine: str = FORMULAS
+    forward: float = 0.0
+    backward: float = 0.0
+    most: float = 0.0
+    keeps_gradients: bool = False
+    is_partial: bool = False
+    note: str = ""
 
     @property
     def states(self) -> float:
@@ -56,8 +71,23 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """The most at one time."""
-        return self.states + self.buffers + max(self.activations, self.step) + self.overhead
+        """The most at one time: at forward's end, at backward's, or while the optimizer steps.
+
+        In between activations go as gradients come: never more than the larger of both.
+        """
+        return self.optimizer + max(self._in_passes, self._in_step) + self.overhead
+
+    @property
+    def _in_passes(self) -> float:
+        """In forward and backward, the optimizer's state aside."""
+        kept = self.gradients if self.keeps_gradients else 0.0
+        forward = kept + (self.forward or self.buffers + self.activations)
+        return self.most or self.parameters + max(forward, self.gradients + self.backward)
+
+    @property
+    def _in_step(self) -> float:
+        """While the optimizer steps, its own state aside."""
+        return self.parameters + self.gradients + self.buffers + self.step
 
 
 def memory_of(model: ModelShape, choice: Choice, load: Load) -> Memory:
@@ -73,14 +103,27 @@ def memory_of(model: ModelShape, choice: Choice, load: Load) -> Memory:
     parameters = model.stage_parameters(choice.degrees.pp) * choice.degrees.pp
     held = footprint.held_parts(choice, parameters, recipe)
     stepped = parameters / footprint.axes_size(choice, footprint.split_axes(choice, "optimizer"))
-    needs = 0 if choice.options.is_fused else OPTIMIZERS[load.optimizer].step_bytes
+    # On a CPU torch's optimizers go parameter by parameter, and there is no CUDA context.
+    has_lists = load.has_gpu and not choice.options.is_fused
+    needs = OPTIMIZERS[load.optimizer].step_bytes if has_lists else 0
+    kept = activations(model, choice, load, widths)
+    buffers = _buffers(model, choice, load, widths, recipe)
+    piece = replace(load, batch=load.batch // micro_batches(choice, load))
+    logits = logits_bytes(model.shape, piece, widths, choice)
     memory = Memory(
         parameters=held["parameters"],
         gradients=held["gradients"],
         optimizer=held["optimizer"],
-        activations=activations(model, choice, load, widths),
-        buffers=_buffers(model, choice, load, widths, recipe),
+        activations=kept,
+        buffers=buffers,
+        # The loss is done with its logits before the first block is gathered again.
+        forward=max(kept + _standing(model, choice, widths, buffers), kept - logits + buffers),
+        backward=buffers + block_bytes(model.shape, piece, widths, choice),
         step=stepped * needs,
+        overhead=OVERHEAD_BYTES if load.has_gpu else 0.0,
+        keeps_gradients=choice.options.accumulate > 1
+        or choice.name == "deepspeed"
+        or micro_batches(choice, load) > 1,
     )
     return _offloaded(memory, choice)
 
@@ -132,13 +175,17 @@ def _check_heads(model: ModelShape, word: str, degree: int) -> None:
         )
 
 
+def has_buckets(choice: Choice) -> bool:
+    """Whether DDP's buckets hold a copy of each gradient: gradient_as_bucket_view is off."""
+    return "ddp" in steps_of(choice) and choice.degrees.dp * choice.degrees.cp > 1
+
+
 def _buffers(
     model: ModelShape, choice: Choice, load: Load, widths: Widths, recipe: Recipe
 ) -> float:
     steps, degrees = {*steps_of(choice)}, choice.degrees
     total = 0.0
-    if "ddp" in steps and degrees.dp * degrees.cp > 1:
-        # DDP's buckets hold a copy of each gradient: gradient_as_bucket_view is off.
+    if has_buckets(choice):
         total += model.parameters * recipe.gradients
     if steps & {"fsdp", "fsdp1"} and degrees.dp > 1:
         total += _gathered(model, choice, widths)
@@ -154,6 +201,16 @@ def _buffers(
         keys = model.shape.kv_heads * model.shape.head_size
         total += 2 * 2 * tokens * keys * widths.compute
     return total
+
+
+def _standing(model: ModelShape, choice: Choice, widths: Widths, buffers: float) -> float:
+    """Of the buffers, what is there all the time: not the blocks that FSDP gathers in turn."""
+    if not {"fsdp", "fsdp1"} & {*steps_of(choice)} or choice.degrees.dp == 1:
+        return buffers
+    split = choice.degrees.tp * choice.degrees.pp
+    if choice.options.shard == "grad-op":
+        return model.parameters / split * widths.gathered
+    return model.root_parameters / split * widths.gathered
 
 
 def _gathered(model: ModelShape, choice: Choice, widths: Widths) -> float:

@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.errors import OptionError
@@ -101,12 +101,17 @@ class ModelShape:
         parameters: All of them, one or more.
         shape: Its transformer. Where only the number was typed it is one of about that size.
         is_assumed: The shape was not given but derived from the number.
+        config: As in its config.json, for an engine that makes the model; derived as well.
+        has_shape: False of a live model of another kind: its number of parameters is known, and
+            `shape` says nothing of it.
     """
 
     name: str
     parameters: int
     shape: Transformer
     is_assumed: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    has_shape: bool = True
 
     @property
     def block_parameters(self) -> float:
@@ -193,7 +198,8 @@ def model_of(asked: str | float | Mapping[str, Any]) -> ModelShape:
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise OptionError(
             f"There is no model {text!r} to plan for.{hint} Type its number of parameters (7e9, "
-            f"7B, 350M), the path of a config.json, or one of {', '.join(CONFIGS)}."
+            f"7B, 350M), the path of a config.json, or one of {', '.join(CONFIGS)}. "
+            "Where ranks run, a variable there that is a model will do."
         )
     return of_config(CONFIGS[name], name)
 
@@ -230,7 +236,8 @@ def of_count(count: float, name: str) -> ModelShape:
         layers=layers, hidden=hidden, heads=hidden // 128, kv_heads=hidden // 128, head_size=128,
         ffn=round(hidden * 8 / 3), vocab=32000, has_written_norm=True,
     )  # fmt: skip
-    return ModelShape(name, round(count), shape, is_assumed=True)
+    config = _llama(layers, hidden, shape.heads, shape.kv_heads, shape.ffn, shape.vocab)
+    return ModelShape(name, round(count), shape, is_assumed=True, config=config)
 
 
 def of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
@@ -255,7 +262,7 @@ def of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
             f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values."
         )
     told = name or str(config.get("_name_or_path") or kind)
-    return ModelShape(told, shape.parameters, shape)
+    return ModelShape(told, shape.parameters, shape, config={**config, "model_type": kind})
 
 
 def _read_gpt2(config: Mapping[str, Any]) -> Transformer:

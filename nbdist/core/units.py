@@ -21,14 +21,21 @@ def size(value_bytes: float) -> str:
     return _in_units(value_bytes, BYTE_UNITS, "B")
 
 
+def exact_size(value_bytes: float) -> str:
+    """`1.2 GB`, also where outputs are stored: for bytes that are equal on every machine."""
+    return _text(value_bytes, BYTE_UNITS, "B")
+
+
 def duration(value_ns: float) -> str:
     """`1.2 ms`, or a placeholder (for the unit too, which may differ) where outputs are stored."""
     return _in_units(value_ns, DURATION_UNITS, "ns")
 
 
 def _in_units(value: float, units: tuple[tuple[float, str], ...], smallest: str) -> str:
-    if is_stored():
-        return PLACEHOLDER
+    return PLACEHOLDER if is_stored() else _text(value, units, smallest)
+
+
+def _text(value: float, units: tuple[tuple[float, str], ...], smallest: str) -> str:
     for unit, name in units:
         if value >= unit * ROUNDS_UP:
             return f"{value / unit:.1f} {name}"

@@ -41,7 +41,7 @@ _RESET_PEAK = "5"
 
 
 @dataclass(slots=True)
-class _Stepper:
+class Stepper:
     """An optimizer as it was: settings of each group, and state of each parameter in it."""
 
     optimizer: Optimizer
@@ -61,7 +61,7 @@ class _Kept:
     """
 
     models: list[tuple[Prepared, dict[str, torch.Tensor], list[tuple[torch.nn.Module, bool]]]]
-    steppers: list[_Stepper]
+    steppers: list[Stepper]
     others: list[Callable[[], None]]
     names: dict[str, Any]
 
@@ -119,7 +119,7 @@ def keep() -> tuple[str, ...]:
             )
             for one in models
         ],
-        steppers=[_stepper(one) for one in registry.bound_optimizers()],
+        steppers=[stepper_of(one) for one in registry.bound_optimizers()],
         others=[random_kept(), *(put for one in watchers for put in _of_accelerator(one))],
         names={k: v for k, v in namespace.everything().items() if not k.startswith("_")},
     )
@@ -159,7 +159,7 @@ def restore() -> None:
         for parameter in one.base.parameters():
             parameter.grad = None
     for stepper in kept.steppers:
-        _put_back(stepper)
+        put_back(stepper)
     for put in kept.others:
         put()
 
@@ -217,9 +217,10 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _stepper(optimizer: Optimizer) -> _Stepper:
+def stepper_of(optimizer: Optimizer) -> Stepper:
+    """A copy of an optimizer's settings and state, on the host."""
     groups = optimizer.param_groups
-    return _Stepper(
+    return Stepper(
         optimizer,
         [{key: _copied(value) for key, value in g.items() if key != "params"} for g in groups],
         [[_state_of(optimizer, parameter) for parameter in g["params"]] for g in groups],
@@ -232,7 +233,8 @@ def _state_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any] |
     return {key: _copied(value) for key, value in optimizer.state[parameter].items()}
 
 
-def _put_back(stepper: _Stepper) -> None:
+def put_back(stepper: Stepper) -> None:
+    """Let an optimizer have what `stepper_of` has copied, in place."""
     optimizer = stepper.optimizer
     name = type(optimizer).__name__
     for group, settings, states in zip(

@@ -47,6 +47,8 @@ def look() -> Look:
     frames = frames_of(frame)
     _places.shell = get_ipython()  # None before the engine runs
     place = _places.find(frame)
+    # Who holds a frame holds its variables, and would free them in this thread.
+    del frame
     shown = with_sources(stacks.user_part(frames))
     is_asleep = asleep.end()
     is_in_torch = place is not None and is_torch(frames[-1].file)

@@ -76,7 +76,7 @@ def find() -> tuple[Model, ...]:
 
 
 def _find() -> tuple[Model, ...]:
-    modules = [m for m in _live(DistributedDataParallel, FSDPModule) if not is_retired(m)]
+    modules = [m for m in live(DistributedDataParallel, FSDPModule) if not is_retired(m)]
     # One without a reducer comes from a constructor that has failed: the error holds it.
     ddps = [
         m for m in modules if issubclass(type(m), DistributedDataParallel) and hasattr(m, "reducer")
@@ -87,9 +87,9 @@ def _find() -> tuple[Model, ...]:
     inner = {id(child) for m in outermost for child in m.modules() if child is not m}
     roots = {id(m): m for m in outermost if id(m) not in inner}
     found = [(m, False) for m in ddps] + [(m, True) for m in roots.values()]
-    known = _variables()
-    names = _names([module for module, _ in found], known)
-    models = [Model(names[id(m)], m, sharded, id(m) in known) for m, sharded in found]
+    known = variables()
+    titles = names([module for module, _ in found], known)
+    models = [Model(titles[id(m)], m, sharded, id(m) in known) for m, sharded in found]
     return tuple(sorted(models, key=lambda model: model.name))
 
 
@@ -112,15 +112,15 @@ def optimizers(model: Model) -> tuple[tuple[str, Optimizer], ...]:
         for one in live_optimizers()
         if any(id(p) in own for group in one.param_groups for p in group["params"])
     ]
-    names = _names(found)
-    return tuple(sorted(((names[id(one)], one) for one in found), key=lambda pair: pair[0]))
+    titles = names(found)
+    return tuple(sorted(((titles[id(one)], one) for one in found), key=lambda pair: pair[0]))
 
 
 def live_optimizers() -> list[Optimizer]:
     """Every optimizer of this process; Accelerate's wrapper is one too, and does not count."""
     return [
         one
-        for one in _live(Optimizer)
+        for one in live(Optimizer)
         if not isinstance(getattr(one, "optimizer", None), Optimizer)
         and hasattr(one, "param_groups")
     ]
@@ -128,7 +128,7 @@ def live_optimizers() -> list[Optimizer]:
 
 def schedulers(optimizer: Optimizer) -> tuple[LRScheduler, ...]:
     """The learning rate schedulers of an optimizer, by class."""
-    own = [one for one in _live(LRScheduler) if getattr(one, "optimizer", None) is optimizer]
+    own = [one for one in live(LRScheduler) if getattr(one, "optimizer", None) is optimizer]
     return tuple(sorted(own, key=lambda one: type(one).__name__))
 
 
@@ -306,7 +306,7 @@ def _sum(tensor: torch.Tensor) -> int:
     return int(total.item())
 
 
-def _live(*kinds: type) -> Iterator[Any]:
+def live(*kinds: type) -> Iterator[Any]:
     """Every live object of these classes, and of those made from them.
 
     By its type: asking each object for its class would run code of lazy ones. There are
@@ -323,27 +323,27 @@ def _live(*kinds: type) -> Iterator[Any]:
     return itertools.compress(objects, is_wanted)
 
 
-def _names(objects: Iterable[Any], known: Mapping[int, str] | None = None) -> dict[int, str]:
+def names(objects: Iterable[Any], known: Mapping[int, str] | None = None) -> dict[int, str]:
     """Name each object, by id; no two names are equal.
 
     Args:
         objects: What is named.
-        known: `_variables`, where it is there already.
+        known: `variables`, where it is there already.
     """
-    names: dict[int, str] = {}
+    given: dict[int, str] = {}
     taken: set[str] = set()
-    known = _variables() if known is None else known
+    known = variables() if known is None else known
     for one in objects:
         base = known.get(id(one)) or type(getattr(one, "module", one)).__name__
         name, number = base, 2
         while name in taken:
             name, number = f"{base}_{number}", number + 1
         taken.add(name)
-        names[id(one)] = name
-    return names
+        given[id(one)] = name
+    return given
 
 
-def _variables() -> dict[int, str]:
+def variables() -> dict[int, str]:
     """Name, by id, what the user's variables hold, themselves or one step inside."""
     names: dict[int, str] = {}
     namespace = {n: v for n, v in _namespace().items() if not n.startswith("_")}

@@ -1,6 +1,7 @@
 """Lets a recording run while its cell does, and never longer.
 
-What records (engine/trace.py) is loaded when it is first asked for: a rank starts without it.
+What records (engine/trace.py, engine/snapshot.py) is loaded when it is first asked for: a rank
+starts without it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Recording(Protocol):
         """The cell begins."""
 
     def stop(self) -> None:
-        """It has ended, in whatever way."""
+        """It has ended, in whatever way. Can be called twice."""
 
     def after_step(self) -> None:
         """It says that a step has ended."""
@@ -74,3 +75,19 @@ def install(kernel: Any) -> None:
 
     do_execute.is_recorded = True  # type: ignore[attr-defined]
     kernel.do_execute = do_execute
+    _stop_before_traceback(kernel.shell)
+
+
+def _stop_before_traceback(shell: Any) -> None:
+    """End a recording before a cell's error is formatted: 50,000 calls that are not the cell's.
+
+    With Python's calls recorded they take seconds, and an interrupted rank has no more.
+    """
+    show = shell.showtraceback
+
+    def showtraceback(*args: Any, **options: Any) -> Any:
+        if state.running is not None:
+            state.running.stop()
+        return show(*args, **options)
+
+    shell.showtraceback = showtraceback

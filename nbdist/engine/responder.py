@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nbdist.core import stacks, wire
-from nbdist.engine import blackbox, collection, completion, crashes, looks
+from nbdist.engine import blackbox, collection, completion, crashes, looks, usage
 from nbdist.errors import StartError
 
 
@@ -71,6 +71,7 @@ TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "stacks": all_stacks,
         "abort": abort,
         "snapshot": snapshot,
+        "usage": usage.usage,
         "attributes": completion.attributes,
         "glance": completion.glance,
     }

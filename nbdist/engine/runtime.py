@@ -27,7 +27,17 @@ from nbdist.core.ranks import rank_label
 from nbdist.core.recovery import MadeGroup
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
-from nbdist.engine import ahead, blackbox, cells, crashes, facts, recorded, responder, scratch
+from nbdist.engine import (
+    ahead,
+    blackbox,
+    cells,
+    crashes,
+    facts,
+    out_of_memory,
+    recorded,
+    responder,
+    scratch,
+)
 from nbdist.engine.lazy import LazyAccelerator
 from nbdist.errors import NbdistError, StartError
 
@@ -233,6 +243,7 @@ def prepare(seed: int | None = None) -> Topology:
         set_seed(seed)
     shell = get_ipython()
     cells.install(shell)
+    out_of_memory.install(shell.kernel)
     recorded.install(shell.kernel)
     blackbox.watch_cells(shell)
     responder.install(shell.kernel)

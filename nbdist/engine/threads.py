@@ -25,6 +25,9 @@ def free(places: Places, *, waits_inside: bool) -> tuple[bool, tuple[str, ...]]:
     """
     main = threading.main_thread().ident
     current = sys._current_frames()  # noqa: SLF001  # there is no other way
+    # This function's own frame would hold itself, and with it every thread's variables, until
+    # Python next looks for such circles.
+    del current[threading.get_ident()]
     calling = {ident for ident, frame in current.items() if _is_in_call(frame)}
     idle = {
         ident: frame
@@ -35,7 +38,7 @@ def free(places: Places, *, waits_inside: bool) -> tuple[bool, tuple[str, ...]]:
     others = sorted(
         names.get(ident, f"thread {ident}")
         for ident, frame in idle.items()
-        if ident not in {main, threading.get_ident()} and places.is_users(frame)
+        if ident != main and places.is_users(frame)
     )
     is_free = main in idle and not waits_inside
     return is_free, (*others, *(_tasks(places) if is_free else ()))

@@ -12,8 +12,8 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,68 +28,10 @@ from nbdist.core.trace import TraceOptions
 from nbdist.core.units import size
 from nbdist.engine import looks, namespace, recorded, runtime
 from nbdist.engine.parallel import registry
+from nbdist.engine.profiling import QUIET, Steps, ended, is_profiling
 from nbdist.errors import TraceError
 
 FOLDER = "traces"
-# libkineto writes lines like "USDT:... profiler_start" to the cell's stderr below this level. It
-# is read once, at the process's first profiler.
-QUIET = "99"
-
-
-@dataclass(slots=True)
-class Steps:
-    """Counts the steps of a cell; each mark in the trace may end one.
-
-    Attributes:
-        wanted: Enough are so many beside the first one; None for never.
-        mark: Puts a mark into the trace.
-        ends: Numbers of the marks that end a step.
-        marks: Made so far.
-        stepped: Optimizers that have stepped since the step before ended.
-        per_step: So many optimizers make a step together, as far as one has been seen whole.
-        is_explicit: `nbdist.step()` was called, and optimizers no longer count.
-    """
-
-    wanted: int | None
-    mark: Callable[[], None]
-    ends: list[int] = field(default_factory=list)
-    marks: int = 0
-    stepped: set[int] = field(default_factory=set)
-    per_step: int = 1
-    is_explicit: bool = False
-
-    def take_optimizer(self, optimizer: int) -> bool:
-        """An optimizer has stepped; whether enough is recorded.
-
-        Several optimizers of one loop make one step together. It ends with the last of them, which
-        is known once the first one comes again. A step that GradScaler leaves out, and gradients
-        that are still accumulated, belong to the step that comes then.
-        """
-        if self.is_explicit:
-            return False
-        if optimizer in self.stepped:
-            self.per_step = len(self.stepped)
-            self.stepped.clear()
-        elif self.stepped:
-            self.ends.pop()
-        self.stepped.add(optimizer)
-        self._mark()
-        return self._is_enough() and len(self.stepped) >= self.per_step
-
-    def take_explicit(self) -> bool:
-        """`nbdist.step()` was called; whether enough is recorded."""
-        if not self.is_explicit:
-            self.is_explicit, self.ends = True, []
-        self._mark()
-        return self._is_enough()
-
-    def _mark(self) -> None:
-        self.mark()
-        self.ends.append(self.marks)
-        self.marks += 1
-
-    def _is_enough(self) -> bool:
-        return self.wanted is not None and len(self.ends) > self.wanted
 
 
 def _mark() -> None:
@@ -115,7 +57,7 @@ class _Recording:
         activities = [ProfilerActivity.CPU]
         if runtime.current().place.device != "cpu":
             activities.append(ProfilerActivity.CUDA)
-        if _is_profiling(unknown=False):
+        if is_profiling(unknown=False):
             self.problem = (
                 "Another profiler runs on this rank, and torch has one at a time. End it first."
             )
@@ -143,13 +85,7 @@ class _Recording:
 
     def stop(self) -> None:
         """End the recording: its cell has ended, in whatever way."""
-        try:
-            self._end()
-        except KeyboardInterrupt:
-            self.problem = "An interrupt came while the recording was ended."
-            self._end()
-        except Exception as error:  # noqa: BLE001  # the cell is over, and has its own result
-            self.problem = f"The profiler could not stop: {error}."
+        self.problem = ended(self._end) or self.problem
 
     def export(self) -> None:
         """Write the file, once.
@@ -186,7 +122,7 @@ class _Recording:
             self._hook = None
         if self._is_on and self._profiler is not None:
             self._is_on = False
-            if not _is_profiling(unknown=True):
+            if not is_profiling(unknown=True):
                 self.problem = (
                     "The cell has used a profiler of its own, which ended the recording: torch has "
                     "one at a time."
@@ -208,16 +144,6 @@ class _Recording:
             "calls": looks.issued(),
             **_expected(),
         }
-
-
-def _is_profiling(*, unknown: bool) -> bool:
-    """Whether a profiler runs in this process; `unknown` where torch does not tell.
-
-    Private: torch 2.13 starts a second profiler without an error, and then neither gives a trace.
-    Without it that is told as a file that could not be written.
-    """
-    known = getattr(torch.autograd, "_profiler_enabled", None)
-    return unknown if known is None else bool(known())
 
 
 @dataclass(slots=True)

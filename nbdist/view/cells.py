@@ -28,6 +28,7 @@ class LiveCell:
         output_file: Callable[[], Path],
         *,
         has_tabs: bool = False,
+        on_bar: Callable[[str], object] = lambda _text: None,
         clock_s: Callable[[], float] = time.monotonic,
     ):
         """Draw into the running cell.
@@ -35,10 +36,12 @@ class LiveCell:
         Args:
             output_file: A path for everything, asked for once there are too many lines.
             has_tabs: Show every rank's own output at the end.
+            on_bar: Told of the progress bar that is drawn, and of its end by "".
             clock_s: For the pause between redraws of a bar.
         """
         self._output_file = output_file
         self._has_tabs = has_tabs
+        self._on_bar = on_bar
         self._clock_s = clock_s
         self._clip = Clip()
         self._file: OutputFile | None = None
@@ -128,11 +131,13 @@ class LiveCell:
         before = self._drawn.text if self._drawn is not None else ""
         self._drawn, self._drawn_s = bar, now_s
         _emit(bar.stream, "\r" + bar.text.ljust(len(before)))
+        self._on_bar(bar.text)
 
     def _erase_bar(self) -> None:
         if self._drawn is not None:
             _emit(self._drawn.stream, "\r" + " " * len(self._drawn.text) + "\r")
             self._drawn = None
+            self._on_bar("")
 
     def _write(self, lines: Sequence[Line]) -> None:
         if lines:

@@ -9,27 +9,31 @@ from dataclasses import dataclass
 from nbdist.core.footprint import RECIPES
 from nbdist.core.plan import Plan, Row
 from nbdist.core.plan_advice import Advice, percent
-from nbdist.core.plan_memory import Memory
+from nbdist.core.plan_memory import FORMULAS, Memory
+from nbdist.core.plan_models import ModelShape
 from nbdist.core.plan_time import UTILISATION
 from nbdist.core.strategy_degrees import ranks
 from nbdist.view.mime import View, table
 
-_HEAD = [
+# In {} stands the unit of all columns of memory.
+_HEAD = (
     "strategy", "mesh", "parameters", "gradients", "optimizer", "activations", "buffers", "step",
-    "overhead", "peak (GB)", "% of device", "fits", "samples", "sent (GB)", "time (s)",
-]  # fmt: skip
+    "overhead", "peak ({})", "% of device", "fits", "samples", "sent ({})", "time (s)",
+)  # fmt: skip
+_UNITS = {"GB": 1e9, "MB": 1e6}
+_SMALL = 50_000_000  # parameters: 0.8 GB with gradients and Adam
 # What a bar is made of, in the order in which it is stacked: letter, word, colour.
 _PARTS = (
     ("p", "parameters", "#4477aa"),
     ("g", "gradients", "#66ccee"),
     ("o", "optimizer", "#228833"),
-    ("a", "activations, or the optimizer's step", "#ccbb44"),
+    ("a", "activations, as far as they are more than gradients", "#ccbb44"),
     ("b", "buffers", "#ee6677"),
     ("c", "overhead", "#bbbbbb"),
 )
 _LIMIT_AT = 40  # characters of a bar that are the device's memory
 _LONGEST = 64
-_VERDICTS = {"safe": "#228833", "risky": "#aa7700", "no": "#bb3344"}
+_VERDICTS = {"safe": "#228833", "risky": "#aa7700", "no": "#bb3344", "?": "#777777"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,9 @@ def shown_plan(plan: Plan, advice: Advice) -> PlanView:
     """Table, bars and advice."""
     counted = [row for row in plan.rows if row.memory is not None]
     before, after = _before(plan), _after(plan)
-    rows = table(_HEAD, [_cells(row) for row in counted])
+    unit = "MB" if plan.model.parameters < _SMALL else "GB"
+    head = [word.format(unit) for word in _HEAD]
+    rows = table(head, [_cells(row, _UNITS[unit]) for row in counted])
     told = [*advice.sentences, *advice.rules]
     bars = _text_bars(plan, counted)
     text = "\n".join([*before, "", rows.text, "", *bars, "", *told, "", *after])
@@ -66,18 +72,16 @@ def _lines(texts: Sequence[str]) -> str:
 
 def _before(plan: Plan) -> list[str]:
     model, load, device = plan.model, plan.load, plan.device
-    shape = model.shape
-    of = "assumed: " if model.is_assumed else ""
-    heads = f", {shape.heads} heads" if not model.is_assumed else ""
     first = (
-        f"{model.name}: {model.parameters:,} parameters ({of}{shape.layers} blocks of width "
-        f"{shape.hidden}{heads}), on {ranks(plan.world_size)} with {device.title}, "
-        f"{_gb(device.memory_bytes)} GB each"
+        f"{model.name}: {model.parameters:,} parameters{_form(model)}, on {ranks(plan.world_size)} "
+        f"with {device.title}, {_gb(device.memory_bytes)} GB each"
     )
+    tokens = f" x {load.sequence} tokens" if model.has_shape else ""
     told = [
         first,
-        f"batch {load.batch} x {load.sequence} tokens on each data-parallel rank, {load.optimizer}",
-        _counts(model.parameters),
+        *plan.told,
+        f"batch {load.batch}{tokens} on each data-parallel rank, {load.optimizer}",
+        *([_counts(model.parameters)] if model.parameters >= _SMALL else []),
     ]
     recipes: dict[str, list[str]] = {}
     for row in plan.rows:
@@ -89,6 +93,15 @@ def _before(plan: Plan) -> list[str]:
         f"recipe {name}{f' ({_some(names)})' if several else ''}" for name, names in recipes.items()
     ]
     return told + [f"not typed: {', '.join(plan.assumed)}"] * bool(plan.assumed)
+
+
+def _form(model: ModelShape) -> str:
+    shape = model.shape
+    if not model.has_shape:
+        return ""
+    of = "assumed: " if model.is_assumed else ""
+    heads = f", {shape.heads} heads" if not model.is_assumed else ""
+    return f" ({of}{shape.layers} blocks of width {shape.hidden}{heads})"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -108,22 +121,26 @@ def _counts(parameters: int) -> str:
     )
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, unit_bytes: float) -> list[str]:
     memory, time = row.memory, row.time
     assert memory is not None
     span = f"{_seconds(time.least_s)} - {_seconds(time.most_s)}" if time else "-"
-    columns = (
-        memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.buffers,
-        memory.step, memory.overhead, memory.peak,
-    )  # fmt: skip
+
+    def told(size_bytes: float) -> str:
+        return f"{size_bytes / unit_bytes:.1f}"
+
+    activations = "?" if memory.is_partial else told(memory.activations)
     return [
         row.typed,
         row.mesh.partition(" (")[0] or "-",
-        *(_gb(size) for size in columns),
+        *map(told, (memory.parameters, memory.gradients, memory.optimizer)),
+        activations,
+        *map(told, (memory.buffers, memory.step, memory.overhead)),
+        f"{'> ' if memory.is_partial else ''}{told(memory.peak)}",
         f"{100 * row.share:.1f}",
         row.verdict,
         str(row.samples),
-        _gb(row.sent_bytes),
+        told(row.sent_bytes),
         span,
     ]
 
@@ -138,10 +155,12 @@ def _gb(size_bytes: float) -> str:
 
 def _after(plan: Plan) -> list[str]:
     told = [f"{row.typed}: {row.problem}" for row in plan.rows if row.problem]
+    told += _notes(plan)
     device = plan.device
     told.append(
-        "GB are 10^9 bytes on the rank that needs most. Peak: the sum, with activations or the "
-        "optimizer's step, whichever is more. Fits: safe below 80 % of the device, risky to 100 %."
+        "GB are 10^9 bytes on the rank that needs most. Peak: the sum with activations, or with "
+        "gradients and the optimizer's step, whichever is more. Fits: safe below 80 % of the "
+        "device, risky to 100 %."
     )
     hosts = [row for row in plan.rows if row.memory is not None and row.memory.host]
     if hosts:
@@ -150,7 +169,12 @@ def _after(plan: Plan) -> list[str]:
             f"Offloaded: up to {_gb(most)} GB in each rank's CPU memory; its way there and back is "
             "not in the time."
         )
-    if device.bandwidth:
+    if not plan.model.has_shape:
+        told.append(
+            "Time, and what tp, pp and cp send of activations, are not estimated: the model's "
+            "shape is not known."
+        )
+    elif device.bandwidth:
         half, single = device.half_flops / 1e12, device.single_flops / 1e12
         measured = any(row.time and row.time.source == "measurement" for row in plan.rows)
         links = (
@@ -169,11 +193,31 @@ def _after(plan: Plan) -> list[str]:
     return told
 
 
+def _notes(plan: Plan) -> list[str]:
+    """What a run has counted, and which rows it could not, by reason."""
+    counted = [(row.typed, row.memory) for row in plan.rows if row.memory is not None]
+    told = []
+    if any(memory.engine != FORMULAS for _, memory in counted):
+        told.append(
+            "Memory: a step with fake tensors under each strategy, as nbdist prepares it, which "
+            "has the peak of backward as well."
+        )
+    reasons: dict[str, list[str]] = {}
+    for typed, memory in counted:
+        if memory.note:
+            what = "activations not counted" if memory.is_partial else "by formulas"
+            reasons.setdefault(f"{what}: {memory.note}", []).append(typed)
+    return told + [f"{', '.join(names)}: {reason}." for reason, names in reasons.items()]
+
+
 def _stacked(memory: Memory) -> list[float]:
-    return [
-        memory.parameters, memory.gradients, memory.optimizer,
-        max(memory.activations, memory.step), memory.buffers, memory.overhead,
-    ]  # fmt: skip
+    """Parts of the peak. Of a run gradients and activations are never all there together."""
+    held = memory.states + memory.buffers + memory.overhead
+    rest = max(0.0, memory.peak - held)
+    short = max(0.0, held - memory.peak)
+    buffers = max(0.0, memory.buffers - short)
+    gradients = max(0.0, memory.gradients - (short - (memory.buffers - buffers)))
+    return [memory.parameters, gradients, memory.optimizer, rest, buffers, memory.overhead]
 
 
 def _text_bars(plan: Plan, rows: Sequence[Row]) -> list[str]:

@@ -1,5 +1,5 @@
 // The timeline of a trace in a sandboxed frame: moves it by mouse and keys. It stands behind
-// timeline_data.js and timeline_draw.js, reads the element #trace, and asks nothing of the network.
+// frame.js, timeline_data.js and timeline_draw.js, reads the element #trace, and asks nothing of the network.
 
 const NARROWEST_NS = 20; // the smallest stretch of time that fills the picture
 
@@ -174,7 +174,7 @@ function drawLegend() {
 }
 
 async function main() {
-  trace = await unpacked(element("trace").textContent.trim());
+  trace = prepared(await unpacked(element("trace").textContent.trim()));
   from = trace.from;
   to = trace.to;
   placeRows();

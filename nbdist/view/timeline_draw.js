@@ -7,7 +7,6 @@ const SHADES = 16; // steps between the background and a colour
 const LABEL_MIN = 44, MOST_LABELS = 400;
 const HIDDEN_STEP = 4; // steps narrower than this are not marked
 
-const element = id => document.getElementById(id);
 const frame = element("frame"), canvas = element("canvas"), tip = element("tip");
 const context = canvas.getContext("2d");
 
@@ -72,29 +71,20 @@ function stepAt(x, y) {
 
 // ---------------------------------------------------------------- colours
 
-const LIGHT = { back: "#ffffff", lane: "#f3f3f3", head: "#e4e4e4", text: "#1a1a1a", faint: "#6b6b6b", line: "#b5b5b5", ring: "#000000" };
-const DARK = { back: "#161616", lane: "#232323", head: "#343434", text: "#ececec", faint: "#a3a3a3", line: "#5a5a5a", ring: "#ffffff" };
 let theme = LIGHT, shades, edges, inks, lanePixel;
-
-const channels = text => [1, 3, 5].map(at => parseInt(text.slice(at, at + 2), 16));
-const packed = ([red, green, blue]) => (255 << 24 | blue << 16 | green << 8 | red) >>> 0;
-const between = (a, b, share) => a.map((value, i) => Math.round(value + (b[i] - value) * share));
 
 function takeTheme() {
   theme = isDark ? DARK : LIGHT;
   const lane = channels(theme.lane), colours = trace.colours.map(channels);
   lanePixel = packed(lane);
-  inks = colours.map(([red, green, blue]) => 0.3 * red + 0.59 * green + 0.11 * blue > 130 ? "#000000" : "#ffffff");
+  inks = colours.map(inkOn);
   edges = Uint32Array.from(colours, colour => packed(between(colour, lane, 0.55)));
   shades = new Uint32Array(colours.length * (SHADES + 1));
   colours.forEach((colour, kind) => {
     for (let shade = 0; shade <= SHADES; shade++)
       shades[kind * (SHADES + 1) + shade] = packed(between(lane, colour, shade / SHADES));
   });
-  document.documentElement.style.setProperty("--back", theme.back);
-  document.documentElement.style.setProperty("--text", theme.text);
-  document.documentElement.style.setProperty("--faint", theme.faint);
-  document.documentElement.style.setProperty("--line", theme.line);
+  tint(theme);
 }
 
 // Full colour where something goes on all the time; the least that goes on can still be seen.
@@ -171,15 +161,8 @@ function drawRows(top, bottom) {
   context.fillStyle = theme.faint;
   for (const row of seen) {
     const [, lane, depth] = trace.rows[row];
-    if (depth === 0) context.fillText(fitted(lane, LEFT - 14), 10, rowTops[row] - top + 11);
+    if (depth === 0) context.fillText(fitted(context, lane, LEFT - 14), 10, rowTops[row] - top + 11);
   }
-}
-
-function fitted(text, room) {
-  if (context.measureText(text).width <= room) return text;
-  let cut = text.length - 1;
-  while (cut > 1 && context.measureText(text.slice(0, cut) + "\u2026").width > room) cut--;
-  return text.slice(0, cut) + "\u2026";
 }
 
 function drawHeaders(top, bottom) {
@@ -191,10 +174,10 @@ function drawHeaders(top, bottom) {
     drawSteps(rank, y, end - top - GAP);
     context.fillStyle = theme.text;
     context.font = "bold 11px system-ui, sans-serif";
-    context.fillText(fitted(`rank ${rank.rank}`, LEFT - 8), 4, y + 12);
+    context.fillText(fitted(context, `rank ${rank.rank}`, LEFT - 8), 4, y + 12);
     if (!rank.problem) return;
     context.font = "11px system-ui, sans-serif";
-    context.fillText(fitted(rank.problem, width - LEFT - 8), LEFT + 4, y + 12);
+    context.fillText(fitted(context, rank.problem, width - LEFT - 8), LEFT + 4, y + 12);
   });
 }
 
@@ -216,8 +199,7 @@ function drawSteps(rank, y, bottom) {
 function drawAxis() {
   context.fillStyle = theme.back;
   context.fillRect(0, 0, width, AXIS);
-  const least = pixel() * 105, power = 10 ** Math.floor(Math.log10(least));
-  const step = [1, 2, 5, 10].map(digit => digit * power).find(one => one >= least);
+  const step = axisStep(pixel() * 105);
   context.font = "11px system-ui, sans-serif";
   for (let ns = Math.ceil(from / step) * step; ns <= to; ns += step) {
     const x = xOf(ns), text = moment(Math.max(0, ns), step);

@@ -6,8 +6,6 @@ went on. That is computed from all events at once, so a million of them cost lit
 
 from __future__ import annotations
 
-import io
-import warnings
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +15,21 @@ import numpy.typing as npt
 
 from nbdist.core.trace import KINDS, Integers, RankTrace, Trace
 from nbdist.core.trace_levels import Laid
+from nbdist.view import image
+from nbdist.view.image import (
+    BACK,
+    FONT_PT,
+    HEAD,
+    LANE,
+    LINE,
+    MOST_HEIGHT,
+    MOST_LETTERS,
+    READABLE,
+    UNITS_NS,
+    Pixels,
+    rgb,
+    short,
+)
 
 if TYPE_CHECKING:  # it takes half a second to import, and most sessions draw no trace
     from matplotlib.axes import Axes
@@ -32,22 +45,10 @@ COLOURS = {
     "host": "#8a8a8a",
     "mark": "#56b4e9",
 }
-BACK, LANE, HEAD, LINE = 0xFFFFFF, 0xF0F0F0, 0xDCDCDC, 0x6B6B6B
 # What goes on for next to no time can be seen all the same; timeline.js draws alike.
 LEAST_SHADE = 0.25
 LEAST_PIXELS = 1e-3
-# In pixels of the file.
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1600, 170, 20, 50, 60
-MOST_HEIGHT = 1100
 HEADER, ROW, GAP = 24, 20, 8
-DPI = 160
-# How many letters fit beside each other.
-MOST_LETTERS = 140
-_FONT_PT = 7
-_READABLE = 11  # pixels of a row that a text needs
-_UNITS_NS = ((1e9, "s"), (1e6, "ms"), (1e3, "us"), (1, "ns"))
-
-Pixels = npt.NDArray[np.uint8]
 Reals = npt.NDArray[np.float64]
 
 
@@ -75,33 +76,18 @@ def png(trace: Trace, events: Laid) -> bytes:
 
     Leaves matplotlib's settings, figures and backend as they are.
     """
-    import matplotlib.style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     begin_ns, end_ns = span_ns(trace)
     bands = _bands(trace, events)
-    height = TOP + bands.height + BOTTOM
-    with matplotlib.style.context("default"), warnings.catch_warnings():
-        # Letters that matplotlib's font lacks are boxes here; in the text they are all right.
-        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
-        figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI, facecolor="white")
-        FigureCanvasAgg(figure)
-        inner = WIDTH - LEFT - RIGHT
-        axes = figure.add_axes(
-            (LEFT / WIDTH, BOTTOM / height, inner / WIDTH, bands.height / height)
-        )
-        unit_ns, unit = next(u for u in _UNITS_NS if end_ns - begin_ns >= u[0])
-        image = _image(trace, events, bands, inner)
+    unit_ns, unit = next(u for u in UNITS_NS if end_ns - begin_ns >= u[0])
+    pixels = _image(trace, events, bands, image.INNER)
+    with image.drawing(bands.height) as (figure, axes):
         extent = (begin_ns / unit_ns, end_ns / unit_ns, bands.height, 0)
-        axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest")
-        axes.set_xlabel(unit, fontsize=_FONT_PT)
+        axes.imshow(pixels, extent=extent, aspect="auto", interpolation="nearest")
+        axes.set_xlabel(unit, fontsize=FONT_PT)
         _texts(axes, trace, events, bands)
         _step_labels(axes, trace, bands, unit_ns)
         _legend(figure, events)
-        file = io.BytesIO()
-        figure.savefig(file, format="png", metadata={"Software": None})
-    return file.getvalue()
+        return image.written(figure)
 
 
 def span_ns(trace: Trace) -> tuple[int, int]:
@@ -166,21 +152,21 @@ def _image(trace: Trace, events: Laid, bands: _Bands, columns: int) -> Pixels:
     """All rows, headers and step marks, a pixel each."""
     begin_ns, end_ns = span_ns(trace)
     places = [row.place for row in events.rows]
-    image = np.empty((bands.height, columns, 3), np.uint8)
-    image[:] = _rgb(BACK)
+    pixels = np.empty((bands.height, columns, 3), np.uint8)
+    pixels[:] = rgb(BACK)
     for place, (rank, y) in enumerate(zip(trace.ranks, bands.heads, strict=True)):
         rows = slice(bisect_left(places, place), bisect_right(places, place))
         stop = y + bands.head + (rows.stop - rows.start) * bands.row
-        image[y : y + bands.head] = _rgb(HEAD)
-        image[y + bands.head : stop] = _rgb(LANE)
-        image[y:stop, _marks(rank, begin_ns, end_ns, columns)] = _rgb(LINE)
+        pixels[y : y + bands.head] = rgb(HEAD)
+        pixels[y + bands.head : stop] = rgb(LANE)
+        pixels[y:stop, _marks(rank, begin_ns, end_ns, columns)] = rgb(LINE)
         taken = shares(events, rows, (begin_ns, end_ns), columns)
         coloured = _coloured(taken)
         for row, top in enumerate(bands.rows[rows]):
             is_busy = taken[row].any(axis=0)
-            gap = bands.row > _READABLE  # between rows, where they are high enough for it
-            image[top : top + bands.row - gap, is_busy] = coloured[row, is_busy]
-    return image
+            gap = bands.row > READABLE  # between rows, where they are high enough for it
+            pixels[top : top + bands.row - gap, is_busy] = coloured[row, is_busy]
+    return pixels
 
 
 def _coloured(share: Reals) -> Pixels:
@@ -188,10 +174,10 @@ def _coloured(share: Reals) -> Pixels:
 
     Of use only where there is a share.
     """
-    colours = np.array([_rgb(int(COLOURS[kind][1:], 16)) for kind in KINDS], float)
+    colours = np.array([rgb(COLOURS[kind]) for kind in KINDS], float)
     together = share.sum(axis=1)
     strength = LEAST_SHADE + (1 - LEAST_SHADE) * together.clip(0, 1)
-    lane = np.array(_rgb(LANE), float)
+    lane = np.array(rgb(LANE), float)
     most = colours[share.argmax(axis=1)]
     mixed: Pixels = (lane + (most - lane) * strength[..., None]).round().astype(np.uint8)
     return mixed
@@ -207,66 +193,26 @@ def _marks(rank: RankTrace, begin_ns: int, end_ns: int, columns: int) -> list[in
     return [] if is_dense else found
 
 
-def _rgb(colour: int) -> tuple[int, int, int]:
-    return colour >> 16, colour >> 8 & 255, colour & 255
-
-
 def _texts(axes: Axes, trace: Trace, events: Laid, bands: _Bands) -> None:
     """Ranks and lanes on the left, as far as they are high enough to be read."""
-    axes.set_yticks([])
-    axes.tick_params(labelsize=_FONT_PT)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-
-    every = max(1, -(-_READABLE // max(bands.head + bands.row, 1)))
+    every = max(1, -(-READABLE // max(bands.head + bands.row, 1)))
     for place, (rank, y) in enumerate(zip(trace.ranks, bands.heads, strict=True)):
         if place % every == 0:
-            _left(axes, y + bands.head / 2, f"rank {rank.rank}", "bold")
-        if rank.problem and bands.head >= _READABLE:
-            _inside(axes, y + bands.head / 2, _short(rank.problem, 120))
-    if bands.row < _READABLE:
+            image.left(axes, y + bands.head / 2, f"rank {rank.rank}", weight="bold")
+        if rank.problem and bands.head >= READABLE:
+            image.inside(axes, y + bands.head / 2, short(rank.problem, 120))
+    if bands.row < READABLE:
         return
     for row, y in zip(events.rows, bands.rows, strict=True):
         if row.depth == 0:
             lane = trace.ranks[row.place].lanes[row.lane].name
-            _left(axes, y + bands.row / 2, _short(lane, 22), "normal")
-
-
-def _left(axes: Axes, y: float, words: str, weight: str) -> None:
-    axes.text(
-        -0.006,
-        y,
-        words,
-        transform=axes.get_yaxis_transform(),
-        ha="right",
-        va="center",
-        weight=weight,
-        fontsize=_FONT_PT,
-        parse_math=False,  # a dollar sign is one
-    )
-
-
-def _inside(axes: Axes, y: float, words: str) -> None:
-    axes.text(
-        0.006,
-        y,
-        words,
-        transform=axes.get_yaxis_transform(),
-        va="center",
-        fontsize=_FONT_PT,
-        parse_math=False,
-    )
-
-
-def _short(text: str, most: int) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+            image.left(axes, y + bands.row / 2, short(lane, 22))
 
 
 def _step_labels(axes: Axes, trace: Trace, bands: _Bands, unit_ns: float) -> None:
     """The numbers of steps, where all of them have room."""
     begin_ns, end_ns = span_ns(trace)
-    if bands.head < _READABLE:
+    if bands.head < READABLE:
         return
     for rank, y in zip(trace.ranks, bands.heads, strict=True):
         shown = [] if rank.problem else rank.steps
@@ -280,24 +226,14 @@ def _step_labels(axes: Axes, trace: Trace, bands: _Bands, unit_ns: float) -> Non
                     y + bands.head / 2,
                     f" step {step.number}",
                     va="center",
-                    fontsize=_FONT_PT - 1,
+                    fontsize=FONT_PT - 1,
                     color="#404040",
                 )
 
 
 def _legend(figure: Figure, events: Laid) -> None:
-    from matplotlib.patches import Patch
-
     present = np.unique(events.kind)
-    handles = [Patch(color=COLOURS[KINDS[kind]], label=KINDS[kind]) for kind in present]
-    if handles:
-        figure.legend(
-            handles=handles,
-            loc="upper left",
-            ncols=len(handles),
-            frameon=False,
-            fontsize=_FONT_PT,
-            borderpad=0.2,
-        )
+    if len(present):
+        image.legend(figure, [(COLOURS[KINDS[kind]], KINDS[kind]) for kind in present])
     else:
-        figure.text(0.5, 0.5, "no events were recorded", ha="center", fontsize=_FONT_PT + 2)
+        figure.text(0.5, 0.5, "no events were recorded", ha="center", fontsize=FONT_PT + 2)

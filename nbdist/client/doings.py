@@ -1,0 +1,82 @@
+"""What each rank does, read from its black box: nobody is asked, and no other thread disturbed."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+from nbdist.client import states
+from nbdist.client.health import BoxFiles
+from nbdist.core import blackbox, sentences, waits
+from nbdist.core.calls import Box, RankView
+from nbdist.core.monitor import Doing
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+# An answer about a wait that C++ began is believed for this long.
+LOOK_S = 2.0
+
+
+class Doings:
+    """Reads the boxes of a session's ranks with maps of its own, for one thread."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._files = BoxFiles(session.cluster.run_dir / "boxes")
+        self._known: dict[int, tuple[int, Box]] = {}
+
+    def of(self, rank: int, now_s: float, *, is_here: bool) -> Doing:
+        """What a rank does.
+
+        Args:
+            rank: Which.
+            now_s: Monotonic clock.
+            is_here: Its box is a file of this host; else its newest answer is taken.
+        """
+        session = self._session
+        box = self._box(rank) if is_here else session.health.box(rank)
+        look, looked_s = session.health.newest_look(rank)
+        is_new = looked_s >= waits.last_event_s(box) and now_s < looked_s + LOOK_S
+        view = RankView(rank, "running", "", box, look if is_new else None, looked_s)
+        state, text = states.situation(session, rank, view)
+        if state == "dead" and is_here and not session.health.end_of(rank):
+            # As while a controller that has ended is replaced.
+            state, text = "unknown", "its process lives, its connection is lost"
+        cell = session.running_cell(rank) if state in {"running", "waiting"} else None
+        since_s = _since_s(state, box, cell)
+        op, age_s = _last_collective(box, now_s)
+        return Doing(state, text, since_s, now_s - cell[1] if cell else 0.0, op, age_s)
+
+    def _box(self, rank: int) -> Box | None:
+        """The rank's box, read anew only where a byte of it has changed."""
+        # To read it takes a millisecond; a rank that waits, or is idle, writes nothing.
+        memory = self._files.memory(rank)
+        if memory is None:
+            return None
+        check = zlib.crc32(memory)
+        known = self._known.get(rank)
+        if known is None or known[0] != check:
+            try:
+                known = check, blackbox.read(memory)
+            except ValueError:  # it is just being made
+                return None
+            self._known[rank] = known
+        return known[1]
+
+
+def _since_s(state: str, box: Box | None, cell: tuple[int | None, float] | None) -> float | None:
+    if state == "waiting":  # since when C++ waits nobody has written down
+        return box.waiting.began_s if box is not None and box.waiting is not None else None
+    if cell is not None:
+        return cell[1]
+    return box.since_s if state == "idle" and box is not None else None
+
+
+def _last_collective(box: Box | None, now_s: float) -> tuple[str, float | None]:
+    """(the call that has ended last, how long ago); sends and recvs count as well."""
+    ended = [one for one in (() if box is None else box.calls) if one.state == "done"]
+    if not ended:
+        return "", None
+    last = max(ended, key=lambda one: one.ended_s or 0.0)
+    return sentences.name_told(sentences.act_of(last)), max(0.0, now_s - (last.ended_s or now_s))

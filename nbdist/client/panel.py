@@ -1,0 +1,98 @@
+"""What the panel asks of running ranks, from any thread, without disturbing their cells."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from nbdist.client import remote, states
+from nbdist.core import collectives
+from nbdist.core.panel import RankRow, row_of
+from nbdist.core.panel_picker import Model
+from nbdist.core.strategy import Choice, default_choice
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+# Who has waited for less is in step with the others.
+AFTER_S = 1.0
+
+
+def title(session: Session) -> str:
+    """`2 ranks on 1 host, gloo`."""
+    topology = session.topology
+    n, hosts = topology.world_size, topology.n_hosts
+    return (
+        f"{n} rank{'s' if n > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}, "
+        f"{topology.backend}"
+    )
+
+
+def looked(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ...]]:
+    """Every rank as it was sampled last, and who waits for whom; nobody is asked or waited for."""
+    samples = {one.rank: one for one in session.monitor.latest()}
+    now_s = time.monotonic()
+    rows = tuple(row_of(place, samples.get(place.rank), now_s) for place in session.topology.ranks)
+    if all(row.kind != "waiting" for row in rows):
+        return rows, ()
+    found = collectives.diagnose(list(states.views(session).values()), now_s, AFTER_S)
+    return rows, tuple(one.text for one in found)
+
+
+def look(session: Session, limit_s: float) -> None:
+    """Wait until every rank was sampled after this call, so long at most."""
+    session.monitor.wait(time.monotonic(), limit_s)
+
+
+def interrupt(session: Session) -> str:
+    """Press stop for every cell that runs on ranks; what was interrupted, or "" for nothing."""
+    running = session.readiness.running()
+    for one in running:
+        one.press()
+    numbers = [one.request.number for one in running]
+    return ", ".join("a cell" if n is None else f"cell [{n}]" for n in numbers)
+
+
+def prepared(
+    session: Session, take: Callable[[Choice, tuple[Model, ...]], object]
+) -> Callable[[float], object]:
+    """Ask a rank for its strategy and models; `take` is called with them, in another thread.
+
+    Ranks that run a cell are not asked, and nothing is waited for.
+
+    Returns:
+        A function that waits until they have been taken, so many seconds at most.
+    """
+    rank = next(
+        (r for r in session.ranks if session.is_connected(r) and not session.readiness.is_busy(r)),
+        None,
+    )
+    if session.is_stopped or rank is None:
+        return lambda _limit_s: None
+    is_taken = threading.Event()
+    choice = remote.current_strategy(session.call, rank)
+    sizes = remote.prepared_sizes(session.call, rank)
+
+    def arrived(done: Future[Any]) -> None:
+        # In its main thread a rank answers in order, so the strategy is there.
+        try:
+            if not done.cancelled() and done.exception() is None and choice.exception() is None:
+                take(choice.result(), models_of(done.result()))
+        finally:
+            is_taken.set()
+
+    sizes.add_done_callback(arrived)
+    return is_taken.wait
+
+
+def models_of(sizes: Sequence[tuple[str, int, int]]) -> tuple[Model, ...]:
+    """What `prepared_sizes` answers, as records."""
+    return tuple(Model(*one) for one in sizes)
+
+
+def last_choice(session: Session) -> Choice:
+    """The strategy as far as the notebook knows without asking."""
+    return session.strategy.last or default_choice(session.topology.world_size)

@@ -1,0 +1,183 @@
+"""Recording a cell on ranks, whatever of it: begin, run, and take in what each rank has."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from nbdist.core import contents
+from nbdist.core.parcels import Parcel
+from nbdist.errors import Interrupted, NbdistError
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+# A rank's first profiler loads CUPTI.
+BEGIN_S = 60.0
+# Ranks read what they have recorded at the same time: 4 us per event of a trace.
+FINISH_S = 300.0
+POLL_S = 0.5
+
+Options = TypeVar("Options")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is recorded.
+
+    Attributes:
+        noun: Of one rank: "trace".
+        nouns: Of all: "traces".
+        begin: In client/remote: lets a rank record the cell that brings a token.
+        finish: In client/remote: what a rank has recorded.
+        nothing: The error where nothing has been recorded.
+    """
+
+    noun: str
+    nouns: str
+    begin: Callable[..., Future[None]]
+    finish: Callable[..., Future[Parcel]]
+    nothing: Callable[[], NbdistError]
+
+
+class Recordings(Generic[Options, Result]):
+    """The recordings of one subject: one at a time, and the last one is kept."""
+
+    def __init__(self, session: Session, subject: Subject):
+        self._session = session
+        self._subject = subject
+        self._last: Result | None = None
+        self._ranks: tuple[int, ...] = ()
+        self.count = 0  # recordings that were taken in
+        self.token = ""  # what a cell brings that is to be recorded
+
+    @property
+    def last(self) -> Result:
+        """What was recorded last.
+
+        Raises:
+            NbdistError: If nothing was: the subject's own.
+        """
+        if self._last is None:
+            raise self._subject.nothing()
+        return self._last
+
+    def begin(self, options: Options, ranks: str | Sequence[int] | None = None) -> None:
+        """Let ranks record the cell that they get next.
+
+        Args:
+            options: What is recorded.
+            ranks: As in Session.run; None for all.
+
+        Raises:
+            OptionError: If a rank does not exist.
+            NbdistError: If a rank cannot record.
+            RankGone, RankBusy, NotRunning: As for a cell.
+        """
+        session = self._session
+        chosen = session.chosen(ranks)
+        token = uuid.uuid4().hex
+        session.call_all(self._subject.begin, options, token, deadline_s=BEGIN_S, ranks=chosen)
+        self._ranks, self.token = chosen, token
+
+    @contextlib.contextmanager
+    def recording(
+        self, options: Options, ranks: str | Sequence[int] | None = None
+    ) -> Iterator[None]:
+        """Record the cell that runs inside; what there is is taken in however it ends.
+
+        Raises:
+            As `begin` and `finish`; a failure of the cell goes first.
+        """
+        self.begin(options, ranks)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(NbdistError):
+                self.finish()
+            raise
+        self.finish()
+
+    def finish(self) -> Result:
+        """Take in what the ranks have recorded, however their cell ended.
+
+        A rank that gives nothing has an empty entry, with the reason in its `problem`. Cells that
+        are sent after this are not recorded.
+
+        Raises:
+            Interrupted: If the user interrupted it; what the ranks hold is kept.
+        """
+        self.token = ""
+        found = self._taken(self._subject.finish, self._ranks)
+        self._last = self._joined(found)
+        self.count += 1
+        return self._last
+
+    def _joined(self, found: dict[int, dict[str, Any]]) -> Result:
+        """All ranks' parts, in rank order; one that gave nothing has a `problem`."""
+        raise NotImplementedError
+
+    def _taken(
+        self, ask: Callable[..., Future[Parcel]], ranks: Sequence[int]
+    ) -> dict[int, dict[str, Any]]:
+        """What each rank gives, opened, or {"problem": why it gives nothing}."""
+        with self._session.variables.folders(ranks) as folders:
+            answers = self._asked(ask, ranks, folders)
+            return {rank: self._opened(answer) for rank, answer in answers.items()}
+
+    def _asked(
+        self, ask: Callable[..., Future[Parcel]], ranks: Sequence[int], folders: Sequence[str]
+    ) -> dict[int, Parcel | str]:
+        session, noun = self._session, self._subject.noun
+        found: dict[int, Parcel | str] = {}
+        asked: dict[int, Future[Any]] = {}
+        for rank in ranks:
+            if not session.is_connected(rank):
+                end = session.health.end_of(rank)
+                found[rank] = f"It ended{f' ({end})' if end else ''} before its {noun} was read."
+            elif session.readiness.is_busy(rank):
+                found[rank] = f"It still runs its cell, so its {noun} is not read."
+            else:
+                asked[rank] = ask(session.call, rank, folders)
+        end_s = time.monotonic() + FINISH_S
+        try:
+            for rank, future in asked.items():
+                found[rank] = self._answer(rank, future, end_s)
+        except KeyboardInterrupt:
+            for rank, future in asked.items():
+                if not future.done():
+                    session.interrupt(rank)
+            raise Interrupted(f"the {self._subject.nouns} of the ranks were not read") from None
+        return {rank: found[rank] for rank in ranks}
+
+    def _answer(self, rank: int, future: Future[Any], end_s: float) -> Parcel | str:
+        noun = self._subject.noun
+        while True:
+            try:
+                parcel: Parcel = future.result(min(POLL_S, max(0.0, end_s - time.monotonic())))
+            except TimeoutError:
+                if not self._session.is_connected(rank):
+                    return f"It ended while its {noun} was read."
+                if time.monotonic() >= end_s:
+                    return f"Its {noun} was not there within {FINISH_S:.0f} s."
+            except Exception as error:  # noqa: BLE001  # whatever a rank raised is told
+                return str(getattr(error, "evalue", error))
+            else:
+                return parcel
+
+    def _opened(self, answer: Parcel | str) -> dict[str, Any]:
+        if isinstance(answer, str):
+            return {"problem": answer}
+        try:
+            return contents.opened(answer)
+        except NbdistError as error:
+            return {"problem": f"Its {self._subject.noun} did not arrive: {error}"}
+
+    def _host(self, rank: int) -> str:
+        return self._session.topology.ranks[rank].host

@@ -1,0 +1,32 @@
+"""The page of `remote` that plans are made with: functions of the engines, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from nbdist.client.remote import Caller
+from nbdist.core.plan_check import Measured
+from nbdist.core.plan_live import LiveModel
+
+CHECKED = "nbdist.engine.plan_check"
+DESCRIBED = "nbdist.engine.described"
+
+
+def describe_model(call: Caller, engine: int, name: str, inputs: str) -> Future[LiveModel]:
+    """What a variable on the rank is as a model."""
+    return call(engine, f"{DESCRIBED}:describe_model", name, inputs)
+
+
+def check_step(
+    call: Caller, engine: int, name: str, inputs: str, batch: int, sequence: int
+) -> Future[Measured]:
+    """Measure a step of a model's variable, and put everything back. On every rank at once."""
+    return call(engine, f"{CHECKED}:check_step", name, inputs, batch, sequence)
+
+
+REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
+    check_step: f"{CHECKED}:check_step",
+    describe_model: f"{DESCRIBED}:describe_model",
+}

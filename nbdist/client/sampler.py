@@ -1,0 +1,196 @@
+"""Takes one sample of every rank at a time: what can be read is read, the rest is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nbdist.client import gpus, remote
+from nbdist.client.doings import Doings
+from nbdist.core.gpu_reading import GpuReading, GpuReadings, GpuWatch
+from nbdist.core.monitor import Allocator, Answer, Sample
+from nbdist.core.topology import RankPlace
+from nbdist.core.usage import Usage, Usages
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+PERIOD_S = 1.0
+# Ranks of this host are asked for torch's allocator alone, which changes slowly.
+ALLOCATOR_PERIOD_S = 2.0
+# A question costs a millisecond or two of processor time: of many ranks each is asked less often.
+MOST_ASKED = 2.0  # in a second
+# An answer that is late is asked for again, seldom: what is asked piles up at a rank that is busy.
+ANSWER_S = 15.0
+# An allocator's numbers that are older than so many periods are not told any more.
+OLD_PERIODS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """A process's time at its newest sample, and its use since the one before."""
+
+    pid: int
+    when_s: float
+    cpu_s: float
+    percent: float | None
+
+
+Samples = tuple[Sample, ...]
+
+
+class Sampler:
+    """Takes one sample of every rank at a time, and waits for nobody. For one thread."""
+
+    def __init__(self, session: Session, note: Callable[[str], None], period_s: float):
+        """Read nothing yet.
+
+        Args:
+            session: The ranks.
+            note: Told what could not be read, again and again.
+            period_s: Between two samples.
+        """
+        self._session = session
+        self._note = note
+        self._doings = Doings(session)
+        self._usages = Usages(psutil)
+        self._gpus = GpuWatch(gpus.reader, period_s)
+        self._has_gpus = any(place.device != "cpu" for place in session.topology.ranks)
+        self._answers = _Answers(session, note)
+        self._spent: dict[int, _Spent] = {}
+
+    def close(self) -> None:
+        """Let go of the GPUs' driver; the next sample opens it again."""
+        self._gpus.close()
+
+    def take(self) -> Samples:
+        """A sample of every rank, in rank order."""
+        now_s = time.monotonic()
+        pids = self._session.health.pids()
+        usages = self._usages.read(pids.values())
+        here = {rank: usages.get(pid) for rank, pid in pids.items()}
+        read, read_s = self._read_gpus(now_s) if self._has_gpus and pids else (GpuReadings(), now_s)
+        return tuple(
+            self._sample(place, now_s, pids, here, (read, read_s))
+            for place in self._session.topology.ranks
+        )
+
+    def _sample(
+        self,
+        place: RankPlace,
+        now_s: float,
+        pids: Mapping[int, int],
+        here: Mapping[int, Usage | None],
+        read: tuple[GpuReadings, float],
+    ) -> Sample:
+        rank, is_here = place.rank, place.rank in pids
+        doing = self._doings.of(rank, now_s, is_here=is_here)
+        answer, answered_s = None, now_s
+        if doing.state not in {"dead", "stopped"}:
+            answer, answered_s = self._answers.of(place, now_s, is_remote=not is_here)
+        usage, gpu, when_s = here.get(rank), self._gpu_of(place, read[0]), now_s
+        age_s = 0.0 if gpu is None else now_s - read[1]
+        if answer is not None and not is_here:
+            usage, gpu, when_s = answer.usage, answer.gpu, answer.now_s
+            age_s = now_s - answered_s + answer.gpu_age_s
+        return Sample(
+            rank,
+            now_s,
+            doing,
+            usage,
+            self._cpu_percent(place, pids.get(rank, 0), usage, when_s),
+            gpu,
+            self._answers.allocator(answer, now_s - answered_s),
+            age_s,
+        )
+
+    def _gpu_of(self, place: RankPlace, readings: GpuReadings) -> GpuReading | None:
+        found = readings.of(place.device_uuid)
+        if found is None and readings.gpus and not readings.problems and place.device != "cpu":
+            self._note(
+                f"rank {place.rank}: the driver tells nothing of its GPU {place.device_uuid} "
+                "(of MIG instances NVML does: pip install nvidia-ml-py)"
+            )
+        return found
+
+    def _cpu_percent(
+        self, place: RankPlace, pid: int, usage: Usage | None, when_s: float
+    ) -> float | None:
+        """Since the sample before of the same process; None for its first."""
+        before = self._spent.get(place.rank)
+        if usage is None:
+            self._spent.pop(place.rank, None)
+            return None
+        percent = None
+        if before is not None and before.pid == pid:
+            if when_s <= before.when_s:
+                return before.percent  # the same answer again
+            spent_s = max(0.0, usage.cpu_s - before.cpu_s)
+            percent = 100 * spent_s / (when_s - before.when_s) / max(1, place.threads)
+        self._spent[place.rank] = _Spent(pid, when_s, usage.cpu_s, percent)
+        return percent
+
+    def _read_gpus(self, now_s: float) -> tuple[GpuReadings, float]:
+        newest = self._gpus.newest()
+        if newest is None:
+            return GpuReadings(), now_s
+        for problem in newest[0].problems:
+            self._note(problem)
+        return newest
+
+
+class _Answers:
+    """What ranks' control threads have said of their use, asked for and not waited for."""
+
+    def __init__(self, session: Session, note: Callable[[str], None]):
+        self._session = session
+        self._note = note
+        self._least_s = len(session.topology.ranks) / MOST_ASKED
+        self._asked: dict[int, tuple[Future[Answer], float]] = {}
+        self._known: dict[int, tuple[Answer, float]] = {}
+
+    def of(self, place: RankPlace, now_s: float, *, is_remote: bool) -> tuple[Answer | None, float]:
+        """(the rank's newest answer, when it was asked for); None before the first."""
+        rank = place.rank
+        if not is_remote and place.device == "cpu":
+            return None, now_s  # nothing that is not read here
+        self._take(rank)
+        period_s = max(PERIOD_S if is_remote else ALLOCATOR_PERIOD_S, self._least_s)
+        _, known_s = self._known.get(rank, (None, 0.0))
+        asked = self._asked.get(rank)
+        # Answers take some time: half a sample early is on time.
+        is_due = now_s > known_s + period_s - PERIOD_S / 2
+        if is_due and (asked is None or now_s > asked[1] + ANSWER_S):
+            self._ask(rank, now_s, is_remote=is_remote)
+        return self._known.get(rank, (None, now_s))
+
+    def allocator(self, answer: Answer | None, age_s: float) -> Allocator | None:
+        """The allocator's numbers in an answer, unless they are too old."""
+        period_s = max(ALLOCATOR_PERIOD_S, self._least_s)
+        is_new = age_s <= OLD_PERIODS * period_s
+        return answer.allocator if answer is not None and is_new else None
+
+    def _ask(self, rank: int, now_s: float, *, is_remote: bool) -> None:
+        sent = self._session.health.ask(lambda ask, who: remote.usage(ask, who, is_remote), rank)
+        if sent is not None:
+            self._asked[rank] = sent, now_s
+
+    def _take(self, rank: int) -> None:
+        asked = self._asked.get(rank)
+        if asked is None or not asked[0].done():
+            return
+        del self._asked[rank]
+        sent, asked_s = asked
+        error = sent.exception()
+        if error is not None:
+            if self._session.health.is_reachable(rank):  # else how it ended is told
+                self._note(f"rank {rank} cannot tell what it uses: {error}")
+            return
+        self._known[rank] = sent.result(), asked_s
+        for problem in self._known[rank][0].problems:
+            self._note(f"rank {rank}: {problem}")

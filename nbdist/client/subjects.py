@@ -1,0 +1,52 @@
+"""What a session offers of single subjects: each a word for what stands elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nbdist.client.bandwidth import BENCH_S, Bandwidth
+from nbdist.client.memory import Memories
+from nbdist.client.trace import Traces
+from nbdist.client.variables import Moved, Variables
+from nbdist.core.bandwidth import Bench
+from nbdist.core.snapshot import Snapshot
+from nbdist.core.trace import Trace
+
+
+class Subjects:
+    """A part of Session, which makes these."""
+
+    variables: Variables
+    traces: Traces
+    memories: Memories
+    bandwidth: Bandwidth
+
+    def push(
+        self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
+    ) -> Moved:
+        """Give ranks copies of values under these names; see client.variables."""
+        return self.variables.push(variables, ranks)
+
+    def pull(
+        self, name: str, ranks: str | Sequence[int] | None = None, *, is_whole: bool = False
+    ) -> Any:
+        """A variable's value on one rank, or a list in rank order; see client.variables."""
+        return self.variables.pull([name], ranks, is_whole=is_whole).values[name]
+
+    def trace(self) -> Trace:
+        """What was recorded last; a TraceError if nothing was."""
+        return self.traces.last
+
+    def bench(
+        self,
+        ops: str | Sequence[str] | None = None,
+        sizes: str | Sequence[int] | None = None,
+        limit_s: float = BENCH_S,
+    ) -> Bench:
+        """Measure the bandwidth of collectives between all ranks; see client.bandwidth."""
+        return self.bandwidth.measure(ops, sizes, limit_s)
+
+    def memory(self) -> Snapshot:
+        """The memory that was recorded last; before any recording, whose it is at this moment."""
+        return self.memories.last_or_now()

@@ -1,0 +1,125 @@
+"""The verb that shows what ranks use and do, and lets Prometheus read it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from argparse import Namespace
+
+from nbdist.client.monitor import Monitor
+from nbdist.core import exposition, units
+from nbdist.core.shown import shown
+from nbdist.errors import OptionError
+from nbdist.notebook import NOTEBOOK
+from nbdist.verbs import Option, Verb, positive_number
+from nbdist.view import monitor as monitor_view
+from nbdist.view.mime import View
+from nbdist.view.progress import ProgressLine
+
+LARGEST_PORT = 65535
+# The first sample takes tens of milliseconds; two make a rate.
+FIRST_S = 10.0
+
+
+def dist_monitor(values: Namespace) -> View | None:
+    """Show what was recorded of all ranks; record from now on."""
+    monitor = NOTEBOOK.session.monitor
+    chosen = [
+        flag
+        for flag, is_given in (
+            ("--seconds", values.seconds is not None),
+            ("--prometheus", values.port is not None),
+            ("--off", values.is_off),
+        )
+        if is_given
+    ]
+    if len(chosen) > 1:
+        raise OptionError(f"%dist_monitor: choose one of {', '.join(chosen)}.")
+    if values.is_off:
+        return _off(monitor)
+    if values.port is not None:
+        return _served(monitor, values.port)
+    if values.seconds is not None:
+        _record(monitor, values.seconds)
+        return None
+    is_new = not monitor.is_running
+    monitor.wait(time.monotonic() if is_new else 0.0, FIRST_S)
+    return _shown(monitor, _BEGUN if is_new else "")
+
+
+_BEGUN = "recording from now on, once a second; %dist_monitor shows it again, --off ends it"
+
+
+def _shown(monitor: Monitor, note: str = "") -> View:
+    notes = [*monitor.problems, *filter(None, [note])]
+    return monitor_view.monitor(
+        monitor.latest(), monitor.history, monitor.findings(is_past=True), notes
+    )
+
+
+def _off(monitor: Monitor) -> View:
+    was_running = monitor.is_running
+    monitor.stop()
+    kept = "what was recorded is kept; %dist_monitor goes on"
+    return View(f"no longer recorded; {kept}" if was_running else f"nothing is recorded; {kept}")
+
+
+def _served(monitor: Monitor, port: int) -> View:
+    served = monitor.serve(port)
+    config = exposition.scrape_config(shown(served.port), shown(served.token_path))
+    url = served.url.replace(str(served.port), shown(served.port))
+    return monitor_view.serving(url, shown(served.token_path), config)
+
+
+def _record(monitor: Monitor, seconds: float) -> None:
+    """Record for so long, with a line that tells how far it is, and show it then."""
+    progress = ProgressLine("recording")
+    began_s = time.monotonic()
+    end_s = began_s + seconds
+    note = ""
+    try:
+        newest_s = began_s
+        while time.monotonic() < end_s and monitor.wait(newest_s, end_s - time.monotonic()):
+            if not monitor.is_running:  # the ranks were stopped meanwhile
+                break
+            newest_s = max(newest_s, monitor.latest()[0].time_s)
+            left_s = max(0.0, end_s - time.monotonic())
+            progress(f"{units.seconds(left_s)} left; an interrupt ends it and shows what there is")
+    except KeyboardInterrupt:
+        note = f"interrupted after {units.seconds(time.monotonic() - began_s)}; it goes on"
+    progress.finish(_shown(monitor, note))
+
+
+def port_number(text: str) -> int:
+    """A TCP port; 0 for any that is free."""
+    if not text.isdigit() or int(text) > LARGEST_PORT:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no port (0 to {LARGEST_PORT}; 0: a free one)"
+        )
+    return int(text)
+
+
+VERBS = (
+    Verb(
+        "dist_monitor",
+        "Show what every rank uses and does, now and since the recording began.",
+        "%dist_monitor --seconds 30",
+        dist_monitor,
+        (
+            Option(
+                ("--seconds",),
+                "record for so long first; an interrupt ends it early",
+                positive_number,
+                metavar="S",
+            ),
+            Option(
+                ("--prometheus",),
+                "serve the numbers to Prometheus on this port of 127.0.0.1 (0: a free one)",
+                port_number,
+                metavar="PORT",
+                name="port",
+            ),
+            Option(("--off",), "record no more, and serve nothing", None, name="is_off"),
+        ),
+    ),
+)

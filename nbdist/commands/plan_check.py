@@ -1,0 +1,70 @@
+"""A plan beside a real step of the model: %dist_plan MODEL --check."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+from nbdist.client.described import checked_step, live_model
+from nbdist.client.fake import FakeEngine
+from nbdist.core.plan import accumulating
+from nbdist.core.plan_check import checks
+from nbdist.core.plan_live import by_kinds, load_of, shape_of
+from nbdist.core.plan_load import Load
+from nbdist.core.strategy import Choice, choose, described
+from nbdist.errors import OptionError
+from nbdist.notebook import NOTEBOOK
+from nbdist.view.mime import View
+from nbdist.view.plan_check import shown_check
+
+
+def checked(
+    name: str,
+    inputs: str,
+    load: Load,
+    progress: Callable[[str], None] = lambda _text: None,
+) -> View:
+    """Predict a step's memory under the strategy that counts, and measure it on the ranks.
+
+    Four steps are run with the user's model and optimizer, and all is put back bit by bit.
+
+    Args:
+        name: A variable on the ranks that is a model.
+        inputs: A variable that it is called with; empty for random tokens of a language model.
+        load: Batch and sequence of these tokens.
+        progress: Told what is done now.
+
+    Raises:
+        OptionError: There is no such model, or nobody knows what it is called with.
+        NotRunning, RankBusy, RankGone, Interrupted, NbdistError: As for a cell.
+    """
+    session = NOTEBOOK.session
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise OptionError(
+            f"--check measures a model on the ranks, and {name} is no variable's name."
+        )
+    live = live_model(session, name, inputs)
+    choice = _once(session.strategy.current())
+    if not live.is_prepared:  # every rank has it by itself
+        choice = choose("single", {}, session.topology.world_size)
+    has_gpu = session.topology.ranks[0].device != "cpu"
+    # Without an optimizer of its own no step of one is measured: SGD keeps nothing.
+    load = replace(load_of(live, load, None if live.optimizer else "sgd"), has_gpu=has_gpu)
+    progress("a step on the ranks")
+    measured = checked_step(session, name, inputs, load.batch, load.sequence)
+    otherwise = functools.partial(by_kinds, live)
+    shape = shape_of(live)
+    with FakeEngine(
+        live.source, otherwise=otherwise, problem=live.problem, progress=progress
+    ) as engine:
+        memory = engine(shape, accumulating(choice, load), load)
+    # What CUDA's context and libraries take is not in the allocator's count.
+    memory = replace(memory, overhead=0.0)
+    found = checks(memory, measured, has_forward=choice.degrees.pp == 1)
+    return shown_check(live, described(choice), load, memory, found, measured)
+
+
+def _once(choice: Choice) -> Choice:
+    """The choice with one backward for each step, as it is measured."""
+    return replace(choice, options=replace(choice.options, accumulate=1))

@@ -1,0 +1,224 @@
+"""Samples of ranks in Prometheus' text format, version 0.0.4.
+
+https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
+Where a number means the same as one of NVIDIA's DCGM exporter it has that one's name and unit
+(https://github.com/NVIDIA/dcgm-exporter, etc/default-counters.csv), so dashboards made for it work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nbdist.core.gpu_reading import MIB, GpuReading
+from nbdist.core.monitor import STATES, Allocator, Sample
+from nbdist.core.topology import RankPlace
+from nbdist.core.usage import Usage
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+_HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number of each rank.
+
+    Attributes:
+        name: As Prometheus sees it.
+        help: What it is, with its unit.
+        of: The number in a sample; None where it is not known, which leaves the line out.
+        is_gpu: It has the GPU's labels as well.
+    """
+
+    name: str
+    help: str
+    of: Callable[[Sample], float | None]
+    is_gpu: bool = False
+
+
+def _gpu(take: Callable[[GpuReading], float | None]) -> Callable[[Sample], float | None]:
+    return lambda sample: None if sample.gpu is None else take(sample.gpu)
+
+
+def _usage(take: Callable[[Usage], float | None]) -> Callable[[Sample], float | None]:
+    return lambda sample: None if sample.usage is None else take(sample.usage)
+
+
+def _allocator(take: Callable[[Allocator], float]) -> Callable[[Sample], float | None]:
+    return lambda sample: None if sample.allocator is None else take(sample.allocator)
+
+
+def _free_mib(gpu: GpuReading) -> float | None:
+    if gpu.total_bytes is None or gpu.used_bytes is None:
+        return None
+    return (gpu.total_bytes - gpu.used_bytes) // MIB
+
+
+def _waited_s(sample: Sample) -> float:
+    doing = sample.doing
+    if doing.state != "waiting" or doing.since_s is None:
+        return 0.0
+    return max(0.0, sample.time_s - doing.since_s)
+
+
+METRICS = (
+    Metric(
+        "DCGM_FI_DEV_GPU_UTIL",
+        "GPU utilization (in %): the time in which a kernel ran.",
+        _gpu(lambda gpu: gpu.busy_percent),
+        is_gpu=True,
+    ),
+    Metric(
+        "DCGM_FI_DEV_MEM_COPY_UTIL",
+        "Memory utilization (in %): the time in which device memory was read or written.",
+        _gpu(lambda gpu: gpu.memory_busy_percent),
+        is_gpu=True,
+    ),
+    Metric(
+        "DCGM_FI_DEV_FB_USED",
+        "Framebuffer memory used (in MiB).",
+        _gpu(lambda gpu: None if gpu.used_bytes is None else gpu.used_bytes // MIB),
+        is_gpu=True,
+    ),
+    Metric(
+        "DCGM_FI_DEV_FB_FREE", "Framebuffer memory free (in MiB).", _gpu(_free_mib), is_gpu=True
+    ),
+    Metric(
+        "DCGM_FI_DEV_GPU_TEMP",
+        "GPU temperature (in C).",
+        _gpu(lambda gpu: gpu.temperature_c),
+        is_gpu=True,
+    ),
+    Metric("DCGM_FI_DEV_POWER_USAGE", "Power draw (in W).", _gpu(lambda g: g.power_w), is_gpu=True),
+    Metric(
+        "nbdist_gpu_throttled",
+        "Whether the GPU's clocks are lowered for power or heat (1) or not (0).",
+        _gpu(lambda gpu: None if gpu.throttled is None else float(bool(gpu.throttled))),
+        is_gpu=True,
+    ),
+    Metric(
+        "nbdist_rank_up",
+        "Whether the rank's process lives (1) or has ended (0).",
+        lambda sample: float(sample.doing.state != "dead"),
+    ),
+    Metric(
+        "nbdist_rank_cell_seconds",
+        "How long the rank has been running its cell; 0 without one.",
+        lambda sample: sample.doing.cell_s,
+    ),
+    Metric(
+        "nbdist_rank_waiting_seconds",
+        "How long the rank has been inside a call of torch.distributed; 0 where it is in none.",
+        _waited_s,
+    ),
+    Metric(
+        "nbdist_rank_last_collective_age_seconds",
+        "Time since the rank's last call of torch.distributed ended.",
+        lambda sample: sample.doing.collective_age_s,
+    ),
+    Metric(
+        "nbdist_rank_cpu_ratio",
+        "Processor time of the rank with its children, as a part of its share of the cores.",
+        lambda sample: None if sample.cpu_percent is None else sample.cpu_percent / 100,
+    ),
+    Metric(
+        "nbdist_rank_resident_bytes",
+        "Resident host memory of the rank with its children, shared pages counted in each.",
+        _usage(lambda usage: usage.rss_bytes),
+    ),
+    Metric(
+        "nbdist_rank_proportional_bytes",
+        "The same with shared pages divided among those that share them (PSS).",
+        _usage(lambda usage: usage.pss_bytes),
+    ),
+    Metric(
+        "nbdist_host_memory_used_bytes",
+        "What counts against nbdist_host_memory_limit_bytes, of all processes there.",
+        _usage(lambda usage: usage.host_used_bytes),
+    ),
+    Metric(
+        "nbdist_host_memory_limit_bytes",
+        "The rank's memory limit with the least room: its control group's or the machine's.",
+        _usage(lambda usage: usage.host_limit_bytes),
+    ),
+    Metric(
+        "nbdist_torch_allocated_bytes",
+        "GPU memory in tensors of the rank.",
+        _allocator(lambda allocator: allocator.allocated_bytes),
+    ),
+    Metric(
+        "nbdist_torch_reserved_bytes",
+        "GPU memory that the rank's allocator holds.",
+        _allocator(lambda allocator: allocator.reserved_bytes),
+    ),
+    Metric(
+        "nbdist_torch_allocated_peak_bytes",
+        "The most that has been in tensors of the rank.",
+        _allocator(lambda allocator: allocator.peak_bytes),
+    ),
+    Metric(
+        "nbdist_sample_age_seconds",
+        "How old the oldest number of the rank is.",
+        lambda sample: sample.age_s,
+    ),
+)
+
+
+def exposition(samples: Sequence[Sample], places: Sequence[RankPlace]) -> str:
+    """All ranks' newest numbers; what is not known is left out.
+
+    Args:
+        samples: One of each rank.
+        places: Where the ranks are, for the labels.
+    """
+    at = {place.rank: place for place in places}
+    lines: list[str] = []
+    for metric in METRICS:
+        values = [(sample, metric.of(sample)) for sample in samples]
+        rows = [
+            _line(metric.name, _labels(sample, at[sample.rank], is_gpu=metric.is_gpu), value)
+            for sample, value in values
+            if value is not None
+        ]
+        if rows:
+            lines += [*_head(metric.name, metric.help), *rows]
+    lines += _head("nbdist_rank_state", "1 for what the rank does, 0 for all else.")
+    for sample in samples:
+        labels = _labels(sample, at[sample.rank], is_gpu=False)
+        for state in STATES:
+            is_it = float(sample.doing.state == state)
+            lines.append(_line("nbdist_rank_state", {**labels, "state": state}, is_it))
+    return "\n".join(lines) + "\n"
+
+
+def _head(name: str, text: str) -> list[str]:
+    return [f"# HELP {name} {text.translate(_HELP_ESCAPES)}", f"# TYPE {name} gauge"]
+
+
+def _labels(sample: Sample, place: RankPlace, *, is_gpu: bool) -> dict[str, str]:
+    labels = {"rank": str(sample.rank), "host": place.host}
+    if is_gpu and sample.gpu is not None:
+        gpu = sample.gpu
+        labels |= {"gpu": str(gpu.index), "UUID": gpu.uuid, "modelName": gpu.name}
+        labels["Hostname"] = place.host
+    return labels
+
+
+def _line(name: str, labels: Mapping[str, str], value: float) -> str:
+    pairs = ",".join(f'{key}="{text.translate(_ESCAPES)}"' for key, text in labels.items())
+    number = str(int(value)) if float(value).is_integer() else repr(float(value))
+    return f"{name}{{{pairs}}} {number}"
+
+
+def scrape_config(port: str, credentials_file: str) -> str:
+    """What Prometheus' configuration needs to read it."""
+    return (
+        "scrape_configs:\n"
+        "  - job_name: nbdist\n"
+        "    scrape_interval: 5s\n"
+        "    authorization:\n"
+        f"      credentials_file: {credentials_file}\n"
+        "    static_configs:\n"
+        f'      - targets: ["127.0.0.1:{port}"]'
+    )

@@ -1,0 +1,297 @@
+"""What stands out in the samples of ranks, by rules: what was found, why it matters, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nbdist.core import units
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.monitor import STATES, History, Reals, Sample
+
+# A mean over less says nothing of a step, a longer one nothing of now.
+WINDOW_S = 30.0
+LEAST_S = 10.0
+# A cell that ended longer ago is not what somebody asks about.
+PAST_S = 600.0
+# Nobody's steps take longer than this with a collective in each, or hardly anybody's.
+NO_PROGRESS_S = 10.0
+SPINNING_PERCENT = 95.0
+LEAST_UTILISATION = 80.0
+MOST_APART = 20.0
+DEVICE_FULL = 0.95
+HOST_FULL = 0.95
+HOT_C = 85.0
+# A power limit is where a GPU that works all the time is meant to be.
+SLOWED = frozenset(
+    {"hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake"}
+)
+_AT_WORK = (float(STATES.index("running")), float(STATES.index("waiting")))
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorFinding:
+    """Something that stands out.
+
+    Attributes:
+        rule: Name in RULES.
+        found: What is there, with its numbers, as a clause.
+        why: Why that matters, as a clause.
+        what: What to do, as a clause.
+        ranks: Where it was found.
+    """
+
+    rule: str
+    found: str
+    why: str
+    what: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """All ranks, and what was recorded of them."""
+
+    history: History
+    samples: tuple[Sample, ...]
+    is_past: bool = False
+
+    @property
+    def at_work(self) -> tuple[Sample, ...]:
+        """The ranks that run a cell."""
+        return tuple(one for one in self.samples if one.doing.state in {"running", "waiting"})
+
+    def utilisation(self) -> Mapping[int, float]:
+        """Rank -> mean utilisation in its cell over the last WINDOW_S; only where that is known."""
+        found = {}
+        for one in self.samples:
+            values = self._in_cell(one)
+            if len(values):
+                found[one.rank] = float(values.mean())
+        return found
+
+    def _in_cell(self, one: Sample) -> Reals:
+        is_now = one.doing.state in {"running", "waiting"}
+        length_s = WINDOW_S if is_now else PAST_S
+        values, states = self.history.window(one.rank, length_s, "utilisation", "state")
+        known: Reals = values[np.isin(states, _AT_WORK) & ~np.isnan(values)]
+        if is_now:
+            return known if one.doing.cell_s >= LEAST_S else known[:0]
+        # One sample a second, as good as.
+        is_judged = self.is_past and len(known) >= LEAST_S
+        return known[-int(WINDOW_S) :] if is_judged else known[:0]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A rule has found something: what, with its numbers, and on which ranks."""
+
+    found: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is looked for.
+
+    Attributes:
+        name: As people read it.
+        look: Finds it, or None.
+        why: Why it matters, as a clause.
+        what: What to do, as a clause.
+    """
+
+    name: str
+    look: Callable[[Scene], Hit | None]
+    why: str
+    what: str
+
+
+def no_progress(scene: Scene) -> Hit | None:
+    """GPUs that are busy all the time, and no rank has come out of a collective for long."""
+    those = scene.at_work
+    ages = [one.doing.collective_age_s for one in those]
+    known = [
+        age
+        for one, age in zip(those, ages, strict=True)
+        if age is not None and age < one.doing.cell_s  # a cell without collectives has none to end
+    ]
+    if not known or min(age for age in ages if age is not None) <= NO_PROGRESS_S:
+        return None
+    busy = {}
+    for one in those:
+        (values,) = scene.history.window(one.rank, NO_PROGRESS_S, "utilisation")
+        if one.gpu is not None and len(values) and not np.isnan(values).any():
+            busy[one.rank] = float(values.min())
+    spinning = tuple(rank for rank, least in busy.items() if least >= SPINNING_PERCENT)
+    if not spinning:
+        return None
+    memory = [one.gpu.memory_busy_percent for one in those if one.gpu and one.rank in spinning]
+    told = [value for value in memory if value is not None]
+    idle = f"; their memory is busy {max(told):.0f} % of the time" if told else ""
+    return Hit(
+        f"{_gpus_of(spinning)} busy {min(busy[rank] for rank in spinning):.0f} % of the time, and "
+        f"no rank's collective has ended for {min(known):.0f} s{idle}",
+        spinning,
+    )
+
+
+def device_memory(scene: Scene) -> Hit | None:
+    """A GPU's memory is nearly full."""
+    parts = {one.rank: part for one in scene.samples if (part := one.device_part) is not None}
+    full = tuple(rank for rank, part in parts.items() if part > DEVICE_FULL)
+    if not full:
+        return None
+    worst = max(full, key=lambda rank: parts[rank])
+    gpu = next(one.gpu for one in scene.samples if one.rank == worst)
+    assert gpu is not None
+    return Hit(
+        f"{parts[worst]:.0%} of the GPU's memory is in use on rank {worst} "
+        f"({units.size(gpu.used_bytes or 0)} of {units.size(gpu.total_bytes or 0)})",
+        full,
+    )
+
+
+def host_memory(scene: Scene) -> Hit | None:
+    """The host's memory, or the control group's, is nearly full."""
+    parts = {one.rank: part for one in scene.samples if (part := one.host_part) is not None}
+    full = tuple(rank for rank, part in parts.items() if part > HOST_FULL)
+    if not full:
+        return None
+    worst = max(full, key=lambda rank: parts[rank])
+    usage = next(one.usage for one in scene.samples if one.rank == worst)
+    assert usage is not None
+    whose = "control group's limit" if usage.is_group else "machine's memory"
+    return Hit(
+        f"{parts[worst]:.0%} of the {whose} is in use on the host of rank {worst} "
+        f"({units.size(usage.host_used_bytes)} of {units.size(usage.host_limit_bytes)})",
+        full,
+    )
+
+
+def heat(scene: Scene) -> Hit | None:
+    """A GPU is too hot, or its clocks are lowered by its hardware."""
+    hot = {}
+    for one in scene.samples:
+        gpu = one.gpu
+        if gpu is None:
+            continue
+        slowed = sorted(SLOWED.intersection(gpu.throttled or ()))
+        is_hot = gpu.throttled is None and (gpu.temperature_c or 0.0) > HOT_C
+        if slowed or is_hot:
+            why = f"clocks are lowered: {', '.join(slowed)}" if slowed else "reasons are not told"
+            heat_c = "" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C, "
+            hot[one.rank] = f"rank {one.rank}: {heat_c}{why}"
+    return Hit("; ".join(hot.values()), tuple(hot)) if hot else None
+
+
+def low_utilisation(scene: Scene) -> Hit | None:
+    """Devices that do nothing for much of the time in which cells run."""
+    means = scene.utilisation()
+    low = tuple(rank for rank, mean in means.items() if mean < LEAST_UTILISATION)
+    if not low:
+        return None
+    worst = min(low, key=lambda rank: means[rank])
+    return Hit(
+        f"{_device(scene, worst)} of rank {worst} is busy {means[worst]:.0f} % of the time "
+        "in its cell",
+        low,
+    )
+
+
+def imbalance(scene: Scene) -> Hit | None:
+    """Ranks of one cell that differ."""
+    means = scene.utilisation()
+    held = {one.rank: part for one in scene.at_work if (part := one.device_part) is not None}
+    both = (
+        ("utilisation", means, "of the time"),
+        ("device memory", {rank: 100 * part for rank, part in held.items()}, "in use"),
+    )
+    for name, values, of in both:
+        if len(values) < 2:
+            continue
+        least, most = min(values, key=lambda r: values[r]), max(values, key=lambda r: values[r])
+        if values[most] - values[least] > MOST_APART:
+            return Hit(
+                f"{name}: rank {most} {values[most]:.0f} %, rank {least} {values[least]:.0f} % "
+                f"{of}",
+                (most, least),
+            )
+    return None
+
+
+def _device(scene: Scene, rank: int) -> str:
+    has_gpu = any(one.gpu is not None for one in scene.samples if one.rank == rank)
+    return "the GPU" if has_gpu else "the share of the cores"
+
+
+def _gpus_of(ranks: Sequence[int]) -> str:
+    return f"the GPU{'s' if len(ranks) > 1 else ''} of {ranks_phrase(ranks)} " + (
+        "are" if len(ranks) > 1 else "is"
+    )
+
+
+# What has to be acted on first, first.
+RULES = (
+    Rule(
+        "busy without progress",
+        no_progress,
+        "a collective of NCCL that waits for a rank spins on the GPU: it looks busy, and does "
+        "nothing; one long computation without collectives looks alike",
+        "%dist_status --stacks says where each rank is; an interrupt ends the cell",
+    ),
+    Rule(
+        "host memory",
+        host_memory,
+        "where it is full the system kills a process without a word to it, often a rank",
+        "fewer or smaller DataLoader workers, no data sets as Python lists, fewer ranks, or a "
+        "larger limit",
+    ),
+    Rule(
+        "device memory",
+        device_memory,
+        "the next larger batch, or a fragmented allocator, ends in an out-of-memory error",
+        "a smaller batch, --checkpointing, or a strategy that shards (%dist_plan says which fits)",
+    ),
+    Rule(
+        "heat",
+        heat,
+        "a GPU that is too hot lowers its clocks, and every collective waits for the slowest one",
+        "cooling, other jobs in the same machine, the fans; others of the same host tell whether "
+        "it is this one alone",
+    ),
+    Rule(
+        "imbalance",
+        imbalance,
+        "all ranks meet in every step, so the most loaded one sets the pace of all",
+        "equal batches and lengths on all ranks; for pipelines other cuts; %%dist_profile says "
+        "who is waited for",
+    ),
+    Rule(
+        "low utilisation",
+        low_utilisation,
+        "what is not busy waits: for data, for other ranks, or for Python to launch work",
+        "%%dist_profile says for which of them; larger batches and DataLoader workers help often",
+    ),
+)
+
+
+def findings(
+    history: History, samples: Sequence[Sample], *, is_past: bool = False
+) -> tuple[MonitorFinding, ...]:
+    """What stands out now by `RULES`, in their order; empty where nothing does.
+
+    Args:
+        history: What was recorded.
+        samples: The newest of every rank.
+        is_past: Of ranks that run no cell, judge the utilisation in their last one.
+    """
+    scene = Scene(history, tuple(samples), is_past)
+    found = []
+    for rule in RULES:
+        hit = rule.look(scene)
+        if hit is not None:
+            found.append(MonitorFinding(rule.name, hit.found, rule.why, rule.what, hit.ranks))
+    return tuple(found)

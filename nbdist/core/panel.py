@@ -1,0 +1,263 @@
+"""What the panel shows and which of its buttons do something: records and tables, no widgets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from nbdist.core.monitor import Sample
+from nbdist.core.topology import RankPlace
+
+# Numbers that are older than this are shown with their age.
+OLD_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a rank can be doing, as it is drawn.
+
+    Attributes:
+        sign: Tells it without colour.
+        color: Of Okabe and Ito's.
+    """
+
+    sign: str
+    color: str
+
+
+# State of core.monitor.STATES -> how it is drawn.
+KINDS: Mapping[str, Kind] = {
+    "idle": Kind("○", "#009E73"),
+    "running": Kind("▶", "#0072B2"),
+    "waiting": Kind("◷", "#E69F00"),
+    "stopped": Kind("‖", "#CC79A7"),
+    "dead": Kind("✕", "#D55E00"),
+    "unknown": Kind("?", "#999999"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank at one moment.
+
+    Attributes:
+        rank: The rank.
+        host, device: Where it runs.
+        kind: A word of KINDS.
+        doing: The same in words: "running cell [3]", "waiting in all_reduce(...) at line 3".
+        busy_s: For how long it has been running, or waiting; 0 where it does neither.
+        memory_bytes: Used on its device (of a CPU: by its process); None where it is not known.
+        limit_bytes: The most that there is of it; None likewise.
+        utilisation: Of its device, 0 to 1; None likewise.
+        age_s: How old memory and utilisation are.
+    """
+
+    rank: int
+    host: str
+    device: str
+    kind: str
+    doing: str
+    busy_s: float = 0.0
+    memory_bytes: float | None = None
+    limit_bytes: float | None = None
+    utilisation: float | None = None
+    age_s: float = 0.0
+
+    @property
+    def share(self) -> float | None:
+        """Which part of the memory is used, 0 to 1; None where that is not known."""
+        if self.memory_bytes is None or not self.limit_bytes:
+            return None
+        return min(1.0, self.memory_bytes / self.limit_bytes)
+
+
+def row_of(place: RankPlace, sample: Sample | None, now_s: float) -> RankRow:
+    """A rank's row.
+
+    Args:
+        place: Where it runs.
+        sample: The newest; None before the first.
+        now_s: The clock of the sample.
+    """
+    device = f"{place.device} {place.device_name}".strip()
+    if sample is None:
+        return RankRow(place.rank, place.host, device, "unknown", "not looked at yet")
+    doing, percent = sample.doing, sample.utilisation
+    used, limit = _memory(sample)
+    return RankRow(
+        place.rank,
+        place.host,
+        device,
+        doing.state,
+        doing.text,
+        busy_s=_busy_s(sample),
+        memory_bytes=used,
+        limit_bytes=limit,
+        utilisation=None if percent is None else percent / 100,
+        age_s=max(0.0, now_s - sample.time_s) + sample.age_s,
+    )
+
+
+def _busy_s(sample: Sample) -> float:
+    since_s = sample.doing.since_s
+    if since_s is None or sample.doing.state not in {"running", "waiting"}:
+        return 0.0
+    return max(0.0, sample.time_s - since_s)
+
+
+def _memory(sample: Sample) -> tuple[float | None, float | None]:
+    """Used and most bytes: of the GPU, by all processes; without one the rank's of the host's."""
+    if sample.gpu is not None:
+        return sample.gpu.used_bytes, sample.gpu.total_bytes
+    if sample.usage is None:
+        return None, None
+    own = sample.usage.rss_bytes if sample.usage.pss_bytes is None else sample.usage.pss_bytes
+    return own, sample.usage.host_limit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the log.
+
+    Attributes:
+        at_s: When, in seconds since the epoch.
+        text: What happened.
+        kind: "told", "done", "failed".
+    """
+
+    at_s: float
+    text: str
+    kind: str = "told"
+
+
+@dataclass(frozen=True, slots=True)
+class PanelState:
+    """All that the panel shows.
+
+    Attributes:
+        title: `2 ranks on 1 host, gloo`; why there are no ranks, where there are none.
+        is_running: There are ranks.
+        ranks: In rank order.
+        waits: Who waits for whom, a line for each cause.
+        strategy: The one that counts, described.
+        models: What is prepared: `model: 12.6 million parameters`.
+        cell: What the notebook runs: `cell [4]`, or "".
+        bar: The progress bar that the running cell draws, with its rank, or "".
+        acting: What the panel is doing now, and since when, or "".
+        queued: What it will do when the cell ends, in order.
+        armed: What happens with the next cell on ranks.
+        log: Oldest first.
+    """
+
+    title: str
+    is_running: bool = False
+    ranks: tuple[RankRow, ...] = ()
+    waits: tuple[str, ...] = ()
+    strategy: str = ""
+    models: tuple[str, ...] = ()
+    cell: str = ""
+    bar: str = ""
+    acting: str = ""
+    queued: tuple[str, ...] = ()
+    armed: tuple[str, ...] = ()
+    log: tuple[Entry, ...] = ()
+
+
+def bar_share(bar: str) -> float | None:
+    """How far a progress bar is, 0 to 1, by the percentage that stands in it; None without one."""
+    found = re.search(r"(\d{1,3})(?:\.\d+)?\s*%", bar)
+    return None if found is None else min(1.0, int(found[1]) / 100)
+
+
+def bar_told(bar: str) -> str:
+    """What a bar says beside its picture: tqdm's stands between two strokes."""
+    return re.sub(r"\s*\|[^|]*\|\s*", " ", bar).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the chosen strategy comes to.
+
+    Attributes:
+        text: What each rank would hold, or why it cannot be had.
+        is_possible: It can be had.
+    """
+
+    text: str
+    is_possible: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Button:
+    """One button: what it is called, what it stands for, and when it does something.
+
+    Attributes:
+        name: Of its action.
+        label: On the button.
+        magic: What does the same when it is typed.
+        help: One line.
+        when: "now", also while a cell runs; "between" cells, queued while one runs; "arms" for
+            what happens with the next cell.
+        needs: Facts (see `missing`) without which it does nothing.
+    """
+
+    name: str
+    label: str
+    magic: str
+    help: str
+    when: str
+    needs: tuple[str, ...] = ("ranks",)
+
+
+# A verb that is not there has no button: commands.panel leaves out what it does not find.
+_BUTTONS = (
+    Button("interrupt", "Interrupt", "the stop button", "interrupt what runs on the ranks", "now"),
+    Button(
+        "status", "Status", "%dist_status --stacks",
+        "what every rank does, who waits for whom, and the Python stacks", "now",
+    ),
+    Button(
+        "restart", "Restart rank", "%dist_restart",
+        "put a new process in this rank's place; its variables are lost", "between",
+    ),
+    Button(
+        "profile", "Profile next cell", "%%dist_profile",
+        "record the next cell on ranks, and show below it where its time goes", "arms",
+    ),
+    Button(
+        "memory", "Memory next cell", "%%dist_memory",
+        "record what the next cell on ranks allocates, and show it below", "arms",
+    ),
+    Button(
+        "save", "Save trace", "%dist_trace --save traces",
+        "write the last recorded cell into the folder traces", "between", ("ranks", "trace"),
+    ),
+    Button(
+        "compare", "Compare", "%dist_compare",
+        "run the last cell on ranks again, under the strategy that counts and the chosen one; "
+        "the state of before is put back", "between", ("ranks", "code", "choice"),
+    ),
+    Button("apply", "Apply", "%dist_strategy", "switch to this strategy", "between",
+           ("ranks", "choice", "other")),
+    Button("start", "Start ranks", "%dist_init", "start ranks, with the options of the last start",
+           "between", ("none",)),
+    Button("cancel", "Cancel queued", "", "take back what is queued", "now", ("queue",)),
+)  # fmt: skip
+BUTTONS: Mapping[str, Button] = {button.name: button for button in _BUTTONS}
+
+# Fact -> why a button that needs it does nothing without it.
+_WHY = {
+    "ranks": "no ranks are running",
+    "none": "ranks are running already",
+    "trace": "nothing has been recorded: Profile next cell does",
+    "code": "no cell has run on all ranks yet",
+    "choice": "the chosen strategy cannot be had with these ranks",
+    "other": "this strategy counts already",
+    "queue": "nothing is queued",
+}
+
+
+def missing(name: str, facts: Collection[str]) -> str:
+    """Why a button does nothing now; "" where it does something."""
+    return next((_WHY[need] for need in BUTTONS[name].needs if need not in facts), "")

@@ -1,0 +1,158 @@
+"""What the panel was asked to do: queued, under way, done, and a log of all of it.
+
+Any thread may ask; one takes what is due. No clock but the one that is given, no widgets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nbdist.core.panel import BUTTONS, Entry
+
+LOG_LINES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One thing to do.
+
+    Attributes:
+        name: Of a button.
+        typed: The magic that does the same, as it would be typed.
+        argument: What the button was pressed with: a rank, or a strategy with its options.
+    """
+
+    name: str
+    typed: str
+    argument: object = None
+
+
+class Board:
+    """The queue and the log of one panel."""
+
+    def __init__(self, clock_s: Callable[[], float] = time.time):
+        self._clock_s = clock_s
+        self._lock = threading.RLock()
+        self._queue: deque[Job] = deque()
+        self._log: deque[Entry] = deque(maxlen=LOG_LINES)
+        self._acting: Job | None = None
+        self._began_s = 0.0
+        self._step = ""
+        self._armed: list[str] = []
+
+    def note(self, text: str, kind: str = "told") -> None:
+        """Write a line into the log."""
+        with self._lock:
+            self._log.append(Entry(self._clock_s(), text, kind))
+
+    @property
+    def log(self) -> tuple[Entry, ...]:
+        """The last LOG_LINES lines, oldest first."""
+        with self._lock:
+            return tuple(self._log)
+
+    @property
+    def queued(self) -> tuple[str, ...]:
+        """What waits, as it would be typed."""
+        with self._lock:
+            return tuple(job.typed for job in self._queue)
+
+    @property
+    def acting(self) -> str:
+        """What is under way, with its last step and since when; "" for nothing."""
+        with self._lock:
+            if self._acting is None:
+                return ""
+            took_s = self._clock_s() - self._began_s
+            step = f": {self._step}" if self._step else ""
+            return f"{self._acting.typed}{step} ({took_s:.0f} s)"
+
+    @property
+    def is_acting(self) -> bool:
+        """Whether a job is under way."""
+        return self._acting is not None
+
+    @property
+    def armed(self) -> tuple[str, ...]:
+        """What happens with the next cell on ranks: names of buttons, in order."""
+        with self._lock:
+            return tuple(self._armed)
+
+    def ask(self, job: Job, cell: str) -> bool:
+        """Queue a job. One that waits already, or is under way, is not queued twice.
+
+        Args:
+            job: The job; of a button whose jobs exclude each other the newest counts.
+            cell: The cell that has to end first, such as `cell [4]`; "" where none runs.
+
+        Returns:
+            Whether there is something new to do.
+        """
+        with self._lock:
+            if job == self._acting:
+                self.note(f"{job.typed} is under way already")
+                return False
+            if job in self._queue:
+                self.note(f"{job.typed} is queued already")
+                return False
+            for other in [one for one in self._queue if one.name == job.name == "apply"]:
+                self._queue.remove(other)
+                self.note(f"{other.typed} is taken back: {job.typed} takes its place")
+            self._queue.append(job)
+            if cell:
+                self.note(f"{job.typed} is queued until {cell} ends; Cancel queued takes it back")
+            elif self._acting is not None:
+                self.note(f"{job.typed} is queued behind {self._acting.typed}")
+            return True
+
+    def take(self) -> Job | None:
+        """The job that is due, under way from now on; None while another one is, or for none."""
+        with self._lock:
+            if self._acting is not None or not self._queue:
+                return None
+            self._acting, self._step = self._queue.popleft(), ""
+            self._began_s = self._clock_s()
+            self.note(f"{self._acting.typed} begins")
+            return self._acting
+
+    def progress(self, text: str) -> None:
+        """What the job under way waits for."""
+        with self._lock:
+            self._step = text
+
+    def finish(self, text: str, kind: str = "done") -> None:
+        """The job under way has come to this."""
+        with self._lock:
+            if self._acting is None:
+                return
+            typed, took_s = self._acting.typed, self._clock_s() - self._began_s
+            self._acting = None
+            self.note(f"{typed} ({took_s:.1f} s): {text}", kind)
+
+    def drop(self, why: str) -> int:
+        """Take back all that is queued; how much it was."""
+        with self._lock:
+            dropped = list(self._queue)
+            self._queue.clear()
+            for job in dropped:
+                self.note(f"{job.typed} is taken back: {why}")
+            return len(dropped)
+
+    def arm(self, name: str) -> None:
+        """Let something happen with the next cell, or no longer."""
+        with self._lock:
+            if name in self._armed:
+                self._armed.remove(name)
+                self.note(f"{BUTTONS[name].magic} for the next cell is taken back")
+                return
+            self._armed[:] = [name]  # a cell is recorded in one way at a time
+            self.note(f"the next cell on ranks runs as {BUTTONS[name].magic}")
+
+    def disarm(self) -> str:
+        """What is to happen with the cell that begins now, which it is for alone; or ""."""
+        with self._lock:
+            return self._armed.pop() if self._armed else ""

@@ -1,0 +1,201 @@
+"""Choosing a strategy on the panel: which fields it has, what they come to, what it would hold.
+
+Read off the tables of strategies and their options; there is no second list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nbdist.core import footprint, units
+from nbdist.core.strategy import Choice, Options, choose
+from nbdist.core.strategy_degrees import WORDS, divisors
+from nbdist.core.strategy_options import DEGREES, OPTIONS, OptionRow, takers
+from nbdist.core.strategy_rows import ROWS
+from nbdist.errors import OptionError
+
+# A field that was left alone.
+UNSET = ""
+# What can be chosen where an option takes a text or a number that is mostly one of these.
+_OFTEN: Mapping[str, tuple[str, ...]] = {"blocks": ("full", "selective", "2", "4")}
+
+Value = str | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a strategy.
+
+    Attributes:
+        word: A degree, or an option's name from Python.
+        label: As typed: `--tp`.
+        kind: "choice" (one of), "suggest" (one of these, or another text), "text" or "switch".
+        choices: Of the first two; UNSET is not among them.
+        default: What counts where it is left alone, in words.
+        help: One line.
+        is_own: It belongs to this strategy and few others.
+    """
+
+    word: str
+    label: str
+    kind: str
+    choices: tuple[str, ...]
+    default: str
+    help: str
+    is_own: bool
+
+
+def fields(name: str, world_size: int) -> tuple[Field, ...]:
+    """The fields of a strategy, its degrees first.
+
+    Args:
+        name: Of a row.
+        world_size: Ranks.
+    """
+    row = ROWS[name]
+    degrees = [word for word in DEGREES if word in {WORDS[row.axis], *row.takes}]
+    if name in takers(OPTIONS["shard"]):
+        degrees.append("replicas")
+    return (
+        *(_degree(word, world_size) for word in degrees),
+        *(_field(option) for option in OPTIONS.values() if name in takers(option)),
+    )
+
+
+def _degree(word: str, world_size: int) -> Field:
+    counts = tuple(str(n) for n in divisors(world_size))
+    return Field(word, f"--{word}", "choice", counts, "auto", DEGREES[word], is_own=True)
+
+
+def _field(row: OptionRow) -> Field:
+    kind = {"choice": "choice", "switch": "switch", "blocks": "suggest"}.get(row.kind, "text")
+    choices = tuple(one for one in row.choices if one != row.default) or _OFTEN.get(row.kind, ())
+    is_own = len(takers(row)) < len(ROWS) / 2
+    return Field(row.word, row.flag, kind, choices, row.default or "no", row.help, is_own)
+
+
+def given(values: Mapping[str, Value]) -> dict[str, object]:
+    """What the fields say, as `core.strategy.choose` takes it; fields left alone are not in it."""
+    return {word: _typed(word, value) for word, value in values.items() if value not in {"", False}}
+
+
+def _typed(word: str, value: Value) -> object:
+    row = next((one for one in OPTIONS.values() if one.word == word), None)
+    if row is None or row.kind != "number" or not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value  # which is refused with the option's own words
+
+
+def picked(
+    name: str,
+    values: Mapping[str, Value],
+    world_size: int,
+    device_type: str = "",
+    backend: str = "",
+) -> Choice | str:
+    """The choice that the fields make, or why it cannot be had."""
+    try:
+        return choose(name, given(values), world_size, device_type=device_type, backend=backend)
+    except OptionError as error:
+        return str(error)
+
+
+def values_of(choice: Choice) -> dict[str, Value]:
+    """The fields of a choice, so that `picked` gives it again; fields at their default left out."""
+    own, default = WORDS[ROWS[choice.name].axis], Options()
+    degrees = choice.degrees
+    counts = {"dp": degrees.dp, "tp": degrees.tp, "pp": degrees.pp, "cp": degrees.cp}
+    found: dict[str, Value] = {word: str(n) for word, n in counts.items() if n > 1 and word != own}
+    if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
+        found["replicas"] = str(degrees.dp_replicate)
+    for row in OPTIONS.values():
+        value = getattr(choice.options, row.name)
+        if value != getattr(default, row.name) and choice.name in takers(row):
+            found[row.word] = value if row.kind == "switch" else _text(value)
+    return found
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def typed(name: str, values: Mapping[str, Value]) -> str:
+    """The fields as they would be typed: `fsdp --tp 2 --bf16`."""
+    words = [name]
+    for word, value in values.items():
+        if value in {"", False}:
+            continue
+        flag = f"--{word.replace('_', '-')}"
+        words.append(flag if value is True else f"{flag} {value}")
+    return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A prepared model.
+
+    Attributes:
+        name: A variable that holds it, or its class.
+        n_parameters: Of the whole model, tied ones once.
+        parameter_bytes: Of all of them.
+    """
+
+    name: str
+    n_parameters: int
+    parameter_bytes: int
+
+
+def model_told(model: Model) -> str:
+    """`model: 12.6 million parameters`."""
+    return f"{model.name}: {count(model.n_parameters)} parameters"
+
+
+def count(number: float) -> str:
+    """`1.2 billion`, `12.6 million`, `12,600`."""
+    for unit, word in ((1e9, "billion"), (1e6, "million")):
+        if number >= unit:
+            return f"{number / unit:.1f} {word}"
+    return f"{number:,.0f}"
+
+
+def planned(choice: Choice, models: Sequence[Model], current: Choice | None = None) -> str:
+    """What each rank would hold of the prepared models between steps, with Adam's state.
+
+    By core.footprint's formula; activations are not in it.
+
+    Args:
+        choice: The strategy.
+        models: Those that are prepared.
+        current: The strategy that counts, to compare with.
+    """
+    recipe = footprint.recipe_of(choice)
+    if not models:
+        held = footprint.held_bytes(choice, 1, recipe)
+        return (
+            f"each rank holds {held:.4g} B per parameter ({footprint.held_formula(choice)}; "
+            f"{recipe.name}); no model is prepared yet"
+        )
+    parts = _held(choice, models)
+    told = " + ".join(f"{what} {units.size(size)}" for what, size in parts.items())
+    now = ""
+    if current is not None and current != choice:
+        now = f", now {units.size(sum(_held(current, models).values()))}"
+    return f"each rank holds {units.size(sum(parts.values()))} between steps{now}: {told} (Adam)"
+
+
+def _held(choice: Choice, models: Sequence[Model]) -> dict[str, float]:
+    parts: dict[str, float] = {}
+    for model in models:
+        one = footprint.held_parts(choice, model.n_parameters, _recipe(choice, model))
+        parts = {what: parts.get(what, 0.0) + size for what, size in one.items()}
+    return parts
+
+
+def _recipe(choice: Choice, model: Model) -> footprint.Recipe:
+    """By what is stored of this model: parameters that are no fp32 have gradients like them."""
+    is_short = model.parameter_bytes < 4 * model.n_parameters
+    return footprint.RECIPES["bf16"] if is_short else footprint.recipe_of(choice)

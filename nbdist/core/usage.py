@@ -1,0 +1,181 @@
+"""What a process and its children use of their host: processor time and memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbdist.core import causes
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+# Children, control groups and proportional sets cost milliseconds, and change seldom.
+SLOWLY_S = 10.0
+# Kind of cgroup -> where it is mounted, its limit, what is used, and what of that can be dropped.
+_FILES = {
+    "v2": (("", "unified"), "memory.max", "memory.current", "inactive_file "),
+    "v1": (
+        ("memory",),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file ",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A process with its children at one moment.
+
+    Attributes:
+        cpu_s: Processor time of all of them so far, ended children too.
+        rss_bytes: Resident memory, the sum: pages that they share are counted in each.
+        pss_bytes: The same with shared pages divided among those that share them; up to SLOWLY_S
+            old; None where the system does not tell.
+        host_used_bytes: What counts against `host_limit_bytes`, by all processes there.
+        host_limit_bytes: Of the control group with the least room left, or of the machine: where
+            it is reached the system kills a process.
+        is_group: The limit is a control group's.
+    """
+
+    cpu_s: float
+    rss_bytes: int
+    pss_bytes: int | None
+    host_used_bytes: int
+    host_limit_bytes: int
+    is_group: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Slow:
+    """What is read of a process once in SLOWLY_S."""
+
+    read_s: float
+    processes: tuple[Any, ...]
+    pss_bytes: int | None
+    groups: tuple[Path, ...]
+
+
+class Usages:
+    """Reads processes of this host.
+
+    Args:
+        psutil: The module, handed over by whoever has imported it.
+        clock: Monotonic.
+    """
+
+    def __init__(self, psutil: Any, clock: Callable[[], float] = time.monotonic):
+        self._psutil = psutil
+        self._clock = clock
+        self._slow: dict[int, _Slow] = {}
+
+    def read(self, pids: Iterable[int]) -> dict[int, Usage]:
+        """The processes with these numbers, those that have ended left out."""
+        wanted = tuple(pids)
+        now_s = self._clock()
+        old = [
+            pid
+            for pid in wanted
+            if pid not in self._slow or not 0 <= now_s - self._slow[pid].read_s < SLOWLY_S
+        ]
+        if old:
+            children = self._children()
+            for pid in old:
+                self._slow[pid] = self._read_slowly(pid, children, now_s)
+        for pid in set(self._slow) - set(wanted):
+            del self._slow[pid]
+        machine = self._psutil.virtual_memory()
+        found = {pid: self._usage(pid, self._slow[pid], machine) for pid in wanted}
+        return {pid: usage for pid, usage in found.items() if usage is not None}
+
+    def _children(self) -> dict[int, list[int]]:
+        """Process -> its children: one walk for all who ask."""
+        found: dict[int, list[int]] = {}
+        for pid, parent in self._parents():
+            found.setdefault(parent, []).append(pid)
+        return found
+
+    def _parents(self) -> list[tuple[int, int]]:
+        if not (PROC / "self/stat").exists():  # macOS
+            return [(one.pid, one.ppid()) for one in self._psutil.process_iter()]
+        paths = [path for path in PROC.iterdir() if path.name.isdigit()]
+        stats = ((int(path.name), _text(path / "stat")) for path in paths)
+        # The name before may contain spaces and parentheses; after it come state and parent.
+        return [(pid, int(stat.rpartition(")")[2].split()[1])) for pid, stat in stats if stat]
+
+    def _read_slowly(self, pid: int, children: dict[int, list[int]], now_s: float) -> _Slow:
+        processes = []
+        left = [pid]
+        while left:
+            one = left.pop()
+            left += children.get(one, [])
+            try:
+                processes.append(self._psutil.Process(one))
+            except self._psutil.Error:
+                continue  # it has ended just now
+        return _Slow(now_s, tuple(processes), self._pss(processes), _groups(pid))
+
+    def _pss(self, processes: Iterable[Any]) -> int | None:
+        total = 0
+        for one in processes:
+            rollup = _text(PROC / str(one.pid) / "smaps_rollup")
+            line = next((line for line in rollup.splitlines() if line.startswith("Pss:")), None)
+            if line is None:
+                return None
+            total += int(line.split()[1]) * 1024
+        return total
+
+    def _usage(self, pid: int, slow: _Slow, machine: Any) -> Usage | None:
+        cpu_s, rss_bytes, is_alive = 0.0, 0, False
+        for one in slow.processes:
+            try:
+                times, memory = one.cpu_times(), one.memory_info()
+            except self._psutil.Error:
+                continue  # its time has become its parent's
+            is_alive = is_alive or one.pid == pid
+            cpu_s += sum(times[:4])  # user, system, and both of children that have ended
+            rss_bytes += memory.rss
+        if not is_alive:
+            return None
+        used, limit, is_group = _room(slow.groups, machine)
+        return Usage(cpu_s, rss_bytes, slow.pss_bytes, used, limit, is_group)
+
+
+def _groups(pid: int) -> tuple[Path, ...]:
+    """The folders of a process's control groups that have a memory limit."""
+    paths = causes.cgroups(_text(PROC / str(pid) / "cgroup"))
+    return tuple(
+        folder
+        for kind, (mounts, limit, _, _) in _FILES.items()
+        if kind in paths
+        for mount in mounts
+        for name in causes.lineage(paths[kind])
+        if causes.limit_bytes(_text((folder := CGROUPS / mount / name) / limit)) is not None
+    )
+
+
+def _room(groups: Iterable[Path], machine: Any) -> tuple[int, int, bool]:
+    """(used, limit, whether it is a control group's) where the least is left."""
+    found = [(machine.total - machine.available, machine.total, False)]
+    for folder in groups:
+        for _, limit_file, used_file, dropped in _FILES.values():
+            limit = causes.limit_bytes(_text(folder / limit_file))
+            used = _text(folder / used_file).strip()
+            if limit is not None and used.isdigit():
+                # Files that were read once are given back before anything is killed.
+                stat = _text(folder / "memory.stat").splitlines()
+                lines = (line for line in stat if line.startswith(dropped))
+                can_go = sum(int(line.split()[1]) for line in lines)
+                found.append((max(0, int(used) - can_go), limit, True))
+    return min(found, key=lambda one: one[1] - one[0])
+
+
+def _text(path: Path) -> str:
+    """The file's text; empty where it cannot be read (it is gone, or there never was one)."""
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,117 @@
+"""Counts the memory that fake tensors would take: each storage once, while it lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+@dataclass(slots=True)
+class _Storage:
+    """One that lives.
+
+    Attributes:
+        ref: Calls back when it is freed.
+        size_bytes: Now.
+        is_gathered: It was resized: FSDP gives what it has gathered back so, and nothing else does.
+    """
+
+    ref: weakref.ref[torch.UntypedStorage]
+    size_bytes: int
+    is_gathered: bool = False
+
+
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what ops make while it is entered. Enter it inside of a FakeTensorMode.
+
+    torch's own trackers (torch.distributed._tools) count views of one storage and what ends
+    between two ops otherwise; here a storage counts from the op that returns it until it is freed.
+
+    Attributes:
+        live_bytes: Now.
+        peak_bytes: The most since `begin`.
+        gathered_bytes: Of it now, that which FSDP has gathered.
+        gathered_peak_bytes: The most of that since `begin`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = self.peak_bytes = 0
+        self.gathered_bytes = self.gathered_peak_bytes = 0
+        self._known: dict[int, _Storage] = {}
+
+    def begin(self) -> None:
+        """Peaks count from now on."""
+        self.peak_bytes, self.gathered_peak_bytes = self.live_bytes, self.gathered_bytes
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, and count what it returns."""
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(found):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        return found
+
+    def resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        """Take over a storage's new size."""
+        one = self._known.get(id(storage))
+        if one is None:
+            return
+        if not one.is_gathered:
+            one.is_gathered = True
+            self.gathered_bytes += one.size_bytes
+        self._add(one, size_bytes - one.size_bytes)
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if own.is_meta:
+            return
+        storage = own.untyped_storage()
+        key = id(storage)  # torch keeps one Python object for a storage as long as it lives
+        if key not in self._known:
+            one = _Storage(weakref.ref(storage, self._gone(key)), 0)
+            self._known[key] = one
+            self._add(one, storage.nbytes())
+
+    def _gone(self, key: int) -> Callable[[object], None]:
+        def forget(_ref: object) -> None:
+            one = self._known.pop(key)
+            self._add(one, -one.size_bytes)
+
+        return forget
+
+    def _add(self, one: _Storage, more_bytes: int) -> None:
+        one.size_bytes += more_bytes
+        self.live_bytes += more_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if one.is_gathered:
+            self.gathered_bytes += more_bytes
+            self.gathered_peak_bytes = max(self.gathered_peak_bytes, self.gathered_bytes)
+
+
+@contextmanager
+def resizes_seen(counter: Counter) -> Iterator[None]:
+    """Let a counter know when a storage's size changes: no op says so.
+
+    Replaces torch.UntypedStorage.resize_ for this process, which runs nothing of the user's.
+    """
+    before = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+        result = before(storage, size_bytes)
+        counter.resized(storage, size_bytes)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]

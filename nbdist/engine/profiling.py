@@ -1,0 +1,94 @@
+"""What recordings of a cell have in common: where its steps end, and one profiler at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+# libkineto writes lines like "USDT:... profiler_start" to the cell's stderr below this level. It
+# is read once, at the process's first profiler.
+QUIET = "99"
+
+
+@dataclass(slots=True)
+class Steps:
+    """Counts the steps of a cell; each mark in the trace may end one.
+
+    Attributes:
+        wanted: Enough are so many beside the first one; None for never.
+        mark: Puts a mark into the trace.
+        ends: Numbers of the marks that end a step.
+        marks: Made so far.
+        stepped: Optimizers that have stepped since the step before ended.
+        per_step: So many optimizers make a step together, as far as one has been seen whole.
+        is_explicit: `nbdist.step()` was called, and optimizers no longer count.
+    """
+
+    wanted: int | None
+    mark: Callable[[], None]
+    ends: list[int] = field(default_factory=list)
+    marks: int = 0
+    stepped: set[int] = field(default_factory=set)
+    per_step: int = 1
+    is_explicit: bool = False
+
+    def take_optimizer(self, optimizer: int) -> bool:
+        """An optimizer has stepped; whether enough is recorded.
+
+        Several optimizers of one loop make one step together. It ends with the last of them, which
+        is known once the first one comes again. A step that GradScaler leaves out, and gradients
+        that are still accumulated, belong to the step that comes then.
+        """
+        if self.is_explicit:
+            return False
+        if optimizer in self.stepped:
+            self.per_step = len(self.stepped)
+            self.stepped.clear()
+        elif self.stepped:
+            self.ends.pop()
+        self.stepped.add(optimizer)
+        self._mark()
+        return self._is_enough() and len(self.stepped) >= self.per_step
+
+    def take_explicit(self) -> bool:
+        """`nbdist.step()` was called; whether enough is recorded."""
+        if not self.is_explicit:
+            self.is_explicit, self.ends = True, []
+        self._mark()
+        return self._is_enough()
+
+    def _mark(self) -> None:
+        self.mark()
+        self.ends.append(self.marks)
+        self.marks += 1
+
+    def _is_enough(self) -> bool:
+        return self.wanted is not None and len(self.ends) > self.wanted
+
+
+def ended(end: Callable[[], None]) -> str:
+    """End a recording, whatever became of its cell; what went wrong, or nothing.
+
+    Args:
+        end: Can be called twice: an interrupt is told, and then the recording is ended.
+    """
+    try:
+        end()
+    except KeyboardInterrupt:
+        end()
+        return "An interrupt came while the recording was ended."
+    except Exception as error:  # noqa: BLE001  # the cell is over, and has its own result
+        return f"The recording could not be ended: {error}."
+    return ""
+
+
+def is_profiling(*, unknown: bool) -> bool:
+    """Whether a profiler runs in this process; `unknown` where torch does not tell.
+
+    Private: torch 2.13 starts a second profiler without an error, and then neither gives a trace.
+    Without it that is told as a file that could not be written.
+    """
+    known = getattr(torch.autograd, "_profiler_enabled", None)
+    return unknown if known is None else bool(known())

@@ -1,0 +1,71 @@
+"""What this rank uses of its host and its GPU, told by the control thread."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from nbdist.core.gpu_reading import GpuReading, GpuReadings, GpuWatch, Nvml
+from nbdist.core.monitor import Allocator, Answer
+from nbdist.core.usage import Usages
+from nbdist.errors import NbdistError
+
+GPU_PERIOD_S = 1.0
+_NO_NVML = "on another host than the notebook's it takes NVML: pip install nvidia-ml-py there"
+
+_usages = Usages(psutil)
+
+
+def usage(is_remote: bool) -> Answer:
+    """What this process uses now. From any thread; it needs no other rank.
+
+    Args:
+        is_remote: The notebook is on another host: host and GPU, which it reads itself
+            otherwise, are wanted as well.
+    """
+    from nbdist.engine import runtime  # it needs the responder, which needs this module
+
+    place = runtime.current().place
+    is_gpu = place.device != "cpu"
+    allocator = _allocator(place.device) if is_gpu else None
+    if not is_remote:
+        return Answer(time.monotonic(), allocator=allocator)
+    pid = os.getpid()
+    own = _usages.read([pid]).get(pid)
+    gpu, age_s, problems = _gpu(place.device_uuid) if is_gpu else (None, 0.0, ())
+    return Answer(time.monotonic(), own, gpu, age_s, allocator, problems)
+
+
+def _allocator(device: str) -> Allocator | None:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    stats = torch.cuda.memory_stats(device)
+    return Allocator(
+        allocated_bytes=int(stats.get("allocated_bytes.all.current", 0)),
+        reserved_bytes=int(stats.get("reserved_bytes.all.current", 0)),
+        peak_bytes=int(stats.get("allocated_bytes.all.peak", 0)),
+    )
+
+
+def _gpu(uuid: str) -> tuple[GpuReading | None, float, tuple[str, ...]]:
+    """(this rank's GPU, how old the reading is, what could not be read)."""
+    newest = _watch.newest()
+    readings, read_s = newest if newest is not None else (GpuReadings(), time.monotonic())
+    return readings.of(uuid), time.monotonic() - read_s, readings.problems
+
+
+def _open() -> Callable[[], GpuReadings]:
+    try:
+        nvml = importlib.import_module("pynvml")  # the extra `gpu`
+    except ImportError as error:
+        raise NbdistError(_NO_NVML) from error
+    return Nvml(nvml).read
+
+
+# In a thread of its own: a driver that hangs must not hold up the one that answers.
+_watch = GpuWatch(_open, GPU_PERIOD_S)

@@ -1,0 +1,65 @@
+"""What DDP and FSDP2 hold of a model, and show nobody. All of it private; nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+
+def shards(modules: Iterable[torch.nn.Module]) -> dict[tuple[int, str], Any]:
+    """What fully_shard knows of each parameter, by its module's id and its name there.
+
+    Private: the modules show the gathered parameters from a forward on, and nothing public gives
+    the shards then. Without it what the modules show is taken for the parameters.
+    """
+    found = {}
+    for module in modules:
+        if not issubclass(type(module), FSDPModule):
+            continue
+        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+        single = getattr(state, "_fsdp_param_group", None)
+        for group in getattr(state, "_fsdp_param_groups", [single]):
+            for shard in getattr(group, "fsdp_params", ()):
+                own = shard._module_info  # noqa: SLF001
+                pairs = [
+                    (own.module, own.param_name),
+                    *zip(own.shared_modules, own.shared_param_names, strict=True),
+                ]
+                found.update({(id(holder), name): shard for holder, name in pairs})
+    return found
+
+
+def unsharded_gradients(shard: Any) -> Iterator[Any]:
+    """Of a parameter under fully_shard, before they are reduced."""
+    yield getattr(getattr(shard, "_unsharded_param", None), "grad", None)
+    yield getattr(shard, "unsharded_accumulated_grad", None)
+
+
+def padded(shard: Any) -> Any:
+    """What a rank's shard lies in: as large on each rank."""
+    return getattr(shard, "_sharded_param_data", None)
+
+
+def gathered(shard: Any) -> Iterator[Any]:
+    """A parameter under fully_shard as it was gathered from all ranks, while it is there."""
+    yield from getattr(shard, "all_gather_outputs", ())
+    yield getattr(shard, "_unsharded_param", None)
+
+
+def bucket_sizes(module: DistributedDataParallel) -> tuple[int, ...]:
+    """Bytes of each of DDP's buckets.
+
+    Private: the buckets are held in C++, and what DDP logs is all that it tells of them. Without
+    it they have no owner.
+    """
+    ask = getattr(module, "_get_ddp_logging_data", None)
+    if ask is None or not hasattr(module, "reducer"):
+        return ()
+    told = ask()
+    # Since the first step they follow the order in which gradients come.
+    sizes = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or "")
+    return tuple(int(size) for size in sizes.split(",") if size.strip().isdigit() and int(size))

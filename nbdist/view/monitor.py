@@ -1,0 +1,227 @@
+"""What ranks use and do, as a table and as small pictures."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nbdist.core import units
+from nbdist.core.monitor import History, Sample
+from nbdist.core.monitor_rules import MonitorFinding
+from nbdist.core.shown import is_stored, shown
+from nbdist.view.mime import View, table
+
+# More pictures than this are too small, or too many, to be read.
+MOST_RANKS = 8
+_WIDTH_IN, _HEIGHT_IN = 2.6, 1.1
+_TOP_IN, _BOTTOM_IN = 0.4, 0.45
+_DPI = 110
+# A number that is this old, in seconds, is told with its age.
+OLD_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A column of the table: now / mean / peak of a number.
+
+    Attributes:
+        title: Its head.
+        column: Of core.monitor.COLUMNS.
+        text: A value as text.
+        peak: The column whose peak is told; empty for the same one. What torch itself has counted
+            lies between samples too.
+    """
+
+    title: str
+    column: str
+    text: Callable[[float], str]
+    peak: str = ""
+
+
+def _whole(value: float) -> str:
+    return f"{value:.0f}"
+
+
+_FIELDS = (
+    _Field("busy (%)", "utilisation", _whole),
+    _Field("device memory", "device_used", units.size),
+    _Field("allocated", "allocated", units.size, peak="allocated_peak"),
+    _Field("reserved", "reserved", units.size),
+    _Field("host memory", "rss", units.size),
+    _Field("temperature (C)", "temperature", _whole),
+    _Field("power (W)", "power", _whole),
+)
+# What the picture shows of each rank: the column, what a value is multiplied by, the title, and
+# how far its axis goes at least.
+_PICTURED = (
+    ("utilisation", 1.0, "busy (%)", 100.0),
+    ("device_part", 100.0, "device memory (%)", 100.0),
+    ("rss", 1e-9, "host memory (GB)", 0.1),
+    ("temperature", 1.0, "temperature (C)", 50.0),
+    ("power", 1.0, "power (W)", 50.0),
+)
+
+
+def monitor(
+    samples: Sequence[Sample],
+    history: History,
+    findings: Sequence[MonitorFinding] = (),
+    notes: Sequence[str] = (),
+) -> View:
+    """Every rank now, with mean and peak since the recording began, and what stands out.
+
+    Args:
+        samples: The newest of each rank.
+        history: All that was recorded.
+        findings: By core.monitor_rules.
+        notes: What could not be read, and what else there is to say.
+    """
+    fields = [one for one in _FIELDS if _is_known(history, one.column)]
+    rows = [_row(sample, history, fields) for sample in samples]
+    head = ["rank", "doing", *(one.title for one in fields), "last collective"]
+    # What stands out depends on times and rates: it is nothing to store.
+    told = [] if is_stored() else [_told(one) for one in findings]
+    after = [*told, *notes]
+    view = table(head, rows, before=[_title(history)], after=after)
+    image = "" if is_stored() else _image(samples, history)
+    return View(view.text, view.html + image)
+
+
+def _title(history: History) -> str:
+    span_s = max((history.span_s(rank) for rank in history.ranks), default=0.0)
+    return (
+        f"now / mean / peak of {shown(len(history))} samples over {units.seconds(span_s)}; "
+        "see docs/monitor.md for what the numbers mean"
+    )
+
+
+def _is_known(history: History, column: str) -> bool:
+    return any(history.summary(rank, column).peak is not None for rank in history.ranks)
+
+
+def _row(sample: Sample, history: History, fields: Sequence[_Field]) -> list[str]:
+    doing = sample.doing
+    last = doing.last_collective or "-"
+    if doing.collective_age_s is not None:
+        last += f", {units.seconds(doing.collective_age_s)} ago"
+    told = sample.told
+    if sample.age_s > OLD_S and not is_stored():
+        told += f" (numbers {units.seconds(sample.age_s)} old)"
+    cells = [_cell(history, sample.rank, one) for one in fields]
+    return [str(sample.rank), told, *cells, last]
+
+
+def _cell(history: History, rank: int, one: _Field) -> str:
+    if is_stored():
+        return shown("")
+    found = history.summary(rank, one.column)
+    peak = history.summary(rank, one.peak or one.column).peak
+    values = (found.now, found.mean, peak)
+    return " / ".join("-" if value is None else one.text(value) for value in values)
+
+
+def _told(one: MonitorFinding) -> str:
+    return f"{one.rule}: {one.found}. {_sentence(one.why)}. Do: {one.what}."
+
+
+def _sentence(clause: str) -> str:
+    return clause[:1].upper() + clause[1:]
+
+
+def recorded(view: View, line: str) -> View:
+    """The same with a line above it."""
+    return View(f"{line}\n{view.text}", f"<div>{html.escape(line)}</div>{view.html}")
+
+
+def serving(url: str, token_path: str, config: str) -> View:
+    """Where Prometheus finds the numbers, and how it is told."""
+    lines = [
+        f"numbers of all ranks at {url}, for this host alone, until %dist_monitor --off",
+        f"the token is in {token_path}; to try it:",
+        f'  curl -H "Authorization: Bearer $(cat {token_path})" {url}',
+        "in Prometheus' configuration:",
+        *config.splitlines(),
+    ]
+    body = html.escape("\n".join(lines))
+    return View("\n".join(lines), f"<pre>{body}</pre>")
+
+
+def _image(samples: Sequence[Sample], history: History) -> str:
+    data = png(samples, history)
+    if not data:
+        return ""
+    told = (
+        "Utilisation, memory, temperature and power of each rank over time; the table has numbers."
+    )
+    source = base64.b64encode(data).decode()
+    return f'<img alt="{told}" style="max-width:100%" src="data:image/png;base64,{source}">'
+
+
+def png(samples: Sequence[Sample], history: History) -> bytes:
+    """Small multiples: a row for each rank, a column for each number that is known, one time axis.
+
+    Of more than MOST_RANKS ranks the first are drawn, and the title says so. Empty where nothing
+    was recorded for longer than a moment.
+    """
+    ranks = [sample.rank for sample in samples][:MOST_RANKS]
+    drawn = [one for one in _PICTURED if _is_known(history, one[0])]
+    # Not the samples': the history may have gone on meanwhile.
+    times = [history.series(rank, "rss")[0] for rank in ranks]
+    newest_s = max((float(own[-1]) for own in times if len(own)), default=0.0)
+    if not drawn or not any(history.span_s(rank) > 0 for rank in ranks):
+        return b""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # half a second, for those who look at it
+
+    width, height = _WIDTH_IN * len(drawn), _HEIGHT_IN * len(ranks) + _TOP_IN + _BOTTOM_IN
+    figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(ranks), len(drawn), sharex=True, sharey="col", squeeze=False)
+    # By hand: a layout that fits itself takes seconds for eighty axes.
+    figure.subplots_adjust(
+        left=0.6 / width,
+        right=1 - 0.1 / width,
+        top=1 - _TOP_IN / height,
+        bottom=_BOTTOM_IN / height,
+        wspace=0.2,
+        hspace=0.25,
+    )
+    for axes, (column, factor, _, least) in zip(grid[0], drawn, strict=True):
+        # One scale for all ranks.
+        axes.set_ylim(0, max(least, 1.05 * factor * _highest(history, ranks, column)))
+    for row, rank in zip(grid, ranks, strict=True):
+        for axes, (column, factor, title, _) in zip(row, drawn, strict=True):
+            _draw(axes, history, (rank, column, factor), newest_s)
+            if rank == ranks[0]:
+                axes.set_title(title, fontsize="small")
+            if rank == ranks[-1]:
+                axes.set_xlabel("seconds before now", fontsize="x-small")
+        row[0].set_ylabel(f"rank {rank}", fontsize="x-small")
+    if len(ranks) < len(samples):
+        title = f"the first {len(ranks)} of {len(samples)} ranks"
+        figure.text(0.5 / width, 1 - 0.15 / height, title, fontsize="small")
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _highest(history: History, ranks: Sequence[int], column: str) -> float:
+    values = np.concatenate([history.series(rank, column)[1] for rank in ranks])
+    return float(np.nanmax(values, initial=0.0))
+
+
+def _draw(axes: Any, history: History, what: tuple[int, str, float], newest_s: float) -> None:
+    rank, column, factor = what
+    times, values = history.series(rank, column)
+    axes.plot(times - newest_s, values * factor, linewidth=0.9, color="#0072b2")
+    mean = history.summary(rank, column).mean
+    if mean is not None:
+        axes.axhline(mean * factor, linewidth=0.6, linestyle=":", color="#8a8a8a")
+    axes.tick_params(labelsize="xx-small")
+    axes.grid(visible=True, alpha=0.3)

@@ -1,0 +1,224 @@
+"""The panel as text and HTML: the live one's table and log, and what stays without widgets."""
+
+from __future__ import annotations
+
+import html
+import re
+import time
+from collections.abc import Sequence
+
+from nbdist.core import units
+from nbdist.core.panel import (
+    KINDS,
+    OLD_S,
+    Entry,
+    PanelState,
+    RankRow,
+    bar_share,
+    bar_told,
+)
+from nbdist.core.shown import PLACEHOLDER, is_stored, shown
+from nbdist.view.mime import View, table
+
+# The live panel's page hides the picture that stands below it for when there is no panel.
+STILL = "nbdist-panel-still"
+SHOWN_LOG = 8
+_HEAD = ("rank", "host", "device", "state", "memory", "use")
+
+# Colours come from the page where it has a theme, so that light and dark both fit.
+STYLE = """<style>
+.nbdist-panel { line-height: 1.45; color: var(--jp-ui-font-color1, inherit);
+  font-size: var(--jp-ui-font-size1, 13px);
+  font-family: var(--jp-ui-font-family, system-ui, sans-serif); }
+.nbdist-panel .np-title { font-weight: 600; }
+.nbdist-panel .np-dim { opacity: .72; }
+.nbdist-panel table.np-ranks { border-collapse: collapse; width: 100%; margin: 6px 0; border: 0;
+  font-size: inherit; table-layout: auto; color: inherit; }
+.nbdist-panel table.np-ranks th, .nbdist-panel table.np-ranks td { text-align: left;
+  padding: 3px 14px 3px 0; border: 0; border-bottom: 1px solid rgba(128,128,128,.28);
+  background: none; white-space: nowrap; vertical-align: middle; }
+.nbdist-panel table.np-ranks th { font-weight: 600; opacity: .72; }
+.nbdist-panel table.np-ranks tr { background: none !important; }
+.nbdist-panel table.np-ranks td.np-wide { white-space: normal; width: 48%; }
+.nbdist-panel .np-sign { display: inline-block; min-width: 1.35em; font-weight: 700; }
+.nbdist-panel .np-bar { display: inline-block; width: 84px; height: 9px; border-radius: 2px;
+  background: rgba(128,128,128,.28); margin-right: 7px; vertical-align: middle; overflow: hidden; }
+.nbdist-panel .np-bar i { display: block; height: 100%; background: #56B4E9; }
+.nbdist-panel .np-bar i.np-full { background: #D55E00; }
+.nbdist-panel .np-num { font-variant-numeric: tabular-nums; }
+.nbdist-panel .np-waits, .nbdist-panel .np-busy { border-left: 4px solid #E69F00;
+  padding: 1px 8px; margin: 4px 0; }
+.nbdist-panel .np-busy { border-left-color: #0072B2; }
+.nbdist-panel .np-log { display: flex; flex-direction: column-reverse; /* the end is seen */
+  max-height: 132px; overflow-y: auto; margin: 4px 0 0; padding: 4px 8px;
+  border: 1px solid rgba(128,128,128,.28); border-radius: 3px; white-space: pre-wrap;
+  font-family: var(--jp-code-font-family, monospace); font-size: 12px; line-height: 1.4; }
+.nbdist-panel .np-log div div { overflow-wrap: anywhere; }
+.nbdist-panel .np-failed { border-left: 3px solid #D55E00; padding-left: 6px; }
+.nbdist-panel .np-done { border-left: 3px solid #009E73; padding-left: 6px; }
+.nbdist-panel .np-told { border-left: 3px solid transparent; padding-left: 6px; }
+</style>"""
+# What the live panel has besides. The age counts up in the browser, from the moment in which the
+# kernel has drawn the table last: also while the kernel can send nothing at all.
+LIVE_STYLE = f"""{STYLE}<style>
+@property --nbdist-age {{ syntax: "<integer>"; initial-value: 0; inherits: false; }}
+@keyframes nbdist-age {{ from {{ --nbdist-age: 0 }} to {{ --nbdist-age: 36000 }} }}
+@keyframes nbdist-old {{ to {{ visibility: visible }} }}
+.nbdist-panel .np-progress .np-bar {{ width: 220px; }}
+.nbdist-panel .np-age {{ visibility: hidden; counter-reset: nbdist-age var(--nbdist-age);
+  animation: nbdist-age 36000s linear forwards, nbdist-old 0s linear {OLD_S:g}s forwards;
+  border-left: 4px solid #D55E00; padding: 0 8px; float: right; }}
+.nbdist-panel .np-age::after {{ content: "no news from the kernel for " counter(nbdist-age) " s"; }}
+.nbdist-panel .np-detail table {{ border: 0; margin: 4px 0; }}
+.nbdist-panel .np-detail td, .nbdist-panel .np-detail th {{ padding: 2px 14px 2px 0; border: 0; }}
+.nbdist-panel .np-why {{ border-left: 4px solid #D55E00; padding: 1px 8px; }}
+.{STILL}, .jp-OutputArea-child:has(.{STILL}) {{ display: none }}
+</style>"""
+
+
+def still(state: PanelState) -> View:
+    """The panel without anything that moves: for saved notebooks, pages and terminals."""
+    lines = [f"{line}" for line in (*_facts(state), *_log_lines(state.log[-SHOWN_LOG:]))]
+    if not state.ranks:
+        text = "\n".join([state.title, *lines])
+    else:
+        rows = [_cells(row) for row in state.ranks]
+        text = table(_HEAD, rows, before=[_title(state)], after=lines).text
+    body = top_html(state) + log_html(state.log[-SHOWN_LOG:])
+    return View(text, f'{STYLE}<div class="{STILL} nbdist-panel">{body}</div>')
+
+
+def _title(state: PanelState) -> str:
+    return f"{state.title}; strategy {state.strategy}" if state.strategy else state.title
+
+
+def _facts(state: PanelState) -> list[str]:
+    return [
+        *state.waits,
+        *(f"prepared: {model}" for model in state.models),
+        *([f"under way: {state.acting}"] if state.acting else []),
+        *(f"queued until the cell ends: {job}" for job in state.queued),
+        *(f"next cell on ranks: {magic}" for magic in state.armed),
+    ]
+
+
+def top_html(state: PanelState, *, drawn: int | None = None) -> str:
+    """Title, table of ranks, and what is under way.
+
+    Args:
+        state: What is shown.
+        drawn: Number of a live picture: how old it is, the browser then shows by itself.
+    """
+    age = "" if drawn is None else f'<span class="np-age" data-drawn="{drawn}"></span>'
+    title = html.escape(state.title)
+    strategy = html.escape(state.strategy)
+    head = f'<span class="np-title">{title}</span>' + (
+        f' <span class="np-dim">strategy</span> <span class="np-title">{strategy}</span>'
+        if strategy
+        else ""
+    )
+    models = "".join(f'<div class="np-dim">{html.escape(one)}</div>' for one in state.models)
+    waits = "".join(f'<div class="np-waits">{html.escape(one)}</div>' for one in state.waits)
+    busy = _progress_html(state.bar) + _busy_html(state)
+    return f"<div>{age}{head}</div>{_ranks_html(state.ranks)}{models}{waits}{busy}"
+
+
+def _progress_html(bar: str) -> str:
+    if not bar:
+        return ""
+    return (
+        f'<div class="np-num np-progress">{_bar(bar_share(bar))}{html.escape(bar_told(bar))}</div>'
+    )
+
+
+def _busy_html(state: PanelState) -> str:
+    told = [
+        *([f"under way: {state.acting}"] if state.acting else []),
+        *(f"queued until {state.cell or 'the cell'} ends: {job}" for job in state.queued),
+        *(f"the next cell on ranks runs as {magic}" for magic in state.armed),
+    ]
+    return "".join(f'<div class="np-busy">{html.escape(one)}</div>' for one in told)
+
+
+def _ranks_html(ranks: Sequence[RankRow]) -> str:
+    if not ranks:
+        return ""
+    head = "".join(f'<th scope="col">{word}</th>' for word in _HEAD)
+    rows = "".join(_row_html(row) for row in ranks)
+    return f'<table class="np-ranks"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+
+
+def _row_html(row: RankRow) -> str:
+    kind = KINDS[row.kind]
+    rank, host, device, state, memory, use = map(html.escape, _cells(row))
+    used, _, limit = memory.partition(" of ")
+    title = f' title="{memory}"' if limit else ""
+    sign = f'<span class="np-sign" style="color:{kind.color}" aria-hidden="true">{kind.sign}</span>'
+    return (
+        f'<tr data-rank="{rank}" data-kind="{row.kind}"><td class="np-num">{rank}</td>'
+        f"<td>{host}</td><td>{device}</td>"
+        f'<td class="np-wide">{sign}{state}</td>'
+        f'<td class="np-num"{title}>{_bar(row.share)}{used}</td>'
+        f'<td class="np-num">{_bar(row.utilisation)}{use}</td></tr>'
+    )
+
+
+def _bar(share: float | None) -> str:
+    if share is None or is_stored():
+        return ""
+    full = ' class="np-full"' if share > 0.9 else ""
+    inner = f'<i{full} style="width:{min(1.0, share):.0%}"></i>'
+    return f'<span class="np-bar" aria-hidden="true">{inner}</span>'
+
+
+def _cells(row: RankRow) -> list[str]:
+    """A rank's row in words."""
+    doing = row.doing
+    if row.busy_s:
+        doing += f" for {units.seconds(row.busy_s)}"
+    return [
+        str(row.rank), shown(row.host), row.device, doing, _memory(row), _use(row)
+    ]  # fmt: skip
+
+
+def _memory(row: RankRow) -> str:
+    if is_stored():
+        return PLACEHOLDER
+    if row.memory_bytes is None:
+        return "-"
+    told = units.size(row.memory_bytes)
+    if row.limit_bytes:
+        told += f" of {units.size(row.limit_bytes)}"
+    return told + (f", {row.age_s:.0f} s old" if row.age_s >= OLD_S else "")
+
+
+def _use(row: RankRow) -> str:
+    if is_stored():
+        return PLACEHOLDER
+    return "-" if row.utilisation is None else f"{row.utilisation:.0%}"
+
+
+def log_html(log: Sequence[Entry]) -> str:
+    """The log, newest last; a screen reader hears what is added."""
+    if not log:
+        return ""
+    lines = "".join(
+        f'<div class="np-{entry.kind}">{html.escape(line)}</div>'
+        for entry, line in zip(log, _log_lines(log), strict=True)
+    )
+    return f'<div class="np-log" role="log" aria-label="log" tabindex="0"><div>{lines}</div></div>'
+
+
+def _log_lines(log: Sequence[Entry]) -> list[str]:
+    return [f"{_clock(entry.at_s)} {_settled(entry.text)}" for entry in log]
+
+
+def _clock(at_s: float) -> str:
+    return shown(time.strftime("%H:%M:%S", time.localtime(at_s)))
+
+
+def _settled(text: str) -> str:
+    """Without measured times where outputs are stored: they stand in parentheses behind a job."""
+    if not is_stored():
+        return text
+    return re.sub(r"\d+(\.\d+)? s\b", f"{PLACEHOLDER} s", text)

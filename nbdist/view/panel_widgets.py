@@ -1,0 +1,275 @@
+"""The live panel: ipywidgets that show a PanelState and say what was pressed."""
+
+from __future__ import annotations
+
+import html
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, Protocol
+
+import ipywidgets
+
+from nbdist.core.panel import BUTTONS, PanelState, Plan
+from nbdist.core.panel_picker import UNSET, Field, Value, fields
+from nbdist.core.strategy_rows import ROWS
+from nbdist.view.panel import LIVE_STYLE, log_html, top_html
+
+# In the order of the rows of buttons; the table of buttons has the rest.
+_TROUBLE = ("interrupt", "status", "restart")
+_RECORD = ("profile", "memory", "save", "compare")
+_PRIMARY = frozenset({"interrupt", "apply", "start"})
+_ENDED = ("ended", "")  # those that have
+_NARROW = {"description_width": "initial"}
+
+
+class Owner(Protocol):
+    """What the widgets call; from whatever thread a click arrives in, so nothing may take long."""
+
+    def press(self, name: str) -> None:
+        """A button was pressed."""
+
+    def pick(self) -> None:
+        """The chosen strategy, or one of its fields, is another one now."""
+
+
+class PanelWidgets:
+    """The widgets of one panel. Every view of them on a page shows the same."""
+
+    def __init__(self, owner: Owner, buttons: Sequence[str]):
+        """Make the widgets; nothing is shown yet.
+
+        Args:
+            owner: Told of presses.
+            buttons: Names of those that there are.
+        """
+        self._owner = owner
+        self._lock = threading.RLock()
+        self._drawn = count(1)
+        self._is_filling = False
+        self._world_size = 0
+        self._fields: dict[str, Any] = {}
+        self.buttons = {name: self._button(name) for name in buttons}
+        self.rank = ipywidgets.Dropdown(
+            options=[_ENDED], value="", description="rank", style=_NARROW
+        )
+        self.rank.layout.width = "130px"
+        self.strategy = ipywidgets.Dropdown(
+            options=list(ROWS), value="ddp", description="strategy", style=_NARROW
+        )
+        self.strategy.layout.width = "190px"
+        self.strategy.observe(self._renamed, "value")
+        self.more = ipywidgets.ToggleButton(value=False, description="More options")
+        self.more.tooltip = "options that most strategies have"
+        self.more.layout.width = "auto"
+        self.more.observe(self._fill, "value")
+        self._strategy = _row(self.strategy)
+        self._common = _row()
+        self._top, self._plan, self._log = (ipywidgets.HTML() for _ in range(3))
+        self._detail = ipywidgets.HTML()
+        self.root = self._assembled()
+        for widget in _below(self.root):
+            answer_in_subshell(widget)
+
+    def _button(self, name: str) -> Any:
+        row = BUTTONS[name]
+        one = ipywidgets.Button(description=row.label, tooltip=_tip(name))
+        one.layout.width = "auto"
+        one.button_style = "primary" if name in _PRIMARY else ""
+        one.on_click(lambda _button: self._owner.press(name))
+        return one
+
+    def _assembled(self) -> Any:
+        def there(*names: str) -> list[Any]:
+            return [self.buttons[name] for name in names if name in self.buttons]
+
+        self._trouble = _row(*there(*_TROUBLE), self.rank, *there(*_RECORD))
+        self._last = _row(*there("apply", "cancel"), self.more)
+        self._none = _row(*there("start"))
+        self._with_ranks = ipywidgets.VBox(
+            [self._trouble, self._strategy, self._common, self._plan, self._last]
+        )
+        root = ipywidgets.VBox(
+            [ipywidgets.HTML(LIVE_STYLE), self._top, self._none, self._with_ranks,
+             self._log, self._detail]
+        )  # fmt: skip
+        root.add_class("nbdist-panel")
+        root.layout.padding = "4px 2px"
+        return root
+
+    def _renamed(self, _change: object) -> None:
+        if not self._is_filling:
+            self.set_values(self.strategy.value, {})
+            self._owner.pick()
+
+    def _changed(self, _change: object) -> None:
+        if not self._is_filling:
+            self._owner.pick()
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """What stands in the fields of the chosen strategy, those left alone too."""
+        words = [one.word for one in fields(self.strategy.value, max(1, self._world_size))]
+        return {word: self._fields[word].value for word in words if word in self._fields}
+
+    def set_values(self, name: str, values: Mapping[str, Value]) -> None:
+        """Choose a strategy, with these fields and no others filled in."""
+        with self._lock:
+            self._is_filling = True
+            try:
+                self.strategy.value = name
+                for word, widget in self._fields.items():
+                    blank: Value = False if isinstance(widget, ipywidgets.Checkbox) else UNSET
+                    widget.value = values.get(word, blank)
+                self._fill(None)
+            finally:
+                self._is_filling = False
+
+    def set_ranks(self, world_size: int) -> None:
+        """There are so many ranks now: degrees and numbers of ranks are made for them."""
+        with self._lock:
+            if world_size == self._world_size:
+                return
+            self._world_size = world_size
+            self._is_filling = True
+            try:
+                self.rank.options = [_ENDED, *((str(rank), rank) for rank in range(world_size))]
+                self._make_fields(world_size)
+                self._fill(None)
+            finally:
+                self._is_filling = False
+
+    def _make_fields(self, world_size: int) -> None:
+        """One widget for each field that any strategy has: a switch only shows others."""
+        for name in ROWS:
+            for field in fields(name, world_size):
+                old = self._fields.get(field.word)
+                if old is None:
+                    self._fields[field.word] = made = _field_widget(field)
+                    made.observe(self._changed, "value")
+                    answer_in_subshell(made)
+                elif isinstance(old, ipywidgets.Dropdown):
+                    old.options = _options(field)
+
+    def _fill(self, _change: object) -> None:
+        """Show the fields that the chosen strategy has."""
+        found = fields(self.strategy.value, max(1, self._world_size))
+        own = [self._fields[one.word] for one in found if one.is_own and one.word in self._fields]
+        common = [
+            self._fields[one.word] for one in found if not one.is_own and one.word in self._fields
+        ]
+        self._strategy.children = (self.strategy, *own)
+        self._common.children = common if self.more.value else ()
+
+    def draw(self, state: PanelState, why_not: Mapping[str, str], plan: Plan) -> None:
+        """Show this; from any thread.
+
+        Args:
+            state: What is shown.
+            why_not: Button -> why it does nothing now, "" where it does something.
+            plan: What the chosen strategy comes to.
+        """
+        with self._lock:
+            self._top.value = _wrapped(top_html(state, drawn=next(self._drawn)))
+            _set(self._log, "value", _wrapped(log_html(state.log)))
+            kind = "np-dim" if plan.is_possible else "np-why"
+            _set(
+                self._plan, "value", _wrapped(f'<div class="{kind}">{html.escape(plan.text)}</div>')
+            )
+            for name, button in self.buttons.items():
+                _set(button, "disabled", bool(why_not[name]))
+                _set(button, "tooltip", why_not[name] or _tip(name))
+            for name in ("profile", "memory"):
+                if name in self.buttons:
+                    is_armed = BUTTONS[name].magic in state.armed
+                    _set(self.buttons[name], "button_style", "success" if is_armed else "")
+            _show(self._with_ranks, is_shown=state.is_running)
+            _show(self._none, is_shown=not state.is_running)
+            if "cancel" in self.buttons:
+                _show(self.buttons["cancel"], is_shown=bool(state.queued))
+
+    def show_detail(self, title: str, body: str) -> None:
+        """Show something long below the log, folded or not as the reader likes."""
+        with self._lock:
+            self._detail.value = _wrapped(
+                f'<details open class="np-detail"><summary>{html.escape(title)}</summary>'
+                f"{body}</details>"
+            )
+
+    def close(self) -> None:
+        """Take the widgets off every page."""
+        for widget in _below(self.root):
+            widget.close()
+
+
+def answer_in_subshell(widget: Any) -> None:
+    """Let what a frontend sends of this widget run where the frontend asked for.
+
+    ipykernel 7.4 sends it to the shell that last sent on the widget's comm: for a widget that a
+    cell has made that is the main one, in which nothing runs before the cell has ended. Versions
+    without that method need nothing.
+    """
+    comm = widget.comm
+    if hasattr(comm, "_reply_subshell_for"):
+        comm._reply_subshell_for = lambda _data, default: default  # noqa: SLF001
+
+
+def _field_widget(field: Field) -> Any:
+    made = _KINDS[field.kind](field)
+    made.tooltip = field.help
+    made.style = _NARROW
+    made.layout.width = "auto"
+    if field.kind in {"text", "suggest"}:
+        made.layout.width = "150px"
+    return made
+
+
+def _options(field: Field) -> list[tuple[str, str]]:
+    return [(f"{field.default}", UNSET), *((one, one) for one in field.choices)]
+
+
+_KINDS: Mapping[str, Callable[[Field], Any]] = {
+    "choice": lambda field: ipywidgets.Dropdown(
+        options=_options(field), value=UNSET, description=field.label
+    ),
+    "suggest": lambda field: ipywidgets.Combobox(
+        options=list(field.choices), value=UNSET, description=field.label,
+        placeholder=field.default, continuous_update=False,
+    ),
+    "text": lambda field: ipywidgets.Text(
+        value=UNSET, description=field.label, placeholder=field.default, continuous_update=False
+    ),
+    "switch": lambda field: ipywidgets.Checkbox(
+        value=False, description=field.label, indent=False
+    ),
+}  # fmt: skip
+
+
+def _tip(name: str) -> str:
+    row = BUTTONS[name]
+    later = "; while a cell runs it is queued until that ends" if row.when == "between" else ""
+    return f"{row.help}{later}" + (f" ({row.magic})" if row.magic else "")
+
+
+def _row(*children: Any) -> Any:
+    # grid_gap: the old name of gap, which ipywidgets lacks; it holds for flex boxes too.
+    layout = ipywidgets.Layout(flex_flow="row wrap", align_items="center", grid_gap="2px 8px")
+    return ipywidgets.HBox(list(children), layout=layout)
+
+
+def _below(widget: Any) -> list[Any]:
+    return [widget, *(one for child in getattr(widget, "children", ()) for one in _below(child))]
+
+
+def _wrapped(body: str) -> str:
+    return f'<div class="nbdist-panel">{body}</div>'
+
+
+def _set(widget: Any, name: str, value: object) -> None:
+    # Set only where it differs: a frontend redraws what it is told, and a focus would be lost.
+    if getattr(widget, name) != value:
+        setattr(widget, name, value)
+
+
+def _show(widget: Any, *, is_shown: bool) -> None:
+    _set(widget.layout, "display", None if is_shown else "none")
