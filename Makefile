@@ -2,6 +2,8 @@
 # make test    lint, types, tests, then every notebook against its stored outputs
 # make faults  every fault on 2 and 4 ranks, and the table of docs/reliability.md from it
 # make parity  every strategy, option and switch beside one process, into docs/parity.md
+# make accuracy  what plans predict beside what ranks measure, into docs/accuracy.md
+# make test-browser  every test that drives JupyterLab in a browser; its pictures in build/panel
 # make lab     JupyterLab with the notebooks
 # make store   runs the notebooks and stores their outputs, for `make test` to compare
 # make bench   what nbdist costs beside the same without it, into docs/benchmarks.md
@@ -22,13 +24,13 @@ DEMO := 01_first_steps
 
 # The demo and the tests use no settings of the user's own and leave nothing in HOME.
 SETTINGS := $(CURDIR)/build/settings
-demo unit faults parity notebooks store bench: export IPYTHONDIR = $(SETTINGS)/ipython
-demo unit faults parity notebooks store bench: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
-demo unit faults parity notebooks store bench: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
-demo unit faults parity notebooks store bench: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
-demo unit faults parity notebooks store bench: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
-demo unit faults parity notebooks store bench: export HF_HOME = $(SETTINGS)/huggingface
-demo unit faults parity notebooks store bench: export HF_HUB_OFFLINE = 1
+demo unit faults parity accuracy test-browser notebooks store bench: export IPYTHONDIR = $(SETTINGS)/ipython
+demo unit faults parity accuracy test-browser notebooks store bench: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
+demo unit faults parity accuracy test-browser notebooks store bench: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
+demo unit faults parity accuracy test-browser notebooks store bench: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
+demo unit faults parity accuracy test-browser notebooks store bench: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
+demo unit faults parity accuracy test-browser notebooks store bench: export HF_HOME = $(SETTINGS)/huggingface
+demo unit faults parity accuracy test-browser notebooks store bench: export HF_HUB_OFFLINE = 1
 
 # Stored outputs are those of two ranks on the CPU with one thread each, on any machine.
 notebooks store: export NBDIST_TEST = 1
@@ -38,10 +40,10 @@ notebooks store: export OMP_NUM_THREADS = 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types unit faults parity notebooks store bench lab clean
+.PHONY: help demo test lint types unit faults parity accuracy test-browser notebooks store bench lab clean
 
 help:
-	@sed -n '1,9s/^# //p' Makefile
+	@sed -n '1,11s/^# //p' Makefile
 
 # torch comes first and alone: whatever asks for it later finds the pinned build in place.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -96,6 +98,7 @@ faults: $(INSTALLED) | build/settings
 	@rm -f $(FAULTS)
 	$(PY) -m pytest -m "" tests/faults tests/client/test_repair.py tests/client/test_controller.py \
 	  tests/front/test_loaders.py tests/front/test_failures.py
+	$(PY) -m pytest -m faults tests/engine
 	$(PY) -m tests.faults.report $(FAULTS) docs/reliability.md
 
 # Beside the tables, what else is left out of `make test` because a like case is in it.
@@ -108,6 +111,22 @@ parity: $(INSTALLED) | build/settings
 	$(PY) -m tests.parity.report $(PARITY) docs/parity.md
 	$(PY) -m pytest -m "" tests/parity/test_report.py
 	$(PY) -m pytest -m parity tests --ignore tests/parity
+
+# The page is compared with the cases, and made anew from a run in which all were close.
+ACCURACY := $(CURDIR)/build/accuracy.jsonl
+
+accuracy: export NBDIST_ACCURACY_LOG = $(ACCURACY)
+accuracy: $(INSTALLED) | build/settings
+	@rm -f $(ACCURACY)
+	$(PY) -m pytest -m "" tests/accuracy/test_accuracy.py
+	$(PY) -m tests.accuracy.report $(ACCURACY) docs/accuracy.md
+	$(PY) -m pytest tests/accuracy/test_report.py
+
+# Without a browser pytest would skip all of it and succeed.
+test-browser: $(LAB_INSTALLED) | build/settings
+	@test -n "$(BROWSER)" || { echo "There is no browser: install Chromium or Chrome" \
+	  "(on Debian: apt-get install chromium), then make test-browser again."; exit 1; }
+	$(PY) -m pytest -m "" tests/browser
 
 # The kernel is this environment's Python, whatever a notebook's own metadata names.
 notebooks: $(INSTALLED) | build/settings

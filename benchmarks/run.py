@@ -23,6 +23,7 @@ MODULES = (
     "training",
     "transfer",
     "idle",
+    "monitoring",
     "many_ranks",
     "tracing",
     "timeline",

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import nbformat
 import numpy as np
@@ -20,9 +19,7 @@ from nbdist.core.trace_shares import Shares
 from nbdist.view.trace import traced
 from tests.support.drawn_traces import training
 from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
-
-if TYPE_CHECKING:  # playwright is an optional extra
-    from playwright.sync_api import Frame, Page
+from tests.support.live import DEADLINE_MS, LivePicture
 
 pytestmark = pytest.mark.browser
 
@@ -35,7 +32,6 @@ CELL = (
 )
 TRACE = training(3000)
 WHOLE_NS = max(step.end_ns for rank in TRACE.ranks for step in rank.steps)
-DEADLINE_MS = 20_000
 
 
 # Every text that the picture of so many nanoseconds has.
@@ -49,36 +45,14 @@ DRAWN_TEXTS = """length => {
 }"""
 
 
-class Timeline:
+class Timeline(LivePicture):
     """The frame with the timeline, below a cell or in a page."""
-
-    def __init__(self, page: "Page") -> None:
-        """Wait until it is painted."""
-        self.page = page
-        page.wait_for_selector("iframe[srcdoc]", timeout=DEADLINE_MS)
-        handle = page.query_selector("iframe[srcdoc]")
-        assert handle is not None
-        frame = handle.content_frame()
-        assert frame is not None
-        self.frame: Frame = frame
-        self.frame.wait_for_selector("#frame[data-painted-ms]", timeout=DEADLINE_MS)
-
-    def value(self, script: str) -> Any:
-        """What a script of the frame gives, after the next picture."""
-        self.frame.evaluate("() => new Promise(r => requestAnimationFrame(() => setTimeout(r)))")
-        return self.frame.evaluate(script)
 
     @property
     def seen_ns(self) -> tuple[float, float]:
         """From where to where the picture shows."""
         begin, end = self.value("[from, to]")
         return begin, end
-
-    @property
-    def tip(self) -> list[str]:
-        """The tooltip's lines; empty where there is none."""
-        text: str = self.value("tip.hidden ? '' : tip.textContent")
-        return text.splitlines()
 
     def move_to(self, ns: float, row: int) -> None:
         """Put the pointer at a time in a row, once nothing on the page moves any more."""
@@ -89,11 +63,6 @@ class Timeline:
         """Where in the picture that is."""
         x, y = self.value(f"[xOf({ns}), rowTops[{row}] - frame.scrollTop + 7]")
         return x, y
-
-    def reset(self) -> None:
-        """Show all, without focus on an event."""
-        self.frame.locator("#all").click()
-        self.page.mouse.move(5, 5)
 
 
 @pytest.fixture(scope="module")

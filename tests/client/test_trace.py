@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import trace
+from nbdist.client import recordings
 from nbdist.client.trace import Traces
 from nbdist.core import parcels
 from nbdist.core.trace import COMPUTE, TraceOptions
@@ -100,8 +100,8 @@ def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
 
 def test_a_rank_that_ends_or_is_too_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first at once, the second at the deadline."""
-    monkeypatch.setattr(trace, "FINISH_S", 0.05)
-    monkeypatch.setattr(trace, "POLL_S", 0.01)
+    monkeypatch.setattr(recordings, "FINISH_S", 0.05)
+    monkeypatch.setattr(recordings, "POLL_S", 0.01)
     ranks = Ranks({0: Future, 1: Future})
 
     def ending() -> Future[Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import traceback
+from dataclasses import replace
 
 import pytest
 
 from nbdist.core.failures import (
     FOLLOWER_PATTERNS,
     RankFailure,
+    advice,
     grouped,
     plain,
     ranks_are,
@@ -60,7 +63,13 @@ def test_followers_alone_are_in_time_order() -> None:
     assert [f.rank for f in root_cause_first(failures)] == [1, 0]
 
 
+NCCL_TIMEOUT = (
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=808, OpType=ALLREDUCE, "
+    "NumelIn=9801523, NumelOut=9801523, Timeout(ms)=600000) ran for 600020 milliseconds before "
+    "timing out."
+)
 FOLLOWERS = (
+    NCCL_TIMEOUT,
     PEER_GONE.format(port=1),
     "Connection reset by peer",
     "[Errno 32] Broken pipe",
@@ -272,3 +281,40 @@ def test_the_error_draws_the_ranks_tracebacks() -> None:
 
     assert error._render_traceback_() == ["trace", "", "DistributedError: rank 1 raised E"]
     assert bare._render_traceback_() == ["DistributedError: rank 1 died"]
+
+
+def test_advice_is_of_the_first_cause() -> None:
+    """Others that have the like are named; failures without advice say nothing."""
+    late = replace(boom(1, 3.0), advice="rank 1 ran out")
+    early = replace(boom(2, 2.0), advice="rank 2 ran out")
+
+    assert advice([boom(0, 1.0)]) == ""
+    assert advice([late, boom(0, 1.0)]) == "rank 1 ran out"
+    assert advice([late, early]) == "rank 2 ran out\nrank 1 ran out of memory too"
+
+
+def test_rank_without_memory_stands_before_those_that_waited_for_it() -> None:
+    """Also where a clock that is behind says that they failed first."""
+    short = RankFailure(
+        1, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB.", (), 9
+    )
+    waited = [RankFailure(rank, "DistBackendError", NCCL_TIMEOUT, (), 1.0) for rank in (0, 2)]
+
+    assert root_cause_first([*waited, short])[0] is short
+    assert summary([*waited, short]) == (
+        "rank 1 raised OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.; "
+        "ranks 0,2 then failed with DistBackendError: Watchdog caught collective operation timeout"
+    )
+
+
+def test_error_keeps_its_advice() -> None:
+    """Below the error in a notebook and in plain Python, and on its way elsewhere."""
+    error = DistributedError("failed", ranks=(1,), traceback_text="frames", advice="do this")
+    same = pickle.loads(pickle.dumps(error))
+
+    assert (same.advice, same.ranks, same.traceback_text) == ("do this", (1,), "frames")
+    assert error._render_traceback_() == [
+        "frames", "", "DistributedError: failed", "", "do this",
+    ]  # fmt: skip
+    assert DistributedError("failed")._render_traceback_() == ["DistributedError: failed"]
+    assert traceback.format_exception_only(error)[-2:] == ["frames\n", "do this\n"]

@@ -10,7 +10,7 @@ from nbdist.core import footprint
 from nbdist.core.bandwidth import LinkModel
 from nbdist.core.latency import Fit
 from nbdist.core.plan import NO, RISKY, SAFE, Plan, Row, plan, verdict
-from nbdist.core.plan_advice import _RULES, advise, decimal
+from nbdist.core.plan_advice import _RULES, advise
 from nbdist.core.plan_devices import DEVICES, device_of, known_as, link_of, with_memory
 from nbdist.core.plan_load import OPTIMIZERS, Load
 from nbdist.core.plan_memory import Memory
@@ -18,6 +18,7 @@ from nbdist.core.plan_models import ModelShape, model_of
 from nbdist.core.plan_time import bubble, flops_of, flows, samples, time_of
 from nbdist.core.strategy import choose
 from nbdist.core.strategy_rows import ROWS
+from nbdist.core.units import exact_size
 from nbdist.errors import OptionError
 
 GB = 1e9
@@ -482,7 +483,7 @@ def test_what_is_no_memory(text: str) -> None:
 
 
 def test_sizes_as_text() -> None:
-    assert [decimal(size) for size in (24.5e9, 3e6, 4e3, 5)] == [
+    assert [exact_size(size) for size in (24.5e9, 3e6, 4e3, 5)] == [
         "24.5 GB",
         "3.0 MB",
         "4.0 kB",

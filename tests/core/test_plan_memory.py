@@ -163,11 +163,15 @@ def test_offloaded_states_are_in_the_hosts_memory() -> None:
     assert (nvme.states, nvme.host) == (0, 0)
 
 
-def test_the_peak_is_the_sum_with_activations_or_the_step() -> None:
-    """Never both: activations are gone when the optimizer steps."""
+def test_the_peak_is_the_sum_with_activations_or_gradients_and_the_step() -> None:
+    """Never all: activations go as gradients come, and are gone when the optimizer steps."""
     memory = Memory(1, 2, 3, activations=10, buffers=20, step=7, overhead=100, host=1000)
 
-    assert (memory.states, memory.peak) == (6, 136)
+    # 1 + 3 + 20 + 100, and 10 in forward or 2 + 7 in the step.
+    assert (memory.states, memory.peak) == (6, 134)
+    assert replace(memory, step=9).peak == 135
+    assert replace(memory, keeps_gradients=True).peak == 136
+    assert replace(memory, most=50).peak == 153
     assert replace(memory, step=12).peak == 138
     assert memory_of(LLAMA, choice(), Load()).overhead == OVERHEAD_BYTES
 

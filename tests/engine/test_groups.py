@@ -81,7 +81,7 @@ HANGS = """
 """
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.faults), 4])
 def test_eight_ways_to_hang_leave_the_loss_curve_as_it_was(tmp_path: Path, size: int) -> None:
     """After each, groups made before and after it, meshes and DTensors give right numbers."""
     with TorchRanks(tmp_path / "calm", size, HANGS, FAULT="0") as ranks:
@@ -166,7 +166,7 @@ REPLACED = """
 """
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.faults), 4])
 def test_a_new_process_takes_a_dead_ranks_place(tmp_path: Path, size: int) -> None:
     """Its world, the user's groups with their timeouts, and names of groups made later all fit."""
     with TorchRanks(tmp_path, size, REPLACED) as ranks:

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -333,3 +335,32 @@ def test_without_a_recorder_nothing_is_known(monkeypatch: pytest.MonkeyPatch) ->
     looks.mark_recovered()
 
     assert looks.newest() == {}
+
+
+class _Kept:
+    """Something whose end can be seen."""
+
+
+def test_a_look_frees_nothing_of_the_main_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a function holds goes when it returns, also while a look at it is under way."""
+    is_watching, may_end = threading.Event(), threading.Event()
+
+    def end(_: object) -> bool:
+        is_watching.set()
+        return may_end.wait(DEADLINE_S)
+
+    monkeypatch.setattr(looks._Sleep, "end", end)
+
+    def looked_at() -> weakref.ref[_Kept]:
+        kept = _Kept()
+        thread.start()
+        assert is_watching.wait(DEADLINE_S)
+        return weakref.ref(kept)
+
+    thread = threading.Thread(target=looks.look)
+    kept = looked_at()
+
+    assert kept() is None
+
+    may_end.set()
+    thread.join(DEADLINE_S)

@@ -65,7 +65,7 @@ TEXT = """
 """
 
 
-@pytest.mark.parametrize("replaced", [(2,), (1, 3)])
+@pytest.mark.parametrize("replaced", [pytest.param((2,), marks=pytest.mark.faults), (1, 3)])
 def test_a_new_process_has_the_meshes_that_the_others_have(
     tmp_path: Path, replaced: tuple[int, ...]
 ) -> None:

@@ -276,7 +276,7 @@ class TestNames:
         space["outer"] = torch.nn.Sequential(e)
         monkeypatch.setattr(models, "_namespace", lambda: space)
 
-        names = models._names([a, b, c, d, e, f, torch.nn.Linear(1, 1)])
+        names = models.names([a, b, c, d, e, f, torch.nn.Linear(1, 1)])
 
         expected = ["a", "many[0]", "named['x']", "t.net", "outer", "Linear", "Linear_2"]
         assert list(names.values()) == expected
@@ -322,4 +322,4 @@ class TestNames:
 
         held = [Child(), Grandchild()]
 
-        assert {id(one) for one in models._live(Child)} == {id(one) for one in held}
+        assert {id(one) for one in models.live(Child)} == {id(one) for one in held}

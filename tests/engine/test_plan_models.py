@@ -78,8 +78,10 @@ _TINY_GPT: dict[str, Any] = {
     "n_embd": 256, "n_head": 8, "n_positions": 256, "vocab_size": 500, "bos_token_id": 0,
     "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
+_HEADS: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 256}
 _FORMS: dict[str, Callable[[int], PretrainedConfig]] = {
     "llama": lambda layers: LlamaConfig(**_TINY, num_hidden_layers=layers),
+    "qwen3": lambda layers: Qwen3Config(**_TINY, **_HEADS, num_hidden_layers=layers),
     "gpt2": lambda layers: GPT2Config(**_TINY_GPT, n_layer=layers),
     "gpt2 with torch's gelu": lambda layers: GPT2Config(
         **_TINY_GPT, n_layer=layers, activation_function="gelu"
@@ -138,6 +140,11 @@ _MADE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "sgd": torch.optim.SGD,
 }
+
+
+def test_an_optimizer_in_8_bits() -> None:
+    """Two moments of a byte, with a scale in fp32 for each 256 numbers: bitsandbytes' blocks."""
+    assert pytest.approx(2 * (1 + 4 / 256), rel=0.02) == OPTIMIZERS["adamw8bit"].state_bytes
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw8bit"])

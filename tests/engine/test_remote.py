@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import remote
+from nbdist.client import remote, remote_plan
 from nbdist.core import wire
 from nbdist.engine import responder
 
 pytestmark = pytest.mark.engine
+FUNCTIONS = {**remote.REMOTE_FUNCTIONS, **remote_plan.REMOTE_FUNCTIONS}
 
 
 def of_the_engine(name: str) -> Callable[..., Any]:
@@ -22,7 +23,7 @@ def of_the_engine(name: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("here", "name"), remote.REMOTE_FUNCTIONS.items(), ids=lambda v: getattr(v, "__name__", None)
+    ("here", "name"), FUNCTIONS.items(), ids=lambda v: getattr(v, "__name__", None)
 )
 def test_parameters_match_the_engines_function(here: Callable[..., Future[Any]], name: str) -> None:
     """After `call` and `engine` come the engine function's own parameters, in its order."""
@@ -39,7 +40,7 @@ def test_parameters_match_the_engines_function(here: Callable[..., Future[Any]],
 
 
 @pytest.mark.parametrize(
-    ("here", "name"), remote.REMOTE_FUNCTIONS.items(), ids=lambda v: getattr(v, "__name__", None)
+    ("here", "name"), FUNCTIONS.items(), ids=lambda v: getattr(v, "__name__", None)
 )
 def test_a_call_sends_the_name_and_as_many_arguments_as_the_engine_takes(
     here: Callable[..., Future[Any]], name: str

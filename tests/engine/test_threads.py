@@ -1,9 +1,11 @@
 """Which threads of a rank may still make a call: neither those in one, nor who joins those."""
 
 import asyncio
+import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, SimpleNamespace
@@ -131,3 +133,26 @@ def test_a_task_that_a_cell_has_left_may_call_too() -> None:
         return found
 
     assert asyncio.run(both()) == ((True, ("task later",)), (False, ()))
+
+
+class Kept:
+    """Something whose end can be seen."""
+
+
+def test_nothing_that_threads_hold_is_kept() -> None:
+    """What a function held while it was looked at goes when it returns, without a collection."""
+
+    def looked_at() -> weakref.ref[Kept]:
+        kept = Kept()
+        thread = threading.Thread(target=lambda: threads.free(Places(), waits_inside=False))
+        thread.start()
+        thread.join(DEADLINE_S)
+        return weakref.ref(kept)
+
+    gc.disable()
+    try:
+        kept = looked_at()
+
+        assert kept() is None
+    finally:
+        gc.enable()

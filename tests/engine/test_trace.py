@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch.optim import optimizer as optimizers
 
 import nbdist
 from nbdist.core.wire import CELL_RECORDING
-from nbdist.engine import recorded, trace
-from nbdist.engine.trace import Steps
+from nbdist.engine import profiling, recorded, trace
+from nbdist.engine.profiling import Steps
 
 
 def counted(told: str, wanted: int | None = None) -> tuple[list[int], int | None]:
@@ -70,7 +71,7 @@ class Place:
 @pytest.fixture
 def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trace._Recording:
     """A recording of this process, which is no rank."""
-    monkeypatch.setenv("KINETO_LOG_LEVEL", trace.QUIET)
+    monkeypatch.setenv("KINETO_LOG_LEVEL", profiling.QUIET)
     monkeypatch.setattr(trace.runtime, "current", Place)
     monkeypatch.setattr(trace._Recording, "_header", lambda self: {"ends": self.steps.ends})
     return trace._Recording(trace.TraceOptions(steps=1), tmp_path, "token")
@@ -149,10 +150,10 @@ def test_a_profiler_of_the_cell_ends_the_recording_and_is_told(
 
 def test_whether_a_profiler_runs_is_known() -> None:
     """torch's own function still tells it."""
-    assert not trace._is_profiling(unknown=True)
+    assert not profiling.is_profiling(unknown=True)
     with own_profiler():
-        assert trace._is_profiling(unknown=True)
-    assert not trace._is_profiling(unknown=True)
+        assert profiling.is_profiling(unknown=True)
+    assert not profiling.is_profiling(unknown=True)
 
 
 class Kernel:
@@ -160,6 +161,8 @@ class Kernel:
 
     def __init__(self) -> None:
         self.metadata: dict[str, object] = {}
+        self.shell = SimpleNamespace(showtraceback=self.format_error)
+        self.at_error: list[str] = []
         recorded.install(self)
         recorded.install(self)
 
@@ -169,7 +172,13 @@ class Kernel:
     async def do_execute(self, code: str) -> str:
         if code == "fail":
             raise KeyboardInterrupt
+        if code == "error":
+            self.shell.showtraceback()
         return f"{code} {recorded.state.running is not None}"
+
+    def format_error(self) -> None:
+        one = recorded.state.running
+        self.at_error = list(one.told) if isinstance(one, Noted) else []
 
     def run(self, code: str, token: str | None = None) -> str:
         self.metadata = {} if token is None else {CELL_RECORDING: token}
@@ -213,6 +222,17 @@ def test_only_the_cell_that_is_meant_is_recorded_and_only_once(noted: Noted) -> 
 
     assert told == ["a False", "b False", "c True", "d False"]
     assert noted.told == ["start", "stop"]
+
+
+def test_a_recording_ends_before_an_error_is_formatted(noted: Noted) -> None:
+    """That is no part of the cell, and takes long where Python's calls are recorded."""
+    kernel = Kernel()
+
+    kernel.run("error", "mine")
+
+    assert kernel.at_error == ["start", "stop"]
+    kernel.run("error")
+    assert kernel.at_error == []
 
 
 def test_a_recording_ends_with_a_cell_that_fails(noted: Noted) -> None:

@@ -71,7 +71,8 @@ _RANKS = {
     "\n\n%%rank[1]\nrank": "[1] 1\n",
 }
 _NEEDS_RANKS = ["%%distributed\n1", "%%rank[0]\n1", "%dist_status", "%dist_mode all", "%sync",
-                "%dist_push x", "%dist_pull x", "%dist_bench", "%dist_shutdown"]  # fmt: skip
+                "%dist_push x", "%dist_pull x", "%dist_bench", "%dist_monitor",
+                "%dist_shutdown"]  # fmt: skip
 
 
 @pytest.mark.parametrize("code", _RANKS)
@@ -97,7 +98,8 @@ def test_a_wrong_option_is_an_ordinary_error(kernel: Kernel, code: str) -> None:
 @pytest.mark.parametrize(
     "verb",
     ["%dist_init", "%dist_reset", "%dist_shutdown", "%dist_status", "%dist_doctor", "%dist_mode",
-     "%sync", "%dist_push", "%dist_pull", "%dist_bench", "%dist_plan", "%dist_export",
+     "%sync", "%dist_push", "%dist_pull", "%dist_bench", "%dist_monitor",
+     "%dist_plan", "%dist_export",
      "%%distributed", "%%rank"],
 )  # fmt: skip
 def test_help_shows_the_options_and_does_nothing(kernel: Kernel, verb: str) -> None:

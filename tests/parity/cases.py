@@ -155,7 +155,7 @@ SWITCHED = {
 """Strategies between which a live model is switched, each to each, by number of ranks."""
 
 WALKED = {2: SWITCHED[2], 4: ("ddp", "fsdp --shard hybrid", "fsdp --tp 2", "pp --dp 2")}
-"""Those of them that `make test` walks through, once."""
+"""Those of them that are walked through, one after the other."""
 
 
 def circuit(names: Sequence[str]) -> list[str]:

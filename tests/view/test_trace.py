@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import html
 import io
-import json
 import re
-import struct
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -24,10 +20,12 @@ from nbdist.core.trace import COMMUNICATION, COMPUTE, KINDS, Lane, RankTrace, St
 from nbdist.core.trace_findings import Spot, TraceFinding
 from nbdist.core.trace_levels import laid
 from nbdist.core.trace_shares import Operation, RankShares, Shares, Slowest, Traffic
-from nbdist.view import trace_page, trace_png
+from nbdist.view import frame, image, trace_png
 from nbdist.view.mime import View
 from nbdist.view.trace import traced
+from tests.support import pages
 from tests.support.drawn_traces import events, made, rank_trace, training
+from tests.support.pages import Tags, size_of
 
 MOST_BYTES = 2_000_000
 MS = 10**6
@@ -69,43 +67,9 @@ def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBDIST_TEST", raising=False)
 
 
-class _Tags(HTMLParser):
-    """Every tag with its attributes."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, {name: value or "" for name, value in attrs}))
-
-    def one(self, tag: str) -> dict[str, str]:
-        """The attributes of the only tag of this name."""
-        (found,) = (attrs for name, attrs in self.tags if name == tag)
-        return found
-
-
-def size_of(view: View) -> int:
-    """Bytes of the bundle as a notebook stores it."""
-    return len(json.dumps(view._repr_mimebundle_()))
-
-
-def data_of(view: View) -> dict[str, object]:
-    """What the page has packed, its columns as lists of whole numbers."""
-    inner = _Tags(view.html).one("iframe")["srcdoc"]
-    (text,) = re.findall(r'id="trace">(.*?)</script>', inner)
-    raw = gzip.decompress(base64.b64decode(text))
-    (size,) = struct.unpack_from("<I", raw)
-    head: dict[str, object] = json.loads(raw[4 : 4 + size])
-    at = 4 + size
-    for name, planes, length in head["columns"]:  # type: ignore[attr-defined]
-        octets = [raw[at + plane * length : at + (plane + 1) * length] for plane in range(planes)]
-        numbers = zip(*octets, strict=True)
-        head[name] = [int.from_bytes(bytes(own), "little") for own in numbers]
-        at += planes * length
-    assert at == len(raw)
-    return head
+def data_of(view: View) -> dict[str, Any]:
+    """What the page has packed."""
+    return pages.data_of(view, "trace")
 
 
 def test_the_text_has_all_numbers() -> None:
@@ -141,14 +105,14 @@ def test_the_bundle_has_html_image_and_text() -> None:
     """The HTML has the same image, described, below a sandboxed frame that covers it."""
     view = traced(training(600), SHARES, [FINDING])
     bundle = view._repr_mimebundle_()
-    tags = _Tags(view.html)
-    image, frame = tags.one("img"), tags.one("iframe")
+    tags = Tags(view.html)
+    picture, over = tags.one("img"), tags.one("iframe")
 
     assert set(bundle) == {"text/plain", "text/html", "image/png"}
-    assert image["src"] == f"data:image/png;base64,{bundle['image/png']}"
-    assert image["alt"] == f"Timeline: {view.text.splitlines()[0]}. The numbers stand below it."
-    assert frame["sandbox"] == "allow-scripts"
-    assert "position:absolute;inset:0" in frame["style"]
+    assert picture["src"] == f"data:image/png;base64,{bundle['image/png']}"
+    assert picture["alt"] == f"Timeline: {view.text.splitlines()[0]}. The numbers stand below it."
+    assert over["sandbox"] == "allow-scripts"
+    assert "position:absolute;inset:0" in over["style"]
     assert "script" not in {tag for tag, _ in tags.tags}
     for line in view.text.splitlines():
         assert line.strip().split("  ")[0] in html.unescape(re.sub(r"<[^>]*>", "", view.html))
@@ -157,12 +121,12 @@ def test_the_bundle_has_html_image_and_text() -> None:
 def test_nothing_comes_from_the_network() -> None:
     """No address stands in the page, and the frame's own policy forbids all of them."""
     view = traced(training(600), SHARES, [])
-    inner = _Tags(view.html).one("iframe")["srcdoc"]
+    inner = Tags(view.html).one("iframe")["srcdoc"]
 
     assert "http:" not in view.html
     assert "https:" not in view.html
     assert "//cdn" not in inner
-    assert "default-src 'none'" in _Tags(inner).tags[3][1]["content"]
+    assert "default-src 'none'" in Tags(inner).tags[3][1]["content"]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -280,10 +244,10 @@ def test_any_trace_is_drawn(trace: Trace) -> None:
     head = data_of(view)
 
     assert view.text.startswith("trace of ")
-    assert imread(io.BytesIO(view.png)).shape[1] == trace_png.WIDTH
+    assert imread(io.BytesIO(view.png)).shape[1] == image.WIDTH
     assert head["to"] > head["from"]
     assert sum(head["count"]) == sum(len(rank.events) for rank in trace.ranks)
-    assert [tag for tag, _ in _Tags(view.html).tags if tag in {"script", "iframe", "img"}] == [
+    assert [tag for tag, _ in Tags(view.html).tags if tag in {"script", "iframe", "img"}] == [
         "img",
         "iframe",
     ]
@@ -293,12 +257,12 @@ def test_any_trace_is_drawn(trace: Trace) -> None:
 def test_names_cannot_end_the_script_that_holds_them() -> None:
     """The frame has its own three scripts' text and the data, whatever events are called."""
     view = traced(BAD["strange names"], NO_SHARES, [])
-    inner = _Tags(view.html).one("iframe")["srcdoc"]
+    inner = Tags(view.html).one("iframe")["srcdoc"]
 
     assert "alert(1)" not in inner
     assert len(re.findall("<script", inner)) == len(re.findall("</script", inner)) == 2
     assert data_of(view)["names"][:2] == list(STRANGE[:2])
-    assert max(map(len, data_of(view)["names"])) == trace_page.MOST_NAME
+    assert max(map(len, data_of(view)["names"])) == frame.MOST_NAME
 
 
 def test_what_a_rank_lacks_is_told() -> None:
@@ -381,8 +345,8 @@ def test_the_image_shows_each_kind_in_its_colour_and_idle_as_the_lane() -> None:
     one = events([(0, 50), (75, 25)], kind=[COMPUTE, COMMUNICATION])
     trace = Trace((rank_trace(0, one),))
     pixels = imread(io.BytesIO(trace_png.png(trace, laid(trace, 10))))
-    y = trace_png.TOP + trace_png.HEADER + trace_png.ROW // 2
-    line = (pixels[y, trace_png.LEFT : -trace_png.RIGHT, :3] * 255).round().astype(int)
+    y = image.TOP + trace_png.HEADER + trace_png.ROW // 2
+    line = (pixels[y, image.LEFT : -image.RIGHT, :3] * 255).round().astype(int)
     colours = {
         "compute": (0x00, 0x72, 0xB2),
         "idle": (0xF0, 0xF0, 0xF0),
@@ -397,11 +361,11 @@ def test_an_image_of_many_ranks_stays_small() -> None:
     """Rows get lower, down to 3 pixels, so that all ranks are in it."""
     ranks = tuple(rank_trace(rank, made(60, ranks=1).ranks[0].events) for rank in range(64))
     trace = Trace(tuple(replace(rank, names=("x",) * 40, groups=("a", "b")) for rank in ranks))
-    image = trace_png.png(trace, laid(trace, 64))
-    height = imread(io.BytesIO(image)).shape[0]
+    drawn = trace_png.png(trace, laid(trace, 64))
+    height = imread(io.BytesIO(drawn)).shape[0]
 
     assert 64 * 4 * 3 <= height <= 1400
-    assert len(image) < 300_000
+    assert len(drawn) < 300_000
 
 
 def test_drawing_leaves_matplotlib_as_it_is() -> None:

@@ -1,0 +1,143 @@
+"""A model under a strategy whose memory is predicted and measured, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+LOG = "NBDIST_ACCURACY_LOG"
+"""Names the JSON lines file that every case is added to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One case.
+
+    Attributes:
+        model: A key of MODELS.
+        name: The strategy.
+        given: Its degrees and options.
+        batch, sequence: What a rank computes at once.
+        n: Ranks.
+    """
+
+    model: str
+    name: str
+    given: dict[str, Any] = field(default_factory=dict)
+    batch: int = 4
+    sequence: int = 128
+    n: int = 2
+
+    @property
+    def typed(self) -> str:
+        """As behind %dist_strategy."""
+        words = [
+            f"--{word}" if value is True else f"--{word} {value}"
+            for word, value in self.given.items()
+        ]
+        return " ".join([self.name, *words])
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A line of the table in docs/accuracy.md; sizes in bytes.
+
+    Attributes:
+        typed, model, n, batch, sequence: Of the case.
+        measured: The peak.
+        run: The peak by a run with fake tensors; None where there is none.
+        formulas: By formulas; None of a model without a shape.
+        states: Whether parameters, gradients and the optimizer's state were exact.
+        note: Why there was no run.
+    """
+
+    typed: str
+    model: str
+    n: int
+    batch: int
+    sequence: int
+    measured: float
+    run: float | None
+    formulas: float | None
+    states: bool
+    note: str = ""
+
+
+def record(result: Result) -> None:
+    """Add a result to the file that NBDIST_ACCURACY_LOG names, if it names one."""
+    path = os.environ.get(LOG)
+    if path:
+        with Path(path).open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+
+
+_LLAMA = {
+    "model_type": "llama", "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 640, "vocab_size": 500, "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+_GPT = {
+    "model_type": "gpt2", "n_embd": 256, "n_head": 8, "n_layer": 4, "n_positions": 512,
+    "vocab_size": 500, "bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}  # fmt: skip
+# Name -> config of transformers; None of models that tests/accuracy/texts.py builds.
+MODELS: dict[str, dict[str, Any] | None] = {
+    "llama": _LLAMA,
+    "llama, tied": {**_LLAMA, "tie_word_embeddings": True},
+    "llama, 4000 words": {**_LLAMA, "vocab_size": 4000},
+    "gpt2": _GPT,
+    "qwen3": {**_LLAMA, "model_type": "qwen3", "head_dim": 32},
+    "mlp": None,
+    "cnn": None,
+    "vit": None,
+}
+
+_FULL, _SEL, _BF16 = {"checkpoint": "full"}, {"checkpoint": "selective"}, {"bf16": True}
+# `make test` takes these, one group of ranks.
+SHORT = [
+    Case("llama", "single"),
+    Case("llama", "fsdp"),
+    Case("llama", "zero1"),
+    Case("mlp", "ddp"),
+    Case("cnn", "fsdp"),
+]
+LONG = [
+    Case("llama", "ddp"),
+    Case("llama", "tp"),
+    Case("llama", "tp", {"sequence_parallel": True}),
+    Case("llama", "fsdp", {"shard": "grad-op"}),
+    Case("llama", "fsdp1"),
+    Case("llama", "fsdp", _FULL),
+    Case("llama", "fsdp", _SEL),
+    Case("llama", "single", _FULL),
+    Case("llama", "ddp", _BF16),
+    Case("llama", "fsdp", _BF16),
+    Case("llama", "zero1", _BF16),
+    Case("llama", "single", batch=1, sequence=512),
+    Case("llama", "fsdp", batch=16),
+    Case("llama, tied", "single"),
+    Case("llama, 4000 words", "single"),
+    Case("llama, 4000 words", "fsdp", _BF16),
+    Case("qwen3", "fsdp"),
+    Case("gpt2", "single"),
+    Case("gpt2", "ddp", _BF16),
+    Case("gpt2", "fsdp"),
+    Case("gpt2", "tp"),
+    Case("gpt2", "pp", batch=4),
+    Case("llama", "cp"),
+    Case("llama", "ulysses"),
+    Case("mlp", "single"),
+    Case("mlp", "fsdp"),
+    Case("cnn", "ddp"),
+    Case("vit", "single"),
+    Case("vit", "fsdp", _BF16),
+    Case("vit", "zero1"),
+    Case("llama", "fsdp", n=4),
+    Case("llama", "fsdp", {"shard": "hybrid"}, n=4),
+    Case("llama", "fsdp", {"tp": 2}, n=4),
+    Case("gpt2", "zero1", n=4),
+]

@@ -1,0 +1,117 @@
+"""What a plan predicts beside what ranks measure: states exactly, the peak closely."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist.client.fake import FakeEngine
+from nbdist.core.fake import NAME, Source
+from nbdist.core.plan_check import Measured, largest
+from nbdist.core.plan_load import Load
+from nbdist.core.plan_memory import Memory, memory_of
+from nbdist.core.plan_models import of_config, of_count
+from nbdist.core.strategy import choose
+from nbdist.errors import OptionError
+from tests.accuracy.case import LONG, MODELS, SHORT, Case, Result, record
+from tests.accuracy.texts import RANKS
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module", name="engine")
+def _engine() -> Iterator[FakeEngine]:
+    with FakeEngine(Source()) as one:
+        yield one
+
+
+def test_states_and_peaks_of_some(tmp_path: Path, engine: FakeEngine) -> None:
+    """One of each kind: single, ddp, zero1, fsdp; a transformer, an MLP, a CNN."""
+    _compare(tmp_path, 2, SHORT, engine)
+
+
+@pytest.mark.accuracy
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("n", [2, 4])
+def test_states_and_peaks_of_all(tmp_path: Path, engine: FakeEngine, n: int) -> None:
+    _compare(tmp_path, n, [case for case in LONG if case.n == n], engine, limit_s=880)
+
+
+def _compare(
+    folder: Path, n: int, cases: list[Case], engine: FakeEngine, limit_s: float = 80.0
+) -> None:
+    given = [
+        {"model": c.model, "config": MODELS[c.model], "name": c.name, "given": c.given,
+         "batch": c.batch, "sequence": c.sequence}
+        for c in cases
+    ]  # fmt: skip
+    with TorchRanks(folder, n, RANKS, limit_s, CASES=json.dumps(given)) as ranks:
+        results = [result["found"] for result in ranks.results()]
+    problems: list[str] = []
+    for number, case in enumerate(cases):
+        found = [result[number] for result in results]
+        for one in found:
+            assert isinstance(one, dict), f"{case}\n{one}"
+        problems += _problems(case, found, engine)
+    assert problems == []
+
+
+def _problems(case: Case, found: list[dict[str, Any]], engine: FakeEngine) -> list[str]:
+    """What is off; the case is recorded in any way."""
+    sent = found[0]["sent"]
+    told = [Measured(**{k: v for k, v in one.items() if k != "sent"}) for one in found]
+    measured = largest(told)
+    config = MODELS[case.model]
+    engine.turn_to(Source(config=config or {}, pickled=bytes.fromhex(sent)))
+    choice = choose(case.name, case.given, case.n)
+    load = Load(case.batch, case.sequence, has_gpu=False)
+    shape = of_count(1e6, case.model) if config is None else of_config(config)
+    formulas = None if config is None else memory_of(shape, choice, load).peak
+    run = _run(engine, shape if config else None, case, load)
+    states = _states_of(run, told)
+    result = Result(
+        case.typed, case.model, case.n, case.batch, case.sequence, measured.peak,
+        run.peak if run.engine == NAME and not run.is_partial else None, formulas, states, run.note,
+    )  # fmt: skip
+    record(result)
+    off = [] if states else [f"{case}: states of {run}, measured {told}"]
+    if result.run is not None and not _is_close(case, run, measured):
+        off.append(f"{case}: {run}, measured {measured}")
+    return off
+
+
+def _is_close(case: Case, run: Memory, measured: Measured) -> bool:
+    """Within 1 %; where messages are under way while the ranks compute, more.
+
+    Gloo copies what it reduces, in threads of its own: of all gradients at most, and as chance
+    has it (docs/accuracy.md).
+    """
+    if not {"fsdp", "fsdp1", "tp"} & {case.name}:
+        return abs(run.peak / measured.peak - 1) < 0.01
+    copies = run.gradients * case.n
+    return 0.94 * run.peak < measured.peak < 1.02 * run.peak + copies
+
+
+def _run(engine: FakeEngine, shape: Any, case: Case, load: Load) -> Memory:
+    known = shape or of_count(1e6, case.model)
+    if shape is None:
+        known = type(known)(known.name, known.parameters, known.shape, has_shape=False)
+        engine._otherwise = _nothing
+    else:
+        engine._otherwise = memory_of
+    return engine(known, choose(case.name, case.given, case.n), load)
+
+
+def _nothing(*_: object) -> Memory:
+    raise OptionError("nobody counts this")
+
+
+def _states_of(memory: Memory, told: list[Measured]) -> bool:
+    """Whether one rank has just these, and none has more."""
+    wanted = (memory.parameters, memory.gradients, memory.optimizer)
+    seen = [(one.parameters, one.gradients, one.optimizer) for one in told]
+    return wanted in seen and all(sum(one) <= sum(wanted) for one in seen)

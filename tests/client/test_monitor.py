@@ -1,0 +1,375 @@
+"""What ranks use and do, sampled beside them while they work, wait, hang and end."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist.client import driving, outside
+from nbdist.client import monitor as monitors
+from nbdist.client.monitor import Monitor, Samples
+from nbdist.client.request import CellRequest
+from nbdist.client.run import CellRun
+from nbdist.client.session import Session
+from nbdist.client.start import StartOptions
+from nbdist.core.monitor import Sample
+from nbdist.errors import DistributedError, NotRunning, OptionError
+from tests.client.conftest import session_of, temporary_folder, until
+from tests.support.gpus import SMI, Driver
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+SOON_S = 10.0
+HANG = "import torch.distributed as dist\nif rank == 0:\n    dist.all_reduce(torch.ones(3))\n"
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """Two ranks, whose deadlocks are left alone for a while."""
+    with (
+        temporary_folder(tmp_path_factory.mktemp("monitor") / "tmp"),
+        session_of(StartOptions(world_size=2, grace_s=60.0)) as started,
+    ):
+        started.run("import torch._dynamo")  # else an idle rank does that by and by, and is busy
+        started.monitor._period_s = 0.2
+        yield started
+
+
+def seen(session: Session, is_it: Callable[[Samples], bool]) -> Samples:
+    """The first samples from now on of which something is true."""
+    after_s, end_s = time.monotonic(), time.monotonic() + SOON_S
+    while time.monotonic() < end_s:
+        samples = session.monitor.wait(after_s, SOON_S)
+        if is_it(samples):
+            return samples
+        after_s = samples[0].time_s
+    raise AssertionError(f"never seen; last: {samples}")
+
+
+def states(samples: Samples) -> list[str]:
+    return [one.doing.state for one in samples]
+
+
+def waited_s(sample: Sample) -> float:
+    """How long a rank has waited; 0 for one that does not."""
+    if sample.doing.state != "waiting":
+        return 0.0
+    return sample.time_s - (sample.doing.since_s or 0.0)
+
+
+def begin(session: Session, code: str) -> CellRun:
+    """Send a cell to both ranks, as cell [7]; `end` sees it through."""
+    return session.begin(CellRequest(code, (0, 1), number=7))
+
+
+def end(one: CellRun) -> None:
+    """Wait for the end of a cell that was begun."""
+    driving.wait(lambda: one)
+
+
+def test_nothing_is_sampled_before_somebody_asks(session: Session) -> None:
+    """The first who asks begins; then there is a sample of each rank, with its memory."""
+    assert not session.monitor.is_running
+    assert session.monitor.latest() == ()
+    samples = session.monitor.wait(time.monotonic(), SOON_S)
+    pids = session.health.pids()
+
+    assert session.monitor.is_running
+    assert [one.rank for one in samples] == [0, 1]
+    assert states(samples) == ["idle", "idle"]
+    for one in samples:
+        assert one.usage is not None
+        apart = abs(one.usage.rss_bytes - psutil.Process(pids[one.rank]).memory_info().rss)
+        assert apart < 100_000_000
+        assert one.usage.pss_bytes is not None
+        assert one.usage.pss_bytes <= one.usage.rss_bytes
+        assert one.gpu is None
+        assert one.age_s == 0.0
+
+
+def test_a_rank_is_seen_running_and_another_waiting_for_it(session: Session) -> None:
+    """The state is that of the moment: the call in which a rank waits, its line, for how long."""
+    code = (
+        "import time, torch.distributed as dist\nif rank == 1:\n    time.sleep(2)\ndist.barrier()"
+    )
+    one = begin(session, code)
+    both = seen(session, lambda samples: states(samples) == ["waiting", "running"])
+    later = seen(session, lambda samples: waited_s(samples[0]) > 1)
+    end(one)
+    idle = seen(session, lambda samples: states(samples) == ["idle", "idle"])
+
+    assert both[0].doing.text.startswith("running cell [7], waiting in barrier()")
+    assert both[1].doing.text == "running cell [7]"
+    assert later[0].told.endswith(f"line 4 of cell [7] for {waited_s(later[0]):.1f} s")
+    assert both[0].doing.last_collective == ""
+    assert [one.doing.last_collective for one in idle] == ["barrier()"] * 2
+    assert all((one.doing.collective_age_s or 0) < SOON_S for one in idle)
+
+
+def test_a_rank_that_computes_is_busy_and_one_that_sleeps_is_not(session: Session) -> None:
+    """Processor time is told of the process that spends it, C code that holds the GIL included."""
+    # A power of a long number is one call of C code: no thread of that rank runs meanwhile.
+    code = (
+        "import time\nend_s = time.process_time() + 2\n"
+        "while rank == 0 and time.process_time() < end_s:\n    pow(3, 3_000_000)"
+    )
+    before = session.monitor.wait(time.monotonic(), SOON_S)
+    one = begin(session, code)
+    busy = seen(session, lambda s: states(s)[0] == "running" and (s[0].cpu_percent or 0) > 5)
+    end(one)
+    after = session.monitor.wait(time.monotonic(), SOON_S)
+    spent_s = [
+        now.usage.cpu_s - then.usage.cpu_s
+        for now, then in zip(after, before, strict=True)
+        if now.usage is not None and then.usage is not None
+    ]
+
+    assert spent_s[0] >= 2
+    assert spent_s[1] < 1
+    assert busy[0].age_s == 0.0
+    assert busy[0].utilisation == busy[0].cpu_percent
+
+
+def test_a_hung_collective_is_seen_as_waiting(session: Session) -> None:
+    """The rank in it waits, the one that has finished is idle; the samples go on all the time."""
+    before = len(session.monitor.history)
+    one = begin(session, HANG)
+    samples = seen(session, lambda samples: waited_s(samples[0]) > 2)
+    session.health.abort()
+    with pytest.raises(DistributedError):
+        end(one)
+
+    assert states(samples) == ["waiting", "idle"]
+    assert "all_reduce(float32[3])" in samples[0].doing.text
+    assert len(session.monitor.history) >= before + 2
+
+
+def test_listeners_are_called_and_their_errors_kept(session: Session) -> None:
+    """One that fails is told once, called again, and takes nothing from another."""
+    got: list[Sample] = []
+    failed = threading.Event()
+
+    def fails(_samples: Samples) -> None:
+        if got:
+            failed.set()
+        raise ValueError("no canvas")
+
+    ends = [session.monitor.listen(fails), session.monitor.listen(got.extend)]
+    assert until(lambda: len(got) >= 4)
+    assert failed.wait(SOON_S)
+    for stop in (*ends, *ends):
+        stop()
+    session.monitor.wait(time.monotonic(), SOON_S)
+    count = len(got)
+    session.monitor.wait(time.monotonic(), SOON_S)
+
+    assert {one.rank for one in got} == {0, 1}
+    assert len(got) == count
+    assert [one for one in session.monitor.problems if "no canvas" in one] == [
+        "a listener failed: ValueError: no canvas"
+    ]
+
+
+def test_sampling_stops_when_told_and_begins_when_asked(session: Session) -> None:
+    """No thread is left; the history stays, and goes on in the order of time."""
+    session.monitor.wait(time.monotonic(), SOON_S)
+    session.monitor.stop()
+    names = [one.name for one in threading.enumerate()]
+    count = len(session.monitor.history)
+    session.monitor.wait(time.monotonic(), SOON_S)
+    times, _ = session.monitor.history.series(0, "state")
+
+    assert not {"nbdist-monitor", "nbdist-prometheus", "nbdist-gpus"}.intersection(names)
+    assert count > 0
+    assert len(session.monitor.history) == count + 1
+    assert (times[1:] > times[:-1]).all()
+
+
+def test_sampling_stops_by_itself_when_nobody_asks_any_more(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while a cell runs, and not while somebody listens."""
+    monkeypatch.setattr(monitors, "UNASKED_S", 0.0)
+    monitor = Monitor(session, period_s=0.05)
+    one = begin(session, "import time\ntime.sleep(1)")
+    monitor.start()  # the only question while the cell runs
+    end(one)
+    assert until(lambda: not monitor.is_running)
+    count = len(monitor.history)
+    monitor.start()
+    assert until(lambda: not monitor.is_running)
+    when_idle = len(monitor.history) - count
+    stop = monitor.listen(lambda _samples: None)
+    assert until(lambda: len(monitor.history) > count + 10)
+    stop()
+    assert until(lambda: not monitor.is_running)
+
+    assert count >= 5
+    assert when_idle <= 1
+
+
+@pytest.fixture
+def on_gpus(session: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitor]:
+    """A monitor that takes both ranks for ranks on GPUs, the second one of which does not exist."""
+    uuids = ("8c2a1f", "GPU-missing")
+    places = [
+        replace(place, device="cuda:0", device_uuid=uuid)
+        for place, uuid in zip(session.topology.ranks, uuids, strict=True)
+    ]
+    monkeypatch.setattr(session, "topology", replace(session.topology, ranks=tuple(places)))
+    monitor = Monitor(session, period_s=0.1)
+    yield monitor
+    monitor.close()
+
+
+def first(monitor: Monitor, is_it: Callable[[Samples], bool]) -> Samples:
+    """The first samples of a monitor of which something is true."""
+    samples: list[Samples] = []
+    stop = monitor.listen(samples.append)
+    assert until(lambda: any(is_it(one) for one in list(samples)))
+    stop()
+    return next(one for one in samples if is_it(one))
+
+
+def test_gpus_are_read_by_nvidia_smi(
+    on_gpus: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call for all GPUs, each rank's by its UUID. When it fails that is told once."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    answer, program = tmp_path / "answer", tmp_path / "nvidia-smi"
+    answer.write_text(SMI)
+    program.write_text(f"#!/bin/sh\ncat {answer} || {{ echo driver gone >&2; exit 9; }}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    well, other = first(on_gpus, lambda samples: samples[0].gpu is not None)
+    answer.unlink()
+    failed = first(on_gpus, lambda samples: samples[0].gpu is None)
+    count = len(on_gpus.history)
+    assert until(lambda: len(on_gpus.history) > count + 20)
+
+    assert well.gpu is not None
+    assert (well.gpu.index, well.utilisation, well.gpu.used_bytes) == (0, 97.0, 1024 * 2**20)
+    assert well.usage is not None
+    assert other.gpu is None
+    assert [one.usage is not None for one in failed] == [True, True]
+    missing, gone = on_gpus.problems
+    assert missing.startswith("rank 1: the driver tells nothing of its GPU GPU-missing (of MIG")
+    assert gone == f"nvidia-smi does not answer: cat: {answer}: No such file or directory"
+
+
+def test_gpus_are_read_by_nvml_and_one_that_is_lost_is_told(
+    on_gpus: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the driver still tells of the others goes on."""
+    driver = Driver(2, uuids=("8c2a1f", "missing"))
+    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+    both = first(on_gpus, lambda samples: samples[1].gpu is not None)
+    driver.lost.add(0)
+    one = first(on_gpus, lambda samples: samples[0].gpu is None and samples[1].gpu is not None)
+    driver.lost.clear()
+    back = first(on_gpus, lambda samples: samples[0].gpu is not None)
+
+    assert [sample.gpu and sample.gpu.index for sample in both] == [0, 1]
+    assert one[1].gpu is not None
+    assert back[0].gpu is not None
+    assert on_gpus.problems == ("GPU 0 cannot be read: GPU is lost",)
+    assert on_gpus.history.summary(1, "power").peak == 123.456
+
+
+def test_without_any_driver_ranks_are_sampled_all_the_same(
+    on_gpus: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host and state are there; nothing failed."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    samples = first(on_gpus, lambda samples: samples[0].cpu_percent is not None)
+
+    assert [one.gpu for one in samples] == [None, None]
+    assert all(one.usage is not None for one in samples)
+    assert on_gpus.problems == ()
+
+
+def test_ranks_on_other_hosts_answer_for_themselves(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be read here is asked for; where C code holds the GIL its age grows."""
+    pids = session.health.pids()
+    monkeypatch.setattr(session.health, "pids", dict)
+    monitor = Monitor(session, period_s=0.2)
+    answered = first(monitor, lambda samples: all(one.cpu_percent is not None for one in samples))
+    # One call of C code: the control thread gets no turn until it ends.
+    one = begin(session, "if rank == 0:\n    pow(3, 12_000_000)\n")
+    old = first(monitor, lambda samples: samples[0].age_s > 1.0)
+    end(one)
+    fresh = first(monitor, lambda samples: samples[0].age_s < 1.0)
+    monitor.close()
+
+    for sample in answered:
+        assert sample.usage is not None
+        resident = psutil.Process(pids[sample.rank]).memory_info().rss
+        assert abs(sample.usage.rss_bytes - resident) < 100_000_000
+    assert old[0].doing.state == "running"
+    assert old[1].age_s < old[0].age_s
+    assert states(fresh) == ["idle", "idle"]
+
+
+def test_a_rank_that_is_killed_is_dead_until_another_takes_its_place(session: Session) -> None:
+    """The rest is sampled on; what replaces it is sampled under the same rank."""
+    seen(session, lambda samples: states(samples) == ["idle", "idle"])
+    pid = session.health.pids()[1]
+    psutil.Process(pid).kill()
+    dead = seen(session, lambda samples: states(samples) == ["idle", "dead"])
+    session.restart([1])
+    back = seen(session, lambda samples: states(samples) == ["idle", "idle"])
+
+    assert "SIGKILL" in dead[1].doing.text
+    assert dead[1].usage is None
+    assert back[1].usage is not None
+    assert session.health.pids()[1] != pid
+
+
+def test_sampling_goes_on_while_the_controller_is_replaced(session: Session) -> None:
+    """Ranks of this host need no connection to be read; nothing failed, and all are back."""
+    before = len(session.monitor.history)
+    pid = session.cluster.controller_pid()
+    assert pid is not None
+    psutil.Process(pid).kill()
+    assert until(lambda: None in session.cluster.exits)
+    between = session.monitor.wait(time.monotonic(), SOON_S)
+    session.run("1 + 1")
+    back = seen(session, lambda samples: states(samples) == ["idle", "idle"])
+
+    assert all(one.usage is not None for one in (*between, *back))
+    assert set(states(between)) <= {"idle", "unknown"}
+    assert len(session.monitor.history) > before
+    assert [one for one in session.monitor.problems if "sample failed" in one] == []
+
+
+def test_sampling_ends_with_the_ranks(session: Session) -> None:
+    """No thread and no port is left, what was seen last stays, and who asks begins nothing.
+
+    Also where they are stopped in a terminal, of which the notebook hears at its next verb only.
+    """
+    monitor = session.monitor
+    monitor.wait(time.monotonic(), SOON_S)
+    served = monitor.serve(0)
+    with pytest.raises(OptionError, match="is served already"):
+        monitor.serve(served.port + 1)
+    outside.leave_note(session.cluster.run_dir)
+    assert until(lambda: not monitor.is_running)
+    assert until(lambda: not served._thread.is_alive())
+    with pytest.raises(NotRunning):
+        monitor.serve(0)
+    session.stop()
+    samples = monitor.latest()
+    names = [one.name for one in threading.enumerate()]
+
+    assert [one.rank for one in samples] == [0, 1]
+    assert not monitor.is_running
+    assert not {"nbdist-monitor", "nbdist-prometheus", "nbdist-gpus"}.intersection(names)

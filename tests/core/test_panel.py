@@ -1,0 +1,226 @@
+"""The panel without widgets: what a button may do, what is queued, what a choice would hold."""
+
+import pytest
+
+from nbdist.core.footprint import RECIPES
+from nbdist.core.monitor import STATES, Doing, Sample
+from nbdist.core.panel import BUTTONS, KINDS, bar_share, bar_told, missing, row_of
+from nbdist.core.panel_board import Board, Job
+from nbdist.core.panel_picker import Model, fields, given, picked, planned, typed, values_of
+from nbdist.core.strategy import Choice, choose
+from nbdist.core.strategy_options import OPTIONS, takers
+from nbdist.core.strategy_rows import ROWS
+from nbdist.core.topology import RankPlace
+from nbdist.core.usage import Usage
+
+FSDP = Job("apply", "%dist_strategy fsdp", ("fsdp", ()))
+TP = Job("apply", "%dist_strategy tp", ("tp", ()))
+RESTART = Job("restart", "%dist_restart 1", 1)
+
+
+class Clock:
+    """A clock that goes on when told."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """At 1000 s."""
+    return Clock()
+
+
+@pytest.fixture
+def board(clock: Clock) -> Board:
+    """Nothing was asked for yet."""
+    return Board(clock)
+
+
+def log(board: Board) -> list[str]:
+    return [entry.text for entry in board.log]
+
+
+def test_every_state_of_a_rank_is_drawn_and_differs_without_colour() -> None:
+    """A state that the monitor may tell has a sign of its own."""
+    assert set(KINDS) == set(STATES)
+    assert len({kind.sign for kind in KINDS.values()}) == len(KINDS)
+    assert len({kind.color for kind in KINDS.values()}) == len(KINDS)
+
+
+def test_a_row_is_what_the_sample_says() -> None:
+    """On a CPU the memory is the rank's own, of what its host may use."""
+    place = RankPlace(7, 1, 1, 2, 0, "here", 5, "cpu", "", "", 1)
+    usage = Usage(1.0, 400, 300, 900, 1200)
+    doing = Doing("running", "running cell [3]", since_s=90.0, cell_s=10.0)
+    row = row_of(place, Sample(1, 98.0, doing, usage, cpu_percent=50.0, age_s=1.0), 100.0)
+
+    assert (row.kind, row.doing, row.busy_s) == ("running", "running cell [3]", 8.0)
+    assert (row.memory_bytes, row.limit_bytes, row.share) == (300, 1200, 0.25)
+    assert row.utilisation == 0.5
+    assert row.age_s == 3.0
+    assert row_of(place, None, 0.0).kind == "unknown"
+
+
+def test_a_job_is_taken_once_and_its_end_is_logged_with_its_time(
+    board: Board, clock: Clock
+) -> None:
+    """Another one waits until it has ended."""
+    board.ask(FSDP, "")
+    board.ask(RESTART, "")
+    first = board.take()
+    second = board.take()
+    board.progress("forming groups")
+    clock.now_s += 2.5
+    told = board.acting
+    board.finish("done so")
+
+    assert first == FSDP
+    assert second is None
+    assert told == "%dist_strategy fsdp: forming groups (2 s)"
+    assert board.acting == ""
+    assert board.take() == RESTART
+    assert "%dist_strategy fsdp (2.5 s): done so" in log(board)
+
+
+def test_pressed_twice_is_done_once(board: Board) -> None:
+    """While it waits, and while it is under way; afterwards it can be asked for again."""
+    assert board.ask(RESTART, "cell [3]")
+    assert not board.ask(RESTART, "cell [3]")
+    assert board.take() == RESTART
+    assert not board.ask(RESTART, "")
+    board.finish("back")
+    assert board.take() is None
+    assert board.ask(RESTART, "")
+    assert log(board) == [
+        "%dist_restart 1 is queued until cell [3] ends; Cancel queued takes it back",
+        "%dist_restart 1 is queued already",
+        "%dist_restart 1 begins",
+        "%dist_restart 1 is under way already",
+        "%dist_restart 1 (0.0 s): back",
+    ]
+
+
+def test_of_two_strategies_that_wait_the_newest_counts(board: Board) -> None:
+    """The other one is not switched to on the way."""
+    board.ask(FSDP, "cell [3]")
+    board.ask(RESTART, "cell [3]")
+    board.ask(TP, "cell [3]")
+
+    assert board.queued == ("%dist_restart 1", "%dist_strategy tp")
+    assert "%dist_strategy fsdp is taken back: %dist_strategy tp takes its place" in log(board)
+
+
+def test_what_is_queued_can_be_taken_back(board: Board) -> None:
+    """All of it, with the reason."""
+    board.ask(FSDP, "cell [3]")
+    board.ask(RESTART, "cell [3]")
+
+    assert board.drop("cancelled") == 2
+    assert board.take() is None
+    assert log(board)[-1] == "%dist_restart 1 is taken back: cancelled"
+
+
+def test_a_recording_is_for_one_cell(board: Board) -> None:
+    """A second press takes it back; another button's takes its place."""
+    board.arm("profile")
+    board.arm("memory")
+    armed = board.armed
+    board.arm("memory")
+
+    assert armed == ("memory",)
+    assert board.armed == ()
+    board.arm("profile")
+    assert [board.disarm(), board.disarm()] == ["profile", ""]
+
+
+def test_the_log_keeps_the_newest_lines(board: Board) -> None:
+    """However long the notebook runs."""
+    for number in range(1000):
+        board.note(str(number))
+
+    assert log(board)[-1] == "999"
+    assert len(log(board)) == 200
+
+
+def test_a_progress_bar_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """tqdm's own, as it writes it; a bar without a percentage has no length."""
+    tqdm = pytest.importorskip("tqdm").tqdm
+    with tqdm(total=80, ncols=60, desc="epoch 2") as one:
+        one.update(20)
+        one.refresh()
+    bar = "[0] " + capsys.readouterr().err.split("\r")[-1].strip()
+
+    assert bar_share(bar) == 0.25
+    assert bar_told(bar).startswith("[0] epoch 2:  25% 20/80 [")
+    assert bar_share("[0] 20 of 80") is None
+    assert bar_told("[0] 20 of 80") == "[0] 20 of 80"
+
+
+@pytest.mark.parametrize("name", BUTTONS)
+def test_a_button_says_why_it_does_nothing(name: str) -> None:
+    """A reason where a fact is missing, nothing where all are there."""
+    needs = BUTTONS[name].needs
+
+    assert missing(name, needs) == ""
+    for need in needs:
+        assert missing(name, set(needs) - {need}), need
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_fields_of_a_strategy_are_its_options(name: str) -> None:
+    """Each option of the table that takes this strategy, and no other; then its degrees."""
+    words = [one.word for one in fields(name, 8)]
+    options = [row.word for row in OPTIONS.values() if name in takers(row)]
+
+    assert words[len(words) - len(options) :] == options
+    assert set(words) - set(options) <= {"dp", "tp", "pp", "cp", "replicas"}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_value_of_each_field_can_be_had_or_says_why(name: str) -> None:
+    """Alone on 8 ranks: a choice with just that, or core.strategy's own words."""
+    for field in fields(name, 8):
+        for value in field.choices if field.kind != "switch" else (True,):
+            found = picked(name, {field.word: value}, 8)
+            if isinstance(found, Choice):
+                # What is shown for it gives it again.
+                again = picked(found.name, values_of(found), 8)
+                assert again == found, (field.word, value)
+            else:
+                assert found.endswith((".", "?")), (field.word, value)
+
+
+def test_fields_left_alone_say_nothing() -> None:
+    """Neither to choose, nor in the line that would be typed."""
+    values = {"tp": "2", "bucket": "", "find_unused": False, "sequence_parallel": True}
+
+    assert given(values) == {"tp": "2", "sequence_parallel": True}
+    assert typed("fsdp", values) == "fsdp --tp 2 --sequence-parallel"
+
+
+def test_a_number_is_read_or_refused_with_the_options_words() -> None:
+    """As a typed one."""
+    choice = picked("ddp", {"bucket": "12.5"}, 2)
+    refused = picked("ddp", {"bucket": "much"}, 2)
+
+    assert isinstance(choice, Choice)
+    assert choice.options.bucket_mb == 12.5
+    assert isinstance(refused, str)
+    assert "--bucket much is no number" in refused
+
+
+def test_a_plan_is_bytes_of_the_models_that_are_there() -> None:
+    """Under fsdp on 4 ranks a quarter of 16 bytes a parameter; bf16 models have 12."""
+    model = Model("net", 1_000_000, 4_000_000)
+    short = Model("half", 1_000_000, 2_000_000)
+    fsdp, ddp = choose("fsdp", {}, 4), choose("ddp", {}, 4)
+
+    assert planned(fsdp, [model]).startswith("each rank holds 4.0 MB between steps")
+    assert planned(ddp, [model, short]).startswith("each rank holds 28.0 MB between steps")
+    assert "between steps, now 16.0 MB: " in planned(fsdp, [model], ddp)
+    assert "now" not in planned(fsdp, [model], fsdp)
+    assert "8 B per parameter" not in planned(ddp, [])
+    assert f"16 B per parameter (p + g + o; {RECIPES['fp32'].name})" in planned(ddp, [])

@@ -1,0 +1,233 @@
+"""%%dist_memory and %dist_memory, typed in real kernels with two real ranks."""
+
+import pytest
+
+from tests.support.cells import Cell
+from tests.support.kernel import Kernel
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+_TRAIN = """
+mem_model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.ReLU(), torch.nn.Linear(40, 8))
+mem_optimizer = torch.optim.Adam(mem_model.parameters())
+def mem_step():
+    mem_optimizer.zero_grad()
+    mem_model(torch.ones(16, 24)).sum().backward()
+    mem_optimizer.step()
+"""
+# Of the last record: rank, steps, whether there is a history, problem.
+_RANKS = """
+[(r.rank, len(r.step_ends_ns), r.duration_ns > 0, r.problem)
+ for r in nbdist.session().memory().ranks]
+"""
+# Rank 0's bytes by category, at the end of the record, and the names of these owners.
+_BYTES = """
+from nbdist.core import snapshot as s
+def mem_bytes(one, category):
+    b = one.blocks
+    there = (b.end_ns == s.STAYS) & b.is_exact & (b.category == category)
+    return {one.names[b.name[n]]: int(b.size_bytes[n]) for n in there.nonzero()[0]}
+"""
+_OFF = """%%distributed
+from torch.optim import optimizer as o
+(torch.autograd._profiler_enabled(), len(o._global_optimizer_post_hooks),
+ len(o._global_optimizer_pre_hooks))
+"""
+# Elements of mem_model's parameters.
+_SIZES = {"0.weight": 960, "0.bias": 40, "2.weight": 320, "2.bias": 8}
+
+
+@pytest.fixture(scope="module")
+def trained(_shared_kernel: Kernel) -> Kernel:
+    """The shared kernel, its ranks with something to train."""
+    for code in ("import nbdist", "%dist_reset", _BYTES, f"%%distributed\n{_TRAIN}"):
+        cell = _shared_kernel.run(code, 120.0)
+
+        assert cell.status == "ok", cell.visible
+    return _shared_kernel
+
+
+def ranks(kernel: Kernel) -> object:
+    return eval(kernel.run(_RANKS.strip()).plain[0])
+
+
+def ran(kernel: Kernel, code: str) -> Cell:
+    """A cell that passes, after which nothing is recorded on any rank."""
+    cell = kernel.run(code)
+
+    assert cell.status == "ok", cell.visible
+    assert "CPUAllocator" not in cell.visible  # what torch says of frees of older memory
+    assert kernel.run(_OFF).visible.count("(False, 0, 0)") >= 1
+    return cell
+
+
+def held(kernel: Kernel, category: str, rank: int = 0) -> dict[str, int]:
+    cell = kernel.run(f"mem_bytes(nbdist.session().memory().ranks[{rank}], s.{category})")
+    return dict(eval(cell.plain[0]))
+
+
+def test_before_any_record_it_says_whose_memory_it_is(trained: Kernel) -> None:
+    """Parameters by their names, without a history."""
+    cell = ran(trained, "%dist_memory")
+
+    assert "parameters" in cell.visible
+    assert ranks(trained) == [(0, 0, False, ""), (1, 0, False, "")]
+    assert held(trained, "PARAMETER", 1) == {name: 4 * n for name, n in _SIZES.items()}
+
+
+def test_a_cell_is_run_with_its_output_and_its_memory_recorded(trained: Kernel) -> None:
+    """All its steps on all ranks; every owner with the bytes of its elements."""
+    cell = ran(trained, "%%dist_memory\nfor n in range(3): mem_step(); print('made', n)")
+
+    assert cell.visible.index("made 2") < cell.visible.index("parameters")
+    assert ranks(trained) == [(0, 3, True, ""), (1, 3, True, "")]
+    sizes = {name: 4 * n for name, n in _SIZES.items()}
+    assert held(trained, "PARAMETER") == sizes
+    assert held(trained, "GRADIENT") == sizes
+    assert held(trained, "OPTIMIZER") == {
+        f"{name}: {key}": 4 if key == "step" else size
+        for name, size in sizes.items()
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert ran(trained, "%dist_memory").plain == cell.plain
+
+
+def test_so_many_steps_are_recorded_and_the_cell_goes_on(trained: Kernel) -> None:
+    """The first ones; an explicit end of a step counts alone."""
+    cell = ran(trained, "%%dist_memory --steps 2\nfor n in range(5): mem_step()\nprint('end', n)")
+
+    assert "end 4" in cell.visible
+    assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
+    code = "import nbdist\nfor n in range(4): mem_step(); mem_step(); nbdist.step()"
+    ran(trained, f"%%dist_memory --ranks 1 --no-stacks --steps 3\n{code}")
+    assert ranks(trained) == [(1, 3, True, "")]
+    assert trained.run("len(nbdist.session().memory().ranks[0].stacks)").plain == ["0"]
+
+
+def test_lines_of_the_cell_are_told(trained: Kernel) -> None:
+    """By the cell's number, exactly; the backward's with the line of its forward."""
+    code = "mem_x = torch.ones(8, 24)\nmem_h = mem_model(mem_x)\nmem_h.sum().backward()"
+    ran(trained, f"%%dist_memory\n{code}")
+    told = trained.run(
+        "mem_one = nbdist.session().memory().ranks[0]\n"
+        "sorted({(mem_one.names[o], f.line) for o, p in zip(mem_one.blocks.operator, "
+        "mem_one.blocks.stack) if p >= 0 and o >= 0 for f in mem_one.stacks[p][-1:] "
+        "if f.file.startswith('cell [') and f.is_line_known})"
+    )
+    lines = dict(eval(told.plain[0]))
+
+    # The magic's own line is the first.
+    assert (lines["aten::ones"], lines["aten::linear"], lines["aten::sum"]) == (2, 3, 4)
+    assert lines["AddmmBackward0"] == 3
+
+
+def test_a_bound_keeps_the_newest_events_and_tells_how_many_are_lost(trained: Kernel) -> None:
+    """What was allocated before them and is there counts as there before."""
+    ran(trained, "%%dist_memory --most-events 20\nfor n in range(3): mem_step()")
+    told = trained.run(
+        "mem_one = nbdist.session().memory().ranks[0]\n"
+        "mem_b = mem_one.blocks\n"
+        "(int((mem_b.start_ns >= 0).sum() + (mem_b.end_ns != s.STAYS).sum()) <= 20, "
+        "mem_one.lost > 0)"
+    )
+
+    assert told.plain == ["(True, True)"]
+    assert held(trained, "PARAMETER") == {name: 4 * n for name, n in _SIZES.items()}
+
+
+def test_cells_without_memory_or_gradients_are_recorded(trained: Kernel) -> None:
+    """Nothing allocated; nothing kept for a backward."""
+    ran(trained, "%%dist_memory\npass")
+    assert ranks(trained) == [(0, 0, True, ""), (1, 0, True, "")]
+    ran(trained, "%%dist_memory\nwith torch.no_grad(): mem_model(torch.ones(64, 24)).sum()")
+    kinds = trained.run(
+        "mem_b = nbdist.session().memory().ranks[0].blocks\n"
+        "sorted({s.CATEGORIES[c] for c in mem_b.category[mem_b.start_ns >= 0]})"
+    )
+
+    assert kinds.plain == ["['temporary']"]
+
+
+def test_wrong_options_record_nothing(trained: Kernel) -> None:
+    """They are refused before anything runs."""
+    for line, told in (
+        ("--steps 0", "no number of steps"),
+        ("--most-events 0", "no number of events"),
+        ("--ranks 7", "7"),
+        ("--what", "unrecognized"),
+    ):
+        cell = trained.run(f"%%dist_memory {line}\nprint('ran')")
+
+        assert cell.error is not None
+        assert cell.error.ename == "OptionError"
+        assert told in cell.error.evalue
+        assert "ran" not in cell.text
+    assert trained.run("%dist_memory --what").error is not None
+
+
+def test_a_cell_that_fails_keeps_what_was_recorded(trained: Kernel) -> None:
+    """Its error is the cell's, and the next record is whole."""
+    code = "for n in range(2): mem_step()\nif rank: raise ValueError('mine')"
+    cell = trained.run(f"%%dist_memory\n{code}")
+
+    assert cell.error is not None
+    assert cell.error.ename == "DistributedError"
+    assert "mine" in cell.error.evalue
+    assert "parameters" in cell.visible
+    assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
+    ran(trained, "%%dist_memory --steps 1\nfor n in range(2): mem_step()")
+    assert ranks(trained) == [(0, 1, True, ""), (1, 1, True, "")]
+
+
+def test_an_interrupt_keeps_what_was_recorded(trained: Kernel) -> None:
+    """Also of a rank that waits in a collective."""
+    code = """
+import time
+for n in range(2): mem_step()
+print('waiting')
+dist.all_reduce(torch.ones(2)) if rank else time.sleep(60)
+"""
+    handle = trained.start(f"%%dist_memory\n{code}")
+    trained.wait_output(handle, "waiting")
+    trained.interrupt()
+    cell = trained.finish(handle)
+
+    assert cell.error is not None
+    assert cell.error.ename == "KeyboardInterrupt"
+    assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
+
+
+def test_a_second_profiler_is_told(trained: Kernel) -> None:
+    """One that runs already goes on; one of the cell's own ends the recording."""
+    start = "mem_own = torch.profiler.profile()\nmem_own.start()"
+    trained.run(f"%%rank [0]\n{start}")
+    cell = trained.run("%%dist_memory\nmem_step()")
+    trained.run("%%rank [0]\nmem_own.stop()")
+
+    assert "ank 0: Another profiler runs on this rank" in cell.visible
+    problems = [one[3] for one in eval(trained.run(_RANKS.strip()).plain[0])]
+    assert problems[0].startswith("Another profiler runs")
+    assert problems[1] == ""
+    cell = ran(trained, "%%dist_memory\nwith torch.profiler.profile(): mem_step()")
+    assert "has used a profiler of its own" in cell.visible
+
+
+def test_it_works_inside_another_magic_and_of_this_moment(trained: Kernel) -> None:
+    """--now has no history and leaves the last record as it is."""
+    ran(trained, "%%time\n%%dist_memory\nmem_step()")
+    cell = ran(trained, "%dist_memory --now")
+
+    assert "parameters" in cell.visible
+    assert ranks(trained) == [(0, 1, True, ""), (1, 1, True, "")]
+
+
+def test_from_python(trained: Kernel) -> None:
+    """The same without a magic: a record for each rank that was chosen."""
+    cell = ran(
+        trained,
+        "found = nbdist.session().record_memory('memory_row = torch.ones(1000)', ranks='1')\n"
+        "print([(one.rank, 4000 in one.blocks.size_bytes) for one in found.ranks])\n"
+        "print(found is nbdist.session().memory())",
+    )
+
+    assert cell.visible.splitlines()[-2:] == ["[(1, True)]", "True"]

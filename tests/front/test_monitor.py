@@ -1,0 +1,186 @@
+"""%dist_monitor in a notebook: what it shows, what Prometheus reads, and what is left of it."""
+
+import json
+import re
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support import processes
+from tests.support.kernel import Kernel
+
+_MISTAKES = {
+    "%dist_monitor --seconds 0": "0 is not above 0",
+    "%dist_monitor --seconds soon": "'soon' is no number",
+    "%dist_monitor --prometheus 65536": "'65536' is no port (0 to 65535; 0: a free one)",
+    "%dist_monitor --prometheus -1": "'-1' is no port",
+    "%dist_monitor --prometheus web": "'web' is no port",
+    "%dist_monitor --seconds 3 --off": "choose one of --seconds, --off",
+    "%dist_monitor 5": "unrecognized arguments: 5",
+}
+_WORK = (
+    "%%distributed\nimport torch.distributed as dist\nfor _ in range(20):\n"
+    "    dist.all_reduce(torch.ones(3))"
+)
+_THREADS = (
+    "import json, threading\n"
+    "print(json.dumps([t.name for t in threading.enumerate() if t.name.startswith('nbdist-')]))"
+)
+
+
+@pytest.fixture(autouse=True)
+def _off(kernel: Kernel) -> Iterator[None]:
+    """Each test begins and ends without samples."""
+    kernel.run("%dist_monitor --off")
+    yield
+    kernel.run("%dist_monitor --off")
+
+
+def rows(text: str) -> dict[int, str]:
+    """Rank -> its line of the table."""
+    return {int(n): rest for n, rest in re.findall(r"^ *(\d)  (.+)$", text, re.MULTILINE)}
+
+
+def fetched(url: str, token: str) -> str:
+    """What Prometheus would read."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def served(text: str) -> tuple[str, int, Path]:
+    """(address, port, file of the token) in what %dist_monitor --prometheus shows."""
+    url = re.search(r"(http://127\.0\.0\.1:(\d+)/metrics), for this host alone", text)
+    token = re.search(r"the token is in (\S+);", text)
+    assert url is not None, text
+    assert token is not None, text
+    return url[1], int(url[2]), Path(token[1])
+
+
+def is_open(port: int) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_it_shows_every_rank_and_goes_on(kernel: Kernel) -> None:
+    """The first one begins; the next one has more samples, the last collective, and a picture."""
+    first = kernel.run("%dist_monitor")
+    kernel.run(_WORK)
+    kernel.run("%dist_monitor --seconds 1.5")
+    later = kernel.run("%dist_monitor")
+    counts = [int(re.findall(r"of (\d+) samples", one.plain[-1])[0]) for one in (first, later)]
+    told = rows(later.plain[-1])
+
+    assert (first.status, later.status) == ("ok", "ok")
+    assert "recording from now on" in first.plain[-1]
+    assert "recording from now on" not in later.plain[-1]
+    assert sorted(told) == [0, 1]
+    assert all(line.startswith("idle") for line in told.values())
+    assert all("all_reduce(float32[3])" in line for line in told.values())
+    assert counts[1] > counts[0]
+    assert 'src="data:image/png;base64,' in later.outputs[-1]["data"]["text/html"]
+
+
+def test_recording_for_a_while_is_shown_when_it_is_interrupted(kernel: Kernel) -> None:
+    """An interrupt ends the wait, not the cell's result; the ranks are not disturbed."""
+    handle = kernel.start("%dist_monitor --seconds 60")
+    kernel.wait_output(handle, "left; an interrupt ends it")
+    kernel.interrupt()
+    cell = kernel.finish(handle)
+    after = kernel.run("%%distributed\nrank")
+
+    assert cell.status == "ok"
+    assert cell.seconds < 30
+    assert "interrupted after" in cell.visible
+    assert sorted(rows(cell.visible)) == [0, 1]
+    assert after.text == "[0] 0\n[1] 1\n"
+
+
+def test_prometheus_reads_what_the_ranks_use(kernel: Kernel) -> None:
+    """With the token from its file; another port is refused while one is served; --off ends it."""
+    cell = kernel.run("%dist_monitor --prometheus 0")
+    url, port, token_path = served(cell.plain[-1])
+    token = token_path.read_text()
+    text = fetched(url, token)
+    again = kernel.run("%dist_monitor --prometheus 0")
+    other = kernel.run(f"%dist_monitor --prometheus {port % 60000 + 1024}")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        fetched(url, "wrong")
+    refused.value.close()
+    off = kernel.run("%dist_monitor --off")
+
+    assert cell.status == "ok"
+    assert token not in cell.visible
+    assert f'targets: ["127.0.0.1:{port}"]' in cell.plain[-1]
+    for rank in (0, 1):
+        found = re.search(rf'\nnbdist_rank_resident_bytes{{rank="{rank}",.*}} (\d+)\n', text)
+        assert found is not None
+        assert int(found[1]) > 50_000_000
+        assert re.search(rf'\nnbdist_rank_state{{rank="{rank}",.*state="idle"}} 1\n', text)
+    assert served(again.plain[-1])[0] == url
+    assert other.error is not None
+    assert f"{url} is served already" in other.error.evalue
+    assert refused.value.code == 401
+    assert off.plain[-1].startswith("no longer recorded")
+    assert not is_open(port)
+    assert not token_path.exists()
+
+
+def test_a_port_in_use_is_an_error_with_the_choices(kernel: Kernel) -> None:
+    """Whoever has it keeps it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cell = kernel.run(f"%dist_monitor --prometheus {port}")
+
+    assert cell.error is not None
+    assert cell.error.ename == "OptionError"
+    assert f"port {port} of 127.0.0.1 is in use" in cell.error.evalue
+    assert "or 0 for any that is free" in cell.error.evalue
+
+
+@pytest.mark.parametrize("code", _MISTAKES)
+def test_a_mistake_is_told_and_nothing_begins(kernel: Kernel, code: str) -> None:
+    """An ordinary error; no sampling was begun by it."""
+    cell = kernel.run(code)
+    threads = json.loads(kernel.run(_THREADS).text)
+
+    assert cell.error is not None
+    assert cell.error.ename == "OptionError"
+    assert _MISTAKES[code] in cell.error.evalue
+    assert "nbdist-monitor" not in threads
+
+
+def test_stored_outputs_are_alike(kernel: Kernel) -> None:
+    """With NBDIST_TEST=1 numbers are placeholders, and twice the same."""
+    kernel.run("import os\nos.environ['NBDIST_TEST'] = '1'")
+    try:
+        cells = [kernel.run("%dist_monitor --seconds 1.2") for _ in range(2)]
+        address = kernel.run("%dist_monitor --prometheus 0")
+    finally:
+        kernel.run("del os.environ['NBDIST_TEST']")
+
+    assert cells[0].plain == cells[1].plain
+    assert len(cells[0].plain) == 1, "no progress is stored"
+    assert "now / mean / peak of # samples over # s" in cells[0].plain[0]
+    assert "http://127.0.0.1:#/metrics" in address.plain[-1]
+
+
+def test_nothing_is_left_of_it_when_the_kernel_is_killed(bare_kernel: Kernel) -> None:
+    """Port, token and ranks end with it."""
+    bare_kernel.run("%load_ext nbdist\n%dist_init -n 1", 60.0)
+    _, port, token_path = served(bare_kernel.run("%dist_monitor --prometheus 0").plain[-1])
+    is_open_before = is_open(port)
+    everybody = [psutil.Process(bare_kernel.pid), *processes.descendants(bare_kernel.pid)]
+    bare_kernel.kill()
+    left = processes.wait_gone(everybody, 10.0)
+
+    assert is_open_before
+    assert left == []
+    assert not is_open(port)
+    assert not token_path.exists()

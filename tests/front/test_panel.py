@@ -1,0 +1,355 @@
+"""The panel in a real kernel with two real ranks: its buttons pressed from other threads."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbconvert import HTMLExporter
+
+from nbdist.commands import VERBS
+from tests.support.kernel import Kernel, notebook_env
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+_HELP = """
+import threading, time, nbdist
+from nbdist.commands.panel import PANEL
+def press(name, **chosen):
+    for word, value in chosen.items(): getattr(PANEL._widgets, word).value = value
+    pressing = threading.Thread(target=PANEL.press, args=(name,))
+    pressing.start(); pressing.join()
+def log(): return [one.text for one in PANEL.board.log]
+def until(is_true, limit_s=30):
+    end_s = time.monotonic() + limit_s
+    while not is_true():
+        if time.monotonic() > end_s: raise TimeoutError("\\n".join(log()))
+        time.sleep(0.02)
+"""
+_PREPARED = """%%distributed
+torch.manual_seed(0)
+panel_net = torch.nn.Linear(8, 8)
+panel_optimizer = torch.optim.AdamW(panel_net.parameters())
+panel_net, panel_optimizer = accelerator.prepare(panel_net, panel_optimizer)
+"""
+_GONE = "%%distributed\nimport gc\ndel panel_net, panel_optimizer\ngc.collect(); None"
+# While a cell of the notebook sleeps, as somebody at the panel would.
+_LATER = """
+def later(*names, **chosen):
+    def pressing():
+        time.sleep(0.3)
+        for name in names: press(name, **chosen)
+    threading.Thread(target=pressing).start()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_models(_shared_kernel: Kernel) -> None:
+    """Ranks on which nothing is prepared, whatever other modules have left."""
+    reset = _shared_kernel.run("%dist_reset", 120.0)
+    assert reset.status == "ok", reset.visible
+
+
+@pytest.fixture
+def panel(kernel: Kernel) -> Iterator[Kernel]:
+    """The shared kernel with a panel, which is closed at the end."""
+    shown = kernel.run(f"{_HELP}{_LATER}%dist_panel")
+    assert shown.status == "ok", shown.visible
+    yield kernel
+    kernel.run("PANEL.close(); PANEL.board._log.clear()")
+    kernel.run("%dist_strategy ddp")
+
+
+def said(kernel: Kernel) -> str:
+    """The log."""
+    return kernel.run("print(*log(), sep='\\n')").text
+
+
+def test_widgets_stand_over_a_picture_of_the_same(panel: Kernel) -> None:
+    """The first output has nothing but the widget and a fixed text; the second has no widget."""
+    outputs = panel.run("%dist_panel").outputs
+    bundles = [one["data"] for one in outputs if one["output_type"] == "display_data"]
+    assert [sorted(one) for one in bundles] == [
+        ["application/vnd.jupyter.widget-view+json", "text/plain"],
+        ["text/html", "text/plain"],
+    ]
+    assert bundles[0]["text/plain"] == "nbdist panel"
+    assert bundles[1]["text/plain"].startswith("2 ranks on 1 host, gloo; strategy ddp, dp 2\n")
+
+
+def test_it_is_displayed_by_its_python_call(panel: Kernel) -> None:
+    """`session.panel()` as the last expression of a cell."""
+    cell = panel.run("nbdist.session().panel()")
+
+    assert "nbdist panel" in cell.visible
+    assert "2 ranks on 1 host" in cell.visible
+
+
+def test_apply_switches_the_live_model_between_cells(panel: Kernel) -> None:
+    """Asked for in a cell, done at its end, before the next one begins."""
+    panel.run(_PREPARED)
+    pressing, after = panel.run_all(
+        [
+            "press('apply', strategy='fsdp'); print(*log(), sep='\\n')",
+            "%%distributed\nprint(type(panel_net.weight).__name__)",
+        ]
+    )
+    log = said(panel)
+    models = panel.run("print(PANEL._models)").text
+    panel.run(_GONE)
+
+    assert "%dist_strategy fsdp is queued until cell [" in pressing.text
+    assert "begins" not in pressing.text
+    assert after.text == "[0-1] DTensor\n"
+    assert "ddp, dp 2 -> fsdp, dp 2" in log
+    assert "Model(name='panel_net', n_parameters=72, parameter_bytes=288)" in models
+
+
+def test_apply_between_cells_happens_at_once(panel: Kernel) -> None:
+    """Nothing is prepared: the choice is for models to come."""
+    panel.run("later('apply', strategy='zero1')")
+    panel.run("None")
+    told = panel.run("until(lambda: True); print(PANEL.state().strategy)")
+    for _ in range(100):
+        if "zero1" in told.text:
+            break
+        told = panel.run("time.sleep(0.05); print(PANEL.state().strategy)")
+
+    assert told.text == "zero1, dp 2\n"
+    assert "no model is prepared yet" in said(panel)
+
+
+def test_apply_that_ranks_refuse_is_told_and_changes_nothing(panel: Kernel) -> None:
+    """A strategy that the model cannot have: the error of %dist_strategy stands in the log."""
+    panel.run(_PREPARED)
+    panel.run("press('apply', strategy='pp')")
+    log = said(panel)
+    current = panel.run("print(nbdist.session().strategy.current().name)").text
+    panel.run(_GONE)
+
+    assert "%dist_strategy pp (" in log
+    assert "OptionError: " in log
+    assert current == "ddp\n"
+
+
+def test_pressed_twice_quickly_is_done_once(panel: Kernel) -> None:
+    """The second press is told."""
+    panel.run("press('apply', strategy='fsdp'); press('apply')")
+    log = said(panel)
+
+    assert log.count("%dist_strategy fsdp begins") == 1
+    assert "%dist_strategy fsdp is queued already" in log
+
+
+def test_a_stop_while_something_is_queued_takes_it_back(panel: Kernel) -> None:
+    """The ranks that it was for are gone; the panel goes on with new ones."""
+    panel.run("press('apply', strategy='fsdp'); get_ipython().run_line_magic('dist_shutdown', '')")
+    log = said(panel)
+    gone = panel.run("print(PANEL.state().title); press('status'); print(log()[-1])").text
+    panel.run("press('start')", 120)
+    back = panel.run("print(PANEL.state().title)")
+
+    assert "%dist_strategy fsdp is taken back: the ranks that it was for were stopped" in log
+    assert gone == ("no ranks are running: %dist_init starts some\nStatus: no ranks are running\n")
+    assert back.text == "2 ranks on 1 host, gloo\n"
+
+
+def test_interrupt_ends_a_cell_on_ranks_also_from_the_blocking_magic(panel: Kernel) -> None:
+    """Inside another magic a cell blocks the kernel's main thread."""
+    sleeping = "%%distributed\nimport time\ntime.sleep(600)"
+    panel.run("later('interrupt')")
+    blocked = panel.run(f"get_ipython().run_cell({sleeping!r}).raise_error()")
+    panel.run("later('interrupt')")
+    typed = panel.run(sleeping)
+
+    for cell in (blocked, typed):
+        assert cell.error is not None
+        assert cell.error.ename == "KeyboardInterrupt"
+    assert said(panel).count("interrupting cell [") == 2
+
+
+def test_interrupt_ends_what_the_panel_itself_does(panel: Kernel) -> None:
+    """A job that hangs is broken off; the log says so."""
+    panel.run(
+        "from nbdist.commands import panel_actions\n"
+        "kept = dict(panel_actions._ACTIONS)\n"
+        "panel_actions._ACTIONS['apply'] = lambda *_: time.sleep(600)\n"
+        "press('apply', strategy='fsdp'); later('interrupt')"
+    )
+    panel.run("panel_actions._ACTIONS.update(kept)")
+    log = said(panel)
+
+    assert "interrupting %dist_strategy fsdp" in log
+    assert "interrupted" in log.splitlines()[-1]
+
+
+def test_the_notebooks_stop_button_ends_what_the_panel_does(
+    panel: Kernel, shared_folder: Path
+) -> None:
+    """Between cells, where the kernel would ignore SIGINT."""
+    panel.run(
+        "from nbdist.commands import panel_actions\n"
+        "import pathlib\n"
+        "kept = dict(panel_actions._ACTIONS)\n"
+        "def sleeping(*_): pathlib.Path('acting').touch(); time.sleep(600)\n"
+        "panel_actions._ACTIONS['apply'] = sleeping\n"
+        "later('apply', strategy='fsdp')"
+    )
+    acting = shared_folder / "acting"
+    end_s = time.monotonic() + 30
+    while not acting.exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    panel.interrupt()
+    panel.run("panel_actions._ACTIONS.update(kept); pathlib.Path('acting').unlink()")
+
+    assert said(panel).splitlines()[-1].endswith(": interrupted")
+
+
+def test_the_cell_that_shows_the_panel_counts_as_running(panel: Kernel) -> None:
+    """What is asked for in it waits for its end, and Interrupt ends it."""
+    panel.run("PANEL.close(); PANEL.board._log.clear()")
+    cell = panel.run(
+        "PANEL.show(); press('apply', strategy='fsdp'); later('interrupt'); time.sleep(600)"
+    )
+    log = said(panel)
+
+    assert cell.error is not None
+    assert cell.error.ename == "KeyboardInterrupt"
+    assert "%dist_strategy fsdp is queued until cell [" in log
+    assert "interrupting cell [" in log
+
+
+def test_an_error_of_a_button_stands_in_the_log(panel: Kernel) -> None:
+    """With its traceback; the panel goes on."""
+    panel.run("PANEL.turns.ask, ask = None, PANEL.turns.ask\npress('apply', strategy='fsdp')")
+    panel.run("PANEL.turns.ask = ask")
+    log = said(panel)
+
+    assert "TypeError: 'NoneType' object is not callable" in log
+    assert "panel.py" in log
+
+
+def test_the_next_cell_is_profiled_and_no_other(panel: Kernel) -> None:
+    """As %%dist_profile would; its trace can be saved then."""
+    panel.run("press('save'); press('profile')")
+    recorded = panel.run("%%distributed\n(torch.ones(64, 64) @ torch.ones(64, 64)).sum().item()")
+    plain = panel.run("%%distributed\n1 + 1")
+    panel.run("press('save')")
+    log = said(panel)
+
+    assert "Save trace: nothing has been recorded" in log
+    assert "trace of ranks 0-1" in recorded.visible
+    assert "trace of" not in plain.visible
+    assert "written: traces/rank0.json.gz" in log
+
+
+def test_compare_runs_the_last_cell_under_both_strategies(panel: Kernel) -> None:
+    """And puts the state of before back."""
+    panel.run(_PREPARED)
+    panel.run(
+        "%%distributed\nloss = panel_net(torch.ones(4, 8)).sum()\naccelerator.backward(loss)\n"
+        "panel_optimizer.step()\npanel_optimizer.zero_grad()"
+    )
+    panel.run("press('compare', strategy='fsdp')", 120)
+    found = panel.run("print(PANEL._widgets._detail.value)").text
+    log = said(panel)
+    current = panel.run("print(nbdist.session().strategy.current().name)").text
+    panel.run(_GONE)
+
+    assert "%dist_compare ddp fsdp -- (the last cell)" in log
+    assert "done, see below" in log
+    assert "<td" in found
+    assert "fsdp" in found
+    assert current == "ddp\n"
+
+
+def test_a_progress_bar_of_the_running_cell_is_on_the_panel(panel: Kernel) -> None:
+    """With its rank, while it is drawn, and no longer."""
+    panel.run(
+        "seen = []\n"
+        "def watch():\n"
+        "    until(lambda: '50%' in PANEL.state().bar)\n"
+        "    seen.append(PANEL.state().bar); PANEL.press('interrupt')\n"
+        "threading.Thread(target=watch).start()"
+    )
+    panel.run(
+        "%%distributed\nimport time\nfrom tqdm import tqdm\n"
+        "for k in tqdm(range(4)): time.sleep(600 if k == 2 else 0.3)"
+    )
+    told = panel.run("print(seen, [PANEL.state().bar])").text
+
+    assert re.match(r"\['\[[-01]+\]  50%\|", told)
+    assert told.endswith("] ['']\n")
+
+
+def test_a_closed_panel_does_nothing_and_comes_back(panel: Kernel) -> None:
+    """A click that was under way finds no widgets; %dist_panel shows a new panel."""
+    panel.run("press('apply', strategy='fsdp'); PANEL.close(); PANEL.press('apply')")
+    log = said(panel)
+    strategy = panel.run("print(nbdist.session().strategy.current().name)").text
+    again = panel.run("%dist_panel")
+
+    assert "%dist_strategy fsdp is taken back: the panel was closed" in log
+    assert strategy == "ddp\n"
+    assert "nbdist panel" in again.visible
+
+
+def test_without_ipywidgets_it_is_a_picture_that_says_so(bare_kernel: Kernel) -> None:
+    """With the reason; it needs no ranks to be shown."""
+    cell = bare_kernel.run("import sys\nsys.modules['ipywidgets'] = None\n%load_ext nbdist")
+    cell = bare_kernel.run("%dist_panel")
+
+    assert cell.status == "ok"
+    assert "no ranks are running: %dist_init starts some" in cell.visible
+    assert "ipywidgets cannot be imported" in cell.visible
+
+
+def test_in_a_terminal_it_is_text() -> None:
+    """IPython's, which has no widgets; a button can be pressed there as well."""
+    code = (
+        "%load_ext nbdist\n%dist_panel\n"
+        "from nbdist.commands.panel import PANEL\nPANEL.press('profile')\n%dist_panel"
+    )
+    command = [sys.executable, "-m", "IPython", "--colors=NoColor", "--no-banner", "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=notebook_env()
+    )
+
+    first, second = (
+        "no ranks are running: %dist_init starts some",
+        "Profile next cell: no ranks are running",
+    )
+    assert done.stdout.count(first) == 2, done.stderr
+    assert done.stdout.count(second) == 1
+    assert "widget" not in done.stdout
+
+
+def test_a_page_made_of_it_shows_the_picture(panel: Kernel) -> None:
+    """nbconvert's, of what a notebook stores; nothing in it hides the picture there."""
+    outputs = panel.run("%dist_panel").outputs
+    cell = nbformat.v4.new_code_cell(
+        "%dist_panel", outputs=[nbformat.from_dict(one) for one in outputs]
+    )
+    page, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
+
+    assert page.count("2 ranks on 1 host, gloo") == 1
+    assert "display: none }\n</style>" not in page
+
+
+@pytest.mark.skipif("dist_memory" not in VERBS, reason="there is no %%dist_memory")
+def test_the_next_cell_is_recorded_as_memory(panel: Kernel) -> None:
+    """As %%dist_memory would; a press after the one of Profile takes its place."""
+    panel.run("press('profile'); press('memory')")
+    recorded = panel.run("%%distributed\nkept = torch.ones(1000, 1000)")
+    plain = panel.run("%%distributed\ndel kept")
+
+    assert recorded.visible.startswith("memory of ranks 0-1")
+    assert plain.visible == ""
+    assert "the next cell on ranks runs as %%dist_memory" in said(panel)

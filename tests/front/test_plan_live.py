@@ -1,0 +1,239 @@
+"""%dist_plan of a model on the ranks."""
+
+import re
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+_MODEL = """%%distributed
+import torch
+from torch import nn
+class PlannedBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    def forward(self, x):
+        return x + self.narrow(torch.relu(self.wide(x)))
+class Planned(nn.Module):
+    def __init__(self, width=64, depth=3):
+        super().__init__()
+        self.inner = nn.Linear(16, width)
+        self.layers = nn.ModuleList(PlannedBlock(width) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+        self.inner.weight.requires_grad_(False)
+    def forward(self, x):
+        x = self.inner(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+planned_net = Planned()
+planned_opt = torch.optim.SGD([p for p in planned_net.parameters() if p.requires_grad], lr=0.1,
+                              momentum=0.9)
+planned_x = torch.randn(32, 16)
+planned_number, planned_odd, planned_empty = 3, nn.Linear(3, 3 + rank), nn.Module()
+class Looks(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() > 0 else x
+planned_looks = Looks(16, 16)
+before = {n: p.clone() for n, p in planned_net.named_parameters()}
+"""
+_MISTAKES = {
+    "planned_nets": "There is no variable planned_nets on the ranks. Models there: ",
+    "planned_number": "planned_number on the ranks is a int and no model",
+    "planned_net.head.nope": "has no head.nope",
+    "planned_empty": "planned_empty (Module) has no parameters",
+    "planned_odd": "planned_odd is another model on rank 1 (Linear, 16 parameters)",
+    "planned_net --inputs planned_number": "--inputs planned_number holds no tensor but a int",
+    "planned_net --inputs nope": "--inputs nope: there is no such variable on the ranks",
+    "planned_net --engine slow": "no --engine slow. Choose one of formulas, fake",
+    "planned_net --strategy tp --inputs planned_x": "its layers have none of the names",
+    "7e9 --inputs planned_x": "--inputs names what a model on the ranks is called with",
+}
+
+
+@pytest.fixture(scope="module", name="ranks")
+def _ranks(_shared_kernel: Kernel) -> Kernel:
+    cell = _shared_kernel.run(_MODEL)
+    assert cell.status == "ok", cell.visible
+    return _shared_kernel
+
+
+def row(text: str, name: str) -> list[str]:
+    found = re.search(rf"^{re.escape(name)}  .*$", text, re.MULTILINE)
+    assert found is not None, text
+    return found[0].split()
+
+
+def test_a_model_of_a_cell(ranks: Kernel) -> None:
+    """Any architecture: states by its own layout, activations by a run; nothing of it changes."""
+    cell = ranks.run("%dist_plan planned_net --inputs planned_x", 120.0)
+    after = ranks.run(
+        "%%distributed\nprint(all(torch.equal(before[n], p) and p.grad is None "
+        "for n, p in planned_net.named_parameters()), len(planned_opt.state))"
+    )
+    text = cell.plain[-1]
+    # Three blocks of 2 * 4 * 64^2 + 5 * 64, the way in (16 + 1) * 64 and out (64 + 1) * 10.
+    count, frozen = 3 * (8 * 64**2 + 5 * 64) + 17 * 64 + 650, 16 * 64
+
+    assert cell.status == "ok", cell.visible
+    assert f"planned_net: {count:,} parameters, on 2 ranks" in text
+    assert f"{count - frozen:,} float32 trained (0.4 MB)" in text
+    assert "blocks: layers (3 x PlannedBlock); SGD; called with (32, 16) float32" in text
+    assert "batch 32 on each data-parallel rank, momentum" in text
+    # MB: all of it, what is trained, and as much for the momentum.
+    assert row(text, "single")[2:5] == ["0.4", "0.4", "0.4"]
+    assert row(text, "fsdp")[3:6] == ["0.2", "0.2", "0.2"]
+    assert row(text, "fsdp")[12] == "safe"
+    assert "tp: Planned: its layers have none of the names" in text
+    assert "pp: activations not counted: a pipeline's stages wait for each other." in text
+    assert "True 0" in after.visible
+
+
+def test_what_cannot_be_run_is_told(ranks: Kernel) -> None:
+    """Without inputs, and where the model looks at values; its activations are a question mark."""
+    text = "\n".join(
+        ranks.run(f"%dist_plan {line} --strategy fsdp", 120.0).plain[-1]
+        for line in ("planned_net", "planned_looks --inputs planned_x")
+    )
+
+    assert "activations not counted: nobody knows what it is called with" in text
+    assert "activations not counted: the run failed with DataDependentOutputException" in text
+    assert len(re.findall(r"^fsdp +dp 2 .*> \d.* \?  ", text, re.MULTILINE)) == 2
+    assert "No strategy is recommended" in text
+
+
+def test_a_prepared_model(ranks: Kernel) -> None:
+    """Whole, as the user wrote it, whatever strategy it is under."""
+    made = ranks.run(
+        "%%distributed\nplanned_ready = accelerator.prepare(Planned())\n"
+        "planned_type = type(planned_ready).__name__"
+    )
+    cell = ranks.run(
+        "%dist_plan planned_ready --inputs planned_x --strategy fsdp --optimizer adamw", 120.0
+    )
+    steps = ranks.run("%%distributed\nplanned_ready(planned_x).mean().backward(); planned_type")
+
+    assert made.status == steps.status == "ok", (made.visible, steps.visible)
+    assert "planned_ready is a Planned: " in cell.plain[-1]
+    assert row(cell.plain[-1], "fsdp")[3:6] == ["0.2", "0.2", "0.4"]
+
+
+@pytest.mark.parametrize("line", _MISTAKES)
+def test_a_mistake_says_what_there_is(ranks: Kernel, line: str) -> None:
+    cell = ranks.run(f"%dist_plan {line}", 120.0)
+
+    assert cell.error is not None, cell.visible
+    assert _MISTAKES[line] in cell.error.evalue
+
+
+def test_formulas_of_a_live_model(ranks: Kernel) -> None:
+    cell = ranks.run("%dist_plan planned_net --engine formulas")
+
+    assert cell.status == "ok", cell.visible
+    assert row(cell.plain[-1], "fsdp")[3:6] == ["0.2", "0.2", "0.2"]
+    assert row(cell.plain[-1], "fsdp")[6] == "?"
+
+
+def test_from_python(ranks: Kernel) -> None:
+    """The name of a variable on the ranks, as text."""
+    cell = ranks.run(
+        "import nbdist; v = nbdist.plan('planned_net', engine='formulas', strategy='fsdp')\n"
+        "m = v.plan.rows[0].memory; (m.engine, m.is_partial, v.plan.model.has_shape)"
+    )
+
+    assert cell.plain[-1] == "('formulas', True, False)"
+
+
+# --check
+
+_LANGUAGE = """%%distributed
+from transformers import AutoModelForCausalLM, LlamaConfig
+planned_lm = AutoModelForCausalLM.from_config(LlamaConfig(
+    hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=320,
+    vocab_size=200, num_hidden_layers=3))
+planned_lm_opt = torch.optim.AdamW(planned_lm.parameters(), lr=1e-3)
+planned_lm, planned_lm_opt = accelerator.prepare(planned_lm, planned_lm_opt)
+tokens = torch.arange(32).view(1, 32)
+planned_lm(input_ids=tokens, labels=tokens).loss.backward()
+planned_lm_opt.step()
+def planned_state():
+    import hashlib, random
+    found = hashlib.sha256()
+    inner = getattr(planned_lm_opt, "optimizer", planned_lm_opt)
+    tensors = [*planned_lm.parameters(), *(p.grad for p in planned_lm.parameters()),
+               *planned_lm.buffers(), *(v for s in inner.state.values() for v in s.values()),
+               torch.get_rng_state()]
+    for one in tensors:
+        found.update(one.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest(), str(inner.param_groups[0]["lr"]), random.getstate(), [
+        m.training for m in planned_lm.modules()], [id(p) for p in planned_lm.parameters()]
+planned_lm.eval()
+planned_before = planned_state()
+"""
+
+
+def checked(text: str) -> dict[str, tuple[float, float]]:
+    """Row -> predicted and measured MB."""
+    found = re.findall(r"^(\w+) +([\d.]+) +([\d.]+) +[-+][\d.]+ %$", text, re.MULTILINE)
+    return {what: (float(predicted), float(measured)) for what, predicted, measured in found}
+
+
+def test_a_step_is_measured_and_put_back(ranks: Kernel) -> None:
+    """States exactly, activations and peak closely; then everything is bit by bit as before."""
+    made = ranks.run(_LANGUAGE, 120.0)
+    cell = ranks.run("%dist_plan planned_lm --check --batch 2 --seq 64", 180.0)
+    same = ranks.run("%%distributed\nprint(planned_state() == planned_before)")
+    rows = checked(cell.plain[-1])
+
+    assert made.status == cell.status == "ok", (made.visible, cell.visible)
+    assert "a step under ddp, dp 2, batch 2 x 64 tokens; afterwards all was put" in cell.plain[-1]
+    for what in ("parameters", "gradients", "optimizer"):
+        assert rows[what][0] == rows[what][1] > 0
+    for what in ("activations", "peak"):
+        assert rows[what][0] == pytest.approx(rows[what][1], rel=0.03)
+    assert same.visible.count("True") == 1, same.visible  # of both ranks
+
+
+def test_a_model_that_never_stepped(ranks: Kernel) -> None:
+    """It is under no strategy, and afterwards its optimizer has no state again."""
+    cell = ranks.run("%dist_plan planned_net --check --inputs planned_x", 180.0)
+    same = ranks.run(
+        "%%distributed\nprint(len(planned_opt.state), all(p.grad is None and torch.equal(before[n],"
+        " p) for n, p in planned_net.named_parameters()))"
+    )
+    rows = checked(cell.plain[-1])
+
+    assert "a step under single, batch 32; afterwards" in cell.plain[-1]
+    assert rows["optimizer"][0] == rows["optimizer"][1] > 0
+    assert rows["peak"][0] == pytest.approx(rows["peak"][1], rel=0.03)
+    assert "0 True" in same.visible
+
+
+_NOT_CHECKED = {
+    "planned_net --check": "Nobody knows what Planned is called with",
+    "7e9 --check": "7e9 is no variable's name",
+    "planned_net --check --strategy fsdp": "leave --strategy out",
+    "planned_net --check --bf16": "leave --bf16 out",
+    "planned_head --check --inputs planned_x": "mat1 and mat2 shapes cannot be multiplied",
+}
+
+
+@pytest.mark.parametrize("line", _NOT_CHECKED)
+def test_what_cannot_be_checked(ranks: Kernel, line: str) -> None:
+    """The model's own error too; the ranks go on, and nothing has changed."""
+    ranks.run("%%distributed\nplanned_head = planned_net.head")
+    cell = ranks.run(f"%dist_plan {line}", 180.0)
+    after = ranks.run("%%distributed\nprint(planned_head.training, planned_head.weight.grad)")
+
+    assert cell.error is not None, cell.visible
+    assert _NOT_CHECKED[line] in cell.error.evalue
+    assert "True None" in after.visible
+
+
+def test_without_ranks(bare_kernel: Kernel) -> None:
+    bare_kernel.run("%load_ext nbdist")
+    cell = bare_kernel.run("%dist_plan net --check")
+
+    assert cell.error is not None
+    assert cell.error.ename == "NotRunning"

@@ -1,0 +1,83 @@
+"""What a cell allocates on a real GPU, against the allocator's own counts."""
+
+import pytest
+
+import nbdist
+from nbdist.core.snapshot import (
+    ACTIVATION,
+    BACKWARD,
+    GRADIENT,
+    OPTIMIZER,
+    PARAMETER,
+    STAYS,
+    STEPPING,
+    MemoryOptions,
+    RankMemory,
+)
+from nbdist.notebook import NOTEBOOK
+
+_TRAIN = """
+model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 64))
+model = model.to(device)
+optimizer = torch.optim.Adam(model.parameters())
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(256, 512, device=device)).sum().backward()
+    optimizer.step()
+step()
+"""
+# Elements of the model's parameters, each of 4 bytes; the allocator rounds up to 512.
+_SIZES = (512 * 1024, 1024, 1024 * 64, 64)
+_BYTES = sum(-(-4 * n // 512) * 512 for n in _SIZES)
+
+
+def total(one: RankMemory, time_ns: int, category: int) -> int:
+    """Bytes of a category at a time."""
+    blocks = one.blocks
+    there = (blocks.start_ns <= time_ns) & (blocks.end_ns > time_ns)
+    return int(blocks.size_bytes[there & (blocks.category == category)].sum())
+
+
+def peak(one: RankMemory) -> int:
+    """The most that the record has in use: after one of its allocations, or at the beginning."""
+    blocks = one.blocks
+    return max(
+        int(blocks.size_bytes[(blocks.start_ns <= t) & (blocks.end_ns > t)].sum())
+        for t in [0, *blocks.start_ns[blocks.start_ns >= 0].tolist()]
+    )
+
+
+@pytest.mark.gpu(1)
+def test_a_gpus_memory_is_recorded_and_adds_up() -> None:
+    """To the allocator's peak; parameters, gradients and state to the bytes of their elements."""
+    session = nbdist.start(1, gpus="0")
+    try:
+        session.run(_TRAIN)
+        with session.memories.recording(MemoryOptions()):
+            session.run("for _ in range(2): step()")
+        (one,) = session.memory().ranks
+        with session.memories.recording(MemoryOptions(most_events=10)):
+            session.run("for _ in range(2): step()")
+        (bounded,) = session.memory().ranks
+        off = session.run(
+            "print(torch.autograd.backward.__module__, torch._C._cuda_isHistoryEnabled())"
+        )
+        (now,) = session.memories.now().ranks
+    finally:
+        NOTEBOOK.stop()
+
+    assert (one.problem, one.lost, one.device) == ("", 0, "cuda")
+    assert one.device_name
+    assert [phase.kind for phase in one.phases] == [BACKWARD, STEPPING] * 2
+    stepping = one.phases[-1].start_ns
+    assert total(one, stepping, PARAMETER) == total(one, stepping, GRADIENT) == _BYTES
+    # Two moments on the GPU; the count of steps is a tensor on the host.
+    assert total(one, stepping, OPTIMIZER) == 2 * _BYTES
+    assert total(one, one.phases[0].start_ns, ACTIVATION) >= 4 * 256 * (512 + 1024)
+    assert peak(one) == one.allocator_peak_bytes <= one.reserved_peak_bytes
+    assert any(frame.file.startswith("cell [") for stack in one.stacks for frame in stack)
+    assert bounded.lost > 0
+    assert {rank.text for rank in off.ranks} == {"torch.autograd False\n"}
+    assert now.duration_ns == 0
+    assert (now.blocks.end_ns == STAYS).all()
+    assert total(now, 0, PARAMETER) == _BYTES

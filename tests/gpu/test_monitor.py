@@ -1,0 +1,55 @@
+"""What the monitor says of real GPUs, beside what the driver and torch say."""
+
+import time
+
+import pytest
+
+import nbdist
+from nbdist.client import gpus
+from nbdist.core.gpu_reading import QUERIES, parse_smi
+from nbdist.notebook import NOTEBOOK
+
+GIB = 2**30
+
+
+@pytest.mark.gpu(1)
+def test_a_ranks_gpu_is_found_and_its_memory_is_that_of_torch() -> None:
+    """The reading is that of the rank's own GPU; the allocator's numbers are the rank's alone."""
+    session = nbdist.start(1, gpus="0")
+    try:
+        session.run("held = torch.ones(2**28, device=device)")  # 1 GiB
+        monitor = session.monitor
+        end_s = time.monotonic() + 30
+        sample = monitor.wait(time.monotonic(), 10)[0]
+        while (sample.gpu is None or sample.allocator is None) and time.monotonic() < end_s:
+            sample = monitor.wait(sample.time_s, 10)[0]
+        problems = monitor.problems
+    finally:
+        NOTEBOOK.stop()
+
+    assert problems == ()
+    assert sample.gpu is not None
+    assert sample.allocator is not None
+    assert sample.allocator.allocated_bytes == GIB
+    assert sample.allocator.peak_bytes >= sample.allocator.allocated_bytes
+    assert sample.allocator.reserved_bytes >= GIB
+    assert sample.gpu.used_bytes is not None
+    assert sample.gpu.total_bytes is not None
+    assert GIB < sample.gpu.used_bytes <= sample.gpu.total_bytes
+
+
+@pytest.mark.gpu(1)
+def test_both_ways_to_read_the_driver_agree() -> None:
+    """NVML and nvidia-smi name the same GPUs with the same memory; both queries are understood."""
+    pytest.importorskip("pynvml")
+    by_nvml = gpus.reader()()
+    answers = [gpus.smi(*query) for query in QUERIES]
+    by_smi = parse_smi(next(text for text, problem in answers if not problem))
+
+    assert by_nvml.problems == ()
+    assert [one.uuid for one in by_nvml.gpus] == [one.uuid for one in by_smi]
+    for one, other in zip(by_nvml.gpus, by_smi, strict=True):
+        assert one.name == other.name
+        assert one.total_bytes is not None
+        assert other.total_bytes is not None
+        assert abs(one.total_bytes - other.total_bytes) <= 2**20

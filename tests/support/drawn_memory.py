@@ -1,0 +1,316 @@
+"""Memory that no rank has allocated: what a test wants to see judged and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import numpy as np
+
+from nbdist.core.snapshot import (
+    ACTIVATION,
+    BACKWARD,
+    BEFORE,
+    BUFFER,
+    CATEGORIES,
+    COMMUNICATION,
+    GRADIENT,
+    OPTIMIZER,
+    PARAMETER,
+    STAYS,
+    STEPPING,
+    TEMPORARY,
+    UNKNOWN,
+    Blocks,
+    Frame,
+    Phase,
+    RankMemory,
+    Reserved,
+    Segment,
+    Snapshot,
+)
+
+MB = 10**6
+MS = 10**6
+_CELL = "cell 3"
+_TORCH = "/usr/lib/python3.11/site-packages/torch"
+EXACT = frozenset({PARAMETER, GRADIENT, OPTIMIZER, BUFFER})
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One block, as a test writes it."""
+
+    size_bytes: int
+    start_ns: int = BEFORE
+    end_ns: int = STAYS
+    category: int = PARAMETER
+    is_exact: bool = True
+    stack: int = -1
+    name: int = -1
+    operator: int = -1
+    address: int = 0
+
+
+def blocks(pieces: Iterable[Piece]) -> Blocks:
+    """The columns of these, sorted by start."""
+    ordered = sorted(pieces, key=lambda one: one.start_ns)
+
+    def column(name: str, kind: type[np.generic]) -> np.ndarray:
+        return np.array([getattr(one, name) for one in ordered], kind)
+
+    return Blocks(
+        column("address", np.int64),
+        column("size_bytes", np.int64),
+        column("start_ns", np.int64),
+        column("end_ns", np.int64),
+        column("category", np.int8),
+        column("is_exact", np.bool_),
+        column("stack", np.int32),
+        column("name", np.int32),
+        column("operator", np.int32),
+    )
+
+
+def rank_memory(rank: int, pieces: Iterable[Piece], duration_ns: int = 100, **more) -> RankMemory:
+    """A rank with these blocks."""
+    return RankMemory(rank, "a", "cpu", blocks(pieces), duration_ns=duration_ns, **more)
+
+
+def random_blocks(count: int, seed: int, span_ns: int = 200) -> Blocks:
+    """Blocks without a plan: equal times, some that come and go at once, before, and staying."""
+    random = np.random.default_rng(seed)
+    start_ns = random.integers(-20, span_ns, count)
+    end_ns = start_ns + random.geometric(4 / span_ns, count) - 1
+    is_before = start_ns < 0
+    stays = random.random(count) < 0.1
+    return blocks(
+        Piece(
+            int(size),
+            BEFORE if before else int(start),
+            STAYS if staying else int(max(end, 0)),
+            int(category),
+            bool(exact),
+            int(stack),
+        )
+        for size, start, end, before, staying, category, exact, stack in zip(
+            random.integers(1, 1000, count),
+            start_ns,
+            end_ns,
+            is_before,
+            stays,
+            random.integers(0, len(CATEGORIES), count),
+            random.integers(0, 2, count),
+            random.integers(-1, 3, count),
+            strict=True,
+        )
+    )
+
+
+@dataclass(slots=True)
+class _Training:
+    """A rank that trains, block by block."""
+
+    random: np.random.Generator
+    now: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    stacks: list[tuple[Frame, ...]] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    step_ends_ns: list[int] = field(default_factory=list)
+
+    def name(self, text: str) -> int:
+        """Its place in names."""
+        if text not in self.names:
+            self.names.append(text)
+        return self.names.index(text)
+
+    def stack(self, *frames: Frame) -> int:
+        """Its place in stacks."""
+        if frames not in self.stacks:
+            self.stacks.append(frames)
+        return self.stacks.index(frames)
+
+    def tick(self) -> int:
+        """A moment later."""
+        self.now += int(self.random.lognormal(11, 0.4))
+        return self.now
+
+    def piece(self, size_bytes: int, category: int, operator: str, line: int, **more) -> int:
+        """Allocate now; returns its place, so that it can be freed."""
+        via = Frame(f"{_TORCH}/nn/modules/linear.py", 134, "forward")
+        stack = self.stack(via, Frame(_CELL, line, "forward"), Frame(_CELL, 40, "<module>"))
+        self.pieces.append(
+            Piece(
+                size_bytes,
+                self.tick(),
+                STAYS,
+                category,
+                category in EXACT,
+                stack,
+                operator=self.name(operator),
+                address=len(self.pieces) << 20,
+                **more,
+            )
+        )
+        return len(self.pieces) - 1
+
+    def free(self, place: int) -> None:
+        """Free it now."""
+        self.pieces[place] = replace(self.pieces[place], end_ns=self.tick())
+
+
+def training(  # noqa: PLR0913
+    *,
+    ranks: int = 2,
+    steps: int = 4,
+    layers: int = 6,
+    width_bytes: int = 4 * MB,
+    device: str = "cpu",
+    strategy: str = "ddp, dp 2",
+    leak_bytes: int = 0,
+) -> Snapshot:
+    """DDP steps with Adam: activations rise, backward lets them fall, gradients and state stay."""
+    every = (
+        _rank(np.random.default_rng(rank), rank, steps, layers, width_bytes, leak_bytes)
+        for rank in range(ranks)
+    )
+    made = [one if device == "cpu" else _on_gpu(one) for one in every]
+    return Snapshot(tuple(made), strategy)
+
+
+def _rank(
+    random: np.random.Generator, rank: int, steps: int, layers: int, width: int, leak: int
+) -> RankMemory:
+    one = _Training(random)
+    weights = [f"h.{layer}.{what}" for layer in range(layers) for what in ("attn.w", "mlp.w")]
+    for at, weight in enumerate(weights):
+        one.pieces.append(
+            Piece(width * (1 + at % 2), category=PARAMETER, name=one.name(weight), address=at << 30)
+        )
+    one.pieces.append(Piece(width // 8, category=BUFFER, name=one.name("mask"), address=1 << 40))
+    one.pieces.append(Piece(3 * width, category=COMMUNICATION, is_exact=False, address=1 << 41))
+    gradients: list[int] = []
+    for step in range(steps):
+        for gradient in gradients:
+            one.free(gradient)
+        gradients = _step(one, rank, step, weights, width)
+        if leak:
+            one.piece(leak, UNKNOWN, "aten::stack", 27)
+        one.step_ends_ns.append(one.tick())
+    return RankMemory(
+        rank,
+        "a",
+        "cpu",
+        blocks(one.pieces),
+        duration_ns=one.tick(),
+        stacks=tuple(one.stacks),
+        names=tuple(one.names),
+        phases=tuple(one.phases),
+        step_ends_ns=tuple(one.step_ends_ns),
+        version="2.13.0",
+    )
+
+
+def _step(one: _Training, rank: int, step: int, weights: Sequence[str], width: int) -> list[int]:
+    """Forward, backward, the optimizer's step; returns the gradients' places."""
+    kept = []
+    for at, _ in enumerate(weights):
+        size = width * (5 + rank) // (4 - at % 2)
+        kept.append(one.piece(size, ACTIVATION, "aten::addmm", 12 + at % 2))
+        kept += [one.piece(size // 9, ACTIVATION, "aten::native_dropout", 14) for _ in range(3)]
+        one.free(one.piece(size // 2, TEMPORARY, "aten::gelu", 16))
+    began, gradients = one.tick(), []
+    for at, weight in reversed(list(enumerate(weights))):
+        short = one.piece(width, TEMPORARY, "aten::mm", 30)
+        gradients.append(
+            one.piece(width * (1 + at % 2), GRADIENT, "aten::mm", 30, name=one.name(weight))
+        )
+        for _ in range(4):
+            one.free(kept.pop())
+        one.free(short)
+    one.phases.append(Phase(BACKWARD, began, one.tick()))
+    began = one.tick()
+    if step == 0:
+        for weight in weights:
+            size = next(p.size_bytes for p in one.pieces if p.name == one.name(weight))
+            for _ in range(2):
+                one.piece(size, OPTIMIZER, "aten::zeros_like", 33, name=one.name(weight))
+    copies = [one.piece(width // 2, TEMPORARY, "aten::_foreach_sqrt", 33) for _ in weights]
+    for copy in copies:
+        one.free(copy)
+    one.phases.append(Phase(STEPPING, began, one.tick()))
+    return gradients
+
+
+def _on_gpu(rank: RankMemory) -> RankMemory:
+    """The same on a device that keeps what it has got."""
+    from nbdist.core.snapshot_curve import changes, totals
+
+    time_ns, total = totals(changes(rank.blocks))
+    held = -(-np.maximum.accumulate(total) * 5 // 4 // (2 * MB)) * 2 * MB
+    first = np.concatenate([[0], np.flatnonzero(np.diff(held)) + 1])
+    peak, most = int(total.max()), int(held[-1])
+    return replace(
+        rank,
+        device="cuda",
+        device_name="Some GPU",
+        limit_bytes=2 * most,
+        reserved=Reserved(time_ns[first], held[first]),
+        segments=(
+            Segment(1 << 42, most // 2, most // 2, 0, "large"),
+            Segment(1 << 43, most - most // 2, int(total[-1]) - most // 2, 0, "large"),
+        ),
+        allocator_peak_bytes=peak,
+        reserved_peak_bytes=most,
+    )
+
+
+def million(count: int = 1_000_000, ranks: int = 8, seed: int = 0) -> Snapshot:
+    """So many blocks on all ranks together, of sizes from bytes to megabytes, in steps."""
+    return Snapshot(tuple(_many(count // ranks, rank, seed) for rank in range(ranks)), "fsdp, dp 8")
+
+
+def _many(count: int, rank: int, seed: int) -> RankMemory:
+    random = np.random.default_rng([seed, rank])
+    start_ns = np.sort(random.integers(0, 10**10, count))
+    category = random.integers(0, len(CATEGORIES), count).astype(np.int8)
+    stacks, names = _texts()
+    made = Blocks(
+        random.integers(0, 2**46, count),
+        random.lognormal(9, 3, count).astype(np.int64) + 1,
+        start_ns,
+        start_ns + random.lognormal(15, 2.5, count).astype(np.int64),
+        category,
+        category < 4,
+        random.integers(-1, len(stacks), count).astype(np.int32),
+        random.integers(-1, len(names), count).astype(np.int32),
+        random.integers(-1, len(names), count).astype(np.int32),
+    )
+    ends = tuple(range(10**8, 10**10, 10**8))
+    return RankMemory(
+        rank,
+        "a",
+        "cpu",
+        made,
+        duration_ns=10**10,
+        stacks=stacks,
+        names=names,
+        phases=tuple(Phase(BACKWARD, end - 5 * 10**7, end - 10**7) for end in ends),
+        step_ends_ns=ends,
+    )
+
+
+@cache
+def _texts() -> tuple[tuple[tuple[Frame, ...], ...], tuple[str, ...]]:
+    """Stacks and names that cannot be compressed."""
+    random = np.random.default_rng(0)
+    stacks = tuple(
+        tuple(
+            Frame(f"/srv/{number:x}/model_{number}.py", int(number % 900) + depth, "forward")
+            for depth in range(12)
+        )
+        for number in random.integers(0, 2**48, 3000)
+    )
+    return stacks, tuple(f"blocks.{number:x}.weight" for number in random.integers(0, 2**60, 9000))

@@ -1,0 +1,84 @@
+"""The panel as text and HTML, without widgets."""
+
+import pytest
+
+from nbdist.core.panel import Entry, PanelState, RankRow
+from nbdist.view.panel import log_html, still, top_html
+
+STATE = PanelState(
+    "2 ranks on 1 host, gloo",
+    is_running=True,
+    ranks=(
+        RankRow(0, "node7", "cpu", "waiting", "waiting in barrier() <1>", 0.0, 5e8, 1e9, 1.5),
+        RankRow(1, "node7", "cpu", "dead", "ended (signal SIGKILL)"),
+    ),
+    waits=("rank 0 waits in barrier()",),
+    strategy="fsdp, dp 2",
+    models=("net: 12,600 parameters",),
+    queued=("%dist_strategy tp",),
+    log=(Entry(0.0, "%dist_restart 1 (2.5 s): <back>", "done"),),
+)
+
+
+def test_as_text_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, who waits, models, what is queued, and the log."""
+    monkeypatch.delenv("NBDIST_TEST", raising=False)
+    text = still(STATE).text
+
+    for part in (
+        "2 ranks on 1 host, gloo; strategy fsdp, dp 2",
+        "waiting in barrier() <1>",
+        "500.0 MB of 1.0 GB",
+        "150%",
+        "ended (signal SIGKILL)",
+        "rank 0 waits in barrier()",
+        "prepared: net: 12,600 parameters",
+        "queued until the cell ends: %dist_strategy tp",
+        "%dist_restart 1 (2.5 s): <back>",
+    ):
+        assert part in text
+
+
+def test_stored_it_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts, memory, use and times are placeholders, in the HTML too."""
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    view = still(STATE)
+
+    for text in (view.text, view.html):
+        assert "node7" not in text
+        assert "500" not in text
+        assert "150%" not in text
+        assert "2.5 s" not in text
+        assert "# s" in text
+
+
+def test_texts_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks and users wrote is no HTML."""
+    monkeypatch.delenv("NBDIST_TEST", raising=False)
+
+    assert "barrier() &lt;1&gt;" in top_html(STATE)
+    assert "&lt;back&gt;" in log_html(STATE.log)
+
+
+def test_a_bar_is_no_longer_than_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than all of its cores is 150%, and a full bar."""
+    monkeypatch.delenv("NBDIST_TEST", raising=False)
+    body = top_html(STATE)
+
+    assert "width:50%" in body
+    assert "width:100%" in body
+    assert "width:150%" not in body
+
+
+def test_only_the_live_one_counts_its_age() -> None:
+    """The picture says nothing of the kernel, which is gone where it is seen."""
+    assert "np-age" not in top_html(STATE)
+    assert 'data-drawn="7"' in top_html(STATE, drawn=7)
+
+
+def test_without_ranks_it_says_so() -> None:
+    """One line, no table."""
+    view = still(PanelState("no ranks are running"))
+
+    assert view.text == "no ranks are running"
+    assert "<table" not in view.html

@@ -1,0 +1,118 @@
+"""The panel's widgets without a kernel: what they show of a state, what they tell of presses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from nbdist.core.panel import BUTTONS, PanelState, Plan
+from nbdist.core.panel_picker import fields
+from nbdist.core.strategy_rows import ROWS
+from nbdist.view.panel_widgets import PanelWidgets, answer_in_subshell
+
+
+class Owner:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def press(self, name: str) -> None:
+        self.told.append(name)
+
+    def pick(self) -> None:
+        self.told.append("pick")
+
+
+@pytest.fixture
+def owner() -> Owner:
+    """Told of nothing yet."""
+    return Owner()
+
+
+@pytest.fixture
+def widgets(owner: Owner) -> PanelWidgets:
+    """Of four ranks."""
+    made = PanelWidgets(owner, list(BUTTONS))
+    made.set_ranks(4)
+    return made
+
+
+def labels(widgets: PanelWidgets) -> list[str]:
+    return [one.description for one in widgets._strategy.children]
+
+
+def test_each_button_tells_its_name(widgets: PanelWidgets, owner: Owner) -> None:
+    """And nothing else."""
+    for button in widgets.buttons.values():
+        button.click()
+
+    assert owner.told == list(BUTTONS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_fields_shown_are_those_of_the_strategy(widgets: PanelWidgets, name: str) -> None:
+    """Its own beside it, the others behind More options."""
+    widgets.set_values(name, {})
+    widgets.more.value = True
+    found = fields(name, 4)
+
+    assert labels(widgets) == ["strategy", *(one.label for one in found if one.is_own)]
+    shown = [one.description for one in widgets._common.children]
+    assert shown == [one.label for one in found if not one.is_own]
+    assert set(widgets.values) == {one.word for one in found}
+
+
+def test_a_choice_is_told_once_and_a_strategy_that_is_set_is_not(
+    widgets: PanelWidgets, owner: Owner
+) -> None:
+    """What the panel itself fills in is no choice of the user's."""
+    widgets.set_values("fsdp", {"tp": "2", "precision": "bf16"})
+    before = list(owner.told)
+    widgets.strategy.value = "ddp"
+    widgets._fields["find_unused"].value = True
+
+    assert before == []
+    assert owner.told == ["pick", "pick"]
+    assert {word: value for word, value in widgets.values.items() if value} == {"find_unused": True}
+
+
+def test_degrees_are_those_of_the_ranks_that_there_are(widgets: PanelWidgets) -> None:
+    """With other ranks than before they are made anew, and the numbers of ranks too."""
+    before = [value for _, value in widgets._fields["tp"].options]
+    widgets.set_ranks(3)
+
+    assert before == ["", "1", "2", "4"]
+    assert [value for _, value in widgets._fields["tp"].options] == ["", "1", "3"]
+    assert [value for _, value in widgets.rank.options] == ["", 0, 1, 2]
+
+
+def test_what_can_do_nothing_is_disabled_with_the_reason(widgets: PanelWidgets) -> None:
+    """And enabled again, with what it does."""
+    why_not = dict.fromkeys(BUTTONS, "")
+    state = PanelState("2 ranks", is_running=True, armed=("%%dist_profile",))
+    widgets.draw(state, why_not | {"apply": "not so"}, Plan("because <that>", is_possible=False))
+    apply = widgets.buttons["apply"]
+    first = apply.disabled, apply.tooltip
+    armed = widgets.buttons["profile"].button_style
+    plan = widgets._plan.value
+    widgets.draw(PanelState("none"), why_not, Plan("", is_possible=True))
+
+    assert first == (True, "not so")
+    assert (apply.disabled, "%dist_strategy" in apply.tooltip) == (False, True)
+    assert (armed, widgets.buttons["profile"].button_style) == ("success", "")
+    assert "because &lt;that&gt;" in plan
+    assert widgets._with_ranks.layout.display == "none"
+    assert widgets._none.layout.display is None
+
+
+def test_clicks_go_where_the_frontend_sends_them() -> None:
+    """Over ipykernel 7.4's own choice of a shell; other versions are left alone."""
+    routed = SimpleNamespace(_reply_subshell_for=lambda _data, _default: "the cell's shell")
+    plain = SimpleNamespace()
+    for comm in (routed, plain):
+        answer_in_subshell(SimpleNamespace(comm=comm))
+
+    assert routed._reply_subshell_for({}, "a subshell") == "a subshell"
+    assert vars(plain) == {}
