@@ -34,7 +34,8 @@ def test_a_fork_has_its_own_environment_main_module_and_streams(
         "import os, sys, pickle\nclass Here: pass\n"
         "assert type(pickle.loads(pickle.dumps(Here()))) is Here\n"
         "print('textwrap' in sys.modules, __name__, sys.argv, sys.path[0] == '', os.environ['ONE'],"
-        " 'NBDIST_RUN' in os.environ, sys.stdin.read() == '', 'json.tool' in sys.modules, flush=True)\n"
+        " 'NBDIST_RUN' in os.environ, sys.stdin.read() == '', 'json.tool' in sys.modules,"
+        " flush=True)\n"
         "import json.tool\nos.environ['TWO'] = '2'\nprint('err', file=sys.stderr)"
     )
     for number in ("1", "2"):
