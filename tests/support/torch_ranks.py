@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -231,6 +232,11 @@ class TorchRanks:
                 stdout=log,
                 stderr=log,
             )
+
+
+def forked_rank(rank: int, text: str, env: Mapping[str, str], log: Path) -> Forked:
+    """Run a text in a fork that has imported torch, on the CPU, and has joined nothing."""
+    return _server(rank).fork(text, notebook_env({**ENV, **env}), log)
 
 
 @functools.cache
