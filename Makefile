@@ -92,13 +92,14 @@ unit: $(INSTALLED) $(if $(BROWSER),$(LAB_INSTALLED)) | build/settings
 
 # -m "" takes what `make test` leaves out as well. The table is made anew from a run that passed.
 FAULTS := $(CURDIR)/build/faults.jsonl
+FAULTY := tests/faults tests/client/test_repair.py tests/client/test_controller.py \
+  tests/front/test_loaders.py tests/front/test_failures.py
 
 faults: export NBDIST_FAULTS_LOG = $(FAULTS)
 faults: $(INSTALLED) | build/settings
 	@rm -f $(FAULTS)
-	$(PY) -m pytest -m "" tests/faults tests/client/test_repair.py tests/client/test_controller.py \
-	  tests/front/test_loaders.py tests/front/test_failures.py
-	$(PY) -m pytest -m faults tests/engine
+	$(PY) -m pytest -m "" $(FAULTY)
+	$(PY) -m pytest -m faults tests $(addprefix --ignore=,$(FAULTY))
 	$(PY) -m tests.faults.report $(FAULTS) docs/reliability.md
 
 # Beside the tables, what else is left out of `make test` because a like case is in it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ ENGINE_PROGRAM = Path(__file__).resolve().parent.parent / "engine" / "__main__.p
 
 class RankEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
     """Starts the engine of one rank; its identifier is the rank."""
+
+    _written = ""
 
     def get_env(self) -> dict[str, str]:
         """The notebook's environment plus what torchrun would set for this rank."""
@@ -42,6 +45,22 @@ class RankEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
             "--IPEngine.enable_nanny=False",
             f"--IPEngine.startup_command={JOIN}",
         ]
+
+    def get_output(self, remove: bool = False) -> str:
+        """What the engine has written past its cells, as text whatever its bytes are.
+
+        ipyparallel's own raises for bytes that are no UTF-8. It is called when the process has
+        ended, before those who wait for that: they would never be told.
+
+        Args:
+            remove: Remove the file; the text is kept.
+        """
+        path = Path(self.output_file)
+        with contextlib.suppress(FileNotFoundError):
+            self._written = path.read_text("utf-8", errors="replace")
+        if remove:
+            path.unlink(missing_ok=True)
+        return self._written
 
 
 class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]

@@ -67,6 +67,10 @@ class Picture(LivePicture):
         return found
 
 
+# Frame and image are those of a trace's picture too, of which test_timeline shows the same.
+LIKE_A_TRACE = pytest.mark.more_browser
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A server whose kernels can import the made-up memory."""
@@ -287,6 +291,7 @@ def test_columns_are_as_high_as_the_most_in_use_of_their_stretch(picture: Pictur
             assert found == pytest.approx(truth, abs=1.5 * most / rows), (place, column)
 
 
+@LIKE_A_TRACE
 def test_it_follows_jupyterlabs_theme(picture: Picture, notebook: LabNotebook) -> None:
     """Dark in the dark theme, light in the light one, without a reload."""
     seen = {}
@@ -378,6 +383,7 @@ def test_what_failed_is_marked_and_what_a_rank_lacks_is_told(notebook: LabNotebo
     assert header == "rank 1 <b>ended</b>"
 
 
+@LIKE_A_TRACE
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_image_is_seen_where_the_script_fails(notebook: LabNotebook, scheme: str) -> None:
     """In an old browser the frame over it stays empty and lets it through."""
@@ -409,6 +415,7 @@ def _works(picture: Picture) -> None:
     assert end - begin == pytest.approx(WHOLE_NS / 2)
 
 
+@LIKE_A_TRACE
 def test_it_is_there_again_with_another_kernel(lab: Lab, notebook: LabNotebook) -> None:
     """Saved, the kernel restarted, the page loaded anew, no cell run: it works as before."""
     notebook.command("docmanager:save")
@@ -419,8 +426,10 @@ def test_it_is_there_again_with_another_kernel(lab: Lab, notebook: LabNotebook) 
     _works(Picture(again.page))
 
 
+@LIKE_A_TRACE
 def test_a_notebook_that_is_not_trusted_shows_the_image(lab: Lab, notebook: LabNotebook) -> None:
     """No frame, no script; the image and the numbers stay."""
+    notebook.command("docmanager:save")
     content = json.loads((lab.root / "a.ipynb").read_text())
     content["cells"][0]["source"] = "# signed by nobody"
     (lab.root / "b.ipynb").write_text(json.dumps(content))
@@ -434,8 +443,10 @@ def test_a_notebook_that_is_not_trusted_shows_the_image(lab: Lab, notebook: LabN
     assert "rank 1 has the most in use" in other.output_text(0)
 
 
+@LIKE_A_TRACE
 def test_a_page_from_nbconvert_works_without_a_network(lab: Lab, notebook: LabNotebook) -> None:
     """Opened from a file with the network cut."""
+    notebook.command("docmanager:save")
     path = lab.root / "a.html"
     stored = nbformat.read(lab.root / "a.ipynb", as_version=4)
     path.write_text(HTMLExporter().from_notebook_node(stored)[0])

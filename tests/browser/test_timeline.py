@@ -268,7 +268,7 @@ def test_the_list_of_findings_leads_to_where_they_are(notebook: LabNotebook) -> 
     assert 0 < top < bottom
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.more_browser)])
 def test_the_image_is_seen_where_the_script_fails(notebook: LabNotebook, scheme: str) -> None:
     """In an old browser the frame over it stays empty and lets it through."""
     view = traced(training(600), Shares((), 0, None, (), (), 0.0), [])
@@ -311,6 +311,7 @@ def test_it_is_there_again_with_another_kernel(lab: Lab, notebook: LabNotebook) 
 
 def test_a_notebook_that_is_not_trusted_shows_the_image(lab: Lab, notebook: LabNotebook) -> None:
     """No frame, no script; the image and the numbers stay."""
+    notebook.command("docmanager:save")
     content = json.loads((lab.root / "a.ipynb").read_text())
     content["cells"][0]["source"] = "# signed by nobody"
     (lab.root / "b.ipynb").write_text(json.dumps(content))
@@ -326,6 +327,7 @@ def test_a_notebook_that_is_not_trusted_shows_the_image(lab: Lab, notebook: LabN
 
 def test_a_page_from_nbconvert_works_without_a_network(lab: Lab, notebook: LabNotebook) -> None:
     """Opened from a file with the network cut."""
+    notebook.command("docmanager:save")
     path = lab.root / "a.html"
     stored = nbformat.read(lab.root / "a.ipynb", as_version=4)
     path.write_text(HTMLExporter().from_notebook_node(stored)[0])

@@ -1,6 +1,7 @@
 """Names of a rank that is idle, that runs a cell, or that cannot answer."""
 
 import asyncio
+import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,8 +25,8 @@ class Secret:
         raise SystemExit("a property was run")
 secret = Secret()
 """
-# Waits with the interpreter's lock held, so that no other thread of the process runs.
-HOLDS = "import ctypes; _ = ctypes.PyDLL(None).usleep(9_000_000)"
+# Waits for a file's lock with the interpreter's own held: no other thread of the process runs.
+HOLDS = "import ctypes; file = open({!r}); _ = ctypes.PyDLL(None).flock(file.fileno(), 2)"
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +87,16 @@ def test_a_busy_rank_is_looked_at(session: Session) -> None:
     assert until(lambda: session.busy_ranks == ())
 
 
-def test_a_rank_that_cannot_answer_had_its_names_before(session: Session) -> None:
+def test_a_rank_that_cannot_answer_had_its_names_before(session: Session, tmp_path: Path) -> None:
     """Its C code holds the interpreter: the names of the last time, of attributes none."""
     completed(session, "only_h")
-    session.begin(CellRequest(HOLDS, (0,)))
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        session.begin(CellRequest(HOLDS.format(lock.name), (0,)))
 
-    assert until(lambda: completed(session, "model.wei") == [])  # it has begun
-    assert completed(session, "only_h") == ["only_here"]
-    assert inspected(session, "model")["data"]["text/plain"] == "Rank 0 does not answer now."
+        assert until(lambda: completed(session, "model.wei") == [])  # it has begun
+        assert completed(session, "only_h") == ["only_here"]
+        assert inspected(session, "model")["data"]["text/plain"] == "Rank 0 does not answer now."
     assert until(lambda: session.busy_ranks == (), 30.0)
 
 

@@ -110,7 +110,10 @@ def stranger() -> Iterator[psutil.Popen]:
         assert is_alive
 
 
-@pytest.mark.parametrize("end", ["shutdown", "restart", "kill"])
+@pytest.mark.parametrize(
+    "end",
+    [pytest.param("shutdown", marks=pytest.mark.faults), "restart", "kill"],
+)
 def test_an_idle_run_ends_with_its_kernel(end: str, tmp_path: Path, stranger: psutil.Popen) -> None:
     """However an idle kernel ends, within 5 s no process and no file of its ranks is left."""
     with kernel_in(tmp_path) as kernel:
@@ -333,6 +336,7 @@ def test_no_profile_is_made_in_the_ipython_folder(shared: Kernel) -> None:
     assert found.text == "['profile_default']\n"
 
 
+@pytest.mark.faults
 def test_many_starts_leave_no_descriptor_and_no_thread() -> None:
     """After the first start and stop, more of them take no more descriptors or threads."""
     program = (

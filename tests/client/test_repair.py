@@ -35,6 +35,7 @@ from tests.support.kernel import Kernel
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 DEADLINE_S = 60.0
+TOLD_S = 3.0  # a death is told within a second; the rest is for a busy machine
 SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total); print(total.item())"
 PAIR_SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total, group=pair); print(total)"
 
@@ -130,6 +131,22 @@ def test_after_a_restart_all_build_a_model_together_or_the_new_rank_alone(pair: 
     assert together[0] == together[1]
     assert alone[0] != together[1]
     assert texts(pair, SUM) == ["3.0\n"] * 2
+
+
+def test_a_rank_that_wrote_bytes_of_no_text_is_told_as_dead_and_comes_back(
+    pair: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its log is read when it ends, before anybody is told: that must not fail."""
+    texts(pair, r"import os; os.write(1, b'out \xff\n'); os.write(2, b'err \xff\n')", ranks="1")
+    log = next(pair.cluster.run_dir.glob("profile/log/ipengine-*-1.log"))
+    assert until(lambda: log.read_bytes().count(b"\xff") == 2)
+    os.kill(pair.cluster.pids()[1], signal.SIGKILL)
+
+    assert until(lambda: 1 in pair.cluster.exits, TOLD_S)
+    assert pair.cluster.exits[1].how == "signal SIGKILL"
+    restart(pair, 1)
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+    assert [record for record in caplog.records if record.exc_info] == []
 
 
 @pytest.mark.faults

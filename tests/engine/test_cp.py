@@ -61,7 +61,7 @@ TRAINS = """
     for context in ("ring", "ulysses"):
         results[context] = apart(Model, loss, context=context)
         results[context + " bf16"] = apart(Model, loss, context=context, precision="bf16")
-        for kind in ("full", "selective", "2"):
+        for kind in ("full", "selective", "2") if n == 2 else ("full",):
             results[f"{context} checkpoint {kind}"] = apart(
                 Model, loss, context=context, checkpoint=kind)
     results["keyword"] = apart(Model, keyword)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
+import select
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ import pytest
 
 from nbdist.core import blackbox as layout
 from nbdist.core.calls import Box, Call
-from tests.support.kernel import notebook_env
+from tests.support.torch_ranks import forked_rank
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +29,9 @@ PEER = """
     from pathlib import Path
     import torch, torch.distributed as dist
     from nbdist.engine import blackbox
-    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, rank, size = (kind(os.environ[name]) for kind, name in
+                          ((Path, "FOLDER"), (int, "RANK"), (int, "WORLD_SIZE")))
+    sys.stdin, sys.stdout = open(folder / f"in{rank}"), open(folder / f"out{rank}", "w")
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size
     )
@@ -46,30 +48,31 @@ class Peers:
 
     def __init__(self, folder: Path, *programs: str) -> None:
         self.folder = folder
-        env = notebook_env({"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""})
         self.processes = []
+        self._pipes = []
         for rank, program in enumerate(programs):
-            path = folder / f"program{rank}.py"
-            path.write_text(textwrap.dedent(PEER) + textwrap.dedent(program))
-            command = [sys.executable, str(path), str(folder), str(rank), str(len(programs))]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self.processes.append(subprocess.Popen(command, env=env, text=True, **pipes))
+            pipes = [folder / f"{name}{rank}" for name in ("in", "out")]
+            for path in pipes:
+                os.mkfifo(path)
+            # Unbuffered, and for both ways: neither side waits for the other to open its end.
+            self._pipes.append([path.open("r+b", buffering=0) for path in pipes])
+            env = {"FOLDER": str(folder), "RANK": str(rank), "WORLD_SIZE": str(len(programs))}
+            text = textwrap.dedent(PEER) + textwrap.dedent(program)
+            self.processes.append(forked_rank(rank, text, env, folder / f"log{rank}"))
         for rank in range(len(programs)):
             assert self.hear(rank)["pid"] == self.processes[rank].pid
 
     def hear(self, rank: int) -> dict[str, Any]:
         """The next that a rank says."""
-        stdout = self.processes[rank].stdout
-        assert stdout is not None
+        stdout = self._pipes[rank][1]
+        if not select.select([stdout], [], [], DEADLINE_S)[0]:
+            raise AssertionError((self.folder / f"log{rank}").read_text())
         heard: dict[str, Any] = json.loads(stdout.readline())
         return heard
 
     def tell(self, rank: int) -> None:
         """Let it go on."""
-        stdin = self.processes[rank].stdin
-        assert stdin is not None
-        stdin.write("\n")
-        stdin.flush()
+        self._pipes[rank][0].write(b"\n")
 
     def box(self, rank: int) -> Box:
         """Its box, read without asking it."""
@@ -89,7 +92,9 @@ class Peers:
         """End all."""
         for process in self.processes:
             process.kill()
-            process.communicate()
+            process.wait()
+        for pipe in (pipe for pipes in self._pipes for pipe in pipes):
+            pipe.close()
 
 
 @pytest.fixture(name="start")

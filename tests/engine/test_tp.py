@@ -101,13 +101,13 @@ COMPARE = """
 """
 
 
-def check(results, least=1):
+def check(results, least=1, most=TOLERANCE):
     """Every case on every rank within the tolerance; a gradient's small numbers, too."""
     assert len(results[0]["cases"]) >= least
     for rank, result in enumerate(results):
         for case, (loss, gradient, relative) in result["cases"].items():
             assert loss <= TOLERANCE, (case, rank, loss)
-            assert gradient <= TOLERANCE, (case, rank, gradient)
+            assert gradient <= most, (case, rank, gradient)
             assert relative <= 1e-4, (case, rank, relative)
 
 
@@ -327,7 +327,7 @@ def test_torchs_attention_is_the_same_on_own_heads(tmp_path):
     with TorchRanks(tmp_path, 2, text) as ranks:
         results = ranks.results()
 
-    check(results, 8)
+    check(results, 8, most=5e-6)  # of sums, not of means: larger numbers
     assert all(result["fast"] <= TOLERANCE for result in results)
 
 

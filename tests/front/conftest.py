@@ -10,6 +10,7 @@ import pytest
 from tests.support.kernel import Kernel
 
 START_TIMEOUT_S = 120.0
+IMPATIENT_S = 0.5
 # A rank imports torch._dynamo once it is idle, for seconds; a test that times cells waits for it.
 _WARM = "%%distributed\nimport torch._dynamo"
 
@@ -26,6 +27,7 @@ def shared_folder() -> Iterator[Path]:
 def _shared_kernel(shared_folder: Path) -> Iterator[Kernel]:
     with Kernel(cwd=shared_folder) as shared:
         start_ranks(shared)
+        warm(shared)
         yield shared
 
 
@@ -36,6 +38,23 @@ def kernel(_shared_kernel: Kernel) -> Iterator[Kernel]:
     ended = _shared_kernel.run("%dist_mode local")
 
     assert ended.status == "ok", ended.visible
+
+
+@pytest.fixture
+def impatient(kernel: Kernel) -> Iterator[Kernel]:
+    """The shared kernel; a certain deadlock is aborted after IMPATIENT_S, not 5 s."""
+    grace = kernel.run("import nbdist\nsession = nbdist.session()\nprint(session.grace_s)").text
+    kernel.run(f"session.grace_s = {IMPATIENT_S}")
+    yield kernel
+    kernel.run(f"session.grace_s = {grace}\ndel session")
+
+
+@pytest.fixture
+def mortal(kernel: Kernel) -> Iterator[Kernel]:
+    """The shared kernel for a test in which ranks end: they are started again afterwards."""
+    yield kernel
+    kernel.run("%dist_restart", START_TIMEOUT_S)
+    warm(kernel)
 
 
 @pytest.fixture
@@ -55,7 +74,14 @@ def bare_kernel(tmp_path: Path) -> Iterator[Kernel]:
 
 def start_ranks(kernel: Kernel, options: str = "-n 2") -> None:
     """Load the extension and start ranks."""
-    for code in ("%load_ext nbdist", f"%dist_init {options}", _WARM):
+    for code in ("%load_ext nbdist", f"%dist_init {options}"):
         cell = kernel.run(code, START_TIMEOUT_S)
 
         assert cell.status == "ok", cell.visible
+
+
+def warm(kernel: Kernel) -> None:
+    """Wait until all ranks run and have imported what they import while they are idle."""
+    cell = kernel.run(_WARM, START_TIMEOUT_S)
+
+    assert cell.status == "ok", cell.visible

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.front.conftest import start_ranks
 from tests.support.kernel import Kernel
 
 _DATA = """%%distributed
@@ -146,18 +147,6 @@ def test_a_data_loader_with_workers_works(ready: Kernel) -> None:
     assert after.text == "[0] 0\n[1] 1\n"
 
 
-def test_a_seed_makes_ranks_draw_alike(bare_kernel: Kernel) -> None:
-    """%dist_init --seed sets torch, numpy and random alike on all ranks."""
-    bare_kernel.run("%load_ext nbdist")
-    bare_kernel.run("%dist_init -n 2 --seed 11", 120)
-    cell = bare_kernel.run(
-        "%%distributed\nimport random, numpy\n"
-        "print(torch.rand(1).item(), numpy.random.rand(), random.random())"
-    )
-
-    assert cell.text.startswith("[0-1] ")
-
-
 def test_the_kernel_never_imports_torch(ready: Kernel) -> None:
     """After starting, running and training, neither torch nor accelerate is in the kernel."""
     for code in ("%dist_status", "%sync", "%%distributed --tabs\n1", "%%rank[1]\nrank"):
@@ -167,37 +156,51 @@ def test_the_kernel_never_imports_torch(ready: Kernel) -> None:
     assert cell.plain == ["[]"]
 
 
-def test_an_accelerator_with_settings_of_the_users_own(own_kernel: Kernel) -> None:
-    """The usual first line of a script works, and `accelerator` goes by its settings then."""
-    made = own_kernel.run(
+def test_a_seed_and_an_accelerator_with_settings_of_the_users_own(bare_kernel: Kernel) -> None:
+    """%dist_init --seed sets torch, numpy and random alike on all ranks.
+
+    And the usual first line of a script works: `accelerator` goes by its settings then.
+    """
+    start_ranks(bare_kernel, "-n 2 --seed 11")
+    drawn = bare_kernel.run(
+        "%%distributed\nimport random, numpy\n"
+        "print(torch.rand(1).item(), numpy.random.rand(), random.random())"
+    )
+    made = bare_kernel.run(
         "%%distributed\nfrom accelerate import Accelerator\n"
         "mine = Accelerator(mixed_precision='bf16', gradient_accumulation_steps=4)\n"
         "print(mine.mixed_precision, mine.num_processes, isinstance(accelerator, Accelerator))"
     )
-    used = own_kernel.run("%%distributed\nprint(accelerator.mixed_precision, accelerator.device)")
+    used = bare_kernel.run("%%distributed\nprint(accelerator.mixed_precision, accelerator.device)")
 
+    assert drawn.text.startswith("[0-1] ")
     assert made.text == "[0-1] bf16 2 True\n"
     assert used.text.startswith("[0-1] bf16 cpu")
 
 
-@pytest.mark.parametrize("use", ["wait_for_everyone()", "print('')", "is_main_process"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        "wait_for_everyone()",
+        pytest.param("print('')", marks=pytest.mark.parity),
+        pytest.param("is_main_process", marks=pytest.mark.parity),
+    ],
+)
 def test_the_first_use_may_be_a_method(own_kernel: Kernel, use: str) -> None:
-    """Whatever is used first, the accelerator then knows both ranks and waits for them."""
+    """Whatever is used first, the accelerator then knows both ranks and waits for them.
+
+    Accelerate refuses a second set of settings in a process from then on; the way out is told.
+    """
     own_kernel.run(f"%%distributed\naccelerator.{use}")
     cell = own_kernel.run(
         "%%distributed\naccelerator.wait_for_everyone()\n"
         "print(accelerator.num_processes, accelerator.process_index, type(accelerator).__name__)"
     )
 
-    assert cell.text == "[0] 2 0 Accelerator\n[1] 2 1 Accelerator\n"
-
-
-def test_other_settings_after_the_first_use_are_explained(own_kernel: Kernel) -> None:
-    """Accelerate refuses a second set of settings in a process; the way out is told."""
-    own_kernel.run("%%distributed\naccelerator.device")
-    cell = own_kernel.run(
+    refused = own_kernel.run(
         "%%distributed\nfrom accelerate import Accelerator\nAccelerator(mixed_precision='bf16')"
     )
 
-    assert cell.error is not None
-    assert "make yours before anything uses `accelerator`" in cell.error.evalue
+    assert cell.text == "[0] 2 0 Accelerator\n[1] 2 1 Accelerator\n"
+    assert refused.error is not None
+    assert "make yours before anything uses `accelerator`" in refused.error.evalue

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist import __version__
+from nbdist import __version__, cli
 from nbdist.commands import VERBS, WORDS
 from nbdist.verbs import NOTEBOOK
 from tests.front.conftest import start_ranks
@@ -78,12 +78,13 @@ def environment(folder: Path | None) -> dict[str, str]:
     return notebook_env({"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **runs})
 
 
-def test_version() -> None:
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """The version is the package's, under both spellings."""
-    for word in ("version", "--version"):
-        done = nbdist(word)
+    done = nbdist("version")
+    code = cli.main(["--version"])
 
-        assert (done.returncode, done.stdout) == (0, f"nbdist {__version__}\n")
+    assert (done.returncode, done.stdout) == (0, f"nbdist {__version__}\n")
+    assert (code, capsys.readouterr().out) == (0, done.stdout)
 
 
 def test_help_lists_every_verb() -> None:
@@ -99,42 +100,45 @@ def test_help_lists_every_verb() -> None:
         assert any(line.startswith(f"  {word} ") for line in lines)
 
 
-def test_nothing_typed_is_wrong_use() -> None:
+def test_nothing_typed_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
     """The help goes to stderr then, and the exit code is 2."""
-    done = nbdist()
+    code = cli.main([])
+    said = capsys.readouterr()
 
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("usage: nbdist VERB")
+    assert (code, said.out) == (2, "")
+    assert said.err.startswith("usage: nbdist VERB")
 
 
 @pytest.mark.parametrize("word", sorted(w for w, v in WORDS.items() if v.place != NOTEBOOK))
-def test_each_verb_has_help_with_an_example(word: str) -> None:
+def test_each_verb_has_help_with_an_example(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--help shows usage and an example as they are typed here, and does nothing."""
-    done = nbdist(word, "--help")
+    code = cli.main([word, "--help"])
+    said = capsys.readouterr().out
 
-    assert done.returncode == 0
-    assert done.stdout.startswith(f"usage: nbdist {word}")
-    assert f"\nexample: nbdist {word}" in done.stdout
-    assert "%" not in done.stdout.partition("example:")[2]
+    assert code == 0
+    assert said.startswith(f"usage: nbdist {word}")
+    assert f"\nexample: nbdist {word}" in said
+    assert "%" not in said.partition("example:")[2]
 
 
 @pytest.mark.parametrize(
     ("word", "told"),
     [("docter", "Did you mean doctor?"), ("%dist_statsu", "Did you mean status"), ("xyzzy", "")],
 )
-def test_an_unknown_verb_names_close_ones(word: str, told: str) -> None:
+def test_an_unknown_verb_names_close_ones(
+    word: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit code 2, what was typed, and what may be meant."""
-    done = nbdist(word)
+    code = cli.main([word])
+    said = capsys.readouterr().err
 
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"nbdist: there is no verb {word!r}.")
-    assert told in done.stderr
+    assert code == 2
+    assert said.startswith(f"nbdist: there is no verb {word!r}.")
+    assert told in said
 
 
 def test_every_verb_of_a_notebook_says_that_it_is() -> None:
     """None of them runs here; each says where it works, with its own example."""
-    from nbdist import cli
-
     for verb in VERBS.values():
         if verb.place == NOTEBOOK:
             for typed in (verb.name, verb.typed):
@@ -149,8 +153,6 @@ def test_a_verb_of_a_notebook_is_wrong_use_here(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2 and one sentence on stderr; its help is shown all the same."""
-    from nbdist import cli
-
     code = cli.main([word])
     said = capsys.readouterr()
     helped = cli.main([word, "--help"])
@@ -185,8 +187,6 @@ def test_a_verb_of_a_notebook_in_a_process() -> None:
 )
 def test_wrong_use(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, the reason on stderr and no traceback."""
-    from nbdist import cli
-
     code = cli.main(words)
     said = capsys.readouterr()
 
@@ -200,8 +200,6 @@ def test_what_is_no_program_starts_no_rank(
     text: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An error of syntax is told with its line before anything starts."""
-    from nbdist import cli
-
     path = folder / "wrong.py"
     path.write_bytes(text)
     code = cli.main(["run", str(path), "-n", "2"])
@@ -308,8 +306,6 @@ def test_doctor_fails_where_something_is_bad(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 1, and what to do about it."""
-    from nbdist import cli
-
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     code = cli.main(["doctor"])
 
@@ -428,7 +424,6 @@ def test_an_interrupt_of_the_doctor_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C ends any verb with 130 and one line."""
-    from nbdist import cli
     from nbdist.client import facts
 
     def interrupted(*_: object) -> None:

@@ -130,7 +130,7 @@ def test_each_begins_with_the_same_state_which_is_back_afterwards(trained: Kerne
     assert "data:image/png" in cell.data("text/html")[-1]
 
 
-@pytest.mark.parametrize("base", ["fsdp", "zero1", "tp"])
+@pytest.mark.parametrize("base", ["fsdp", pytest.param("zero1", marks=pytest.mark.parity), "tp"])
 def test_the_state_is_back_under_any_strategy(ready: Kernel, base: str) -> None:
     """In parts as well; and an optimizer that has no state has none afterwards."""
     ran(ready, _FRESH)

@@ -163,6 +163,7 @@ def test_torchrun_prints_what_the_notebook_printed(
     assert trained[1][-1] == "11"
 
 
+@pytest.mark.parity
 def test_precision_and_accumulation_are_the_strategys(ranks: Kernel, tmp_path: Path) -> None:
     """ddp --bf16 --accumulate 2 gives the script's Accelerator arguments, and the same losses."""
     try:
@@ -175,6 +176,7 @@ def test_precision_and_accumulation_are_the_strategys(ranks: Kernel, tmp_path: P
     assert torchrun(tmp_path / "a.py") == wanted
 
 
+@pytest.mark.parity
 def test_accelerate_launch_prints_what_the_notebook_printed(
     trained: list[list[str]], tmp_path: Path
 ) -> None:

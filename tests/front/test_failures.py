@@ -99,9 +99,9 @@ def test_different_errors_are_all_shown_root_cause_first(ready: Kernel) -> None:
     assert cell.error.traceback.count("Traceback (most recent call last)") == 2
 
 
-def test_a_rank_whose_peer_failed_is_no_root_cause(own_kernel: Kernel) -> None:
+def test_a_rank_whose_peer_failed_is_no_root_cause(mortal: Kernel) -> None:
     """The end of a rank comes before the connection error that it leaves to the others."""
-    cell = own_kernel.run(
+    cell = mortal.run(
         "%%distributed\nimport os\nif rank: os._exit(3)\ndist.all_reduce(torch.ones(1))", 30
     )
 
@@ -214,9 +214,9 @@ def test_the_exception_can_be_caught_and_read(kernel: Kernel) -> None:
     )
 
 
-def test_a_rank_that_is_killed_fails_the_cell_and_the_next_ones_name_it(own_kernel: Kernel) -> None:
+def test_a_rank_that_is_killed_fails_the_cell_and_the_next_ones_name_it(mortal: Kernel) -> None:
     """A rank's end mid-cell is told with its signal; the others keep their variables."""
-    kernel = own_kernel
+    kernel = mortal
     kernel.run(_GO)
     handle = kernel.start("%%rank[1]\nprint('go', os.getpid(), flush=True)\ntime.sleep(60)")
     pid = int(kernel.wait_output(handle, "go").text.split()[2])

@@ -71,8 +71,6 @@ _CELLS = [
     ("%dist_reset --nuclear", "--nuclear: %dist_reset always .*2 ranks on 1 host, ready in .*"),
     ("%dist_init --num-processes 2", "ranks 0-1 are already running.*"),
     ("'x' in dir(), rank", re.escape(_BOTH.format("(False, 0)", "(False, 1)"))),
-    ("%dist_reset", "2 ranks on 1 host, ready in .*"),
-    ("rank", re.escape(_BOTH.format(0, 1))),
     ("%dist_shutdown", "ranks 0-1 stopped"),
     ("here", "'in the notebook'"),
 ]  # fmt: skip

@@ -73,8 +73,9 @@ def told(kernel: Kernel, code: str) -> str:
     return str(cell.visible)
 
 
-def test_rank_that_waits_is_not_the_cause(kernel: Kernel) -> None:
+def test_rank_that_waits_is_not_the_cause(impatient: Kernel) -> None:
     """One rank runs out of memory, the other waits for it: the first is told first, and alone."""
+    kernel = impatient
     text = failed(kernel, _WAITS)
     summary = next(line for line in text.splitlines() if line.startswith("DistributedError"))
 

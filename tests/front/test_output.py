@@ -294,6 +294,7 @@ def test_the_note_on_the_file_comes_after_the_first_lines(ready: Kernel) -> None
     assert lines[-500:] == [f"[0-1] {i}" for i in range(1000, 1500)]
 
 
+@pytest.mark.parity  # the notebooks, compared with what is stored, show it too
 def test_stored_outputs_are_equal_from_run_to_run(stored_kernel: Kernel) -> None:
     """Under NBDIST_TEST=1 hosts, times, bars and lateness leave no trace in the outputs."""
     runs = []

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.front.conftest import IMPATIENT_S
 from tests.support.kernel import Kernel
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -31,10 +32,11 @@ if rank == 0:
 def test_status_tells_who_waits_and_shows_the_stack_of_a_rank_blocked_in_cxx(
     kernel: Kernel,
 ) -> None:
-    """State, line and stack, while the main thread of the rank is inside Gloo."""
+    """State, line and stack, while the main thread of the rank is inside Gloo; nothing later."""
     kernel.run(_ASK_WHILE_IT_HANGS)
     hang = kernel.run(_HANG)
     shown = kernel.run("asking.join(10); print(seen[0])").text
+    later = kernel.run("%dist_status --stacks").plain[0]
 
     assert hang.error is not None
     assert hang.error.ename == "Deadlock"
@@ -48,22 +50,15 @@ def test_status_tells_who_waits_and_shows_the_stack_of_a_rank_blocked_in_cxx(
     assert "dist.all_reduce(x)" in stack
     assert "nbdist/engine" not in stack
     assert "IPython" not in stack
+    assert " waits in " not in later
+    assert "waiting in" not in later
+    assert later.count(" idle ") == 2
 
 
-def test_status_of_idle_ranks_has_no_waits(kernel: Kernel) -> None:
-    """After a hang was ended nothing is left of it."""
-    kernel.run(_HANG)
-    cell = kernel.run("%dist_status --stacks")
-
-    assert " waits in " not in cell.plain[0]
-    assert "waiting in" not in cell.plain[0]
-    assert cell.plain[0].count(" idle ") == 2
-
-
-def test_a_hang_is_told_once_and_fails_the_cell_with_the_same_line(kernel: Kernel) -> None:
+def test_a_hang_is_told_once_and_fails_the_cell_with_the_same_line(impatient: Kernel) -> None:
     """One line on stderr; the error begins with it and says what is back."""
-    cell = kernel.run(_HANG)
-    after = kernel.run(
+    cell = impatient.run(_HANG)
+    after = impatient.run(
         "%%distributed\nx = torch.ones(1) * (rank + 1)\ndist.all_reduce(x)\nx.item()"
     )
 
@@ -71,7 +66,8 @@ def test_a_hang_is_told_once_and_fails_the_cell_with_the_same_line(kernel: Kerne
     told = cell.stderr.splitlines()
     assert len(told) == 1
     assert cell.error.evalue == (
-        f"{told[0]}; aborted after 5 s: ranks 0-1 are back, variables kept, groups recovered"
+        f"{told[0]}; aborted after {IMPATIENT_S} s: "
+        "ranks 0-1 are back, variables kept, groups recovered"
     )
     assert "Traceback" not in cell.error.traceback
     assert after.text == "[0-1] 3.0\n"
@@ -92,9 +88,9 @@ def test_an_error_of_all_ranks_recovers_nothing(kernel: Kernel) -> None:
     assert kept.text == "[0-1] True\n"
 
 
-def test_different_shapes_that_do_not_hang_are_told(kernel: Kernel) -> None:
+def test_different_shapes_that_do_not_hang_are_told(impatient: Kernel) -> None:
     """Gloo gives wrong numbers without a word for them."""
-    cell = kernel.run("%%distributed\ny = torch.ones(3 + rank)\ndist.all_reduce(y)")
+    cell = impatient.run("%%distributed\ny = torch.ones(3 + rank)\ndist.all_reduce(y)")
 
     assert "float32[3]" in cell.stderr
     assert "float32[4]" in cell.stderr

@@ -321,7 +321,9 @@ def _pytest(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_elsewhere.py").write_text(code)
     (folder / "pytest.ini").write_text("[pytest]\n")
     args = ["-m", "pytest", "-rs", "-p", "tests.conftest", "-p", "no:cacheprovider", str(folder)]
-    env = os.environ | {"PYTHONPATH": str(_ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {
+        "PYTHONPATH": str(_ROOT), "CUDA_VISIBLE_DEVICES": "", "NBDIST_TEST_END_S": "0.1",
+    }  # fmt: skip
     return subprocess.run(
         [sys.executable, *args],
         cwd=folder,

@@ -1,7 +1,12 @@
-"""Plain processes that are ranks: they join over a file as engines do, and run a given text."""
+"""Plain processes that are ranks: they join over a file as engines do, and run a given text.
+
+They are forks of a process that has imported torch, which costs a rank two seconds or more.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import pickle
 import signal
@@ -9,15 +14,20 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from tests.support.forks import Forked, ForkServer
 from tests.support.kernel import notebook_env
 
 # Ranks end by themselves after LIMIT_S, with all threads' stacks; the test waits a little longer.
 LIMIT_S = 80.0
 MORE_S = 10.0
 POLL_S = 0.01
+# What forks have imported: most texts need it, and torch imports torch._dynamo for DDP.
+IMPORTED = ("nbdist.engine.accelerator", "nbdist.engine.sync", "torch._dynamo")
+ENV = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 # What every text finds: its place, the modules, and the ways to hang, wait and answer.
 PRELUDE = """
@@ -108,14 +118,33 @@ class TorchRanks:
     """
 
     def __init__(
-        self, folder: Path, size: int, text: str, limit_s: float = LIMIT_S, **env: str
+        self,
+        folder: Path,
+        size: int,
+        text: str,
+        limit_s: float = LIMIT_S,
+        *,
+        is_new: bool = False,
+        **env: str,
     ) -> None:
+        """Start the ranks.
+
+        Args:
+            folder: For their files.
+            size: How many.
+            text: What each runs.
+            limit_s: After which they end by themselves.
+            is_new: Processes that have imported nothing. So too where an environment variable of
+                torch's is given, which may be read by the import.
+            env: Variables beside those of a rank.
+        """
         self.folder = folder
         self.size = size
         self.limit_s = limit_s
         self._text = PRELUDE + textwrap.dedent(text)
         self._env = env
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._is_new = is_new or any(name.startswith("TORCH") for name in env)
+        self._processes: dict[int, subprocess.Popen[bytes] | Forked] = {}
         folder.mkdir(parents=True, exist_ok=True)
         start = {"world_size": size, "backend": "auto", "deadline_s": 60.0, "gpus": []}
         (folder / "start.json").write_text(json.dumps(start))
@@ -179,23 +208,40 @@ class TorchRanks:
         )
 
     def _start(self, rank: int, **env: str) -> None:
-        own = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.size),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "TEST_RUN_DIR": str(self.folder),
-            "TEST_LIMIT_S": str(self.limit_s),
-            **self._env,
-            **env,
-        }
-        with (self.folder / f"log.{rank}").open("ab") as log:
+        own = notebook_env(
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.size),
+                "TEST_RUN_DIR": str(self.folder),
+                "TEST_LIMIT_S": str(self.limit_s),
+                **ENV,
+                **self._env,
+                **env,
+            }
+        )
+        path = self.folder / f"log.{rank}"
+        if not self._is_new:
+            self._processes[rank] = _server(rank).fork(self._text, own, path)
+            return
+        with path.open("ab") as log:
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-c", self._text],
-                env=notebook_env(own),
+                env=own,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
+
+
+def forked_rank(rank: int, text: str, env: Mapping[str, str], log: Path) -> Forked:
+    """Run a text in a fork that has imported torch, on the CPU, and has joined nothing."""
+    return _server(rank).fork(text, notebook_env({**ENV, **env}), log)
+
+
+@functools.cache
+def _server(rank: int) -> ForkServer:
+    """One per rank: strings hash differently in different ranks, as in ranks that are started."""
+    server = ForkServer(IMPORTED, notebook_env(ENV))
+    atexit.register(server.stop)
+    return server
