@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.client import remote, states
 from nbdist.core import collectives
+from nbdist.core.failures import ranks_phrase
 from nbdist.core.panel import RankRow, row_of
 from nbdist.core.panel_picker import Model
 from nbdist.core.strategy import Choice, default_choice
 
 if TYPE_CHECKING:
+    from nbdist.client.run import CellRun
     from nbdist.client.session import Session
 
 # Who has waited for less is in step with the others.
@@ -47,13 +49,31 @@ def look(session: Session, limit_s: float) -> None:
     session.monitor.wait(time.monotonic(), limit_s)
 
 
-def interrupt(session: Session) -> str:
-    """Press stop for every cell that runs on ranks; what was interrupted, or "" for nothing."""
+def interrupt(session: Session) -> tuple[str, str]:
+    """Press stop for every cell that runs on ranks.
+
+    Returns:
+        What was interrupted of what the notebook waits for, or "" for nothing; and which ranks of
+        cells that were given back, and hear of no press, got SIGINT once more, or "".
+    """
     running = session.readiness.running()
-    for one in running:
+    waited = [one for one in running if not one.is_over]
+    for one in waited:
         one.press()
-    numbers = [one.request.number for one in running]
-    return ", ".join("a cell" if n is None else f"cell [{n}]" for n in numbers)
+    left = []
+    for one in running:
+        ranks = session.readiness.ranks_of(one) if one.is_over else ()
+        for rank in ranks:
+            session.interrupt(rank)
+        if ranks:
+            verb = "have" if len(ranks) > 1 else "has"
+            left.append(f"{ranks_phrase(ranks)} {verb} not come back from {_told(one)}")
+    return ", ".join(map(_told, waited)), "; ".join(left)
+
+
+def _told(one: CellRun) -> str:
+    number = one.request.number
+    return "a cell" if number is None else f"cell [{number}]"
 
 
 def prepared(

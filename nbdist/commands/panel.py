@@ -289,9 +289,11 @@ class Panel:
     def interrupt(self) -> None:
         """As the stop button: the cells on the ranks, else what the notebook itself does."""
         session = self._now()
-        told = "" if session is None else ranks_panel.interrupt(session)
+        told, left = ("", "") if session is None else ranks_panel.interrupt(session)
         told = told or self.turns.interrupt()
-        self.board.note(f"interrupting {told}" if told else "nothing runs to be interrupted")
+        parts = [f"interrupting {told}"] if told else []
+        parts += [f"{left}: SIGINT once more"] if left else []
+        self.board.note("; ".join(parts) or "nothing runs to be interrupted")
 
     def ask_status(self) -> None:
         """Show what every rank does; in a thread of its own, as answers may take two seconds."""

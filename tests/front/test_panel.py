@@ -39,13 +39,25 @@ panel_optimizer = torch.optim.AdamW(panel_net.parameters())
 panel_net, panel_optimizer = accelerator.prepare(panel_net, panel_optimizer)
 """
 _GONE = "%%distributed\nimport gc\ndel panel_net, panel_optimizer\ngc.collect(); None"
-# While a cell of the notebook sleeps, as somebody at the panel would.
+# As somebody at the panel would, who sees what runs: at no time, but when that does.
 _LATER = """
-def later(*names, **chosen):
+def later(*names, when, **chosen):
     def pressing():
-        time.sleep(0.3)
+        until(when)
         for name in names: press(name, **chosen)
     threading.Thread(target=pressing).start()
+def always(): return True
+def submitted(): return bool(nbdist.session().readiness.running())
+def between_cells(): return not PANEL.turns.cell
+def acting(): return PANEL.board.is_acting
+"""
+# A rank that a signal has stopped begins no cell, and takes no interrupt.
+_STOPPED = """
+import os, signal
+def stop_ranks(number):
+    for pid in panel_pids: os.kill(pid, number)
+said = nbdist.session().run('import os; print(os.getpid())').ranks
+panel_pids = [int(one.text.split()[-1]) for one in said]
 """
 
 
@@ -101,7 +113,7 @@ def test_apply_switches_the_live_model_between_cells(panel: Kernel) -> None:
         ]
     )
     log = said(panel)
-    models = panel.run("print(PANEL._models)").text
+    models = panel.run("until(lambda: PANEL._models); print(PANEL._models)").text
     panel.run(_GONE)
 
     assert "%dist_strategy fsdp is queued until cell [" in pressing.text
@@ -113,7 +125,7 @@ def test_apply_switches_the_live_model_between_cells(panel: Kernel) -> None:
 
 def test_apply_between_cells_happens_at_once(panel: Kernel) -> None:
     """Nothing is prepared: the choice is for models to come."""
-    panel.run("later('apply', strategy='zero1')")
+    panel.run("later('apply', when=between_cells, strategy='zero1')")
     panel.run("None")
     told = panel.run("until(lambda: True); print(PANEL.state().strategy)")
     for _ in range(100):
@@ -161,11 +173,11 @@ def test_a_stop_while_something_is_queued_takes_it_back(panel: Kernel) -> None:
 
 
 def test_interrupt_ends_a_cell_on_ranks_also_from_the_blocking_magic(panel: Kernel) -> None:
-    """Inside another magic a cell blocks the kernel's main thread."""
+    """Inside another magic a cell blocks the kernel's main thread; not begun on ranks, or just."""
     sleeping = "%%distributed\nimport time\ntime.sleep(600)"
-    panel.run("later('interrupt')")
+    panel.run("later('interrupt', when=submitted)")
     blocked = panel.run(f"get_ipython().run_cell({sleeping!r}).raise_error()")
-    panel.run("later('interrupt')")
+    panel.run("later('interrupt', when=submitted)")
     typed = panel.run(sleeping)
 
     for cell in (blocked, typed):
@@ -174,13 +186,51 @@ def test_interrupt_ends_a_cell_on_ranks_also_from_the_blocking_magic(panel: Kern
     assert said(panel).count("interrupting cell [") == 2
 
 
+def test_interrupt_is_not_lost_on_ranks_that_have_not_begun_the_cell(panel: Kernel) -> None:
+    """The notebook is given back, and the cell ends when a rank begins it, late as that may be."""
+    panel.run(
+        f"{_STOPPED}stop_ranks(signal.SIGSTOP); later('interrupt', 'interrupt', when=submitted)"
+    )
+    given_back = panel.run("%%distributed\nimport time\ntime.sleep(600)")
+    own = panel.run("later('interrupt', when=always); time.sleep(600)")
+    left = panel.run("stop_ranks(signal.SIGCONT); until(lambda: not nbdist.session().busy_ranks)")
+    log = said(panel)
+
+    assert given_back.error is not None
+    assert given_back.error.ename == "KeyboardInterrupt"
+    assert own.error is not None
+    assert own.error.ename == "KeyboardInterrupt"
+    assert left.status == "ok", left.visible
+    assert re.search(r"interrupting cell \[\d+\]; ranks 0-1 have not come back from cell \[", log)
+
+
+def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
+    """Between two cells the kernel ignores SIGINT; what was pressed counts once the job acts."""
+    panel.run(
+        "from nbdist.commands import panel_actions\n"
+        "kept, take = dict(panel_actions._ACTIONS), PANEL.board.take\n"
+        "panel_actions._ACTIONS['apply'] = lambda *_: time.sleep(600)\n"
+        "def taking():\n"
+        "    job = take()\n"
+        "    if job is not None: press('interrupt')\n"
+        "    return job\n"
+        "PANEL.board.take = taking; later('apply', when=between_cells, strategy='fsdp')"
+    )
+    panel.run("until(lambda: 'interrupted' in log()[-1])")
+    panel.run("panel_actions._ACTIONS.update(kept); PANEL.board.take = take")
+    log = said(panel)
+
+    assert "interrupting %dist_strategy fsdp" in log
+    assert log.splitlines()[-1].endswith(": interrupted")
+
+
 def test_interrupt_ends_what_the_panel_itself_does(panel: Kernel) -> None:
     """A job that hangs is broken off; the log says so."""
     panel.run(
         "from nbdist.commands import panel_actions\n"
         "kept = dict(panel_actions._ACTIONS)\n"
         "panel_actions._ACTIONS['apply'] = lambda *_: time.sleep(600)\n"
-        "press('apply', strategy='fsdp'); later('interrupt')"
+        "press('apply', strategy='fsdp'); later('interrupt', when=acting)"
     )
     panel.run("panel_actions._ACTIONS.update(kept)")
     log = said(panel)
@@ -199,7 +249,7 @@ def test_the_notebooks_stop_button_ends_what_the_panel_does(
         "kept = dict(panel_actions._ACTIONS)\n"
         "def sleeping(*_): pathlib.Path('acting').touch(); time.sleep(600)\n"
         "panel_actions._ACTIONS['apply'] = sleeping\n"
-        "later('apply', strategy='fsdp')"
+        "later('apply', when=between_cells, strategy='fsdp')"
     )
     acting = shared_folder / "acting"
     end_s = time.monotonic() + 30
@@ -216,7 +266,8 @@ def test_the_cell_that_shows_the_panel_counts_as_running(panel: Kernel) -> None:
     """What is asked for in it waits for its end, and Interrupt ends it."""
     panel.run("PANEL.close(); PANEL.board._log.clear()")
     cell = panel.run(
-        "PANEL.show(); press('apply', strategy='fsdp'); later('interrupt'); time.sleep(600)"
+        "PANEL.show(); press('apply', strategy='fsdp'); later('interrupt', when=always)\n"
+        "time.sleep(600)"
     )
     log = said(panel)
 
