@@ -19,13 +19,13 @@ from IPython import get_ipython
 from IPython.display import DisplayHandle, display
 
 from nbdist.client import panel as ranks_panel
-from nbdist.commands import panel_actions
+from nbdist.client.panel import Known
+from nbdist.commands import panel_actions, panel_plans
 from nbdist.commands.panel_actions import Chosen, Shows
 from nbdist.commands.panel_turns import Turns
 from nbdist.core import panel_picker
 from nbdist.core.panel import BUTTONS, PanelState, Plan, missing
 from nbdist.core.panel_board import Board, Job
-from nbdist.core.panel_picker import Model
 from nbdist.core.shown import is_stored
 from nbdist.core.strategy import Choice, described
 from nbdist.errors import NbdistError
@@ -65,7 +65,7 @@ class Panel:
         # What was chosen last when a rank was asked, and what it answered.
         self._told: tuple[Choice, Choice] | None = None
         self._followed: Choice | None = None
-        self._models: tuple[Model, ...] = ()
+        self._known = Known()
         self._code = self._bar = ""
         self._ticker: threading.Event | None = None  # set to end the thread
 
@@ -169,7 +169,7 @@ class Panel:
             ranks=rows,
             waits=waits,
             strategy=described(self._current(session)),
-            models=tuple(panel_picker.model_told(model) for model in self._models),
+            models=tuple(panel_picker.model_told(model) for model in self._known.models),
         )
 
     def before_cell(self, code: str, options: CellOptions) -> CellOptions:
@@ -193,7 +193,8 @@ class Panel:
             if session is not self._session:
                 if self._session is not None:
                     self.board.drop("the ranks that it was for were stopped")
-                self._session, self._told, self._models, self._code = session, None, (), ""
+                self._session, self._told, self._code = session, None, ""
+                self._known = Known()
                 if session is not None and self._widgets is not None:
                     self._widgets.set_ranks(session.topology.world_size)
                 self._ask_prepared()
@@ -212,8 +213,8 @@ class Panel:
         take = functools.partial(self._take_prepared, ranks_panel.last_choice(session))
         return ranks_panel.prepared(session, take)
 
-    def _take_prepared(self, last: Choice, choice: Choice, models: tuple[Model, ...]) -> None:
-        self._told, self._models = (last, choice), models
+    def _take_prepared(self, last: Choice, choice: Choice, known: Known) -> None:
+        self._told, self._known = (last, choice), known
         self.refresh()
 
     def _take_bar(self, text: str) -> None:
@@ -240,9 +241,7 @@ class Panel:
         found, session = self._picked(), self._session
         if isinstance(found, str) or session is None:
             return Plan(str(found), is_possible=not found)
-        return Plan(
-            panel_picker.planned(found, self._models, self._current(session)), is_possible=True
-        )
+        return panel_plans.plan(session, found, self._known, self._current(session))
 
     def _follow(self, widgets: PanelWidgets) -> None:
         """Choose the strategy that counts, once when it has changed."""

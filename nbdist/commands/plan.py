@@ -206,12 +206,12 @@ def _device(asked: Asked) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
     if not NOTEBOOK.is_running:
         return default, None, (f"--gpu {_DEVICE}",)
     topology, last = NOTEBOOK.session.topology, NOTEBOOK.session.bandwidth.last
-    device, told = _of_ranks(topology)
+    device, told = device_of_ranks(topology)
     model = last.model if device is not None and last is not None and not last.caveat else None
     return device or default, model, told
 
 
-def _of_ranks(topology: Topology) -> tuple[Device | None, tuple[str, ...]]:
+def device_of_ranks(topology: Topology) -> tuple[Device | None, tuple[str, ...]]:
     """What the running ranks have, if the catalogue knows it, and what is told of that."""
     first = topology.ranks[0]
     device = plan_devices.known_as(first.device_name)

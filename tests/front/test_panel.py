@@ -113,7 +113,7 @@ def test_apply_switches_the_live_model_between_cells(panel: Kernel) -> None:
         ]
     )
     log = said(panel)
-    models = panel.run("until(lambda: PANEL._models); print(PANEL._models)").text
+    models = panel.run("until(lambda: PANEL._known.models); print(PANEL._known.models)").text
     panel.run(_GONE)
 
     assert "%dist_strategy fsdp is queued until cell [" in pressing.text
@@ -121,6 +121,48 @@ def test_apply_switches_the_live_model_between_cells(panel: Kernel) -> None:
     assert after.text == "[0-1] DTensor\n"
     assert "ddp, dp 2 -> fsdp, dp 2" in log
     assert "Model(name='panel_net', n_parameters=72, parameter_bytes=288)" in models
+
+
+_LANGUAGE = """%%distributed
+from transformers import AutoModelForCausalLM, LlamaConfig
+panel_lm = AutoModelForCausalLM.from_config(LlamaConfig(
+    hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=320,
+    vocab_size=200, num_hidden_layers=3))
+panel_opt = torch.optim.AdamW(panel_lm.parameters(), lr=1e-3)
+panel_tokens = torch.utils.data.DataLoader(torch.arange(1024).view(32, 32) % 200, batch_size=8)
+panel_lm, panel_opt, panel_tokens = accelerator.prepare(panel_lm, panel_opt, panel_tokens)
+"""
+_BOTH = """
+from nbdist.core.panel_plan import Limit, counted
+from nbdist.core.strategy import choose
+def both(name, **batch):
+    row = nbdist.plan('panel_lm', engine='formulas', strategy=name, **batch).plan.rows[0]
+    limit = Limit(80e9, has_gpu=True)
+    return row.memory, counted(choose(name, {}, 2), PANEL._known.sketches, limit).memory
+"""
+
+
+def test_the_picker_shows_what_dist_plan_counts(panel: Kernel) -> None:
+    """Of a live transformer, with the batch that is assumed there too, then with the one seen."""
+    shown = "PANEL._widgets._plan.value"
+    panel.run(_LANGUAGE, 120)
+    assumed = panel.run(
+        f"{_BOTH}until(lambda: 'in a step up to' in {shown})\n"
+        f"print([m == c for m, c in map(both, ('ddp', 'fsdp'))], both('fsdp')[1].activations)\n"
+        f"print({shown})"
+    ).text
+    panel.run("%%distributed\nfor tokens in panel_tokens: pass")
+    seen = panel.run(
+        f"until(lambda: 'as the data loader gives' in {shown})\n"
+        f"m, c = both('fsdp', batch=8, seq=32); print(m == c); print({shown})"
+    ).text
+    panel.run("%%distributed\nimport gc\ndel panel_lm, panel_opt, panel_tokens; gc.collect(); None")
+
+    assert assumed.startswith("[True, True] "), assumed
+    assert "assumed: batch 1 x 2048 tokens" in assumed
+    assert "np-verdict" in assumed
+    assert seen.startswith("True\n"), seen
+    assert "batch 8 x 32 tokens, as the data loader gives" in seen
 
 
 def test_apply_between_cells_happens_at_once(panel: Kernel) -> None:
