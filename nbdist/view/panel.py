@@ -109,6 +109,7 @@ def _facts(state: PanelState) -> list[str]:
         *state.waits,
         *(f"prepared: {model}" for model in state.models),
         *([f"under way: {state.acting}"] if state.acting else []),
+        *([state.doing] if state.doing else []),
         *(f"queued until the cell ends: {job}" for job in state.queued),
         *(f"next cell on ranks: {magic}" for magic in state.armed),
     ]
@@ -131,7 +132,7 @@ def top_html(state: PanelState, *, drawn: int | None = None) -> str:
     )
     models = "".join(f'<div class="np-dim">{html.escape(one)}</div>' for one in state.models)
     waits = "".join(f'<div class="np-waits">{html.escape(one)}</div>' for one in state.waits)
-    busy = _progress_html(state.bar) + _busy_html(state)
+    busy = _progress_html(state.bar) + _progress_html(state.doing) + _busy_html(state)
     return f"<div>{age}{head}</div>{_ranks_html(state.ranks)}{models}{waits}{busy}"
 
 
