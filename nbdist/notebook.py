@@ -12,7 +12,7 @@ from typing import Any
 
 from IPython import get_ipython
 
-from nbdist.client import driving, outside
+from nbdist.client import driving, outside, progress
 from nbdist.client.recordings import Recordings
 from nbdist.client.request import CellRequest
 from nbdist.client.run import CellRun
@@ -24,6 +24,7 @@ from nbdist.core.ranks import rank_label
 from nbdist.core.shown import is_stored
 from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
 from nbdist.view.cells import LiveCell
+from nbdist.view.progress import ShownProgress
 
 LOCAL = "local"
 EXIT_GRACE_S = 1.0
@@ -247,3 +248,6 @@ def _notebook_has(name: str) -> bool:
 
 
 NOTEBOOK = Notebook()
+# The running cell's line of what takes long.
+SHOWN = ShownProgress()
+progress.listeners.append(SHOWN)

@@ -6,15 +6,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import remote, states
+from nbdist.client import remote, remote_plan, states
 from nbdist.core import collectives
+from nbdist.core.failures import ranks_phrase
 from nbdist.core.panel import RankRow, row_of
 from nbdist.core.panel_picker import Model
+from nbdist.core.panel_plan import Limit
+from nbdist.core.plan_live import LiveModel
 from nbdist.core.strategy import Choice, default_choice
 
 if TYPE_CHECKING:
+    from nbdist.client.run import CellRun
     from nbdist.client.session import Session
 
 # Who has waited for less is in step with the others.
@@ -47,17 +52,50 @@ def look(session: Session, limit_s: float) -> None:
     session.monitor.wait(time.monotonic(), limit_s)
 
 
-def interrupt(session: Session) -> str:
-    """Press stop for every cell that runs on ranks; what was interrupted, or "" for nothing."""
+def interrupt(session: Session) -> tuple[str, str]:
+    """Press stop for every cell that runs on ranks.
+
+    Returns:
+        What was interrupted of what the notebook waits for, or "" for nothing; and which ranks of
+        cells that were given back, and hear of no press, got SIGINT once more, or "".
+    """
     running = session.readiness.running()
-    for one in running:
+    waited = [one for one in running if not one.is_over]
+    for one in waited:
         one.press()
-    numbers = [one.request.number for one in running]
-    return ", ".join("a cell" if n is None else f"cell [{n}]" for n in numbers)
+    left = []
+    for one in running:
+        ranks = session.readiness.ranks_of(one) if one.is_over else ()
+        for rank in ranks:
+            session.interrupt(rank)
+        if ranks:
+            verb = "have" if len(ranks) > 1 else "has"
+            left.append(f"{ranks_phrase(ranks)} {verb} not come back from {_told(one)}")
+    return ", ".join(map(_told, waited)), "; ".join(left)
+
+
+def _told(one: CellRun) -> str:
+    number = one.request.number
+    return "a cell" if number is None else f"cell [{number}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a rank has said of its prepared models.
+
+    Attributes:
+        models: Their sizes.
+        sketches: The same models as a plan takes them; empty where that failed.
+        problem: Why; a phrase.
+    """
+
+    models: tuple[Model, ...] = ()
+    sketches: tuple[LiveModel, ...] = ()
+    problem: str = ""
 
 
 def prepared(
-    session: Session, take: Callable[[Choice, tuple[Model, ...]], object]
+    session: Session, take: Callable[[Choice, Known], object]
 ) -> Callable[[float], object]:
     """Ask a rank for its strategy and models; `take` is called with them, in another thread.
 
@@ -75,17 +113,35 @@ def prepared(
     is_taken = threading.Event()
     choice = remote.current_strategy(session.call, rank)
     sizes = remote.prepared_sizes(session.call, rank)
+    sketches = remote_plan.sketch_models(session.call, rank)
 
     def arrived(done: Future[Any]) -> None:
-        # In its main thread a rank answers in order, so the strategy is there.
+        # In its main thread a rank answers in order, so what was asked before is there.
         try:
-            if not done.cancelled() and done.exception() is None and choice.exception() is None:
-                take(choice.result(), models_of(done.result()))
+            if choice.exception() is None and sizes.exception() is None:
+                error = done.exception()
+                told = () if error is not None else done.result()
+                problem = "" if error is None else str(getattr(error, "evalue", error))
+                take(choice.result(), Known(models_of(sizes.result()), told, problem))
         finally:
             is_taken.set()
 
-    sizes.add_done_callback(arrived)
+    sketches.add_done_callback(arrived)
     return is_taken.wait
+
+
+def limit(session: Session) -> Limit:
+    """What the monitor knows of a rank's memory: of a GPU, or its share of a host's."""
+    first = session.topology.ranks[0]
+    sample = next(iter(session.monitor.latest()), None)
+    if first.device != "cpu":
+        total = None if sample is None or sample.gpu is None else sample.gpu.total_bytes
+        sharing = [place.device_uuid for place in session.topology.ranks].count(first.device_uuid)
+        return Limit((total or 0.0) / sharing, has_gpu=True)
+    if sample is None or sample.usage is None:
+        return Limit()
+    on_host = [place.host for place in session.topology.ranks].count(first.host)
+    return Limit(sample.usage.host_limit_bytes / on_host)
 
 
 def models_of(sizes: Sequence[tuple[str, int, int]]) -> tuple[Model, ...]:

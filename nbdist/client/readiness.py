@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nbdist.client import outside
+from nbdist.client.ladder import BEGIN_S
 from nbdist.client.run import CellRun
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
@@ -45,6 +47,15 @@ class Readiness:
         if busy is not None and busy[0] is one:
             del self._busy[rank]
 
+    def interrupt_late(self, rank: int, one: CellRun) -> None:
+        """Interrupt a rank that begins a cell only now that nobody waits for it any more."""
+
+        def due() -> None:
+            if rank in self.ranks_of(one):
+                self._session.interrupt(rank)
+
+        threading.Timer(BEGIN_S, due).start()  # before that it may ignore an interrupt
+
     def is_busy(self, rank: int) -> bool:
         """Whether a rank runs a cell, or did when it ended."""
         return rank in self._busy
@@ -57,6 +68,10 @@ class Readiness:
     def running(self) -> list[CellRun]:
         """The cells that run, each once."""
         return list({id(one): one for one, _ in list(self._busy.values())}.values())
+
+    def ranks_of(self, one: CellRun) -> tuple[int, ...]:
+        """The ranks that run this cell."""
+        return tuple(sorted(rank for rank, (own, _) in list(self._busy.items()) if own is one))
 
     def check(self, ranks: Sequence[int]) -> None:
         """Refuse ranks that can take nothing now.

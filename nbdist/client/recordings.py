@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from nbdist.client import progress
+from nbdist.client.progress import Tell
 from nbdist.core import contents
 from nbdist.core.parcels import Parcel
 from nbdist.errors import Interrupted, NbdistError
@@ -22,6 +24,8 @@ BEGIN_S = 60.0
 # Ranks read what they have recorded at the same time: 4 us per event of a trace.
 FINISH_S = 300.0
 POLL_S = 0.5
+# How often ranks that record are asked how far they are: a question costs each a millisecond.
+WATCH_S = 1.0
 
 Options = TypeVar("Options")
 Result = TypeVar("Result")
@@ -54,6 +58,7 @@ class Recordings(Generic[Options, Result]):
         self._subject = subject
         self._last: Result | None = None
         self._ranks: tuple[int, ...] = ()
+        self._tell: Tell = lambda *_told, **_more: None
         self.count = 0  # recordings that were taken in
         self.token = ""  # what a cell brings that is to be recorded
 
@@ -95,14 +100,17 @@ class Recordings(Generic[Options, Result]):
         Raises:
             As `begin` and `finish`; a failure of the cell goes first.
         """
-        self.begin(options, ranks)
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(NbdistError):
-                self.finish()
-            raise
-        self.finish()
+        with progress.of_ranks(self._session, self._subject.noun, period_s=WATCH_S) as self._tell:
+            self._tell("preparing")
+            self.begin(options, ranks)
+            self._tell("recording")
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(NbdistError):
+                    self.finish()
+                raise
+            self.finish()
 
     def finish(self) -> Result:
         """Take in what the ranks have recorded, however their cell ended.
@@ -147,7 +155,8 @@ class Recordings(Generic[Options, Result]):
                 asked[rank] = ask(session.call, rank, folders)
         end_s = time.monotonic() + FINISH_S
         try:
-            for rank, future in asked.items():
+            for number, (rank, future) in enumerate(asked.items()):
+                self._tell(f"reading the {noun} of", number, len(asked), "ranks")
                 found[rank] = self._answer(rank, future, end_s)
         except KeyboardInterrupt:
             for rank, future in asked.items():

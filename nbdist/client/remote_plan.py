@@ -12,6 +12,7 @@ from nbdist.core.plan_live import LiveModel
 
 CHECKED = "nbdist.engine.plan_check"
 DESCRIBED = "nbdist.engine.described"
+SKETCHED = "nbdist.engine.sketched"
 
 
 def describe_model(call: Caller, engine: int, name: str, inputs: str) -> Future[LiveModel]:
@@ -26,7 +27,13 @@ def check_step(
     return call(engine, f"{CHECKED}:check_step", name, inputs, batch, sequence)
 
 
+def sketch_models(call: Caller, engine: int) -> Future[tuple[LiveModel, ...]]:
+    """What the prepared models of one rank are, whole, in the order of `prepared_sizes`."""
+    return call(engine, f"{SKETCHED}:sketches")
+
+
 REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     check_step: f"{CHECKED}:check_step",
     describe_model: f"{DESCRIBED}:describe_model",
+    sketch_models: f"{SKETCHED}:sketches",
 }

@@ -75,6 +75,8 @@ class CellRun:
         kind = message["header"]["msg_type"]
         if kind == "execute_input":
             self._states[rank].begun_s = time.monotonic()
+            if self.is_over:  # it was interrupted before it began, and nobody waits for it
+                self._session.readiness.interrupt_late(rank, self)
             if self._ladder.has_begun:  # an interrupt waits for this
                 self._put(lambda: None)
         elif kind != "status":  # of which the reply tells as well: no reason to wake anybody

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbdist.client import remote
+from nbdist.client import progress, remote
 from nbdist.core import strategy
 from nbdist.core.comparison import Comparison
 from nbdist.core.ranks import rank_label
@@ -125,9 +125,10 @@ class Strategies:
         self._session.upkeep.recover_if_needed()
         self.last = self.last or choice  # it may count, however this ends
         try:
-            told = self._session.call_all(
-                remote.switch_strategy, choice, deadline_s=SWITCH_S, is_collective=True
-            )
+            with progress.of_ranks(self._session, "switch"):
+                told = self._session.call_all(
+                    remote.switch_strategy, choice, deadline_s=SWITCH_S, is_collective=True
+                )
         except KeyboardInterrupt as error:
             raise Interrupted(f"{error}; %dist_strategy says which strategy counts now") from error
         except NbdistError as error:

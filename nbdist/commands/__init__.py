@@ -24,7 +24,7 @@ from nbdist.commands import (
     variables,
 )
 from nbdist.commands.running import start_and_show
-from nbdist.notebook import CellOptions
+from nbdist.notebook import SHOWN, CellOptions
 from nbdist.verbs import NOTEBOOK, TERMINAL, Verb
 from nbdist.view.cells import publish
 from nbdist.view.mime import View
@@ -75,5 +75,6 @@ def cell_options(values: Namespace) -> CellOptions:
 
 
 def show(view: View) -> None:
-    """Show a view in the running cell."""
-    publish(view._repr_mimebundle_())
+    """Show a view in the running cell, in the place of its line of progress if it has one."""
+    if not SHOWN.replace(view):
+        publish(view._repr_mimebundle_())

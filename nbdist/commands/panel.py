@@ -19,17 +19,19 @@ from IPython import get_ipython
 from IPython.display import DisplayHandle, display
 
 from nbdist.client import panel as ranks_panel
-from nbdist.commands import panel_actions
+from nbdist.client import progress
+from nbdist.client.panel import Known
+from nbdist.commands import panel_actions, panel_plans
 from nbdist.commands.panel_actions import Chosen, Shows
 from nbdist.commands.panel_turns import Turns
 from nbdist.core import panel_picker
 from nbdist.core.panel import BUTTONS, PanelState, Plan, missing
 from nbdist.core.panel_board import Board, Job
-from nbdist.core.panel_picker import Model
+from nbdist.core.progress import Progress
 from nbdist.core.shown import is_stored
 from nbdist.core.strategy import Choice, described
 from nbdist.errors import NbdistError
-from nbdist.notebook import NOTEBOOK, CellOptions
+from nbdist.notebook import NOTEBOOK, SHOWN, CellOptions
 from nbdist.verbs import Verb
 from nbdist.view import panel as panel_view
 from nbdist.view.cells import publish
@@ -65,8 +67,8 @@ class Panel:
         # What was chosen last when a rank was asked, and what it answered.
         self._told: tuple[Choice, Choice] | None = None
         self._followed: Choice | None = None
-        self._models: tuple[Model, ...] = ()
-        self._code = self._bar = ""
+        self._known = Known()
+        self._code = self._bar = self._doing = ""
         self._ticker: threading.Event | None = None  # set to end the thread
 
     def _ipython_display_(self) -> None:
@@ -76,6 +78,8 @@ class Panel:
         """Show the panel below the running cell: widgets where there are any, else a picture."""
         self.turns.watch()
         NOTEBOOK.before_cell, NOTEBOOK.on_bar = self.before_cell, self._take_bar
+        if self._take_progress not in progress.listeners:
+            progress.listeners.append(self._take_progress)
         self._look()
         if is_stored() or not hasattr(get_ipython(), "kernel"):
             publish(panel_view.still(self.state())._repr_mimebundle_())
@@ -129,6 +133,8 @@ class Panel:
         self.turns.unwatch()
         NOTEBOOK.before_cell = lambda _code, options: options
         NOTEBOOK.on_bar = lambda _text: None
+        if self._take_progress in progress.listeners:
+            progress.listeners.remove(self._take_progress)
         with self._lock:
             ticker, self._ticker = self._ticker, None
             widgets, self._widgets = self._widgets, None
@@ -154,6 +160,7 @@ class Panel:
             NO_RANKS,
             cell=self.turns.cell,
             bar=self._bar,
+            doing=self._doing,
             acting=self.board.acting,
             queued=self.board.queued,
             armed=tuple(BUTTONS[name].magic for name in self.board.armed),
@@ -169,7 +176,7 @@ class Panel:
             ranks=rows,
             waits=waits,
             strategy=described(self._current(session)),
-            models=tuple(panel_picker.model_told(model) for model in self._models),
+            models=tuple(panel_picker.model_told(model) for model in self._known.models),
         )
 
     def before_cell(self, code: str, options: CellOptions) -> CellOptions:
@@ -193,7 +200,8 @@ class Panel:
             if session is not self._session:
                 if self._session is not None:
                     self.board.drop("the ranks that it was for were stopped")
-                self._session, self._told, self._models, self._code = session, None, (), ""
+                self._session, self._told, self._code = session, None, ""
+                self._known = Known()
                 if session is not None and self._widgets is not None:
                     self._widgets.set_ranks(session.topology.world_size)
                 self._ask_prepared()
@@ -212,12 +220,16 @@ class Panel:
         take = functools.partial(self._take_prepared, ranks_panel.last_choice(session))
         return ranks_panel.prepared(session, take)
 
-    def _take_prepared(self, last: Choice, choice: Choice, models: tuple[Model, ...]) -> None:
-        self._told, self._models = (last, choice), models
+    def _take_prepared(self, last: Choice, choice: Choice, known: Known) -> None:
+        self._told, self._known = (last, choice), known
         self.refresh()
 
     def _take_bar(self, text: str) -> None:
         self._bar = text  # ten times a second: it is drawn with the next picture
+
+    def _take_progress(self, now: Progress | None) -> None:
+        self._doing = "" if now is None else str(now)
+        self.refresh()
 
     def _changed(self) -> None:
         """A job has begun or ended, or a cell has ended."""
@@ -240,9 +252,7 @@ class Panel:
         found, session = self._picked(), self._session
         if isinstance(found, str) or session is None:
             return Plan(str(found), is_possible=not found)
-        return Plan(
-            panel_picker.planned(found, self._models, self._current(session)), is_possible=True
-        )
+        return panel_plans.plan(session, found, self._known, self._current(session))
 
     def _follow(self, widgets: PanelWidgets) -> None:
         """Choose the strategy that counts, once when it has changed."""
@@ -284,14 +294,17 @@ class Panel:
         return panel_actions.job(name, chosen, current, self._code)
 
     def _act(self, job: Job) -> str:
-        return panel_actions.act(job, self._shows)
+        with SHOWN.silenced():
+            return panel_actions.act(job, self._shows)
 
     def interrupt(self) -> None:
         """As the stop button: the cells on the ranks, else what the notebook itself does."""
         session = self._now()
-        told = "" if session is None else ranks_panel.interrupt(session)
+        told, left = ("", "") if session is None else ranks_panel.interrupt(session)
         told = told or self.turns.interrupt()
-        self.board.note(f"interrupting {told}" if told else "nothing runs to be interrupted")
+        parts = [f"interrupting {told}"] if told else []
+        parts += [f"{left}: SIGINT once more"] if left else []
+        self.board.note("; ".join(parts) or "nothing runs to be interrupted")
 
     def ask_status(self) -> None:
         """Show what every rank does; in a thread of its own, as answers may take two seconds."""
@@ -346,7 +359,7 @@ class Panel:
     def _update_stills(self, state: PanelState) -> None:
         """The pictures below the widgets, where more has changed than times and numbers."""
         kinds = tuple((row.rank, row.kind) for row in state.ranks)
-        essence = replace(state, ranks=(), waits=(), cell="", bar="", acting=""), kinds
+        essence = replace(state, ranks=(), waits=(), cell="", bar="", doing="", acting=""), kinds
         if self._stills and essence != self._essence:
             self._essence = essence
             view = panel_view.still(state)

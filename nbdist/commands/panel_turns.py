@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 
 from IPython import get_ipython
 
+from nbdist.client import presses
+from nbdist.client.presses import Presses
 from nbdist.core.panel_board import Board, Job
 from nbdist.errors import NbdistError
 from nbdist.notebook import NOTEBOOK
@@ -85,14 +87,20 @@ class Turns:
 
     def _work(self) -> None:
         """Do what is queued, unless a cell runs: then its end does."""
-        while not self._cells and (job := self._board.take()) is not None:
-            self._changed()
-            self._board.finish(*self._outcome(job))
+        while not self._cells and self._board.queued:
+            # One that is pressed once the job counts as begun, is for it, and not lost.
+            with presses.counted() as pressed:
+                job = self._board.take()
+                if job is None:
+                    return
+                self._changed()
+                self._board.finish(*self._outcome(job, pressed))
             self._changed()
 
-    def _outcome(self, job: Job) -> tuple[str, str]:
+    def _outcome(self, job: Job, pressed: Presses) -> tuple[str, str]:
         try:
             with _interruptible():
+                pressed.check()
                 return self._act(job), "done"
         except KeyboardInterrupt as error:
             return f"interrupted: {error}" if str(error) else "interrupted", "failed"

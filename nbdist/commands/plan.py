@@ -9,7 +9,7 @@ import json
 import math
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from IPython import get_ipython
 
+from nbdist.client import progress
 from nbdist.client.described import live_model
 from nbdist.client.fake import FakeEngine
 from nbdist.commands.plan_check import checked
@@ -38,7 +39,6 @@ from nbdist.verbs import ANYWHERE, Option, Verb, rank_count, strategy_given
 from nbdist.verbs import strategy_options as typed_options
 from nbdist.view.mime import View
 from nbdist.view.plan import PlanView, shown_plan
-from nbdist.view.progress import ProgressLine
 
 _DEVICE = "h100"
 # What memory is counted by -> how.
@@ -76,7 +76,6 @@ def planned(
     load: Load,
     strategy: str | None = None,
     given: Mapping[str, object] | None = None,
-    progress: Callable[[str], None] = lambda _text: None,
 ) -> PlanView:
     """Plan for a model.
 
@@ -88,7 +87,6 @@ def planned(
         load: What is trained with.
         strategy: A name; None for all.
         given: Its degrees and options.
-        progress: Told what is counted now, where that takes seconds.
 
     Raises:
         OptionError: If a word does not exist, or degrees do not fit.
@@ -108,10 +106,10 @@ def planned(
     world_size, told = _ranks(asked, given)
     if measured is not None and measured.world_size != world_size:
         measured = None
-    with _engine(shape, live, asked, progress) as engine:
+    with progress.during("plan") as tell, _engine(shape, live, asked) as engine:
         found = plan(
             shape, device, world_size, load, strategy=strategy, given=given, measured=measured,
-            engine=engine, assumed=(*assumed, *told),
+            engine=engine, assumed=(*assumed, *told), progress=tell,
         )  # fmt: skip
     if live is not None:
         found = replace(found, told=described(live))
@@ -144,7 +142,7 @@ def _live(model: Any, asked: Asked) -> LiveModel | None:
 
 
 def _engine(
-    shape: ModelShape, live: LiveModel | None, asked: Asked, progress: Callable[[str], None]
+    shape: ModelShape, live: LiveModel | None, asked: Asked
 ) -> AbstractContextManager[Engine]:
     """What counts memory, until the plan is made."""
     otherwise: Engine = memory_of if live is None else functools.partial(by_kinds, live)
@@ -155,7 +153,7 @@ def _engine(
     if live is not None:
         source = replace(live.source, has_optimizer=asked.optimizer is None)
     problem = "" if live is None else live.problem
-    return FakeEngine(source, otherwise=otherwise, problem=problem, progress=progress)
+    return FakeEngine(source, otherwise=otherwise, problem=problem)
 
 
 def _shape(model: Any) -> ModelShape:
@@ -206,12 +204,12 @@ def _device(asked: Asked) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
     if not NOTEBOOK.is_running:
         return default, None, (f"--gpu {_DEVICE}",)
     topology, last = NOTEBOOK.session.topology, NOTEBOOK.session.bandwidth.last
-    device, told = _of_ranks(topology)
+    device, told = device_of_ranks(topology)
     model = last.model if device is not None and last is not None and not last.caveat else None
     return device or default, model, told
 
 
-def _of_ranks(topology: Topology) -> tuple[Device | None, tuple[str, ...]]:
+def device_of_ranks(topology: Topology) -> tuple[Device | None, tuple[str, ...]]:
     """What the running ranks have, if the catalogue knows it, and what is told of that."""
     first = topology.ranks[0]
     device = plan_devices.known_as(first.device_name)
@@ -239,8 +237,8 @@ def _ranks(asked: Asked, given: Mapping[str, object]) -> tuple[int, tuple[str, .
     return _RANKS, (f"--ranks {_RANKS}",)
 
 
-def dist_plan(values: Namespace) -> View | None:
-    """Plan for what was typed, with a progress line where it takes seconds."""
+def dist_plan(values: Namespace) -> View:
+    """Plan for what was typed."""
     if len(values.model) != 1:
         raise OptionError(
             "%dist_plan: name one model: its number of parameters (7e9), the path of a "
@@ -260,21 +258,11 @@ def dist_plan(values: Namespace) -> View | None:
         values.ranks, values.gpu, values.memory, values.engine, values.inputs or "",
         values.optimizer,
     )  # fmt: skip
-    line, told = ProgressLine("counting"), list[str]()
-
-    def progress(text: str) -> None:
-        told.append(text)
-        line(text)
-
-    if values.is_check:
-        _check_alone(values)
-        view: View = checked(values.model[0], values.inputs or "", load, progress)
-    else:
-        view = planned(_named(values.model[0]), asked, load, values.strategy, given, progress)
-    if not told or get_ipython() is None:
-        return view
-    line.finish(view)
-    return None
+    if not values.is_check:
+        return planned(_named(values.model[0]), asked, load, values.strategy, given)
+    _check_alone(values)
+    with progress.during("plan") as tell:
+        return checked(values.model[0], values.inputs or "", load, tell)
 
 
 def _check_alone(values: Namespace) -> None:

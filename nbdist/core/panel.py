@@ -144,6 +144,7 @@ class PanelState:
         models: What is prepared: `model: 12.6 million parameters`.
         cell: What the notebook runs: `cell [4]`, or "".
         bar: The progress bar that the running cell draws, with its rank, or "".
+        doing: How far something is that takes long, a switch or a recording, or "".
         acting: What the panel is doing now, and since when, or "".
         queued: What it will do when the cell ends, in order.
         armed: What happens with the next cell on ranks.
@@ -158,6 +159,7 @@ class PanelState:
     models: tuple[str, ...] = ()
     cell: str = ""
     bar: str = ""
+    doing: str = ""
     acting: str = ""
     queued: tuple[str, ...] = ()
     armed: tuple[str, ...] = ()
@@ -182,10 +184,14 @@ class Plan:
     Attributes:
         text: What each rank would hold, or why it cannot be had.
         is_possible: It can be had.
+        verdict: Of core.plan: "safe", "risky", "no", "?"; "" where nothing was counted.
+        share: Of the device's memory, in a step; None where that is not known.
     """
 
     text: str
     is_possible: bool
+    verdict: str = ""
+    share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

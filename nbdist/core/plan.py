@@ -133,6 +133,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
     measured: LinkModel | None = None,
     engine: Engine = memory_of,
     assumed: tuple[str, ...] = (),
+    progress: Callable[[str, float, float, str], object] = lambda *_told: None,
 ) -> Plan:
     """A row for each strategy, or one for what was typed.
 
@@ -146,6 +147,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
         measured: How fast these ranks' collectives are.
         engine: What says how much memory a choice takes.
         assumed: What was not typed, to be told.
+        progress: Told what is counted now: words, done, total, unit.
 
     Raises:
         OptionError: If a word does not exist, or the one strategy that was typed does not fit.
@@ -175,15 +177,17 @@ def plan(  # noqa: PLR0913  # what a plan is about
 
     if strategy is not None or any(word in given for word in ("dp", "tp", "pp", "cp")):
         choice = choose(strategy, given, world_size)
+        progress(f"counting {label(choice)}", 0, 0, "")
         rows: tuple[Row, ...] = (row(label(choice), choice),)
     else:
         _check_words(given, world_size)
-        cases = (*_CASES, *(_ON_HOSTS if world_size > 8 else ()))
-        rows = tuple(
-            _row_or_problem(name, own, given, world_size, row)
-            for name, own in cases
-            if world_size > 1 or name == "single"
-        )
+        several = (*_CASES, *(_ON_HOSTS if world_size > 8 else ()))
+        cases = several if world_size > 1 else tuple(one for one in several if one[0] == "single")
+        found = []
+        for number, (name, own) in enumerate(cases):
+            progress(f"counting {_typed(name, own)}", number, len(cases), "strategies")
+            found.append(_row_or_problem(name, own, given, world_size, row))
+        rows = tuple(found)
     return Plan(model, device, world_size, load, rows, assumed)
 
 

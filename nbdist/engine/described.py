@@ -39,14 +39,27 @@ def describe_model(name: str, inputs: str) -> LiveModel:
     Raises:
         OptionError: There is no such variable, or it is no model; lists those that are.
     """
-    model = model_of(name)
     args, kwargs = inputs_of(inputs)
+    return describe(name, model_of(name), args, kwargs)
+
+
+def describe(
+    name: str,
+    model: torch.nn.Module,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any],
+    *,
+    wants_source: bool = True,
+) -> LiveModel:
+    """Describe a model, with what makes it in another process where that is wanted: its code."""
     with _as_written(model) as (base, one):
         found = build.names_of(base)
         tensors = build.tensors_of(base)
         optimizer = optimizer_of(base, one)
         kind = None if optimizer is None else _kind_of(optimizer)
-        source, problem = _source(Sent(base, args, kwargs, kind))
+        source, problem = Source(), ""
+        if wants_source:
+            source, problem = _source(Sent(base, args, kwargs, kind))
         own = [tensors[first] for first in found]
         parameters = [p for p in own if isinstance(p, torch.nn.Parameter)]
         buffers = [b for b in own if not isinstance(b, torch.nn.Parameter)]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nbdist.engine import progress
+
 # libkineto writes lines like "USDT:... profiler_start" to the cell's stderr below this level. It
 # is read once, at the process's first profiler.
 QUIET = "99"
@@ -63,6 +65,9 @@ class Steps:
         self.mark()
         self.ends.append(self.marks)
         self.marks += 1
+        # The first step is left out, and counts no further than the others are wanted.
+        wanted = 0 if self.wanted is None else self.wanted + 1
+        progress.tell("recording", min(len(self.ends), wanted or len(self.ends)), wanted, "steps")
 
     def _is_enough(self) -> bool:
         return self.wanted is not None and len(self.ends) > self.wanted

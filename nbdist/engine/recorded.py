@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbdist.core.wire import CELL_RECORDING
+from nbdist.engine import progress
 
 
 class Recording(Protocol):
@@ -17,9 +18,11 @@ class Recording(Protocol):
 
     Attributes:
         token: What that cell brings.
+        noun: What it is called: "trace".
     """
 
     token: str
+    noun: str
 
     def start(self) -> None:
         """The cell begins."""
@@ -66,12 +69,15 @@ def install(kernel: Any) -> None:
             return await execute(*args, **options)
         recording, state.armed = state.armed, None
         state.running = recording
-        recording.start()
-        try:
-            return await execute(*args, **options)
-        finally:
-            state.running = None
-            recording.stop()
+        with progress.during(recording.noun):
+            progress.tell("recording")
+            recording.start()
+            try:
+                return await execute(*args, **options)
+            finally:
+                state.running = None
+                progress.tell("ending the recording")
+                recording.stop()
 
     do_execute.is_recorded = True  # type: ignore[attr-defined]
     kernel.do_execute = do_execute

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nbdist.core import stacks, wire
-from nbdist.engine import blackbox, collection, completion, crashes, looks, usage
+from nbdist.engine import blackbox, collection, completion, crashes, looks, progress, usage
 from nbdist.errors import StartError
 
 
@@ -62,7 +62,8 @@ def snapshot() -> tuple[float, bytes | None]:
     return time.monotonic(), blackbox.snapshot()
 
 
-# All that can be asked, nbdist/client/remote.py has the same names. Nothing else is called.
+# All that can be asked; client/remote.py and remote_progress.py have the same names. Nothing else
+# is called.
 TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
         "ping": ping,
@@ -74,6 +75,7 @@ TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "usage": usage.usage,
         "attributes": completion.attributes,
         "glance": completion.glance,
+        "progress": progress.newest,
     }
 )
 

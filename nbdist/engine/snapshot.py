@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from nbdist.core import parcels, strategy
 from nbdist.core.parcels import Parcel
 from nbdist.core.snapshot import MemoryOptions, RankMemory, empty
-from nbdist.engine import owners, recorded, runtime, snapshot_cpu, snapshot_cuda
+from nbdist.engine import owners, progress, recorded, runtime, snapshot_cpu, snapshot_cuda
 from nbdist.engine.owners import Owner
 from nbdist.engine.parallel import registry
 from nbdist.engine.profiling import Steps, ended
@@ -56,8 +56,13 @@ class Recorder(Protocol):
         """What was recorded, beside what is known of the rank."""
 
 
+NOUN = "memory"
+
+
 class _Recording:
     """The recording of one cell."""
+
+    noun = NOUN
 
     def __init__(self, options: MemoryOptions, token: str):
         self.token = token
@@ -210,7 +215,9 @@ def finish(folders: Sequence[str]) -> Parcel:
     if recorded.state.armed is _kept.last:  # its cell was never sent
         recorded.state.armed = None
         raise SnapshotError(NOTHING)
-    return sent(_kept.last.memory(), folders)
+    with progress.during(NOUN):
+        progress.tell("sorting what was allocated")
+        return sent(_kept.last.memory(), folders)
 
 
 def now(folders: Sequence[str]) -> Parcel:

@@ -26,7 +26,7 @@ from nbdist.core import footprint, parcels, strategy, trace_names, trace_read
 from nbdist.core.parcels import Parcel
 from nbdist.core.trace import TraceOptions
 from nbdist.core.units import size
-from nbdist.engine import looks, namespace, recorded, runtime
+from nbdist.engine import looks, namespace, progress, recorded, runtime
 from nbdist.engine.parallel import registry
 from nbdist.engine.profiling import QUIET, Steps, ended, is_profiling
 from nbdist.errors import TraceError
@@ -41,6 +41,8 @@ def _mark() -> None:
 
 class _Recording:
     """The recording of one cell."""
+
+    noun = "trace"
 
     def __init__(self, options: TraceOptions, folder: Path, token: str):
         self.token = token
@@ -185,8 +187,11 @@ def finish(folders: Sequence[str]) -> Parcel:
     recording = _kept.last
     if recording is None:
         raise TraceError("Nothing was recorded on this rank: its process has replaced another.")
-    recording.export()
-    found = trace_read.read(recording.path, runtime.current().place.rank)
+    with progress.during(recording.noun):
+        progress.tell("writing the file")
+        recording.export()
+        progress.tell("reading the file")
+        found = trace_read.read(recording.path, runtime.current().place.rank)
     if recording.problem:
         found = found.told(recording.problem)
     return parcels.send(parcels.pack({"recording": found}), folders)

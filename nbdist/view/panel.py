@@ -13,16 +13,25 @@ from nbdist.core.panel import (
     OLD_S,
     Entry,
     PanelState,
+    Plan,
     RankRow,
     bar_share,
     bar_told,
 )
+from nbdist.core.plan import NO, RISKY, SAFE, UNKNOWN
 from nbdist.core.shown import PLACEHOLDER, is_stored, shown
 from nbdist.view.mime import View, table
 
 # The live panel's page hides the picture that stands below it for when there is no panel.
 STILL = "nbdist-panel-still"
 SHOWN_LOG = 8
+# Verdict of core.plan -> a sign that tells it without colour, and one of Okabe and Ito's.
+_VERDICTS = {
+    SAFE: ("✓", "#009E73"),
+    RISKY: ("!", "#E69F00"),
+    NO: ("✕", "#D55E00"),
+    UNKNOWN: ("", "#999999"),
+}
 _HEAD = ("rank", "host", "device", "state", "memory", "use")
 
 # Colours come from the page where it has a theme, so that light and dark both fit.
@@ -71,6 +80,9 @@ LIVE_STYLE = f"""{STYLE}<style>
 .nbdist-panel .np-age::after {{ content: "no news from the kernel for " counter(nbdist-age) " s"; }}
 .nbdist-panel .np-detail table {{ border: 0; margin: 4px 0; }}
 .nbdist-panel .np-detail td, .nbdist-panel .np-detail th {{ padding: 2px 14px 2px 0; border: 0; }}
+.nbdist-panel .np-verdict {{ border: 1px solid; border-radius: 3px; padding: 0 6px;
+  margin-right: 7px; font-weight: 600; }}
+.nbdist-panel .np-plan {{ white-space: pre-line; opacity: .85; }}
 .nbdist-panel .np-why {{ border-left: 4px solid #D55E00; padding: 1px 8px; }}
 .{STILL}, .jp-OutputArea-child:has(.{STILL}) {{ display: none }}
 </style>"""
@@ -97,6 +109,7 @@ def _facts(state: PanelState) -> list[str]:
         *state.waits,
         *(f"prepared: {model}" for model in state.models),
         *([f"under way: {state.acting}"] if state.acting else []),
+        *([state.doing] if state.doing else []),
         *(f"queued until the cell ends: {job}" for job in state.queued),
         *(f"next cell on ranks: {magic}" for magic in state.armed),
     ]
@@ -119,8 +132,22 @@ def top_html(state: PanelState, *, drawn: int | None = None) -> str:
     )
     models = "".join(f'<div class="np-dim">{html.escape(one)}</div>' for one in state.models)
     waits = "".join(f'<div class="np-waits">{html.escape(one)}</div>' for one in state.waits)
-    busy = _progress_html(state.bar) + _busy_html(state)
+    busy = _progress_html(state.bar) + _progress_html(state.doing) + _busy_html(state)
     return f"<div>{age}{head}</div>{_ranks_html(state.ranks)}{models}{waits}{busy}"
+
+
+def plan_html(plan: Plan) -> str:
+    """What the chosen strategy comes to, with a bar up to the device's limit and the verdict."""
+    if not plan.is_possible:
+        return f'<div class="np-why">{html.escape(plan.text)}</div>'
+    mark = ""
+    if plan.verdict:
+        sign, color = _VERDICTS[plan.verdict]
+        mark = (
+            f'<span class="np-verdict" style="border-color:{color}">{sign} '
+            f"{html.escape(plan.verdict)}</span>"
+        )
+    return f'<div class="np-plan">{mark}{_bar(plan.share)}{html.escape(plan.text)}</div>'
 
 
 def _progress_html(bar: str) -> str:

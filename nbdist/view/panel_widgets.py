@@ -13,7 +13,7 @@ import ipywidgets
 from nbdist.core.panel import BUTTONS, PanelState, Plan
 from nbdist.core.panel_picker import UNSET, Field, Value, fields
 from nbdist.core.strategy_rows import ROWS
-from nbdist.view.panel import LIVE_STYLE, log_html, top_html
+from nbdist.view.panel import LIVE_STYLE, log_html, plan_html, top_html
 
 # In the order of the rows of buttons; the table of buttons has the rest.
 _TROUBLE = ("interrupt", "status", "restart")
@@ -172,10 +172,7 @@ class PanelWidgets:
         with self._lock:
             self._top.value = _wrapped(top_html(state, drawn=next(self._drawn)))
             _set(self._log, "value", _wrapped(log_html(state.log)))
-            kind = "np-dim" if plan.is_possible else "np-why"
-            _set(
-                self._plan, "value", _wrapped(f'<div class="{kind}">{html.escape(plan.text)}</div>')
-            )
+            _set(self._plan, "value", _wrapped(plan_html(plan)))
             for name, button in self.buttons.items():
                 _set(button, "disabled", bool(why_not[name]))
                 _set(button, "tooltip", why_not[name] or _tip(name))

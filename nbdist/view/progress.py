@@ -1,10 +1,15 @@
-"""One line that tells what a long verb waits for, replaced by its result."""
+"""One line that tells what a long verb waits for, or how far it is, replaced by its result."""
 
 from __future__ import annotations
+
+import contextlib
+import html
+from collections.abc import Iterator
 
 from IPython import get_ipython
 from IPython.display import DisplayHandle, display
 
+from nbdist.core.progress import Progress
 from nbdist.core.shown import is_stored
 from nbdist.view.cells import publish
 from nbdist.view.mime import View
@@ -37,3 +42,81 @@ class ProgressLine:
             self._handle.update(view)
         else:
             self._handle = display(view, display_id=True)
+
+
+class ShownProgress:
+    """What takes long, as one line of the cell that waits for it; taken away at the end.
+
+    A listener of client.progress. In a terminal there is a line for each thing that is done.
+    Stored outputs have nothing of it.
+    """
+
+    def __init__(self) -> None:
+        self._handle: DisplayHandle | None = None
+        self._cell = ""
+        self._said = ""
+        self._is_silent = False
+
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Show nothing meanwhile: no cell waits for it."""
+        self._is_silent = True
+        try:
+            yield
+        finally:
+            self._is_silent = False
+
+    def __call__(self, now: Progress | None) -> None:
+        """Show this; from any thread, in the context of its cell. None for the end."""
+        shell = get_ipython()
+        if shell is None or is_stored() or self._is_silent:
+            return
+        if not hasattr(shell, "kernel"):
+            self._say(now)
+        elif now is not None:
+            self._draw(View(str(now), line_html(str(now), now.share)))
+        elif self._handle is not None:
+            self._handle.update(View(""))
+
+    def replace(self, view: View) -> bool:
+        """Put a result in the line's place; whether the running cell has one."""
+        handle, self._handle = self._handle, None
+        if handle is None or self._cell != _running_cell():
+            return False
+        handle.update(view)
+        return True
+
+    def _draw(self, view: View) -> None:
+        if self._handle is not None and self._cell == _running_cell():
+            self._handle.update(view)
+            return
+        self._cell = _running_cell()
+        handle = display(view, display_id=True)
+        assert isinstance(handle, DisplayHandle)
+        self._handle = handle
+
+    def _say(self, now: Progress | None) -> None:
+        said = "" if now is None else f"{now.name}: {now.what}"
+        if said and said != self._said:
+            publish(View(str(now))._repr_mimebundle_())
+        self._said = said
+
+
+def line_html(text: str, share: float | None) -> str:
+    """A line with a bar, where it is known how far it is."""
+    if share is None:
+        return f"<div>{html.escape(text)}</div>"
+    inner = f'<i style="display:block;height:100%;width:{share:.0%};background:#56B4E9"></i>'
+    bar = (
+        '<span aria-hidden="true" style="display:inline-block;width:220px;height:9px;'
+        "border-radius:2px;background:rgba(128,128,128,.28);margin-right:7px;overflow:hidden;"
+        f'vertical-align:middle">{inner}</span>'
+    )
+    return f"<div>{bar}{html.escape(text)}</div>"
+
+
+def _running_cell() -> str:
+    """The message that the running cell came with; the same in a thread with its context."""
+    kernel = getattr(get_ipython(), "kernel", None)
+    parent = {} if kernel is None else kernel.get_parent("shell")
+    return str(parent.get("header", {}).get("msg_id", ""))

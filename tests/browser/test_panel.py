@@ -95,8 +95,9 @@ class Tab(LabNotebook):
         return self.output_text(NUMBER[name]) if wait else ""
 
     def begin(self, name: str) -> None:
-        """Run a cell and wait until it says that it has begun."""
+        """Run a cell and wait until it says that it has begun, and not that it had before."""
         self.run(name, wait=False)
+        self._wait(_IS_STARTED, NUMBER[name], DEADLINE_S, "the cell's begin", NUMBER[name])
         self.wait_text(NUMBER[name], "begun", DEADLINE_S)
 
     def is_running(self, name: str) -> bool:
@@ -155,6 +156,11 @@ _WATCH_LOG = """([index, text]) => {
     observer.observe(cell, { childList: true, subtree: true, characterData: true });
 }"""
 _IS_LOGGED = "() => window.nbdistLogged > 0"
+# With this prompt the outputs of the last run are gone.
+_IS_STARTED = """index => document.querySelectorAll('.jp-Notebook .jp-Cell')[index]
+    .querySelector('.jp-InputPrompt').innerText.trim() == '[*]:'"""
+_HAS_STILL = """text => [...document.querySelectorAll('.nbdist-panel-still')]
+    .some(one => one.textContent.includes(text))"""
 _DRAWN = "() => Number(document.querySelector('.np-age').dataset.drawn)"
 
 
@@ -356,12 +362,10 @@ def test_what_cannot_be_had_cannot_be_applied_and_says_why(tab: Tab) -> None:
     tab.panel.get_by_label("strategy", exact=True).select_option("fsdp")
     tab.panel.get_by_label("--shard", exact=True).select_option("hybrid")
     tab.wait_panel("2 data-parallel ranks cannot do both")
-    disabled = tab.panel.locator("button:disabled", has_text="Apply")
+    why = "the chosen strategy cannot be had with these ranks"
+    disabled = tab.panel.locator(f"button:disabled[title='{why}']", has_text="Apply")
     disabled.wait_for(timeout=DEADLINE_S * 1000)  # widgets change one after the other
-    why = disabled.get_attribute("title")
     tab.panel.get_by_label("strategy", exact=True).select_option("ddp")
-
-    assert why == "the chosen strategy cannot be had with these ranks"
 
 
 def test_two_panels_show_the_same(tab: Tab) -> None:
@@ -471,6 +475,7 @@ def test_a_saved_notebook_without_its_kernel_shows_the_last_state(tab: Tab, lab:
     """The picture below the widgets, which hide it while they live."""
     tab.run("panel")  # the page was loaded anew since: the picture of before is of that time
     tab.click("Interrupt", "nothing runs to be interrupted")
+    tab.page.wait_for_function(_HAS_STILL, arg="nothing runs to be interrupted")
     stills = tab.output(NUMBER["panel"]).locator(".nbdist-panel-still")
     hidden = stills.evaluate_all("all => all.every(one => !one.offsetParent)")
     tab.command("docmanager:save")

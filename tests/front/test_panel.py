@@ -39,13 +39,25 @@ panel_optimizer = torch.optim.AdamW(panel_net.parameters())
 panel_net, panel_optimizer = accelerator.prepare(panel_net, panel_optimizer)
 """
 _GONE = "%%distributed\nimport gc\ndel panel_net, panel_optimizer\ngc.collect(); None"
-# While a cell of the notebook sleeps, as somebody at the panel would.
+# As somebody at the panel would, who sees what runs: at no time, but when that does.
 _LATER = """
-def later(*names, **chosen):
+def later(*names, when, **chosen):
     def pressing():
-        time.sleep(0.3)
+        until(when)
         for name in names: press(name, **chosen)
     threading.Thread(target=pressing).start()
+def always(): return True
+def submitted(): return bool(nbdist.session().readiness.running())
+def between_cells(): return not PANEL.turns.cell
+def acting(): return PANEL.board.is_acting
+"""
+# A rank that a signal has stopped begins no cell, and takes no interrupt.
+_STOPPED = """
+import os, signal
+def stop_ranks(number):
+    for pid in panel_pids: os.kill(pid, number)
+said = nbdist.session().run('import os; print(os.getpid())').ranks
+panel_pids = [int(one.text.split()[-1]) for one in said]
 """
 
 
@@ -101,7 +113,7 @@ def test_apply_switches_the_live_model_between_cells(panel: Kernel) -> None:
         ]
     )
     log = said(panel)
-    models = panel.run("print(PANEL._models)").text
+    models = panel.run("until(lambda: PANEL._known.models); print(PANEL._known.models)").text
     panel.run(_GONE)
 
     assert "%dist_strategy fsdp is queued until cell [" in pressing.text
@@ -111,9 +123,51 @@ def test_apply_switches_the_live_model_between_cells(panel: Kernel) -> None:
     assert "Model(name='panel_net', n_parameters=72, parameter_bytes=288)" in models
 
 
+_LANGUAGE = """%%distributed
+from transformers import AutoModelForCausalLM, LlamaConfig
+panel_lm = AutoModelForCausalLM.from_config(LlamaConfig(
+    hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=320,
+    vocab_size=200, num_hidden_layers=3))
+panel_opt = torch.optim.AdamW(panel_lm.parameters(), lr=1e-3)
+panel_tokens = torch.utils.data.DataLoader(torch.arange(1024).view(32, 32) % 200, batch_size=8)
+panel_lm, panel_opt, panel_tokens = accelerator.prepare(panel_lm, panel_opt, panel_tokens)
+"""
+_BOTH = """
+from nbdist.core.panel_plan import Limit, counted
+from nbdist.core.strategy import choose
+def both(name, **batch):
+    row = nbdist.plan('panel_lm', engine='formulas', strategy=name, **batch).plan.rows[0]
+    limit = Limit(80e9, has_gpu=True)
+    return row.memory, counted(choose(name, {}, 2), PANEL._known.sketches, limit).memory
+"""
+
+
+def test_the_picker_shows_what_dist_plan_counts(panel: Kernel) -> None:
+    """Of a live transformer, with the batch that is assumed there too, then with the one seen."""
+    shown = "PANEL._widgets._plan.value"
+    panel.run(_LANGUAGE, 120)
+    assumed = panel.run(
+        f"{_BOTH}until(lambda: 'in a step up to' in {shown})\n"
+        f"print([m == c for m, c in map(both, ('ddp', 'fsdp'))], both('fsdp')[1].activations)\n"
+        f"print({shown})"
+    ).text
+    panel.run("%%distributed\nfor tokens in panel_tokens: pass")
+    seen = panel.run(
+        f"until(lambda: 'as the data loader gives' in {shown})\n"
+        f"m, c = both('fsdp', batch=8, seq=32); print(m == c); print({shown})"
+    ).text
+    panel.run("%%distributed\nimport gc\ndel panel_lm, panel_opt, panel_tokens; gc.collect(); None")
+
+    assert assumed.startswith("[True, True] "), assumed
+    assert "assumed: batch 1 x 2048 tokens" in assumed
+    assert "np-verdict" in assumed
+    assert seen.startswith("True\n"), seen
+    assert "batch 8 x 32 tokens, as the data loader gives" in seen
+
+
 def test_apply_between_cells_happens_at_once(panel: Kernel) -> None:
     """Nothing is prepared: the choice is for models to come."""
-    panel.run("later('apply', strategy='zero1')")
+    panel.run("later('apply', when=between_cells, strategy='zero1')")
     panel.run("None")
     told = panel.run("until(lambda: True); print(PANEL.state().strategy)")
     for _ in range(100):
@@ -161,11 +215,11 @@ def test_a_stop_while_something_is_queued_takes_it_back(panel: Kernel) -> None:
 
 
 def test_interrupt_ends_a_cell_on_ranks_also_from_the_blocking_magic(panel: Kernel) -> None:
-    """Inside another magic a cell blocks the kernel's main thread."""
+    """Inside another magic a cell blocks the kernel's main thread; not begun on ranks, or just."""
     sleeping = "%%distributed\nimport time\ntime.sleep(600)"
-    panel.run("later('interrupt')")
+    panel.run("later('interrupt', when=submitted)")
     blocked = panel.run(f"get_ipython().run_cell({sleeping!r}).raise_error()")
-    panel.run("later('interrupt')")
+    panel.run("later('interrupt', when=submitted)")
     typed = panel.run(sleeping)
 
     for cell in (blocked, typed):
@@ -174,13 +228,51 @@ def test_interrupt_ends_a_cell_on_ranks_also_from_the_blocking_magic(panel: Kern
     assert said(panel).count("interrupting cell [") == 2
 
 
+def test_interrupt_is_not_lost_on_ranks_that_have_not_begun_the_cell(panel: Kernel) -> None:
+    """The notebook is given back, and the cell ends when a rank begins it, late as that may be."""
+    panel.run(
+        f"{_STOPPED}stop_ranks(signal.SIGSTOP); later('interrupt', 'interrupt', when=submitted)"
+    )
+    given_back = panel.run("%%distributed\nimport time\ntime.sleep(600)")
+    own = panel.run("later('interrupt', when=always); time.sleep(600)")
+    left = panel.run("stop_ranks(signal.SIGCONT); until(lambda: not nbdist.session().busy_ranks)")
+    log = said(panel)
+
+    assert given_back.error is not None
+    assert given_back.error.ename == "KeyboardInterrupt"
+    assert own.error is not None
+    assert own.error.ename == "KeyboardInterrupt"
+    assert left.status == "ok", left.visible
+    assert re.search(r"interrupting cell \[\d+\]; ranks 0-1 have not come back from cell \[", log)
+
+
+def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
+    """Between two cells the kernel ignores SIGINT; what was pressed counts once the job acts."""
+    panel.run(
+        "from nbdist.commands import panel_actions\n"
+        "kept, take = dict(panel_actions._ACTIONS), PANEL.board.take\n"
+        "panel_actions._ACTIONS['apply'] = lambda *_: time.sleep(600)\n"
+        "def taking():\n"
+        "    job = take()\n"
+        "    if job is not None: press('interrupt')\n"
+        "    return job\n"
+        "PANEL.board.take = taking; later('apply', when=between_cells, strategy='fsdp')"
+    )
+    panel.run("until(lambda: 'interrupted' in log()[-1])")
+    panel.run("panel_actions._ACTIONS.update(kept); PANEL.board.take = take")
+    log = said(panel)
+
+    assert "interrupting %dist_strategy fsdp" in log
+    assert log.splitlines()[-1].endswith(": interrupted")
+
+
 def test_interrupt_ends_what_the_panel_itself_does(panel: Kernel) -> None:
     """A job that hangs is broken off; the log says so."""
     panel.run(
         "from nbdist.commands import panel_actions\n"
         "kept = dict(panel_actions._ACTIONS)\n"
         "panel_actions._ACTIONS['apply'] = lambda *_: time.sleep(600)\n"
-        "press('apply', strategy='fsdp'); later('interrupt')"
+        "press('apply', strategy='fsdp'); later('interrupt', when=acting)"
     )
     panel.run("panel_actions._ACTIONS.update(kept)")
     log = said(panel)
@@ -199,7 +291,7 @@ def test_the_notebooks_stop_button_ends_what_the_panel_does(
         "kept = dict(panel_actions._ACTIONS)\n"
         "def sleeping(*_): pathlib.Path('acting').touch(); time.sleep(600)\n"
         "panel_actions._ACTIONS['apply'] = sleeping\n"
-        "later('apply', strategy='fsdp')"
+        "later('apply', when=between_cells, strategy='fsdp')"
     )
     acting = shared_folder / "acting"
     end_s = time.monotonic() + 30
@@ -216,7 +308,8 @@ def test_the_cell_that_shows_the_panel_counts_as_running(panel: Kernel) -> None:
     """What is asked for in it waits for its end, and Interrupt ends it."""
     panel.run("PANEL.close(); PANEL.board._log.clear()")
     cell = panel.run(
-        "PANEL.show(); press('apply', strategy='fsdp'); later('interrupt'); time.sleep(600)"
+        "PANEL.show(); press('apply', strategy='fsdp'); later('interrupt', when=always)\n"
+        "time.sleep(600)"
     )
     log = said(panel)
 

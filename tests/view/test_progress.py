@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from nbdist.core.progress import Progress
 from nbdist.view import progress
 from nbdist.view.mime import View
-from nbdist.view.progress import ProgressLine
+from nbdist.view.progress import ProgressLine, ShownProgress, line_html
 
 
 class _Handle:
@@ -99,3 +100,92 @@ def test_stored_outputs_have_the_result_alone(
     run()
 
     assert shown == ["publish table"]
+
+
+# What takes long.
+
+HALF = Progress("switch", "moving", 1, 2, "tensors")
+
+
+class _Kernel:
+    """Runs a cell."""
+
+    cell = "a"
+
+    def get_parent(self, _channel: str) -> dict[str, Any]:
+        return {"header": {"msg_id": self.cell}}
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
+    """Of a notebook."""
+    one = _Kernel()
+    monkeypatch.setattr(progress, "get_ipython", lambda: SimpleNamespace(kernel=one))
+    return one
+
+
+@pytest.mark.usefixtures("kernel")
+def test_progress_is_one_line_that_goes_away(shown: list[str]) -> None:
+    """Updated in place; blank at the end, as nothing takes its place."""
+    line = ShownProgress()
+    line(Progress("switch", "planning"))
+    line(HALF)
+    line(None)
+    line(None)
+
+    assert shown[:3] == [
+        "display switch: planning",
+        "update switch: moving 1 of 2 tensors, 50%",
+        "update ",
+    ]
+
+
+def test_a_result_takes_the_lines_place_in_its_cell_alone(
+    shown: list[str], kernel: _Kernel
+) -> None:  # fmt: skip
+    """Of another cell it is a result of its own."""
+    line = ShownProgress()
+    line(HALF)
+    line(None)
+    was_replaced = line.replace(View("done"))
+    line(HALF)
+    kernel.cell = "b"
+
+    assert was_replaced
+    assert shown[-2:] == ["update done", "display switch: moving 1 of 2 tensors, 50%"]
+    assert not line.replace(View("of b"))
+    assert not line.replace(View("again"))
+
+
+@pytest.mark.usefixtures("kernel")
+def test_no_progress_in_stored_outputs_or_for_nobody(
+    shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With NBDIST_TEST=1, and while what is done belongs to no cell."""
+    line = ShownProgress()
+    with line.silenced():
+        line(HALF)
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    line(HALF)
+    line(None)
+
+    assert shown == []
+    assert not line.replace(View("result"))
+
+
+def test_a_terminal_has_a_line_for_each_thing(
+    shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """And none for each percent."""
+    monkeypatch.setattr(progress, "get_ipython", SimpleNamespace)
+    line = ShownProgress()
+    for one in (Progress("switch", "planning"), HALF, Progress("switch", "moving", 2, 2), None):
+        line(one)
+
+    assert shown == ["publish switch: planning", "publish switch: moving 1 of 2 tensors, 50%"]
+
+
+def test_its_bar_is_as_long_as_it_is_far() -> None:
+    """None where that is not known; words of others are text."""
+    assert "width:50%" in line_html("half", 0.5)
+    assert line_html("<b>", None) == "<div>&lt;b&gt;</div>"

@@ -14,7 +14,7 @@ from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from nbdist.engine.parallel import live
+from nbdist.engine.parallel import live, seen
 from nbdist.engine.parallel.alike import check_alike
 from nbdist.engine.parallel.shares import Feed, Settings, Shard, Share, current_share
 from nbdist.errors import OptionError
@@ -127,6 +127,7 @@ class Loader(DataLoaderShard):  # type: ignore[misc]  # untyped
                 batch = next(inner, _END)
                 if is_first:
                     check_alike(batch, share.index)
+                    seen.note(batch)
             assert inner is not None
             if batch is _END:
                 return

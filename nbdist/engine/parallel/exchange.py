@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from nbdist.core.layout import Cuts, Piece, Side, local_shape, pieces, runs, split
+from nbdist.core.progress import BYTES
+from nbdist.engine import progress
 from nbdist.engine.parallel.room import room_for
 
 __all__ = ["Move", "Side", "exchange", "moved_bytes"]
@@ -65,6 +67,25 @@ class _Parcel:
         return -(-self.size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
+class _Way:
+    """How much of what this rank sends and receives has gone its way; told as progress."""
+
+    def __init__(self, rank: int, parcels: Sequence[_Parcel]) -> None:
+        self._rank = rank
+        self._done = 0
+        self._total = self._size_bytes(parcels)
+        progress.tell("moving", 0, self._total, BYTES)
+
+    def gone(self, parcels: Sequence[_Parcel]) -> None:
+        """These have arrived."""
+        if self._total:
+            self._done += self._size_bytes(parcels)
+            progress.tell("moving", min(self._done, self._total), self._total, BYTES)
+
+    def _size_bytes(self, parcels: Sequence[_Parcel]) -> int:
+        return sum(p.size_bytes for p in parcels if self._rank in (p.source, p.piece.target))
+
+
 def exchange(
     moves: Sequence[Move], held: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
@@ -98,14 +119,16 @@ def exchange(
                 direct.append(parcel)
             else:
                 bundled.append(parcel)
+        way = _Way(rank, [*direct, *bundled])
         for number, works in enumerate(_sent_directly(direct, held, new, device)):
             if not number:
                 # While the first ones are on their way.
                 _copy_own(own, held, new)
             for work in works:
                 work.wait()
+            way.gone(direct[number * _DIRECT_COUNT : (number + 1) * _DIRECT_COUNT])
         if rounds := list(_rounds(bundled, size)):
-            _Courier(held, new, rounds, carrier).deliver()
+            _Courier(held, new, rounds, carrier).deliver(way)
     return new
 
 
@@ -228,7 +251,7 @@ class _Courier:
         self._outbox = torch.empty(_most(self._sent), dtype=torch.uint8, device=device)
         self._inbox = torch.empty(_most(self._received), dtype=torch.uint8, device=device)
 
-    def deliver(self) -> None:
+    def deliver(self, way: _Way) -> None:
         """All rounds. Collective."""
         for sent, received in zip(self._sent, self._received, strict=True):
             for view, parcel in self._views(self._outbox, sent):
@@ -240,6 +263,7 @@ class _Courier:
             )
             for view, parcel in self._views(self._inbox, received):
                 _copy(self._new[parcel.move.name], view, _from_box(parcel.piece.dims))
+            way.gone([*sent, *received])
 
     def _own(self, parcels: list[_Parcel], role: str, other: str) -> list[_Parcel]:
         own = [one for one in parcels if _end(one, role) == self._rank]

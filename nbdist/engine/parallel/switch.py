@@ -24,6 +24,7 @@ from nbdist.core.layout import pieces
 from nbdist.core.strategy import Choice, label, rows_of, steps_of
 from nbdist.core.switching import Switched
 from nbdist.engine import models as live_models
+from nbdist.engine import progress
 from nbdist.engine.parallel import build, defaults, fsdp, registry, zero1
 from nbdist.engine.parallel.agreement import (
     Ballot,
@@ -43,6 +44,9 @@ from nbdist.engine.parallel.step import Job
 from nbdist.engine.parallel.wholes import dtypes_of, local_values
 from nbdist.errors import NbdistError, OptionError
 
+# Of what is told while it lasts.
+NAME = "switch"
+
 
 def switch(choice: Choice) -> Switched:
     """Put this rank's models and optimizers under another strategy.
@@ -61,7 +65,8 @@ def switch(choice: Choice) -> Switched:
         return Switched(before, choice, (), (), (), (), (note,), 0, time.perf_counter() - began_s)
     if len(registry.prepared()) > 1 or _fixed(before, choice):
         gc.collect()  # of cells that were run again, or what was deleted to make way
-    with same_random():
+    with same_random(), progress.during(NAME):
+        progress.tell("planning")
         found = _common_models()
         if found:
             _refuse_fixed(before, choice)
@@ -136,10 +141,12 @@ def _move(choice: Choice, found: list[Prepared]) -> tuple[Rebound, tuple[str, ..
     received = brought.received_bytes
     with interrupts_held():
         try:
+            progress.tell("agreeing")
             together(WHAT, lambda: None)  # from here on nobody waits for data
         except BaseException as error:
             ballot.answer(sentence(error), is_waiting=False)  # some may have gone on
             raise
+        progress.tell("committing")
         commit = Commit(choice, models, steppers, brought)
         commit.run(ballot)
         done, notes = commit.finish()

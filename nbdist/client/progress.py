@@ -1,0 +1,147 @@
+"""What takes long in this notebook now, and how far it is, for whoever shows it.
+
+core.progress says how work reports. What ends within SHOW_S is told to nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol
+
+from nbdist.client.remote_progress import progress as newest_of_rank
+from nbdist.core.progress import Progress, together
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+SHOW_S = 0.5
+PERIOD_S = 0.25
+
+Listener = Callable[[Progress | None], object]
+
+
+class Tell(Protocol):
+    """Takes what is done now."""
+
+    def __call__(self, what: str, done: float = 0.0, total: float = 0.0, unit: str = "") -> None:
+        """See Progress."""
+
+
+# Called with each record, and with None when nothing takes long any more; in a thread of its own,
+# in the context of the cell that began the work. Must not raise.
+listeners: list[Listener] = []
+_lock = threading.RLock()
+_works: list[_Work] = []  # the inner ones last
+_told: Progress | None = None
+
+
+class _Work:
+    """One thing that may take long, and the thread that tells of it."""
+
+    def __init__(self, name: str, ask: Callable[[], Progress | None], period_s: float):
+        self._newest = Progress(name, "", phase=1)
+        self._ask = ask
+        self._period_s = period_s
+        self._ended = threading.Event()
+        # What is displayed elsewhere than in the main thread belongs to its cell all the same.
+        self._context = contextvars.copy_context()
+
+    def tell(self, what: str, done: float = 0.0, total: float = 0.0, unit: str = "") -> None:
+        """How far the notebook's own part is."""
+        self._newest = Progress(self._newest.name, what, done, total, unit).after(self._newest)
+
+    def begin(self) -> None:
+        threading.Thread(target=self._run, name="nbdist-progress", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
+    def _run(self) -> None:
+        pause_s = SHOW_S
+        while not self._ended.wait(pause_s):
+            found = self._ask() or self._newest
+            with _lock:
+                if not self._ended.is_set() and _works and _works[-1] is self:
+                    self._context.run(_tell, found)
+            pause_s = self._period_s
+
+
+def _tell(found: Progress | None) -> None:
+    global _told  # noqa: PLW0603  # there is one main thread
+    if found != _told:
+        _told = found
+        for listener in tuple(listeners):
+            listener(found)
+
+
+@contextlib.contextmanager
+def during(
+    name: str,
+    ask: Callable[[], Progress | None] = lambda: None,
+    period_s: float = PERIOD_S,
+) -> Iterator[Tell]:
+    """Tell of what is done inside, if it takes longer than SHOW_S.
+
+    Args:
+        name: What it is: "plan".
+        ask: How far it is, asked in another thread; None for what was told last.
+        period_s: Between two questions.
+    """
+    work = _Work(name, ask, period_s)
+    with _lock:
+        # An interrupt can come in the moment of an end, and leave one that has ended.
+        _works[:] = [*(one for one in _works if not one.has_ended), work]
+    work.begin()
+    try:
+        yield work.tell
+    finally:
+        with _lock:
+            work.end()
+            _works[:] = [one for one in _works if not one.has_ended]
+            if not _works:
+                _tell(None)
+
+
+@contextlib.contextmanager
+def of_ranks(
+    session: Session, name: str, ranks: Sequence[int] | None = None, period_s: float = PERIOD_S
+) -> Iterator[Tell]:
+    """The same of what ranks do: their control threads are asked, which meet nobody.
+
+    What the notebook tells itself counts where no rank reports.
+    """
+    with during(name, _Ranks(session, session.ranks if ranks is None else ranks), period_s) as tell:
+        yield tell
+
+
+class _Ranks:
+    """The newest records of ranks; a rank that does not answer keeps nobody waiting."""
+
+    def __init__(self, session: Session, ranks: Sequence[int]):
+        self._session = session
+        self._ranks = ranks
+        self._asked: dict[int, Future[Progress | None]] = {}
+        self._newest: dict[int, Progress | None] = {}
+
+    def __call__(self) -> Progress | None:
+        for rank in self._ranks:
+            asked = self._asked.get(rank)
+            if asked is not None and not asked.done():
+                continue
+            if asked is not None:
+                self._newest[rank] = None if asked.exception() is not None else asked.result()
+            future = self._session.health.ask(newest_of_rank, rank)
+            if future is None:  # it has ended
+                self._asked.pop(rank, None)
+                self._newest.pop(rank, None)
+            else:
+                self._asked[rank] = future
+        return together(self._newest)

@@ -1,0 +1,18 @@
+"""The page of `remote` for how far ranks are: what their control threads answer, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from nbdist.client.remote import Caller
+from nbdist.core.progress import Progress
+
+
+def progress(ask: Caller, engine: int) -> Future[Progress | None]:
+    """How far the rank is in what takes long; None where it does nothing of the kind."""
+    return ask(engine, "progress")
+
+
+CONTROL_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {progress: progress.__name__}

@@ -1,0 +1,29 @@
+"""What the panel says of the memory that the chosen strategy would take."""
+
+from __future__ import annotations
+
+from nbdist.client import panel as ranks_panel
+from nbdist.client.panel import Known
+from nbdist.client.session import Session
+from nbdist.commands.plan import device_of_ranks
+from nbdist.core import panel_picker, panel_plan
+from nbdist.core.panel import Plan
+from nbdist.core.panel_plan import Limit
+from nbdist.core.strategy import Choice
+
+
+def plan(session: Session, choice: Choice, known: Known, current: Choice) -> Plan:
+    """By the formulas of %dist_plan, of the models that a rank has told of; at once."""
+    if known.models and known.sketches:
+        return panel_plan.plan_of(choice, known.sketches, limit(session), current)
+    text = panel_picker.planned(choice, known.models, current)
+    if known.problem:
+        text += f"; states only: no rank could describe the models ({known.problem})"
+    return Plan(text, is_possible=True)
+
+
+def limit(session: Session) -> Limit:
+    """Of the device as %dist_plan takes it; of one that the catalogue lacks, as it is measured."""
+    device, _ = device_of_ranks(session.topology)
+    found = ranks_panel.limit(session)
+    return Limit(device.memory_bytes, has_gpu=True) if device is not None else found

@@ -1,0 +1,167 @@
+"""What the chosen strategy comes to in a step of the prepared models: by the formulas of plans.
+
+The numbers are those of `%dist_plan MODEL --engine formulas` with the same batch and device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from nbdist.core import units
+from nbdist.core.panel import Plan
+from nbdist.core.plan import NO, UNKNOWN, accumulating, verdict
+from nbdist.core.plan_live import LiveModel, by_kinds, load_of, shape_of
+from nbdist.core.plan_load import Load
+from nbdist.core.plan_memory import Memory
+from nbdist.core.strategy import Choice
+from nbdist.errors import OptionError
+
+# Of a step: what is more than states.
+_MORE = ("activations", "buffers", "overhead")
+_STATES = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a rank's memory may come to.
+
+    Attributes:
+        memory_bytes: Of its device, or its share of it where ranks share one; 0 if not known.
+        has_gpu: It is a GPU: CUDA's context takes some of it.
+    """
+
+    memory_bytes: float = 0.0
+    has_gpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One strategy's memory, of all prepared models together.
+
+    Attributes:
+        memory: Overhead counts once.
+        loads: What each model was planned with.
+    """
+
+    memory: Memory
+    loads: tuple[Load, ...]
+
+
+def counted(
+    choice: Choice, models: Sequence[LiveModel], limit: Limit, typed: Load | None = None
+) -> Counted:
+    """The memory of the rank that needs most, as if all models were in a step at once.
+
+    Args:
+        choice: The strategy.
+        models: One or more, as ranks describe them.
+        limit: Of their device.
+        typed: Batch and sequence as the user has said; None for what was seen, else Load's.
+
+    Raises:
+        OptionError: It does not go with a model, or with the batch.
+    """
+    loads, found = [], []
+    for live in models:
+        load = load_of(live, Load()) if typed is None else replace(typed, optimizer=_word(live))
+        load = replace(load, has_gpu=limit.has_gpu)
+        loads.append(load)
+        found.append(by_kinds(live, shape_of(live), accumulating(choice, load), load))
+    return Counted(_together(found), tuple(loads))
+
+
+def _word(live: LiveModel) -> str:
+    return load_of(live, Load()).optimizer
+
+
+def _together(found: Sequence[Memory]) -> Memory:
+    if len(found) == 1:
+        return found[0]
+    overhead = found[0].overhead
+    return Memory(
+        parameters=sum(one.parameters for one in found),
+        gradients=sum(one.gradients for one in found),
+        optimizer=sum(one.optimizer for one in found),
+        activations=sum(one.activations for one in found),
+        buffers=sum(one.buffers for one in found),
+        step=sum(one.step for one in found),
+        overhead=overhead,
+        host=sum(one.host for one in found),
+        # The largest of all, as each has its most at another moment at the latest.
+        most=sum(one.peak - one.overhead - one.optimizer for one in found),
+        is_partial=any(one.is_partial for one in found),
+    )
+
+
+def plan_of(
+    choice: Choice,
+    models: Sequence[LiveModel],
+    limit: Limit,
+    current: Choice | None = None,
+    typed: Load | None = None,
+) -> Plan:
+    """What each rank would hold between steps, and in one, beside its device's limit.
+
+    Args:
+        choice: The strategy.
+        models: One or more.
+        limit: Of their device.
+        current: The strategy that counts, to compare with.
+        typed: As of `counted`.
+    """
+    try:
+        found = counted(choice, models, limit, typed)
+    except OptionError as error:
+        return Plan(f"not planned: {error}", is_possible=True)
+    memory = found.memory
+    now = ""
+    if current is not None and current != choice:
+        now = _now(current, models, limit, typed)
+    optimizer = ", ".join(dict.fromkeys(load.optimizer for load in found.loads))
+    states = f"{_sum(memory, _STATES)} ({optimizer})"
+    text = f"each rank holds {units.size(memory.states)} between steps{now}: {states}"
+    share = memory.peak / limit.memory_bytes if limit.memory_bytes else None
+    word = "" if share is None else verdict(share)
+    of = f" of {units.size(limit.memory_bytes)}: {share:.0%}, {word}" if share is not None else ""
+    if memory.is_partial:
+        word = word if word in {NO, ""} else UNKNOWN
+        least = f"more than {units.size(memory.peak)}{of} in a step; " if word == NO else ""
+        return Plan(f"{text}\n{least}{_why_partial(choice, models)}", True, word, share)
+    step = f"in a step up to {units.size(memory.peak)}{of} (+ {_sum(memory, _MORE)})"
+    return Plan(f"{text}\n{step}; {_batch_told(models, found.loads, typed)}", True, word, share)
+
+
+def _now(current: Choice, models: Sequence[LiveModel], limit: Limit, typed: Load | None) -> str:
+    try:
+        return f", now {units.size(counted(current, models, limit, typed).memory.states)}"
+    except OptionError:  # it has a batch that the formulas refuse, and runs all the same
+        return ""
+
+
+def _sum(memory: Memory, names: Sequence[str]) -> str:
+    sizes = {name: getattr(memory, name) for name in names}
+    return " + ".join(f"{name} {units.size(size)}" for name, size in sizes.items() if size)
+
+
+def _why_partial(choice: Choice, models: Sequence[LiveModel]) -> str:
+    if choice.options.offload:
+        return "states only: what --offload leaves of activations is not in the formulas"
+    unknown = [one for one in models if not shape_of(one).has_shape]
+    names = ", ".join(f"{one.name} ({one.title})" for one in unknown)
+    typed = f"%dist_plan {unknown[0].name} --inputs NAME" if unknown else "%dist_plan"
+    return (
+        f"states only: activations depend on the batch and on what {names} keeps for backward, "
+        f"and it has no transformer's config to tell; {typed} counts them by a run"
+    )
+
+
+def _batch_told(models: Sequence[LiveModel], loads: Sequence[Load], typed: Load | None) -> str:
+    """Which batch was counted with, and who says so."""
+    load = loads[0]
+    told = f"batch {load.batch} x {load.sequence} tokens"
+    if typed is not None:
+        return f"{told}, as typed"
+    if any(one.inputs_shape for one in models):
+        return f"{told}, as the data loader gives"
+    return f"assumed: {told}, as no prepared data loader has given one"

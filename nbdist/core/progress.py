@@ -1,0 +1,118 @@
+"""How far something is that takes long: one record for all of it, on ranks and in the notebook.
+
+How work reports, a checkpoint for example:
+
+    on a rank         with progress.during("checkpoint"):                 # nbdist.engine.progress
+                          progress.tell("writing", done_bytes, total_bytes, "bytes")
+    the notebook      with progress.of_ranks(session, "checkpoint"):      # nbdist.client.progress
+    waits for ranks       session.call_all(...)
+    the notebook      with progress.during("plan") as tell:               # nbdist.client.progress
+    itself works          tell("counting fsdp", 3, 9, "strategies")
+
+That is all: the cell's output and the panel show it, after half a second, and take it away at the
+end. `tell` costs two microseconds, meets nobody, and outside of `during` it does nothing, so shared
+code (nbdist.engine.parallel.exchange) tells without knowing for whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from nbdist.core import units
+from nbdist.core.ranks import rank_label
+
+BYTES = "bytes"
+# Ranks that are ahead of the last one by less are in step with it.
+_AHEAD = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far one thing is.
+
+    Attributes:
+        name: What: "switch", "checkpoint", "trace".
+        what: What is done now: "planning", "moving", "reading what ranks recorded".
+        done: Of `total`, in `unit`.
+        total: 0 where nobody knows how much there is.
+        unit: BYTES, or a noun in the plural.
+        phase: The how manieth `what` of this thing.
+        ranks: Who is last and what the others do, where they are not in step; "" else.
+    """
+
+    name: str
+    what: str
+    done: float = 0.0
+    total: float = 0.0
+    unit: str = ""
+    phase: int = 0
+    ranks: str = ""
+
+    @property
+    def share(self) -> float | None:
+        """0 to 1; None where the total is not known."""
+        return min(1.0, max(0.0, self.done / self.total)) if self.total > 0 else None
+
+    def after(self, before: Progress | None) -> Progress:
+        """This as what comes after another record: with its phase counted."""
+        if before is None or before.name != self.name:
+            return replace(self, phase=1)
+        return replace(self, phase=before.phase + (before.what != self.what))
+
+    def __str__(self) -> str:
+        """`switch: moving 1.2 GB of 3.4 GB, 35%`."""
+        text = f"{self.name}: {self.what}" if self.what else self.name
+        if self.total > 0:
+            assert self.share is not None
+            text += f" {self._count(self.done)} of {self._count(self.total)}"
+            text += f"{self._noun}, {self.share:.0%}"
+        elif self.done > 0:
+            text += f" {self._count(self.done)}{self._noun}"
+        return f"{text} ({self.ranks})" if self.ranks else text
+
+    def _count(self, number: float) -> str:
+        return units.size(number) if self.unit == BYTES else f"{number:,.0f}"
+
+    @property
+    def _noun(self) -> str:
+        return f" {self.unit}" if self.unit and self.unit != BYTES else ""
+
+
+def together(told: Mapping[int, Progress | None]) -> Progress | None:
+    """What all ranks come to: the record of the one that is last, with where the others are.
+
+    Args:
+        told: By rank; None of one that does nothing that is told of.
+    """
+    found = {rank: one for rank, one in told.items() if one is not None}
+    if not found:
+        return None
+    last = min(found.values(), key=_position)
+    ahead = {r: one for r, one in found.items() if _is_ahead(one, last)}
+    if not ahead:
+        return last
+    behind = rank_label([rank for rank in found if rank not in ahead])
+    shares = [one.share for one in ahead.values() if one.phase == last.phase]
+    span = _span([one for one in shares if one is not None])
+    later = {one.what: None for one in ahead.values() if one.phase != last.phase}
+    there = ", ".join(filter(None, [span, *later]))
+    return replace(last, ranks=f"rank {behind}; {rank_label(sorted(ahead))}: {there}")
+
+
+def _span(shares: list[float]) -> str:
+    """`40-62%`."""
+    if not shares:
+        return ""
+    least, most = (f"{share:.0%}" for share in (min(shares), max(shares)))
+    return least if least == most else f"{least[:-1]}-{most}"
+
+
+def _position(one: Progress) -> tuple[int, float]:
+    return one.phase, one.share or 0.0
+
+
+def _is_ahead(one: Progress, last: Progress) -> bool:
+    if one.phase != last.phase:
+        return one.phase > last.phase
+    return (one.share or 0.0) > (last.share or 0.0) + _AHEAD

@@ -1,0 +1,40 @@
+"""What the prepared models of this rank are, for the panel: described once, until one changes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import replace
+
+from nbdist.core.plan_live import LiveModel
+from nbdist.engine import described
+from nbdist.engine.parallel import seen, sizes
+from nbdist.engine.parallel.prepared import Prepared
+from nbdist.engine.parallel.registry import prepared
+
+_known: weakref.WeakKeyDictionary[Prepared, tuple[Hashable, LiveModel]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def sketches() -> tuple[LiveModel, ...]:
+    """The prepared models, whole, in the order of `sizes`, with the batch that was seen last.
+
+    Meets no rank. Nothing of them is made to be sent elsewhere: `source` is empty.
+    """
+    names = [name for name, _, _ in sizes.sizes()]
+    return tuple(_sketch(name, one) for name, one in zip(names, prepared(), strict=True))
+
+
+def _sketch(name: str, one: Prepared) -> LiveModel:
+    optimizer = described.optimizer_of(one.base, one)
+    trained = tuple(p.requires_grad for p in one.parameters.values())
+    key = (name, type(optimizer), optimizer is not None and str(optimizer.defaults), hash(trained))
+    told, found = _known.get(one, (None, None))
+    if found is None or told != key:
+        found = described.describe(name, one.outer, None, {}, wants_source=False)
+        _known[one] = (key, found)
+    shape, word = seen.last()
+    if not shape:
+        return found
+    return replace(found, inputs=(f"{shape} {word}",), inputs_shape=shape)

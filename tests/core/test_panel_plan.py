@@ -1,0 +1,129 @@
+"""What the panel says of a strategy before it is applied: the numbers of a plan, and a verdict."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from nbdist.core.panel_plan import Limit, counted, plan_of
+from nbdist.core.plan import plan
+from nbdist.core.plan_devices import DEVICES
+from nbdist.core.plan_live import Kind, LiveModel, by_kinds, load_of, shape_of
+from nbdist.core.plan_load import Load
+from nbdist.core.strategy import choose
+
+_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 320,
+    "vocab_size": 200,
+    "num_hidden_layers": 3,
+}
+_COUNT = 568_192
+# A transformer with a config that formulas know, and a net of somebody's own.
+KNOWN = LiveModel(
+    "lm", "Llama", (Kind("float32", is_trained=True, count=_COUNT, size_bytes=4 * _COUNT),),
+    config=_CONFIG, optimizer="AdamW", optimizer_word="adamw", is_language_model=True,
+)  # fmt: skip
+OWN = LiveModel(
+    "net", "Net", (Kind("float32", is_trained=True, count=12_480, size_bytes=4 * 12_480),),
+    optimizer="AdamW", optimizer_word="adamw",
+)  # fmt: skip
+FSDP = choose("fsdp", {}, 2)
+DDP = choose("ddp", {}, 2)
+H100 = Limit(DEVICES["h100"].memory_bytes, has_gpu=True)
+
+
+def test_the_config_is_the_models() -> None:
+    """Or this file would test nothing."""
+    assert shape_of(KNOWN).has_shape
+    assert not shape_of(OWN).has_shape
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp", "tp", "pp"])
+def test_numbers_are_those_of_a_plan(name: str) -> None:
+    """Of %dist_plan with formulas, for the same batch and device."""
+    load = load_of(KNOWN, Load())
+    engine = functools.partial(by_kinds, KNOWN)
+    (row,) = plan(
+        shape_of(KNOWN), DEVICES["h100"], 2, load, strategy=name, engine=engine
+    ).rows  # fmt: skip
+    found = counted(choose(name, {}, 2), [KNOWN], H100).memory
+    shown = plan_of(choose(name, {}, 2), [KNOWN], H100)
+
+    assert found == row.memory
+    assert found.activations > 0
+    assert (shown.verdict, shown.share) == (row.verdict, row.share)
+
+
+def test_it_says_what_stands_in_a_step_beside_the_limit() -> None:
+    """States, then what comes in a step, its part of the device, the verdict, and the batch."""
+    found = plan_of(FSDP, [KNOWN], Limit(4e9, has_gpu=True), DDP)
+
+    assert found.text.startswith("each rank holds 4.5 MB between steps, now 9.1 MB: parameters ")
+    assert " of 4.0 GB: 27%, safe (+ activations " in found.text
+    assert found.text.endswith(
+        "; assumed: batch 1 x 2048 tokens, as no prepared data loader has given one"
+    )
+
+
+@pytest.mark.parametrize(("limit_bytes", "word"), [(4e9, "safe"), (1.2e9, "risky"), (1e9, "no")])
+def test_the_verdict_is_a_plans(limit_bytes: float, word: str) -> None:
+    """Safe below 80 % of the device."""
+    assert plan_of(FSDP, [KNOWN], Limit(limit_bytes, has_gpu=True)).verdict == word
+
+
+def test_without_a_limit_there_is_no_verdict() -> None:
+    """Before the first sample nobody knows what there is."""
+    found = plan_of(FSDP, [KNOWN], Limit())
+
+    assert (found.verdict, found.share) == ("", None)
+    assert "in a step up to" in found.text
+
+
+def test_a_batch_that_was_seen_is_the_batch() -> None:
+    """As the data loader gave it; what was typed goes first."""
+    seen = LiveModel(
+        **{n: getattr(KNOWN, n) for n in KNOWN.__slots__ if n != "inputs_shape"},
+        inputs_shape=(8, 64),
+    )
+    typed = Load(batch=2, sequence=32)
+
+    assert plan_of(FSDP, [seen], H100).text.endswith(
+        "batch 8 x 64 tokens, as the data loader gives"
+    )
+    assert plan_of(FSDP, [seen], H100, typed=typed).text.endswith("batch 2 x 32 tokens, as typed")
+    assert (
+        counted(FSDP, [seen], H100).memory.activations
+        > counted(FSDP, [seen], H100, typed).memory.activations
+    )
+
+
+def test_of_a_model_that_no_formula_knows_it_says_states_only() -> None:
+    """And what the rest depends on; the verdict is open, unless states alone are too much."""
+    found = plan_of(FSDP, [OWN], H100)
+
+    assert found.text.startswith("each rank holds 99.8 kB between steps: parameters 25.0 kB + ")
+    assert "states only: activations depend on the batch and on what net (Net) keeps" in found.text
+    assert "%dist_plan net --inputs NAME counts them by a run" in found.text
+    assert found.verdict == "?"
+    assert plan_of(FSDP, [OWN], Limit(90e3)).verdict == "no"
+
+
+def test_several_models_are_together_in_a_step() -> None:
+    """One context of CUDA's for all of them."""
+    one, two = (counted(FSDP, models, H100).memory for models in ([KNOWN], [KNOWN, KNOWN]))
+
+    assert two.states == 2 * one.states
+    assert two.peak - two.overhead == pytest.approx(2 * (one.peak - one.overhead))
+
+
+def test_what_does_not_go_with_the_model_is_said() -> None:
+    """In the words of the plan; the strategy's own checks decide whether it can be applied."""
+    found = plan_of(choose("tp", {}, 4), [KNOWN], H100)
+
+    assert found.text.startswith("not planned: tp over 4 ranks does not divide")
+    assert found.is_possible
