@@ -5,7 +5,8 @@ Names are those of the variables, as rank 0 has them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,10 @@ from nbdist.engine.parallel.commit import Stepper
 from nbdist.engine.parallel.portable import portable
 from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.parallel.rebind import names_for
-from nbdist.engine.parallel.wholes import dtypes_of, local_values
+from nbdist.engine.parallel.wholes import dtypes_of, full_optimizer_state, local_values
 from nbdist.errors import CheckpointError
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(slots=True)
@@ -72,29 +75,38 @@ class Stepping:
         stepper: It, its parameters and what it remembers.
         labels: Unique name of a parameter -> as it is in the checkpoint: MODEL.FIRST.
         others: How many of its parameters are of no prepared model.
+        whole: All that it remembers, under FSDP1, which has no layouts; by unique names.
     """
 
     name: str
     stepper: Stepper
     labels: dict[str, str]
     others: int
+    whole: dict[str, Any] | None = None
 
     @property
     def optimizer(self) -> Optimizer:
         """torch's own object."""
         return self.stepper.optimizer
 
-    def groups(self) -> list[dict[str, Any]]:
+    def labels_as(self, models: Mapping[str, str]) -> dict[str, str]:
+        """The labels with other names of models: name here -> name in the checkpoint."""
+        own = {key: first for key, (_, first, _) in self.stepper.names.items()}
+        here = {key: label.removesuffix(f".{own[key]}") for key, label in self.labels.items()}
+        return {key: f"{models.get(here[key], here[key])}.{first}" for key, first in own.items()}
+
+    def groups(self, models: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """Its groups' settings, with labels as their `params`. Those of others are left out."""
-        known = {id(held): self.labels[key] for key, (_, _, held) in self.stepper.names.items()}
+        labels = self.labels_as(models or {})
+        known = {id(held): labels[key] for key, (_, _, held) in self.stepper.names.items()}
         return [
             {**group, "params": [known[id(p)] for p in group["params"] if id(p) in known]}
             for group in self.optimizer.param_groups
         ]
 
-    def saved(self) -> SavedOptimizer:
-        """As the manifest tells it."""
-        groups = self.groups()
+    def saved(self, models: Mapping[str, str] | None = None) -> SavedOptimizer:
+        """As the manifest tells it; with other names of models, as `labels_as`."""
+        groups = self.groups(models)
         agreed = self.stepper.agreed
         keys = dict.fromkeys(key for _, key in (agreed.entries if agreed else ()))
         return SavedOptimizer(
@@ -129,6 +141,8 @@ def look(what: str) -> Found:
         CheckpointError: No model is prepared, or it cannot be saved in parts.
         NbdistError: Ranks differ.
     """
+    if len(registry.prepared()) > 1:
+        gc.collect()  # those of cells that were run again
     common = switch.common_models()
     together(what, lambda: _check(common))
     for one in common:
@@ -163,11 +177,9 @@ def dtype_of(text: str) -> torch.dtype:
 
 def _check(common: list[Prepared]) -> None:
     if not common:
-        engines = [name for name in ("model",) if names_for(name)]
         raise CheckpointError(
             "No model is prepared on the ranks, so there is nothing to save or to load into. "
             "Prepare it first: model, optimizer = accelerator.prepare(model, optimizer)."
-            + ("" if not engines else "")
         )
 
 
@@ -217,15 +229,17 @@ def _stepping(one: Stepper, models: list[Model], name: str) -> Stepping:
     own = {id(model.one): model for model in models}
     labels = {key: f"{own[id(o)].name}.{first}" for key, (o, first, _) in one.names.items()}
     count = sum(len(group["params"]) for group in one.optimizer.param_groups)
-    return Stepping(name, one, labels, count - len(one.names))
+    whole = None
+    if any(flat.is_flat(o) for o, _, _ in one.names.values()):
+        whole = full_optimizer_state(one.optimizer)
+    return Stepping(name, one, labels, count - len(one.names), whole)
 
 
 def _told(group: dict[str, Any]) -> dict[str, Any]:
     """A group's numbers, for a person: what is no plain value is left out."""
-    plain = (bool, int, float, str, type(None))
-    return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in group.items()
-        if key != "params"
-        and (isinstance(value, plain) or (isinstance(value, tuple) and all(isinstance(v, plain) for v in value)))
-    }
+    found = {}
+    for key, value in group.items():
+        several = list(value) if isinstance(value, tuple) else [value]
+        if key != "params" and all(isinstance(one, _PLAIN) for one in several):
+            found[key] = several if isinstance(value, tuple) else value
+    return found

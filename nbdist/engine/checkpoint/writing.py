@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -96,7 +96,6 @@ class _Stream(io.RawIOBase):
                 at += self._file.write(view[at : at + _PIECE_BYTES])
             except BaseException as error:  # noqa: BLE001  # raised by `flush`
                 self._error = error
-        self._meter.done_bytes += len(view)
         return len(view)
 
     def flush(self) -> None:
@@ -161,7 +160,13 @@ def write(
         CheckpointError: What was read is not what was written.
         Cancelled: `meter` has been stopped.
     """
-    saver = Saver(contents.tensors, contents.parts, rank, value)
+
+    def taken(box: Spot) -> torch.Tensor:
+        tensor = value(box)
+        meter.done_bytes += tensor.nbytes
+        return tensor
+
+    saver = Saver(contents.tensors, contents.parts, rank, taken)
     writer, files = Writer(folder), _Files(meter)
     writer.fs = files
     plan = saver.create_local_plan()
@@ -197,12 +202,13 @@ def _compare(
             data = file.read(one.storage_data.length)
             found, at = zlib.crc32(data, found), at + len(data)
             name, offsets = spot(one.index)
-            if not _is_equal(data, value((name, offsets))):
+            wanted = value((name, offsets))
+            if not _is_equal(data, wanted):
                 raise CheckpointError(
                     f"{name} from {list(offsets)} is not in {path} as it was written there: the "
                     "disk, or memory, has lost bits. Nothing of this save is kept."
                 )
-            meter.done_bytes += len(data)
+            meter.done_bytes += wanted.nbytes
         rest = file.read()
         found, at = zlib.crc32(rest, found), at + len(rest)
     if (at, found) != (size_bytes, crc32):
@@ -335,4 +341,3 @@ def _result(folder: Path, rank: int) -> Path:
     return folder / f".done.{rank}"
 
 
-__all__ = ["Cancelled", "FileSystemReader", "Meter", "clear", "listed", "reserve", "results", "tell", "tell_failure", "write"]
