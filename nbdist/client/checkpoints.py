@@ -218,9 +218,7 @@ class Checkpoints:
             raise
         return saved
 
-    def _look(
-        self, pending: _Pending, progress: Callable[[str], None] = silent
-    ) -> Saved | None:
+    def _look(self, pending: _Pending, progress: Callable[[str], None] = silent) -> Saved | None:
         """The checkpoint once it is in its place; None while it is not.
 
         Raises:
@@ -253,9 +251,7 @@ class Checkpoints:
             progress(_far(states))
         return None
 
-    def _stop_in_vain(
-        self, pending: _Pending, gone: list[int], states: dict[int, Saving]
-    ) -> None:
+    def _stop_in_vain(self, pending: _Pending, gone: list[int], states: dict[int, Saving]) -> None:
         """Tell rank 0 of a rank that cannot write its part any more, where it may not know."""
         why = [f"rank {rank} {self._how(rank)}" for rank in gone]
         why += [one.failure for rank, one in states.items() if rank and one.state == FAILED]
@@ -316,5 +312,3 @@ def _own(error: BaseException, what: str) -> BaseException:
     if getattr(cause, "ename", "") == CheckpointError.__name__:
         return CheckpointError(getattr(cause, "evalue", str(cause)))
     return error
-
-

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from nbdist.core.chunks import Part, Stored, is_complete, shared_out
-from nbdist.core.layout import Side, missing
+from nbdist.core.layout import Side, TensorLayout, missing
 from nbdist.core.ranks import rank_label
+from nbdist.core.strategy import Degrees
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, dtype_text
 from nbdist.engine.checkpoint.planners import Spot, Tensors
 from nbdist.engine.parallel import flat, registry
@@ -101,7 +102,7 @@ def state_side(stepping: Stepping, key: str) -> Side:
 
 def state_path(stepping: Stepping, key: str, state: str) -> tuple[str, ...]:
     """Where a state stands in a checkpoint."""
-    one, first, _ = stepping.stepper.names[key]
+    _, first, _ = stepping.stepper.names[key]
     model = stepping.labels[key].removesuffix(f".{first}")
     return (OPTIMIZER, stepping.name, model, first, state)
 
@@ -158,9 +159,6 @@ def _on(side: Side, ranks: frozenset[int]) -> frozenset[int]:
 
 
 def _scalar(entry: Entry) -> Side:
-    from nbdist.core.layout import TensorLayout
-    from nbdist.core.strategy import Degrees
-
     return Side(TensorLayout((), ranks=entry.ranks), Degrees())
 
 

@@ -16,7 +16,7 @@ from nbdist.engine.checkpoint.contents import MODEL, OPTIMIZER, state_side
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, dtype_of
 from nbdist.engine.parallel import build, flat
 from nbdist.engine.parallel.agreement import rank, world_size
-from nbdist.engine.parallel.states import AgreedState, Entry, write
+from nbdist.engine.parallel.states import AgreedState, Entry, Place, write
 from nbdist.engine.parallel.wholes import load_full_optimizer_state
 from nbdist.errors import CheckpointError
 
@@ -150,31 +150,32 @@ def commit(one: Plan) -> None:
     """Put all values in place. Meets no rank, except under FSDP1."""
     with torch.no_grad():
         for model, values in one.models:
-            if model.is_flat:
-                flat.load(model.one, values)
-            for first, value in {} if model.is_flat else values.items():
-                model.held[first].copy_(value)
-            for parameter in model.one.parameters.values():
-                parameter.grad = None
+            _commit_model(model, values)
         for steps in one.steps:
             _commit_steps(steps)
-    for scheduler, state in one.schedulers:
-        scheduler.load_state_dict(state)
-    for scaler, state in one.scalers:
-        scaler.load_state_dict(state)
+    for own, state in (*one.schedulers, *one.scalers):
+        own.load_state_dict(state)
     for loader, state in one.loaders:
         loader.resume(state)
     for accelerator, step in one.counts:
         accelerator.step = step
 
 
+def _commit_model(model: Model, values: Mapping[str, torch.Tensor]) -> None:
+    if model.is_flat:
+        flat.load(model.one, values)
+    else:
+        for first, value in values.items():
+            model.held[first].copy_(value)
+    for parameter in model.one.parameters.values():
+        parameter.grad = None
+
+
 def generators(states: Mapping[str, Any], saved: Checkpoint) -> list[str]:
     """Put this rank's random generators back, where as many ranks have saved; else say so."""
     if saved.world_size != world_size():
-        return [
-            f"random generators are as they were: {saved.world_size} ranks have saved theirs, and "
-            f"{world_size()} are here"
-        ]
+        there = f"{saved.world_size} ranks have saved theirs"
+        return [f"random generators are as they were: {there}, and {world_size()} are here"]
     plain.set_random(states["random"][rank()])
     return []
 
@@ -210,16 +211,15 @@ def _steps(
     names = tuple(stepper.names)
     agreed = AgreedState(type(one.optimizer).__name__, stepper.local.number, names, entries)
     found = _Steps(one, agreed, groups=states["optimizers"][old]["groups"])
-    read = {keys[e["parameter"]]: {} for e in _entries(states, old)}
-    for entry in _entries(states, old):
-        read[keys[entry["parameter"]]][entry["key"]] = values.get(_name(old, entry))
+    read = {
+        (keys[entry["parameter"]], entry["key"]): values[name]
+        for entry in _entries(states, old)
+        if (name := _name(old, entry)) in values
+    }
     if one.whole is not None:
         found.whole = _whole(found, read)
         return found
-    for place, entry in entries.items():
-        value = read[place[0]][place[1]]
-        if entry.kind != "tensor" or value is None:
-            continue
+    for place, value in read.items():
         label = agreed.label(place)
         live = stepper.local.tensors.get(label)
         if live is not None and live.shape == value.shape and live.dtype == value.dtype:
@@ -231,13 +231,13 @@ def _steps(
     return found
 
 
-def _whole(found: _Steps, read: Mapping[str, Mapping[str, torch.Tensor | None]]) -> dict[str, Any]:
+def _whole(found: _Steps, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
     """As `wholes.full_optimizer_state` gives it: unique names, whole tensors."""
     keys = list(found.one.stepper.names)
     labels = found.one.labels
     state: dict[str, dict[str, Any]] = {}
     for (key, name), entry in found.agreed.entries.items():
-        value: Any = read[key][name]
+        value: Any = read.get((key, name))
         if entry.kind == "number":
             value = entry.value
             if entry.dtype is not None:

@@ -197,7 +197,7 @@ def _enter(one: _Write, new: Path) -> None:
             "made. A checkpoint goes to a folder that all hosts share."
         )
     one.new = new
-    with _named(one):
+    with _Named(one):
         writing.reserve(new, rank())
 
 
@@ -216,7 +216,7 @@ def _stage(one: _Write, *, is_copied: bool) -> None:
 def _run(one: _Write) -> None:
     """The thread of one rank."""
     try:
-        with _named(one):
+        with _Named(one):
             result = writing.write(one.new, one.contents, rank(), _values(one), one.meter)
             one.boxes.clear()
             writing.tell(one.new, rank(), result)
@@ -243,7 +243,7 @@ def _finish(one: _Write) -> None:
     )
     one.meter.phase = "writes the manifest"
     assert one.manifest is not None
-    with _named(one):
+    with _Named(one):
         saver = Saver(one.contents.tensors, one.contents.parts, 0, _values(one))
         _, known = saver.create_global_plan([])
         Writer(one.new).finish(known, _write_results(one.contents, results))
@@ -285,8 +285,8 @@ def _write_results(contents: Contents, results: list[dict[str, Any]]) -> list[li
     for result in results:
         for name, offsets, file, at, length in result["boxes"]:
             place = filesystem._StorageInfo(file, at, length)  # noqa: SLF001
-            for each in (name, *contents.tensors.aliases[name]):
-                found.append(WriteResult(MetadataIndex(each, offsets), length, place))
+            names = (name, *contents.tensors.aliases[name])
+            found += [WriteResult(MetadataIndex(each, offsets), length, place) for each in names]
     return [found]
 
 
@@ -318,7 +318,7 @@ def _sentence(one: _Write, error: BaseException) -> str:
     return text if text.startswith("rank ") else f"rank {rank()}: {text}"
 
 
-class _named:
+class _Named:
     """What the system refuses is told with rank, path and numbers."""
 
     def __init__(self, one: _Write) -> None:
