@@ -11,6 +11,7 @@
         TransferError        a variable could not be pushed or pulled; nothing was bound
         TraceError           a trace cannot be recorded, read or saved
         SnapshotError        a memory snapshot cannot be taken, read or saved
+        CheckpointError      a checkpoint cannot be saved, read or loaded; the earlier one is whole
         DistributedError     the user's code failed on one or more ranks
             Deadlock         ranks waited for calls that could not come, and were aborted
         NoKeyboard           on a rank: a cell asked for typed input
@@ -75,6 +76,10 @@ class TraceError(NbdistError):
 
 class SnapshotError(NbdistError):
     """A memory snapshot cannot be taken, read or saved; what the ranks run goes on."""
+
+
+class CheckpointError(NbdistError):
+    """A checkpoint cannot be saved, read or loaded; the earlier one at its path is whole."""
 
 
 class DistributedError(NbdistError):

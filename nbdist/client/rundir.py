@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import stat
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from nbdist.client import guardian
 from nbdist.core import wire
+from nbdist.core.host import this_machine
 from nbdist.core.runs import Machine, Owner
 from nbdist.errors import StartError
 
@@ -148,17 +148,6 @@ def hosts(run_dir: Path) -> tuple[str, ...]:
         return tuple(json.loads((run_dir / RANKS).read_text())["hosts"])
     except (OSError, ValueError, KeyError):
         return ()
-
-
-def this_machine() -> Machine:
-    """What tells this machine, this boot of it and this container from others."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    spaces = Path("/proc/self/ns/pid")
-    return Machine(
-        socket.gethostname(),
-        boot.read_text().strip() if boot.exists() else "",
-        os.readlink(spaces) if spaces.is_symlink() else "",  # noqa: PTH115  # no path
-    )
 
 
 def _this_owner() -> Owner:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from nbdist.client import guardian, outside, rundir
-from nbdist.core import runs
+from nbdist.core import host, runs
 from nbdist.core.runs import Process, Run
 
 MARK = b"NBDIST_RUN="
@@ -50,7 +50,7 @@ def found() -> tuple[Run, ...]:
     seen = _processes()
     guarded = {one.guards for one in seen.values() if one.guards}
     folders = {*_folders(), *(one.mark for one in seen.values() if one.mark), *guarded}
-    here = rundir.this_machine()
+    here = host.this_machine()
     known = [_run(Path(one), here, is_guarded=one in guarded) for one in sorted(folders)]
     spared = _protected(known, seen)
     return tuple(_with_processes(run, seen, spared) for run in known)

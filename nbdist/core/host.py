@@ -1,8 +1,12 @@
-"""What the process may use of its machine."""
+"""The machine: what the process may use of it, what tells it from others, and who lives on it."""
 
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
+
+from nbdist.core.runs import Machine
 
 
 def usable_cores() -> int:
@@ -10,3 +14,34 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def this_machine() -> Machine:
+    """What tells this machine, this boot of it and this container from others."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    spaces = Path("/proc/self/ns/pid")
+    return Machine(
+        socket.gethostname(),
+        boot.read_text().strip() if boot.exists() else "",
+        os.readlink(spaces) if spaces.is_symlink() else "",  # noqa: PTH115  # no path
+    )
+
+
+def started(pid: int) -> str | None:
+    """When a process of this machine started, in clock ticks; None without one that lives.
+
+    A pid that was used again differs in it. Empty where the system does not tell (macOS).
+    """
+    if Path("/proc/self/stat").exists():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        except (OSError, IndexError):
+            return None
+        return None if fields[0] in "ZX" else fields[19]
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:  # another user's
+        pass
+    return ""

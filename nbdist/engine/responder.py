@@ -17,6 +17,7 @@ from typing import Any
 
 from nbdist.core import stacks, wire
 from nbdist.engine import blackbox, collection, completion, crashes, looks, progress, usage
+from nbdist.engine.checkpoint import jobs
 from nbdist.errors import StartError
 
 
@@ -62,8 +63,7 @@ def snapshot() -> tuple[float, bytes | None]:
     return time.monotonic(), blackbox.snapshot()
 
 
-# All that can be asked; client/remote.py and remote_progress.py have the same names. Nothing else
-# is called.
+# All that can be asked; nbdist/client/remote*.py have the same names. Nothing else is called.
 TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
         "ping": ping,
@@ -76,6 +76,8 @@ TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "attributes": completion.attributes,
         "glance": completion.glance,
         "progress": progress.newest,
+        "save_state": jobs.state,
+        "stop_save": jobs.stop,
     }
 )
 

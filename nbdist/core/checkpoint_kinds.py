@@ -1,0 +1,142 @@
+"""What a path is that holds no checkpoint of nbdist, and what reads it."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+_HEADER_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+# What torch.save wrote before it wrote zip files: a pickle of this number.
+_LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_MAX_NAMED = 5
+
+_ACCELERATE = (
+    "it is a state that Accelerate saved. Load it on the ranks: accelerator.load_state(PATH)."
+)
+_DCP = (
+    "it is a checkpoint of torch.distributed.checkpoint without nbdist's part. Load it on the "
+    "ranks with torch.distributed.checkpoint.load()."
+)
+_CUT_DCP = (
+    "it has files of torch.distributed.checkpoint but no .metadata: a save that was not "
+    "finished. Load another checkpoint."
+)
+_HUGGING_FACE = (
+    "it is a model's folder as transformers writes it. Load it on the ranks, before the model "
+    "is prepared: AutoModel.from_pretrained(PATH)."
+)
+_DEEPSPEED = (
+    "it is a checkpoint of DeepSpeed. Load it on the ranks with the engine's load_checkpoint(PATH)."
+)
+
+
+def instead(path: Path, manifest: str) -> str:
+    """What is at a path that has no manifest, and what to do with it, as sentences."""
+    try:
+        if path.is_dir():
+            return _folder(path, manifest)
+        if path.exists():
+            return _file(path)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})."
+    return _nothing(path, manifest)
+
+
+def _folder(path: Path, manifest: str) -> str:
+    names = sorted(one.name for one in path.iterdir())
+    if not names:
+        return "the folder is empty."
+    for fits, told in _FOLDERS:
+        if fits(set(names)):
+            return told
+    inside = _checkpoints_in(path, manifest)
+    if inside:
+        return f"it is a folder of checkpoints. Name one of them: {inside}."
+    few = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
+    return f"it has no {manifest} but {few}."
+
+
+def _nothing(path: Path, manifest: str) -> str:
+    near = _checkpoints_in(path.parent, manifest)
+    return "there is nothing." + (f" Beside it are {near}." if near else "")
+
+
+def _checkpoints_in(path: Path, manifest: str) -> str:
+    if not path.is_dir():
+        return ""
+    names = sorted(one.parent.name for one in path.glob(f"[!.]*/{manifest}"))
+    return ", ".join(names[-_MAX_NAMED:]) + (
+        f" ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
+    )
+
+
+def _is_dcp(names: set[str]) -> bool:
+    return ".metadata" in names
+
+
+def _is_cut_dcp(names: set[str]) -> bool:
+    return any(name.endswith(".distcp") for name in names)
+
+
+def _is_accelerate(names: set[str]) -> bool:
+    return any(name.startswith("random_states_") for name in names)
+
+
+def _is_hugging_face(names: set[str]) -> bool:
+    weights = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
+    return "config.json" in names and any(
+        name.startswith(("model", "pytorch_model", "adapter_model")) and name.endswith(weights)
+        for name in names
+    )
+
+
+def _is_deepspeed(names: set[str]) -> bool:
+    return "latest" in names and any(name.startswith("global_step") for name in names)
+
+
+_FOLDERS: tuple[tuple[Callable[[set[str]], bool], str], ...] = (
+    (_is_accelerate, _ACCELERATE),
+    (_is_dcp, _DCP),
+    (_is_cut_dcp, _CUT_DCP),
+    (_is_hugging_face, _HUGGING_FACE),
+    (_is_deepspeed, _DEEPSPEED),
+)
+
+
+def _file(path: Path) -> str:
+    with path.open("rb") as file:
+        begin = file.read(_HEADER_BYTES + 1)
+        begin_legacy = begin + file.read(len(_LEGACY_TORCH))
+    size_bytes = path.stat().st_size
+    if not size_bytes:
+        return "it is an empty file."
+    if begin_legacy.startswith(_LEGACY_TORCH) or _is_torch_zip(path):
+        return "it is a file of torch.save(). Load it on the ranks: torch.load(PATH)."
+    header_bytes = int.from_bytes(begin[:_HEADER_BYTES], "little")
+    if begin.endswith(b"{") and header_bytes <= min(_MAX_HEADER_BYTES, size_bytes):
+        return (
+            "it is a safetensors file, which has weights alone. Load it on the ranks: "
+            "model.load_state_dict(safetensors.torch.load_file(PATH)), before the model is "
+            "prepared."
+        )
+    if path.name.endswith(".json") and _is_json(path):
+        return "it is a JSON file. Name the folder that it is in."
+    return f"it is a file of {size_bytes:,} bytes, not a folder."
+
+
+def _is_torch_zip(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/data.pkl") for name in archive.namelist())
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True
