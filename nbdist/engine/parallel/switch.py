@@ -62,7 +62,7 @@ def switch(choice: Choice) -> Switched:
     if len(registry.prepared()) > 1 or _fixed(before, choice):
         gc.collect()  # of cells that were run again, or what was deleted to make way
     with same_random():
-        found = _common_models()
+        found = common_models()
         if found:
             _refuse_fixed(before, choice)
         # Loaders and optimizers that cannot follow refuse before anything changes.
@@ -105,7 +105,7 @@ def _refuse_fixed(before: Choice, after: Choice) -> None:
         )
 
 
-def _common_models() -> list[Prepared]:
+def common_models() -> list[Prepared]:
     """The prepared models that are on all ranks. Collective.
 
     A cell that failed on one rank may leave a model there, in the error.
@@ -131,7 +131,7 @@ def _move(choice: Choice, found: list[Prepared]) -> tuple[Rebound, tuple[str, ..
     for one in found:
         fsdp.settle(one.built.job.root)
     models = _plan(choice, found)
-    steppers = _steppers(found)
+    steppers = steppers_of(found)
     brought = _bring(models, steppers)
     received = brought.received_bytes
     with interrupts_held():
@@ -176,7 +176,7 @@ def _refuse_changed(one: Prepared) -> None:
         )
 
 
-def _steppers(found: Sequence[Prepared]) -> list[Stepper]:
+def steppers_of(found: Sequence[Prepared]) -> list[Stepper]:
     """The optimizers of these models that are on all ranks, with what they remember. Collective."""
     own = _optimizers()
     told = together(WHAT, lambda: [_sketch(optimizer) for optimizer in own])

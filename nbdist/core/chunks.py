@@ -1,0 +1,153 @@
+"""Which boxes a saved tensor consists of, and which rank writes each: every element once."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from nbdist.core.layout import Runs, Side, runs
+
+# A larger box is cut: it is read, compared and shared out in parts of this size.
+MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of elements of one tensor.
+
+    Attributes:
+        offsets: Where it begins in the whole tensor, along each dim.
+        sizes: Its elements along each dim.
+        local: Where it begins in the local tensor of each rank that holds it.
+        holders: These ranks, in order.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local: tuple[int, ...]
+    holders: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor that is to be written, or filled from what was.
+
+    Attributes:
+        name: In the checkpoint.
+        side: How it lies.
+        item_bytes: Of one element.
+    """
+
+    name: str
+    side: Side
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A chunk of a tensor, and who writes it."""
+
+    name: str
+    chunk: Chunk
+    writer: int
+
+
+@functools.lru_cache(maxsize=4096)
+def chunks(side: Side, world_size: int) -> tuple[Chunk, ...]:
+    """The boxes that ranks hold of a tensor, in order of their offsets.
+
+    Ranks that hold the same elements are holders of the same boxes. A tensor without elements
+    is one box without any.
+    """
+    holders: dict[tuple[Runs, ...], list[int]] = {}
+    for rank in range(world_size):
+        own = runs(side.layout, side.degrees, rank)
+        if own is not None:
+            holders.setdefault(own, []).append(rank)
+    if math.prod(side.layout.shape) == 0:
+        nothing = (0,) * len(side.layout.shape)
+        ranks = sorted(itertools.chain(*holders.values()))
+        return (Chunk(nothing, side.layout.shape, nothing, tuple(ranks)),)
+    found = [box for own, ranks in holders.items() for box in _boxes(own, tuple(ranks))]
+    return tuple(sorted(found, key=lambda one: one.offsets))
+
+
+def own_chunks(side: Side, world_size: int, rank: int) -> tuple[Chunk, ...]:
+    """The boxes that one rank holds."""
+    return tuple(one for one in chunks(side, world_size) if rank in one.holders)
+
+
+def is_complete(side: Side, world_size: int) -> bool:
+    """Whether the ranks together hold every element."""
+    whole = math.prod(side.layout.shape)
+    return sum(one.count for one in chunks(side, world_size)) == whole and bool(
+        chunks(side, world_size)[0].holders if whole == 0 else True
+    )
+
+
+def shared_out(tensors: Iterable[Stored], world_size: int) -> list[Part]:
+    """Who writes which box; the same on all ranks, and every element by one of them.
+
+    What several ranks hold is shared out evenly between them: a large box is cut, and each part
+    goes to the holder that has least to write so far, the first of several.
+    """
+    written_bytes = [0] * world_size
+    parts = []
+    for one in tensors:
+        for whole in chunks(one.side, world_size):
+            limit = _limit(whole, one.item_bytes)
+            for chunk in _cut(whole, max(1, limit)):
+                writer = min(chunk.holders, key=lambda rank: (written_bytes[rank], rank))
+                written_bytes[writer] += chunk.count * one.item_bytes
+                parts.append(Part(one.name, chunk, writer))
+    return parts
+
+
+def _limit(whole: Chunk, item_bytes: int) -> int:
+    """Most elements of a part: an equal share for each holder, where that is worth a part."""
+    most = MOST_BYTES // item_bytes
+    if whole.count * item_bytes < MOST_BYTES // 64:
+        return most
+    return min(most, -(-whole.count // len(whole.holders)))
+
+
+def _boxes(own: tuple[Runs, ...], holders: tuple[int, ...]) -> Iterator[Chunk]:
+    """All combinations of the dims' runs; each run lies behind those before it."""
+    dims = []
+    for dim in own:
+        starts = itertools.accumulate((length for _, length in dim[:-1]), initial=0)
+        dims.append([(start, n, at) for (start, n), at in zip(dim, starts, strict=False)])
+    for box in itertools.product(*dims):
+        offsets = tuple(start for start, _, _ in box)
+        sizes = tuple(length for _, length, _ in box)
+        yield Chunk(offsets, sizes, tuple(at for _, _, at in box), holders)
+
+
+def _cut(whole: Chunk, limit: int) -> Iterator[Chunk]:
+    """The same elements in boxes of at most so many, cut along the first dims."""
+    dim = next((d for d, size in enumerate(whole.sizes) if size > 1), None)
+    if dim is None or whole.count <= limit:
+        yield whole
+        return
+    size = whole.sizes[dim]
+    step = max(1, limit // max(1, math.prod(whole.sizes[dim + 1 :])))
+    for start in range(0, size, step):
+        part = replace(
+            whole,
+            offsets=_moved(whole.offsets, dim, start),
+            local=_moved(whole.local, dim, start),
+            sizes=(*whole.sizes[:dim], min(step, size - start), *whole.sizes[dim + 1 :]),
+        )
+        yield from _cut(part, limit)
+
+
+def _moved(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+    return (*place[:dim], place[dim] + by, *place[dim + 1 :])

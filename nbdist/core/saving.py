@@ -1,0 +1,97 @@
+"""What ranks tell of a save or a load of a checkpoint, for a person to read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbdist.core.strategy import Choice
+
+RUNNING, DONE, FAILED = "running", "done", "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What one rank tells when a save has begun.
+
+    Attributes:
+        models, optimizers: Their names.
+        own_bytes: That this rank writes.
+        notes: What is not saved, a sentence each.
+        stall_s: How long training stood still.
+    """
+
+    models: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    own_bytes: int
+    notes: tuple[str, ...]
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is in its place.
+
+    Attributes:
+        path: Where.
+        size_bytes: Of all files but the manifest.
+        files: How many there are.
+        tensors: How many names of tensors it has.
+        step: How many steps were made before it.
+        strategy: Under which it was saved.
+        elapsed_s: From the beginning to the last rename.
+    """
+
+    path: str
+    size_bytes: int
+    files: int
+    tensors: int
+    step: int
+    strategy: Choice
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """How far one rank is with a save.
+
+    Attributes:
+        state: RUNNING, DONE or FAILED. Rank 0 is done last, when the checkpoint is in its place.
+        phase: What it does now.
+        done_bytes, total_bytes: Written and compared; each byte counts twice.
+        failure: Why it failed.
+        saved: On rank 0, once it is there.
+    """
+
+    state: str
+    phase: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    failure: str = ""
+    saved: Saved | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What one rank tells of a load.
+
+    Attributes:
+        path: Of the checkpoint.
+        models, optimizers: Their names here.
+        step: Of the checkpoint.
+        saved_as, loaded_as: The strategy then and now.
+        saved_size: How many ranks have saved it.
+        read_bytes: By this rank: its parts.
+        notes: What was done otherwise than as it was saved, a sentence each.
+        elapsed_s: All of it.
+    """
+
+    path: str
+    models: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    step: int
+    saved_as: Choice
+    loaded_as: Choice
+    saved_size: int
+    read_bytes: int
+    notes: tuple[str, ...]
+    elapsed_s: float

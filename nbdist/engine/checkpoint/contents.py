@@ -1,0 +1,187 @@
+"""The tensors of a checkpoint, taken from what was found: their names, layouts and local parts.
+
+    model.MODEL.FIRST                    a parameter or buffer, also under its tied names
+    optimizer.OPTIMIZER.MODEL.FIRST.KEY  what an optimizer remembers of a parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from nbdist.core.chunks import Part, Stored, is_complete, shared_out
+from nbdist.core.layout import Side, missing
+from nbdist.core.ranks import rank_label
+from nbdist.engine.checkpoint.found import Found, Model, Stepping, dtype_text
+from nbdist.engine.checkpoint.planners import Spot, Tensors
+from nbdist.engine.parallel import flat, registry
+from nbdist.engine.parallel.agreement import world_size
+from nbdist.engine.parallel.states import AgreedState, Entry, Place
+from nbdist.errors import CheckpointError
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+@dataclass(slots=True)
+class Contents:
+    """All tensors that are saved.
+
+    Attributes:
+        tensors: What is known of each.
+        stored: How each lies, in order.
+        held: This rank's local part of each that it has.
+        parts: Which rank writes which box.
+    """
+
+    tensors: Tensors = field(default_factory=Tensors)
+    stored: list[Stored] = field(default_factory=list)
+    held: dict[str, torch.Tensor] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+
+    def add(self, name: str, side: Side, held: torch.Tensor | None) -> None:
+        """Add a tensor that `tensors` knows."""
+        self.stored.append(Stored(name, side, self.tensors.dtypes[name].itemsize))
+        if held is not None:
+            self.held[name] = held
+
+    def own(self, rank: int) -> Iterator[tuple[Spot, torch.Tensor]]:
+        """The boxes that a rank writes, as views of what it holds."""
+        for one in self.parts:
+            if one.writer == rank:
+                box = self.held[one.name]
+                for dim, (start, n) in enumerate(
+                    zip(one.chunk.local, one.chunk.sizes, strict=True)
+                ):
+                    box = box.narrow(dim, start, n)
+                yield (one.name, one.chunk.offsets), box
+
+
+def contents(found: Found) -> Contents:
+    """The tensors of all models and optimizers. This rank alone; the same list on all.
+
+    Raises:
+        CheckpointError: An optimizer's state has a form of its own, or a part of it is nowhere.
+    """
+    one = Contents()
+    for model in found.models:
+        _add_model(one, model)
+    for stepping in found.optimizers:
+        _add_optimizer(one, stepping)
+    one.parts = shared_out(one.stored, world_size())
+    return one
+
+
+def entry_record(label: str, key: str, entry: Entry) -> dict[str, Any]:
+    """What an optimizer remembers of a parameter, without elements, as plain data."""
+    return {
+        "parameter": label,
+        "key": key,
+        "kind": entry.kind,
+        "dtype": None if entry.dtype is None else dtype_text(entry.dtype),
+        "value": entry.value if entry.kind == "number" else None,
+        "is_on_device": entry.is_on_device,
+    }
+
+
+def entries_of(stepping: Stepping) -> list[dict[str, Any]]:
+    """All that an optimizer remembers, in the order of its parameters."""
+    assert stepping.stepper.agreed is not None
+    found = stepping.stepper.agreed.entries
+    return [entry_record(stepping.labels[n], key, entry) for (n, key), entry in found.items()]
+
+
+def state_side(stepping: Stepping, key: str) -> Side:
+    """How the state of a parameter lies; key is its unique name in the optimizer."""
+    one, first, _ = stepping.stepper.names[key]
+    return one.whole(first) if flat.is_flat(one) else registry.state_side(one.built, first)
+
+
+def state_path(stepping: Stepping, key: str, state: str) -> tuple[str, ...]:
+    """Where a state stands in a checkpoint."""
+    one, first, _ = stepping.stepper.names[key]
+    model = stepping.labels[key].removesuffix(f".{first}")
+    return (OPTIMIZER, stepping.name, model, first, state)
+
+
+def _add_model(one: Contents, model: Model) -> None:
+    for first, names in model.names.items():
+        name = one.tensors.add(
+            (MODEL, model.name, first),
+            model.one.layouts[first].shape,
+            model.dtypes[first],
+            [(MODEL, model.name, other) for other in names[1:]],
+        )
+        one.add(name, model.side(first), model.held.get(first))
+
+
+def _add_optimizer(one: Contents, stepping: Stepping) -> None:
+    if any(flat.is_flat(o) for o, _, _ in stepping.stepper.names.values()):
+        _add_flat(one, stepping)
+        return
+    agreed = stepping.stepper.agreed
+    assert agreed is not None
+    held = stepping.stepper.local.tensors
+    for (key, state), entry in agreed.entries.items():
+        if entry.kind == "other":
+            _refuse_other(agreed, stepping.labels[key], state, entry)
+        if entry.dtype is None:
+            continue  # a number of Python's
+        side = state_side(stepping, key)
+        shape = side.layout.shape if entry.kind == "tensor" else ()
+        name = one.tensors.add(state_path(stepping, key, state), shape, entry.dtype)
+        if entry.kind == "number":
+            one.add(name, _scalar(entry), torch.tensor(entry.value, dtype=entry.dtype))
+            continue
+        own = replace(side, layout=replace(side.layout, ranks=_on(side, entry.ranks)))
+        _refuse_missing(agreed, stepping, (key, state), side, own)
+        one.add(name, own, held.get(agreed.label((key, state))))
+
+
+def _add_flat(one: Contents, stepping: Stepping) -> None:
+    """Under FSDP1 every rank has all of it once it has been gathered; see `found`."""
+    assert stepping.whole is not None
+    for key, own in stepping.whole["state"].items():
+        side = state_side(stepping, key)
+        for state, value in own.items():
+            if isinstance(value, torch.Tensor):
+                name = one.tensors.add(state_path(stepping, key, state), value.shape, value.dtype)
+                whole = replace(side, layout=replace(side.layout, shape=tuple(value.shape)))
+                one.add(name, whole, value.detach())
+
+
+def _on(side: Side, ranks: frozenset[int]) -> frozenset[int]:
+    known = side.layout.ranks
+    return ranks if known is None else ranks & known
+
+
+def _scalar(entry: Entry) -> Side:
+    from nbdist.core.layout import TensorLayout
+    from nbdist.core.strategy import Degrees
+
+    return Side(TensorLayout((), ranks=entry.ranks), Degrees())
+
+
+def _refuse_other(agreed: AgreedState, label: str, state: str, entry: Entry) -> None:
+    raise CheckpointError(
+        f"{agreed.optimizer} keeps {state!r} of {label} in its own form ({entry.value}), which "
+        "cannot be saved in parts. Use AdamW, Adam, SGD or another optimizer whose state has its "
+        "parameters' shapes, or forget the state first: optimizer.state.clear()."
+    )
+
+
+def _refuse_missing(
+    agreed: AgreedState, stepping: Stepping, place: Place, side: Side, own: Side
+) -> None:
+    if is_complete(own, world_size()):
+        return
+    key, state = place
+    ranks = agreed.entries[place].ranks
+    lacking = missing(own, Side(replace(side.layout, ranks=None), side.degrees), world_size())
+    raise CheckpointError(
+        f"{agreed.optimizer} has {state!r} of {stepping.labels[key]} on rank {rank_label(ranks)} "
+        f"only; a part of it is nowhere (rank {rank_label(lacking)} has none). Run one step in "
+        "which every rank's part has a gradient, then save."
+    )

@@ -1,0 +1,235 @@
+"""A checkpoint is loaded into live models and optimizers, whatever the ranks and the strategy.
+
+    1  manifest, files, names, shapes; every rank's parts, read into memory of their own    may fail
+       all ranks agree that they have them
+    2  values are put in place. SIGINT waits; nothing here depends on another rank
+       (but FSDP1's own scattering)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from nbdist.core import checkpoint, checkpoint_folder
+from nbdist.core.checkpoint import Checkpoint
+from nbdist.core.checkpoint_mismatch import mismatches
+from nbdist.core.chunks import own_chunks
+from nbdist.core.finding import BAD
+from nbdist.core.layout import Side, local_shape
+from nbdist.core.saving import Loaded
+from nbdist.engine.checkpoint import metadata, plain, restore, save
+from nbdist.engine.checkpoint.found import Found, Model, Stepping, look
+from nbdist.engine.checkpoint.planners import Loader
+from nbdist.engine.parallel import registry
+from nbdist.engine.parallel.agreement import interrupts_held, rank, same_random, together, world_size
+from nbdist.errors import CheckpointError
+
+T = TypeVar("T")
+U = TypeVar("U", Model, Stepping)
+
+
+@dataclass(slots=True)
+class Read:
+    """What a rank has read.
+
+    Attributes:
+        saved: The manifest.
+        known: Where each tensor lies.
+        states: Everything that is no large tensor.
+        values: Name in the checkpoint -> this rank's part of it.
+    """
+
+    saved: Checkpoint
+    known: Metadata
+    states: dict[str, Any]
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def load(path: str, is_models_only: bool = False) -> Loaded:
+    """Read a checkpoint into the models and optimizers that are prepared. Collective: every rank.
+
+    Gradients are cleared. Models, parameters, optimizers, groups and schedulers stay the same
+    objects.
+
+    Args:
+        path: Absolute; every rank reads there.
+        is_models_only: Leave optimizers, schedulers, loaders, random generators as they are.
+
+    Raises:
+        CheckpointError: There is none, it is torn, foreign or of another format, or it does not
+            fit; says which tensor and which shape. Nothing was changed.
+        NbdistError: It failed on another rank. Nothing was changed.
+    """
+    began_s = time.perf_counter()
+    what, folder = f"Loading {path}", Path(path)
+    together(what, save.refuse_if_running)
+    together(what, lambda: _recover(folder))
+    told = together(what, lambda: checkpoint.read(folder))
+    with same_random():
+        found = look(what)
+        saved = told[rank()]
+        together(what, lambda: _same(folder, told))
+        together(what, lambda: _check_files(folder, saved))
+        if is_models_only:
+            found.optimizers, found.accelerators = [], []
+            saved = replace(saved, optimizers=(), extra={**saved.extra, "optimizers": []})
+        read: list[Read] = []
+        plans: list[restore.Plan] = []
+
+        def prepared() -> None:
+            """All that can fail."""
+            matched = _matched(folder, saved, found)
+            one = Read(saved, metadata.read(folder, saved), plain.read(folder))
+            wanted = restore.wanted(one.states, matched)
+            _fill(folder, one, wanted)
+            read.append(one)
+            plans.append(restore.plan(one.states, one.values, matched))
+
+        together(what, prepared)
+        plan = plans[0]
+        together(what, lambda: restore.objects(plan))
+        try:
+            with interrupts_held():
+                together(what, lambda: None)
+                restore.commit(plan)
+        except BaseException:
+            restore.objects_back(plan)
+            raise
+    notes = list(plan.notes)
+    if not is_models_only:
+        notes += restore.generators(read[0].states, saved)
+    return Loaded(
+        path=path,
+        models=tuple(model.name for model in found.models),
+        optimizers=tuple(stepping.name for stepping in found.optimizers),
+        step=saved.step,
+        saved_as=saved.strategy,
+        loaded_as=registry.current(),
+        saved_size=saved.world_size,
+        read_bytes=sum(tensor.nbytes for tensor in read[0].values.values()),
+        notes=tuple(notes),
+        elapsed_s=time.perf_counter() - began_s,
+    )
+
+
+def _recover(folder: Path) -> bool:
+    return rank() == 0 and checkpoint_folder.recover(folder)
+
+
+def _same(folder: Path, told: list[Checkpoint]) -> None:
+    odd = [number for number, one in enumerate(told) if one != told[0]]
+    if odd:
+        raise CheckpointError(
+            f"rank {odd[0]} finds another checkpoint at {folder} than rank 0. Load from a folder "
+            "that all hosts share."
+        )
+
+
+def _check_files(folder: Path, saved: Checkpoint) -> None:
+    """Each file is read by one rank and compared with its checksum; lengths by all."""
+    checkpoint.check_files(folder, saved)
+    own = replace(saved, files=saved.files[rank() :: world_size()])
+    checkpoint.check_files(folder, own, reads_all=True)
+
+
+def _matched(folder: Path, saved: Checkpoint, found: Found) -> restore.Matched:
+    """Which live object takes over which saved one.
+
+    Raises:
+        CheckpointError: Something does not fit; the first few of it, and how many there are.
+    """
+    pairs = {
+        what: _paired([str(n) for n in saved.extra.get(what, ())], [one.name for one in live], what, folder)
+        for what, live in (("models", found.models), ("optimizers", found.optimizers))
+    }
+    models = _chosen(pairs["models"], saved.extra["models"], saved.models, found.models)
+    steps = _chosen(
+        pairs["optimizers"], saved.extra["optimizers"], saved.optimizers, found.optimizers
+    )
+    there = {model.name: old for old, _, model in models}
+    wrong = mismatches(
+        replace(
+            saved,
+            models=tuple(one for _, one, _ in models),
+            optimizers=tuple(one for _, one, _ in steps),
+        ),
+        [model.saved() for _, _, model in models],
+        [one.saved(there) for _, _, one in steps],
+    )
+    bad = [one for one in wrong if one.verdict == BAD]
+    if bad:
+        told = " ".join(f"{one.name}: {one.found}." for one in bad[:3])
+        more = f" And {len(bad) - 3} more kinds of differences." if len(bad) > 3 else ""
+        raise CheckpointError(
+            f"{folder} does not fit: {told}{more} {_sentence(bad[0].what)}. Nothing was changed."
+        )
+    notes = tuple(f"{one.name}: {one.found}; {one.why}" for one in wrong if one.verdict != BAD)
+    return restore.Matched(
+        found,
+        [(old, model) for old, _, model in models],
+        [(old, one) for old, _, one in steps],
+        notes,
+    )
+
+
+def _chosen(
+    pairs: Sequence[tuple[str, str]], names: Sequence[str], records: Sequence[T], live: Sequence[U]
+) -> list[tuple[str, T, U]]:
+    """(name there, the manifest's record of it, live one), in the order of the live ones."""
+    there = dict(zip(names, records, strict=True))
+    old = {here: name for name, here in pairs}
+    return [(old[one.name], there[old[one.name]], one) for one in live]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
+
+
+def _paired(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple[str, str]]:
+    """(name there, name here): by names, or the only one with the only one."""
+    if sorted(old) == sorted(new):
+        return [(one, one) for one in old]
+    if len(old) == len(new) == 1:
+        return [(old[0], new[0])]
+    raise CheckpointError(
+        f"{folder} does not fit: it has the {what} {', '.join(old) or 'none'}, and here are "
+        f"{', '.join(new) or 'none'}. Give the variables the same names, or prepare as many as "
+        "were saved. Nothing was changed."
+    )
+
+
+def _fill(folder: Path, one: Read, wanted: Mapping[str, Side]) -> None:
+    """Read this rank's part of each tensor, from whichever files it is in."""
+    asked = {}
+    for name, side in wanted.items():
+        stored = one.known.state_dict_metadata.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"{folder} has no {name}, which its manifest names.")
+        if tuple(stored.size) != side.layout.shape:
+            raise CheckpointError(
+                f"{folder} does not fit: {name} has shape {tuple(stored.size)} there and "
+                f"{side.layout.shape} here. Nothing was changed."
+            )
+        shape = local_shape(side.layout, side.degrees, rank())
+        if shape is None:
+            continue
+        one.values[name] = torch.empty(shape, dtype=stored.properties.dtype)
+        asked[name] = (one.values[name], own_chunks(side, world_size(), rank()))
+    planner, reader = Loader(asked), FileSystemReader(folder)
+    planner.set_up_planner({}, one.known)
+    reader.set_up_storage_reader(one.known, is_coordinator=False)
+    try:
+        reader.read_data(planner.create_local_plan(), planner).wait()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: {error.strerror or error} ({error.filename})."
+        ) from error
+

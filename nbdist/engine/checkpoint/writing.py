@@ -1,0 +1,343 @@
+"""One rank's part of a save: written, read back, compared. No rank is met, so it can run beside
+training, in a thread; ranks tell each other through small files in the same folder.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nbdist.core.checkpoint import SavedFile, checksum_text
+from nbdist.core.units import exact_size
+from nbdist.engine.checkpoint.contents import Contents
+from nbdist.engine.checkpoint.planners import Saver, Spot, Writer, spot
+from nbdist.errors import CheckpointError
+
+# A rank's failure is written over what is in this file: that needs no room on a full disk.
+_TOLD_BYTES = 4096
+_PIECE_BYTES = 1 << 22
+
+
+class Cancelled(CheckpointError):
+    """The save is to end, as somebody asked for."""
+
+
+class Meter:
+    """How far a rank is, for others to read; and whether it is to stop.
+
+    Attributes:
+        phase: What is done now, for people.
+        done_bytes, total_bytes: Written and compared; each byte counts twice.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self.phase = "begins"
+        self.done_bytes = 0
+        self.total_bytes = total_bytes
+        self._stop = threading.Event()
+        self._why = ""
+
+    def stop(self, why: str) -> None:
+        """Let it end. From any thread."""
+        self._why = self._why or why
+        self._stop.set()
+
+    def check(self) -> None:
+        """Raises Cancelled once it is to stop."""
+        if self._stop.is_set():
+            raise Cancelled(self._why)
+
+    def wait(self, pause_s: float) -> None:
+        """Wait a while, or until it is to stop."""
+        self._stop.wait(pause_s)
+        self.check()
+
+
+class _Stream(io.RawIOBase):
+    """A file that is written, with its checksum.
+
+    torch's zip writer must not meet an error in the middle: what fails is raised by `flush`,
+    which torch calls after each tensor.
+    """
+
+    def __init__(self, path: Path, meter: Meter) -> None:
+        super().__init__()
+        self._file = path.open("wb", buffering=0)
+        self._meter = meter
+        self._error: BaseException | None = None
+        self.size_bytes = 0
+        self.crc32 = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.size_bytes += len(view)
+        at = 0
+        while at < len(view) and self._error is None:
+            try:
+                self._meter.check()
+                at += self._file.write(view[at : at + _PIECE_BYTES])
+            except BaseException as error:  # noqa: BLE001  # raised by `flush`
+                self._error = error
+        return len(view)
+
+    def flush(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def tell(self) -> int:
+        return self.size_bytes
+
+    def fileno(self) -> int:
+        self.flush()
+        return self._file.fileno()
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+            super().close()
+
+
+class _Files(FileSystem):
+    """Where torch's writer opens its files."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.written: dict[str, _Stream] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as other:
+                yield other
+            return
+        stream = self.written[Path(path).name] = _Stream(Path(path), self._meter)
+        try:
+            yield stream
+        finally:
+            stream.close()
+
+
+def write(
+    folder: Path,
+    contents: Contents,
+    rank: int,
+    value: Callable[[Spot], torch.Tensor],
+    meter: Meter,
+) -> dict[str, Any]:
+    """Write a rank's boxes into a folder, read them back, and compare them bit for bit.
+
+    Args:
+        folder: Empty, or with other ranks' files.
+        contents: All that is saved.
+        rank: This one.
+        value: Gives a box, contiguous, on the host.
+        meter: Is told how far it is.
+
+    Returns:
+        Plain data: `files`, name -> (bytes, checksum); `boxes`, each with name, offsets, file and
+        where it lies in that.
+
+    Raises:
+        OSError: A file could not be written or read.
+        CheckpointError: What was read is not what was written.
+        Cancelled: `meter` has been stopped.
+    """
+
+    def taken(box: Spot) -> torch.Tensor:
+        tensor = value(box)
+        meter.done_bytes += tensor.nbytes
+        return tensor
+
+    saver = Saver(contents.tensors, contents.parts, rank, taken)
+    writer, files = Writer(folder), _Files(meter)
+    writer.fs = files
+    plan = saver.create_local_plan()
+    meter.phase = "writes"
+    if not plan.items:
+        return {"files": {}, "boxes": []}
+    plan = writer.prepare_global_plan([*[SavePlan([])] * rank, plan])[rank]
+    results = writer.write_data(plan, saver).wait()
+    meter.phase = "compares"
+    for name, stream in files.written.items():
+        found = [one for one in results if one.storage_data.relative_path == name]
+        _compare(folder / name, stream.size_bytes, stream.crc32, found, value, meter)
+    written = {n: (s.size_bytes, checksum_text(s.crc32)) for n, s in files.written.items()}
+    return {"files": written, "boxes": [_box(one) for one in results]}
+
+
+def _compare(
+    path: Path,
+    size_bytes: int,
+    crc32: int,
+    results: list[WriteResult],
+    value: Callable[[Spot], torch.Tensor],
+    meter: Meter,
+) -> None:
+    """Read a file from the disk and compare it with what was to be in it."""
+    found = 0
+    at = 0
+    with path.open("rb") as file:
+        # From the disk, as far as the system does what it is asked for: not from its own memory.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for one in sorted(results, key=lambda one: one.storage_data.offset):
+            meter.check()
+            data = file.read(one.storage_data.length)
+            found, at = zlib.crc32(data, found), at + len(data)
+            name, offsets = spot(one.index)
+            wanted = value((name, offsets))
+            if not _is_equal(data, wanted):
+                raise CheckpointError(
+                    f"{name} from {list(offsets)} is not in {path} as it was written there: the "
+                    "disk, or memory, has lost bits. Nothing of this save is kept."
+                )
+            meter.done_bytes += wanted.nbytes
+        rest = file.read()
+        found, at = zlib.crc32(rest, found), at + len(rest)
+    if (at, found) != (size_bytes, crc32):
+        raise CheckpointError(
+            f"{path} has {at:,} bytes and {checksum_text(found)}, and {size_bytes:,} bytes with "
+            f"{checksum_text(crc32)} were written. Nothing of this save is kept."
+        )
+
+
+def _is_equal(data: bytes, wanted: torch.Tensor) -> bool:
+    """Whether a saved tensor has the same type, shape and bits."""
+    try:
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001  # whatever damage does to it
+        return False
+    return (
+        (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+        and found.is_contiguous()
+        and bool(torch.equal(_bits(found), _bits(wanted)))
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+
+
+def _box(one: WriteResult) -> list[Any]:
+    stored = one.storage_data
+    name, offsets = spot(one.index)
+    return [name, list(offsets), stored.relative_path, stored.offset, stored.length]
+
+
+# How ranks tell each other.
+
+
+def reserve(folder: Path, rank: int) -> None:
+    """Make the file in which this rank says that it has failed."""
+    _told(folder, rank).write_bytes(b" " * _TOLD_BYTES)
+
+
+def tell(folder: Path, rank: int, result: Mapping[str, Any]) -> None:
+    """Say what this rank has written."""
+    path = _result(folder, rank)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(result))
+    new.rename(path)
+
+
+def tell_failure(folder: Path, rank: int, text: str) -> None:
+    """Say that this rank has failed; where even that fails, its rank's state has it."""
+    data = text.encode()[: _TOLD_BYTES // 2]
+    try:
+        with _told(folder, rank).open("r+b") as file:
+            file.write(data)
+    except OSError:
+        return
+
+
+def results(
+    folder: Path,
+    world_size: int,
+    meter: Meter,
+    is_gone: Callable[[int], str],
+    stall_s: float,
+) -> list[dict[str, Any]]:
+    """What all ranks have written, once they have. The others' files are looked at.
+
+    Args:
+        folder: Of the save.
+        world_size: How many ranks write.
+        meter: Of this rank.
+        is_gone: Says that a rank's process has ended, or nothing.
+        stall_s: How long a rank may write nothing.
+
+    Raises:
+        CheckpointError: A rank has failed, or has ended, or writes nothing any more; says which.
+        Cancelled: `meter` has been stopped.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    sizes: dict[int, int] = {}
+    since_s = dict.fromkeys(range(world_size), time.monotonic())
+    while True:
+        now_s = time.monotonic()
+        for rank in range(world_size):
+            if rank in found:
+                continue
+            if _result(folder, rank).exists():
+                found[rank] = json.loads(_result(folder, rank).read_text())
+                continue
+            if failure := _told(folder, rank).read_bytes().strip():
+                raise CheckpointError(failure.decode(errors="replace"))
+            if gone := is_gone(rank):
+                raise CheckpointError(gone)
+            size = sum(one.stat().st_size for one in folder.glob(f"__{rank}_*"))
+            if size != sizes.get(rank):
+                sizes[rank], since_s[rank] = size, now_s
+            elif now_s - since_s[rank] > stall_s:
+                raise CheckpointError(
+                    f"rank {rank} has written nothing for {stall_s:.0f} s, "
+                    f"{exact_size(size)} before that"
+                )
+        missing = [rank for rank in range(world_size) if rank not in found]
+        if not missing:
+            return [found[rank] for rank in range(world_size)]
+        meter.phase = f"waits for rank {', '.join(map(str, missing))}"
+        meter.wait(0.02)
+
+
+def clear(folder: Path, world_size: int) -> None:
+    """Remove what ranks told each other."""
+    for rank in range(world_size):
+        _told(folder, rank).unlink(missing_ok=True)
+        _result(folder, rank).unlink(missing_ok=True)
+
+
+def listed(results: list[dict[str, Any]]) -> list[SavedFile]:
+    """All ranks' files, for the manifest."""
+    return [
+        SavedFile(name, size_bytes, checksum)
+        for one in results
+        for name, (size_bytes, checksum) in one["files"].items()
+    ]
+
+
+def _told(folder: Path, rank: int) -> Path:
+    return folder / f".told.{rank}"
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f".done.{rank}"
+
+
