@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+from nbdist.client import weights
 from nbdist.client.bandwidth import BENCH_S, Bandwidth
 from nbdist.client.memory import Memories
 from nbdist.client.trace import Traces
@@ -12,6 +14,10 @@ from nbdist.client.variables import Moved, Variables
 from nbdist.core.bandwidth import Bench
 from nbdist.core.snapshot import Snapshot
 from nbdist.core.trace import Trace
+from nbdist.core.weights import Exported
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
 
 
 class Subjects:
@@ -50,3 +56,7 @@ class Subjects:
     def memory(self) -> Snapshot:
         """The memory that was recorded last; before any recording, whose it is at this moment."""
         return self.memories.last_or_now()
+
+    def export_weights(self, path: str | Path, model: str = "") -> Exported:
+        """Write a model's weights into one safetensors file; see client.weights."""
+        return weights.export(cast("Session", self), path, model)
