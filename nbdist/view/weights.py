@@ -13,9 +13,9 @@ _MAX_NAMED = 3
 
 def exported(told: Exported) -> View:
     """The file, that it was compared, what is tied or left out, and how to load it."""
+    size, took = units.exact_size(told.size_bytes), units.seconds(told.elapsed_s)
     lines = [
-        f"{told.path}: {told.model}, {told.tensors} tensors, {units.exact_size(told.size_bytes)}, "
-        f"read back and equal, in {units.seconds(told.elapsed_s)}"
+        f"{told.path}: {told.model}, {told.tensors} tensors, {size}, compared, in {took}",
     ]
     if told.tied:
         lines.append(f"in it once, with a note of their other names: {_few(told.tied)}")
