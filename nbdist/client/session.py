@@ -17,6 +17,7 @@ from typing import Any
 
 from nbdist.client import answers, driving, monitor, outside, presses, remote, shortages, states
 from nbdist.client.bandwidth import Bandwidth
+from nbdist.client.checkpoints import Checkpoints
 from nbdist.client.cluster import Cluster
 from nbdist.client.exits import WITHOUT_CONTROLLER, Exit
 from nbdist.client.health import Health
@@ -91,6 +92,7 @@ class Session(Subjects):
         self.traces = Traces(self)
         self.memories = Memories(self)
         self.bandwidth = Bandwidth(self)
+        self.checkpoints = Checkpoints(self)
         self.monitor = monitor.Monitor(self)
         self._run_ids = itertools.count(1)
         cluster.on_exit = self._note_exit
@@ -334,6 +336,7 @@ class Session(Subjects):
 
     def stop(self) -> None:
         """End all ranks and remove what they left. Twice is harmless."""
+        self.checkpoints.close()
         self._is_stopped = True
         self._cut_off("The ranks were stopped", "%dist_init starts new ones.")
         self.traces.close()

@@ -40,7 +40,8 @@ def status(session: Session, *, wants_stacks: bool = False) -> Status:
             one = replace(one, stack=session.health.stack(rank, stacks.get(rank), end_s))
         shown.append(one)
     findings = collectives.diagnose(list(seen.values()), time.monotonic(), 0.0)
-    return Status(tuple(shown), tuple(one.text for one in findings))
+    waits = [one.text for one in findings]
+    return Status(tuple(shown), (*waits, *session.checkpoints.status()))
 
 
 def views(session: Session) -> dict[int, RankView]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nbdist.client import weights
 from nbdist.client.bandwidth import BENCH_S, Bandwidth
+from nbdist.client.checkpoints import Checkpoints
 from nbdist.client.memory import Memories
 from nbdist.client.trace import Traces
 from nbdist.client.variables import Moved, Variables
 from nbdist.core.bandwidth import Bench
+from nbdist.core.saving import Loaded, Saved, Started
 from nbdist.core.snapshot import Snapshot
 from nbdist.core.trace import Trace
 from nbdist.core.weights import Exported
@@ -27,6 +30,7 @@ class Subjects:
     traces: Traces
     memories: Memories
     bandwidth: Bandwidth
+    checkpoints: Checkpoints
 
     def push(
         self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
@@ -56,6 +60,14 @@ class Subjects:
     def memory(self) -> Snapshot:
         """The memory that was recorded last; before any recording, whose it is at this moment."""
         return self.memories.last_or_now()
+
+    def save(self, path: str | os.PathLike[str], asynchronous: bool = False) -> Saved | Started:
+        """Save models, optimizers and all that goes with them; see client.checkpoints."""
+        return self.checkpoints.save(path, asynchronous=asynchronous)
+
+    def load(self, path: str | os.PathLike[str], models_only: bool = False) -> Loaded:
+        """Load a checkpoint into what is prepared; see client.checkpoints."""
+        return self.checkpoints.load(path, models_only=models_only)
 
     def export_weights(self, path: str | Path, model: str = "") -> Exported:
         """Write a model's weights into one safetensors file; see client.weights."""

@@ -45,7 +45,7 @@ class Upkeep:
     def take_notes(self) -> list[str]:
         """What was done and not told yet, a line each."""
         notes, self._notes = self._notes, []
-        return notes
+        return notes + self._session.checkpoints.news()
 
     def make_whole(self) -> None:
         """Replace a controller that has ended, and ranks that the user gave up on.

@@ -10,6 +10,7 @@ from argparse import Namespace
 from nbdist.commands import (
     bandwidth,
     cells,
+    checkpoint,
     compare,
     doctor,
     export,
@@ -35,6 +36,7 @@ __all__ = ["REPLACED_MAGICS", "VERBS", "WORDS", "cell_options", "show", "start_a
 _ALL = (
     *running.VERBS,
     *training.VERBS,
+    *checkpoint.VERBS,
     *variables.VERBS,
     *cells.VERBS,
     *trace.VERBS,

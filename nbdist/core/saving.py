@@ -28,6 +28,25 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """A save that goes on while training does.
+
+    Attributes:
+        path: Where it will be.
+        models, optimizers, notes: As of Begun.
+        copied_bytes: By all ranks, to the memory of their hosts.
+        stall_s: How long training stood still for that; of the slowest rank.
+    """
+
+    path: str
+    models: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    copied_bytes: int
+    notes: tuple[str, ...]
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A checkpoint that is in its place.
 
@@ -39,6 +58,7 @@ class Saved:
         step: How many steps were made before it.
         strategy: Under which it was saved.
         elapsed_s: From the beginning to the last rename.
+        notes: What is not saved, a sentence each.
     """
 
     path: str
@@ -48,6 +68,7 @@ class Saved:
     step: int
     strategy: Choice
     elapsed_s: float
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Status:
 
     Attributes:
         ranks: In rank order.
-        waits: Who waits for whom, a line for each cause.
+        waits: Who waits for whom, a line for each cause; how far a save beside training is.
     """
 
     ranks: tuple[RankStatus, ...]

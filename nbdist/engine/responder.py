@@ -17,6 +17,7 @@ from typing import Any
 
 from nbdist.core import stacks, wire
 from nbdist.engine import blackbox, collection, completion, crashes, looks, usage
+from nbdist.engine.checkpoint import jobs
 from nbdist.errors import StartError
 
 
@@ -62,7 +63,7 @@ def snapshot() -> tuple[float, bytes | None]:
     return time.monotonic(), blackbox.snapshot()
 
 
-# All that can be asked, nbdist/client/remote.py has the same names. Nothing else is called.
+# All that can be asked; nbdist/client/remote*.py have the same names. Nothing else is called.
 TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
         "ping": ping,
@@ -74,6 +75,8 @@ TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "usage": usage.usage,
         "attributes": completion.attributes,
         "glance": completion.glance,
+        "save_state": jobs.state,
+        "stop_save": jobs.stop,
     }
 )
 

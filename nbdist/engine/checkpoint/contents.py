@@ -1,7 +1,7 @@
 """The tensors of a checkpoint, taken from what was found: their names, layouts and local parts.
 
-    model.MODEL.FIRST                    a parameter or buffer, also under its tied names
-    optimizer.OPTIMIZER.MODEL.FIRST.KEY  what an optimizer remembers of a parameter
+model.MODEL.FIRST                    a parameter or buffer, also under its tied names
+optimizer.OPTIMIZER.MODEL.FIRST.KEY  what an optimizer remembers of a parameter
 """
 
 from __future__ import annotations

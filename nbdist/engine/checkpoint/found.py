@@ -86,7 +86,7 @@ class Stepping:
 
     @property
     def optimizer(self) -> Optimizer:
-        """torch's own object."""
+        """Torch's own object."""
         return self.stepper.optimizer
 
     def labels_as(self, models: Mapping[str, str]) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """A checkpoint is loaded into live models and optimizers, whatever the ranks and the strategy.
 
-    1  manifest, files, names, shapes; every rank's parts, read into memory of their own    may fail
-       all ranks agree that they have them
-    2  values are put in place. SIGINT waits; nothing here depends on another rank
-       (but FSDP1's own scattering)
+1  manifest, files, names, shapes; every rank's parts, read into memory of their own    may fail
+all ranks agree that they have them
+2  values are put in place. SIGINT waits; nothing here depends on another rank
+(but FSDP1's own scattering)
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ from nbdist.core.chunks import own_chunks
 from nbdist.core.finding import BAD
 from nbdist.core.layout import Side, local_shape
 from nbdist.core.saving import Loaded
-from nbdist.engine.checkpoint import metadata, plain, restore, save
+from nbdist.engine.checkpoint import metadata, plain, restore
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, look
+from nbdist.engine.checkpoint.jobs import refuse_if_running
 from nbdist.engine.checkpoint.planners import Loader
 from nbdist.engine.parallel import registry
-from nbdist.engine.parallel.agreement import interrupts_held, rank, same_random, together, world_size
+from nbdist.engine.parallel.agreement import (
+    interrupts_held,
+    rank,
+    same_random,
+    together,
+    world_size,
+)
 from nbdist.errors import CheckpointError
 
 T = TypeVar("T")
@@ -70,7 +77,7 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     """
     began_s = time.perf_counter()
     what, folder = f"Loading {path}", Path(path)
-    together(what, save.refuse_if_running)
+    together(what, refuse_if_running)
     together(what, lambda: _recover(folder))
     told = together(what, lambda: checkpoint.read(folder))
     with same_random():
@@ -147,7 +154,9 @@ def _matched(folder: Path, saved: Checkpoint, found: Found) -> restore.Matched:
         CheckpointError: Something does not fit; the first few of it, and how many there are.
     """
     pairs = {
-        what: _paired([str(n) for n in saved.extra.get(what, ())], [one.name for one in live], what, folder)
+        what: _paired(
+            [str(n) for n in saved.extra.get(what, ())], [one.name for one in live], what, folder
+        )
         for what, live in (("models", found.models), ("optimizers", found.optimizers))
     }
     models = _chosen(pairs["models"], saved.extra["models"], saved.models, found.models)
@@ -232,4 +241,3 @@ def _fill(folder: Path, one: Read, wanted: Mapping[str, Side]) -> None:
         raise CheckpointError(
             f"{folder} cannot be read: {error.strerror or error} ({error.filename})."
         ) from error
-

@@ -43,7 +43,11 @@ class _Restricted(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = _CLASSES.get((module, name))
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        if (
+            found is None
+            and module == "torch"
+            and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             found = getattr(torch, name)
         if found is None:
             raise CheckpointError(

@@ -141,7 +141,9 @@ def _kind(one: object) -> str:
 
 def _not_plain(value: Any, where: str) -> str:
     """Where the first thing is that is no plain data, with its class; empty without one."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.Tensor):
+    if value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | torch.Tensor
+    ):
         return ""
     if isinstance(value, torch.dtype | torch.device | torch.Size):
         return ""

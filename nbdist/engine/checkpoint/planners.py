@@ -127,7 +127,7 @@ class Saver(SavePlanner):
         known = {}
         for name, shape in tensors.shapes.items():
             told = TensorStorageMetadata(tensors.properties(name), torch.Size(shape), boxes[name])
-            known |= {each: told for each in (name, *tensors.aliases[name])}
+            known |= dict.fromkeys((name, *tensors.aliases[name]), told)
         return all_plans, Metadata(known, planner_data=dict(tensors.paths))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:

@@ -110,9 +110,7 @@ def wanted(states: Mapping[str, Any], matched: Matched) -> dict[str, Side]:
     return found
 
 
-def plan(
-    states: Mapping[str, Any], values: Mapping[str, torch.Tensor], matched: Matched
-) -> Plan:
+def plan(states: Mapping[str, Any], values: Mapping[str, torch.Tensor], matched: Matched) -> Plan:
     """What each live object gets. This rank alone; nothing is changed.
 
     Raises:
@@ -280,9 +278,7 @@ def _commit_steps(steps: _Steps) -> None:
                 group[key] = value
 
 
-def _plan_accelerators(
-    made: Plan, saved: Sequence[Mapping[str, Any]], live: Sequence[Any]
-) -> None:
+def _plan_accelerators(made: Plan, saved: Sequence[Mapping[str, Any]], live: Sequence[Any]) -> None:
     """What schedulers, loaders, scalers and own objects get, in the order of their preparing."""
     made.schedulers = _alike(
         "schedulers",

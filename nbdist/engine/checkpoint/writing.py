@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -24,47 +22,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nbdist.core.checkpoint import SavedFile, checksum_text
 from nbdist.core.units import exact_size
 from nbdist.engine.checkpoint.contents import Contents
+from nbdist.engine.checkpoint.jobs import Meter
 from nbdist.engine.checkpoint.planners import Saver, Spot, Writer, spot
 from nbdist.errors import CheckpointError
 
 # A rank's failure is written over what is in this file: that needs no room on a full disk.
 _TOLD_BYTES = 4096
 _PIECE_BYTES = 1 << 22
-
-
-class Cancelled(CheckpointError):
-    """The save is to end, as somebody asked for."""
-
-
-class Meter:
-    """How far a rank is, for others to read; and whether it is to stop.
-
-    Attributes:
-        phase: What is done now, for people.
-        done_bytes, total_bytes: Written and compared; each byte counts twice.
-    """
-
-    def __init__(self, total_bytes: int) -> None:
-        self.phase = "begins"
-        self.done_bytes = 0
-        self.total_bytes = total_bytes
-        self._stop = threading.Event()
-        self._why = ""
-
-    def stop(self, why: str) -> None:
-        """Let it end. From any thread."""
-        self._why = self._why or why
-        self._stop.set()
-
-    def check(self) -> None:
-        """Raises Cancelled once it is to stop."""
-        if self._stop.is_set():
-            raise Cancelled(self._why)
-
-    def wait(self, pause_s: float) -> None:
-        """Wait a while, or until it is to stop."""
-        self._stop.wait(pause_s)
-        self.check()
 
 
 class _Stream(io.RawIOBase):
@@ -339,5 +303,3 @@ def _told(folder: Path, rank: int) -> Path:
 
 def _result(folder: Path, rank: int) -> Path:
     return folder / f".done.{rank}"
-
-

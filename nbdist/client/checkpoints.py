@@ -1,0 +1,320 @@
+"""Checkpoints of a session's models: saved, also beside training, and loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nbdist.client import remote_checkpoint as remote
+from nbdist.client.arrivals import silent
+from nbdist.core import checkpoint_folder
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.saving import DONE, FAILED, RUNNING, Loaded, Saved, Saving, Started
+from nbdist.core.units import size
+from nbdist.errors import CheckpointError, Interrupted, NbdistError
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+# Agreeing on what is saved, and a copy of it in the hosts' memory.
+BEGIN_S = 600.0
+# A large checkpoint on a slow disk.
+LOAD_S = 3600.0
+# A rank's control thread answers at once; one whose C code holds the GIL, later.
+ANSWER_S = 1.0
+SILENT_S = 300.0
+STOP_S = 3.0
+POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save whose end is not known yet.
+
+    Attributes:
+        token: Names it on the ranks.
+        path: Where it will be.
+        heard_s: When rank 0 last said anything, by the monotonic clock.
+        is_stopping: A rank cannot write its part any more, and rank 0 has been told.
+    """
+
+    token: str
+    path: Path
+    heard_s: float
+    is_stopping: bool = False
+
+
+class Checkpoints:
+    """What a session saves and loads."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._pending: _Pending | None = None
+        self._untold: list[str] = []
+        self._before: list[str] = []
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        asynchronous: bool = False,
+        progress: Callable[[str], None] = silent,
+    ) -> Saved | Started:
+        """Save models, optimizers and all that goes with them, compared with what was written.
+
+        What was at the path before is whole until the new one is. A save that is still going on
+        is waited for first.
+
+        Args:
+            path: A folder; relative to the notebook's. One that is a checkpoint is replaced.
+            asynchronous: Return once everything is copied to the hosts' memory; how it ends is
+                told at the next cell or verb, and by `wait`.
+            progress: Told how far it is.
+
+        Raises:
+            CheckpointError: It cannot be saved; what was there before is as it was.
+            RankGone, RankBusy, NotRunning, NbdistError: As for a cell.
+            Interrupted: If the user interrupted it; likewise.
+        """
+        target = checkpoint_folder.resolved(path)
+        self._wait_before(progress)
+        began_s = time.monotonic()
+        self._session.upkeep.recover_if_needed()
+        progress(f"{target}: all ranks agree on what it holds")
+        token = uuid.uuid4().hex
+        pending = self._pending = _Pending(token, target, time.monotonic())
+        try:
+            told = self._session.call_all(
+                remote.begin_save, str(target), token, asynchronous,
+                deadline_s=BEGIN_S, is_collective=True,
+            )  # fmt: skip
+        except BaseException as error:
+            self._stop(pending, "not all ranks have begun")
+            self._pending = None
+            raise _own(error, f"{target} was not saved") from error
+        begun = Started(
+            str(target), told[0].models, told[0].optimizers,
+            sum(one.own_bytes for one in told), told[0].notes, max(one.stall_s for one in told),
+        )  # fmt: skip
+        if asynchronous:
+            return begun
+        try:
+            saved = self._finish(pending, progress)
+        except KeyboardInterrupt as error:
+            self._stop(pending, "the user interrupted it")
+            self._settle(pending)
+            raise Interrupted(f"{target} was not saved; what was there before is whole") from error
+        return replace(saved, notes=begun.notes, elapsed_s=time.monotonic() - began_s)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        models_only: bool = False,
+        progress: Callable[[str], None] = silent,
+    ) -> Loaded:
+        """Read a checkpoint into the models and optimizers that the ranks have prepared.
+
+        Saved on any number of ranks, under any strategy. A save that is still going on is waited
+        for first. All is read and compared with its checksums before anything changes.
+
+        Args:
+            path: Of a checkpoint; relative to the notebook's folder.
+            models_only: Leave optimizers, schedulers, loaders and random generators as they are.
+            progress: Told what is done.
+
+        Raises:
+            CheckpointError: There is none, or it does not fit; nothing was changed.
+            RankGone, RankBusy, NotRunning, NbdistError: As for a cell.
+            Interrupted: If the user interrupted it.
+        """
+        source = checkpoint_folder.resolved(path)
+        self._wait_before(progress)
+        self._session.upkeep.recover_if_needed()
+        progress(f"{source}: every rank reads and checks its part")
+        try:
+            told: list[Loaded] = self._session.call_all(
+                remote.load_checkpoint, str(source), models_only,
+                deadline_s=LOAD_S, is_collective=True,
+            )  # fmt: skip
+        except BaseException as error:
+            raise _own(error, f"{source} was not loaded") from error
+        return replace(
+            told[0],
+            read_bytes=sum(one.read_bytes for one in told),
+            elapsed_s=max(one.elapsed_s for one in told),
+            notes=tuple(dict.fromkeys(note for one in told for note in one.notes)),
+        )
+
+    def wait(self, progress: Callable[[str], None] = silent) -> Saved | None:
+        """Wait for a save that goes on beside training; None without one.
+
+        Raises:
+            CheckpointError: It has failed.
+            Interrupted: The user interrupted the wait; the save goes on.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        try:
+            return self._finish(pending, progress)
+        except KeyboardInterrupt as error:
+            raise Interrupted(f"{pending.path} is still being saved") from error
+
+    def told_before(self) -> list[str]:
+        """What became of an earlier save beside training, for the verb that waited for it; once."""
+        told, self._before = self._before, []
+        return told
+
+    def news(self) -> list[str]:
+        """What is to be told of a save beside training that has failed; once. Returns soon."""
+        if self._pending is not None:
+            with contextlib.suppress(CheckpointError):  # `_untold` has it
+                self._look(self._pending)
+        told, self._untold = self._untold, []
+        return told
+
+    def status(self) -> list[str]:
+        """Where a save beside training is, and what `news` tells."""
+        if (told := self.news()) or self._pending is None:
+            return told
+        return [f"saving {self._pending.path}: {_far(self._states(self._pending))}"]
+
+    def close(self) -> None:
+        """Wait for a save beside training before the ranks end; an interrupt ends the wait."""
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            self._finish(pending, silent)
+        except (NbdistError, KeyboardInterrupt):
+            self._stop(pending, "the ranks are being stopped")
+            self._pending = None
+
+    def _wait_before(self, progress: Callable[[str], None]) -> None:
+        """Let an earlier save end first. That it has failed is told, and hinders nothing."""
+        self._before = self.news()
+        try:
+            earlier = self.wait(progress)
+        except CheckpointError as error:
+            self._before.append(str(error))
+            return
+        if earlier is not None:
+            self._before.append(f"{earlier.path} was saved at step {earlier.step}")
+
+    def _finish(self, pending: _Pending, progress: Callable[[str], None]) -> Saved:
+        """Wait for the end of a save, and tell it: raised here, it is not told again."""
+        try:
+            while (saved := self._look(pending, progress)) is None:
+                time.sleep(POLL_S)
+        except CheckpointError:
+            self._untold.clear()
+            raise
+        return saved
+
+    def _look(
+        self, pending: _Pending, progress: Callable[[str], None] = silent
+    ) -> Saved | None:
+        """The checkpoint once it is in its place; None while it is not.
+
+        Raises:
+            CheckpointError: It has failed, which `_untold` has then as well.
+        """
+        states = self._states(pending)
+        first, now_s = states.get(0), time.monotonic()
+        if first is not None:
+            pending.heard_s = now_s
+        gone = [rank for rank in self._session.ranks if not self._session.is_connected(rank)]
+        failure = ""
+        if 0 in gone:
+            failure = f"rank 0 {self._how(0)}; it puts the checkpoint in its place"
+        elif first is not None and first.state == FAILED:
+            failure = first.failure
+        elif now_s - pending.heard_s > SILENT_S:
+            failure = f"rank 0 has not answered for {SILENT_S:.0f} s"
+        if failure:
+            self._pending = None
+            text = (
+                f"{pending.path} was not saved: {failure}. What was at that path before is whole."
+            )
+            self._untold.append(text)
+            raise CheckpointError(text)
+        if first is not None and first.state == DONE and first.saved is not None:
+            self._pending = None
+            return first.saved
+        self._stop_in_vain(pending, gone, states)
+        if states:
+            progress(_far(states))
+        return None
+
+    def _stop_in_vain(
+        self, pending: _Pending, gone: list[int], states: dict[int, Saving]
+    ) -> None:
+        """Tell rank 0 of a rank that cannot write its part any more, where it may not know."""
+        why = [f"rank {rank} {self._how(rank)}" for rank in gone]
+        why += [one.failure for rank, one in states.items() if rank and one.state == FAILED]
+        if why and not pending.is_stopping:
+            pending.is_stopping = True
+            self._stop(pending, why[0])
+
+    def _how(self, rank: int) -> str:
+        exit_ = self._session.exit_of(rank)
+        return "cannot be reached" if exit_ is None else f"ended ({exit_.how})"
+
+    def _states(self, pending: _Pending) -> dict[int, Saving]:
+        """How far each rank is that answers soon."""
+        asked = self._session.health.ask_all(
+            lambda ask, rank: remote.save_state(ask, rank, pending.token)
+        )
+        end_s = time.monotonic() + ANSWER_S
+        found = {}
+        for rank, future in asked.items():
+            with contextlib.suppress(TimeoutError, NbdistError):
+                found[rank] = future.result(max(0.0, end_s - time.monotonic()))
+        return found
+
+    def _stop(self, pending: _Pending, why: str) -> None:
+        """Let all ranks end a save. Nobody waits for the answers."""
+        self._session.health.ask_all(
+            lambda ask, rank: remote.stop_save(ask, rank, pending.token, why)
+        )
+
+    def _settle(self, pending: _Pending) -> None:
+        """Wait a little until the ranks have ended a save that was stopped."""
+        end_s = time.monotonic() + STOP_S
+        while time.monotonic() < end_s:
+            if all(one.state != RUNNING for one in self._states(pending).values()):
+                break
+            time.sleep(POLL_S)
+        self._pending = None
+        self._untold.clear()
+
+
+def _far(states: dict[int, Saving]) -> str:
+    """How far a save is, and what is waited for."""
+    done = sum(one.done_bytes for one in states.values())
+    total = sum(one.total_bytes for one in states.values())
+    phases: dict[str, list[int]] = {}
+    for rank, one in states.items():
+        phases.setdefault(one.phase, []).append(rank)
+    told = "; ".join(f"{ranks_phrase(ranks)} {phase}" for phase, ranks in phases.items())
+    share = 100 * done // total if total else 0
+    return f"{share} % of {size(total / 2)} written and compared ({told})"
+
+
+def _own(error: BaseException, what: str) -> BaseException:
+    """The error of a call to all ranks, as a checkpoint's."""
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted(f"{what}; {error}" if str(error) else what)
+    cause = error.__cause__
+    if getattr(cause, "ename", "") == CheckpointError.__name__:
+        return CheckpointError(getattr(cause, "evalue", str(cause)))
+    return error
+
+

@@ -1,0 +1,125 @@
+"""Verbs that save and load checkpoints of what is prepared on the ranks."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+
+from nbdist.core.strategy_options import listed
+from nbdist.errors import OptionError
+from nbdist.notebook import NOTEBOOK
+from nbdist.verbs import Option, Verb
+from nbdist.view import checkpoint as checkpoint_view
+from nbdist.view import weights as weights_view
+from nbdist.view.mime import View
+from nbdist.view.progress import ProgressLine
+
+
+def saved(path: str, *, is_async: bool, progress: Callable[[str], None]) -> View:
+    """Save, and say what is there now, or what goes on.
+
+    Raises:
+        CheckpointError, NbdistError, Interrupted: See client.checkpoints.
+    """
+    checkpoints = NOTEBOOK.session.checkpoints
+    return checkpoint_view.saved(
+        checkpoints.save(path, asynchronous=is_async, progress=progress), checkpoints.told_before()
+    )
+
+
+def dist_save(values: Namespace) -> None:
+    """Save a checkpoint, with a progress line that becomes the result."""
+    path = _path("%dist_save", values.path)
+    progress = ProgressLine("saving")
+    if values.is_export:
+        progress.finish(exported(path, values.model, is_async=values.is_async, progress=progress))
+        return
+    if values.model:
+        raise OptionError(
+            "%dist_save --model names the model of --export; a checkpoint has all of them."
+        )
+    progress.finish(saved(path, is_async=values.is_async, progress=progress))
+
+
+def dist_load(values: Namespace) -> None:
+    """Load a checkpoint, with a progress line that becomes the result."""
+    path = _path("%dist_load", values.path)
+    progress = ProgressLine("loading")
+    checkpoints = NOTEBOOK.session.checkpoints
+    loaded = checkpoints.load(path, models_only=values.is_models_only, progress=progress)
+    progress.finish(checkpoint_view.loaded(loaded, checkpoints.told_before()))
+
+
+def exported(path: str, model: str, *, is_async: bool, progress: Callable[[str], None]) -> View:
+    """Write a model's weights alone, and say how to load them.
+
+    Raises:
+        OptionError: Which model is not clear, or `--async` was typed as well.
+        CheckpointError, NbdistError, Interrupted: See client.weights.
+    """
+    if is_async:
+        raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
+    progress("weights, tensor by tensor")
+    return weights_view.exported(NOTEBOOK.session.export_weights(path, model))
+
+
+def _path(typed: str, words: list[str]) -> str:
+    """The one path that was typed.
+
+    Raises:
+        OptionError: There is none, or there are several.
+    """
+    if not words:
+        raise OptionError(f"{typed}: which folder? {typed} checkpoints/step100")
+    if len(words) > 1:
+        raise OptionError(
+            f"{typed} takes one path, not {listed(words)}. Put a path with spaces into quotation "
+            "marks. All ranks take part; there is no choice of ranks."
+        )
+    return words[0]
+
+
+VERBS = (
+    Verb(
+        "dist_save",
+        "Save models, optimizers and all that goes with them: a checkpoint for any ranks.",
+        "%dist_save checkpoints/step100",
+        dist_save,
+        (
+            Option(("path",), "the folder; a checkpoint that is there is replaced", metavar="PATH"),
+            Option(
+                ("--async",),
+                "go on training once all is copied to memory; how it ends is told later",
+                None,
+                name="is_async",
+            ),
+            Option(
+                ("--export",),
+                "write a model's weights alone, as a safetensors file that transformers loads",
+                None,
+                name="is_export",
+            ),
+            Option(
+                ("--model",),
+                "a variable: the model to export (the only one)",
+                default="",
+                metavar="NAME",
+            ),
+        ),
+    ),
+    Verb(
+        "dist_load",
+        "Load a checkpoint into the prepared models and optimizers, whatever the strategy.",
+        "%dist_load checkpoints/step100",
+        dist_load,
+        (
+            Option(("path",), "the folder that was saved", metavar="PATH"),
+            Option(
+                ("--models-only",),
+                "leave optimizers, schedulers, loaders and random generators as they are",
+                None,
+                name="is_models_only",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,127 @@
+"""The saves that this rank's threads make: how far each is, and how it is stopped.
+
+The control thread looks in here; nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from nbdist.core.saving import DONE, FAILED, RUNNING, Saved, Saving
+from nbdist.errors import CheckpointError
+
+# Between the last rename and the end of its thread.
+_JOIN_S = 2.0
+
+
+class Cancelled(CheckpointError):
+    """The save is to end, as somebody asked for."""
+
+
+class Meter:
+    """How far a rank is, for others to read; and whether it is to stop.
+
+    Attributes:
+        phase: What is done now, for people.
+        done_bytes, total_bytes: Written and compared; each byte counts twice.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self.phase = "begins"
+        self.done_bytes = 0
+        self.total_bytes = total_bytes
+        self._stop = threading.Event()
+        self._why = ""
+
+    def stop(self, why: str) -> None:
+        """Let it end. From any thread."""
+        self._why = self._why or why
+        self._stop.set()
+
+    def check(self) -> None:
+        """Raises Cancelled once it is to stop."""
+        if self._stop.is_set():
+            raise Cancelled(self._why)
+
+    def wait(self, pause_s: float) -> None:
+        """Wait a while, or until it is to stop."""
+        self._stop.wait(pause_s)
+        self.check()
+
+
+@dataclass(slots=True)
+class Job:
+    """One save on this rank.
+
+    Attributes:
+        token: Names it, the same on all ranks.
+        path: Where the checkpoint will be.
+        meter: How far it is.
+        thread: That writes.
+        failure: Why it failed.
+        saved: On rank 0, once it is in its place.
+    """
+
+    token: str
+    path: str
+    meter: Meter
+    thread: threading.Thread | None = None
+    failure: str = ""
+    saved: Saved | None = None
+
+
+_jobs: dict[str, Job] = {}
+
+
+def keep(job: Job) -> None:
+    """Let a save be the one that can be asked for, and start its thread."""
+    assert job.thread is not None
+    _jobs.clear()
+    _jobs[job.token] = job
+    job.thread.start()
+
+
+def state(token: str) -> Saving:
+    """How far a save is on this rank. From any thread; no rank is met."""
+    job = _jobs.get(token)
+    if job is None:
+        return Saving(FAILED, failure="this rank knows of no such save: it has been replaced")
+    assert job.thread is not None
+    is_running = job.thread.is_alive() and not job.failure and job.saved is None
+    kind = RUNNING if is_running else FAILED if job.failure else DONE
+    meter = job.meter
+    return Saving(kind, meter.phase, meter.done_bytes, meter.total_bytes, job.failure, job.saved)
+
+
+def stop(token: str, why: str) -> bool:
+    """Let a save end that is not over. From any thread.
+
+    Returns:
+        Whether there was one.
+    """
+    job = _jobs.get(token)
+    if job is None or state(token).state != RUNNING:
+        return False
+    job.meter.stop(why)
+    return True
+
+
+def wait(token: str) -> Saving:
+    """Wait until a save is over on this rank. No rank is met."""
+    thread = _jobs[token].thread
+    assert thread is not None
+    thread.join()
+    return state(token)
+
+
+def refuse_if_running() -> None:
+    """Raises a CheckpointError while a save is going on."""
+    for job in _jobs.values():
+        assert job.thread is not None
+        if state(job.token).state != RUNNING:
+            job.thread.join(_JOIN_S)
+        if job.thread.is_alive():
+            raise CheckpointError(
+                f"{job.path} is still being saved ({job.meter.phase}). Wait until it is there."
+            )

@@ -1,0 +1,73 @@
+"""What was saved and loaded, as lines of text."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+from nbdist.core import units
+from nbdist.core.saving import Loaded, Saved, Started
+from nbdist.core.shown import shown
+from nbdist.core.strategy import described
+from nbdist.core.strategy_degrees import ranks
+from nbdist.view.mime import View
+
+
+def saved(done: Saved | Started, before: Sequence[str] = ()) -> View:
+    """What %dist_save prints.
+
+    Args:
+        done: A checkpoint that is there, or a save that goes on.
+        before: What became of an earlier save beside training.
+    """
+    if isinstance(done, Started):
+        return _lines([
+            *before,
+            f"{done.path} is being saved: {_held(done.models, done.optimizers)}",
+            f"{units.size(done.copied_bytes)} copied to memory, training stood still for "
+            f"{units.seconds(done.stall_s)}; %dist_status says how far it is",
+            *done.notes,
+        ])  # fmt: skip
+    return _lines([*before, *_saved(done), *done.notes])
+
+
+def line(done: Saved) -> str:
+    """A checkpoint that is there, in one line."""
+    return " ".join(_saved(done)[:1])
+
+
+def loaded(done: Loaded, before: Sequence[str] = ()) -> View:
+    """What %dist_load prints; `before` as in `saved`."""
+    now, then = described(done.loaded_as), described(done.saved_as)
+    was = "" if now == then else f", saved under {then}"
+    return _lines([
+        *before,
+        f"{done.path} loaded at step {done.step}: {_held(done.models, done.optimizers)}",
+        f"{units.size(done.read_bytes)} read in {units.seconds(done.elapsed_s)} "
+        f"({_rate(done.read_bytes, done.elapsed_s)}), every file compared with its checksum; "
+        f"{now}{was}",
+        *done.notes,
+    ])  # fmt: skip
+
+
+def _saved(done: Saved) -> list[str]:
+    return [
+        f"{done.path} saved at step {done.step}: {units.size(done.size_bytes)} in "
+        f"{units.seconds(done.elapsed_s)} ({_rate(done.size_bytes, done.elapsed_s)}), "
+        f"{done.files} files of {ranks(done.strategy.world_size)}",
+        "read back and compared bit for bit; it loads on any number of ranks, under any strategy",
+    ]
+
+
+def _held(models: Sequence[str], optimizers: Sequence[str]) -> str:
+    return ", ".join([*models, *optimizers])
+
+
+def _rate(size_bytes: int, elapsed_s: float) -> str:
+    return f"{shown(units.exact_size(size_bytes / max(elapsed_s, 1e-9)))}/s"
+
+
+def _lines(lines: Iterable[str]) -> View:
+    kept = list(lines)
+    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(one)}</div>' for one in kept)
+    return View("\n".join(kept), body)
