@@ -9,7 +9,7 @@ CHECKPOINTS = (
     + COMMON
     + """
     from nbdist.core.saving import DONE
-    from nbdist.engine.checkpoint import load, save
+    from nbdist.engine.checkpoint import jobs, load, save
 
     folder, EPOCH, BEFORE, AFTER = Path(os.environ["FOLDER"]), 4, 6, 6
     KIND = os.environ["KIND"]
@@ -103,10 +103,10 @@ CHECKPOINTS = (
         before = train(parts, batches, 0, BEFORE)
         save.begin(str(where(typed, n)), f"{typed} {n}", os.environ["ASYNC"] == "yes")
         if os.environ["ASYNC"] != "yes":
-            told = save.wait(f"{typed} {n}")
+            told = jobs.wait(f"{typed} {n}")
             assert not told.failure, told
         after = train(parts, batches, BEFORE, AFTER)
-        told = save.wait(f"{typed} {n}")
+        told = jobs.wait(f"{typed} {n}")
         assert told.state == DONE, told
         return {key: max(before[key], after[key]) for key in after}
 
