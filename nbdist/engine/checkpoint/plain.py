@@ -128,7 +128,7 @@ def _accelerator(one: Any) -> dict[str, Any]:
         "schedulers": [(_kind(s.scheduler), s.state_dict()) for s in one._schedulers],  # noqa: SLF001
         "scaler": None if one.scaler is None else one.scaler.state_dict(),
         "loaders": [
-            loader.epoch_state() if hasattr(loader, "epoch_state") else None
+            loader.position_state() if hasattr(loader, "position_state") else None
             for loader in one._dataloaders  # noqa: SLF001
         ],
         "objects": [(_kind(o), o.state_dict()) for o in one._custom_objects],  # noqa: SLF001

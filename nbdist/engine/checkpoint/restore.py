@@ -163,7 +163,7 @@ def commit(one: Plan) -> None:
     for scaler, state in one.scalers:
         scaler.load_state_dict(state)
     for loader, state in one.loaders:
-        loader.set_epoch_state(state)
+        loader.resume(state)
     for accelerator, step in one.counts:
         accelerator.step = step
 
@@ -296,7 +296,7 @@ def _plan_accelerators(made: Plan, saved: Sequence[Mapping[str, Any]], live: Seq
         made.loaders = [
             (loader, state)
             for loader, state in zip(here, there, strict=True)
-            if state is not None and hasattr(loader, "set_epoch_state")
+            if state is not None and hasattr(loader, "resume")
         ]
     else:
         made.notes.append(

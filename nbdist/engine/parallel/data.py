@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from nbdist.engine.parallel import live
 from nbdist.engine.parallel.alike import check_alike
+from nbdist.engine.parallel.position import Position
 from nbdist.engine.parallel.shares import Feed, Settings, Shard, Share, current_share
 from nbdist.errors import OptionError
 
@@ -36,7 +37,7 @@ _ARGUMENTS = (
 _END: Any = object()
 
 
-class Loader(DataLoaderShard):  # type: ignore[misc]  # untyped
+class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
     """A prepared DataLoader. It and the loops over it stay the same objects over a switch."""
 
     remainder: int
@@ -113,17 +114,19 @@ class Loader(DataLoaderShard):  # type: ignore[misc]  # untyped
         finally:
             self.end()
         self._order = None
+        self._used = 0
         self.iteration += 1
 
     def _batches(self) -> Iterator[Any]:
-        shard, feed, position = self._shard, self._shard.feed(), self._shard.start
+        shard, feed = self._shard, self._shard.feed()
+        position, is_resumed = self._opened_at(shard.start)
         share: Share | None = None
         inner: Iterator[Any] | None = None
         batch = _END
         while True:
             if share != (now := current_share()):  # at first, and after a switch
                 is_first, share, inner = share is None, now, None  # old workers end first
-                inner = self._open(feed, position, is_first=is_first)
+                inner = self._open(feed, position, draws=is_first and not is_resumed)
                 batch = next(inner, _END)
                 if is_first:
                     check_alike(batch, share.index)
@@ -138,17 +141,19 @@ class Loader(DataLoaderShard):  # type: ignore[misc]  # untyped
             if self.end_of_dataloader:
                 self._update_state_dict()
             position += shard.step(share)
+            self._used = position
             feed.forget(position)
             yield batch
             batch = following
 
-    def _open(self, feed: Feed[Sequence[int]], position: int, *, is_first: bool) -> Iterator[Any]:
+    def _open(self, feed: Feed[Sequence[int]], position: int, *, draws: bool) -> Iterator[Any]:
         """An iterator of torch's over this rank's batches from a position on."""
         size: int | None = self._shard.batch_size
         if self.remainder >= 0 and size is not None:
             self.remainder = (len(self.dataset) - position * size) % self.total_batch_size
-        # torch draws a seed for its workers; what comes after a switch is not to depend on it.
-        same = torch.random.fork_rng(devices=[], enabled=not is_first)
+        # torch draws a seed for its workers; what comes after a switch is not to depend on it,
+        # nor what comes after a load in the middle of an epoch: it was drawn before the save.
+        same = torch.random.fork_rng(devices=[], enabled=not draws)
         with same, self._shard.opened(feed, position):
             return iter(self.base_dataloader)
 

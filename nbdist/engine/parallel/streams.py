@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from nbdist.engine.parallel import live
 from nbdist.engine.parallel.data import Loader, arguments
+from nbdist.engine.parallel.position import Position
 from nbdist.engine.parallel.shares import Feed, Settings, Share, current_share, refuse_uneven
 from nbdist.errors import NbdistError, OptionError
 
@@ -60,7 +61,7 @@ def skip(loader: Any, n_batches: int) -> Any:
     return skip_first_batches(loader, n_batches)
 
 
-class Dispatched(DataLoaderDispatcher):  # type: ignore[misc]  # untyped
+class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyped
     """Rank 0 reads one batch for each part of the data, and every rank cuts out its own.
 
     Every step is collective. What is cut follows the current strategy; nothing is lost at a
@@ -123,6 +124,7 @@ class Dispatched(DataLoaderDispatcher):  # type: ignore[misc]  # untyped
             yield from self._batches()
         finally:
             self.end()
+        self._used = 0
         self.iteration += 1
 
     def _batches(self) -> Iterator[Any]:
@@ -132,7 +134,7 @@ class Dispatched(DataLoaderDispatcher):  # type: ignore[misc]  # untyped
         is_opened = reads or isinstance(self.dataset, IterDataPipe)
         inner = iter(self.base_dataloader) if is_opened else iter(())
         feed: Feed[Any] = Feed(inner if reads else iter(()), n_first=1)
-        position = self._first
+        position, _ = self._opened_at(self._first)
         while True:
             share = current_share()
             whole, size, is_last = self._read(feed, position, share) if reads else (None, 0, False)
@@ -141,6 +143,7 @@ class Dispatched(DataLoaderDispatcher):  # type: ignore[misc]  # untyped
             if size == 0:
                 return
             position += self._step(share)
+            self._used = position
             feed.forget(position)
             self.end_of_dataloader = is_last
             if is_last:
@@ -203,7 +206,7 @@ class _Parts(IterableDatasetShard):  # type: ignore[misc]  # untyped
         return iter(self.dataset) if self.num_processes == 1 else super().__iter__()
 
 
-class Streamed(DataLoaderShard):  # type: ignore[misc]  # untyped
+class Streamed(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
     """A stream that each rank reads as a whole and picks its samples from.
 
     The next epoch follows a switch; a loop that has begun cannot, as a stream has no position.
@@ -270,7 +273,13 @@ class Streamed(DataLoaderShard):  # type: ignore[misc]  # untyped
                 "see different data. Prepare it again."
             )
         self.dataset.num_processes, self.dataset.process_index = share.count, share.index
-        for batch in super().__iter__():
+        step = 1 if self._settings.is_split else share.count
+        position, _ = self._opened_at(0)
+        n_used = position // step  # another number of ranks may repeat a part of a round
+        for number, batch in enumerate(super().__iter__()):
+            if number < n_used:
+                continue
+            self._used = (number + 1) * step
             if current_share() != share:
                 raise NbdistError(
                     "The strategy has changed in the middle of a stream that each rank reads for "
@@ -278,3 +287,4 @@ class Streamed(DataLoaderShard):  # type: ignore[misc]  # untyped
                     "0 read it (dispatch_batches=True, the default for streams)."
                 )
             yield batch
+        self._used = 0
