@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import remote, remote_plan, remote_progress
+from nbdist.client import remote, remote_plan, remote_progress, remote_weights
 from nbdist.core import wire
 from nbdist.engine import responder
 
 pytestmark = pytest.mark.engine
 CONTROL_FUNCTIONS = {**remote.CONTROL_FUNCTIONS, **remote_progress.CONTROL_FUNCTIONS}
-FUNCTIONS = {**remote.REMOTE_FUNCTIONS, **remote_plan.REMOTE_FUNCTIONS}
+FUNCTIONS = {
+    **remote.REMOTE_FUNCTIONS,
+    **remote_plan.REMOTE_FUNCTIONS,
+    **remote_weights.REMOTE_FUNCTIONS,
+}
 
 
 def of_the_engine(name: str) -> Callable[..., Any]:
