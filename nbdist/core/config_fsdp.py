@@ -127,7 +127,7 @@ def check_mesh(notes: Notes, around: Around) -> None:
     if (tp > 1 or cp > 1) and replicate > 1 and shard == 1:
         notes.bad(
             (_MESH, f"{_MESH}_dp_replicate_size"),
-            f"Accelerate has no copies alone (dp_replicate {replicate}, dp_shard 1) beside tp or cp",
+            f"Accelerate has no copies (dp_replicate {replicate}, dp_shard 1) beside tp or cp",
             f"swap them: dp_replicate 1, dp_shard {replicate}",
             Fix(SET, (_MESH, f"{_MESH}_dp_shard_size"), replicate),
             Fix(SET, (_MESH, f"{_MESH}_dp_replicate_size"), 1),
