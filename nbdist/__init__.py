@@ -213,7 +213,7 @@ def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool =
     return write_script(script, notebook, is_forced=is_forced)
 
 
-def check_config(  # noqa: PLR0913  # the options of %dist_config, by name
+def check_config(  # the options of %dist_config, by name
     file: str | Path,
     *,
     ranks: int | None = None,

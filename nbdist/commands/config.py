@@ -70,6 +70,11 @@ def made(asked: Asked) -> Configured:
     if asked.strategy is None and not given:
         if asked.ranks is not None:
             raise OptionError("Name the strategy as well: --strategy ddp, for example.")
+        if not NOTEBOOK.is_running:
+            raise OptionError(
+                "No ranks run here whose strategy could be shown. Name a file to check, or a "
+                "strategy: --strategy ddp --ranks 8."
+            )
         live = configuration.setting(
             NOTEBOOK.session, hosts=asked.hosts, script=asked.script, clip=asked.clip
         )

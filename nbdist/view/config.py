@@ -25,12 +25,13 @@ class CheckView(View):
     checked: Checked | None = None
 
 
-def checked(one: Checked, done: Sequence[str] = ()) -> CheckView:
+def checked(one: Checked, done: Sequence[str] = (), name: str = "") -> CheckView:
     """The findings as a table with their lines; below why, and what to change to what.
 
     Args:
         one: What was checked.
         done: What to say above.
+        name: Of the file, where it is another one by now.
     """
     counts = {
         verdict: sum(remark.finding.verdict == verdict for remark in one.remarks)
@@ -45,7 +46,7 @@ def checked(one: Checked, done: Sequence[str] = ()) -> CheckView:
     view = table(
         ["line", "", "what", "found"],
         rows,
-        before=[*done, f"{one.document.name}: {summary}"],
+        before=[*done, f"{name or one.document.name}: {summary}"],
         after=advice or ["nothing to change"],
     )
     return CheckView(view.text, view.html, one.is_bad, checked=one)
@@ -69,7 +70,7 @@ def corrected(before: Checked, after: Checked, told: Sequence[str], path: str) -
     changes = [f"  {line}" for line in told] or ["  nothing: no change is known that would mend it"]
     was = "could not run" if before.is_bad else "could run"
     lines = [f"{before.document.name} {was}; {path} is written with these changes:", *changes, ""]
-    return checked(after, lines)
+    return checked(after, lines, path)
 
 
 def configured(one: Configured) -> View:
