@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
     from nbdist.client.session import Session
     from nbdist.engine.accelerator import Accelerator as Accelerator
+    from nbdist.view.config import CheckView
     from nbdist.view.mime import View
     from nbdist.view.plan import PlanView
 
 # Without Accelerator: `from nbdist import *` would load torch in the notebook.
 __all__ = [
-    "__version__", "bench", "compare", "doctor", "export", "load_ipython_extension", "plan",
-    "session", "shown", "start", "step",
+    "__version__", "bench", "check_config", "compare", "doctor", "export",
+    "load_ipython_extension", "plan", "session", "shown", "start", "step",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -210,6 +211,36 @@ def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool =
     from nbdist.commands.export import write_script
 
     return write_script(script, notebook, is_forced=is_forced)
+
+
+def check_config(  # the options of %dist_config, by name
+    file: str | Path,
+    *,
+    ranks: int | None = None,
+    beside: str | Path | None = None,
+    write: str | Path | None = None,
+    is_forced: bool = False,
+    **degrees: int,
+) -> CheckView:
+    """Say what is wrong with a configuration of Accelerate or DeepSpeed; as %dist_config FILE.
+
+    It needs no ranks. `.checked` has the findings, and is true if the file can run.
+
+    Args:
+        file: Its YAML or JSON.
+        ranks: How many there will be; those that run without it, or as the file says.
+        beside: Another file that counts together with it.
+        write: Where to write it corrected.
+        is_forced: Replace that file if it exists.
+        degrees: tp=8, pp=4: ranks that see the same data do not count in the batch.
+
+    Raises:
+        OptionError: If a file cannot be read or written, or is neither YAML nor JSON.
+    """
+    from nbdist.commands.config import around_of, checked
+
+    others = [] if beside is None else [beside]
+    return checked(file, around_of(ranks, degrees), others, write, is_forced=is_forced)
 
 
 def step() -> None:

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nbdist.client import weights
+from nbdist.client import configuration, weights
 from nbdist.client.bandwidth import BENCH_S, Bandwidth
 from nbdist.client.checkpoints import Checkpoints
 from nbdist.client.memory import Memories
 from nbdist.client.trace import Traces
 from nbdist.client.variables import Moved, Variables
 from nbdist.core.bandwidth import Bench
+from nbdist.core.config_emit import SCRIPT
+from nbdist.core.config_launch import Configured, configured
 from nbdist.core.saving import Loaded, Saved, Started
 from nbdist.core.snapshot import Snapshot
 from nbdist.core.trace import Trace
@@ -56,6 +58,13 @@ class Subjects:
     ) -> Bench:
         """Measure the bandwidth of collectives between all ranks; see client.bandwidth."""
         return self.bandwidth.measure(ops, sizes, limit_s)
+
+    def config(
+        self, hosts: int | None = None, *, script: str = SCRIPT, clip: float = 0.0
+    ) -> Configured:
+        """The strategy that counts as configurations: `.texts["accelerate"]` and others."""
+        session = cast("Session", self)
+        return configured(configuration.setting(session, hosts=hosts, script=script, clip=clip))
 
     def memory(self) -> Snapshot:
         """The memory that was recorded last; before any recording, whose it is at this moment."""

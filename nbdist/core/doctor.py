@@ -26,6 +26,7 @@ OLDEST = {
     "matplotlib": "3.8",
     "numpy": "1.26",
     "psutil": "5.9",
+    "pyyaml": "6.0",
     "pyzmq": "25",
     "safetensors": "0.4.3",
     "torch": "2.11",

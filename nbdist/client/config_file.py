@@ -1,0 +1,111 @@
+"""Reads configuration files: JSON by core.config_json, YAML by PyYAML, with every value's place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nbdist.core import config_json
+from nbdist.core.config_tree import JSON, YAML, Document, Entry, Flaw, Node
+from nbdist.errors import OptionError
+
+# A configuration has some hundreds of lines; a data set that is named by mistake has more.
+LARGEST = 1_000_000
+
+
+def load(path: str | Path) -> Document:
+    """The configuration in a file.
+
+    Raises:
+        OptionError: If it cannot be read, or is neither JSON nor YAML; with the line.
+    """
+    file = Path(path).expanduser()
+    try:
+        if file.stat().st_size > LARGEST:
+            raise OptionError(
+                f"{path} has {file.stat().st_size:,} bytes, more than any configuration."
+            )
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise OptionError(f"There is no file {path}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path} cannot be read as text ({error}).") from error
+    return read(str(path), text)
+
+
+def read(name: str, text: str, syntax: str = "") -> Document:
+    """A text as a Document.
+
+    Args:
+        name: Of the file; its suffix says which syntax it has, else its first character.
+        text: All of it.
+        syntax: JSON or YAML where that is known.
+
+    Raises:
+        OptionError: If it cannot be understood; with the line.
+    """
+    if not syntax:
+        suffix = Path(name).suffix.lower()
+        known = {".json": JSON, ".yaml": YAML, ".yml": YAML}.get(suffix)
+        syntax = known or (JSON if text.lstrip("\ufeff \t\r\n").startswith("{") else YAML)
+    return config_json.read(name, text) if syntax == JSON else _read_yaml(name, text)
+
+
+def _read_yaml(name: str, text: str) -> Document:
+    try:
+        # compose makes no Python objects of it: tags cannot run anything.
+        found: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        problem = getattr(error, "problem", None) or str(error)
+        raise OptionError(f"{name}{line}: this is no YAML: {problem}.") from error
+    if not isinstance(found, yaml.MappingNode):
+        raise OptionError(
+            f"{name}: a configuration is a mapping of keys to values, which this is not."
+        )
+    flaws: list[Flaw] = []
+    loader = yaml.SafeLoader("")
+    return Document(name, text, YAML, _node(found, loader, flaws, set()), tuple(flaws))
+
+
+def _node(found: Any, loader: Any, flaws: list[Flaw], above: set[int]) -> Node:
+    """A node of PyYAML's as ours; what an alias stands for is repeated."""
+    start, line = found.start_mark.index, found.start_mark.line + 1
+    if id(found) in above:
+        raise OptionError(f"line {line}: an anchor stands for a mapping that it is in itself.")
+    above = above | {id(found)}
+    if isinstance(found, yaml.MappingNode):
+        entries = _entries(found, loader, flaws, above)
+        is_flow = bool(found.flow_style)
+        end = found.end_mark.index if is_flow or not entries else entries[-1].node.end
+        return Node(start, end, line, entries=tuple(entries), is_flow=is_flow)
+    if isinstance(found, yaml.SequenceNode):
+        items = tuple(_node(item, loader, flaws, above) for item in found.value)
+        is_flow = bool(found.flow_style)
+        end = found.end_mark.index if is_flow or not items else items[-1].end
+        return Node(start, end, line, items=items, is_flow=is_flow)
+    try:
+        value = loader.construct_object(found)
+    except (yaml.YAMLError, ValueError):  # a tag of somebody's own, or a date that is none
+        value = found.value
+    is_quoted = found.style in {"'", '"'}
+    return Node(start, found.end_mark.index, line, value, is_quoted=is_quoted)
+
+
+def _entries(found: Any, loader: Any, flaws: list[Flaw], above: set[int]) -> list[Entry]:
+    entries: list[Entry] = []
+    lines: dict[str, int] = {}
+    for key_node, value_node in found.value:
+        key = str(getattr(key_node, "value", ""))
+        line = key_node.start_mark.line + 1
+        if key in lines:
+            why = f"it stands on line {lines[key]} already, and the last one counts"
+            flaws.append(Flaw(key, line, "twice", why, "keep one of them"))
+        lines.setdefault(key, line)
+        node = _node(value_node, loader, flaws, above)
+        place = key_node.start_mark.index, key_node.end_mark.index
+        entries.append(Entry(key, *place, line, node))
+    return entries

@@ -1,0 +1,306 @@
+"""The verb for configurations of others: the strategy as one, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nbdist.client import config_file, configuration
+from nbdist.core import config_check
+from nbdist.core.config_emit import FORMS, SCRIPT, Setting
+from nbdist.core.config_launch import Configured, configured
+from nbdist.core.config_remarks import Around
+from nbdist.core.config_tree import Document
+from nbdist.core.strategy import choose
+from nbdist.core.strategy_options import read as read_options
+from nbdist.errors import OptionError
+from nbdist.notebook import NOTEBOOK
+from nbdist.verbs import ANYWHERE, Option, Verb, positive_number, rank_count, strategy_given
+from nbdist.verbs import strategy_options as typed_options
+from nbdist.view import config as config_view
+from nbdist.view.mime import View
+
+# How a file's name says which form it has.
+_SUFFIXES = {
+    ".yaml": "accelerate",
+    ".yml": "accelerate",
+    ".json": "deepspeed",
+    ".sbatch": "sbatch",
+    ".slurm": "sbatch",
+}
+# Where a configuration names another file that counts together with it.
+_NAMES_OTHERS = (
+    ("deepspeed_config", "deepspeed_config_file"),
+    ("train", "deepspeed", "config_path"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be configured, as typed; None where not.
+
+    Attributes:
+        strategy: A name; the strategy of the ranks that run without it.
+        ranks: How many.
+        hosts: On how many hosts.
+        given: Degrees and options of the strategy.
+        script: What is started.
+        clip: The norm that gradients are clipped to; 0 for none.
+    """
+
+    strategy: str | None = None
+    ranks: int | None = None
+    hosts: int | None = None
+    given: Mapping[str, object] = field(default_factory=dict)
+    script: str = SCRIPT
+    clip: float = 0.0
+
+
+def made(asked: Asked) -> Configured:
+    """The strategy that was typed, or the one that counts on the ranks, as configurations.
+
+    Raises:
+        OptionError: It does not exist, cannot be had with so many ranks, or none runs.
+    """
+    given = {word: value for word, value in asked.given.items() if value not in (None, False)}
+    if asked.strategy is None and not given:
+        if asked.ranks is not None:
+            raise OptionError("Name the strategy as well: --strategy ddp, for example.")
+        if not NOTEBOOK.is_running:
+            raise OptionError(
+                "No ranks run here whose strategy could be shown. Name a file to check, or a "
+                "strategy: --strategy ddp --ranks 8."
+            )
+        live = configuration.setting(
+            NOTEBOOK.session, hosts=asked.hosts, script=asked.script, clip=asked.clip
+        )
+        return configured(live)
+    ranks = asked.ranks
+    if ranks is None:
+        if not NOTEBOOK.is_running:
+            raise OptionError("No ranks run here, so say how many there will be: --ranks 8.")
+        ranks = NOTEBOOK.session.topology.world_size
+    choice = choose(asked.strategy, given, ranks)
+    device = NOTEBOOK.session.topology.ranks[0].device if NOTEBOOK.is_running else "cuda"
+    setting = Setting(
+        choice,
+        asked.hosts or 1,
+        device.split(":")[0],
+        clip=asked.clip,
+        script=asked.script,
+    )
+    return configured(setting)
+
+
+def shown(asked: Asked, write: str | Path | None, form: str | None, *, is_forced: bool) -> View:
+    """Show configurations, or write one.
+
+    Args:
+        asked: Of what.
+        write: The file; None to show all forms.
+        form: One of FORMS; None for what the file's name says.
+        is_forced: Replace the file if it exists.
+
+    Raises:
+        OptionError: See `made`; the strategy has no such form; or the file cannot be written.
+    """
+    one = made(asked)
+    if write is None:
+        return config_view.configured(one)
+    wanted = _form(form, Path(write))
+    if wanted not in one.texts:
+        raise OptionError(f"There is no {wanted} form of this strategy: {one.refused[wanted]}")
+    _write(Path(write).expanduser(), one.texts[wanted], is_forced=is_forced)
+    return config_view.written(one, wanted, str(write))
+
+
+def _form(form: str | None, path: Path) -> str:
+    found = form or _SUFFIXES.get(path.suffix.lower())
+    if found in FORMS:
+        return str(found)
+    choices = ", ".join(FORMS)
+    if form is not None:
+        raise OptionError(f"There is no --as {form}. Choose one of {choices}.")
+    raise OptionError(
+        f"The name {path.name} does not say which form the file has (.yaml, .json and .sbatch do). "
+        f"Add --as with one of {choices}."
+    )
+
+
+def checked(
+    path: str | Path,
+    around: Around,
+    beside: Sequence[str | Path] = (),
+    write: str | Path | None = None,
+    *,
+    is_forced: bool = False,
+) -> config_view.CheckView:
+    """Check a file, and write it corrected.
+
+    Args:
+        path: It.
+        around: What was typed of ranks and degrees.
+        beside: Files that count together with it; those that it names itself are found.
+        write: Where to write it corrected; None for nowhere.
+        is_forced: Replace that file if it exists.
+
+    Raises:
+        OptionError: A file cannot be read or written.
+    """
+    document = config_file.load(path)
+    others = [config_file.load(other) for other in beside]
+    around = _completed(around, (*others, *_named_by(document, path)))
+    before = config_check.check(document, around)
+    if write is None:
+        return config_view.checked(before)
+
+    def read(text: str) -> Document:
+        return config_file.read(document.name, text, document.syntax)
+
+    after, told = config_check.corrected(before, around, read)
+    _write(Path(write).expanduser(), after.document.text, is_forced=is_forced)
+    return config_view.corrected(before, after, told, str(write))
+
+
+def _completed(around: Around, others: tuple[Document, ...]) -> Around:
+    """With the ranks that run here, and their degrees, where none are typed."""
+    ranks, source = around.ranks, "--ranks"
+    degrees = {"tp": around.tp, "pp": around.pp, "cp": around.cp, "dp": around.dp}
+    if ranks is None and NOTEBOOK.is_running:
+        ranks, source = NOTEBOOK.session.topology.world_size, "as run here"
+        last = NOTEBOOK.session.strategy.last
+        if last is not None and not any(degrees.values()):
+            degrees |= {axis: getattr(last.degrees, axis) for axis in ("tp", "pp", "cp")}
+    return Around(ranks, source if ranks is not None else "", others=others, **degrees)
+
+
+def _named_by(document: Document, path: str | Path) -> list[Document]:
+    """Configurations that a file names, where they are: beside it, or where this runs."""
+    found = []
+    for place in _NAMES_OTHERS:
+        name = document.value(*place)
+        if not isinstance(name, str) or not name:
+            continue
+        named = Path(name).expanduser()
+        choices = [Path(path).expanduser().parent / named, named]
+        other = next((one for one in choices if one.is_file()), None)
+        if other is not None:
+            found.append(config_file.load(other))
+    return found
+
+
+def _write(path: Path, text: str, *, is_forced: bool) -> None:
+    if not path.parent.is_dir():
+        raise OptionError(f"There is no folder {path.parent.absolute()} for {path.name}. Make it.")
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder. Name a file in it.")
+    if path.exists() and not is_forced:
+        raise OptionError(f"{path} exists. --force replaces it; or name another file.")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OptionError(f"{path} cannot be written ({error.strerror}).") from error
+
+
+def around_of(ranks: int | None, given: Mapping[str, object]) -> Around:
+    """Ranks and degrees as typed.
+
+    Raises:
+        OptionError: If something else of a strategy was typed: a file says that itself.
+    """
+    read = read_options(given)
+    extra = [*read.options, *([] if "replicas" not in read.degrees else ["replicas"])]
+    if extra:
+        raise OptionError(
+            f"{extra[0]} is what the file itself says. Beside a file go --ranks and the degrees "
+            "--tp, --pp, --cp and --dp."
+        )
+    degrees: dict[str, Any] = dict(read.degrees)
+    return Around(ranks, **degrees)
+
+
+def dist_config(values: Namespace) -> View:
+    """Show or write the strategy as configurations; with a file, check that."""
+    given = strategy_given(values)
+    if not values.file:
+        if values.beside is not None:
+            raise OptionError("%dist_config: --with goes with a file that is checked. Name it.")
+        asked = Asked(
+            values.strategy, values.ranks, values.nodes, given, values.script, values.clip
+        )
+        return shown(asked, values.write, values.form, is_forced=values.is_forced)
+    if len(values.file) > 1:
+        raise OptionError(
+            "%dist_config: name one file to check; --with names another that counts with it."
+        )
+    for word in ("form", "nodes", "strategy"):
+        if getattr(values, word) is not None:
+            flag = {"form": "as"}.get(word, word)
+            raise OptionError(f"%dist_config: --{flag} goes without a file: it is about the ranks.")
+    beside = [] if values.beside is None else [values.beside]
+    around = around_of(values.ranks, given)
+    return checked(values.file[0], around, beside, values.write, is_forced=values.is_forced)
+
+
+VERBS = (
+    Verb(
+        "dist_config",
+        "Check a configuration of Accelerate or DeepSpeed, or show the strategy as one.",
+        "%dist_config ds_config.json --ranks 8 --write corrected.json",
+        dist_config,
+        (
+            Option(
+                ("file",), "the YAML or JSON to check (none: the strategy is shown)", metavar="FILE"
+            ),
+            Option(
+                ("--write",),
+                "write the file corrected, or the strategy in one form",
+                metavar="FILE",
+            ),
+            Option(
+                ("--as",),
+                f"the form to write, of {', '.join(FORMS)} (by the name of the file)",
+                metavar="FORM",
+                name="form",
+            ),
+            Option(("--force",), "replace the file if it exists", None, name="is_forced"),
+            Option(
+                ("--with",),
+                "another file that counts together with the one to check",
+                metavar="FILE",
+                name="beside",
+            ),
+            Option(
+                ("--ranks", "-n"),
+                "ranks (those that run, or as the file says)",
+                rank_count,
+                metavar="N",
+            ),
+            Option(
+                ("--nodes",), "hosts that share the ranks out (theirs)", rank_count, metavar="N"
+            ),
+            Option(
+                ("--strategy",), "another one than the ranks' (what counts there)", metavar="NAME"
+            ),
+            Option(
+                ("--script",), f"what is to be started ({SCRIPT})", default=SCRIPT, metavar="PY"
+            ),
+            Option(
+                ("--clip",),
+                "the norm that the loop clips gradients to, for DeepSpeed (none)",
+                positive_number,
+                0.0,
+                "NORM",
+            ),
+            *typed_options(),
+        ),
+        place=ANYWHERE,
+    ),
+)

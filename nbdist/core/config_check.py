@@ -1,0 +1,132 @@
+"""Checks a configuration that a user has written, whatever its kind, and corrects it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from nbdist.core import config_accelerate, config_deepspeed, config_instructlab
+from nbdist.core.config_remarks import (
+    ACCELERATE,
+    DEEPSPEED,
+    INSTRUCTLAB,
+    KNOWN,
+    Around,
+    Checked,
+    Notes,
+    is_count,
+    remarks_of,
+    shown,
+)
+from nbdist.core.config_tree import REMOVE, RENAME, Document, Fix, dotted, fixed, without
+
+_KINDS: dict[str, tuple[Callable[[Document], bool], Callable[[Notes, Around], None]]] = {
+    ACCELERATE: (config_accelerate.is_one, config_accelerate.check),
+    INSTRUCTLAB: (config_instructlab.is_one, config_instructlab.check),
+    DEEPSPEED: (config_deepspeed.is_one, config_deepspeed.check),
+}
+# Where a file itself says how many ranks it is for.
+_RANKS = {ACCELERATE: ("num_processes",), INSTRUCTLAB: ("train", "num_gpus")}
+# More changes than any file needs; a change that does not mend would be made for ever.
+_MOST_CHANGES = 100
+
+
+def kind_of(document: Document) -> str:
+    """A key of KNOWN; "" where the file is of another kind."""
+    return next((kind for kind, (is_one, _) in _KINDS.items() if is_one(document)), "")
+
+
+def check(document: Document, around: Around) -> Checked:
+    """What is wrong with a configuration, and with those that count together with it.
+
+    Args:
+        document: What was read.
+        around: What is known beside it; where nobody says how many ranks there are, the file does.
+    """
+    checked = _check_alone(document, around)
+    told = [
+        remark
+        for other in around.others
+        for remark in remarks_of(_check_alone(other, replace(around, others=())), other.name)
+        if kind_of(other)
+    ]
+    return replace(checked, remarks=(*checked.remarks, *told))
+
+
+def _check_alone(document: Document, around: Around) -> Checked:
+    notes = Notes(document)
+    notes.flaws()
+    kind = kind_of(document)
+    if not kind:
+        keys = ", ".join(shown(entry.key) for entry in document.entries()[:6]) or "none"
+        known = "; ".join(f"{name}: {what}" for name, what in KNOWN.items())
+        what = f"nothing was checked but the format. Known are {known}"
+        notes.bad(
+            ("kind",), f"its keys ({keys}) are of no kind that is known", what, found="unknown"
+        )
+        return notes.done("")
+    notes.good("kind", f"{kind}, in {document.syntax}")
+    _KINDS[kind][1](notes, _with_ranks(document, kind, around))
+    return notes.done(kind)
+
+
+def _with_ranks(document: Document, kind: str, around: Around) -> Around:
+    path = _RANKS.get(kind)
+    said = None if path is None else document.value(*path)
+    if around.ranks is None and is_count(said):
+        assert path is not None
+        return replace(around, ranks=said, source=f"as {dotted(path)} says")
+    return around
+
+
+def corrected(
+    checked: Checked, around: Around, read: Callable[[str], Document]
+) -> tuple[Checked, tuple[str, ...]]:
+    """The same configuration with the changes that its remarks name, and checked again.
+
+    One change at a time, as each may move the next one's place. What nobody can know is left.
+
+    Args:
+        checked: As it was.
+        around: As it was checked with.
+        read: Makes a Document of a text.
+
+    Returns:
+        What is still found in the corrected text, and a line for each change.
+    """
+    told: list[str] = []
+    done: set[tuple[str, ...]] = set()  # two rules that want different values would go on for ever
+    while len(told) < _MOST_CHANGES:
+        document = checked.document
+        flaw = next((one for one in document.flaws if one.end), None)
+        if flaw is not None:
+            document = read(without(document, flaw))
+            told.append(f"line {flaw.line}: {flaw.name} {shown(flaw.found)} taken out")
+        else:
+            fixes = _next(checked, done)
+            if not fixes:
+                break
+            for fix in fixes:
+                line = document.line(*fix.path)
+                told.append(f"line {line}: {_told(document, fix)}")
+                document = read(fixed(document, fix))
+            done |= {fix.path for fix in fixes}
+        checked = check(document, around)
+    return checked, tuple(told)
+
+
+def _next(checked: Checked, done: set[tuple[str, ...]]) -> tuple[Fix, ...]:
+    """The changes of the first remark that has some, none of them of a key that was changed."""
+    wanted = [remark.fixes for remark in checked.remarks if remark.fixes]
+    return next((those for those in wanted if not done & {fix.path for fix in those}), ())
+
+
+def _told(document: Document, fix: Fix) -> str:
+    name = dotted(fix.path)
+    if fix.action == RENAME:
+        return f"{name} is now called {fix.value}"
+    before = document.entry(*fix.path)
+    if fix.action == REMOVE:
+        return f"{name} taken out"
+    was = "" if before is None else f", was {shown(document.value(*fix.path))}"
+    return f"{name} is now {shown(fix.value)}{was}"

@@ -1,0 +1,241 @@
+"""What can be wrong with a DeepSpeed JSON.
+
+The rules are those of DeepSpeed's documentation (https://www.deepspeed.ai/docs/config-json/) and
+of Accelerate, which reads such files too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nbdist.core import config_keys as keys
+from nbdist.core.config_batch import Batch, check_batch, check_ranks
+from nbdist.core.config_remarks import Around, Notes, check_keys, check_type, is_count
+from nbdist.core.config_tree import ADD, REMOVE, SET, Document, Fix, walk
+from nbdist.core.finding import BAD, WARN
+
+_BATCH = Batch()
+_ZERO = "zero_optimization"
+_PRECISIONS = ("fp16", "bf16")
+# Keys of a batch that Accelerate and transformers' Trainer fill in from the program.
+_FILLED = (*_BATCH.whole, *_BATCH.micro, *_BATCH.accumulation)
+
+
+def is_one(document: Document) -> bool:
+    """Whether a document is a DeepSpeed configuration: it has two of its keys, or a telling one."""
+    found = {entry.key for entry in document.entries()} & set(keys.DEEPSPEED)
+    return bool(found & {_ZERO, *_BATCH.whole, *_BATCH.micro}) or len(found) > 1
+
+
+def check(notes: Notes, around: Around) -> None:
+    """Everything that a DeepSpeed JSON can say wrong."""
+    for rule in _RULES:
+        rule(notes, around)
+
+
+def precision_of(document: Document) -> tuple[str, ...]:
+    """Which of fp16 and bf16 it turns on."""
+    return tuple(name for name in _PRECISIONS if document.value(name, "enabled") is True)
+
+
+def stage_of(document: Document) -> Any:
+    """Its ZeRO stage; 0 where it has none."""
+    return document.value(_ZERO, "stage") or 0
+
+
+def _keys(notes: Notes, _around: Around) -> None:
+    check_keys(notes, (), keys.DEEPSPEED, lambda _key: (
+        WARN, "DeepSpeed has no such key, and passes over it in silence"))  # fmt: skip
+    for path, known in keys.DEEPSPEED_PARTS.items():
+        name = ".".join(path)
+        why = f"DeepSpeed refuses a key of {name} that it does not know"
+        check_keys(notes, path, known, lambda _key, why=why: (BAD, why))  # type: ignore[misc]
+    for path, known in keys.DEEPSPEED_LOOSE.items():
+        why = "DeepSpeed looks for no such key there"
+        check_keys(notes, path, known, lambda _key, why=why: (WARN, why))  # type: ignore[misc]
+    for part in keys.DEEPSPEED_LOOSE:
+        for entry in notes.document.entries(*part, "params"):
+            if entry.key in keys.DEEPSPEED_NUMBERS:
+                check_type(notes, (*part, "params", entry.key), entry, keys.NUMBER)
+
+
+def _autos(notes: Notes, _around: Around) -> None:
+    paths = [path for path, entry in walk(notes.document.root) if entry.node.value == "auto"]
+    if not paths:
+        return
+    names = ", ".join(".".join(path) for path in paths)
+    lines = notes.document.line(*paths[0])
+    told = f"{len(paths)} values are filled in as training starts: {names}"
+    needs = [path for path in paths if path[0] in _FILLED]
+    if needs:
+        why = 'Accelerate and the Trainer put numbers for "auto"; DeepSpeed by itself stops at it'
+        notes.warn(needs[0], why, "start it through them, or write the number")
+    notes.good("auto", told, lines)
+
+
+def _ranks_and_batch(notes: Notes, around: Around) -> None:
+    dp = check_ranks(notes, around)
+    document = notes.document
+    check_batch(notes, _BATCH, dp)
+    if not any(document.has(key) for key in (*_BATCH.whole, *_BATCH.micro)):
+        notes.warn(
+            _BATCH.micro,
+            "DeepSpeed by itself wants train_batch_size or train_micro_batch_size_per_gpu; "
+            "Accelerate takes the micro-batch from here as well, the Trainer from its arguments",
+            'write the micro-batch of your loader, or "auto" for Accelerate and the Trainer',
+        )
+    size = document.value(*_BATCH.micro)
+    for other in around.others:
+        theirs = other.value("train", "batch_size")
+        if is_count(theirs) and is_count(size) and theirs != size:
+            line = other.line("train", "batch_size")
+            why = f"{other.name} has a batch of {theirs} for a rank (line {line})"
+            notes.bad(_BATCH.micro, why, f"change it to {theirs}", Fix(SET, _BATCH.micro, theirs))
+
+
+def _precision(notes: Notes, around: Around) -> None:
+    document = notes.document
+    on = precision_of(document)
+    wanted = next(iter(_wanted(around.others)), None)
+    if len(on) == 2:
+        keep = wanted[1] if wanted and wanted[1] in on else "bf16"
+        drop = "fp16" if keep == "bf16" else "bf16"
+        lines = " and ".join(str(document.line(name, "enabled")) for name in on)
+        notes.bad(
+            (drop, "enabled"),
+            f"fp16 and bf16 are both on (lines {lines}), and DeepSpeed takes one",
+            f"change {drop}.enabled to false for {keep}, or {keep}.enabled for {drop}",
+            Fix(SET, (drop, "enabled"), False),
+        )
+        return
+    if wanted is None or wanted[1] == "no" or not on or on == (wanted[1],):
+        return
+    where, precision = wanted
+    turned = Fix(SET if document.has(precision) else ADD, (precision, "enabled"), True)
+    notes.bad(
+        (on[0], "enabled"),
+        f"{on[0]} is on here, and {where} says mixed_precision {precision}",
+        f"change {on[0]}.enabled to false and {precision}.enabled to true, or mixed_precision "
+        f"there to {on[0]}",
+        Fix(SET, (on[0], "enabled"), False),
+        turned,
+    )
+
+
+def _wanted(others: tuple[Document, ...]) -> Iterator[tuple[str, str]]:
+    """What other files say of the precision: (where, fp16, bf16 or no)."""
+    for other in others:
+        for path in (("mixed_precision",), ("train", "mixed_precision")):
+            value = other.value(*path)
+            if value in {*_PRECISIONS, "no"}:
+                yield f"{other.name}, line {other.line(*path)},", value
+
+
+def _stage(notes: Notes, _around: Around) -> None:
+    document = notes.document
+    stage = document.value(_ZERO, "stage")
+    if (
+        document.has(_ZERO)
+        and isinstance(document.value(_ZERO), dict)
+        and not document.has(_ZERO, "stage")
+    ):
+        notes.warn(
+            (_ZERO, "stage"), "without it the stage is 0: nothing is split", "write 1, 2 or 3"
+        )
+    if stage not in (0, 1, 2, None):
+        return
+    told = f"stage {stage or 0}"
+    for entry in document.entries(_ZERO):
+        if entry.key.startswith("stage3_"):
+            notes.warn(
+                (_ZERO, entry.key),
+                f"it counts in stage 3 alone, and this is {told}",
+                "take it out, or change stage to 3",
+                Fix(REMOVE, (_ZERO, entry.key)),
+            )
+    device = document.value(_ZERO, "offload_param", "device")
+    if device in {"cpu", "nvme"}:
+        notes.bad(
+            (_ZERO, "offload_param"),
+            f"parameters are offloaded in stage 3 alone, and this is {told}",
+            "change stage to 3, or take offload_param out",
+            Fix(SET, (_ZERO, "stage"), 3),
+        )
+
+
+def _offload(notes: Notes, _around: Around) -> None:
+    document = notes.document
+    stage = stage_of(document)
+    for part in ("offload_optimizer", "offload_param"):
+        device = document.value(_ZERO, part, "device")
+        if device == "nvme" and not document.value(_ZERO, part, "nvme_path"):
+            notes.bad(
+                (_ZERO, part, "nvme_path"),
+                "nvme needs a folder on such a disk",
+                'write its path, or change device to "cpu"',
+            )
+        if device == "nvme" and part == "offload_optimizer" and stage != 3:
+            notes.bad(
+                (_ZERO, part, "device"),
+                f"DeepSpeed moves to NVMe in stage 3 alone, and this is stage {stage}",
+                'change it to "cpu", or stage to 3',
+                Fix(SET, (_ZERO, part, "device"), "cpu"),
+            )
+    if stage == 0 and document.value(_ZERO, "offload_optimizer", "device") in {"cpu", "nvme"}:
+        notes.bad(
+            (_ZERO, "offload_optimizer"),
+            "an optimizer is offloaded in stages 1, 2 and 3, and this is stage 0",
+            "change stage to 2, or take offload_optimizer out",
+            Fix(SET, (_ZERO, "stage"), 2),
+        )
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if document.has(_ZERO, old):
+            notes.warn(
+                (_ZERO, old),
+                f"it is the old way to say {new}",
+                f'write "{new}": {{"device": "cpu"}}',
+            )
+
+
+def _optimizer(notes: Notes, _around: Around) -> None:
+    document = notes.document
+    if document.has("optimizer", "params", "max_grad_norm"):
+        notes.warn(
+            ("optimizer", "params", "max_grad_norm"),
+            "DeepSpeed clips by gradient_clipping, and not by the optimizer's parameters",
+            "take it out, and write gradient_clipping",
+            Fix(REMOVE, ("optimizer", "params", "max_grad_norm")),
+        )
+    kind = document.value("scheduler", "type")
+    if isinstance(kind, str) and kind not in keys.SCHEDULERS:
+        why = f"DeepSpeed has {', '.join(keys.SCHEDULERS)}; of others it is not known here"
+        notes.warn(("scheduler", "type"), why, "see that your version has it")
+    total = document.value("scheduler", "params", "total_num_steps")
+    warmup = document.value("scheduler", "params", "warmup_num_steps")
+    if kind in {"WarmupDecayLR", "WarmupCosineLR"}:
+        if total is None:
+            notes.bad(
+                ("scheduler", "params", "total_num_steps"),
+                f"{kind} needs the number of all steps",
+                "write how many steps of the optimizer there will be",
+            )
+        elif is_count(total) and isinstance(warmup, int | float) and warmup >= total:
+            why = f"the warm-up of {warmup} steps does not end within {total}"
+            notes.bad(("scheduler", "params", "warmup_num_steps"), why, f"use less than {total}")
+
+
+def _clipping(notes: Notes, _around: Around) -> None:
+    document = notes.document
+    has_batch = any(document.has(key) for key in _FILLED)
+    if has_batch and not document.has("gradient_clipping"):
+        notes.warn(
+            ("gradient_clipping",),
+            "without it versions of DeepSpeed differ: 0.19 clips to 1.0, older ones not at all",
+            "write 1.0, or 0.0 for none",
+        )
+
+
+_RULES: tuple[Callable[[Notes, Around], None], ...] = (
+    _keys, _autos, _ranks_and_batch, _precision, _stage, _offload, _optimizer, _clipping,
+)  # fmt: skip

@@ -1,0 +1,348 @@
+"""A strategy as configurations: Accelerate's YAML, DeepSpeed's JSON, and what has no key there."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nbdist.core.config_tree import YAML, written
+from nbdist.core.strategy import AXES, Choice, Options, described, options_phrase
+from nbdist.errors import OptionError
+
+ACCELERATE = "accelerate"
+DEEPSPEED = "deepspeed"
+TORCHRUN = "torchrun"
+SBATCH = "sbatch"
+FORMS = (ACCELERATE, DEEPSPEED, TORCHRUN, SBATCH)
+
+DEEPSPEED_FILE = "ds_config.json"
+SCRIPT = "train.py"
+PORT = 29500
+# Stands where nobody knows the name of a host.
+FIRST_HOST = "FIRST_HOST"
+_ONLY_SCRIPT = "in the script, as no configuration of Accelerate has it: "
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is to be configured.
+
+    Attributes:
+        choice: The strategy with its ranks.
+        hosts: On how many hosts, with as many ranks on each.
+        device: "cuda" or "cpu".
+        blocks: Class names of the model's blocks; none where no model is known.
+        clip: The norm that DeepSpeed clips gradients to; 0 for none.
+        script: What is started.
+        first_host: The name of the host of rank 0; "" where it is not known.
+    """
+
+    choice: Choice
+    hosts: int = 1
+    device: str = "cuda"
+    blocks: tuple[str, ...] = ()
+    clip: float = 0.0
+    script: str = SCRIPT
+    first_host: str = ""
+
+    @property
+    def ranks_of_host(self) -> int:
+        """How many ranks each host has."""
+        return self.choice.world_size // self.hosts
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a strategy cannot be said in a form, and what to use instead."""
+
+    why: str
+
+
+def check_setting(setting: Setting) -> None:
+    """Refuse hosts that do not divide the ranks.
+
+    Raises:
+        OptionError: With the numbers that do.
+    """
+    ranks, hosts = setting.choice.world_size, setting.hosts
+    if ranks % hosts:
+        fitting = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        raise OptionError(
+            f"{ranks} ranks cannot be shared out over {hosts} hosts alike. Use --nodes {fitting}."
+        )
+
+
+def accelerate_config(setting: Setting) -> dict[str, Any] | Refusal:
+    """The strategy as the keys of an Accelerate YAML, or why it has none."""
+    refusal = _refusal(setting.choice)
+    if refusal is not None:
+        return refusal
+    choice, options = setting.choice, setting.choice.options
+    is_alone = choice.name == "single" or choice.world_size == 1
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "NO" if is_alone else _distributed_type(choice),
+        "enable_cpu_affinity": False,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": "no" if options.precision == "fp32" else options.precision,
+        "num_machines": 1 if is_alone else setting.hosts,
+        "num_processes": 1 if is_alone else choice.world_size,
+        "rdzv_backend": "static" if setting.hosts == 1 else "c10d",
+        "same_network": True,
+        # Accelerate looks for no DeepSpeed where it is true.
+        "use_cpu": setting.device == "cpu" and choice.name != "deepspeed",
+    }
+    if setting.hosts > 1 and not is_alone:
+        config["main_process_ip"] = setting.first_host or FIRST_HOST
+        config["main_process_port"] = PORT
+    if options.is_compiled:
+        config["dynamo_config"] = dict(_DYNAMO)
+    if config["distributed_type"] == "FSDP":
+        config["fsdp_config"] = _fsdp(setting)
+    if config["distributed_type"] == "DEEPSPEED":
+        # Beside a file of DeepSpeed's Accelerate refuses to be told the precision.
+        del config["mixed_precision"]
+        config["deepspeed_config"] = {
+            "deepspeed_config_file": DEEPSPEED_FILE,
+            "zero3_init_flag": False,
+        }
+    if mesh := _mesh(choice):
+        config["parallelism_config"] = mesh
+    return config
+
+
+def deepspeed_config(setting: Setting) -> dict[str, Any] | Refusal:
+    """The strategy as DeepSpeed's settings, or why it has none; Accelerate fills "auto" in."""
+    choice, options = setting.choice, setting.choice.options
+    if choice.name not in {"deepspeed", "zero1"}:
+        stage = {"grad-op": 2}.get(options.shard, 3) if choice.name.startswith("fsdp") else 0
+        near = f". deepspeed --stage {stage} splits the same" if stage else ""
+        return Refusal(f"{choice.name} is none of DeepSpeed's strategies{near}")
+    stage = options.stage if choice.name == "deepspeed" else 1
+    zero: dict[str, Any] = {"stage": stage}
+    if options.offload:
+        where = {"device": options.offload, "pin_memory": setting.device != "cpu"}
+        if options.offload == "nvme":
+            where["nvme_path"] = "/local_nvme"
+        zero["offload_optimizer"] = where
+        if stage == 3:
+            zero["offload_param"] = where
+    settings: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": options.accumulate,
+        # DeepSpeed's own default differs between versions.
+        "gradient_clipping": setting.clip,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if options.precision != "fp32":
+        settings[options.precision] = {"enabled": True}
+    return settings
+
+
+def accelerate_text(setting: Setting) -> str | Refusal:
+    """The YAML, with what it cannot say in comments above."""
+    config = accelerate_config(setting)
+    if isinstance(config, Refusal):
+        return config
+    lines = [f"# {described(setting.choice)}, written by nbdist"]
+    lines += [f"# {note}" for note in notes(setting)]
+    for key, value in sorted(config.items()):
+        if isinstance(value, Mapping):
+            lines += [f"{key}:", *(f"  {k}: {written(v, YAML)}" for k, v in sorted(value.items()))]
+        else:
+            lines.append(f"{key}: {written(value, YAML)}")
+    return "\n".join(lines) + "\n"
+
+
+def deepspeed_text(setting: Setting) -> str | Refusal:
+    """The JSON."""
+    config = deepspeed_config(setting)
+    return config if isinstance(config, Refusal) else json.dumps(config, indent=2) + "\n"
+
+
+def notes(setting: Setting) -> tuple[str, ...]:
+    """What the configurations do not say, or do otherwise than nbdist; a line each."""
+    choice, options = setting.choice, setting.choice.options
+    told: list[str] = []
+    if choice.name == "single" and choice.world_size > 1:
+        told.append("single: each rank trains alike by itself, so one process is started")
+    if choice.name == "deepspeed":
+        told.append(
+            f"the settings are in {DEEPSPEED_FILE}, looked for where it is started; there is "
+            "gradient_clipping, too: accelerator.clip_grad_norm_ clips nothing under DeepSpeed"
+        )
+    if choice.name == "zero1":
+        told.append("the JSON is DeepSpeed's stage 1: it splits the same, by code of its own")
+    if choice.name in {"fsdp", "fsdp1"} and not setting.blocks and choice.world_size > 1:
+        told.append(
+            "no model is prepared, so its blocks are not known: fsdp_transformer_layer_cls_to_wrap "
+            "names their class; models of transformers name it themselves"
+        )
+    if options.accumulate > 1 and choice.name != "deepspeed":
+        told.append(
+            f"start it with ACCELERATE_GRADIENT_ACCUMULATION_STEPS={options.accumulate} in the "
+            "environment: the YAML has no key for it"
+        )
+    told += _about_cpu(setting)
+    told += _about_tp(choice)
+    told += script_notes(options, choice)
+    return tuple(told)
+
+
+def script_notes(options: Options, choice: Choice) -> list[str]:
+    """Options of the strategy that only the script can have."""
+    handlers = [
+        (options.bucket_mb is not None, f"bucket_cap_mb={options.bucket_mb or 0:g}"),
+        (options.has_static_graph, "static_graph=True"),
+        (options.finds_unused, "find_unused_parameters=True"),
+        (bool(options.hook), f"comm_hook=DDPCommunicationHookType.{_HOOKS.get(options.hook)}"),
+    ]
+    given = ", ".join(text for is_on, text in handlers if is_on)
+    told = []
+    if given:
+        told.append(
+            f"{_ONLY_SCRIPT}Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({given})])"
+        )
+    if options.checkpoint and not _can_checkpoint(choice):
+        told.append(
+            f"{_ONLY_SCRIPT}--checkpoint {options.checkpoint} "
+            "(model.gradient_checkpointing_enable() of transformers, or torch.utils.checkpoint)"
+        )
+    if options.is_fused:
+        told.append(f"{_ONLY_SCRIPT}AdamW(..., fused=True)")
+    if options.sdpa:
+        told.append(f"{_ONLY_SCRIPT}with torch.nn.attention.sdpa_kernel(...): for --sdpa")
+    return told
+
+
+_HOOKS = {"fp16": "FP16", "bf16": "BF16", "powersgd": "POWER_SGD"}
+# torch.compile block by block, as nbdist does it.
+_DYNAMO = {
+    "dynamo_backend": "INDUCTOR",
+    "dynamo_mode": "default",
+    "dynamo_use_dynamic": False,
+    "dynamo_use_fullgraph": False,
+    "dynamo_use_regional_compilation": True,
+}
+_SHARDING = {"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD"}
+
+
+_NO_SEQUENCES = (
+    "Accelerate splits sequences with FSDP2 or DeepSpeed alone, and only where the script hands "
+    "each batch over for that"
+)
+
+
+def _refusal(choice: Choice) -> Refusal | None:
+    """Why Accelerate has no key for a strategy; None where it has."""
+    degrees, name = choice.degrees, choice.name
+    reasons = (
+        (name == "pp", "Accelerate does not train in pipelines of torch's"),
+        (name in {"cp", "ulysses"}, _NO_SEQUENCES),
+        (name == "zero1", "Accelerate has ZeRO stage 1 as DeepSpeed's alone (deepspeed --stage 1)"),
+        (
+            choice.options.has_sequence_parallel,
+            "Accelerate's tensor parallelism has no --sequence-parallel",
+        ),
+        (
+            degrees.tp > 1 and degrees.dp_replicate > 1,
+            "Accelerate has no copies beside tensor parallelism",
+        ),
+    )
+    why = next((reason for is_so, reason in reasons if is_so), None)
+    return None if why is None else Refusal(f"{why}; what trains so: {run_line(choice)}")
+
+
+def run_line(choice: Choice, script: str = SCRIPT) -> str:
+    """What starts a script on ranks under a strategy, with nbdist."""
+    degrees = choice.degrees
+    words = {"pp": degrees.pp, "dp": degrees.dp, "cp": degrees.cp, "tp": degrees.tp}
+    several = {word: count for word, count in words.items() if count > 1}
+    meshed = [f"--{word} {count}" for word, count in several.items()] if len(several) > 1 else []
+    if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
+        meshed.append(f"--replicas {degrees.dp_replicate}")
+    # The context is what the name decides.
+    typed = options_phrase(replace(choice, options=replace(choice.options, context="")))
+    start = f"nbdist run {script} -n {choice.world_size} --strategy {choice.name}"
+    return " ".join(filter(None, [start, *meshed, typed]))
+
+
+def _distributed_type(choice: Choice) -> str:
+    if choice.name == "deepspeed":
+        return "DEEPSPEED"
+    if choice.degrees.dp_shard > 1:
+        return "FSDP"
+    return "MULTI_GPU"
+
+
+def _fsdp(setting: Setting) -> dict[str, Any]:
+    options = setting.choice.options
+    is_1 = setting.choice.name == "fsdp1"
+    config: dict[str, Any] = {
+        "fsdp_activation_checkpointing": options.checkpoint == "full",
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        # Needs transformers' from_pretrained; any model can do without.
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_offload_params": options.offload == "cpu",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_version": 1 if is_1 else 2,
+    }
+    if setting.blocks:
+        config["fsdp_transformer_layer_cls_to_wrap"] = ",".join(setting.blocks)
+    if not is_1:
+        return config | {"fsdp_reshard_after_forward": options.shard != "grad-op"}
+    return config | {
+        "fsdp_sharding_strategy": _SHARDING[options.shard],
+        "fsdp_sync_module_states": True,
+        "fsdp_use_orig_params": True,
+    }
+
+
+def _mesh(choice: Choice) -> dict[str, int]:
+    """Accelerate's degrees, where one axis alone does not say it."""
+    degrees = choice.degrees
+    if choice.name == "fsdp1" or (
+        degrees.tp == 1 and min(degrees.dp_replicate, degrees.dp_shard) == 1
+    ):
+        return {}
+    sizes = {axis: getattr(degrees, axis) for axis in AXES if axis not in {"pp", "cp"}}
+    assert math.prod(sizes.values()) == choice.world_size, choice
+    return {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
+
+
+def _can_checkpoint(choice: Choice) -> bool:
+    return choice.degrees.dp_shard > 1 and choice.options.checkpoint == "full"
+
+
+def _about_cpu(setting: Setting) -> list[str]:
+    choice = setting.choice
+    if setting.device != "cpu" or choice.world_size == 1 or choice.name in {"single", "deepspeed"}:
+        return []
+    told = []
+    if choice.name == "ddp":
+        told.append(
+            "ranks on the CPU: start it with ACCELERATE_USE_CPU=true in the environment (MULTI_GPU "
+            "is Accelerate's word for several processes; its MULTI_CPU wants mpirun)"
+        )
+    elif _refusal(choice) is None:
+        told.append(
+            f"Accelerate has no {choice.name} on the CPU: without GPUs it trains as ddp, or stops"
+        )
+    if choice.options.precision == "fp16":
+        told.append("Accelerate has no fp16 on the CPU, and says nothing of it")
+    return told
+
+
+def _about_tp(choice: Choice) -> list[str]:
+    if choice.degrees.tp == 1 or _refusal(choice) is not None:
+        return []
+    loaded = "from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"
+    return [f"{_ONLY_SCRIPT}{loaded} of transformers; Accelerate splits no other model"]

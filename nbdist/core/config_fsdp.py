@@ -1,0 +1,218 @@
+"""What can be wrong with FSDP, a mesh or Megatron-LM in a configuration of Accelerate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from nbdist.core.config_batch import check_ranks
+from nbdist.core.config_remarks import Around, Notes, is_count, is_true
+from nbdist.core.config_tree import REMOVE, SET, Document, Fix
+
+_FSDP = "fsdp_config"
+_MESH = "parallelism_config"
+_MEGATRON = "megatron_lm_config"
+# Of version 1; version 2 has no such thing -> what it does instead.
+_OF_VERSION_1 = {
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward: true is FULL_SHARD, false SHARD_GRAD_OP",
+    "fsdp_backward_prefetch": "it prefetches by itself",
+    "fsdp_use_orig_params": "parameters stay as they are",
+    "fsdp_sync_module_states": "Accelerate hands rank 0's values out",
+    "fsdp_forward_prefetch": "Accelerate does not have it there yet",
+}
+_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+
+
+def check_fsdp(notes: Notes, _around: Around) -> None:
+    """FSDP: which keys belong to which version, and what they need."""
+    document = notes.document
+    if document.value("distributed_type") != "FSDP":
+        return
+    version = str(_of(document, "fsdp_version") or 1)
+    if version == "2":
+        _version_2(notes)
+    else:
+        if not document.has(_FSDP, "fsdp_version") and not document.has(_FSDP, "version"):
+            why = "without it this is FSDP1, which torch has replaced"
+            what = "write fsdp_version: 2 (with fsdp_reshard_after_forward), or 1 to keep it"
+            notes.warn((_FSDP, "fsdp_version"), why, what)
+        if isinstance(_of(document, "fsdp_reshard_after_forward"), bool):
+            why = "FSDP1 goes by fsdp_sharding_strategy (FULL_SHARD where none is named)"
+            path = _path(document, "fsdp_reshard_after_forward")
+            notes.warn(path, why, "write fsdp_version: 2, or take it out", Fix(REMOVE, path))
+    _wrapping(notes)
+    if is_true(_of(document, "fsdp_activation_checkpointing_offload")):
+        _needs_checkpointing(notes, version)
+    loads = _of(document, "fsdp_cpu_ram_efficient_loading")
+    syncs = _of(document, "fsdp_sync_module_states")
+    if (loads is None or is_true(loads)) and str(syncs).lower() == "false":
+        path = _path(document, "fsdp_sync_module_states")
+        why = "with fsdp_cpu_ram_efficient_loading (true where none is named) it has to be true"
+        fix = Fix(SET, (_FSDP, "fsdp_cpu_ram_efficient_loading"), False)
+        notes.bad(path, why, "change it to true, or fsdp_cpu_ram_efficient_loading to false", fix)
+
+
+def _version_2(notes: Notes) -> None:
+    document = notes.document
+    for key, instead in _OF_VERSION_1.items():
+        path = _path(document, key)
+        if document.has(*path):
+            why = f"FSDP2 has no {key}: {instead}"
+            notes.warn(path, why, "take it out", Fix(REMOVE, path))
+    reshard = _of(document, "fsdp_reshard_after_forward")
+    if reshard is not None and str(reshard).lower() not in {"true", "false"}:
+        meant = "SHARD_GRAD_OP" not in str(reshard).upper()
+        path = _path(document, "fsdp_reshard_after_forward")
+        why = f"FSDP2 wants true or false, and not {reshard}"
+        notes.bad(path, why, f"write {str(meant).lower()}", Fix(SET, path, meant))
+    if _of(document, "fsdp_state_dict_type") == "LOCAL_STATE_DICT":
+        path = _path(document, "fsdp_state_dict_type")
+        why = "FSDP2 saves SHARDED_STATE_DICT or FULL_STATE_DICT"
+        notes.bad(path, why, "write SHARDED_STATE_DICT", Fix(SET, path, "SHARDED_STATE_DICT"))
+
+
+def _wrapping(notes: Notes) -> None:
+    document = notes.document
+    policy = _of(document, "fsdp_auto_wrap_policy")
+    if policy == "TRANSFORMER_BASED_WRAP" and not _of(
+        document, "fsdp_transformer_layer_cls_to_wrap"
+    ):
+        notes.warn(
+            (_FSDP, "fsdp_transformer_layer_cls_to_wrap"),
+            "without it only a model of transformers says which of its classes is a block",
+            "write the class of your model's blocks, such as LlamaDecoderLayer",
+        )
+    if policy in {None, "NO_WRAP"}:
+        notes.warn(
+            (_FSDP, "fsdp_auto_wrap_policy"),
+            "without blocks of its own the whole model is gathered at once",
+            "write TRANSFORMER_BASED_WRAP with fsdp_transformer_layer_cls_to_wrap",
+        )
+    path = _path(document, "fsdp_min_num_params")
+    if document.has(*path) and policy != "SIZE_BASED_WRAP":
+        why = "it counts with SIZE_BASED_WRAP alone"
+        notes.warn(path, why, "take it out", Fix(REMOVE, path))
+
+
+def _needs_checkpointing(notes: Notes, version: str) -> None:
+    path = _path(notes.document, "fsdp_activation_checkpointing_offload")
+    if not is_true(_of(notes.document, "fsdp_activation_checkpointing")):
+        fix = Fix(SET, (_FSDP, "fsdp_activation_checkpointing"), True)
+        notes.bad(path, "it needs fsdp_activation_checkpointing: true", "write that, too", fix)
+    if version != "2":
+        fix = Fix(SET, path, False)
+        notes.bad(path, "FSDP1 does not have it", "write fsdp_version: 2, or false here", fix)
+
+
+def check_mesh(notes: Notes, around: Around) -> None:
+    """parallelism_config: its degrees against the ranks, and what goes together."""
+    document = notes.document
+    if not document.entries(_MESH):
+        return
+    sizes = {key: document.value(_MESH, f"{_MESH}_{key}") or 1 for key in _SIZES}
+    if not all(is_count(size) for size in sizes.values()):
+        return
+    product = math.prod(sizes.values())
+    told = " x ".join(
+        f"{key.removesuffix('_size')} {size}" for key, size in sizes.items() if size > 1
+    )
+    _product(notes, around, product, told or "1")
+    replicate, shard, tp, cp, sp = sizes.values()
+    kind = document.value("distributed_type")
+    is_2 = kind == "FSDP" and str(_of(document, "fsdp_version") or 1) == "2"
+    if kind == "FSDP" and not is_2:
+        fix = Fix(SET, (_FSDP, "fsdp_version"), 2)
+        notes.bad((_MESH,), "Accelerate has meshes with FSDP2 alone, and this is FSDP1",
+                  "write fsdp_version: 2", fix)  # fmt: skip
+    if (tp > 1 or cp > 1) and replicate > 1 and shard == 1:
+        notes.bad(
+            (_MESH, f"{_MESH}_dp_replicate_size"),
+            f"Accelerate has no copies (dp_replicate {replicate}, dp_shard 1) beside tp or cp",
+            f"swap them: dp_replicate 1, dp_shard {replicate}",
+            Fix(SET, (_MESH, f"{_MESH}_dp_shard_size"), replicate),
+            Fix(SET, (_MESH, f"{_MESH}_dp_replicate_size"), 1),
+        )
+    elif is_2 and shard == 1 and cp == 1:
+        why = "FSDP has nothing to split over: dp_shard and cp are 1"
+        notes.bad(
+            (_MESH,), why, "change dp_shard_size to 2 or more, or distributed_type to MULTI_GPU"
+        )
+    if cp > 1 and sp > 1:
+        notes.bad((_MESH,), "cp and sp exclude each other", "change one of them to 1")
+
+
+def _product(notes: Notes, around: Around, product: int, told: str) -> None:
+    ranks = around.ranks
+    if ranks is None:
+        notes.good(
+            "ranks", f"not known; the mesh wants {product} ({told})", notes.document.line(_MESH)
+        )
+        return
+    if ranks == product:
+        notes.good("ranks", f"{ranks}, {around.source}: {told}", notes.document.line(_MESH))
+        return
+    shard = notes.document.value(_MESH, f"{_MESH}_dp_shard_size") or 1
+    others = product // shard
+    why = f"{told} are {product} ranks, and there are {ranks} ({around.source})"
+    if ranks % others == 0:
+        new = ranks // others
+        fix = Fix(SET, (_MESH, f"{_MESH}_dp_shard_size"), new)
+        what = f"change dp_shard_size to {new}, or the ranks to {product}"
+        notes.bad((_MESH, f"{_MESH}_dp_shard_size"), why, what, fix)
+        return
+    notes.bad((_MESH,), why, f"change the ranks to {product}, or a degree to a divisor of {ranks}")
+
+
+def check_megatron(notes: Notes, around: Around) -> None:
+    """Megatron-LM: TP x PP (x CP) against the ranks, and what a pipeline needs."""
+    document = notes.document
+    if document.value("distributed_type") != "MEGATRON_LM":
+        return
+
+    def degree(name: str) -> Any:
+        return document.value(_MEGATRON, f"megatron_lm_{name}") or 1
+
+    degrees = {
+        "tp": degree("tp_degree"),
+        "pp": degree("pp_degree"),
+        "cp": degree("context_parallel_size"),
+    }
+    if not all(is_count(one) for one in degrees.values()):
+        return
+    product = math.prod(degrees.values())
+    told = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "tp 1"
+    if around.ranks is None:
+        check_ranks(notes, around)
+    elif around.ranks % product:
+        near = max(around.ranks // product, 1) * product
+        why = f"{told} = {product} does not divide {around.ranks} ranks ({around.source})"
+        fix = Fix(SET, ("num_processes",), near)
+        notes.bad((_MEGATRON,), why, f"change num_processes to {near}, or a degree", fix)
+    else:
+        dp = around.ranks // product
+        notes.good(
+            "ranks", f"{around.ranks}, {around.source}: {told} x dp {dp}", document.line(_MEGATRON)
+        )
+    if degrees["pp"] > 1 and not document.has(_MEGATRON, "megatron_lm_num_micro_batches"):
+        path = (_MEGATRON, "megatron_lm_num_micro_batches")
+        why = f"a pipeline of {degrees['pp']} stages idles without micro-batches that fill it"
+        notes.warn(path, why, f"write {2 * degrees['pp']}", Fix(SET, path, 2 * degrees["pp"]))
+    if (
+        is_true(degree("sequence_parallelism"))
+        and degrees["tp"] == 1
+        and document.has(_MEGATRON, "megatron_lm_sequence_parallelism")
+    ):
+        path = (_MEGATRON, "megatron_lm_sequence_parallelism")
+        notes.bad(
+            path, "it splits over tp, and tp is 1", "change it to false", Fix(SET, path, False)
+        )
+
+
+def _path(document: Document, key: str) -> tuple[str, str]:
+    """A key of fsdp_config as it is written there: Accelerate takes it without fsdp_ as well."""
+    short = key.removeprefix("fsdp_")
+    return (_FSDP, short) if document.has(_FSDP, short) else (_FSDP, key)
+
+
+def _of(document: Document, key: str) -> Any:
+    return document.value(*_path(document, key))

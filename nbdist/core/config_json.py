@@ -1,0 +1,165 @@
+"""JSON as people write it: comments, trailing commas and repeated keys are read, and told."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+from nbdist.core.config_tree import JSON, Document, Entry, Flaw, Node
+from nbdist.errors import OptionError
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_WORD = re.compile(r"[^\s,:{}\[\]\"#]+")
+_WORDS = {"true": True, "false": False, "null": None}
+_DEPTH = 50
+
+_READERS = (
+    "JSON has no comments: Accelerate, transformers and Python's json refuse the file ("
+    "DeepSpeed itself reads it, as Hjson)"
+)
+
+
+def read(name: str, text: str) -> Document:
+    """A JSON text as a Document.
+
+    Args:
+        name: Of the file, for messages.
+        text: All of it.
+
+    Raises:
+        OptionError: If it cannot be understood; with the line.
+    """
+    reader = _Reader(name, text)
+    start = reader.skip(1 if text.startswith("\ufeff") else 0)
+    root, end = reader.value(start, 0)
+    end = reader.skip(end)
+    if end < len(text):
+        raise reader.error(end, "something stands after the end of the configuration")
+    if root.entries is None:
+        raise reader.error(start, "a configuration is an object in { }")
+    flaws = tuple(sorted(reader.flaws, key=lambda flaw: flaw.line))
+    return Document(name, text, JSON, root, flaws)
+
+
+class _Reader:
+    """Goes through the text once and remembers what is not JSON."""
+
+    def __init__(self, name: str, text: str):
+        self.name = name
+        self.text = text
+        self.flaws: list[Flaw] = []
+
+    def line(self, at: int) -> int:
+        return self.text.count("\n", 0, at) + 1
+
+    def error(self, at: int, what: str) -> OptionError:
+        lines = self.text.splitlines() or [""]
+        number = self.line(at)
+        shown = lines[min(number, len(lines)) - 1].strip()[:60]
+        return OptionError(f"{self.name}, line {number}: {what}, at {shown!r}.")
+
+    def skip(self, at: int) -> int:
+        """The next place that is neither space nor comment."""
+        while True:
+            space = _SPACE.match(self.text, at)
+            assert space is not None
+            at = space.end()
+            found = _COMMENT.match(self.text, at)
+            if found is None:
+                return at
+            before = len(self.text[:at].rstrip(" \t"))
+            self.flaws.append(
+                Flaw("comment", self.line(at), found[0], _READERS, "take it out", before,
+                     found.end())
+            )  # fmt: skip
+            at = found.end()
+
+    def value(self, at: int, depth: int) -> tuple[Node, int]:
+        if depth > _DEPTH:
+            raise self.error(at, f"more than {_DEPTH} objects stand in each other")
+        first = self.text[at : at + 1]
+        if first == "{":
+            return self.mapping(at, depth)
+        if first == "[":
+            return self.array(at, depth)
+        if first == '"':
+            text, end = self.string(at)
+            return Node(at, end, self.line(at), text, is_quoted=True), end
+        found = _WORD.match(self.text, at)
+        if found is None:
+            raise self.error(at, "a value is missing")
+        return Node(at, found.end(), self.line(at), self.word(found)), found.end()
+
+    def word(self, found: re.Match[str]) -> object:
+        if found[0] in _WORDS:
+            return _WORDS[found[0]]
+        try:
+            value = json.loads(found[0])
+        except ValueError:
+            near = {"True": "true", "False": "false", "None": "null"}.get(found[0])
+            hint = f": write {near}" if near else "; a text stands in double quotation marks"
+            raise self.error(found.start(), f"{found[0]} is no value of JSON{hint}") from None
+        return value
+
+    def string(self, at: int) -> tuple[str, int]:
+        found = _STRING.match(self.text, at)
+        if found is None:
+            raise self.error(at, "a quotation mark is not closed on its line")
+        try:
+            return str(json.loads(found[0], strict=False)), found.end()
+        except ValueError as error:
+            raise self.error(at, f"{found[0]} is no text of JSON") from error
+
+    def mapping(self, at: int, depth: int) -> tuple[Node, int]:
+        entries: list[Entry] = []
+        place = self.skip(at + 1)
+        while self.text[place : place + 1] != "}":
+            if self.text[place : place + 1] != '"':
+                what = "a key in double quotation marks, or }, is missing"
+                raise self.error(place, what)
+            key, end = self.string(place)
+            colon = self.skip(end)
+            if self.text[colon : colon + 1] != ":":
+                raise self.error(colon, f'a colon after "{key}" is missing')
+            node, after = self.value(self.skip(colon + 1), depth + 1)
+            self.note_twice(entries, key, place)
+            entries.append(Entry(key, place, end, self.line(place), node))
+            place = self.comma(after, "}")
+        made = Node(at, place + 1, self.line(at), entries=tuple(entries), is_flow=True)
+        return made, place + 1
+
+    def array(self, at: int, depth: int) -> tuple[Node, int]:
+        items: list[Node] = []
+        place = self.skip(at + 1)
+        while self.text[place : place + 1] != "]":
+            node, after = self.value(place, depth + 1)
+            items.append(node)
+            place = self.comma(after, "]")
+        made = Node(at, place + 1, self.line(at), items=tuple(items), is_flow=True)
+        return made, place + 1
+
+    def comma(self, at: int, closing: str) -> int:
+        """The place after a comma and what is to be skipped, or the closing bracket's."""
+        place = self.skip(at)
+        mark = self.text[place : place + 1]
+        if mark == closing:
+            return place
+        if mark != ",":
+            raise self.error(place, f"a comma or {closing} is missing")
+        following = self.skip(place + 1)
+        if self.text[following : following + 1] == closing:
+            why = "JSON has no comma after the last one: every reader but DeepSpeed's refuses it"
+            flaw = Flaw("trailing comma", self.line(place), ",", why, "take it out")
+            self.flaws.append(replace(flaw, start=place, end=place + 1))
+        return following
+
+    def note_twice(self, entries: list[Entry], key: str, at: int) -> None:
+        first = next((entry for entry in entries if entry.key == key), None)
+        if first is not None:
+            why = (
+                f"it stands on line {first.line}, too: DeepSpeed refuses that, others take the last"
+            )
+            self.flaws.append(Flaw(key, self.line(at), "twice", why, "keep one of them"))

@@ -1,0 +1,189 @@
+"""What starts a script under a strategy: a torchrun line, and a batch script for Slurm."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nbdist.core.config_emit import (
+    ACCELERATE,
+    DEEPSPEED,
+    FIRST_HOST,
+    PORT,
+    SBATCH,
+    TORCHRUN,
+    Refusal,
+    Setting,
+    accelerate_config,
+    accelerate_text,
+    check_setting,
+    deepspeed_text,
+    notes,
+    run_line,
+)
+from nbdist.core.strategy import described
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """A strategy as configurations.
+
+    Attributes:
+        setting: What was asked for.
+        texts: Form (of config_emit.FORMS) -> the file's text.
+        refused: Form -> why the strategy has none.
+        notes: What they do not say, or do otherwise; a line each.
+    """
+
+    setting: Setting
+    texts: Mapping[str, str]
+    refused: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def configured(setting: Setting) -> Configured:
+    """A strategy in every form that it has.
+
+    Raises:
+        OptionError: The ranks cannot be shared out over so many hosts.
+    """
+    check_setting(setting)
+    made = {form: write(setting) for form, write in _WRITERS.items()}
+    return Configured(
+        setting,
+        {form: text for form, text in made.items() if isinstance(text, str)},
+        {form: text.why for form, text in made.items() if isinstance(text, Refusal)},
+        notes(setting) if isinstance(made[ACCELERATE], str) else (),
+    )
+
+
+# Keys whose variable is not named after them.
+_NAMED = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+
+
+def environment(setting: Setting) -> dict[str, str] | Refusal:
+    """What Accelerate reads from the environment, so that torchrun is enough to start it.
+
+    `accelerate launch` sets the same of the YAML (a test compares them).
+    """
+    config = accelerate_config(setting)
+    if isinstance(config, Refusal):
+        return config
+    if deepspeed := config.get("deepspeed_config"):
+        return _deepspeed(deepspeed)
+    made = _plain(setting)
+    for key, value in config.get("dynamo_config", {}).items():
+        made[f"ACCELERATE_{key.upper()}"] = str(value)
+    if fsdp := config.get("fsdp_config"):
+        made["ACCELERATE_USE_FSDP"] = "true"
+        made |= {_NAMED.get(key, key.upper()): _word(value) for key, value in fsdp.items()}
+    if mesh := config.get("parallelism_config"):
+        made["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        made |= {key.upper(): _word(value) for key, value in mesh.items()}
+    return made
+
+
+def _plain(setting: Setting) -> dict[str, str]:
+    """Device, precision and accumulation."""
+    options = setting.choice.options
+    made = {
+        "ACCELERATE_USE_CPU": "true" if setting.device == "cpu" else "",
+        "ACCELERATE_MIXED_PRECISION": "" if options.precision == "fp32" else options.precision,
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+            str(options.accumulate) if options.accumulate > 1 else ""
+        ),
+    }
+    return {name: value for name, value in made.items() if value}
+
+
+def _deepspeed(config: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_CONFIG_DS_FIELDS": ",".join(config),
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config["deepspeed_config_file"]),
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": _word(config["zero3_init_flag"]),
+    }
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def torchrun_text(setting: Setting) -> str | Refusal:
+    """One command, the same on every host; with what Accelerate reads from the environment."""
+    setting = _of_one(setting)
+    made = environment(setting)
+    if isinstance(made, Refusal):
+        return made
+    given = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(made.items()))
+    if setting.hosts == 1:
+        count = setting.ranks_of_host
+        command = f"torchrun --standalone --nproc-per-node {count} {shlex.quote(setting.script)}"
+    else:
+        endpoint = f"{setting.first_host or FIRST_HOST}:{PORT}"
+        command = f"torchrun {_of_hosts(setting)} --rdzv-endpoint {endpoint} --rdzv-id nbdist " + (
+            shlex.quote(setting.script)
+        )
+    return f"{given} {command}\n" if given else f"{command}\n"
+
+
+def _of_one(setting: Setting) -> Setting:
+    """Without parallelism one process is started, whatever the number of ranks."""
+    if setting.choice.name != "single":
+        return setting
+    return replace(setting, hosts=1, choice=replace(setting.choice, world_size=1))
+
+
+def _of_hosts(setting: Setting) -> str:
+    return f"--nnodes {setting.hosts} --nproc-per-node {setting.ranks_of_host} --rdzv-backend c10d"
+
+
+def sbatch_text(setting: Setting) -> str | Refusal:
+    """A batch script for Slurm: one task a host, which starts the ranks there."""
+    setting = _of_one(setting)
+    made = environment(setting)
+    if isinstance(made, Refusal) and setting.hosts > 1:
+        return Refusal(f"{made.why} (on one host, or with --profile on a cluster of yours)")
+    gpus = setting.ranks_of_host if setting.device != "cpu" else 0
+    head = [
+        "#!/bin/bash",
+        f"# {described(setting.choice)}, written by nbdist",
+        "# Account, partition and time are the cluster's own: add them.",
+        "#SBATCH --job-name=train",
+        f"#SBATCH --nodes={setting.hosts}",
+        "#SBATCH --ntasks-per-node=1",
+        *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else []),
+        "#SBATCH --output=%x-%j.out",
+        "",
+        "set -euo pipefail",
+    ]
+    body = _run(setting) if isinstance(made, Refusal) else _torchrun(setting, made)
+    return "\n".join([*head, *body]) + "\n"
+
+
+def _run(setting: Setting) -> list[str]:
+    line = run_line(setting.choice, shlex.quote(setting.script))
+    return [f'srun --kill-on-bad-exit=1 {line} -- "$@"']
+
+
+def _torchrun(setting: Setting, made: Mapping[str, str]) -> list[str]:
+    return [
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(made.items())),
+        "",
+        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "port=$((20000 + SLURM_JOB_ID % 20000))  # another one for each job",
+        "srun --kill-on-bad-exit=1 torchrun \\",
+        f'  --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node {setting.ranks_of_host} \\',
+        '  --rdzv-backend c10d --rdzv-endpoint "$first:$port" --rdzv-id "$SLURM_JOB_ID" \\',
+        f'  {shlex.quote(setting.script)} "$@"',
+    ]
+
+
+_WRITERS = {
+    ACCELERATE: accelerate_text,
+    DEEPSPEED: deepspeed_text,
+    TORCHRUN: torchrun_text,
+    SBATCH: sbatch_text,
+}

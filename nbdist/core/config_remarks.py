@@ -1,0 +1,290 @@
+"""What a check of a configuration says: findings with the changes that would mend them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nbdist.core.config_keys import KINDS, WORDY, Keys
+from nbdist.core.config_tree import (
+    REMOVE,
+    RENAME,
+    SET,
+    YAML,
+    Document,
+    Entry,
+    Fix,
+    dotted,
+    plain,
+)
+from nbdist.core.finding import BAD, OK, WARN, Finding
+
+# Kinds of configurations that are known, with how each is recognised.
+ACCELERATE = "Accelerate"
+DEEPSPEED = "DeepSpeed"
+INSTRUCTLAB = "InstructLab"
+KNOWN = {
+    ACCELERATE: "a YAML or JSON of `accelerate config`, with distributed_type in it",
+    DEEPSPEED: "a JSON with zero_optimization, train_batch_size or other keys of DeepSpeed",
+    INSTRUCTLAB: "a YAML with train: in it, of which the batch and the precision are checked",
+}
+_SHOWN = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What is known beside the file.
+
+    Attributes:
+        ranks: How many there will be; None where nobody says.
+        source: Who says so: "--ranks", "as run here", or a key of the file.
+        tp, pp, cp: Ranks along axes that see the same data; None where not typed.
+        dp: Data-parallel ranks as typed; None where not.
+        others: Configurations that count together with this one.
+    """
+
+    ranks: int | None = None
+    source: str = ""
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    dp: int | None = None
+    others: tuple[Document, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """One finding.
+
+    Attributes:
+        finding: What, why, and what to do.
+        line: In the file; 0 where it is about no line.
+        fixes: Changes of the document that mend it, in order; none where nobody can know.
+    """
+
+    finding: Finding
+    line: int = 0
+    fixes: tuple[Fix, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A configuration that was checked.
+
+    Attributes:
+        document: What was read.
+        kind: A key of KNOWN; "" for another.
+        remarks: In the order of the lines, those about the whole first.
+    """
+
+    document: Document
+    kind: str
+    remarks: tuple[Remark, ...]
+
+    def __bool__(self) -> bool:
+        """Whether it can run as it is: nothing found is bad."""
+        return not self.is_bad
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What was found, the good as well."""
+        return tuple(remark.finding for remark in self.remarks)
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it cannot run, or would not do what it says."""
+        return any(remark.finding.verdict == BAD for remark in self.remarks)
+
+
+@dataclass(slots=True)
+class Notes:
+    """Collects the remarks about one document.
+
+    Attributes:
+        document: It.
+        said: So far.
+    """
+
+    document: Document
+    said: list[Remark] = field(default_factory=list)
+
+    def good(self, name: str, found: str, line: int = 0) -> None:
+        """Note something that is well."""
+        self.said.append(Remark(Finding(name, found, OK), line))
+
+    def say(
+        self, verdict: str, path: tuple[str, ...], why: str, what: str, *fixes: Fix, found: str = ""
+    ) -> None:
+        """Note something about a key: its value is shown (or what is found), and its line."""
+        entry = self.document.entry(*path)
+        if not found:
+            found = "not there" if entry is None else shown(plain(entry.node))
+        line = self.document.line(*path)
+        finding = Finding(dotted(path), found, verdict, why, what)
+        self.said.append(Remark(finding, line, fixes))
+
+    def bad(self, path: tuple[str, ...], why: str, what: str, *fixes: Fix, found: str = "") -> None:
+        """Note what cannot run, or would not do what it says."""
+        self.say(BAD, path, why, what, *fixes, found=found)
+
+    def warn(self, path: tuple[str, ...], why: str, what: str, *fixes: Fix) -> None:
+        """Note what works and is not wise."""
+        self.say(WARN, path, why, what, *fixes)
+
+    def flaws(self) -> None:
+        """Note what is not in the file's format."""
+        for flaw in self.document.flaws:
+            finding = Finding(flaw.name, shown(flaw.found), BAD, flaw.why, flaw.what)
+            self.said.append(Remark(finding, flaw.line))
+
+    def done(self, kind: str) -> Checked:
+        """All of it, in the order of the lines."""
+        ordered = sorted(self.said, key=lambda remark: remark.line)
+        return Checked(self.document, kind, tuple(ordered))
+
+
+def shown(value: Any) -> str:
+    """A value as it is told, on one line."""
+    if isinstance(value, dict):
+        return "{...}" if value else "{}"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = "null" if value is None else " ".join(text.split())
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def is_true(value: Any) -> bool:
+    """Whether a value means yes, as Accelerate takes it."""
+    return str(value).lower() in {"true", "1", "yes", "on", "y", "t"}
+
+
+def check_keys(
+    notes: Notes, path: tuple[str, ...], keys: Keys, unknown: Callable[[str], tuple[str, str]]
+) -> None:
+    """Compare a mapping's keys and values with a table.
+
+    Args:
+        notes: Of the document.
+        path: Of the mapping.
+        keys: What it may have, of which type.
+        unknown: The verdict on a key that is not there, and a clause with the reason.
+    """
+    entries = notes.document.entries(*path)
+    present = {entry.key for entry in entries}
+    for entry in entries:
+        here = (*path, entry.key)
+        if entry.key in keys:
+            check_type(notes, here, entry, keys[entry.key])
+            continue
+        verdict, why = unknown(entry.key)
+        near = difflib.get_close_matches(entry.key, set(keys) - present, 1, cutoff=0.8)
+        if near:
+            notes.say(
+                verdict, here, why, f"change the key to {near[0]}", Fix(RENAME, here, near[0])
+            )
+        else:
+            notes.say(verdict, here, why, "take it out", Fix(REMOVE, here))
+
+
+def check_type(notes: Notes, path: tuple[str, ...], entry: Entry, kind: str) -> None:
+    """Note a value that is not of its key's type, with the one that was meant where it is clear."""
+    value = plain(entry.node)
+    if value is None or _fits(value, kind):
+        return
+    if value == "auto" and (notes.document.syntax != YAML or path[0] == "deepspeed_config"):
+        return  # told by the checks of that kind, as who fills it in depends on it
+    if kind.startswith("="):
+        _check_choice(notes, path, entry, kind[1:].split("|"))
+        return
+    why = f"it has to be {KINDS[kind]}, and {_as_typed(notes.document, entry)} is {_type(value)}"
+    meant = _meant(value, kind)
+    if meant is None:
+        notes.bad(path, why, f"write {KINDS[kind]}")
+    else:
+        notes.bad(path, why, f"write {_literal(meant)}", Fix(SET, path, meant))
+
+
+def _check_choice(notes: Notes, path: tuple[str, ...], entry: Entry, choices: list[str]) -> None:
+    value = plain(entry.node)
+    if str(value) in choices and not isinstance(value, bool):
+        return
+    typed = _as_typed(notes.document, entry)
+    word = next((one for one in choices if one.lower() == typed.lower()), None)
+    if isinstance(value, bool) and word is not None:
+        why = f"YAML reads {typed} without quotation marks as {shown(value)}"
+        notes.bad(path, why, f"write '{word}'", Fix(SET, path, word))
+        return
+    why = f"there is no {typed}: it is one of {', '.join(choices)}"
+    near = word or next(iter(difflib.get_close_matches(str(value), choices, 1)), None)
+    if near is None or str(value).isdigit():
+        notes.bad(path, why, "choose one of them")
+    else:
+        notes.bad(path, why, f"write {near}", Fix(SET, path, near))
+
+
+def _as_typed(document: Document, entry: Entry) -> str:
+    text = document.text[entry.node.start : entry.node.end]
+    return shown(text.strip("'\"") if not entry.node.is_quoted else text)
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind.startswith("="):
+        return not isinstance(value, bool | float | dict | list) and str(value) in kind[1:].split(
+            "|"
+        )
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = {
+        "bool": isinstance(value, bool),
+        WORDY: str(value).lower() in {"true", "false", "yes", "no", "1", "0"},
+        "count": is_number and value == int(value) and value > 0,
+        "int": is_number and value == int(value) and value >= 0,
+        "number": is_number,
+        "text": isinstance(value, str | int),
+        "map": isinstance(value, dict),
+        "list": isinstance(value, list),
+        "any": True,
+    }
+    return fits[kind] if not (is_number and value in _ENDLESS) else kind == "number"
+
+
+_ENDLESS = (float("inf"), float("-inf"))
+
+
+def _meant(value: Any, kind: str) -> Any:
+    """The value that a text or another type stands for; None where it is not clear."""
+    if kind in {"bool", WORDY} and str(value).lower() in {"true", "false", "1", "0"}:
+        return str(value).lower() in {"true", "1"}
+    if kind in {"count", "int", "number"} and isinstance(value, str):
+        try:
+            number = float(value.replace("_", ""))
+        except ValueError:
+            return None
+        whole = int(number) if number == number // 1 else number
+        meant = whole if kind != "number" or whole == 0 else number
+        return meant if _fits(meant, kind) else None
+    return None
+
+
+def _type(value: Any) -> str:
+    names: dict[type, str] = {str: "a text", bool: "true or false", dict: "a mapping",
+                              list: "a list", int: "a number", float: "a number"}  # fmt: skip
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def _literal(value: Any) -> str:
+    return shown(value) if isinstance(value, bool) else f"{value}"
+
+
+def remarks_of(checked: Checked, name: str) -> Iterator[Remark]:
+    """The bad and unwise remarks about another file, with its name; without their changes."""
+    for one in checked.remarks:
+        if one.finding.verdict != OK:
+            where = f"{name}, line {one.line}" if one.line else name
+            finding = replace(one.finding, name=f"{where}: {one.finding.name}")
+            yield Remark(finding)

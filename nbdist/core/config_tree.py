@@ -1,0 +1,302 @@
+"""A configuration file as a tree that knows its places, so that it can be changed in them.
+
+`core.config_json` and `client.config_yaml` read text into a Document. A Fix says what to change
+by a path of keys; `fixed` makes it in the text and leaves everything else as it was typed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+JSON = "JSON"
+YAML = "YAML"
+
+# What a Fix does.
+SET = "set"
+RENAME = "rename"
+REMOVE = "remove"
+ADD = "add"
+
+# Words that YAML 1.1 takes for something else than text.
+_NO_TEXT = re.compile(
+    r"(?i:y|n|yes|no|on|off|true|false|null|~|nan|inf|none)|[-+]?[0-9.].*|", re.ASCII
+)
+_PLAIN = re.compile(r"[A-Za-z_/.][\w/.@+-]*(?: [\w/.@+-]+)*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A value and where it stands.
+
+    Attributes:
+        start, end: Its text is text[start:end].
+        line: From 1.
+        value: Of a scalar.
+        entries: Of a mapping, as typed; None for anything else.
+        items: Of a list; None for anything else.
+        is_flow: It stands in brackets, as in JSON.
+        is_quoted: A text in quotation marks.
+    """
+
+    start: int
+    end: int
+    line: int
+    value: Any = None
+    entries: tuple[Entry, ...] | None = None
+    items: tuple[Node, ...] | None = None
+    is_flow: bool = False
+    is_quoted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key of a mapping with its value.
+
+    Attributes:
+        key: The key.
+        start, end: Of the key in the text, with quotation marks.
+        line: Of the key, from 1.
+        node: The value.
+    """
+
+    key: str
+    start: int
+    end: int
+    line: int
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """What the format does not allow, and was read nevertheless.
+
+    Attributes:
+        name: What it is.
+        line: From 1.
+        found: As typed.
+        why: Why it matters, a clause.
+        what: What to do, a clause.
+        start, end: What to take out of the text; both 0 where nothing can be.
+    """
+
+    name: str
+    line: int
+    found: str
+    why: str
+    what: str
+    start: int = 0
+    end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A file that was read.
+
+    Attributes:
+        name: As the user named it.
+        text: All of it.
+        syntax: JSON or YAML.
+        root: A mapping.
+        flaws: In the order of the lines.
+    """
+
+    name: str
+    text: str
+    syntax: str
+    root: Node
+    flaws: tuple[Flaw, ...] = ()
+
+    def entry(self, *path: str) -> Entry | None:
+        """What stands under a path of keys; None where nothing does. The last of two counts."""
+        node, found = self.root, None
+        for key in path:
+            found = next((e for e in reversed(node.entries or ()) if e.key == key), None)
+            if found is None:
+                return None
+            node = found.node
+        return found
+
+    def value(self, *path: str) -> Any:
+        """The value under a path, as Python has it; None where nothing stands there."""
+        found = self.entry(*path)
+        return None if found is None else plain(found.node)
+
+    def has(self, *path: str) -> bool:
+        """Whether something stands under a path, be it null."""
+        return self.entry(*path) is not None
+
+    def entries(self, *path: str) -> tuple[Entry, ...]:
+        """The keys of the mapping under a path; none where there is no mapping."""
+        found = self.entry(*path) if path else None
+        node = self.root if not path else (found.node if found else None)
+        return () if node is None else node.entries or ()
+
+    def line(self, *path: str) -> int:
+        """The line of a key, or of the nearest key above it; 0 where there is none."""
+        for length in range(len(path), 0, -1):
+            found = self.entry(*path[:length])
+            if found is not None:
+                return found.line
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A change of a document.
+
+    Attributes:
+        action: SET, RENAME, REMOVE or ADD.
+        path: Of the key; of ADD with the new key.
+        value: The new value, or the new name of the key.
+    """
+
+    action: str
+    path: tuple[str, ...]
+    value: Any = None
+
+
+def plain(node: Node) -> Any:
+    """A node as Python's dicts, lists and scalars."""
+    if node.entries is not None:
+        return {entry.key: plain(entry.node) for entry in node.entries}
+    if node.items is not None:
+        return [plain(item) for item in node.items]
+    return node.value
+
+
+def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
+    """Every key below a node with its path, in the order of the text."""
+    for entry in node.entries or ():
+        yield (*path, entry.key), entry
+        yield from walk(entry.node, (*path, entry.key))
+    for item in node.items or ():
+        yield from walk(item, path)
+
+
+def dotted(path: tuple[str, ...]) -> str:
+    """A path as it is told: zero_optimization.stage."""
+    return ".".join(path)
+
+
+def without(document: Document, flaw: Flaw) -> str:
+    """The text without a flaw."""
+    return document.text[: flaw.start] + document.text[flaw.end :]
+
+
+def fixed(document: Document, fix: Fix) -> str:
+    """The document's text with one change made in its place."""
+    start, end, new = _CHANGES[fix.action](document, fix)
+    return document.text[:start] + new + document.text[end:]
+
+
+def _set(document: Document, fix: Fix) -> tuple[int, int, str]:
+    found = document.entry(*fix.path)
+    if found is None:
+        return _add(document, fix)
+    node = found.node
+    new = written(fix.value, document.syntax)
+    is_empty = node.start == node.end  # YAML: `key:` without a value
+    return node.start, node.end, f" {new}" if is_empty else new
+
+
+def _rename(document: Document, fix: Fix) -> tuple[int, int, str]:
+    found = document.entry(*fix.path)
+    assert found is not None, fix
+    new = json.dumps(fix.value) if document.syntax == JSON else str(fix.value)
+    return found.start, found.end, new
+
+
+def _remove(document: Document, fix: Fix) -> tuple[int, int, str]:
+    siblings = document.entries(*fix.path[:-1])
+    found = document.entry(*fix.path)
+    assert found is not None, fix
+    place = siblings.index(found)
+    parent = document.entry(*fix.path[:-1]) if len(fix.path) > 1 else None
+    node = document.root if parent is None else parent.node
+    if not node.is_flow:
+        return _remove_lines(document, found, parent, is_alone=len(siblings) == 1)
+    if place + 1 < len(siblings):
+        return found.start, siblings[place + 1].start, ""
+    before = siblings[place - 1].node.end if place else node.start + 1
+    return before, found.node.end, ""
+
+
+def _remove_lines(
+    document: Document, found: Entry, parent: Entry | None, *, is_alone: bool
+) -> tuple[int, int, str]:
+    """All lines of an entry; a mapping that would be left empty becomes {}."""
+    text = document.text
+    start = text.rfind("\n", 0, found.start) + 1
+    newline = text.find("\n", max(found.node.end, found.end))
+    end = len(text) if newline < 0 else newline + 1
+    if is_alone and parent is not None:
+        return parent.end + 1, end, " {}\n"
+    return start, end, ""
+
+
+def _add(document: Document, fix: Fix) -> tuple[int, int, str]:
+    *above, key = fix.path
+    parent = document.entry(*above) if above else None
+    if above and (parent is None or parent.node.entries is None):
+        whole = Fix(ADD if parent is None else SET, tuple(above), {key: fix.value})
+        return (_add if parent is None else _set)(document, whole)
+    node = document.root if parent is None else parent.node
+    siblings = node.entries or ()
+    new = f"{_key(key, document.syntax)}: {written(fix.value, document.syntax)}"
+    if not siblings:
+        return node.start, node.end, f"{{{new}}}"
+    last = siblings[-1]
+    indent = _indent(document.text, last)
+    if not node.is_flow:
+        newline = document.text.find("\n", max(last.node.end, last.end))
+        at = len(document.text) if newline < 0 else newline
+        return at, at, f"\n{indent}{new}"
+    is_in_lines = document.text.count("\n", node.start, last.start) > 0
+    return last.node.end, last.node.end, f",\n{indent}{new}" if is_in_lines else f", {new}"
+
+
+_CHANGES = {SET: _set, RENAME: _rename, REMOVE: _remove, ADD: _add}
+
+
+def _indent(text: str, entry: Entry) -> str:
+    line = text[text.rfind("\n", 0, entry.start) + 1 : entry.start]
+    return line if line.isspace() else ""
+
+
+def _key(key: str, syntax: str) -> str:
+    return json.dumps(key) if syntax == JSON else key
+
+
+def written(value: Any, syntax: str) -> str:
+    """A value as it is typed in a file, on one line."""
+    if syntax == JSON:
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{key}: {written(one, syntax)}" for key, one in value.items())
+        return f"{{{inner}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(written(one, syntax) for one in value)}]"
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    """A scalar of YAML 1.1."""
+    if isinstance(value, str):
+        return value if _is_plain(value) else "'" + value.replace("'", "''") + "'"
+    told = json.dumps(value)
+    # Without the point 1e-05 is a text.
+    return (
+        told.replace("e", ".0e")
+        if "e" in told and "." not in told and isinstance(value, float)
+        else told
+    )
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a text means itself in YAML without quotation marks."""
+    is_odd = _NO_TEXT.fullmatch(text) is not None and text != "none"
+    return not is_odd and _PLAIN.fullmatch(text) is not None

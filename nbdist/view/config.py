@@ -1,0 +1,101 @@
+"""What `%dist_config` shows: a strategy as configurations, or what is wrong with a file."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nbdist.core.config_emit import FORMS, SBATCH
+from nbdist.core.config_launch import Configured
+from nbdist.core.config_remarks import Checked, Remark
+from nbdist.core.finding import BAD, OK, WARN
+from nbdist.core.strategy import described
+from nbdist.view.mime import View, table
+
+
+@dataclass(frozen=True, slots=True)
+class CheckView(View):
+    """A View of a file that was checked.
+
+    Attributes:
+        checked: What was found; of the corrected text, where one was written.
+    """
+
+    checked: Checked | None = None
+
+
+def checked(one: Checked, done: Sequence[str] = (), name: str = "") -> CheckView:
+    """The findings as a table with their lines; below why, and what to change to what.
+
+    Args:
+        one: What was checked.
+        done: What to say above.
+        name: Of the file, where it is another one by now.
+    """
+    counts = {
+        verdict: sum(remark.finding.verdict == verdict for remark in one.remarks)
+        for verdict in (BAD, WARN, OK)
+    }
+    rows = [
+        [str(r.line or "-"), r.finding.verdict, r.finding.name, r.finding.found]
+        for r in one.remarks
+    ]
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    advice = [_advice(remark) for remark in one.remarks if remark.finding.verdict != OK]
+    view = table(
+        ["line", "", "what", "found"],
+        rows,
+        before=[*done, f"{name or one.document.name}: {summary}"],
+        after=advice or ["nothing to change"],
+    )
+    return CheckView(view.text, view.html, one.is_bad, checked=one)
+
+
+def _advice(remark: Remark) -> str:
+    finding = remark.finding
+    where = f"line {remark.line} " if remark.line else ""
+    return f"{where}{finding.verdict} {finding.name}: {finding.why}; {finding.what}"
+
+
+def corrected(before: Checked, after: Checked, told: Sequence[str], path: str) -> CheckView:
+    """What was changed, and what is found in the corrected file.
+
+    Args:
+        before: As the user's file was.
+        after: As the corrected one is.
+        told: A line for each change.
+        path: Where it was written.
+    """
+    changes = [f"  {line}" for line in told] or ["  nothing: no change is known that would mend it"]
+    was = "could not run" if before.is_bad else "could run"
+    lines = [f"{before.document.name} {was}; {path} is written with these changes:", *changes, ""]
+    return checked(after, lines, path)
+
+
+def configured(one: Configured) -> View:
+    """Every form that the strategy has, under a heading; why it has no others."""
+    setting = one.setting
+    hosts = f" on {setting.hosts} hosts" if setting.hosts > 1 else ""
+    parts = [f"{described(setting.choice)}: {setting.choice.world_size} ranks{hosts}"]
+    parts += list(one.notes)
+    for form in FORMS:
+        if form in one.texts:
+            parts += ["", f"--- {form}", one.texts[form].rstrip()]
+        else:
+            parts += ["", f"--- {form}: none", one.refused[form]]
+    return View("\n".join(parts))
+
+
+def written(one: Configured, form: str, path: str) -> View:
+    """Which file was written, how it is used, and what it does not say."""
+    name, script = shlex.quote(path), shlex.quote(one.setting.script)
+    uses = {
+        "accelerate": f"accelerate launch --config_file {name} {script}",
+        "deepspeed": f"deepspeed_config_file: {name} in a YAML of Accelerate",
+        "torchrun": f"sh {name}",
+        SBATCH: f"sbatch {name}",
+    }
+    return View(
+        "\n".join([f"{path}: {described(one.setting.choice)}", *one.notes, f"use it: {uses[form]}"])
+    )
