@@ -20,6 +20,7 @@ from nbdist.client.bandwidth import Bandwidth
 from nbdist.client.cluster import Cluster
 from nbdist.client.exits import WITHOUT_CONTROLLER, Exit
 from nbdist.client.health import Health
+from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
 from nbdist.client.readiness import EXIT_KNOWN_S, Readiness
 from nbdist.client.repair import Restarted
@@ -91,6 +92,7 @@ class Session(Subjects):
         self.traces = Traces(self)
         self.memories = Memories(self)
         self.bandwidth = Bandwidth(self)
+        self.lints = Lints()
         self.monitor = monitor.Monitor(self)
         self._run_ids = itertools.count(1)
         cluster.on_exit = self._note_exit
@@ -165,7 +167,9 @@ class Session(Subjects):
                     self.topology.engine_of_rank(rank),
                     request.code,
                     metadata,
-                    on_message=functools.partial(one.message, rank),
+                    on_message=self.lints.listening(
+                        run_id, rank, functools.partial(one.message, rank)
+                    ),
                     on_done=functools.partial(self._end, rank, one),
                 )
             except BaseException:
