@@ -35,7 +35,9 @@ class Lints:
         def message(one: Message) -> None:
             content = one["content"]
             if one["header"]["msg_type"] == "display_data" and SEEN in content.get("data", ()):
-                seen = [Seen(name, subject, facts) for name, subject, facts in content["data"][SEEN]]
+                seen = [
+                    Seen(name, subject, facts) for name, subject, facts in content["data"][SEEN]
+                ]
                 if run in self._seen:  # else its cell was given up on
                     self._seen[run][rank] = seen
                 return
@@ -93,9 +95,7 @@ class Lints:
         lines: list[str] = []
         for one in told:
             cause = one.lint, one.subject
-            is_quiet = one.lint in self._silenced or (
-                LINTS[one.lint].is_of_machine and is_stored()
-            )
+            is_quiet = one.lint in self._silenced or (LINTS[one.lint].is_of_machine and is_stored())
             if not is_quiet and cause not in self._told:
                 lines += one.lines
         # Several hits of one cause, of different ranks, come together.

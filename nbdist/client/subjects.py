@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from nbdist.client import checkup
 from nbdist.client.bandwidth import BENCH_S, Bandwidth
+from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
 from nbdist.client.trace import Traces
 from nbdist.client.variables import Moved, Variables
 from nbdist.core.bandwidth import Bench
+from nbdist.core.checkup import Checkup
 from nbdist.core.snapshot import Snapshot
 from nbdist.core.trace import Trace
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
 
 
 class Subjects:
@@ -21,6 +27,7 @@ class Subjects:
     traces: Traces
     memories: Memories
     bandwidth: Bandwidth
+    lints: Lints
 
     def push(
         self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
@@ -50,3 +57,19 @@ class Subjects:
     def memory(self) -> Snapshot:
         """The memory that was recorded last; before any recording, whose it is at this moment."""
         return self.memories.last_or_now()
+
+    def check(self) -> Checkup:
+        """Compare the models of all ranks, and look for NaN and inf; see client.checkup."""
+        return checkup.check(cast("Session", self))
+
+    def check_every(self, every: int) -> None:
+        """Look before each so manieth step of an optimizer; 0 ends it; see client.checkup."""
+        checkup.check_every(cast("Session", self), every)
+
+    def trace_nan(self) -> None:
+        """Let the next cell tell the first module whose output is not finite."""
+        checkup.trace_nan(cast("Session", self))
+
+    def silence(self, *names: str, is_on: bool = True) -> None:
+        """Tell these lints no more (`all` for all); with `is_on=False` tell them again."""
+        self.lints.silence(names, is_on=is_on)

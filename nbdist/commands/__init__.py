@@ -10,6 +10,7 @@ from argparse import Namespace
 from nbdist.commands import (
     bandwidth,
     cells,
+    check,
     compare,
     doctor,
     export,
@@ -42,6 +43,7 @@ _ALL = (
     *compare.VERBS,
     *export.VERBS,
     *doctor.VERBS,
+    *check.VERBS,
     *bandwidth.VERBS,
     *monitor.VERBS,
     *plan.VERBS,

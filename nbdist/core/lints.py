@@ -108,7 +108,8 @@ def judged(seen: Mapping[int, Sequence[Seen]], *, is_ok: bool) -> list[Told]:
         for (name, subject), facts in grouped.items():
             if name == row.name and (is_ok or not row.needs_success):
                 told += [Told(name, subject, hit) for hit in row.judge(subject, facts)]
-    return told
+    known = {one.subject for one in told if one.lint == "apart-since"}  # which says more
+    return [one for one in told if one.lint != "parameters-apart" or one.subject not in known]
 
 
 def checked(names: Iterable[str]) -> tuple[str, ...]:
@@ -147,7 +148,7 @@ def _each(sentence: Callable[[str, Mapping[str, Any]], str]) -> Callable[[str, F
 def _alike(subject: str, facts: Facts) -> list[Hit]:
     """Ranks whose data should differ, and whose first batches do not."""
     found: list[list[int]] = []
-    for rank, own in facts.items():
+    for rank in facts:
         mates = next((group for group in found if _has_same(facts, group[0], rank)), None)
         if mates is None:
             found.append([rank])
@@ -195,6 +196,32 @@ def _apart(sentence: str) -> Callable[[str, Facts], list[Hit]]:
 
 def _versus(by_digest: Mapping[str, Sequence[int]]) -> str:
     return " and ".join(ranks_phrase(ranks) for ranks in by_digest.values())
+
+
+def _apart_since(subject: str, facts: Facts) -> list[Hit]:
+    """The first looks of `--every N` at which ranks that hold the same had other parameters."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, own in facts.items():
+        groups.setdefault(tuple(own["ranks"]), []).append(rank)
+    hits = []
+    for ranks in groups.values():
+        looks = {r: dict(zip(facts[r]["steps"], facts[r]["digests"], strict=True)) for r in ranks}
+        common = sorted(set.intersection(*(set(one) for one in looks.values())))
+        for step in common:
+            by_digest: dict[str, list[int]] = {}
+            for rank in ranks:
+                by_digest.setdefault(looks[rank][step], []).append(rank)
+            if len(by_digest) > 1:
+                hits.append(
+                    Hit(
+                        f"before step {step} of its optimizer the parameters of {subject} differed "
+                        f"between {_versus(by_digest)} (looked at every "
+                        f"{facts[ranks[0]]['every']})",
+                        tuple(ranks),
+                    )
+                )
+                break
+    return hits
 
 
 def _workers(_subject: str, facts: Facts) -> list[Hit]:
@@ -327,6 +354,13 @@ _ROWS = (
         "DDP sends gradients, not parameters: ranks that are apart stay apart",
         "%dist_check says where; %dist_sync_model makes them equal",
         needs_success=True,
+    ),
+    Lint(
+        "apart-since",
+        "with %dist_check --every N: at which step parameters that ranks hold alike were apart",
+        _apart_since,
+        "something on these ranks is not the same since the look before",
+        "%dist_check says where; %dist_sync_model makes DDP models equal",
     ),
     Lint(
         "bf16-scaler",

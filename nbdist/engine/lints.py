@@ -20,6 +20,8 @@ from nbdist.core.wire import CELL_RUN, SEEN
 # Each has install, uninstall, begin (a cell begins) and seen (what there is at its end). Imported
 # when a rank has its names, not before its group is formed.
 PARTS = (
+    "nbdist.engine.checkup_every",
+    "nbdist.engine.checkup_trace",
     "nbdist.engine.lints_data",
     "nbdist.engine.lints_steps",
     "nbdist.engine.lints_values",
@@ -114,6 +116,17 @@ def variable(is_meant: Callable[[Any], bool], otherwise: str) -> str:
         if not name.startswith("_") and is_meant(value):
             return str(name)
     return otherwise
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a DTensor, or the tensor; without loading DTensors for it."""
+    part = getattr(tensor, "to_local", None)
+    return (tensor if part is None else part()).detach()
+
+
+def is_split(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "to_local")
 
 
 def shell() -> Any:

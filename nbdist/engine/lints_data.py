@@ -11,7 +11,6 @@ import functools
 import hashlib
 import os
 import platform
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -172,15 +171,12 @@ def _name(loop: _Loop, drawn: Any) -> str:
     def draws_same(value: Any) -> bool:
         return isinstance(value, DataLoader) and drawn in (value.batch_sampler, value.sampler)
 
-    return lints.variable(
-        draws_same, lints.variable(has_same_data, f"a DataLoader of {kind}")
-    )
+    return lints.variable(draws_same, lints.variable(has_same_data, f"a DataLoader of {kind}"))
 
 
 def _cores() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def digest(batch: Any) -> str:

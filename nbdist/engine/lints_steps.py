@@ -1,8 +1,8 @@
 """What a rank's steps are made of: backwards, forwards of DDP models, gradients, scalers.
 
-Everything is noted in calls that the user makes anyway: `Tensor.backward`, `Optimizer.step` (torch's
-own global hook), `GradScaler.scale`, entering `torch.autocast`, and DDP's constructor, which gets a
-forward hook for each model. A step costs some microseconds.
+Everything is noted in calls that the user makes anyway: `Tensor.backward`, `Optimizer.step`
+(torch's own global hook), `GradScaler.scale`, entering `torch.autocast`, and DDP's constructor,
+which gets a forward hook for each model. A step costs some microseconds.
 """
 
 from __future__ import annotations
@@ -189,6 +189,21 @@ def used_ddps() -> list[DistributedDataParallel]:
     return [one for one in modules if one is not None and not _is_retired(one)]
 
 
+def n_ddps() -> int:
+    """DDP models that have been made so far."""
+    return _state.n_ddps
+
+
+def ddp_ranks(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The ranks of the DDP model that a parameter is in; empty if in none."""
+    for ref in _state.ddps:
+        one = ref()
+        module = None if one is None else one.module()
+        if one is not None and module is not None and _has_any(one, {id(parameter)}):
+            return tuple(torch.distributed.get_process_group_ranks(module.process_group))
+    return ()
+
+
 def name_of(module: Any) -> str:
     """The variable that holds a wrapper, or what is in it, or its class."""
     inner = getattr(module, "module", module)
@@ -272,7 +287,7 @@ def _note_backward(loss: Any, frame: Any) -> None:
     before = _state.lines.get(line, 0)
     _state.lines[line] = before + 1
     if before == 1:
-        probe = _state.probe and _state.probe()
+        probe = _probed()
         if probe is None or probe.grad is None:
             _state.cleared.add(line)
 
@@ -298,6 +313,10 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     state.stepped.add(optimizer)
     if state.probe is None or state.probe() is None:
         state.probe = _probe(optimizer)
+
+
+def _probed() -> torch.Tensor | None:
+    return None if _state.probe is None else _state.probe()
 
 
 def _probe(optimizer: Optimizer) -> weakref.ref[torch.Tensor] | None:
@@ -358,7 +377,7 @@ def _look_at_lines(stepper: _Stepper) -> None:
 
 def _is_added_up() -> bool:
     """Whether the probe has a gradient that is not all zero. Only asked where all else is so."""
-    probe = _state.probe and _state.probe()
+    probe = _probed()
     return probe is not None and probe.grad is not None and bool(probe.grad.count_nonzero() > 0)
 
 
@@ -398,4 +417,3 @@ def _ddps_of(optimizer: Optimizer, stepper: _Stepper | None = None) -> list[Ddp]
 def _is_retired(module: torch.nn.Module) -> bool:
     prepared = sys.modules.get("nbdist.engine.parallel.prepared")
     return prepared is not None and bool(prepared.is_retired(module))
-

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from nbdist.engine import lints, lints_steps
 
@@ -65,9 +64,9 @@ def seen() -> None:
         text = " ".join(own for _, own in given)
         lints.note("shard-seeds", given[-1][0], digest=text, ranks=list(ranks))
     for ddp in lints_steps.used_ddps():
-        ranks = dist.get_process_group_ranks(ddp.process_group)
+        members = dist.get_process_group_ranks(ddp.process_group)
         own = digest(p for p in ddp.parameters() if p.requires_grad)
-        lints.note("parameters-apart", lints_steps.name_of(ddp), digest=own, ranks=ranks)
+        lints.note("parameters-apart", lints_steps.name_of(ddp), digest=own, ranks=members)
 
 
 def note_initial(name: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -82,10 +81,9 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     for number, tensor in enumerate(tensors):
         if number == MOST_TENSORS:
             break
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.is_meta or not local.numel():
+        head = lints.local(tensor)
+        if head.is_meta or not head.numel():
             continue
-        head = local.detach()
         while head.ndim > 1:
             head = head[0]
         heads.setdefault((head.dtype, head.device), []).append(head.reshape(-1)[:HEAD])
@@ -107,7 +105,7 @@ def _watched(original: Any) -> Any:
 
 def _note(given: Any, mesh: Any) -> None:
     modules = given if isinstance(given, list | tuple) else [given]
-    own = [p for one in modules for p in one.parameters() if not isinstance(p, DTensor)]
+    own = [p for one in modules for p in one.parameters() if not lints.is_split(p)]
     if any(p.is_meta for p in own):
         return  # nbdist's own way, which sends values later
     ranks = mesh.mesh.flatten().tolist() if mesh is not None else range(dist.get_world_size())
