@@ -168,9 +168,9 @@ def _held_by(module: torch.nn.Module, part: str) -> Iterator[Held]:
     for name, tensor in module.named_parameters():
         if not tensor.is_meta:
             yield Held(PARAMETER, name, _local(tensor), part)
-    for name, tensor in module.named_buffers():
-        if not tensor.is_meta:
-            yield Held(BUFFER, name, _local(tensor), part)
+    for name, buffer in module.named_buffers():
+        if not buffer.is_meta:
+            yield Held(BUFFER, name, _local(buffer), part)
     for name, tensor in module.named_parameters():
         if tensor.grad is not None:
             yield Held(GRADIENT, name, _local(tensor.grad), "" if _is_halfway() else part)
