@@ -16,6 +16,7 @@ from benchmarks import Row
 # In the order of the page.
 MODULES = (
     "collective_cost",
+    "lints",
     "strategies",
     "switching",
     "start",

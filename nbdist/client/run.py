@@ -198,10 +198,11 @@ class CellRun:
         )
 
     def _afterwards(self) -> tuple[str, ...]:
-        """What the ranks' calls, and their groups, came to."""
+        """What the ranks' calls, their groups and lints came to."""
+        seen = self._session.lints.lines(self.run_id, is_ok=self._aftermath is None)
         if self._aftermath is not None and self._aftermath.outcome is not None:
-            return self._aftermath.outcome.lines
-        return () if self._lost else self._session.health.mismatches(self.run_id)
+            return (*self._aftermath.outcome.lines, *seen)
+        return seen if self._lost else (*self._session.health.mismatches(self.run_id), *seen)
 
     def _take_in(self) -> None:
         while self._taken:

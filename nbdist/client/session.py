@@ -21,6 +21,7 @@ from nbdist.client.checkpoints import Checkpoints
 from nbdist.client.cluster import Cluster
 from nbdist.client.exits import WITHOUT_CONTROLLER, Exit
 from nbdist.client.health import Health
+from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
 from nbdist.client.readiness import EXIT_KNOWN_S, Readiness
 from nbdist.client.repair import Restarted
@@ -93,6 +94,7 @@ class Session(Subjects):
         self.memories = Memories(self)
         self.bandwidth = Bandwidth(self)
         self.checkpoints = Checkpoints(self)
+        self.lints = Lints()
         self.monitor = monitor.Monitor(self)
         self._run_ids = itertools.count(1)
         cluster.on_exit = self._note_exit
@@ -167,7 +169,9 @@ class Session(Subjects):
                     self.topology.engine_of_rank(rank),
                     request.code,
                     metadata,
-                    on_message=functools.partial(one.message, rank),
+                    on_message=self.lints.listening(
+                        run_id, rank, functools.partial(one.message, rank)
+                    ),
                     on_done=functools.partial(self._end, rank, one),
                 )
             except BaseException:

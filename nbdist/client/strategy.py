@@ -137,4 +137,4 @@ class Strategies:
                 raise OptionError(getattr(refused, "evalue", str(refused))) from error
             raise
         self.last = choice
-        return together(told)
+        return self._session.lints.of_switch(together(told))

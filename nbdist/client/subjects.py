@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nbdist.client import configuration, weights
+from nbdist.client import checkup, configuration, weights
 from nbdist.client.bandwidth import BENCH_S, Bandwidth
 from nbdist.client.checkpoints import Checkpoints
+from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
 from nbdist.client.trace import Traces
 from nbdist.client.variables import Moved, Variables
 from nbdist.core.bandwidth import Bench
+from nbdist.core.checkup import Checkup
 from nbdist.core.config_emit import SCRIPT
 from nbdist.core.config_launch import Configured, configured
 from nbdist.core.saving import Loaded, Saved, Started
@@ -33,6 +35,7 @@ class Subjects:
     memories: Memories
     bandwidth: Bandwidth
     checkpoints: Checkpoints
+    lints: Lints
 
     def push(
         self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
@@ -81,3 +84,19 @@ class Subjects:
     def export_weights(self, path: str | Path, model: str = "") -> Exported:
         """Write a model's weights into one safetensors file; see client.weights."""
         return weights.export(cast("Session", self), path, model)
+
+    def check(self) -> Checkup:
+        """Compare the models of all ranks, and look for NaN and inf; see client.checkup."""
+        return checkup.check(cast("Session", self))
+
+    def check_every(self, every: int) -> None:
+        """Look before each so manieth step of an optimizer; 0 ends it; see client.checkup."""
+        checkup.check_every(cast("Session", self), every)
+
+    def trace_nan(self) -> None:
+        """Let the next cell tell the first module whose output is not finite."""
+        checkup.trace_nan(cast("Session", self))
+
+    def silence(self, *names: str, is_on: bool = True) -> None:
+        """Tell these lints no more (`all` for all); with `is_on=False` tell them again."""
+        self.lints.silence(names, is_on=is_on)

@@ -10,6 +10,7 @@ from argparse import Namespace
 from nbdist.commands import (
     bandwidth,
     cells,
+    check,
     checkpoint,
     compare,
     config,
@@ -46,6 +47,7 @@ _ALL = (
     *export.VERBS,
     *config.VERBS,
     *doctor.VERBS,
+    *check.VERBS,
     *bandwidth.VERBS,
     *monitor.VERBS,
     *plan.VERBS,

@@ -20,6 +20,8 @@ class Switched:
         notes: What else a person has to know, a sentence each.
         moved_bytes: Sent between all ranks; the same number on each.
         elapsed_s: From the call to its end.
+        batch: Samples that one step sees before and after, and the learning rate; None where no
+            loader that depends on it, or no optimizer, is prepared.
     """
 
     before: Choice
@@ -31,3 +33,4 @@ class Switched:
     notes: tuple[str, ...]
     moved_bytes: int
     elapsed_s: float
+    batch: tuple[int, int, float] | None = None

@@ -13,6 +13,8 @@ CELL_RUN = "nbdist_run"
 CELL_FOR_ALL = "nbdist_for_all"
 # Which recording is of this cell; without it the cell is not recorded.
 CELL_RECORDING = "nbdist_recording"
+# In the place of a MIME type: what a rank's lints have seen in a cell. Never shown.
+SEEN = "application/vnd.nbdist.seen+json"
 # Message types of what an engine answers beside its cells.
 CONTROL_REQUEST = "nbdist_request"
 CONTROL_REPLY = "nbdist_reply"

@@ -305,6 +305,17 @@ class Accelerator(Gradients):
                 options.set_fused(optimizer.optimizer, is_on=new.options.is_fused)
         self._follow(new)
 
+    def batch_and_rate(self) -> tuple[int | None, float | None]:
+        """(the size of a loader's batches that each rank has whole, the learning rate), if any."""
+        given = [getattr(one, "_settings", None) for one in self._dataloaders]
+        is_whole = [one is not None and not one.is_split for one in given]
+        # With several loaders nobody knows which one is trained with.
+        known = [getattr(one, "batch_sampler", None) for one in self._dataloaders]
+        sizes = {getattr(one, "batch_size", None) for one in known}
+        rates = [one.param_groups[0]["lr"] for one in self._optimizers]
+        is_known = bool(is_whole) and all(is_whole) and len(sizes) == 1 and bool(rates)
+        return (sizes.pop(), float(rates[0])) if is_known else (None, None)
+
     def _follow(self, choice: Choice) -> None:
         precision = choice.options.precision
         self.native_amp = precision in DTYPES

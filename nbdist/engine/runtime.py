@@ -33,6 +33,7 @@ from nbdist.engine import (
     cells,
     crashes,
     facts,
+    lints,
     out_of_memory,
     recorded,
     responder,
@@ -245,6 +246,7 @@ def prepare(seed: int | None = None) -> Topology:
     cells.install(shell)
     out_of_memory.install(shell.kernel)
     recorded.install(shell.kernel)
+    lints.watch_cells(shell.kernel)
     blackbox.watch_cells(shell)
     responder.install(shell.kernel)
     run_dir = Path(os.environ.get("NBDIST_RUN", ""))

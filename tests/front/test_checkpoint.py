@@ -131,7 +131,10 @@ def test_a_wrong_use_is_an_ordinary_error(
     (shared_folder / "a-file").write_text("hello")
     (shared_folder / "a-folder").mkdir(exist_ok=True)
     (shared_folder / "a-folder" / "notes.txt").write_text("hello")
-    if kernel.run("%%rank[0]\n'model' in globals() and model is not None").visible.strip()[-4:] != "True":
+    if (
+        kernel.run("%%rank[0]\n'model' in globals() and model is not None").visible.strip()[-4:]
+        != "True"
+    ):
         assert kernel.run(_MODEL).status == "ok"
     cell = kernel.run(code)
 

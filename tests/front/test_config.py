@@ -218,7 +218,9 @@ def test_other_strategies_give_the_same_losses(
         begin = _PLAIN
     else:
         begin = _AS_ON_GPUS
-        assert "fsdp_transformer_layer_cls_to_wrap: ConfigBlock" in (tmp_path / "a.yaml").read_text()
+        assert (
+            "fsdp_transformer_layer_cls_to_wrap: ConfigBlock" in (tmp_path / "a.yaml").read_text()
+        )
     script(tmp_path, begin)
     done = accelerate(tmp_path, tmp_path / "a.yaml", {"ACCELERATE_USE_CPU": "true"})
 

@@ -10,6 +10,7 @@ import accelerate
 import torch
 from accelerate.utils import AutocastKwargs
 
+from nbdist.engine import lints_steps
 from nbdist.engine.parallel import deepspeed, engines, live, norms
 from nbdist.engine.parallel.precision import DTYPES
 from nbdist.engine.parallel.scaler import Scaler, local_parts
@@ -40,7 +41,8 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         """As Accelerate's: divided by the backwards of a step, and scaled for fp16."""
         engine = engines.only(self._models)
         if engine is None:
-            super().backward(loss, **kwargs)
+            with lints_steps.declared(loss, self.gradient_accumulation_steps):
+                super().backward(loss, **kwargs)
         else:
             deepspeed.backward(engine, loss / self.gradient_accumulation_steps)
 

@@ -90,7 +90,18 @@ def switch(choice: Choice) -> Switched:
         notes=notes,
         moved_bytes=received,
         elapsed_s=time.perf_counter() - began_s,
+        batch=_batch(before, choice),
     )
+
+
+def _batch(before: Choice, after: Choice) -> tuple[int, int, float] | None:
+    """Samples of one step before and after, of the first accelerator that says so; its rate."""
+    for one in registry.watchers():
+        size, lr = getattr(one, "batch_and_rate", lambda: (None, None))()
+        if size is not None and lr is not None:
+            was, now = (c.degrees.dp * max(c.options.accumulate, 1) for c in (before, after))
+            return size * was, size * now, lr
+    return None
 
 
 def _fixed(before: Choice, after: Choice) -> str:

@@ -1,0 +1,113 @@
+"""What the ranks' lints have seen in cells, judged over all ranks and told once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from nbdist.client.channel import Message
+from nbdist.core import lints
+from nbdist.core.lints import LINTS, Seen, Told
+from nbdist.core.shown import is_stored
+from nbdist.core.switching import Switched
+from nbdist.core.wire import SEEN
+from nbdist.errors import OptionError
+
+
+class Lints:
+    """What was told in a session, and what is not to be told."""
+
+    def __init__(self) -> None:
+        """Silent about what NBDIST_SILENCE names."""
+        names, self._unknown = lints.silenced_by(os.environ.get(lints.VARIABLE, ""))
+        self._silenced = set(names)
+        self._told: dict[tuple[str, str], None] = {}
+        # Of cells that run: run -> rank -> what it saw. Written in the client's thread.
+        self._seen: dict[int, dict[int, list[Seen]]] = {}
+
+    def listening(
+        self, run: int, rank: int, on_message: Callable[[Message], None]
+    ) -> Callable[[Message], None]:
+        """What takes a rank's messages of a cell: keeps its lints, and hands on all others."""
+        self._seen.setdefault(run, {})
+
+        def message(one: Message) -> None:
+            content = one["content"]
+            if one["header"]["msg_type"] == "display_data" and SEEN in content.get("data", ()):
+                seen = [
+                    Seen(name, subject, facts) for name, subject, facts in content["data"][SEEN]
+                ]
+                if run in self._seen:  # else its cell was given up on
+                    self._seen[run][rank] = seen
+                return
+            on_message(one)
+
+        return message
+
+    def lines(self, run: int, *, is_ok: bool) -> tuple[str, ...]:
+        """What is to be told of a cell that has ended, a line each. Once for each cell.
+
+        Args:
+            run: The cell's own number.
+            is_ok: It ended well on every rank that ran it.
+        """
+        seen = self._seen.pop(run, {})
+        unknown = self._take_unknown() if seen else ()
+        return (*unknown, *self._new(lints.judged(seen, is_ok=is_ok)))
+
+    def of_switch(self, done: Switched) -> Switched:
+        """A switch, with what there is to say of the effective batch among its notes."""
+        if done.batch is None or done.batch[0] == done.batch[1]:
+            return done
+        before, after, lr = done.batch
+        facts = {"before": before, "after": after, "lr": lr}
+        one = Seen("effective-batch", f"{before} {after}", facts)
+        seen = {rank: [one] for rank in range(done.after.world_size)}
+        return replace(done, notes=(*done.notes, *self._new(lints.judged(seen, is_ok=True))))
+
+    def silence(self, names: Sequence[str], *, is_on: bool = True) -> None:
+        """Tell these no more (`all` for all), or tell them again.
+
+        Raises:
+            OptionError: There is no such lint; lists those that there are.
+        """
+        for name in lints.checked(names):
+            if is_on:
+                self._silenced.add(name)
+            else:
+                self._silenced.discard(name)
+                self._told = {cause: None for cause in self._told if cause[0] != name}
+
+    def states(self) -> tuple[tuple[str, str, str], ...]:
+        """(name, silenced, told N times or on; when it is told) of each lint, in order."""
+        counts = dict.fromkeys(LINTS, 0)
+        for name, _ in self._told:
+            counts[name] += 1
+        return tuple((name, self._state(name, counts[name]), LINTS[name].when) for name in LINTS)
+
+    def _state(self, name: str, count: int) -> str:
+        if name in self._silenced:
+            return "silenced"
+        return f"told {count} time{'s' * (count > 1)}" if count else "on"
+
+    def _new(self, told: Sequence[Told]) -> tuple[str, ...]:
+        lines: list[str] = []
+        for one in told:
+            cause = one.lint, one.subject
+            is_quiet = one.lint in self._silenced or (LINTS[one.lint].is_of_machine and is_stored())
+            if not is_quiet and cause not in self._told:
+                lines += one.lines
+        # Several hits of one cause, of different ranks, come together.
+        for one in told:
+            if one.lint not in self._silenced:
+                self._told[one.lint, one.subject] = None
+        return tuple(lines)
+
+    def _take_unknown(self) -> tuple[str, ...]:
+        words, self._unknown = self._unknown, ()
+        try:
+            lints.checked(words)
+        except OptionError as error:
+            return (f"{lints.VARIABLE}: {error}",)
+        return ()

@@ -1,0 +1,252 @@
+"""Are models equal where ranks hold the same, and finite: what each rank says, as one record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nbdist.core.ranks import rank_label
+
+PARAMETER, BUFFER, GRADIENT = "parameter", "buffer", "gradient"
+KINDS = (PARAMETER, BUFFER, GRADIENT)
+# Of how many tensors that differ the largest difference is measured, and named.
+MEASURED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One tensor as one rank has it; where it is split, its own part.
+
+    Attributes:
+        kind: Of KINDS.
+        name: In the model.
+        part: Equal for ranks that should hold the same; empty where nothing is to be compared.
+        digest: Of all bits; equal for equal tensors.
+        count: Elements.
+        n_nan, n_inf: How many of them are not finite.
+    """
+
+    kind: str
+    name: str
+    part: str
+    digest: int
+    count: int
+    n_nan: int = 0
+    n_inf: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLook:
+    """One model as one rank has it.
+
+    Attributes:
+        name: Of its variable, or its class.
+        strategy: What it is under, for a person.
+        looks: Its tensors, in the model's order.
+        notes: What was not compared, and why, a sentence each.
+    """
+
+    name: str
+    strategy: str
+    looks: tuple[Look, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor that is not the same on all ranks that should hold the same.
+
+    Attributes:
+        model, kind, name: Which.
+        groups: The ranks, those that agree together.
+        count: Elements; those of the part that was compared.
+        largest: The largest difference of an element between two of the ranks; None where it was
+            not measured: beyond the first MEASURED, or a rank has none.
+    """
+
+    model: str
+    kind: str
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+    count: int
+    largest: float | None = None
+
+    @property
+    def is_expected(self) -> bool:
+        """Buffers such as running means: DDP sends rank 0's at the next forward."""
+        return self.kind == BUFFER
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """NaN or inf in one kind of a model's tensors.
+
+    Attributes:
+        model, kind: Which.
+        ranks: Where.
+        names: The tensors, in the model's order.
+        n_nan, n_inf: Elements, over those ranks.
+    """
+
+    model: str
+    kind: str
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    n_nan: int
+    n_inf: int
+
+    @property
+    def first(self) -> str:
+        """The tensor where to look first, in the order in which the model has them.
+
+        Of gradients that is the last one: a backward goes from the loss and hands NaN on to all
+        that comes before.
+        """
+        return self.names[-1 if self.kind == GRADIENT else 0]
+
+    @property
+    def module(self) -> str:
+        """The module that holds it."""
+        return self.first.rpartition(".")[0] or "(the model itself)"
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One model: what was looked at.
+
+    Attributes:
+        name, strategy: As in ModelLook.
+        tensors: Kind -> how many different tensors on any rank.
+        compared: Kind -> how many of them two ranks or more hold alike.
+        notes: What was not compared, with its ranks.
+    """
+
+    name: str
+    strategy: str
+    tensors: Mapping[str, int]
+    compared: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkup:
+    """What a check of all ranks came to.
+
+    Attributes:
+        ranks: That were asked.
+        models: What was looked at.
+        differences: In the models' order.
+        not_finite: Likewise.
+    """
+
+    ranks: tuple[int, ...]
+    models: tuple[Counted, ...]
+    differences: tuple[Difference, ...] = ()
+    not_finite: tuple[NotFinite, ...] = ()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Everything is finite, and parameters and gradients are equal where they should be."""
+        return not self.not_finite and all(one.is_expected for one in self.differences)
+
+    @property
+    def to_measure(self) -> tuple[Difference, ...]:
+        """The finite differences whose size is worth knowing: the first of each kind and model."""
+        odd = {(one.model, one.kind, name) for one in self.not_finite for name in one.names}
+        chosen: list[Difference] = []
+        for one in self.differences:
+            alike = [d for d in chosen if (d.model, d.kind) == (one.model, one.kind)]
+            is_finite = (one.model, one.kind, one.name) not in odd
+            if len(alike) < MEASURED and one.count and is_finite:
+                chosen.append(one)
+        return tuple(chosen)
+
+    def measured(self, sizes: Mapping[Difference, float | None]) -> Checkup:
+        """The same with sizes of differences."""
+        found = (replace(one, largest=sizes.get(one)) for one in self.differences)
+        return replace(self, differences=tuple(found))
+
+
+def compare(told: Mapping[int, Sequence[ModelLook]]) -> Checkup:
+    """All ranks' looks as one.
+
+    Args:
+        told: Rank -> its models.
+    """
+    names = dict.fromkeys(one.name for own in told.values() for one in own)
+    models, differences, not_finite = [], [], []
+    for name in names:
+        own = {rank: one for rank, looks in told.items() for one in looks if one.name == name}
+        models.append(_counted(name, own, told))
+        differences += _differences(name, own)
+        not_finite += _not_finite(name, own)
+    return Checkup(tuple(sorted(told)), tuple(models), tuple(differences), tuple(not_finite))
+
+
+def _counted(name: str, own: Mapping[int, ModelLook], told: Iterable[int]) -> Counted:
+    tensors: dict[str, set[str]] = {kind: set() for kind in KINDS}
+    compared: dict[str, set[str]] = {kind: set() for kind in KINDS}
+    for (kind, tensor, _), ranks in _holders(own).items():
+        tensors[kind].add(tensor)
+        if len(ranks) > 1:
+            compared[kind].add(tensor)
+    for one in own.values():
+        for look in one.looks:
+            tensors[look.kind].add(look.name)
+    notes: dict[str, list[int]] = {}
+    for rank, one in own.items():
+        for note in one.notes:
+            notes.setdefault(note, []).append(rank)
+    lacking = [rank for rank in told if rank not in own]
+    if lacking:
+        notes["there is no such model there"] = lacking
+    return Counted(
+        name,
+        next(iter(own.values())).strategy,
+        {kind: len(found) for kind, found in tensors.items()},
+        {kind: len(found) for kind, found in compared.items()},
+        tuple(f"[{rank_label(ranks)}] {note}" for note, ranks in notes.items()),
+    )
+
+
+def _holders(own: Mapping[int, ModelLook]) -> dict[tuple[str, str, str], dict[int, Look]]:
+    """(kind, name, part) -> rank -> look, of what is to be compared; in the model's order."""
+    found: dict[tuple[str, str, str], dict[int, Look]] = {}
+    for rank, model in sorted(own.items()):
+        for look in model.looks:
+            if look.part:
+                found.setdefault((look.kind, look.name, look.part), {})[rank] = look
+    order = {kind: place for place, kind in enumerate(KINDS)}
+    return dict(sorted(found.items(), key=lambda item: order[item[0][0]]))
+
+
+def _differences(name: str, own: Mapping[int, ModelLook]) -> list[Difference]:
+    found = []
+    for (kind, tensor, _), looks in _holders(own).items():
+        groups: dict[tuple[int, int], list[int]] = {}
+        for rank, look in looks.items():
+            groups.setdefault((look.digest, look.count), []).append(rank)
+        if len(groups) > 1:
+            counts = {count for _, count in groups}
+            size = counts.pop() if len(counts) == 1 else 0
+            found.append(Difference(name, kind, tensor, tuple(map(tuple, groups.values())), size))
+    return found
+
+
+def _not_finite(name: str, own: Mapping[int, ModelLook]) -> list[NotFinite]:
+    found = []
+    for kind in KINDS:
+        bad = {
+            rank: [look for look in one.looks if look.kind == kind and look.n_nan + look.n_inf]
+            for rank, one in own.items()
+        }
+        ranks = tuple(rank for rank, looks in sorted(bad.items()) if looks)
+        if not ranks:
+            continue
+        everything = [look for rank in ranks for look in bad[rank]]
+        order = [look.name for one in own.values() for look in one.looks]
+        names = dict.fromkeys(n for n in order if any(look.name == n for look in everything))
+        n_nan = sum(look.n_nan for look in everything)
+        n_inf = sum(look.n_inf for look in everything)
+        found.append(NotFinite(name, kind, ranks, tuple(names), n_nan, n_inf))
+    return found

@@ -1,0 +1,263 @@
+"""A look at parameters and gradients every so many steps, as cheap as can be left on.
+
+Before each Nth step of an optimizer: is the norm of a gradient not finite? Told at once, on stderr.
+And a sum over the bits of each parameter, whose digests the notebook compares at the end of the
+cell. No rank is met, and on a GPU nobody waits: numbers are read when the next look is due.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nbdist.core.layout import runs
+from nbdist.engine import lints, lints_steps
+
+# Looks of one optimizer in one cell that are kept; then every second of them.
+MOST_LOOKS = 512
+_WORD_BYTES = 8
+
+Peers = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One optimizer.
+
+    Attributes:
+        count: Its steps since this was switched on.
+        is_told: That gradients are not finite was told; again once they have been.
+        peers: id of a parameter -> the ranks that hold the same part of it, as of which version.
+        version: Of what is known of DDP models and the strategy.
+        pending: The last look, of which numbers may still be computed.
+        sums: Peers -> (step, digest), of this cell.
+        stride: Only every so manieth look of this cell is kept.
+        n_looks: Of this cell.
+    """
+
+    count: int = 0
+    is_told: bool = False
+    peers: dict[int, Peers] = field(default_factory=dict)
+    version: tuple[object, ...] = ()
+    pending: _Pending | None = None
+    sums: dict[Peers, list[tuple[int, str]]] = field(default_factory=dict)
+    stride: int = 1
+    n_looks: int = 0
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A look whose numbers have not been read: step, gradients' norms, parameters' sums."""
+
+    step: int
+    names: list[int]
+    norms: torch.Tensor | None
+    sums: dict[Peers, torch.Tensor]
+
+
+@dataclass(slots=True)
+class _State:
+    every: int = 0
+    handle: Any = None
+    watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+
+_state = _State()
+
+
+def set_every(every: int) -> None:
+    """Look before each so manieth step of every optimizer from now on; 0 ends it."""
+    _state.every = every
+    _state.watched.clear()
+    if every and _state.handle is None:
+        _state.handle = register_optimizer_step_pre_hook(_before_step)
+    elif not every and _state.handle is not None:
+        _state.handle.remove()
+        _state.handle = None
+
+
+def install() -> None:
+    """Nothing: `set_every` does."""
+
+
+def uninstall() -> None:
+    """Look no more."""
+    set_every(0)
+
+
+def begin() -> None:
+    """A cell begins."""
+    for one in _state.watched.values():
+        one.sums, one.stride, one.n_looks = {}, 1, 0
+
+
+def seen() -> None:
+    """Note this cell's digests."""
+    for optimizer, one in list(_state.watched.items()):
+        _settle(optimizer, one)
+        for number, (peers, looks) in enumerate(one.sums.items()):
+            subject = _subject(optimizer) + (f" ({number + 1})" if number else "")
+            steps, digests = [list(column) for column in zip(*looks, strict=True)]
+            lints.note(
+                "apart-since", subject, ranks=list(peers), steps=steps, digests=digests,
+                every=_state.every,
+            )  # fmt: skip
+
+
+def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    one = _state.watched.get(optimizer)
+    if one is None:
+        one = _state.watched[optimizer] = _Watched()
+    one.count += 1
+    if one.count % _state.every == 0:
+        _settle(optimizer, one)
+        _look(optimizer, one)
+        if not _is_on_gpu(one.pending):
+            _settle(optimizer, one)
+
+
+def _look(optimizer: Optimizer, one: _Watched) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
+    with torch.no_grad():
+        graded = [p for p in parameters if p.grad is not None]
+        norms = _norms([lints.local(p.grad) for p in graded])
+        sums: dict[Peers, list[torch.Tensor]] = {}
+        for parameter, peers in zip(parameters, _peers(parameters, one), strict=True):
+            if len(peers) > 1:
+                sums.setdefault(peers, []).append(bits(lints.local(parameter)))
+        joined = {peers: torch.stack(own) for peers, own in sums.items()}
+    one.pending = _Pending(one.count, [id(p) for p in graded], norms, joined)
+
+
+def _settle(optimizer: Optimizer, one: _Watched) -> None:
+    """Read the numbers of the last look."""
+    pending, one.pending = one.pending, None
+    if pending is None:
+        return
+    if pending.norms is not None:
+        _judge(optimizer, one, pending, pending.norms.cpu())
+    for peers, sums in pending.sums.items():
+        text = hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=8).hexdigest()
+        _keep(one, peers, pending.step, text)
+    one.n_looks += 1
+
+
+def _keep(one: _Watched, peers: Peers, step: int, text: str) -> None:
+    if one.n_looks % one.stride:
+        return
+    looks = one.sums.setdefault(peers, [])
+    looks.append((step, text))
+    if len(looks) >= MOST_LOOKS and peers == next(reversed(one.sums)):
+        # The same ones on every rank: all have taken as many.
+        one.stride *= 2
+        for other in one.sums.values():
+            del other[1::2]
+
+
+def _judge(optimizer: Optimizer, one: _Watched, pending: _Pending, norms: torch.Tensor) -> None:
+    odd = ~torch.isfinite(norms)
+    if not bool(odd.any()):
+        one.is_told = False
+        return
+    if one.is_told:
+        return
+    given = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    bad = [given[key] for key, is_odd in zip(pending.names, odd.tolist(), strict=True) if is_odd]
+    # A norm of large numbers can be inf where none of them is. Later they may be gone.
+    if all(p.grad is not None and bool(torch.isfinite(lints.local(p.grad)).all()) for p in bad):
+        return
+    one.is_told = True
+    known = names()
+    # A backward hands NaN on to all that comes before: the last one had it first.
+    first = known.get(id(bad[-1]), "a parameter that no model has")
+    sys.stderr.write(
+        f"step {pending.step}: gradients are not finite in {len(bad)} of {len(pending.names)} "
+        f"parameters, the last in the model's order {first} (looked at every {_state.every}; "
+        "%dist_check counts, %dist_check --trace-nan finds the first module)\n"
+    )
+    sys.stderr.flush()
+
+
+def names() -> dict[int, str]:
+    """By id of a parameter its name, model.name, of all models of this rank."""
+    from nbdist.engine import models
+
+    known: dict[int, str] = {}
+    space = models._namespace()  # noqa: SLF001  # the same package
+    for variable, value in space.items():
+        if isinstance(value, torch.nn.Module) and variable[:1] != "_":
+            inner = getattr(value, "module", value)
+            for name, parameter in inner.named_parameters():
+                known.setdefault(id(parameter), f"{variable}.{name}")
+    return known
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that depends on every bit of a tensor, where it lies: 0-dim, int64.
+
+    As fast as memory: words are only added, so two that have changed places are not seen.
+    """
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % _WORD_BYTES:
+        flat = flat.clone()
+    whole = flat.numel() // _WORD_BYTES * _WORD_BYTES
+    total = flat[:whole].view(torch.int64).sum()
+    return total if whole == flat.numel() else total + flat[whole:].sum(dtype=torch.int64)
+
+
+def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Norms in the order given; NaN or inf where a number is. None without gradients."""
+    if not gradients:
+        return None
+    # torch has nothing public for many tensors of several types; as in engine/parallel/norms.py.
+    found = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)  # noqa: SLF001
+    home = found[0].device
+    return torch.stack([one.to(home) for one in found])
+
+
+def _peers(parameters: Sequence[torch.Tensor], one: _Watched) -> list[Peers]:
+    """For each parameter the ranks that hold the same of it; itself alone where nobody knows."""
+    registry: Any = sys.modules.get("nbdist.engine.parallel.registry")
+    choice = registry.current() if registry is not None and dist.is_initialized() else None
+    version = (choice, lints_steps.n_ddps(), len(parameters))
+    if version != one.version or any(id(p) not in one.peers for p in parameters):
+        one.version, one.peers = version, _find_peers(parameters, registry)
+    return [one.peers[id(p)] for p in parameters]
+
+
+def _find_peers(parameters: Sequence[torch.Tensor], registry: Any) -> dict[int, Peers]:
+    found = {id(p): (lints_steps.ddp_ranks(p) or ()) for p in parameters}
+    for one in registry.prepared() if registry is not None else ():
+        if one.built.job.choice.name in ("single", "deepspeed", "fsdp1"):
+            continue
+        rank = one.built.job.grid.rank
+        for name, parameter in one.parameters.items():
+            layout, degrees = one.layouts[name], one.degrees
+            own = runs(layout, degrees, rank)
+            found[id(parameter)] = tuple(
+                other for other in range(degrees.product) if runs(layout, degrees, other) == own
+            )
+    return found
+
+
+def _subject(optimizer: Optimizer) -> str:
+    first = next(p for group in optimizer.param_groups for p in group["params"])
+    return names().get(id(first), "an optimizer").partition(".")[0]
+
+
+def _is_on_gpu(pending: _Pending | None) -> bool:
+    if pending is None:
+        return False
+    tensors = [*pending.sums.values(), *([] if pending.norms is None else [pending.norms])]
+    return any(one.device.type != "cpu" for one in tensors)

@@ -1,0 +1,101 @@
+"""Finds the module whose output is not finite first, in the order in which modules run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+
+from nbdist.engine import lints_steps
+
+
+@dataclass(slots=True)
+class _State:
+    """Whether the next cell is traced, and the hook of the one that runs."""
+
+    is_armed: bool = False
+    handle: Any = None
+    began: int = 0
+
+
+_state = _State()
+
+
+def trace_nan() -> None:
+    """Look at what every module of the next cell gives, until one gives NaN or inf."""
+    _state.is_armed = True
+
+
+def install() -> None:
+    """Nothing: a cell that is to be traced does."""
+
+
+def uninstall() -> None:
+    """Look no more."""
+    _state.is_armed = False
+    seen()
+
+
+def begin() -> None:
+    """A cell begins."""
+    if _state.is_armed:
+        _state.is_armed = False
+        _state.began = lints_steps.count()
+        _state.handle = register_module_forward_hook(_after)
+
+
+def seen() -> None:
+    """It has ended."""
+    if _state.handle is not None:
+        _state.handle.remove()
+        _state.handle = None
+
+
+def _after(module: torch.nn.Module, given: object, output: object) -> None:
+    """After a module's forward; those inside it came before."""
+    if _state.handle is None or torch.compiler.is_compiling() or _is_finite(output):
+        return
+    step = lints_steps.count() - _state.began + 1
+    seen()
+    reason = "what went in was finite" if _is_finite(given) else "what went in was not either"
+    lacking = [name for name, p in module.named_parameters() if not _is_finite(p)]
+    if lacking:
+        reason += f", and its {lacking[0]} is not"
+    sys.stderr.write(
+        f"step {step} of this cell: {_name(module)} is the first module whose output is not "
+        f"finite; {reason}\n"
+    )
+    sys.stderr.flush()
+
+
+def _name(module: torch.nn.Module) -> str:
+    from nbdist.engine import models
+
+    for variable, value in models._namespace().items():  # noqa: SLF001  # the same package
+        if isinstance(value, torch.nn.Module) and variable[:1] != "_":
+            inner = getattr(value, "module", value)
+            for name, child in inner.named_modules():
+                if child is module:
+                    where = f"{variable}.{name}" if name else variable
+                    return f"{where} ({type(module).__name__})"
+    return f"a {type(module).__name__}"
+
+
+def _is_finite(value: object) -> bool:
+    return all(bool(torch.isfinite(one).all()) for one in _tensors(value))
+
+
+def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if (value.is_floating_point() or value.is_complex()) and not value.is_meta:
+            yield value.detach()
+    elif depth and isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one, depth - 1)

@@ -1,0 +1,140 @@
+"""Watches for what usually goes wrong in training, and tells the notebook at the end of a cell.
+
+Nothing here meets another rank: each rank notes what it sees by itself, in the user's own calls,
+and sends it with its cell's output. What needs several ranks is compared in the notebook
+(core/lints.py). What was seen in a cell is forgotten with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.core.lints import Seen
+from nbdist.core.wire import CELL_RUN, SEEN
+
+# Each has install, uninstall, begin (a cell begins) and seen (what there is at its end). Imported
+# when a rank has its names, not before its group is formed.
+PARTS = (
+    "nbdist.engine.checkup_every",
+    "nbdist.engine.checkup_trace",
+    "nbdist.engine.lints_data",
+    "nbdist.engine.lints_steps",
+    "nbdist.engine.lints_values",
+)
+
+
+@dataclass(slots=True)
+class _State:
+    """What this cell has noted so far, by lint and subject."""
+
+    noted: dict[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
+    is_installed: bool = False
+
+
+_state = _State()
+
+
+def install() -> None:
+    """Watch torch's calls from now on. Twice is harmless."""
+    if not _state.is_installed:
+        _state.is_installed = True
+        for part in _parts():
+            part.install()
+
+
+def uninstall() -> None:
+    """Leave torch as it was before `install`."""
+    if _state.is_installed:
+        _state.is_installed = False
+        for part in _parts():
+            part.uninstall()
+
+
+def note(lint: str, subject: str, **facts: Any) -> None:
+    """Something was seen in this cell. Again with the same subject, the newest counts."""
+    _state.noted[lint, subject] = facts
+
+
+def begin() -> None:
+    """A cell begins."""
+    _state.noted.clear()
+    for part in _parts():
+        part.begin()
+
+
+def collect() -> list[Seen]:
+    """What was seen since `begin`; JSON can carry it. This rank alone."""
+    for part in _parts():
+        part.seen()
+    return [Seen(lint, subject, facts) for (lint, subject), facts in _state.noted.items()]
+
+
+def watch_cells(kernel: Any) -> None:
+    """Send what each of the notebook's cells has shown. Once per engine, before it is watched.
+
+    Around the kernel's `do_execute`, as engine/recorded.py: it has to come before the reply.
+    """
+    execute: Callable[..., Any] = kernel.do_execute
+    if getattr(execute, "is_linted", False):
+        return
+    install()
+
+    async def do_execute(*args: Any, **options: Any) -> Any:
+        is_cell = CELL_RUN in kernel.get_parent("shell").get("metadata", {})
+        if not is_cell:
+            return await execute(*args, **options)
+        begin()
+        try:
+            return await execute(*args, **options)
+        finally:
+            _send(kernel)
+
+    do_execute.is_linted = True  # type: ignore[attr-defined]
+    kernel.do_execute = do_execute
+
+
+def _send(kernel: Any) -> None:
+    try:
+        if seen := collect():
+            content = [[one.lint, one.subject, dict(one.facts)] for one in seen]
+            kernel.shell.display_pub.publish({SEEN: content})
+    except KeyboardInterrupt:
+        return  # one press more: the cell has ended already
+    except Exception as error:  # noqa: BLE001  # else the cell would get no reply at all
+        warnings.warn(f"lints of this cell could not be judged: {error!r}", stacklevel=1)
+
+
+def variable(is_meant: Callable[[Any], bool], otherwise: str) -> str:
+    """The first of the user's variables whose value is meant; else what it is called otherwise."""
+    own = shell()
+    for name, value in list(own.user_ns.items()) if own is not None else ():
+        if not name.startswith("_") and is_meant(value):
+            return str(name)
+    return otherwise
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a DTensor, or the tensor; without loading DTensors for it."""
+    part = getattr(tensor, "to_local", None)
+    return (tensor if part is None else part()).detach()
+
+
+def is_split(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "to_local")
+
+
+def shell() -> Any:
+    """IPython's shell; None in a process without one."""
+    from IPython.core.getipython import get_ipython
+
+    return get_ipython()
+
+
+def _parts() -> list[Any]:
+    return [sys.modules.get(name) or importlib.import_module(name) for name in PARTS]

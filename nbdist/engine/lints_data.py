@@ -1,0 +1,211 @@
+"""What a rank's DataLoaders hand out: the same as other ranks', the same order again, by how many.
+
+Private: `_BaseDataLoaderIter.__next__` is wrapped, as torch tells nobody which batches a loader
+hands out. Of each loop the first few are looked at, later ones cost a comparison of two numbers.
+A torch without the names that are read here is left alone, and these lints are silent.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, dataloader
+
+from nbdist.engine import lints, lints_steps
+
+# Batches of each loop that are looked at, and what of them.
+LOOKED = 4
+MOST_TENSORS = 8
+MOST_NUMBERS = 2048
+MOST_DEPTH = 4
+# Loops of a cell that are kept: the last ones.
+MOST_LOOPS = 8
+
+
+@dataclass(slots=True)
+class _Loop:
+    """One loop over a loader.
+
+    Attributes:
+        drawn: What draws its indices, weakly: the same object in every epoch.
+        dataset: Weakly, to find the loader's name.
+        epoch: That its DistributedSampler stood at; None without one, or without shuffle.
+        digests: Of its first batches.
+        began: Steps of optimizers when each batch was asked for.
+    """
+
+    drawn: weakref.ref[Any]
+    dataset: Any
+    epoch: int | None
+    digests: list[str] = field(default_factory=list)
+    began: list[int] = field(default_factory=list)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether optimizers stepped between its batches."""
+        return len(self.began) > 1 and self.began[-1] > self.began[0]
+
+
+@dataclass(slots=True)
+class _State:
+    loops: list[_Loop] = field(default_factory=list)
+    by_iterator: weakref.WeakKeyDictionary[Any, _Loop] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    workers: int = 0
+    original: Any = None
+
+
+_state = _State()
+
+
+def install() -> None:
+    """Look at batches from now on."""
+    kind = getattr(dataloader, "_BaseDataLoaderIter", None)
+    if kind is not None and _state.original is None:
+        _state.original = kind.__next__
+        kind.__next__ = _watched(kind.__next__)
+
+
+def uninstall() -> None:
+    """Look at no more."""
+    if _state.original is not None:
+        dataloader._BaseDataLoaderIter.__next__ = _state.original  # type: ignore[method-assign]  # noqa: SLF001
+        _state.original = None
+
+
+def begin() -> None:
+    """Forget the loops of the cell before."""
+    _state.loops.clear()
+    _state.by_iterator.clear()
+    _state.workers = 0
+
+
+def seen() -> None:
+    """Note what this cell's loops have shown."""
+    if _state.workers:
+        lints.note(
+            "workers", "DataLoader workers", workers=_state.workers, cores=_cores(),
+            host=platform.node(),
+        )  # fmt: skip
+    done: set[str] = set()
+    before: dict[int, _Loop] = {}
+    for one in _state.loops:
+        drawn = one.drawn()
+        if drawn is None or not one.is_training:
+            continue
+        name = _name(one, drawn)
+        if name not in done:
+            done.add(name)
+            _note_same(name, one)
+        older = before.get(id(drawn))
+        if older is not None and one.epoch is not None and older.epoch == one.epoch:
+            lints.note("set-epoch", name, epoch=one.epoch)
+        before[id(drawn)] = one
+
+
+def _note_same(name: str, loop: _Loop) -> None:
+    peers = lints_steps.peers()
+    if len(peers) > 1 and loop.digests:
+        lints.note("same-data", name, digests=loop.digests, peers=list(peers))
+
+
+def _watched(original: Any) -> Any:
+    @functools.wraps(original)
+    def __next__(self: Any) -> Any:  # noqa: N807
+        if self._num_yielded >= LOOKED:
+            return original(self)
+        loop = _begun(self)
+        if loop is None:
+            return original(self)
+        loop.began.append(lints_steps.count())
+        batch = original(self)
+        loop.digests.append(digest(batch))
+        return batch
+
+    return __next__
+
+
+def _begun(iterator: Any) -> _Loop | None:
+    """The loop that an iterator is in; a new one at its first batch."""
+    if iterator._num_yielded:  # noqa: SLF001
+        return _state.by_iterator.get(iterator)
+    drawn = getattr(iterator, "_index_sampler", None)
+    if drawn is None:
+        return None
+    sampler = getattr(drawn, "sampler", drawn)
+    is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
+    dataset = getattr(iterator, "_dataset", None)
+    loop = _Loop(weakref.ref(drawn), _weak(dataset), int(sampler.epoch) if is_shuffled else None)
+    _state.by_iterator[iterator] = loop
+    _state.loops.append(loop)
+    del _state.loops[:-MOST_LOOPS]
+    _state.workers = max(_state.workers, int(getattr(iterator, "_num_workers", 0)))
+    return loop
+
+
+def _weak(value: Any) -> Any:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # a list is a dataset too
+        return lambda: None
+
+
+def _name(loop: _Loop, drawn: Any) -> str:
+    """The variable that holds the loader, or what its data are."""
+    dataset = loop.dataset()
+    kind = "data" if dataset is None else type(dataset).__name__
+
+    def has_same_data(value: Any) -> bool:
+        return isinstance(value, DataLoader) and value.dataset is dataset
+
+    def draws_same(value: Any) -> bool:
+        return isinstance(value, DataLoader) and drawn in (value.batch_sampler, value.sampler)
+
+    return lints.variable(draws_same, lints.variable(has_same_data, f"a DataLoader of {kind}"))
+
+
+def _cores() -> int:
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+
+
+def digest(batch: Any) -> str:
+    """A text that differs where the first numbers of a batch do."""
+    total = hashlib.blake2b(digest_size=8)
+    for number, one in enumerate(_leaves(batch, MOST_DEPTH)):
+        if number == MOST_TENSORS:
+            break
+        total.update(_bytes(one))
+    return total.hexdigest()
+
+
+def _leaves(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor | np.ndarray | str | int | float):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for one in value.values():
+            yield from _leaves(one, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for one in value[: 4 * MOST_TENSORS]:
+            yield from _leaves(one, depth - 1)
+
+
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        if value.is_sparse or value.is_meta or value.is_quantized:
+            return str(tuple(value.shape)).encode()
+        flat = value.detach().reshape(-1)[:MOST_NUMBERS].cpu().contiguous()
+        return str(tuple(value.shape)).encode() + flat.view(torch.uint8).numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return str(value.shape).encode() + repr(value.reshape(-1)[:64].tolist()).encode()
+    return repr(value).encode()

@@ -1,0 +1,419 @@
+"""What a rank's steps are made of: backwards, forwards of DDP models, gradients, scalers.
+
+Everything is noted in calls that the user makes anyway: `Tensor.backward`, `Optimizer.step`
+(torch's own global hook), `GradScaler.scale`, entering `torch.autocast`, and DDP's constructor,
+which gets a forward hook for each model. A step costs some microseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nbdist.core.calls import Place
+from nbdist.core.lints import SHOWN_NAMES
+from nbdist.core.sentences import place_told
+from nbdist.engine import lints
+from nbdist.engine.places import Places
+
+# The last operation of a loss that is a mean, and nothing else: what else there may be is divided,
+# weighted, or not known.
+_MEANS = frozenset({
+    "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0", "HuberLossBackward0",
+    "MeanBackward0", "MeanBackward1", "MseLossBackward0", "NllLoss2DBackward0",
+    "NllLossBackward0", "SmoothL1LossBackward0",
+})  # fmt: skip
+_MEAN = 1  # torch's number of reduction="mean"
+
+Line = tuple[Any, int]  # a code object and a line of it
+
+
+class Ddp:
+    """One DDP model: whether it was called since its last step, and in this cell. Its hook."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self.module = weakref.ref(module)
+        # Only ever written in a forward: what torch.compile traces must not depend on it.
+        self.has_run = self.is_called = False
+        self.run_at = 0
+        self.is_checked = False
+
+    def __call__(self, _module: torch.nn.Module, _args: object) -> None:
+        """Before the model's forward."""
+        if torch.is_grad_enabled():
+            self.has_run = self.is_called = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A model that is pickled whole must load where there is no nbdist: dict's own `get`, called
+        # as a hook, hands its arguments on.
+        return getattr, ({}, "get")
+
+
+@dataclass(slots=True)
+class _Stepper:
+    """One optimizer.
+
+    Attributes:
+        ddps: The DDP models whose parameters it has, and as of how many DDP models.
+        at: Number of the last step.
+        backwards: Of all, at the last step.
+        lines: How often each line called backward before the last step, where that counts.
+    """
+
+    ddps: list[Ddp] = field(default_factory=list)
+    known: int = -1
+    at: int = 0
+    backwards: int = 0
+    lines: dict[Line, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _State:
+    """Counts of this process, and what was replaced in torch.
+
+    Attributes:
+        lines: Line -> backwards since the last step, from losses that are undivided means.
+        cleared: Lines before whose second backward there was no gradient any more.
+        probe: A parameter that steps, to see whether gradients are added up.
+        autocast: What was computed in since the last step.
+        stepped: Optimizers that have stepped in this cell.
+    """
+
+    count: int = 0
+    backwards: int = 0
+    ddps: list[weakref.ref[Ddp]] = field(default_factory=list)
+    n_ddps: int = 0
+    steppers: weakref.WeakKeyDictionary[Optimizer, _Stepper] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    lines: dict[Line, int] = field(default_factory=dict)
+    cleared: set[Line] = field(default_factory=set)
+    probe: weakref.ref[torch.Tensor] | None = None
+    autocast: torch.dtype | None = None
+    is_inside: bool = False
+    stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+
+_state = _State()
+
+
+def count() -> int:
+    """Steps of all optimizers so far."""
+    return _state.count
+
+
+def install() -> None:
+    """Watch from now on."""
+    handle = register_optimizer_step_pre_hook(_before_step)
+    _state.undo.append(handle.remove)
+    _wrap(torch.Tensor, "backward", _noting_backward)
+    _wrap(torch.amp.GradScaler, "scale", _noting_scale)
+    _wrap(torch.amp.autocast, "__enter__", _noting_autocast)
+    _wrap(DistributedDataParallel, "__init__", _noting_ddp)
+
+
+def uninstall() -> None:
+    """Leave torch as it was."""
+    while _state.undo:
+        _state.undo.pop()()
+
+
+def begin() -> None:
+    """A cell begins."""
+    _state.lines.clear()
+    _state.cleared.clear()
+    _state.stepped.clear()
+    for stepper in _state.steppers.values():
+        stepper.lines = {}
+    for ref in _state.ddps:
+        if (one := ref()) is not None:
+            one.is_called = False
+
+
+def peers() -> tuple[int, ...]:
+    """The ranks that should see other data than each other, this one too; empty if unknown.
+
+    Those of the same DDP model, or along the data-parallel axes of a prepared model, that has
+    stepped in this cell.
+    """
+    for optimizer in _state.stepped:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = _peers_of_prepared(own)
+        if found is not None:
+            return found
+        for ddp in _ddps_of(optimizer):
+            module = ddp.module()
+            if module is not None:
+                return tuple(torch.distributed.get_process_group_ranks(module.process_group))
+    return ()
+
+
+def _peers_of_prepared(own: set[int]) -> tuple[int, ...] | None:
+    registry = sys.modules.get("nbdist.engine.parallel.registry")
+    if registry is None:
+        return None
+    for one in registry.prepared():
+        if not any(id(p) in own for p in one.parameters.values()):
+            continue
+        if one.built.job.choice.name == "single":
+            return ()
+        degrees, rank = one.degrees, torch.distributed.get_rank()
+        place = degrees.coordinate(rank)
+        return tuple(
+            other
+            for other in range(degrees.product)
+            if (there := degrees.coordinate(other))
+            and (there.tp, there.pp, there.cp) == (place.tp, place.pp, place.cp)
+        )
+    return None
+
+
+def used_ddps() -> list[DistributedDataParallel]:
+    """The DDP models that were trained in this cell: called, or their optimizers have stepped."""
+    if not (_state.stepped or _state.ddps):
+        return []
+    stepped = [d for o in _state.stepped for d in _ddps_of(o)]
+    called = [one for ref in _state.ddps if (one := ref()) is not None and one.is_called]
+    modules = [one.module() for one in {id(d): d for d in (*called, *stepped)}.values()]
+    return [one for one in modules if one is not None and not _is_retired(one)]
+
+
+def n_ddps() -> int:
+    """DDP models that have been made so far."""
+    return _state.n_ddps
+
+
+def ddp_ranks(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The ranks of the DDP model that a parameter is in; empty if in none."""
+    for ref in _state.ddps:
+        one = ref()
+        module = None if one is None else one.module()
+        if one is not None and module is not None and _has_any(one, {id(parameter)}):
+            return tuple(torch.distributed.get_process_group_ranks(module.process_group))
+    return ()
+
+
+def name_of(module: Any) -> str:
+    """The variable that holds a wrapper, or what is in it, or its class."""
+    inner = getattr(module, "module", module)
+    return lints.variable(lambda value: value is module, type(inner).__name__)
+
+
+def seen() -> None:
+    """Everything is noted when it happens."""
+
+
+@contextlib.contextmanager
+def declared(loss: Any, divisor: int) -> Iterator[None]:
+    """An Accelerator runs the backward of a loss in here, divided by its number of backwards."""
+    if divisor == 1 and _state.undo:
+        _note_backward(loss, sys._getframe(2))  # noqa: SLF001  # past contextlib's own frame
+    before, _state.is_inside = _state.is_inside, True
+    try:
+        yield
+    finally:
+        _state.is_inside = before
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    replaced = functools.wraps(original)(make(original))
+    setattr(owner, name, replaced)
+
+    def undo() -> None:
+        # Whoever has wrapped it since keeps what he has.
+        if getattr(owner, name) is replaced:
+            setattr(owner, name, original)
+
+    _state.undo.append(undo)
+
+
+def _noting_ddp(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        one = Ddp(self)
+        self.register_forward_pre_hook(one)
+        _state.ddps = [ref for ref in _state.ddps if ref() is not None]
+        _state.ddps.append(weakref.ref(one))
+        _state.n_ddps += 1
+
+    return __init__
+
+
+def _noting_autocast(original: Any) -> Any:
+    def __enter__(self: Any) -> Any:  # noqa: N807
+        if getattr(self, "_enabled", False):
+            _state.autocast = getattr(self, "fast_dtype", None)
+        return original(self)
+
+    return __enter__
+
+
+def _noting_scale(original: Any) -> Any:
+    def scale(self: Any, outputs: Any) -> Any:
+        if _state.autocast is torch.bfloat16 and self.is_enabled():
+            lints.note("bf16-scaler", "GradScaler")
+        return original(self, outputs)
+
+    return scale
+
+
+def _noting_backward(original: Any) -> Any:
+    def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _state.backwards += 1
+        if not _state.is_inside:
+            _note_backward(self, sys._getframe(1))  # noqa: SLF001  # there is no other way
+        return original(self, *args, **kwargs)
+
+    return backward
+
+
+def _note_backward(loss: Any, frame: Any) -> None:
+    node = getattr(loss, "grad_fn", None)
+    if type(node).__name__ not in _MEANS or getattr(node, "_saved_reduction", _MEAN) != _MEAN:
+        return
+    line = frame.f_code, frame.f_lineno
+    before = _state.lines.get(line, 0)
+    _state.lines[line] = before + 1
+    if before == 1:
+        probe = _probed()
+        if probe is None or probe.grad is None:
+            _state.cleared.add(line)
+
+
+def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    state = _state
+    state.count += 1
+    stepper = state.steppers.get(optimizer)
+    if stepper is None:
+        stepper = state.steppers[optimizer] = _Stepper()
+    if stepper.known != state.n_ddps:
+        stepper.ddps, stepper.known = _find_ddps(optimizer), state.n_ddps
+    has_backward = state.backwards > stepper.backwards
+    if stepper.ddps and has_backward:
+        _look_at_ddps(optimizer, stepper)
+    if max(state.lines.values(), default=1) > 1 and has_backward:
+        _look_at_lines(stepper)
+    stepper.lines = dict(state.lines)
+    state.lines.clear()
+    state.cleared.clear()
+    state.autocast = None
+    stepper.at, stepper.backwards = state.count, state.backwards
+    state.stepped.add(optimizer)
+    if state.probe is None or state.probe() is None:
+        state.probe = _probe(optimizer)
+
+
+def _probed() -> torch.Tensor | None:
+    return None if _state.probe is None else _state.probe()
+
+
+def _probe(optimizer: Optimizer) -> weakref.ref[torch.Tensor] | None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return weakref.ref(parameter)
+    return None
+
+
+def _look_at_ddps(optimizer: Optimizer, stepper: _Stepper) -> None:
+    for one in stepper.ddps:
+        if one.has_run:
+            one.has_run, one.run_at = False, _state.count
+    if not any(one.run_at > stepper.at for one in stepper.ddps):
+        _look_beside(optimizer, stepper)
+        return
+    for one in stepper.ddps:
+        if not one.is_checked and one.run_at > stepper.at:
+            one.is_checked = True
+            _look_unused(optimizer, one)
+
+
+def _look_beside(optimizer: Optimizer, stepper: _Stepper) -> None:
+    for one in _ddps_of(optimizer, stepper):
+        module = one.module()
+        if module is None or torch.distributed.get_world_size(module.process_group) == 1:
+            continue
+        own = [p for p in module.parameters() if p.requires_grad]
+        if own and any(p.grad is not None for p in own):
+            lints.note("beside-wrapper", name_of(module))
+
+
+def _look_unused(optimizer: Optimizer, one: Ddp) -> None:
+    ddp: Any = one.module()
+    if ddp is None or ddp.find_unused_parameters or getattr(ddp, "static_graph", False):
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = {n: p for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) in stepped}
+    lacking = [name for name, p in own.items() if p.grad is None]
+    if lacking and len(lacking) < len(own):
+        lints.note(
+            "unused-parameters", name_of(ddp), names=lacking[:SHOWN_NAMES], count=len(lacking),
+            total=len(own),
+        )  # fmt: skip
+
+
+def _look_at_lines(stepper: _Stepper) -> None:
+    for line, times in _state.lines.items():
+        is_again = stepper.lines.get(line) == times
+        if times > 1 and is_again and line not in _state.cleared and _is_added_up():
+            code, number = line
+            place = _places().at(code, number)
+            # A cell that is run again has another number.
+            subject = f"line {place.line}: {place.source}"
+            lints.note("loss-not-divided", subject, place=place_told(place), count=times)
+
+
+def _is_added_up() -> bool:
+    """Whether the probe has a gradient that is not all zero. Only asked where all else is so."""
+    probe = _probed()
+    return probe is not None and probe.grad is not None and bool(probe.grad.count_nonzero() > 0)
+
+
+class _Lines(Places):
+    """Finds a line of code that may not be running any more."""
+
+    def at(self, code: Any, line: int) -> Place:
+        """The line's place."""
+        return self._describe(code.co_filename, line)
+
+
+@functools.cache
+def _places() -> _Lines:
+    return _Lines(lints.shell())
+
+
+def _find_ddps(optimizer: Optimizer) -> list[Ddp]:
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = [one for ref in _state.ddps if (one := ref()) is not None]
+    return [one for one in found if _has_any(one, own)]
+
+
+def _has_any(one: Ddp, own: set[int]) -> bool:
+    module = one.module()
+    if module is None or _is_retired(module):
+        return False
+    return any(id(p) in own for p in module.parameters())
+
+
+def _ddps_of(optimizer: Optimizer, stepper: _Stepper | None = None) -> list[Ddp]:
+    """Those that still are: a switch may have taken the wrapper off since."""
+    stepper = stepper or _state.steppers.get(optimizer)
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [] if stepper is None else [one for one in stepper.ddps if _has_any(one, own)]
+
+
+def _is_retired(module: torch.nn.Module) -> bool:
+    prepared = sys.modules.get("nbdist.engine.parallel.prepared")
+    return prepared is not None and bool(prepared.is_retired(module))

@@ -1,0 +1,112 @@
+"""Whether ranks that should have the same values do: digests of the first elements of each tensor.
+
+Values of ranks that are apart differ everywhere after one step, so a few elements of each tensor
+tell it. `%dist_check` compares all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbdist.engine import lints, lints_steps
+
+HEAD = 16
+MOST_TENSORS = 256
+_FSDP = "torch.distributed.fsdp"
+
+
+@dataclass(slots=True)
+class _State:
+    """What was given to fully_shard in this cell: class, digest, and the ranks of its mesh."""
+
+    sharded: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
+    original: Any = None
+
+
+_state = _State()
+
+
+def install() -> None:
+    """Nothing yet: FSDP is not loaded for it."""
+
+
+def uninstall() -> None:
+    """Leave FSDP as it was."""
+    if _state.original is not None:
+        sys.modules[_FSDP].fully_shard = _state.original  # type: ignore[attr-defined]
+        _state.original = None
+
+
+def begin() -> None:
+    """A cell begins: watch fully_shard once FSDP is loaded."""
+    _state.sharded.clear()
+    module: Any = sys.modules.get(_FSDP)
+    if _state.original is None and hasattr(module, "fully_shard"):
+        _state.original = module.fully_shard
+        module.fully_shard = _watched(module.fully_shard)
+
+
+def seen() -> None:
+    """Note this cell's models."""
+    by_mesh: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    for kind, own, ranks in _state.sharded:
+        by_mesh.setdefault(ranks, []).append((kind, own))
+    for ranks, given in by_mesh.items():
+        # The outermost comes last, and may have no parameters of its own.
+        text = " ".join(own for _, own in given)
+        lints.note("shard-seeds", given[-1][0], digest=text, ranks=list(ranks))
+    for ddp in lints_steps.used_ddps():
+        members = dist.get_process_group_ranks(ddp.process_group)
+        own = digest(p for p in ddp.parameters() if p.requires_grad)
+        lints.note("parameters-apart", lints_steps.name_of(ddp), digest=own, ranks=members)
+
+
+def note_initial(name: str, tensors: Iterable[torch.Tensor]) -> None:
+    """A model of this class is about to be prepared, with rank 0's values on all ranks."""
+    own = digest(tensors)
+    lints.note("initial-values", name, digest=own, ranks=list(range(dist.get_world_size())))
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """A text that differs where the first elements of the first tensors do, bit by bit."""
+    heads: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for number, tensor in enumerate(tensors):
+        if number == MOST_TENSORS:
+            break
+        head = lints.local(tensor)
+        if head.is_meta or not head.numel():
+            continue
+        while head.ndim > 1:
+            head = head[0]
+        heads.setdefault((head.dtype, head.device), []).append(head.reshape(-1)[:HEAD])
+    total = hashlib.blake2b(digest_size=8)
+    for (dtype, _), own in heads.items():
+        joined = torch.cat(own).cpu().contiguous()  # one copy from a GPU, not one for each
+        total.update(str(dtype).encode() + joined.view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def _watched(original: Any) -> Any:
+    @functools.wraps(original)
+    def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        _note(module, kwargs.get("mesh"))
+        return original(module, *args, **kwargs)
+
+    return fully_shard
+
+
+def _note(given: Any, mesh: Any) -> None:
+    modules = given if isinstance(given, list | tuple) else [given]
+    own = [p for one in modules for p in one.parameters() if not lints.is_split(p)]
+    if any(p.is_meta for p in own):
+        return  # nbdist's own way, which sends values later
+    ranks = mesh.mesh.flatten().tolist() if mesh is not None else range(dist.get_world_size())
+    _state.sharded.append((type(modules[-1]).__name__, digest(own), tuple(ranks)))

@@ -1,0 +1,179 @@
+"""What lints make of what ranks saw: when they speak, when they are silent, and how often."""
+
+from typing import Any
+
+import pytest
+
+from nbdist.client.lints import Lints
+from nbdist.core import lints
+from nbdist.core.lints import LINTS, Seen
+from nbdist.core.wire import SEEN
+from nbdist.errors import OptionError
+
+A, B, C = "a" * 16, "b" * 16, "c" * 16
+BOTH = [0, 1]
+
+
+def same(*digests: str, peers: list[int] | None = None) -> Seen:
+    return Seen("same-data", "loader", {"digests": list(digests), "peers": peers or BOTH})
+
+
+def apart(digest: str, ranks: list[int] | None = None) -> Seen:
+    return Seen("parameters-apart", "model", {"digest": digest, "ranks": ranks or BOTH})
+
+
+def workers(count: int, cores: int = 8, host: str = "h") -> Seen:
+    return Seen("workers", "w", {"workers": count, "cores": cores, "host": host})
+
+
+def since(*digests: str) -> Seen:
+    steps = [10 * (n + 1) for n in range(len(digests))]
+    facts = {"ranks": BOTH, "steps": steps, "digests": list(digests), "every": 10}
+    return Seen("apart-since", "model", facts)
+
+
+def told(*seen: Seen | list[Seen], is_ok: bool = True) -> list[tuple[str, tuple[int, ...]]]:
+    by_rank = {r: own if isinstance(own, list) else [own] for r, own in enumerate(seen)}
+    return [(one.lint, one.hit.ranks) for one in lints.judged(by_rank, is_ok=is_ok)]
+
+
+@pytest.mark.parametrize(
+    ("seen", "ranks"),
+    [
+        ([same(A, B), same(A, B)], (0, 1)),
+        ([same(A, B, C), same(A, B)], (0, 1)),  # a rank that has looked at fewer
+        ([same(A, B), same(A, C)], None),
+        ([same(A), same(A)], None),  # one batch can be equal by chance
+        ([same(A, A), same(A, A)], None),  # a constant dataset
+        ([same(A, B, peers=[0]), same(A, B, peers=[1])], None),  # tp: they must see the same
+    ],
+)
+def test_the_same_data(seen: list[Seen], ranks: tuple[int, ...] | None) -> None:
+    """Only for ranks along the data-parallel axes, from two different batches on."""
+    assert told(*seen) == ([("same-data", ranks)] if ranks else [])
+
+
+def test_two_pairs_of_ranks_are_two_hits() -> None:
+    """Four ranks of dp 2 x tp 2 whose loaders are all alike: each pair of dp is one."""
+    seen = [same(A, B, peers=peers) for peers in ([0, 2], [1, 3], [0, 2], [1, 3])]
+
+    assert told(*seen) == [("same-data", (0, 2)), ("same-data", (1, 3))]
+
+
+def test_parameters_that_are_apart() -> None:
+    """Within a model's group, and not where a rank failed: there that is told otherwise."""
+    assert told(apart(A), apart(B)) == [("parameters-apart", (0, 1))]
+    assert told(apart(A), apart(A)) == []
+    assert told(apart(A), apart(B), is_ok=False) == []
+    assert told(apart(A, [0]), apart(B, [1])) == []
+
+
+def test_workers_of_one_host_are_added_up() -> None:
+    """More than its cores; another host has its own."""
+    assert told(workers(5), workers(4)) == [("workers", (0, 1))]
+    assert told(workers(4), workers(4)) == []
+    assert told(workers(5), workers(5, host="other")) == []
+
+
+def test_the_first_look_that_differs_is_named() -> None:
+    """And the lint that says less is left out."""
+    seen = {0: [since(A, B, C), apart(A)], 1: [since(A, C, A), apart(B)]}
+    (one,) = lints.judged(seen, is_ok=True)
+
+    assert one.lint == "apart-since"
+    assert "before step 20 of its optimizer the parameters of model differed" in one.hit.found
+    assert told(since(A, B), since(A, B)) == []
+
+
+def test_ranks_with_the_same_sentence_are_one_hit() -> None:
+    """Different ones are told each."""
+    four, two = (
+        Seen("loss-not-divided", "line 3: loss.backward()", {"place": "line 3", "count": n})
+        for n in (4, 2)
+    )
+
+    assert told(four, four) == [("loss-not-divided", (0, 1))]
+    assert told(four, two) == [("loss-not-divided", (0,)), ("loss-not-divided", (1,))]
+
+
+def test_every_lint_says_what_to_do_and_how_to_hear_no_more() -> None:
+    """Two lines: what and where; why, what to do, how to silence it."""
+    (one,) = lints.judged({0: [same(A, B)], 1: [same(A, B)]}, is_ok=True)
+    first, second = one.lines
+
+    assert first == (
+        "lint same-data [0-1]: loader gave ranks 0-1 the same batches (the first 2 were compared)"
+    )
+    assert second.startswith("  each gradient is computed twice")
+    assert second.endswith("(%dist_check --silence same-data: no more of this)")
+    assert all(row.why and row.do and row.when for row in LINTS.values())
+
+
+def test_names_that_do_not_exist_are_refused() -> None:
+    """With the list of those that do; `all` is all."""
+    with pytest.raises(OptionError, match="no lint 'data'. Choose of same-data, set-epoch"):
+        lints.checked(["data"])
+    assert lints.checked(["all"]) == tuple(LINTS)
+
+
+class TestOnce:
+    """What a session tells, and how often."""
+
+    @staticmethod
+    def cell(one: Lints, run: int, *seen: Seen) -> tuple[str, ...]:
+        """The lines of a cell in which each rank saw this."""
+        for rank, own in enumerate(seen):
+            take = one.listening(run, rank, lambda _message: None)
+            data: Any = {SEEN: [[own.lint, own.subject, dict(own.facts)]]}
+            take({"header": {"msg_type": "display_data"}, "content": {"data": data}})
+        return one.lines(run, is_ok=True)
+
+    def test_a_cause_is_told_once_and_another_one_again(self) -> None:
+        """The same model, then another."""
+        session = Lints()
+        other = [Seen("parameters-apart", "net", apart(d).facts) for d in (A, B)]
+
+        assert len(self.cell(session, 1, apart(A), apart(B))) == 2
+        assert self.cell(session, 2, apart(A), apart(B)) == ()
+        assert len(self.cell(session, 3, *other)) == 2
+        assert ("parameters-apart", "told 2 times") in {one[:2] for one in session.states()}
+
+    def test_silence_and_tell(self) -> None:
+        """A silenced one is told once it is wanted again, and so is one that was told before."""
+        session = Lints()
+        session.silence(["parameters-apart"])
+
+        assert self.cell(session, 1, apart(A), apart(B)) == ()
+        session.silence(["all"], is_on=False)
+        assert len(self.cell(session, 2, apart(A), apart(B))) == 2
+        session.silence(["all"], is_on=False)
+        assert len(self.cell(session, 3, apart(A), apart(B))) == 2
+
+    def test_the_environment_silences(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A name that is none is told once."""
+        monkeypatch.setenv("NBDIST_SILENCE", "parameters-apart, nope")
+        session = Lints()
+        lines = self.cell(session, 1, apart(A), apart(B))
+
+        assert len(lines) == 1
+        assert lines[0].startswith("NBDIST_SILENCE: There is no lint 'nope'. Choose of")
+        assert self.cell(session, 2, apart(A), apart(B)) == ()
+        assert dict(one[:2] for one in session.states())["parameters-apart"] == "silenced"
+
+    def test_stored_outputs_do_not_depend_on_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Notebooks are compared on any machine."""
+        monkeypatch.setenv("NBDIST_TEST", "1")
+
+        assert self.cell(Lints(), 1, workers(9), workers(9)) == ()
+
+    def test_other_messages_go_on_and_late_ones_are_dropped(self) -> None:
+        """What is not a lint is the cell's output; a cell that was given up on tells nothing."""
+        session, seen = Lints(), []
+        take = session.listening(1, 0, seen.append)
+        stream: Any = {"header": {"msg_type": "stream"}, "content": {"text": "x"}}
+        take(stream)
+        session.lines(1, is_ok=True)
+        take({"header": {"msg_type": "display_data"}, "content": {"data": {SEEN: []}}})
+
+        assert seen == [stream]
+        assert session._seen == {}

@@ -1,0 +1,198 @@
+"""Models are compared where ranks hold the same, under each strategy, and NaN is found."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_switch import PRODUCTS, TRAINING
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+
+LOOKS = """
+    from nbdist.core.checkup import compare
+    from nbdist.engine import checkup, checkup_every, lints
+    def check():
+        everyone = [None] * n
+        dist.all_gather_object(everyone, checkup.look())
+        found = compare(dict(enumerate(everyone)))
+        sizes = dict(zip(found.to_measure, checkup.spread(found.to_measure)))
+        return found.measured(sizes)
+    def told(found):
+        one = found.models[0]
+        return [found.is_healthy, dict(one.compared), dict(one.tensors)]
+    def local(name):
+        value = live.prepared_of(model).parameters[name]
+        return value.to_local() if hasattr(value, "to_local") else value
+    def step():  # with gradients left in place
+        degrees = live.current().degrees
+        place = degrees.coordinate(rank)
+        own = place.dp_replicate * degrees.dp_shard + place.dp_shard
+        model(tokens(0).chunk(degrees.dp)[own]).backward()
+    def odd(found):
+        return [[one.kind, one.name, one.groups, one.largest] for one in found.differences]
+"""
+
+EACH = """
+    begin("ddp")
+    result = {}
+    for name, (row, given) in STRATEGIES.items():
+        switch.switch(pick(row, **given))
+        train(1)
+        step()
+        clean = told(check())
+        # A norm's weight is on every rank but those of other stages, and fsdp's other parts.
+        holds = not live.prepared_of(model).parameters["blocks.0.norm.weight"].is_meta
+        first = rank == int(os.environ["ODD"])
+        if holds and first:
+            with torch.no_grad():
+                local("blocks.0.norm.weight")[0] += 0.5
+        apart = odd(check())
+        if holds and first:
+            with torch.no_grad():
+                local("blocks.0.norm.weight")[0] -= 0.5
+                local("blocks.0.norm.weight")[1] = float("nan")
+        bad = [[one.kind, one.first, one.ranks] for one in check().not_finite]
+        result[name] = [clean, apart, bad]
+        if holds and first:
+            with torch.no_grad():
+                local("blocks.0.norm.weight")[1] = 1.0
+        switch.switch(pick("ddp"))
+        sync.sync_model(0)
+        optimizer.zero_grad()
+    done(result=result)
+"""
+TWO = """
+    STRATEGIES = {"zero1": ("zero1", {}), "fsdp": ("fsdp", {}), "tp": ("tp", {}),
+                  "pp": ("pp", {}), "single": ("single", {})}
+"""
+NAME = "blocks.0.norm.weight"
+
+
+def test_what_ranks_hold_alike_is_compared_under_each_strategy(tmp_path: Path) -> None:
+    """All of it under zero1, norms under tp, nothing under fsdp and pp; NaN is found anywhere."""
+    with TorchRanks(tmp_path, 2, TRAINING + LOOKS + TWO + EACH, ODD="0") as ranks:
+        result = ranks.results()[0]["result"]
+    compared = {name: clean[1]["parameter"] for name, (clean, _, _) in result.items()}
+    apart = {name: bool(found) for name, (_, found, _) in result.items()}
+
+    assert all(clean[0] for clean, _, _ in result.values()), result
+    assert compared["zero1"] == result["zero1"][0][2]["parameter"] == 27
+    assert 0 < compared["tp"] < 27
+    assert (compared["fsdp"], compared["single"]) == (0, 0)
+    assert apart == {"zero1": True, "fsdp": False, "tp": True, "pp": False, "single": False}
+    assert result["zero1"][1] == [["parameter", NAME, [[0], [1]], pytest.approx(0.5)]]
+    assert all(bad[0][:2] == ["parameter", NAME] for _, _, bad in result.values())
+    assert result["fsdp"][2][0][2] == [0]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("odd", ["0", "3"])
+def test_products_on_four_ranks(tmp_path: Path, odd: str) -> None:
+    """Of two axes only the one that replicates is compared; the ranks that agree are named."""
+    with TorchRanks(tmp_path, 4, TRAINING + LOOKS + PRODUCTS + EACH, ODD=odd) as ranks:
+        result = ranks.results()[0]["result"]
+
+    assert all(clean[0] for clean, _, _ in result.values()), result
+    for name in ("zero1", "hybrid"):
+        (found,) = result[name][1] or [["parameter", NAME, [], 0.5]]
+        assert found[:2] == ["parameter", NAME]
+        assert found[3] == pytest.approx(0.5)
+
+
+OWN = (
+    TRAINING
+    + LOOKS
+    + """
+    torch.manual_seed(0)
+    ddp = DDP(torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5)))
+    shards = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    for one in shards:
+        fully_shard(one, mesh=mesh)
+    fully_shard(shards, mesh=mesh)
+    alone = torch.nn.Linear(2, 2)
+    ddp(torch.ones(4, 6) * rank + torch.arange(4.0)[:, None]).square().mean().backward()
+    clean = check()
+    names = [[one.name, one.strategy, dict(one.compared)] for one in clean.models]
+    buffers = odd(clean)
+    ddp.module[0].weight.grad[0, 0] += rank
+    gradient = odd(check())
+    done(names=names, healthy=clean.is_healthy, buffers=buffers, gradient=gradient)
+"""
+)
+
+
+def test_models_that_nobody_has_prepared(tmp_path: Path) -> None:
+    """The user's DDP and FSDP2: the first compared, running means without blame."""
+    with TorchRanks(tmp_path, 2, OWN) as ranks:
+        result = ranks.results()[0]
+    names = {name: (under, compared) for name, under, compared in result["names"]}
+
+    assert names["ddp"] == ("DDP", {"parameter": 4, "buffer": 3, "gradient": 4})
+    assert names["shards"] == ("FSDP2", {"parameter": 0, "buffer": 0, "gradient": 0})
+    assert result["healthy"]
+    assert [one[1] for one in result["buffers"]] == ["1.running_mean", "1.running_var"]
+    assert result["gradient"][-1] == ["gradient", "0.weight", [[0], [1]], pytest.approx(1.0)]
+
+
+EVERY = (
+    TRAINING
+    + LOOKS
+    + """
+    from nbdist.core.lints import judged
+    lints.install()
+    begin("ddp")
+    def cell(steps, before=lambda number: None):
+        lints.begin()
+        for number in range(steps):
+            before(number)
+            train(1)
+        seen = [None] * n
+        dist.all_gather_object(seen, lints.collect())
+        return [[one.lint, one.hit.found] for one in judged(dict(enumerate(seen)), is_ok=True)]
+    cell(1)  # without looks
+    checkup_every.set_every(2)
+    result = {"clean": cell(6)}
+    def nudge(number):
+        if number == 3:
+            with torch.no_grad():
+                local("head.weight" if "head.weight" in live.prepared_of(model).parameters
+                      else "embed.weight")[3, 3] += rank * 0.1
+    result["apart"] = cell(6, nudge)
+    result["after"] = cell(2)
+    sync.sync_model(0)
+    switch.switch(pick("tp"))
+    result["tp"] = cell(4)
+    def odd_norm(number):
+        if number == 1:
+            with torch.no_grad():
+                local("norm.weight")[0] += rank * 0.1
+    result["tp apart"] = cell(4, odd_norm)
+    switch.switch(pick("fsdp"))
+    result["fsdp"] = cell(4)
+    checkup_every.set_every(0)
+    result["off"] = cell(2)
+    lints.uninstall()
+    result["gone"] = [torch.Tensor.backward.__module__, torch.amp.GradScaler.scale.__module__]
+    done(**result)
+"""
+)
+
+
+def test_every_so_many_steps(tmp_path: Path) -> None:
+    """The first look that differs is named, under ddp and tp; nothing where all is well."""
+    with TorchRanks(tmp_path, 2, EVERY) as ranks:
+        result = ranks.results()[0]
+
+    assert result["clean"] == []
+    ((lint, found),) = result["apart"]
+    assert lint == "apart-since"
+    assert found == (
+        "before step 10 of its optimizer the parameters of model differed between rank 0 and "
+        "rank 1 (looked at every 2)"
+    )
+    assert [one[0] for one in result["after"]] == ["apart-since"]
+    assert (result["tp"], result["fsdp"], result["off"]) == ([], [], [])
+    assert [one[0] for one in result["tp apart"]] == ["apart-since"]
+    assert result["gone"] == ["torch._tensor", "torch.amp.grad_scaler"]

@@ -1,0 +1,352 @@
+"""Each lint on real ranks: a program that is wrong, the same made right, and %dist_check."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.front.conftest import start_ranks
+from tests.support.kernel import Kernel
+
+_SETUP = """%%distributed
+import gc
+import warnings
+import torch.distributed.fsdp
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+warnings.simplefilter("ignore")  # torch's own, of workers
+inputs = torch.arange(64.0).reshape(32, 2)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+x = torch.randn(16, 2, generator=torch.Generator().manual_seed(rank))
+
+
+def linear(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(2, 1)
+
+
+def train(model, optimizer, loader):
+    for x, y in loader:
+        loss = F.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.left = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x).square().mean()
+
+
+def fresh(model=None):
+    "A prepared model and its optimizer."
+    model = accelerator.prepare(linear() if model is None else model)
+    return model, torch.optim.SGD(model.parameters(), 1e-6)
+"""
+
+# Lint -> (a program that is wrong, what it tells, the same made right).
+_LINTS = {
+    "same-data": (
+        "model, optimizer = fresh()\n"
+        "loader = DataLoader(data, batch_size=4)\n"
+        "train(model, optimizer, loader)",
+        "loader gave ranks 0-1 the same batches (the first 4 were compared)",
+        "model, optimizer = fresh()\n"
+        "shared = accelerator.prepare(DataLoader(data, batch_size=4))\n"
+        "sampled = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))\n"
+        "ones = DataLoader(TensorDataset(torch.ones(32, 2), torch.ones(32, 1)), batch_size=4)\n"
+        "for one in shared, sampled, ones:\n"
+        "    train(model, optimizer, one)\n"
+        "every = DataLoader(data, batch_size=4)\n"
+        "with torch.no_grad():\n"
+        "    total = sum(model(x).sum() for x, y in every)  # all of it on each rank: fine",
+    ),
+    "set-epoch": (
+        "model, optimizer = fresh()\n"
+        "sampled = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))\n"
+        "for epoch in range(2):\n"
+        "    train(model, optimizer, sampled)",
+        "sampled was gone through again with its DistributedSampler at epoch 0 as before",
+        "model, optimizer = fresh()\n"
+        "right = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))\n"
+        "peek = next(iter(right))\n"
+        "for epoch in range(2):\n"
+        "    right.sampler.set_epoch(epoch)\n"
+        "    train(model, optimizer, right)\n"
+        "plain = DistributedSampler(data, shuffle=False)\n"
+        "plain = DataLoader(data, batch_size=4, sampler=plain)\n"
+        "for epoch in range(2):\n"
+        "    train(model, optimizer, plain)",
+    ),
+    "loss-not-divided": (
+        "model, optimizer = fresh()\n"
+        "for step in range(3):\n"
+        "    optimizer.zero_grad()\n"
+        "    for part in x.chunk(4):\n"
+        "        model(part).square().mean().backward()\n"
+        "    optimizer.step()",
+        "model(part).square().mean().backward() called backward 4 times in each step",
+        "model, optimizer = fresh()\n"
+        "for step in range(3):\n"
+        "    optimizer.zero_grad()\n"
+        "    for part in x.chunk(4):\n"
+        "        (model(part).square().mean() / 4).backward()\n"
+        "    optimizer.step()\n"
+        "    for part in x.chunk(4):  # a sum needs no division\n"
+        "        optimizer.zero_grad()\n"
+        "        F.mse_loss(model(part), part[:, :1], reduction='sum').backward()\n"
+        "    optimizer.step()\n"
+        "for step in range(3):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(x).square().mean().backward()  # two losses, as of a GAN\n"
+        "    model(-x).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "for step in range(3):\n"
+        "    for part in x.chunk(2):  # looked for the largest, not added up\n"
+        "        optimizer.zero_grad()\n"
+        "        model(part).square().mean().backward()\n"
+        "    optimizer.step()",
+    ),
+    "unused-parameters": (
+        "two = DDP(Two())\n"
+        "optimizer = torch.optim.SGD(two.parameters(), 1e-6)\n"
+        "two(x).backward()\n"
+        "optimizer.step()",
+        "left.weight, left.bias of two got no gradient in the first step (2 of 4 parameters)",
+        "base = Two()\n"
+        "base.left.requires_grad_(False)\n"
+        "frozen = DDP(base)\n"
+        "searched = DDP(Two(), find_unused_parameters=True)\n"
+        "for one in frozen, searched:\n"
+        "    optimizer = torch.optim.SGD(one.parameters(), 1e-6)\n"
+        "    for _ in range(2):\n"
+        "        one(x).backward()\n"
+        "        optimizer.step()",
+    ),
+    "beside-wrapper": (
+        "inner = linear()\n"
+        "wrapped = DDP(inner)\n"
+        "optimizer = torch.optim.SGD(wrapped.parameters(), 1e-6)\n"
+        "inner(x[:4] * 0 + 1).square().mean().backward()\n"
+        "optimizer.step()",
+        "the optimizer of wrapped stepped with gradients that did not come through wrapped",
+        "right = DDP(linear())\n"
+        "halves = [torch.optim.SGD([p], 1e-6) for p in right.parameters()]\n"
+        "for _ in range(3):\n"
+        "    right.module(x).sum().item()  # looked at, not trained\n"
+        "    right(x).square().mean().backward()\n"
+        "    [one.step() for one in halves]\n"
+        "    [one.zero_grad() for one in halves]\n"
+        "with right.no_sync():\n"
+        "    right(x).square().mean().backward()\n"
+        "right(x).square().mean().backward()\n"
+        "halves[0].step()\n"
+        "halves[1].step()",
+    ),
+    "initial-values": (
+        "class Odd(torch.nn.Linear): pass\n"
+        "torch.manual_seed(rank)\n"
+        "odd = accelerator.prepare(Odd(3, 3))",
+        "the initial values of Odd differed between rank 0 and rank 1, and prepare gave all",
+        "torch.manual_seed(1)\nsame = accelerator.prepare(torch.nn.Linear(3, 3))",
+    ),
+    "shard-seeds": (
+        "from torch.distributed.fsdp import fully_shard\n"
+        "torch.manual_seed(rank)\n"
+        "shards = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+        "for one in (*shards, shards):\n"
+        "    fully_shard(one)",
+        "fully_shard was given other values of Sequential on rank 0 and rank 1",
+        "from torch.distributed.fsdp import fully_shard\n"
+        "torch.manual_seed(5)\n"
+        "shards = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+        "for one in (*shards, shards):\n"
+        "    fully_shard(one)",
+    ),
+    "parameters-apart": (
+        "apart, optimizer = fresh()\n"
+        "apart(x).square().mean().backward()\n"
+        "if rank == 0:\n"
+        "    optimizer.step()",
+        "the parameters of apart differ between rank 0 and rank 1 after this cell",
+        "model, optimizer = fresh()\n"
+        "for _ in range(3):\n"
+        "    model(x).square().mean().backward()\n"
+        "    optimizer.step()",
+    ),
+    "bf16-scaler": (
+        "model, optimizer = fresh()\n"
+        "scaler = torch.amp.GradScaler('cpu')\n"
+        "with torch.autocast('cpu', dtype=torch.bfloat16):\n"
+        "    loss = model(x).float().square().mean()\n"
+        "scaler.scale(loss).backward()\n"
+        "scaler.step(optimizer)\n"
+        "scaler.update()",
+        "a GradScaler scaled a loss of bf16 autocast",
+        "model, optimizer = fresh()\n"
+        "for dtype, is_on in (torch.float16, True), (torch.bfloat16, False):\n"
+        "    scaler = torch.amp.GradScaler('cpu', enabled=is_on)\n"
+        "    with torch.autocast('cpu', dtype=dtype):\n"
+        "        loss = model(x).float().square().mean()\n"
+        "    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n"
+        "    scaler.update()",
+    ),
+    "workers": (
+        "import os\n"
+        "many = 1 + len(os.sched_getaffinity(0)) // 2\n"
+        "loader = DataLoader(data, batch_size=16, num_workers=many)\n"
+        "n = len(list(loader))",
+        "2 ranks of one host started",
+        "n = len(list(DataLoader(data, batch_size=4)))",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def _linted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with Kernel(cwd=tmp_path_factory.mktemp("lints")) as own:
+        start_ranks(own)
+        cell = own.run(_SETUP)
+        assert cell.status == "ok", cell.visible
+        yield own
+
+
+@pytest.fixture
+def linted(_linted: Kernel) -> Iterator[Kernel]:
+    """Two ranks that have told nothing yet, and whose models of before are gone."""
+    _linted.run("%dist_check --tell all")
+    yield _linted
+    _linted.run(
+        "%%distributed\nfor name in ('model', 'optimizer', 'apart', 'two', 'wrapped', 'inner',"
+        " 'right', 'halves', 'odd', 'same', 'shards', 'one'):\n    globals().pop(name, None)\n"
+        "n = gc.collect()"
+    )
+
+
+@pytest.mark.parametrize("name", _LINTS)
+def test_what_is_wrong_is_told_once_and_what_is_right_never(linted: Kernel, name: str) -> None:
+    """In the output of the cell, with what to do; the same cell again is silent."""
+    wrong, told, right = _LINTS[name]
+    silent = linted.run(f"%%distributed\n{right}")
+    first = linted.run(f"%%distributed\n{wrong}")
+    again = linted.run(f"%%distributed\n{wrong}")
+
+    assert (silent.status, silent.stderr) == ("ok", ""), silent.visible
+    assert f"lint {name} [0-1]: " in first.stderr, first.visible
+    assert told in first.stderr
+    assert f"(%dist_check --silence {name}: no more of this)" in first.stderr
+    assert f"lint {name}" not in again.stderr
+
+
+def test_a_new_model_with_the_fault_is_a_new_cause(linted: Kernel) -> None:
+    """Another name is told as well; a silenced lint is not; --lints says both."""
+    wrong, _, _ = _LINTS["parameters-apart"]
+    first = linted.run(f"%%distributed\n{wrong}")
+    other = linted.run(f"%%distributed\n{wrong.replace('apart', 'other')}")
+    linted.run("%dist_check --silence parameters-apart")
+    third = linted.run(f"%%distributed\n{wrong.replace('apart', 'third')}")
+    listed = linted.run("%dist_check --lints")
+    linted.run("%%distributed\ndel other, third")
+
+    assert "parameters of apart differ" in first.stderr
+    assert "parameters of other differ" in other.stderr
+    assert third.stderr == ""
+    assert "parameters-apart   silenced" in listed.plain[-1]
+
+
+def test_a_switch_tells_the_effective_batch(linted: Kernel) -> None:
+    """Where a loader is prepared whose batches each rank has whole; back again is another cause."""
+    linted.run(
+        "%%distributed\nmodel, optimizer = fresh()\noptimizer = accelerator.prepare(optimizer)\n"
+        "loader = accelerator.prepare(DataLoader(data, batch_size=4))"
+    )
+    tp = linted.run("%dist_strategy single")
+    back = linted.run("%dist_strategy ddp")
+    quiet = linted.run("%dist_strategy single")
+    linted.run("%dist_strategy ddp")
+
+    assert (
+        "the effective batch was 8 samples and is 4, and the learning rate stays 1e-06"
+        in (tp.plain[-1])
+    )
+    assert "was 4 samples and is 8" in back.plain[-1]
+    assert "lint" not in quiet.plain[-1]
+
+
+def test_check_finds_what_differs_and_nan(linted: Kernel) -> None:
+    """By name, with the ranks and the largest difference; after a repair all is well."""
+    linted.run(
+        "%%distributed\nmodel, optimizer = fresh()\nmodel(x).square().mean().backward()\n"
+        "optimizer.step()"
+    )
+    clean = linted.run("%dist_check")
+    linted.run("%%rank[1]\nwith torch.no_grad():\n    model.module.weight[0, 0] += 0.25")
+    apart = linted.run("%dist_check")
+    linted.run("%dist_sync_model --from 0")
+    linted.run("%%rank[0]\nwith torch.no_grad():\n    model.module.bias.fill_(float('inf'))")
+    odd = linted.run("import nbdist\nfound = nbdist.session().check()\nfound.is_healthy")
+    names = linted.run("[(one.kind, one.ranks, one.first, one.n_inf) for one in found.not_finite]")
+
+    assert clean.plain[-1].startswith("healthy: on 2 ranks")
+    assert apart.plain[-1].startswith("NOT healthy on 2 ranks: ranks differ")
+    assert "parameter weight differs between rank 0 and rank 1, by up to 0.25" in apart.plain[-1]
+    assert odd.plain[-1] == "False"
+    assert names.plain[-1] == "[('parameter', (0,), 'bias', 1)]"
+
+
+def test_looks_while_training_name_the_step_and_the_parameter(linted: Kernel) -> None:
+    """NaN is told while the cell runs; the first module with --trace-nan, for one cell."""
+    linted.run("%%distributed\nmodel, optimizer = fresh()")
+    set_to = linted.run("%dist_check --every 2")
+    body = (
+        "%%distributed\nfor n in range(6):\n    optimizer.zero_grad()\n"
+        "    z = x * float('nan') if n == 3 else x\n"
+        "    model(z).square().mean().backward()\n    optimizer.step()"
+    )
+    looked = linted.run(body)
+    linted.run("%dist_check --every 0")
+    linted.run("%%distributed\nmodel, optimizer = fresh()")
+    linted.run("%dist_check --trace-nan")
+    traced = linted.run(body)
+    linted.run("%%distributed\nmodel, optimizer = fresh()")
+    after = linted.run(body)
+
+    assert set_to.plain[-1].startswith("every 2 steps of an optimizer gradients are looked at")
+    assert "[0-1] step 4: gradients are not finite in 2 of 2 parameters" in looked.stderr
+    assert "model.bias (looked at every 2" in looked.stderr
+    assert "[0-1] step 4 of this cell: model (Linear) is the first module" in traced.stderr
+    assert "what went in was not either" in traced.stderr
+    assert after.stderr == ""
+
+
+def test_a_lint_is_told_of_a_cell_that_fails(linted: Kernel) -> None:
+    """The names of unused parameters stand above torch's error, which has numbers."""
+    wrong = _LINTS["unused-parameters"][0]
+    cell = linted.run(f"%%distributed\n{wrong}\ntwo(x).backward()")
+
+    assert cell.status == "error"
+    assert "left.weight, left.bias of two got no gradient" in cell.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("%dist_check --silence nope", "There is no lint 'nope'. Choose of same-data"),
+        ("%dist_check --every -1", "no number of steps"),
+        ("%dist_check --every 2 --lints", "choose one of --every, --lints"),
+    ],
+)
+def test_mistakes_list_the_choices(linted: Kernel, line: str, says: str) -> None:
+    """As ordinary errors."""
+    cell = linted.run(line)
+
+    assert cell.error is not None
+    assert cell.error.ename == "OptionError"
+    assert says in cell.error.evalue
