@@ -1,7 +1,9 @@
 """nbdist in a real JupyterLab: what a person sees and clicks."""
 
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,7 @@ from tests.support.processes import descendants, processes_of_run, wait_gone
 
 CELLS = {
     "load": "%load_ext nbdist",
-    "start": "%dist_init -n 2",
+    "start": "%dist_init -n 2 --grace 600",
     "loop": (
         "%%distributed\n"
         "import time\n"
@@ -38,11 +40,35 @@ CELLS = {
         "from IPython.display import HTML, display\n"
         "display(HTML(f'<b>table of rank {rank}</b>'))"
     ),
+    "barriers": (
+        "%%distributed\n"
+        "from tqdm.auto import tqdm\n"
+        "for kept in tqdm(range(42)): accelerator.wait_for_everyone()"
+    ),
+    "hang": (
+        "%%distributed\n"
+        "accelerator.wait_for_everyone()\n"
+        "if accelerator.is_main_process:\n"
+        "    print('saving')\n"
+        "    accelerator.wait_for_everyone()"
+    ),
+    "after the hang": (
+        "%%distributed\nprint(kept, accelerator.reduce(torch.tensor(rank + 1)).item())"
+    ),
+    "names": "%%distributed\nranks_model = torch.nn.Linear(4, 2)\nranks_loss = 0.5",
+    "the notebook's name": "ranks_notebook = 1",
+    "tab": "%%distributed\nranks_",
+    "shift and tab": "%%distributed\nranks_model.weight",
     "status": "%dist_status",
 }
-
-
 NUMBER = {name: index for index, name in enumerate(CELLS)}
+LINE = (
+    "rank 0 waits in barrier() at line 5 of cell {}: accelerator.wait_for_everyone(); "
+    "rank 1 finished the cell without calling it"
+)
+PNG = b"\x89PNG"
+TOLD_S = 2.0
+BACK_S = 5.0
 
 pytestmark = pytest.mark.browser
 
@@ -133,6 +159,79 @@ def test_tabs_show_each_rank(tab: Tab) -> None:
 
     assert before == [True, False]
     assert after == [False, True]
+
+
+def test_a_hang_is_told_and_the_stop_button_gives_everything_back(tab: Tab, tmp_path: Path) -> None:
+    """One line within 2 s of the wait, the notebook within 5 s of the button, variables kept."""
+    notebook, cell = tab.notebook, NUMBER["hang"]
+    tab.run("barriers")
+
+    notebook.run_cell(cell, wait=False)
+    notebook.wait_text(cell, "saving")
+    began_s = time.monotonic()
+    notebook.wait_text(cell, "waits in")
+    told_s = time.monotonic() - began_s
+    told, prompt = tab.text("hang"), notebook.prompt(cell)
+    notebook.screenshot(tmp_path / "told.png")
+
+    pressed_s = time.monotonic()
+    notebook.interrupt()
+    notebook.wait_done(cell)
+    back_s = time.monotonic() - pressed_s
+    ended, number = tab.text("hang"), notebook.prompt(cell).rstrip(":")
+    notebook.screenshot(tmp_path / "back.png")
+    after = tab.run("after the hang")
+
+    line = LINE.format(number)
+    assert told == f"[0] saving {line}"
+    assert prompt == "[*]:"
+    assert told_s < TOLD_S
+    assert ended == (
+        f"{told} KeyboardInterrupt: ranks 0-1 are back, variables kept, groups recovered; {line}"
+    )
+    assert back_s < BACK_S
+    assert after == "[0-1] 41 3"
+    assert tab.text("barriers").startswith("100% 42/42")
+    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in ("told.png", "back.png"))
+
+
+@pytest.fixture
+def named(tab: Tab) -> LabNotebook:
+    """The ranks have names of their own, which begin as one of the notebook's does."""
+    tab.run("names")
+    tab.run("the notebook's name")
+    return tab.notebook
+
+
+def _at_the_end_of(notebook: LabNotebook, index: int) -> None:
+    notebook.cell(index).locator(".cm-content").click()
+    notebook.page.keyboard.press("Control+End")
+
+
+def test_tab_offers_the_ranks_names(named: LabNotebook) -> None:
+    """And not the notebook's; the one that is taken stands in the cell."""
+    _at_the_end_of(named, NUMBER["tab"])
+    named.page.keyboard.press("Tab")
+    popup = named.page.locator(".jp-Completer:visible")
+    popup.wait_for()
+
+    assert re.findall(r"ranks_\w+", popup.inner_text()) == ["ranks_loss", "ranks_model"]
+    named.page.keyboard.press("Enter")
+    named.page.wait_for_function(
+        f"() => jupyterapp.shell.currentWidget.content.widgets[{NUMBER['tab']}]"
+        ".model.sharedModel.source === '%%distributed\\nranks_loss'"
+    )
+
+
+def test_shift_tab_shows_the_ranks_value(named: LabNotebook) -> None:
+    """The parameter as rank 0 has it."""
+    _at_the_end_of(named, NUMBER["shift and tab"])
+    named.page.keyboard.press("Shift+Tab")
+    tooltip = named.page.locator(".jp-Tooltip:visible")
+    tooltip.wait_for()
+
+    assert "Parameter containing" in tooltip.inner_text()
+    named.page.keyboard.press("Escape")
 
 
 def test_a_restart_from_the_menu_ends_the_ranks(tab: Tab) -> None:

@@ -1,6 +1,7 @@
 """Ranks started in this process, in a run folder of the test's own."""
 
 import contextlib
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client import rundir, start
+from nbdist.client import remote, repair, rundir, start
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
 from nbdist.core.cells import CellResult, Event
 from tests.support import processes
+
+SEED = 7
+RESTART_S = 60.0
 
 
 class Silent:
@@ -54,6 +58,33 @@ def runs(tmp_path: Path) -> Iterator[Path]:
 
         assert left == []
         assert processes.open_run_dirs(base) == []
+
+
+@pytest.fixture(scope="session")
+def _two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    with temporary_folder(tmp_path_factory.mktemp("two") / "tmp") as base:
+        options = StartOptions(world_size=2, gpus="none", seed=SEED)
+        session = start.start(options, silent, lambda _: None).session
+    yield session
+    session.stop()
+
+    assert processes_under(base) == []
+    assert processes.open_run_dirs(base) == []
+
+
+@pytest.fixture
+def pair(_two_ranks: Session) -> Session:
+    """The same two ranks for each test, whole and without the names of the tests before."""
+    session = _two_ranks
+    repair.reconnect(session)
+    if session.health.dead:
+        repair.restart(session, session.health.dead, RESTART_S, lambda _: None)
+    session.grace_s = start.DEFAULT_GRACE_S
+    assert until(lambda: not session.busy_ranks)
+    told = [remote.names(session.call, rank).result(RESTART_S) for rank in session.ranks]
+    names = sorted(set(itertools.chain(*told)))
+    session.run(f"[globals().pop(name, None) for name in {names}];")
+    return session
 
 
 def processes_under(base: Path) -> list[psutil.Process]:

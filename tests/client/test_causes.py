@@ -17,11 +17,10 @@ import pytest
 from nbdist.client import causes
 from nbdist.client.causes import Watched
 from nbdist.client.session import Session
-from nbdist.client.start import StartOptions
 from nbdist.core.causes import CRASH_FILE, DUMP_SIGNAL
 from nbdist.core.wire import CELL_NUMBER
 from nbdist.errors import NbdistError
-from tests.client.conftest import session_of, temporary_folder, until
+from tests.client.conftest import until
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 cluster = [pytest.mark.cluster, pytest.mark.engine, linux_only]
@@ -198,11 +197,9 @@ class Cells:
 
 
 @pytest.fixture
-def cells(tmp_path: Path) -> Iterator[Cells]:
-    """Two ranks of the test's own."""
-    options = StartOptions(2, gpus="none")
-    with temporary_folder(tmp_path / "tmp"), session_of(options) as session:
-        yield Cells(session)
+def cells(pair: Session) -> Cells:
+    """Two ranks, which may end."""
+    return Cells(pair)
 
 
 @pytest.mark.usefixtures("cells")

@@ -2,7 +2,7 @@
 
 import pickle
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,24 +13,21 @@ from ipyparallel.error import RemoteError
 from nbdist.client import remote
 from nbdist.client.channel import Channel, Message, failure_of
 from nbdist.client.session import Session
-from nbdist.client.start import StartOptions
 from nbdist.core.calls import Look
 from nbdist.core.failures import plain
 from nbdist.core.wire import CELL_NUMBER
 from nbdist.errors import NbdistError
-from tests.client.conftest import session_of, temporary_folder, until
+from tests.client.conftest import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 DEADLINE_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """Two ranks that the tests of this file share."""
-    folder = tmp_path_factory.mktemp("channel")
-    with temporary_folder(folder / "tmp"), session_of(StartOptions(2, gpus="none")) as one:
-        yield one
+@pytest.fixture
+def session(pair: Session) -> Session:
+    """The shared ranks."""
+    return pair
 
 
 @pytest.fixture
@@ -299,27 +296,28 @@ class FakeClient:
         return self.reply
 
 
-def test_an_engine_that_dies_in_a_cell_is_the_cells_last_word(tmp_path: Path) -> None:
+def test_an_engine_that_dies_in_a_cell_is_the_cells_last_word(
+    session: Session, tmp_path: Path
+) -> None:
     """What it printed is there, the reply is its death, and the other engine goes on."""
-    with temporary_folder(tmp_path / "tmp"), session_of(StartOptions(2, gpus="none")) as session:
-        channel = session.cluster.channel
-        assert channel is not None
-        # What a process has not sent when it exits so is lost: it goes on once it was heard.
-        gate = tmp_path / "gate"
-        dying = Heard(
-            channel,
-            1,
-            "import os, time\nprint('last words', flush=True)\n"
-            f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\nos._exit(9)",
-        )
-        other = Heard(channel, 0, "print('lives')")
-        assert until(lambda: dying.text == "last words\n")
-        gate.touch()
-        failure = failure_of(dying.reply())
-        other_failure = failure_of(other.reply())
-        assert until(lambda: 1 in session.cluster.exits)
-        end = session.cluster.exits[1]
-        status = session.status()
+    channel = session.cluster.channel
+    assert channel is not None
+    # What a process has not sent when it exits so is lost: it goes on once it was heard.
+    gate = tmp_path / "gate"
+    dying = Heard(
+        channel,
+        1,
+        "import os, time\nprint('last words', flush=True)\n"
+        f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\nos._exit(9)",
+    )
+    other = Heard(channel, 0, "print('lives')")
+    assert until(lambda: dying.text == "last words\n")
+    gate.touch()
+    failure = failure_of(dying.reply())
+    other_failure = failure_of(other.reply())
+    assert until(lambda: 1 in session.cluster.exits)
+    end = session.cluster.exits[1]
+    status = session.status()
 
     assert failure is not None
     assert failure[0] == "RankDied"

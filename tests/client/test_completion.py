@@ -2,7 +2,6 @@
 
 import asyncio
 import fcntl
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ import pytest
 from nbdist.client import completion
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
-from nbdist.client.start import StartOptions
 from nbdist.core.completion import Reply
-from tests.client.conftest import session_of, temporary_folder, until
+from tests.client.conftest import until
 
 pytestmark = pytest.mark.cluster
 
@@ -29,15 +27,11 @@ secret = Secret()
 HOLDS = "import ctypes; file = open({!r}); _ = ctypes.PyDLL(None).flock(file.fileno(), 2)"
 
 
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+@pytest.fixture
+def session(pair: Session) -> Session:
     """Two ranks with some names."""
-    with (
-        temporary_folder(tmp_path_factory.mktemp("tmp")),
-        session_of(StartOptions(world_size=2)) as session,
-    ):
-        session.run(MADE)
-        yield session
+    pair.run(MADE)
+    return pair
 
 
 def completed(session: Session, code: str, rank: int = 0) -> list[str]:
@@ -100,17 +94,13 @@ def test_a_rank_that_cannot_answer_had_its_names_before(session: Session, tmp_pa
     assert until(lambda: session.busy_ranks == (), 30.0)
 
 
-def test_a_dead_rank_has_nothing_to_offer(tmp_path: Path) -> None:
+def test_a_dead_rank_has_nothing_to_offer(pair: Session) -> None:
     """And asking it is no error: there is no place for one below the cursor."""
-    with (
-        temporary_folder(tmp_path / "tmp"),
-        session_of(StartOptions(world_size=1)) as alone,
-    ):
-        alone.run("gone = 1")
+    pair.run("gone = 1")
 
-        assert completed(alone, "gon") == ["gone"]
-        alone.call(0, "os:_exit", 3)
+    assert completed(pair, "gon") == ["gone"]
+    pair.call(0, "os:_exit", 3)
 
-        assert until(lambda: not alone.is_connected(0))
-        assert completed(alone, "gon") == ["gone"]
-        assert inspected(alone, "gone")["data"]["text/plain"] == "Rank 0 does not answer now."
+    assert until(lambda: not pair.is_connected(0))
+    assert completed(pair, "gon") == ["gone"]
+    assert inspected(pair, "gone")["data"]["text/plain"] == "Rank 0 does not answer now."

@@ -6,7 +6,6 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
 from nbdist.errors import RankGone, StartError
-from tests.client.conftest import processes_under, session_of, temporary_folder, until
+from tests.client.conftest import session_of, until
 from tests.support import processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -41,24 +40,6 @@ def end_controller(session: Session, number: int = signal.SIGKILL) -> None:
     assert pid is not None
     os.kill(pid, number)
     assert until(lambda: None in session.cluster.exits)
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """Two ranks; when the last test has ended nothing of them may be left."""
-    with temporary_folder(tmp_path_factory.mktemp("controller") / "tmp") as base:
-        with session_of(StartOptions(world_size=2, gpus="none")) as session:
-            yield session
-        assert processes_under(base) == []
-
-
-@pytest.fixture
-def pair(shared: Session) -> Session:
-    """The same two ranks for each test, whole whatever the one before has done to them."""
-    repair.reconnect(shared)
-    if shared.health.dead:
-        repair.restart(shared, shared.health.dead, 60, lambda _: None)
-    return shared
 
 
 def test_ranks_keep_their_variables_and_work_goes_on(pair: Session) -> None:
@@ -115,7 +96,7 @@ def test_a_cell_in_which_the_controller_ends_fails_at_once(
         repair.reconnect(pair)  # as each cell does
         return not pair.busy_ranks
 
-    assert failed_s < 1.5
+    assert failed_s < 3.0  # within a second; the rest is for a busy machine
     assert "ranks 0-1 are still in a cell" in note
     assert busy == (0, 1)
     assert until(is_idle, 10)

@@ -248,7 +248,10 @@ def test_an_address_that_cannot_be_used_is_followed_by_the_next() -> None:
 def test_a_dead_engine_of_another_launcher_is_the_rank_that_is_named(
     ipython_dir: Path, runs: Path
 ) -> None:
-    """The rank whose process was killed is told, the other works, and a stop leaves nothing."""
+    """The rank whose process was killed is told, the other works, and a stop leaves nothing.
+
+    Of engines on other hosts no exit is seen: that they are not registered is enough.
+    """
     put(ipython_dir, "plain", PLAIN)
     with session_of(StartOptions(2, profile="plain", gpus="none")) as session:
         [victim] = [place for place in session.topology.ranks if place.rank == 0]
@@ -259,24 +262,15 @@ def test_a_dead_engine_of_another_launcher_is_the_rank_that_is_named(
         alive = session.run("print(rank)", ranks=[1])
         with pytest.raises(DistributedError, match="rank 1 raised ValueError"):
             session.run("raise ValueError", ranks=[1])
+        channel = session.cluster.channel
+        assert channel is not None
+        [last] = [place for place in session.topology.ranks if place.rank == 1]
+        psutil.Process(last.pid).kill()
+        assert until(lambda: channel.engine_ids == ())
+        session.cluster.exits.clear()
+        for _ in range(2):
+            with pytest.raises(RankGone, match="rank 1"):
+                session.run("print(rank)", ranks=[1])
 
     assert alive.ranks[0].text == "1\n"
     assert processes_under(runs) == []
-
-
-@pytest.mark.cluster
-@pytest.mark.engine
-def test_an_engine_that_is_gone_without_an_exit_is_told(ipython_dir: Path, runs: Path) -> None:
-    """Of engines on other hosts no exit is seen: that they are not registered is enough."""
-    put(ipython_dir, "plain", PLAIN)
-    with session_of(StartOptions(1, profile="plain", gpus="none")) as session:
-        channel = session.cluster.channel
-        assert channel is not None
-        [place] = session.topology.ranks
-        psutil.Process(place.pid).kill()
-        assert until(lambda: channel.engine_ids == ())
-        session.cluster.exits.clear()
-        with pytest.raises(RankGone, match="rank 0"):
-            session.run("print(rank)")
-        with pytest.raises(RankGone, match="rank 0"):
-            session.run("print(rank)")

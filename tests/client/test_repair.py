@@ -8,7 +8,7 @@ import textwrap
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from nbdist.errors import (
     RankGone,
     StartError,
 )
-from tests.client.conftest import processes_under, session_of, silent, temporary_folder, until
+from tests.client.conftest import session_of, silent, temporary_folder, until
 from tests.support import processes
 from tests.support.kernel import Kernel
 
@@ -55,23 +55,6 @@ def kill(session: Session, *ranks: int) -> None:
     for rank in ranks:
         os.kill(pids[rank], signal.SIGKILL)
     assert until(lambda: set(ranks) <= set(session.cluster.exits))
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """Two ranks; when the last test has ended nothing of them may be left."""
-    with temporary_folder(tmp_path_factory.mktemp("repair") / "tmp") as base:
-        with session_of(StartOptions(world_size=2, gpus="none", seed=7)) as session:
-            yield session
-        assert processes_under(base) == []
-
-
-@pytest.fixture
-def pair(shared: Session) -> Session:
-    """The same two ranks for each test, whole whatever the one before has done to them."""
-    if shared.cluster.exits:
-        restart(shared, *shared.health.dead)
-    return shared
 
 
 def test_a_killed_rank_comes_back_and_the_other_keeps_all(pair: Session) -> None:

@@ -5,16 +5,13 @@ import signal
 import threading
 import time
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from nbdist.client.session import Session
-from nbdist.client.start import StartOptions
 from nbdist.client.upkeep import RELEASE_S, Upkeep
 from nbdist.errors import DistributedError, Interrupted, NbdistError
-from tests.client.conftest import session_of
 
 # Rank 0 fails while it packs this, when rank 1 waits for what it sends.
 UNSENDABLE = """
@@ -91,26 +88,23 @@ def test_a_press_ends_a_recovery_that_hangs() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.engine
-def test_a_rank_that_fails_to_send_its_model_leaves_no_rank_waiting(runs: Path) -> None:
+def test_a_rank_that_fails_to_send_its_model_leaves_no_rank_waiting(pair: Session) -> None:
     """Said with its reason; then all groups work."""
-    assert runs
-    with session_of(StartOptions(2, gpus="none")) as session:
-        session.run(UNSENDABLE)
-        with pytest.raises(NbdistError, match=r"rank 0: .*lambda"):
-            session.sync_model(0)
-        result = session.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())", timeout_s=20)
+    pair.run(UNSENDABLE)
+    with pytest.raises(NbdistError, match=r"rank 0: .*lambda"):
+        pair.sync_model(0)
+    result = pair.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())", timeout_s=20)
 
     assert [one.text.strip() for one in result.ranks] == ["2.0", "2.0"]
 
 
 @pytest.mark.cluster
 @pytest.mark.engine
-def test_a_rank_that_catches_the_abort_and_waits_again_is_aborted_again(runs: Path) -> None:
+def test_a_rank_that_catches_the_abort_and_waits_again_is_aborted_again(pair: Session) -> None:
     """The cell ends with the first reason; then all groups work."""
-    assert runs
-    with session_of(StartOptions(2, gpus="none", grace_s=0.5)) as session:
-        with pytest.raises(DistributedError, match=r"rank 0 waits in all_reduce"):
-            session.run(CAUGHT, timeout_s=30)
-        result = session.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())", timeout_s=20)
+    pair.grace_s = 0.5
+    with pytest.raises(DistributedError, match=r"rank 0 waits in all_reduce"):
+        pair.run(CAUGHT, timeout_s=30)
+    result = pair.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())", timeout_s=20)
 
     assert [one.text.strip() for one in result.ranks] == ["2.0", "2.0"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,24 +16,13 @@ import pytest
 from nbdist.client import driving, variables
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
-from nbdist.client.start import StartOptions
 from nbdist.core import parcels
 from nbdist.errors import RankBusy, RankGone, TransferError
-from tests.client.conftest import session_of, temporary_folder, until
+from tests.client.conftest import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 LARGE = np.arange(500_000)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """Ranks 0 and 1."""
-    with (
-        temporary_folder(tmp_path_factory.mktemp("runs")),
-        session_of(StartOptions(world_size=2, gpus="none")) as session,
-    ):
-        yield session
 
 
 def left(session: Session) -> list[Path]:

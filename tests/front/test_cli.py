@@ -236,6 +236,7 @@ def test_run_fails_with_the_ranks_traceback(folder: Path) -> None:
     assert "Traceback (most recent call last):\n  File" not in done.stderr.partition("Error")[0]
 
 
+@pytest.mark.faults
 def test_run_tells_an_exit_code(folder: Path) -> None:
     """A program that ends itself with another code than 0 has failed."""
     (folder / "leaving.py").write_text("import sys\nsys.exit(3)\n")
@@ -272,6 +273,7 @@ def test_an_interrupt_ends_the_program_and_the_ranks(folder: Path) -> None:
     assert processes.open_run_dirs(folder / "tmp", "nbdist-*/*") == []
 
 
+@pytest.mark.faults
 def test_a_program_whose_ranks_are_stopped_says_so(folder: Path) -> None:
     """nbdist stop ends a program as well: exit code 1, and who did it."""
     with long_program(folder, ranks=1) as process:

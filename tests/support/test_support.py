@@ -337,27 +337,25 @@ def _pytest(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_process_left_behind_fails_the_session(tmp_path: Path) -> None:
-    """A test that passes but leaves a process of a run fails the session and is ended."""
+    """A test that passes but leaves a process of a run fails the session, and that is ended.
+
+    And where there are too few GPUs for a test the reason has both numbers.
+    """
     done = _pytest(
         tmp_path,
         "import os, subprocess, sys\n"
+        "import pytest\n"
         "def test_leaks():\n"
         "    env = os.environ | {'NBDIST_RUN': 'leak-test'}\n"
         "    code = 'import time; time.sleep(600)'\n"
-        "    subprocess.Popen([sys.executable, '-S', '-c', code], env=env)\n",
+        "    subprocess.Popen([sys.executable, '-S', '-c', code], env=env)\n"
+        "@pytest.mark.gpu(2)\n"
+        "def test_two(): raise AssertionError\n",
     )
 
     assert done.returncode == 1, done.stdout
+    assert "1 passed, 1 skipped, 1 error" in done.stdout
+    assert "needs 2 GPUs, this machine has 0" in done.stdout
     assert "1 processes with NBDIST_RUN were left running" in done.stdout
     assert "-c import time; time.sleep(600)" in done.stdout
     assert wait_gone(processes_of_run("leak-test"), timeout_s=10) == []
-
-
-def test_gpu_marker_skips_with_the_count(tmp_path: Path) -> None:
-    """Where there are too few GPUs the reason has both numbers."""
-    done = _pytest(
-        tmp_path, "import pytest\n@pytest.mark.gpu(2)\ndef test_two(): raise AssertionError\n"
-    )
-
-    assert done.returncode == 0, done.stdout
-    assert "needs 2 GPUs, this machine has 0" in done.stdout
