@@ -380,7 +380,7 @@ def test_a_withdrawn_bar_is_erased(notebook: Notebook) -> None:
 
 
 def test_a_note_stands_beside_the_bar_and_goes(notebook: Notebook) -> None:
-    """Told of by any thread; the panel is told of the bar alone, and nothing comes after the end."""
+    """The panel is told of the bar alone; nothing comes after the end."""
     told: list[str] = []
     cell = LiveCell(notebook.output_file, on_bar=told.append, clock_s=lambda: notebook.now_s)
     cell.note("trace: recording")
