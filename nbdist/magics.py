@@ -10,7 +10,7 @@ from IPython.core.magic import no_var_expand
 
 from nbdist import commands, completion, routing
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK, CellOptions
+from nbdist.notebook import NOTEBOOK, SHOWN, CellOptions
 from nbdist.verbs import Parsed, Verb, help_view, parse
 from nbdist.view.mime import View
 
@@ -20,6 +20,7 @@ def run_line(verb: Verb, line: str) -> None:
     parsed = parse(verb, line)
     if _is_answered(verb, parsed):
         return
+    SHOWN.begin()
     view = verb.run(parsed.values)
     if view is not None:
         commands.show(view)

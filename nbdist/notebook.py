@@ -23,7 +23,8 @@ from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.shown import is_stored
 from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
-from nbdist.view.cells import LiveCell
+from nbdist.view.cells import LiveCell, publish
+from nbdist.view.mime import View
 from nbdist.view.progress import ShownProgress
 
 LOCAL = "local"
@@ -71,6 +72,7 @@ class Notebook:
         # Told of the progress bar that the running cell draws, and of its end by "".
         self.on_bar: Callable[[str], object] = lambda _text: None
         self._file_numbers = count(1)
+        self._live: LiveCell | None = None  # what draws the last cell on ranks
 
     @property
     def session(self) -> Session:
@@ -201,11 +203,21 @@ class Notebook:
         recordings = record.where(self.session)
         before = recordings.count
         try:
-            with recordings.recording(record.options, record.ranks):
-                yield
+            with contextlib.ExitStack() as stack:
+                with SHOWN.silenced():  # a line of its own would stand above the cell's output
+                    stack.enter_context(recordings.recording(record.options, record.ranks))
+                SHOWN.note = self._note
+                try:
+                    yield
+                finally:
+                    SHOWN.note = None
         finally:
             if recordings.count > before:
                 record.show(recordings.last)
+
+    def _note(self, text: str) -> None:
+        if self._live is not None:
+            self._live.note(text)
 
     def differs(self, asked: StartOptions) -> list[str]:
         """The options in which running ranks differ from what is asked for now.
@@ -223,7 +235,8 @@ class Notebook:
         ]
 
     def _sink(self, request: CellRequest) -> LiveCell:
-        return LiveCell(self._output_file, has_tabs=request.keeps_outputs, on_bar=self.on_bar)
+        self._live = LiveCell(self._output_file, has_tabs=request.keeps_outputs, on_bar=self.on_bar)
+        return self._live
 
     def _output_file(self) -> Path:
         folder = self.session.cluster.run_dir / "output"
@@ -251,3 +264,9 @@ NOTEBOOK = Notebook()
 # The running cell's line of what takes long.
 SHOWN = ShownProgress()
 progress.listeners.append(SHOWN)
+
+
+def show(view: View) -> None:
+    """Show a view in the running cell, in the place of its line of progress if it has one."""
+    if not SHOWN.replace(view):
+        publish(view._repr_mimebundle_())

@@ -27,10 +27,8 @@ from nbdist.commands import (
     variables,
 )
 from nbdist.commands.running import start_and_show
-from nbdist.notebook import SHOWN, CellOptions
+from nbdist.notebook import CellOptions, show
 from nbdist.verbs import NOTEBOOK, TERMINAL, Verb
-from nbdist.view.cells import publish
-from nbdist.view.mime import View
 
 __all__ = ["REPLACED_MAGICS", "VERBS", "WORDS", "cell_options", "show", "start_and_show"]
 
@@ -78,9 +76,3 @@ def cell_options(values: Namespace) -> CellOptions:
         return memory.cell_options(values)
     is_recorded = hasattr(values, "recorded")
     return trace.cell_options(values) if is_recorded else cells.cell_options(values)
-
-
-def show(view: View) -> None:
-    """Show a view in the running cell, in the place of its line of progress if it has one."""
-    if not SHOWN.replace(view):
-        publish(view._repr_mimebundle_())

@@ -10,7 +10,7 @@ from nbdist.commands.training import strategy_asked
 from nbdist.core.strategy_options import listed
 from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook import NOTEBOOK, SHOWN
 from nbdist.verbs import Option, Verb
 from nbdist.view import comparison as comparison_view
 from nbdist.view.cells import publish
@@ -50,7 +50,8 @@ def compared(
 
 def dist_compare(values: Namespace) -> View:
     """Run the cell under each strategy, and show them side by side."""
-    return compared(values.strategies, values.rest, _show)
+    with SHOWN.silenced():  # each strategy has a heading, and its output below
+        return compared(values.strategies, values.rest, _show)
 
 
 def _show(view: View) -> None:

@@ -12,9 +12,8 @@ from nbdist.core import snapshot_file
 from nbdist.core.snapshot import MemoryOptions, Snapshot
 from nbdist.core.snapshot_growth import growth
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK, CellOptions, Record
+from nbdist.notebook import NOTEBOOK, CellOptions, Record, show
 from nbdist.verbs import Option, Verb
-from nbdist.view.cells import publish
 from nbdist.view.memory import remembered
 from nbdist.view.memory_growth import grew
 from nbdist.view.mime import View
@@ -33,7 +32,7 @@ def cell_options(values: Namespace) -> CellOptions:
 
 
 def _publish(snapshot: Snapshot) -> None:
-    publish(remembered(snapshot)._repr_mimebundle_())
+    show(remembered(snapshot))
 
 
 def dist_memory(values: Namespace) -> View:

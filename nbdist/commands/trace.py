@@ -11,9 +11,8 @@ from nbdist.commands import cells
 from nbdist.core import trace_findings, trace_shares
 from nbdist.core.trace import Trace, TraceOptions
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK, CellOptions, Record
+from nbdist.notebook import NOTEBOOK, CellOptions, Record, show
 from nbdist.verbs import Option, Verb
-from nbdist.view.cells import publish
 from nbdist.view.mime import View
 from nbdist.view.trace import traced
 
@@ -27,13 +26,9 @@ def cell_options(values: Namespace) -> CellOptions:
     """The options of a recorded cell: it runs on all ranks, and some or all of them record."""
     options = TraceOptions(values.steps, values.has_memory, values.has_stacks)
     record = Record(
-        options, values.recorded, lambda trace: _publish(shown(trace)), lambda one: one.traces
+        options, values.recorded, lambda trace: show(shown(trace)), lambda one: one.traces
     )
     return CellOptions(None, values.has_tabs, values.timeout_s, record)
-
-
-def _publish(view: View) -> None:
-    publish(view._repr_mimebundle_())
 
 
 def dist_trace(values: Namespace) -> View:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbdist.core import bars
 from nbdist.core.ranks import rank_label
 
 BEHIND_S = 1.0
@@ -94,6 +95,14 @@ class _RankLines:
     next_index: int = 0
     has_ended: bool = False
     is_behind: bool = False
+    _read_of: str = ""
+    _shown: str = ""
+
+    def shown(self) -> str:
+        """What can be seen of the unfinished line, read once for each that was written."""
+        if self._read_of is not self.partial:
+            self._read_of, self._shown = self.partial, _read(self.partial).text
+        return self._shown
 
 
 def overwritten(text: str) -> str:
@@ -316,14 +325,18 @@ class LineMerger:
             lines.is_behind = lines.is_behind and lines.next_index < furthest
 
     def _live_bar(self, now_s: float) -> Iterator[Bar]:
-        text = ""
+        text, found = "", dict[int, str]()
         for lines in self._ranks.values():
-            is_due = not _is_prompt(lines) or now_s >= lines.partial_since_s + BEHIND_S
-            if lines.partial and not lines.items and is_due:
-                part = _read(lines.partial).text
-                text = labelled([lines.rank], part) if part else ""
-            if text:
+            is_prompt = _is_prompt(lines)
+            is_due = not is_prompt or now_s >= lines.partial_since_s + BEHIND_S
+            if not (lines.partial and not lines.items and is_due) or not (part := lines.shown()):
+                continue
+            if not is_prompt:
+                found[lines.rank] = part
+            elif not found:  # of prompts, which stand and do not count, the lowest rank's
+                text = labelled([lines.rank], part)
                 break
+        text = bars.together(found) or text
         if text != self._bar:
             self._bar = text
             yield Bar(self.stream, text)

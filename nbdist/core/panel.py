@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from nbdist.core.bars import percent
 from nbdist.core.monitor import Sample
 from nbdist.core.topology import RankPlace
 
@@ -168,8 +169,8 @@ class PanelState:
 
 def bar_share(bar: str) -> float | None:
     """How far a progress bar is, 0 to 1, by the percentage that stands in it; None without one."""
-    found = re.search(r"(\d{1,3})(?:\.\d+)?\s*%", bar)
-    return None if found is None else min(1.0, int(found[1]) / 100)
+    found = percent(bar)
+    return None if found is None else found / 100
 
 
 def bar_told(bar: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -16,6 +17,8 @@ from nbdist.core.shown import shown
 from nbdist.view.output_file import OutputFile
 from nbdist.view.tabs import tabs
 
+# What nbdist itself tells goes where no reader takes it for an error.
+_NOTED = "stdout"
 # tqdm redraws ten times a second; more often nobody can read.
 BAR_PAUSE_S = 0.1
 
@@ -48,9 +51,23 @@ class LiveCell:
         self._bars: dict[str, Bar] = {}  # by stream, the one that changed last at the end
         self._drawn: Bar | None = None
         self._drawn_s = float("-inf")
+        self._lock = threading.RLock()
+        self._note = ""
+        self._is_closed = False
+
+    def note(self, text: str) -> None:
+        """Show how far something is beside the bars, or "" for nothing; from any thread."""
+        with self._lock:
+            if not self._is_closed and text != self._note:
+                self._note = text
+                self._draw_bar()
 
     def draw(self, events: Sequence[Event]) -> None:
         """Show these, in order; runs of lines are written at once."""
+        with self._lock:
+            self._draw_all(events)
+
+    def _draw_all(self, events: Sequence[Event]) -> None:
         pending: list[Line] = []
         for event in events:
             if isinstance(event, Line):
@@ -76,7 +93,9 @@ class LiveCell:
 
     def close(self, result: CellResult) -> None:
         """Show what was kept back: the last lines, and the tabs."""
-        self._erase_bar()
+        with self._lock:
+            self._is_closed, self._note = True, ""
+            self._erase_bar()
         skipped, last = self._clip.rest()
         if skipped and self._file is not None:
             self._file.flush()
@@ -123,6 +142,11 @@ class LiveCell:
 
     def _draw_bar(self) -> None:
         bar = next(reversed(self._bars.values()), None)
+        own = "" if bar is None else bar.text
+        if self._note:
+            bar = Bar(
+                _NOTED if bar is None else bar.stream, "  ".join(filter(None, [own, self._note]))
+            )
         if bar is None or (self._drawn is not None and self._drawn.stream != bar.stream):
             self._erase_bar()
         now_s = self._clock_s()
@@ -131,7 +155,7 @@ class LiveCell:
         before = self._drawn.text if self._drawn is not None else ""
         self._drawn, self._drawn_s = bar, now_s
         _emit(bar.stream, "\r" + bar.text.ljust(len(before)))
-        self._on_bar(bar.text)
+        self._on_bar(own)
 
     def _erase_bar(self) -> None:
         if self._drawn is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from IPython import get_ipython
 from IPython.display import DisplayHandle, display
@@ -56,27 +56,35 @@ class ShownProgress:
         self._cell = ""
         self._said = ""
         self._is_silent = False
+        # Where it is shown instead of in a line of its own: beside the bars of a cell on ranks.
+        self.note: Callable[[str], object] | None = None
 
     @contextlib.contextmanager
     def silenced(self) -> Iterator[None]:
-        """Show nothing meanwhile: no cell waits for it."""
-        self._is_silent = True
+        """Show nothing meanwhile: no cell waits for it, or it would stand above what is shown."""
+        before, self._is_silent = self._is_silent, True
         try:
             yield
         finally:
-            self._is_silent = False
+            self._is_silent = before
 
     def __call__(self, now: Progress | None) -> None:
         """Show this; from any thread, in the context of its cell. None for the end."""
         shell = get_ipython()
         if shell is None or is_stored() or self._is_silent:
             return
-        if not hasattr(shell, "kernel"):
+        if self.note is not None:
+            self.note("" if now is None else str(now))
+        elif not hasattr(shell, "kernel"):
             self._say(now)
         elif now is not None:
             self._draw(View(str(now), line_html(str(now), now.share)))
         elif self._handle is not None:
             self._handle.update(View(""))
+
+    def begin(self) -> None:
+        """A verb begins: lines of before stand above what was shown since."""
+        self._handle = None
 
     def replace(self, view: View) -> bool:
         """Put a result in the line's place; whether the running cell has one."""

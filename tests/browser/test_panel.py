@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,18 @@ CELLS = {
         "sum(p.to_local().numel() if hasattr(p, 'to_local') else p.numel() "
         "for p in net.parameters()))"
     ),
+    # A switch stops half-way until a file is there.
+    "hold": (
+        "%%distributed\nimport pathlib, time\n"
+        "from nbdist.engine.parallel import exchange as way_module\n"
+        "way_gone = way_module._Way.gone\n"
+        "def held(way, parcels):\n"
+        "    way_gone(way, parcels[:len(parcels) // 2])\n"
+        "    while parcels and not pathlib.Path('moved').exists(): time.sleep(0.05)\n"
+        "    way_gone(way, parcels[len(parcels) // 2:])\n"
+        "way_module._Way.gone = held"
+    ),
+    "let go": "%%distributed\nway_module._Way.gone = way_gone",
     "local": "print('begun', flush=True)\nimport time\ntime.sleep(600)",
     # PyDLL keeps the interpreter's lock, so no thread of the kernel can run.
     "locked": "print('begun', flush=True)\nimport ctypes, time\ntime.sleep(1)\n"
@@ -333,6 +346,29 @@ def test_a_strategy_is_switched_by_mouse_and_the_loss_goes_on(tab: Tab) -> None:
 
     assert before.strip() == "[0-1] True 12480"
     assert after.strip() == "[0-1] True 6240"
+
+
+def test_a_switch_that_lasts_shows_how_far_it_is(tab: Tab, lab: Lab) -> None:
+    """A bar with bytes, while ranks are in it; it goes with the switch."""
+    choose = tab.panel.get_by_label("strategy", exact=True)
+    tab.run("define")
+    choose.select_option("fsdp")
+    tab.click("Apply", "ddp, dp 2 -> fsdp, dp 2")
+    tab.run("hold")
+    choose.select_option("ddp")
+    tab.click("Apply", "%dist_strategy ddp begins")
+    tab.wait_panel("switch: moving")
+    progress = tab.panel.locator(".np-progress")
+    progress.locator(".np-bar").wait_for(timeout=DEADLINE_S * 1000)
+    tab.picture("progress")
+    told = progress.inner_text()
+    (lab.root / "moved").touch()
+    tab.wait_panel("fsdp, dp 2 -> ddp, dp 2")
+    progress.wait_for(state="detached", timeout=DEADLINE_S * 1000)
+    tab.run("let go")
+    (lab.root / "moved").unlink()
+
+    assert re.fullmatch(r"switch: moving \d+\.\d kB of 49\.9 kB, \d\d%", told.strip()), told
 
 
 def test_during_a_cell_a_switch_is_queued_and_can_be_taken_back(tab: Tab, lab: Lab) -> None:

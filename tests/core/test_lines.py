@@ -529,7 +529,7 @@ def test_labelled_indents_further_lines() -> None:
 
 
 def test_a_bar_is_shown_at_once_from_the_lowest_rank() -> None:
-    """The unfinished line of the lowest rank that has a bar is shown while it changes."""
+    """The bar of the lowest rank that has one is shown, with where the others are."""
     merger = LineMerger("stderr", range(2))
     merger.feed(1, "\r10%", 0)
     alone = merger.due(0)
@@ -538,7 +538,8 @@ def test_a_bar_is_shown_at_once_from_the_lowest_rank() -> None:
     merger.feed(1, "\r30%", 0)
 
     assert alone == [Bar("stderr", "[1] 10%")]
-    assert lowest == [Bar("stderr", "[0] 20%")]
+    assert lowest == [Bar("stderr", "[0] 20% (rank 1: 10%)")]
+    assert merger.due(0) == [Bar("stderr", "[0] 20% (rank 1: 30%)")]
     assert merger.due(0) == []
 
 

@@ -364,21 +364,21 @@ def test_compare_runs_the_last_cell_under_both_strategies(panel: Kernel) -> None
 
 
 def test_a_progress_bar_of_the_running_cell_is_on_the_panel(panel: Kernel) -> None:
-    """With its rank, while it is drawn, and no longer."""
+    """With its rank, while it is drawn, and no longer; a slower rank's is told beside it."""
     panel.run(
-        "seen = []\n"
+        "import re; seen = []\n"
         "def watch():\n"
-        "    until(lambda: '50%' in PANEL.state().bar)\n"
+        "    until(lambda: re.search('50%.*rank 1: 25%', PANEL.state().bar))\n"
         "    seen.append(PANEL.state().bar); PANEL.press('interrupt')\n"
         "threading.Thread(target=watch).start()"
     )
     panel.run(
         "%%distributed\nimport time\nfrom tqdm import tqdm\n"
-        "for k in tqdm(range(4)): time.sleep(600 if k == 2 else 0.3)"
+        "for k in tqdm(range(4)): time.sleep(600 if k == 2 - rank else 0.3)"
     )
     told = panel.run("print(seen, [PANEL.state().bar])").text
 
-    assert re.match(r"\['\[[-01]+\]  50%\|", told)
+    assert re.match(r"\['\[0\]  50%\|.*\(rank 1: 25%\)'\]", told)
     assert told.endswith("] ['']\n")
 
 

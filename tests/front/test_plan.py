@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbdist import plan
-from nbdist.commands.plan import _of_ranks
+from nbdist.commands.plan import device_of_ranks
 from nbdist.core import topology
 from nbdist.core.plan_devices import DEVICES
 from nbdist.errors import OptionError
@@ -164,13 +164,13 @@ def _topology(name: str, ranks: int, devices: int) -> topology.Topology:
 
 def test_the_device_is_that_of_the_ranks() -> None:
     """Its memory is shared where ranks share it; what is not in the catalogue is named."""
-    own, told = _of_ranks(_topology("NVIDIA H200", 2, 2))
-    shared, shared_told = _of_ranks(_topology("NVIDIA H200", 2, 1))
-    unknown = _of_ranks(_topology("Quadro K620", 2, 2))
+    own, told = device_of_ranks(_topology("NVIDIA H200", 2, 2))
+    shared, shared_told = device_of_ranks(_topology("NVIDIA H200", 2, 1))
+    unknown = device_of_ranks(_topology("Quadro K620", 2, 2))
 
     assert (own, told) == (DEVICES["h200"], ("--gpu h200, as the ranks here have",))
     assert shared is not None
     assert shared.memory_bytes == 70.5e9
     assert shared_told == ("--gpu h200, which 2 ranks share here",)
     assert unknown == (None, ("--gpu h100, as Quadro K620 is not in the catalogue",))
-    assert _of_ranks(_topology("", 2, 0)) == (None, ("--gpu h100",))
+    assert device_of_ranks(_topology("", 2, 0)) == (None, ("--gpu h100",))

@@ -379,6 +379,28 @@ def test_a_withdrawn_bar_is_erased(notebook: Notebook) -> None:
     assert len(notebook.written) == 2
 
 
+def test_a_note_stands_beside_the_bar_and_goes(notebook: Notebook) -> None:
+    """The panel is told of the bar alone; nothing comes after the end."""
+    told: list[str] = []
+    cell = LiveCell(notebook.output_file, on_bar=told.append, clock_s=lambda: notebook.now_s)
+    cell.note("trace: recording")
+    alone = notebook.screen()
+    notebook.now_s += 1
+    cell.draw([Bar("stderr", "[0] 50%")])
+    both = notebook.screen()
+    notebook.now_s += 1
+    cell.note("")
+    without = notebook.screen()
+    cell.close(RESULT)
+    cell.note("late")
+
+    assert alone == ["trace: recording"]
+    assert both == ["[0] 50%  trace: recording"]
+    assert without == ["[0] 50%"]
+    assert notebook.screen() == [""]
+    assert told[-2:] == ["[0] 50%", ""]
+
+
 def test_a_finished_bar_stands_once(notebook: Notebook) -> None:
     """The last redraw as a line takes the place of the bar."""
     cell = notebook.cell()

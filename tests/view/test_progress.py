@@ -173,6 +173,30 @@ def test_no_progress_in_stored_outputs_or_for_nobody(
     assert not line.replace(View("result"))
 
 
+@pytest.mark.usefixtures("kernel")
+def test_in_a_cell_on_ranks_it_stands_beside_the_bars(shown: list[str]) -> None:
+    """No line of its own, which would stand above what the cell shows then."""
+    line, noted = ShownProgress(), list[str]()
+    line.note = noted.append
+    line(HALF)
+    line(None)
+
+    assert noted == ["switch: moving 1 of 2 tensors, 50%", ""]
+    assert shown == []
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_line_of_before_is_not_replaced(shown: list[str]) -> None:
+    """It would stand above what was shown since."""
+    line = ShownProgress()
+    line(HALF)
+    line(None)
+    line.begin()
+
+    assert not line.replace(View("result"))
+    assert shown[-1] == "update "
+
+
 def test_a_terminal_has_a_line_for_each_thing(
     shown: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
