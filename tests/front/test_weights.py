@@ -39,7 +39,9 @@ def test_a_models_weights_become_a_file_that_transformers_loads(
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     total = sum(p.double().abs().sum() for p in loaded.parameters()).item()
-    assert float(kernel.run("%dist_pull total\nprint(total[0])").visible.split()[-1]) == pytest.approx(total)
+    assert float(
+        kernel.run("%dist_pull total\nprint(total[0])").visible.split()[-1]
+    ) == pytest.approx(total)
 
     assert kernel.run("%%distributed\nother = accelerator.prepare(nn.Linear(2, 2))").status == "ok"
     refused = kernel.run("%dist_save --export weights/x.safetensors")
