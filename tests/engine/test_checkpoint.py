@@ -17,6 +17,7 @@ CLOSE = 2e-6
 PARTS = """
     from nbdist.engine.checkpoint import jobs, load as loading, save as saving
     folder = os.environ["FOLDER"]
+    gc.collect(); gc.freeze()  # what torch brings is not looked at again and again
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
 
     class Counter:
