@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+from nbdist.client import weights
 from nbdist.client.bandwidth import BENCH_S, Bandwidth
 from nbdist.client.checkpoints import Checkpoints
 from nbdist.client.memory import Memories
@@ -15,6 +17,10 @@ from nbdist.core.bandwidth import Bench
 from nbdist.core.saving import Loaded, Saved, Started
 from nbdist.core.snapshot import Snapshot
 from nbdist.core.trace import Trace
+from nbdist.core.weights import Exported
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
 
 
 class Subjects:
@@ -62,3 +68,7 @@ class Subjects:
     def load(self, path: str | os.PathLike[str], models_only: bool = False) -> Loaded:
         """Load a checkpoint into what is prepared; see client.checkpoints."""
         return self.checkpoints.load(path, models_only=models_only)
+
+    def export_weights(self, path: str | Path, model: str = "") -> Exported:
+        """Write a model's weights into one safetensors file; see client.weights."""
+        return weights.export(cast("Session", self), path, model)

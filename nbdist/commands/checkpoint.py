@@ -10,6 +10,7 @@ from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import Option, Verb
 from nbdist.view import checkpoint as checkpoint_view
+from nbdist.view import weights as weights_view
 from nbdist.view.mime import View
 from nbdist.view.progress import ProgressLine
 
@@ -30,6 +31,13 @@ def dist_save(values: Namespace) -> None:
     """Save a checkpoint, with a progress line that becomes the result."""
     path = _path("%dist_save", values.path)
     progress = ProgressLine("saving")
+    if values.is_export:
+        progress.finish(exported(path, values.model, is_async=values.is_async, progress=progress))
+        return
+    if values.model:
+        raise OptionError(
+            "%dist_save --model names the model of --export; a checkpoint has all of them."
+        )
     progress.finish(saved(path, is_async=values.is_async, progress=progress))
 
 
@@ -40,6 +48,19 @@ def dist_load(values: Namespace) -> None:
     checkpoints = NOTEBOOK.session.checkpoints
     loaded = checkpoints.load(path, models_only=values.is_models_only, progress=progress)
     progress.finish(checkpoint_view.loaded(loaded, checkpoints.told_before()))
+
+
+def exported(path: str, model: str, *, is_async: bool, progress: Callable[[str], None]) -> View:
+    """Write a model's weights alone, and say how to load them.
+
+    Raises:
+        OptionError: Which model is not clear, or `--async` was typed as well.
+        CheckpointError, NbdistError, Interrupted: See client.weights.
+    """
+    if is_async:
+        raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
+    progress("weights, tensor by tensor")
+    return weights_view.exported(NOTEBOOK.session.export_weights(path, model))
 
 
 def _path(typed: str, words: list[str]) -> str:
@@ -71,6 +92,18 @@ VERBS = (
                 "go on training once all is copied to memory; how it ends is told later",
                 None,
                 name="is_async",
+            ),
+            Option(
+                ("--export",),
+                "write a model's weights alone, as a safetensors file that transformers loads",
+                None,
+                name="is_export",
+            ),
+            Option(
+                ("--model",),
+                "a variable: the model to export (the only one)",
+                default="",
+                metavar="NAME",
             ),
         ),
     ),

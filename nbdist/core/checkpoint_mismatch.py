@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 from nbdist.core.checkpoint import Checkpoint, SavedModel, SavedOptimizer, first_few
 from nbdist.core.finding import BAD, WARN, Finding
+
 
 def mismatches(
     saved: Checkpoint, models: Sequence[SavedModel], optimizers: Sequence[SavedOptimizer]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import remote, remote_checkpoint, remote_plan
+from nbdist.client import remote, remote_checkpoint, remote_plan, remote_weights
 from nbdist.core import wire
 from nbdist.engine import responder
 
@@ -16,9 +16,14 @@ pytestmark = pytest.mark.engine
 FUNCTIONS = {
     **remote.REMOTE_FUNCTIONS,
     **remote_plan.REMOTE_FUNCTIONS,
+<<<<<<< HEAD
     **remote_checkpoint.REMOTE_FUNCTIONS,
 }
 QUESTIONS = {**remote.CONTROL_FUNCTIONS, **remote_checkpoint.CONTROL_FUNCTIONS}
+=======
+    **remote_weights.REMOTE_FUNCTIONS,
+}
+>>>>>>> w-files
 
 
 def of_the_engine(name: str) -> Callable[..., Any]:

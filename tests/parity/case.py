@@ -63,13 +63,15 @@ class Measured:
     """A row of a table in docs/parity.md.
 
     Attributes:
-        kind: row or switch.
-        typed: The strategy; of a switch the one before.
-        after: Of a switch, the strategy after it.
+        kind: row, switch or checkpoint.
+        typed: The strategy; of a switch the one before, of a checkpoint the one that it was saved
+            under.
+        after: Of a switch, the strategy after it; of a checkpoint, under which it was loaded.
         model: Which one.
-        n: Ranks.
+        n: Ranks; of a checkpoint, those that loaded it.
         loss, gradients, parameters: Largest difference to one process; None where not looked at.
         tolerance: That the loss's had to stay below.
+        before_n: Of a checkpoint, how many ranks have saved it.
     """
 
     kind: str
@@ -81,6 +83,7 @@ class Measured:
     parameters: float
     tolerance: float
     after: str = ""
+    before_n: int = 0
 
 
 def record(measured: Measured) -> None:

@@ -157,6 +157,13 @@ SWITCHED = {
 WALKED = {2: SWITCHED[2], 4: ("ddp", "fsdp --shard hybrid", "fsdp --tp 2", "pp --dp 2")}
 """Those of them that are walked through, one after the other."""
 
+SAVED = {
+    1: ("ddp", "fsdp"),
+    2: ("ddp", "fsdp", "tp", "pp"),
+    4: ("ddp", "fsdp", "tp", "pp", "fsdp --tp 2", "pp --dp 2"),
+}
+"""Strategies under which a checkpoint is saved, and loaded from each, by number of ranks."""
+
 
 def circuit(names: Sequence[str]) -> list[str]:
     """A walk that takes every ordered pair of names exactly once, back to the first."""

@@ -219,7 +219,7 @@ def reserve(folder: Path, rank: int) -> None:
 def tell(folder: Path, rank: int, result: Mapping[str, Any]) -> None:
     """Say what this rank has written."""
     path = _result(folder, rank)
-    new = path.with_suffix(".new")
+    new = path.with_name(f"{path.name}.new")  # not with_suffix: the rank is the suffix
     new.write_text(json.dumps(result))
     new.rename(path)
 

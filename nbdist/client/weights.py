@@ -1,0 +1,54 @@
+"""A model's weights in one file, for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nbdist.client import remote_weights
+from nbdist.core import checkpoint_folder
+from nbdist.core.weights import Exported
+from nbdist.errors import CheckpointError, Interrupted, NbdistError, OptionError
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+# A large model crosses a slow network and goes to a slow disk, and is read back.
+EXPORT_S = 7200.0
+# What a rank has refused is no failure of the rank.
+_REFUSED = {one.__name__: one for one in (OptionError, CheckpointError)}
+
+
+def export(session: Session, path: str | Path, model: str = "") -> Exported:
+    """Write a model's weights into one safetensors file that transformers loads.
+
+    Rank 0 writes it, on its host. It is read back and compared with the model, and only then gets
+    its name; `config.json` comes beside it if the model has a config.
+
+    Args:
+        session: Its ranks; all take part.
+        path: A file that ends in .safetensors, or a folder, which gets a `model.safetensors`.
+        model: A variable on the ranks, or a path from one; empty for the only model.
+
+    Raises:
+        OptionError: There is no such model, or there are several; lists them.
+        CheckpointError: It cannot be written, or what was read back differs. What was at the path
+            stays.
+        RankGone, RankBusy, NotRunning, Interrupted, NbdistError: As for a cell.
+    """
+    session.upkeep.recover_if_needed()
+    target = checkpoint_folder.resolved(path)
+    try:
+        told: list[Exported] = session.call_all(
+            remote_weights.export_weights, model, str(target),
+            deadline_s=EXPORT_S, is_collective=True,
+        )  # fmt: skip
+    except KeyboardInterrupt as error:
+        raise Interrupted(f"{error}; what was at {target} is as it was") from error
+    except NbdistError as error:
+        refused = error.__cause__
+        kind = _REFUSED.get(getattr(refused, "ename", ""))
+        if kind is None:
+            raise
+        raise kind(getattr(refused, "evalue", str(refused))) from error
+    return told[0]

@@ -1,0 +1,129 @@
+"""A file of weights as safetensors lays it out, so that it can be written one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbdist.errors import CheckpointError
+
+FILE = "model.safetensors"
+SUFFIX = ".safetensors"
+CONFIG = "config.json"
+
+# torch's name of a dtype -> the format's, and the bytes of an element.
+# Source: https://github.com/huggingface/safetensors, its README and bindings for torch.
+DTYPES: dict[str, tuple[str, int]] = {
+    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8),
+    "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1),
+    "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}  # fmt: skip
+# What the header's end and so every tensor's begin is a multiple of.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One tensor of the file.
+
+    Attributes:
+        name: As in the user's module.
+        shape: Of the whole tensor.
+        dtype: As torch names it, without `torch.`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * DTYPES[self.dtype][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        path: Of the file.
+        model: The model's class.
+        tensors: How many are in it.
+        size_bytes: Of the file.
+        tied: Further names of tensors, which are in it once.
+        left_out: Names in the module's state that are no tensors.
+        configs: Files beside it that say how to make the model.
+        elapsed_s: Until it had been read back and compared.
+    """
+
+    path: str
+    model: str
+    tensors: int
+    size_bytes: int
+    tied: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    configs: tuple[str, ...] = ()
+    elapsed_s: float = 0.0
+
+
+def in_file_order(weights: Iterable[Weight]) -> list[Weight]:
+    """Large elements first: so each begins at a multiple of its own size, without holes."""
+    return sorted(weights, key=lambda one: -DTYPES[one.dtype][1])
+
+
+def check(weights: Iterable[Weight]) -> None:
+    """Refuse what the format has no dtype for.
+
+    Raises:
+        CheckpointError: Names the tensor and the dtypes that there are.
+    """
+    for one in weights:
+        if one.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{one.name} is of {one.dtype}, which safetensors cannot hold. It holds "
+                f"{', '.join(DTYPES)}."
+            )
+
+
+def header(weights: Sequence[Weight], metadata: Mapping[str, str]) -> bytes:
+    """What stands before the first tensor.
+
+    Args:
+        weights: In the order in which their bytes follow.
+        metadata: Texts; transformers wants `format`: `pt`.
+    """
+    told: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for one in weights:
+        told[one.name] = {
+            "dtype": DTYPES[one.dtype][0],
+            "shape": list(one.shape),
+            "data_offsets": [at, at + one.size_bytes],
+        }
+        at += one.size_bytes
+    text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def batches(weights: Sequence[Weight], limit_bytes: int) -> Iterator[Sequence[Weight]]:
+    """Neighbours that together have at most so many bytes; a larger one goes by itself."""
+    first, total_bytes = 0, 0
+    for at, one in enumerate(weights):
+        if at > first and total_bytes + one.size_bytes > limit_bytes:
+            yield weights[first:at]
+            first, total_bytes = at, 0
+        total_bytes += one.size_bytes
+    if first < len(weights):
+        yield weights[first:]
+
+
+def file_of(path: Path) -> Path:
+    """The file that a path means: itself where it ends so, else the one in that folder."""
+    return path if path.name.endswith(SUFFIX) else path / FILE

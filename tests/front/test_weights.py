@@ -1,0 +1,62 @@
+"""Weights leave a notebook as one file that transformers loads."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.support.kernel import Kernel
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+MODEL = """%%distributed
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+config = GPT2Config(vocab_size=24, n_embd=16, n_layer=2, n_head=2, n_positions=8)
+gpt = accelerator.prepare(GPT2LMHeadModel(config))
+total = sum(p.double().abs().sum() for p in gpt.parameters()).item()
+"""
+END = """%%distributed
+import gc
+del gpt, other, config, total, GPT2Config, GPT2LMHeadModel
+gc.collect()
+0
+"""
+
+
+def test_a_models_weights_become_a_file_that_transformers_loads(
+    kernel: Kernel, shared_folder: Path
+) -> None:
+    """By magic and by Python call; which model is asked where there are two; nothing is left."""
+    assert kernel.run(MODEL).status == "ok"
+    folder = shared_folder / "weights"
+
+    told = kernel.run("%dist_save --export weights")
+    assert told.status == "ok", told.visible
+    assert f"{folder}/model.safetensors: GPT2LMHeadModel, 28 tensors, " in told.visible
+    assert "in it once, with a note of their other names: lm_head.weight" in told.visible
+    assert f'load it: GPT2LMHeadModel.from_pretrained("{folder}")' in told.visible
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    total = sum(p.double().abs().sum() for p in loaded.parameters()).item()
+    assert float(
+        kernel.run("%dist_pull total\nprint(total[0])").visible.split()[-1]
+    ) == pytest.approx(total)
+
+    assert kernel.run("%%distributed\nother = accelerator.prepare(nn.Linear(2, 2))").status == "ok"
+    refused = kernel.run("%dist_save --export weights/x.safetensors")
+    assert "Which model? There are 2: gpt (" in refused.visible
+    assert "Name one of these variables" in refused.visible
+    call = "told = nbdist.session().export_weights('weights/x.safetensors', 'other'); told.tensors"
+    assert kernel.run(f"import nbdist\n{call}").visible.strip() == "2"
+    for odd, why in (
+        ("--export x --async", "cannot be combined"),
+        ("x --model other", "names the model of --export"),
+        ("--export x --model nothing", "There is no variable nothing on the ranks"),
+    ):
+        assert why in kernel.run(f"%dist_save {odd}").visible
+
+    assert sorted(one.name for one in folder.iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "x.safetensors",
+    ]  # fmt: skip
+    assert kernel.run(END).status == "ok"

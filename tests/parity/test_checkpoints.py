@@ -1,0 +1,84 @@
+"""Training goes on from a checkpoint on other ranks as if nothing had happened."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.parity.case import EXACT, Measured, record
+from tests.parity.cases import SAVED
+from tests.parity.texts_checkpoint import CHECKPOINTS
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+# As for switches: moments are compared by their largest value.
+LIMITS = {"loss": EXACT, "parameters": EXACT, "moments": 1e-5}
+Jobs = Sequence[Sequence[object]]
+
+
+def test_what_two_ranks_have_saved_goes_on_on_four_and_on_one(tmp_path: Path) -> None:
+    """Fully sharded; then in two dims, and whole. Losses, rates, moments, steps, order of data."""
+    _run(tmp_path, 2, [("saved", "fsdp")])
+    _run(tmp_path, 4, [("loaded", "fsdp --tp 2", "fsdp", 2)])
+    _run(tmp_path, 1, [("loaded", "ddp", "fsdp", 2)])
+
+
+@pytest.fixture(scope="module")
+def _saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of each strategy of SAVED."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for n, names in SAVED.items():
+        _run(folder, n, [("saved", name) for name in names])
+    return folder
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("n", SAVED)
+def test_every_pair(_saved: Path, n: int) -> None:
+    """Saved on 1, 2 and 4 ranks under each strategy, and loaded on as many under each."""
+    there = [(name, size) for size, names in SAVED.items() for name in names]
+    jobs = [("loaded", name, *source) for name in SAVED[n] for source in there]
+    for (_, after, before, before_n), worst in zip(jobs, _run(_saved, n, jobs), strict=True):
+        record(
+            Measured(
+                "checkpoint", before, "plain", n, worst["loss"], None, worst["parameters"], EXACT,
+                after, before_n,
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("is_async", [False, True], ids=["while it waits", "while it trains"])
+def test_a_tied_model_of_hugging_face(tmp_path: Path, is_async: bool) -> None:
+    """GPT-2, saved while training waits or goes on, under each strategy and loaded under each."""
+    names = SAVED[2]
+    env = {"KIND": "gpt2", "ASYNC": "yes" if is_async else "no"}
+    _run(tmp_path, 2, [("saved", name) for name in names], **env)
+    jobs = [("loaded", after, before, 2) for after in names for before in names]
+    _run(tmp_path, 2, jobs, **env)
+    _run(tmp_path, 4, [("loaded", "pp --tp 2", name, 2) for name in names], **env)
+
+
+def _run(folder: Path, n: int, jobs: Jobs, **env: str) -> list[dict[str, float]]:
+    """The worst of all ranks for each job, which is close enough."""
+    own = {"FOLDER": str(folder / "saved"), "JOBS": json.dumps(jobs)}
+    own |= {"KIND": "plain", "ASYNC": "no", "HF_HUB_OFFLINE": "1", **env}
+    limit_s = 80.0 + 20.0 * len(jobs)
+    run_dir = folder / f"run{len(list(folder.iterdir()))}"
+    with TorchRanks(run_dir, n, CHECKPOINTS, limit_s, **own) as ranks:
+        results = [result["found"] for result in ranks.results()]
+    found = []
+    for number, job in enumerate(jobs):
+        told = [result[number] for result in results]
+        for one in told:
+            assert isinstance(one, dict), f"{job} on {n} ranks\n{one}"
+        worst = {key: max(one[key] for one in told) for key in told[0]}
+        far = {key: value for key, value in worst.items() if value > LIMITS[key]}
+        assert not far, (job, n, far)
+        found.append(worst)
+    return found
