@@ -16,14 +16,10 @@ pytestmark = pytest.mark.engine
 FUNCTIONS = {
     **remote.REMOTE_FUNCTIONS,
     **remote_plan.REMOTE_FUNCTIONS,
-<<<<<<< HEAD
     **remote_checkpoint.REMOTE_FUNCTIONS,
-}
-QUESTIONS = {**remote.CONTROL_FUNCTIONS, **remote_checkpoint.CONTROL_FUNCTIONS}
-=======
     **remote_weights.REMOTE_FUNCTIONS,
 }
->>>>>>> w-files
+QUESTIONS = {**remote.CONTROL_FUNCTIONS, **remote_checkpoint.CONTROL_FUNCTIONS}
 
 
 def of_the_engine(name: str) -> Callable[..., Any]:
