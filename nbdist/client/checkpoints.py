@@ -107,9 +107,7 @@ class Checkpoints:
         try:
             saved = self._finish(pending, progress)
         except KeyboardInterrupt as error:
-            self._stop(pending, "the user interrupted it")
-            self._settle(pending)
-            raise Interrupted(f"{target} was not saved; what was there before is whole") from error
+            raise self._interrupted(pending) from error
         return replace(saved, notes=begun.notes, elapsed_s=time.monotonic() - began_s)
 
     def load(
@@ -281,15 +279,25 @@ class Checkpoints:
             lambda ask, rank: remote.stop_save(ask, rank, pending.token, why)
         )
 
-    def _settle(self, pending: _Pending) -> None:
-        """Wait a little until the ranks have ended a save that was stopped."""
+    def _interrupted(self, pending: _Pending) -> Interrupted:
+        """Let the ranks end a save, and say what became of it. At most STOP_S."""
+        self._stop(pending, "the user interrupted it")
         end_s = time.monotonic() + STOP_S
-        while time.monotonic() < end_s:
-            if all(one.state != RUNNING for one in self._states(pending).values()):
-                break
+        states = self._states(pending)
+        while time.monotonic() < end_s and any(one.state == RUNNING for one in states.values()):
             time.sleep(POLL_S)
-        self._pending = None
-        self._untold.clear()
+            states = self._states(pending)
+        if 0 in states and states[0].state == DONE:
+            self._pending = None
+            return Interrupted(f"{pending.path} had been saved already")
+        if 0 in states and states[0].state == FAILED:
+            self._pending = None
+            return Interrupted(f"{pending.path} was not saved; what was there before is whole")
+        # Told when it is known: rank 0 is inside of one call of the system.
+        return Interrupted(
+            f"{pending.path} is being given up; what was there before is whole until "
+            "%dist_status says otherwise"
+        )
 
 
 def _far(states: dict[int, Saving]) -> str:

@@ -39,9 +39,7 @@ def trained(kernel: Kernel) -> Iterator[Kernel]:
         assert kernel.run(code).status == "ok"
 
 
-def test_it_is_saved_and_loaded_under_another_strategy(
-    trained: Kernel, shared_folder: Path
-) -> None:
+def test_it_is_saved_and_loaded_under_another_strategy(trained: Kernel) -> None:
     """Losses after a load are those after the save; what was done is told."""
     saved = trained.run("%dist_save one")
     after = trained.run(_STEPS)
@@ -55,9 +53,8 @@ def test_it_is_saved_and_loaded_under_another_strategy(
     )
 
     assert saved.status == "ok", saved.visible
-    path = shared_folder / "one"
     assert re.search(
-        rf"{path} saved at step 3: \d.* in \d+\.\d s \(.*/s\), 5 files of 2 ranks\n"
+        r"^one saved at step 3: \d.* in \d+\.\d s \(.*/s\), 5 files of 2 ranks\n"
         "read back and compared bit for bit",
         saved.visible,
     ), saved.visible
@@ -131,7 +128,7 @@ def test_a_wrong_use_is_an_ordinary_error(
     (shared_folder / "a-file").write_text("hello")
     (shared_folder / "a-folder").mkdir(exist_ok=True)
     (shared_folder / "a-folder" / "notes.txt").write_text("hello")
-    if kernel.run("%%rank[0]\n'model' in globals() and model is not None").visible.strip()[-4:] != "True":
+    if kernel.run("%%rank[0]\nmodel.training").status != "ok":
         assert kernel.run(_MODEL).status == "ok"
     cell = kernel.run(code)
 
