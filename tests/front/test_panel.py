@@ -257,6 +257,7 @@ def test_a_checkpoint_is_saved(panel: Kernel, shared_folder: Path) -> None:
     log = said(panel)
     [path] = (shared_folder / "checkpoints").iterdir()
     loaded = panel.run(f"%dist_load checkpoints/{path.name}")
+    panel.run(_GONE)
 
     assert f"checkpoints/{path.name} saved at step 0" in log
     assert loaded.status == "ok", loaded.visible

@@ -279,7 +279,7 @@ def _finish(one: _Write) -> None:
         saved = replace(one.manifest, files=tuple(files))
         writing.clear(one.new, len(one.processes))
         (one.new / checkpoint.MANIFEST).write_text(checkpoint.text(saved), encoding="utf-8")
-        one.meter.check()
+        one.meter.make_final()
         checkpoint_folder.commit(one.new, one.path)
     one.meter.phase = "done"
     one.job.saved = Saved(
