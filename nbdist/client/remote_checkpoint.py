@@ -1,4 +1,4 @@
-"""The page of `remote` that checkpoints are saved and loaded with: the engines' functions, by name."""
+"""The page of `remote` for checkpoints: functions of the engines, by name."""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from nbdist.core import units
 from nbdist.core.saving import Loaded, Saved, Started
@@ -20,15 +22,9 @@ def saved(done: Saved | Started, before: Sequence[str] = ()) -> View:
         done: A checkpoint that is there, or a save that goes on.
         before: What became of an earlier save beside training.
     """
-    if isinstance(done, Started):
-        return _lines([
-            *before,
-            f"{done.path} is being saved: {_held(done.models, done.optimizers)}",
-            f"{units.size(done.copied_bytes)} copied to memory, training stood still for "
-            f"{units.seconds(done.stall_s)}; %dist_status says how far it is",
-            *done.notes,
-        ])  # fmt: skip
-    return _lines([*before, *_saved(done), *done.notes])
+    return _lines(
+        [*before, *(_saved(done) if isinstance(done, Saved) else _begun(done)), *done.notes]
+    )
 
 
 def line(done: Saved) -> str:
@@ -40,23 +36,39 @@ def loaded(done: Loaded, before: Sequence[str] = ()) -> View:
     """What %dist_load prints; `before` as in `saved`."""
     now, then = described(done.loaded_as), described(done.saved_as)
     was = "" if now == then else f", saved under {then}"
-    return _lines([
-        *before,
-        f"{done.path} loaded at step {done.step}: {_held(done.models, done.optimizers)}",
-        f"{units.size(done.read_bytes)} read in {units.seconds(done.elapsed_s)} "
-        f"({_rate(done.read_bytes, done.elapsed_s)}), every file compared with its checksum; "
-        f"{now}{was}",
-        *done.notes,
-    ])  # fmt: skip
+    took = f"{units.size(done.read_bytes)} read in {units.seconds(done.elapsed_s)}"
+    rate = _rate(done.read_bytes, done.elapsed_s)
+    lines = [
+        f"{_shown(done.path)} loaded at step {done.step}: {_held(done.models, done.optimizers)}",
+        f"{took} ({rate}), every file compared with its checksum; {now}{was}",
+    ]
+    return _lines([*before, *lines, *done.notes])
+
+
+def _begun(done: Started) -> list[str]:
+    stall = f"training stood still for {units.seconds(done.stall_s)}"
+    return [
+        f"{_shown(done.path)} is being saved: {_held(done.models, done.optimizers)}",
+        f"{units.size(done.copied_bytes)} copied to memory, {stall}",
+        "%dist_status says how far it is",
+    ]
 
 
 def _saved(done: Saved) -> list[str]:
+    took = f"{units.size(done.size_bytes)} in {units.seconds(done.elapsed_s)}"
+    files = f"{done.files} files of {ranks(done.strategy.world_size)}"
+    rate = _rate(done.size_bytes, done.elapsed_s)
     return [
-        f"{done.path} saved at step {done.step}: {units.size(done.size_bytes)} in "
-        f"{units.seconds(done.elapsed_s)} ({_rate(done.size_bytes, done.elapsed_s)}), "
-        f"{done.files} files of {ranks(done.strategy.world_size)}",
+        f"{_shown(done.path)} saved at step {done.step}: {took} ({rate}), {files}",
         "read back and compared bit for bit; it loads on any number of ranks, under any strategy",
     ]
+
+
+def _shown(path: str) -> str:
+    """A path, from the notebook's folder on where it lies in there."""
+    with contextlib.suppress(ValueError, OSError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
 
 
 def _held(models: Sequence[str], optimizers: Sequence[str]) -> str:

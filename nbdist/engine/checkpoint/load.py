@@ -82,37 +82,19 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     told = together(what, lambda: checkpoint.read(folder))
     with same_random():
         found = look(what)
-        saved = told[rank()]
         together(what, lambda: _same(folder, told))
+        saved = told[rank()]
         together(what, lambda: _check_files(folder, saved))
         if is_models_only:
             found.optimizers, found.accelerators = [], []
             saved = replace(saved, optimizers=(), extra={**saved.extra, "optimizers": []})
-        read: list[Read] = []
-        plans: list[restore.Plan] = []
-
-        def prepared() -> None:
-            """All that can fail."""
-            matched = _matched(folder, saved, found)
-            one = Read(saved, metadata.read(folder, saved), plain.read(folder))
-            wanted = restore.wanted(one.states, matched)
-            _fill(folder, one, wanted)
-            read.append(one)
-            plans.append(restore.plan(one.states, one.values, matched))
-
-        together(what, prepared)
-        plan = plans[0]
-        together(what, lambda: restore.objects(plan))
-        try:
-            with interrupts_held():
-                together(what, lambda: None)
-                restore.commit(plan)
-        except BaseException:
-            restore.objects_back(plan)
-            raise
+        made: list[tuple[Read, restore.Plan]] = []
+        together(what, lambda: made.append(_prepared(folder, saved, found)))
+        ((read, plan),) = made
+        _put(what, plan)
     notes = list(plan.notes)
     if not is_models_only:
-        notes += restore.generators(read[0].states, saved)
+        notes += restore.generators(read.states, saved)
     return Loaded(
         path=path,
         models=tuple(model.name for model in found.models),
@@ -121,10 +103,35 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
         saved_as=saved.strategy,
         loaded_as=registry.current(),
         saved_size=saved.world_size,
-        read_bytes=sum(tensor.nbytes for tensor in read[0].values.values()),
+        read_bytes=sum(tensor.nbytes for tensor in read.values.values()),
         notes=tuple(notes),
         elapsed_s=time.perf_counter() - began_s,
     )
+
+
+def _prepared(folder: Path, saved: Checkpoint, found: Found) -> tuple[Read, restore.Plan]:
+    """All that can fail. This rank alone."""
+    matched = _matched(folder, saved, found)
+    one = Read(saved, metadata.read(folder, saved), plain.read(folder))
+    shapes = {
+        name: tuple(stored.size)
+        for name, stored in one.known.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+    _fill(folder, one, restore.wanted(one.states, matched, shapes))
+    return one, restore.plan(one.states, one.values, matched)
+
+
+def _put(what: str, plan: restore.Plan) -> None:
+    """Put all in place, where every rank can. Collective: every rank."""
+    try:
+        together(what, lambda: restore.objects(plan))
+        with interrupts_held():
+            together(what, lambda: None)
+            restore.commit(plan)
+    except BaseException:
+        restore.objects_back(plan)
+        raise
 
 
 def _recover(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""`.metadata`, which is a pickle, read without running anything but the classes that belong in it."""
+"""`.metadata`, a pickle, is read without running anything but the classes that belong in it."""
 
 from __future__ import annotations
 

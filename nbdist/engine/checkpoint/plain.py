@@ -20,6 +20,9 @@ from nbdist.engine.checkpoint.found import Found
 from nbdist.errors import CheckpointError
 
 FILE = "states.pt"
+_PLAIN = (
+    bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
 
 
 def own_random() -> dict[str, Any]:

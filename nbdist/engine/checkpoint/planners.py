@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -124,7 +125,7 @@ class Saver(SavePlanner):
         boxes: dict[str, list[ChunkStorageMetadata]] = {}
         for one in self._parts:
             boxes.setdefault(one.name, []).append(_box(one.chunk))
-        known = {}
+        known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, shape in tensors.shapes.items():
             told = TensorStorageMetadata(tensors.properties(name), torch.Size(shape), boxes[name])
             known |= dict.fromkeys((name, *tensors.aliases[name]), told)

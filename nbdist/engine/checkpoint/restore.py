@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from nbdist.core.checkpoint import Checkpoint
-from nbdist.core.layout import Side
+from nbdist.core.layout import Side, TensorLayout
+from nbdist.core.strategy import Degrees
 from nbdist.engine.checkpoint import plain
-from nbdist.engine.checkpoint.contents import MODEL, OPTIMIZER, state_side
+from nbdist.engine.checkpoint.contents import MODEL, OPTIMIZER, is_whole, state_side
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, dtype_of
 from nbdist.engine.parallel import build, flat
 from nbdist.engine.parallel.agreement import rank, world_size
-from nbdist.engine.parallel.states import AgreedState, Entry, write
+from nbdist.engine.parallel.states import AgreedState, Entry, Place, write
 from nbdist.engine.parallel.wholes import load_full_optimizer_state
 from nbdist.errors import CheckpointError
 
@@ -54,6 +55,7 @@ class _Steps:
         agreed: What it will remember.
         parts: This rank's tensors of it, by label: those that it has, or new ones.
         copies: (tensor that it has, what is copied into it).
+        others: Tensors of another form than their parameters'.
         groups: Settings of each group.
         whole: All of it by unique names, under FSDP1.
     """
@@ -62,6 +64,7 @@ class _Steps:
     agreed: AgreedState
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    others: dict[Place, torch.Tensor] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     whole: dict[str, Any] | None = None
 
@@ -91,11 +94,18 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def wanted(states: Mapping[str, Any], matched: Matched) -> dict[str, Side]:
+def wanted(
+    states: Mapping[str, Any], matched: Matched, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Side]:
     """The tensors that are read, by their names in the checkpoint, and how each lies here.
 
+    Args:
+        states: The plain ones.
+        matched: What is loaded into what.
+        shapes: Of the saved tensors.
+
     Raises:
-        CheckpointError: The states do not go with the manifest.
+        CheckpointError: A state has a form of its own that does not go with the strategy.
     """
     found = {}
     for old, model in matched.models:
@@ -104,9 +114,11 @@ def wanted(states: Mapping[str, Any], matched: Matched) -> dict[str, Side]:
     for old, one in matched.optimizers:
         keys = matched.keys(one)
         for entry in _entries(states, old):
+            side, name = state_side(one, keys[entry["parameter"]]), _name(old, entry)
             if entry["kind"] == "tensor":
-                side = state_side(one, keys[entry["parameter"]])
-                found[_name(old, entry)] = side
+                found[name] = side
+            elif entry["kind"] == "other":
+                found[name] = _own_form(one, entry, side, shapes[name])
     return found
 
 
@@ -150,31 +162,32 @@ def commit(one: Plan) -> None:
     """Put all values in place. Meets no rank, except under FSDP1."""
     with torch.no_grad():
         for model, values in one.models:
-            if model.is_flat:
-                flat.load(model.one, values)
-            for first, value in {} if model.is_flat else values.items():
-                model.held[first].copy_(value)
-            for parameter in model.one.parameters.values():
-                parameter.grad = None
+            _commit_model(model, values)
         for steps in one.steps:
             _commit_steps(steps)
-    for scheduler, state in one.schedulers:
-        scheduler.load_state_dict(state)
-    for scaler, state in one.scalers:
-        scaler.load_state_dict(state)
+    for own, state in (*one.schedulers, *one.scalers):
+        own.load_state_dict(state)
     for loader, state in one.loaders:
         loader.resume(state)
     for accelerator, step in one.counts:
         accelerator.step = step
 
 
+def _commit_model(model: Model, values: Mapping[str, torch.Tensor]) -> None:
+    if model.is_flat:
+        flat.load(model.one, values)
+    else:
+        for first, value in values.items():
+            model.held[first].copy_(value)
+    for parameter in model.one.parameters.values():
+        parameter.grad = None
+
+
 def generators(states: Mapping[str, Any], saved: Checkpoint) -> list[str]:
     """Put this rank's random generators back, where as many ranks have saved; else say so."""
     if saved.world_size != world_size():
-        return [
-            f"random generators are as they were: {saved.world_size} ranks have saved theirs, and "
-            f"{world_size()} are here"
-        ]
+        there = f"{saved.world_size} ranks have saved theirs"
+        return [f"random generators are as they were: {there}, and {world_size()} are here"]
     plain.set_random(states["random"][rank()])
     return []
 
@@ -182,6 +195,16 @@ def generators(states: Mapping[str, Any], saved: Checkpoint) -> list[str]:
 def _entries(states: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = states["optimizers"][name]["entries"]
     return found
+
+
+def _own_form(one: Stepping, entry: Mapping[str, Any], side: Side, shape: tuple[int, ...]) -> Side:
+    if not is_whole(side):
+        raise CheckpointError(
+            f"{type(one.optimizer).__name__} keeps {entry['key']!r} of {entry['parameter']} in its "
+            "own form, which cannot be split as the strategy asks. Load it under ddp or single, or "
+            "the models alone: %dist_load PATH --models-only. Nothing was changed."
+        )
+    return Side(TensorLayout(shape), Degrees())
 
 
 def _name(old: str, entry: Mapping[str, Any]) -> str:
@@ -210,15 +233,18 @@ def _steps(
     names = tuple(stepper.names)
     agreed = AgreedState(type(one.optimizer).__name__, stepper.local.number, names, entries)
     found = _Steps(one, agreed, groups=states["optimizers"][old]["groups"])
-    read = {keys[e["parameter"]]: {} for e in _entries(states, old)}
-    for entry in _entries(states, old):
-        read[keys[entry["parameter"]]][entry["key"]] = values.get(_name(old, entry))
+    read = {
+        (keys[entry["parameter"]], entry["key"]): values[name]
+        for entry in _entries(states, old)
+        if (name := _name(old, entry)) in values
+    }
     if one.whole is not None:
         found.whole = _whole(found, read)
         return found
-    for place, entry in entries.items():
-        value = read[place[0]][place[1]]
-        if entry.kind != "tensor" or value is None:
+    for place, value in read.items():
+        device = build.local_of(stepper.names[place[0]][2]).device
+        if entries[place].kind == "other":
+            found.others[place] = value.to(device)
             continue
         label = agreed.label(place)
         live = stepper.local.tensors.get(label)
@@ -226,18 +252,17 @@ def _steps(
             found.parts[label] = live
             found.copies.append((live, value))
         else:
-            device = build.local_of(stepper.names[place[0]][2]).device
             found.parts[label] = value.to(device)
     return found
 
 
-def _whole(found: _Steps, read: Mapping[str, Mapping[str, torch.Tensor | None]]) -> dict[str, Any]:
+def _whole(found: _Steps, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
     """As `wholes.full_optimizer_state` gives it: unique names, whole tensors."""
     keys = list(found.one.stepper.names)
     labels = found.one.labels
     state: dict[str, dict[str, Any]] = {}
     for (key, name), entry in found.agreed.entries.items():
-        value: Any = read[key][name]
+        value: Any = read.get((key, name))
         if entry.kind == "number":
             value = entry.value
             if entry.dtype is not None:
@@ -267,6 +292,8 @@ def _commit_steps(steps: _Steps) -> None:
     for live, value in steps.copies:
         live.copy_(value)
     held = {key: parameter for key, (_, _, parameter) in steps.one.stepper.names.items()}
+    for (key, state), value in steps.others.items():
+        optimizer.state[held[key]][state] = value
     sides = {key: state_side(steps.one, key) for key in held}
     write(optimizer, steps.agreed, steps.parts, held, held, sides)
     for group, settings in zip(optimizer.param_groups, steps.groups, strict=True):

@@ -8,6 +8,7 @@ state    how far it is, from any thread; the notebook asks over the control chan
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import threading
@@ -30,7 +31,7 @@ from nbdist.core.runs import Machine
 from nbdist.core.saving import Begun, Saved
 from nbdist.engine.checkpoint import metadata, plain, writing
 from nbdist.engine.checkpoint.contents import Contents, contents
-from nbdist.engine.checkpoint.found import Found, look
+from nbdist.engine.checkpoint.found import Found, Model, look
 from nbdist.engine.checkpoint.jobs import Job, Meter, keep, refuse_if_running
 from nbdist.engine.checkpoint.planners import Saver, Spot, Writer
 from nbdist.engine.parallel import registry
@@ -183,11 +184,29 @@ def _prepare(one: _Write, found: Found) -> str:
         extra={
             "models": [model.name for model in found.models],
             "optimizers": [stepping.name for stepping in found.optimizers],
+            "configs": {model.name: _config(model) for model in found.models},
+            "accelerators": [_settings(one) for one in found.accelerators],
         },
     )
     new = checkpoint_folder.prepare(one.path, str(Path.cwd()))
     one.manifest = manifest
     return str(new)
+
+
+def _config(model: Model) -> Any:
+    """What a model was made with, where it says so as transformers' do; for a person to read."""
+    tell = getattr(getattr(model.one.base, "config", None), "to_dict", None)
+    return json.loads(json.dumps(tell(), default=str)) if callable(tell) else None
+
+
+def _settings(accelerator: Any) -> dict[str, Any]:
+    """What an Accelerator was made with; for a person to read."""
+    return {
+        "mixed_precision": str(accelerator.mixed_precision),
+        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+        "split_batches": accelerator.split_batches,
+        "even_batches": accelerator.even_batches,
+    }
 
 
 def _enter(one: _Write, new: Path) -> None:
@@ -197,7 +216,7 @@ def _enter(one: _Write, new: Path) -> None:
             "made. A checkpoint goes to a folder that all hosts share."
         )
     one.new = new
-    with _named(one):
+    with _Named(one):
         writing.reserve(new, rank())
 
 
@@ -216,7 +235,7 @@ def _stage(one: _Write, *, is_copied: bool) -> None:
 def _run(one: _Write) -> None:
     """The thread of one rank."""
     try:
-        with _named(one):
+        with _Named(one):
             result = writing.write(one.new, one.contents, rank(), _values(one), one.meter)
             one.boxes.clear()
             writing.tell(one.new, rank(), result)
@@ -243,7 +262,7 @@ def _finish(one: _Write) -> None:
     )
     one.meter.phase = "writes the manifest"
     assert one.manifest is not None
-    with _named(one):
+    with _Named(one):
         saver = Saver(one.contents.tensors, one.contents.parts, 0, _values(one))
         _, known = saver.create_global_plan([])
         Writer(one.new).finish(known, _write_results(one.contents, results))
@@ -260,7 +279,7 @@ def _finish(one: _Write) -> None:
         saved = replace(one.manifest, files=tuple(files))
         writing.clear(one.new, len(one.processes))
         (one.new / checkpoint.MANIFEST).write_text(checkpoint.text(saved), encoding="utf-8")
-        one.meter.check()
+        one.meter.make_final()
         checkpoint_folder.commit(one.new, one.path)
     one.meter.phase = "done"
     one.job.saved = Saved(
@@ -285,8 +304,8 @@ def _write_results(contents: Contents, results: list[dict[str, Any]]) -> list[li
     for result in results:
         for name, offsets, file, at, length in result["boxes"]:
             place = filesystem._StorageInfo(file, at, length)  # noqa: SLF001
-            for each in (name, *contents.tensors.aliases[name]):
-                found.append(WriteResult(MetadataIndex(each, offsets), length, place))
+            names = (name, *contents.tensors.aliases[name])
+            found += [WriteResult(MetadataIndex(each, offsets), length, place) for each in names]
     return [found]
 
 
@@ -318,7 +337,7 @@ def _sentence(one: _Write, error: BaseException) -> str:
     return text if text.startswith("rank ") else f"rank {rank()}: {text}"
 
 
-class _named:
+class _Named:
     """What the system refuses is told with rank, path and numbers."""
 
     def __init__(self, one: _Write) -> None:

@@ -1,5 +1,7 @@
-"""One rank's part of a save: written, read back, compared. No rank is met, so it can run beside
-training, in a thread; ranks tell each other through small files in the same folder.
+"""One rank's part of a save: written, read back, compared.
+
+No rank is met, so it can run beside training, in a thread; ranks tell each other through small
+files in the same folder.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from nbdist.errors import CheckpointError
 # A rank's failure is written over what is in this file: that needs no room on a full disk.
 _TOLD_BYTES = 4096
 _PIECE_BYTES = 1 << 22
+_PAUSE_S = 0.02
 
 
 class _Stream(io.RawIOBase):
@@ -251,34 +254,51 @@ def results(
         CheckpointError: A rank has failed, or has ended, or writes nothing any more; says which.
         Cancelled: `meter` has been stopped.
     """
-    found: dict[int, dict[str, Any]] = {}
-    sizes: dict[int, int] = {}
-    since_s = dict.fromkeys(range(world_size), time.monotonic())
+    watched = [_Watched(folder, rank, is_gone, stall_s) for rank in range(world_size)]
     while True:
-        now_s = time.monotonic()
-        for rank in range(world_size):
-            if rank in found:
-                continue
-            if _result(folder, rank).exists():
-                found[rank] = json.loads(_result(folder, rank).read_text())
-                continue
-            if failure := _told(folder, rank).read_bytes().strip():
-                raise CheckpointError(failure.decode(errors="replace"))
-            if gone := is_gone(rank):
-                raise CheckpointError(gone)
-            size = sum(one.stat().st_size for one in folder.glob(f"__{rank}_*"))
-            if size != sizes.get(rank):
-                sizes[rank], since_s[rank] = size, now_s
-            elif now_s - since_s[rank] > stall_s:
-                raise CheckpointError(
-                    f"rank {rank} has written nothing for {stall_s:.0f} s, "
-                    f"{exact_size(size)} before that"
-                )
-        missing = [rank for rank in range(world_size) if rank not in found]
+        found = [one.look(time.monotonic()) for one in watched]
+        missing = [str(rank) for rank, result in enumerate(found) if result is None]
         if not missing:
-            return [found[rank] for rank in range(world_size)]
-        meter.phase = f"waits for rank {', '.join(map(str, missing))}"
-        meter.wait(0.02)
+            return [result for result in found if result is not None]
+        meter.phase = f"waits for rank {', '.join(missing)}"
+        meter.wait(_PAUSE_S)
+
+
+class _Watched:
+    """What one rank writes, seen from another."""
+
+    def __init__(
+        self, folder: Path, rank: int, is_gone: Callable[[int], str], stall_s: float
+    ) -> None:
+        self._folder, self._rank, self._is_gone, self._stall_s = folder, rank, is_gone, stall_s
+        self._result: dict[str, Any] | None = None
+        self._size_bytes = -1
+        self._since_s = 0.0
+
+    def look(self, now_s: float) -> dict[str, Any] | None:
+        """What it has written, once it has.
+
+        Raises:
+            CheckpointError: It has failed, has ended, or writes nothing any more.
+        """
+        if self._result is None and _result(self._folder, self._rank).exists():
+            self._result = json.loads(_result(self._folder, self._rank).read_text())
+        if self._result is None:
+            self._check(now_s)
+        return self._result
+
+    def _check(self, now_s: float) -> None:
+        failure = _told(self._folder, self._rank).read_bytes().strip()
+        if why := failure.decode(errors="replace") or self._is_gone(self._rank):
+            raise CheckpointError(why)
+        size_bytes = sum(one.stat().st_size for one in self._folder.glob(f"__{self._rank}_*"))
+        if size_bytes != self._size_bytes:
+            self._size_bytes, self._since_s = size_bytes, now_s
+        elif now_s - self._since_s > self._stall_s:
+            raise CheckpointError(
+                f"rank {self._rank} has written nothing for {self._stall_s:.0f} s, "
+                f"{exact_size(size_bytes)} before that"
+            )
 
 
 def clear(folder: Path, world_size: int) -> None:
