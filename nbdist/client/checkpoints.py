@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,9 +108,7 @@ class Checkpoints:
         try:
             saved = self._finish(pending, progress)
         except KeyboardInterrupt as error:
-            self._stop(pending, "the user interrupted it")
-            self._settle(pending)
-            raise Interrupted(f"{target} was not saved; what was there before is whole") from error
+            raise self._interrupted(pending) from error
         return replace(saved, notes=begun.notes, elapsed_s=time.monotonic() - began_s)
 
     def load(
@@ -275,21 +274,30 @@ class Checkpoints:
                 found[rank] = future.result(max(0.0, end_s - time.monotonic()))
         return found
 
-    def _stop(self, pending: _Pending, why: str) -> None:
-        """Let all ranks end a save. Nobody waits for the answers."""
-        self._session.health.ask_all(
+    def _stop(self, pending: _Pending, why: str) -> dict[int, Future[bool]]:
+        """Let all ranks end a save; by rank, whether it will end so."""
+        return self._session.health.ask_all(
             lambda ask, rank: remote.stop_save(ask, rank, pending.token, why)
         )
 
-    def _settle(self, pending: _Pending) -> None:
-        """Wait a little until the ranks have ended a save that was stopped."""
+    def _interrupted(self, pending: _Pending) -> Interrupted:
+        """Let the ranks end a save, and say what becomes of it. At most STOP_S."""
+        told = self._stop(pending, "the user interrupted it").get(0)
         end_s = time.monotonic() + STOP_S
-        while time.monotonic() < end_s:
-            if all(one.state != RUNNING for one in self._states(pending).values()):
-                break
+        is_stopped = False
+        with contextlib.suppress(TimeoutError, NbdistError):
+            is_stopped = told is not None and told.result(ANSWER_S)
+        states = self._states(pending)
+        while time.monotonic() < end_s and any(one.state == RUNNING for one in states.values()):
             time.sleep(POLL_S)
-        self._pending = None
-        self._untold.clear()
+            states = self._states(pending)
+        if is_stopped or (0 in states and states[0].state == FAILED):
+            self._pending = None
+            return Interrupted(f"{pending.path} was not saved; what was there before is whole")
+        if 0 in states and states[0].state == DONE:
+            self._pending = None
+            return Interrupted(f"{pending.path} had been saved already")
+        return Interrupted(f"{pending.path} is being put in its place; %dist_status says when")
 
 
 def _far(states: dict[int, Saving]) -> str:

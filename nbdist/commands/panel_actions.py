@@ -13,7 +13,7 @@ from IPython.utils.capture import capture_output
 
 from nbdist.client.session import Session
 from nbdist.client.upkeep import RESTART_S
-from nbdist.commands import compare
+from nbdist.commands import checkpoint, compare
 from nbdist.core import panel_picker
 from nbdist.core.panel import BUTTONS
 from nbdist.core.panel_board import Job
@@ -26,6 +26,7 @@ from nbdist.view import strategy as strategy_view
 from nbdist.view.mime import View
 
 TRACES = Path("traces")
+CHECKPOINTS = Path("checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,11 @@ def _save(_argument: Any, _shows: Shows) -> str:
     return "written: " + ", ".join(map(str, NOTEBOOK.session.traces.save(TRACES)))
 
 
+def _checkpoint(_argument: Any, shows: Shows) -> str:
+    path = CHECKPOINTS / time.strftime("%Y-%m-%d-%H%M%S")
+    return checkpoint.saved(str(path), is_async=False, progress=shows.progress).text
+
+
 def _compare(argument: Any, shows: Shows) -> str:
     strategies, code = argument
     with capture_output() as caught:
@@ -127,6 +133,7 @@ _ACTIONS: Mapping[str, Callable[[Any, Shows], str]] = {
     "apply": _apply,
     "restart": _restart,
     "save": _save,
+    "checkpoint": _checkpoint,
     "compare": _compare,
     "start": _start,
 }

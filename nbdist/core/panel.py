@@ -241,6 +241,11 @@ _BUTTONS = (
         "write the last recorded cell into the folder traces", "between", ("ranks", "trace"),
     ),
     Button(
+        "checkpoint", "Save checkpoint", "%dist_save checkpoints/TIME",
+        "models, optimizers and all that goes with them, into a folder of this moment's name",
+        "between",
+    ),
+    Button(
         "compare", "Compare", "%dist_compare",
         "run the last cell on ranks again, under the strategy that counts and the chosen one; "
         "the state of before is put back", "between", ("ranks", "code", "choice"),

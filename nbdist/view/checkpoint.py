@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from nbdist.core import units
 from nbdist.core.saving import Loaded, Saved, Started
@@ -37,7 +39,7 @@ def loaded(done: Loaded, before: Sequence[str] = ()) -> View:
     took = f"{units.size(done.read_bytes)} read in {units.seconds(done.elapsed_s)}"
     rate = _rate(done.read_bytes, done.elapsed_s)
     lines = [
-        f"{done.path} loaded at step {done.step}: {_held(done.models, done.optimizers)}",
+        f"{_shown(done.path)} loaded at step {done.step}: {_held(done.models, done.optimizers)}",
         f"{took} ({rate}), every file compared with its checksum; {now}{was}",
     ]
     return _lines([*before, *lines, *done.notes])
@@ -46,7 +48,7 @@ def loaded(done: Loaded, before: Sequence[str] = ()) -> View:
 def _begun(done: Started) -> list[str]:
     stall = f"training stood still for {units.seconds(done.stall_s)}"
     return [
-        f"{done.path} is being saved: {_held(done.models, done.optimizers)}",
+        f"{_shown(done.path)} is being saved: {_held(done.models, done.optimizers)}",
         f"{units.size(done.copied_bytes)} copied to memory, {stall}",
         "%dist_status says how far it is",
     ]
@@ -57,9 +59,16 @@ def _saved(done: Saved) -> list[str]:
     files = f"{done.files} files of {ranks(done.strategy.world_size)}"
     rate = _rate(done.size_bytes, done.elapsed_s)
     return [
-        f"{done.path} saved at step {done.step}: {took} ({rate}), {files}",
+        f"{_shown(done.path)} saved at step {done.step}: {took} ({rate}), {files}",
         "read back and compared bit for bit; it loads on any number of ranks, under any strategy",
     ]
+
+
+def _shown(path: str) -> str:
+    """A path, from the notebook's folder on where it lies in there."""
+    with contextlib.suppress(ValueError, OSError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
 
 
 def _held(models: Sequence[str], optimizers: Sequence[str]) -> str:

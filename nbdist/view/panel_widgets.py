@@ -17,7 +17,7 @@ from nbdist.view.panel import LIVE_STYLE, log_html, plan_html, top_html
 
 # In the order of the rows of buttons; the table of buttons has the rest.
 _TROUBLE = ("interrupt", "status", "restart")
-_RECORD = ("profile", "memory", "save", "compare")
+_RECORD = ("profile", "memory", "save", "checkpoint", "compare")
 _PRIMARY = frozenset({"interrupt", "apply", "start"})
 _ENDED = ("ended", "")  # those that have
 _NARROW = {"description_width": "initial"}

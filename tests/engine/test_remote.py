@@ -8,16 +8,27 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import remote, remote_plan, remote_progress, remote_weights
+from nbdist.client import (
+    remote,
+    remote_checkpoint,
+    remote_plan,
+    remote_progress,
+    remote_weights,
+)
 from nbdist.core import wire
 from nbdist.engine import responder
 
 pytestmark = pytest.mark.engine
-CONTROL_FUNCTIONS = {**remote.CONTROL_FUNCTIONS, **remote_progress.CONTROL_FUNCTIONS}
 FUNCTIONS = {
     **remote.REMOTE_FUNCTIONS,
     **remote_plan.REMOTE_FUNCTIONS,
+    **remote_checkpoint.REMOTE_FUNCTIONS,
     **remote_weights.REMOTE_FUNCTIONS,
+}
+QUESTIONS = {
+    **remote.CONTROL_FUNCTIONS,
+    **remote_checkpoint.CONTROL_FUNCTIONS,
+    **remote_progress.CONTROL_FUNCTIONS,
 }
 
 
@@ -79,7 +90,7 @@ def test_the_page_is_complete() -> None:
 
 def test_what_the_control_thread_answers_is_what_can_be_asked() -> None:
     """Both tables have the same names, and the functions take the same arguments."""
-    asked = {name: here for here, name in CONTROL_FUNCTIONS.items()}
+    asked = {name: here for here, name in QUESTIONS.items()}
     parameters = {
         name: (
             list(inspect.signature(here).parameters)[2:],
@@ -92,7 +103,7 @@ def test_what_the_control_thread_answers_is_what_can_be_asked() -> None:
     assert all(ours == theirs for ours, theirs in parameters.values())
 
 
-@pytest.mark.parametrize("here", CONTROL_FUNCTIONS, ids=lambda v: v.__name__)
+@pytest.mark.parametrize("here", QUESTIONS, ids=lambda v: v.__name__)
 def test_a_question_sends_its_name(here: Callable[..., Future[Any]]) -> None:
     """Each function of the page asks its engine by the name in the table."""
     sent: list[tuple[Any, ...]] = []
@@ -104,7 +115,7 @@ def test_a_question_sends_its_name(here: Callable[..., Future[Any]]) -> None:
     given = range(7, 5 + len(inspect.signature(here).parameters))
     here(ask, 5, *given)
 
-    assert sent == [(5, CONTROL_FUNCTIONS[here], *given)]
+    assert sent == [(5, QUESTIONS[here], *given)]
 
 
 def test_a_call_by_name_resolves_the_function() -> None:

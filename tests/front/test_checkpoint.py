@@ -9,9 +9,13 @@ import pytest
 from tests.front.test_strategy import _MODEL, _STEPS
 from tests.support.kernel import Kernel
 
+# Other tests may have left theirs.
 _CLEAR = """%%distributed
 import gc
-model = optimizer = layers = None
+for name, value in list(globals().items()):
+    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) and name[0] != "_":
+        del globals()[name]
+layers = value = None
 _ = gc.collect()
 """
 _WRONG = {
@@ -31,7 +35,7 @@ _WRONG = {
 @pytest.fixture
 def trained(kernel: Kernel) -> Iterator[Kernel]:
     """The shared kernel with a model that has made three steps under ddp; cleared afterwards."""
-    for code in ("%dist_strategy ddp", _MODEL, _STEPS):
+    for code in (_CLEAR, "%dist_strategy ddp", _MODEL, _STEPS):
         cell = kernel.run(code)
         assert cell.status == "ok", cell.visible
     yield kernel
@@ -39,9 +43,7 @@ def trained(kernel: Kernel) -> Iterator[Kernel]:
         assert kernel.run(code).status == "ok"
 
 
-def test_it_is_saved_and_loaded_under_another_strategy(
-    trained: Kernel, shared_folder: Path
-) -> None:
+def test_it_is_saved_and_loaded_under_another_strategy(trained: Kernel) -> None:
     """Losses after a load are those after the save; what was done is told."""
     saved = trained.run("%dist_save one")
     after = trained.run(_STEPS)
@@ -55,9 +57,8 @@ def test_it_is_saved_and_loaded_under_another_strategy(
     )
 
     assert saved.status == "ok", saved.visible
-    path = shared_folder / "one"
     assert re.search(
-        rf"{path} saved at step 3: \d.* in \d+\.\d s \(.*/s\), 5 files of 2 ranks\n"
+        r"^one saved at step 3: \d.* in \d+\.\d s \(.*/s\), 5 files of 2 ranks\n"
         "read back and compared bit for bit",
         saved.visible,
     ), saved.visible
@@ -131,10 +132,7 @@ def test_a_wrong_use_is_an_ordinary_error(
     (shared_folder / "a-file").write_text("hello")
     (shared_folder / "a-folder").mkdir(exist_ok=True)
     (shared_folder / "a-folder" / "notes.txt").write_text("hello")
-    if (
-        kernel.run("%%rank[0]\n'model' in globals() and model is not None").visible.strip()[-4:]
-        != "True"
-    ):
+    if kernel.run("%%rank[0]\nmodel.training").status != "ok":
         assert kernel.run(_MODEL).status == "ok"
     cell = kernel.run(code)
 
@@ -142,3 +140,58 @@ def test_a_wrong_use_is_an_ordinary_error(
     assert cell.error.ename == _WRONG[code][0]
     assert _WRONG[code][1] in cell.error.evalue
     assert (shared_folder / "a-file").read_text() == "hello"
+
+
+_HELD = """%%rank[1]
+import threading
+from nbdist.engine.checkpoint import writing
+compare, go_on, waiting = writing._compare, threading.Event(), threading.Event()
+def held(*given):
+    waiting.set()
+    go_on.wait(60)
+    return compare(*given)
+writing._compare = held
+"""
+
+
+def test_a_save_goes_on_beside_cells_and_a_switch(trained: Kernel) -> None:
+    """The status tells how far it is; a load waits for it, and has what was there at first."""
+    trained.run(_HELD)
+    begun = trained.run("%dist_save beside --async")
+    after = trained.run(_STEPS)
+    trained.run("%%rank[1]\nassert waiting.wait(20)")
+    status = trained.run("%dist_status")
+    switched = trained.run("%dist_strategy fsdp")
+    trained.run("%%rank[1]\nthreading.Timer(0.5, go_on.set).start(); writing._compare = compare")
+    loaded = trained.run("%dist_load beside")
+    again = trained.run(_STEPS)
+
+    assert begun.status == "ok", begun.visible
+    assert "beside: " in status.visible, status.visible
+    assert "rank 1 compares" in status.visible
+    assert switched.status == "ok", switched.visible
+    assert loaded.status == "ok", loaded.visible
+    assert "beside was saved at step 3" in loaded.visible
+    assert after.visible == again.visible
+
+
+def test_a_rank_that_is_replaced_breaks_its_save_off(own_kernel: Kernel, tmp_path: Path) -> None:
+    """Told at the next cell; the checkpoint before is whole, and a stop waits for the next one."""
+    for code in (_MODEL, _STEPS, "%dist_save kept", _HELD, "%dist_save kept --async"):
+        assert own_kernel.run(code).status == "ok"
+    assert own_kernel.run("%%rank[1]\nassert waiting.wait(20)").status == "ok"
+    restarted = own_kernel.run("%dist_restart 1")
+    told = own_kernel.run("import time\ntime.sleep(0.5)\n%dist_status")
+    made = own_kernel.run(_MODEL)
+    loaded = own_kernel.run("%dist_load kept")
+    later = own_kernel.run("%dist_save later --async")
+    stopped = own_kernel.run("%dist_shutdown")
+
+    assert restarted.status == "ok", restarted.visible
+    assert re.search("kept was not saved: .*rank 1", told.visible), told.visible
+    assert made.status == "ok", made.visible
+    assert loaded.status == "ok", loaded.visible
+    assert later.status == "ok", later.visible
+    assert stopped.status == "ok", stopped.visible
+    assert (tmp_path / "later" / "nbdist.json").exists()
+    assert [one.name for one in tmp_path.iterdir() if "nbdist-" in one.name] == []

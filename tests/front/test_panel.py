@@ -343,6 +343,19 @@ def test_the_next_cell_is_profiled_and_no_other(panel: Kernel) -> None:
     assert "written: traces/rank0.json.gz" in log
 
 
+def test_a_checkpoint_is_saved(panel: Kernel, shared_folder: Path) -> None:
+    """Into a folder of its own, which loads."""
+    panel.run(_PREPARED)
+    panel.run("press('checkpoint')", 60)
+    log = said(panel)
+    [path] = (shared_folder / "checkpoints").iterdir()
+    loaded = panel.run(f"%dist_load checkpoints/{path.name}")
+    panel.run(_GONE)
+
+    assert f"checkpoints/{path.name} saved at step 0" in log
+    assert loaded.status == "ok", loaded.visible
+
+
 def test_compare_runs_the_last_cell_under_both_strategies(panel: Kernel) -> None:
     """And puts the state of before back."""
     panel.run(_PREPARED)

@@ -11,7 +11,7 @@ CHECKPOINTS = (
     from nbdist.core.saving import DONE
     from nbdist.engine.checkpoint import jobs, load, save
 
-    folder, EPOCH, BEFORE, AFTER = Path(os.environ["FOLDER"]), 4, 6, 6
+    folder, EPOCH, BEFORE, AFTER = Path(os.environ["FOLDER"]), 2, 3, 3
     KIND = os.environ["KIND"]
     # The same on any number of ranks: the other texts' models grow with them.
     MODELS["plain"] = Plain
@@ -24,9 +24,8 @@ CHECKPOINTS = (
         order = torch.Generator().manual_seed(seed)
         return DataLoader(samples(EPOCH), batch_size=GLOBAL, shuffle=True, generator=order)
 
-    def endless(loader, skipped=None):
-        "The batches of a first epoch, of which some may be skipped, and of all later ones."
-        yield from loader if skipped is None else skipped
+    def endless(loader):
+        "The batches of one epoch after the other."
         while True:
             yield from loader
 
@@ -118,8 +117,7 @@ CHECKPOINTS = (
         assert kept == [id(one) for one in (*parts, *parts[1].optimizer.param_groups)]
         assert told.step == BEFORE, told
         at_once = compared(parts, alone()[2][0])
-        rest = accelerator.skip_first_batches(parts[3], BEFORE % EPOCH)
-        later = train(parts, endless(parts[3], rest), BEFORE, AFTER)
+        later = train(parts, endless(parts[3]), BEFORE, AFTER)
         return {key: max(at_once.get(key, 0.0), later[key]) for key in later}
 
     use("ddp")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nbdist.core.chunks import Part, Stored, is_complete, shared_out
 from nbdist.core.layout import Side, TensorLayout, missing
@@ -107,6 +108,31 @@ def state_path(stepping: Stepping, key: str, state: str) -> tuple[str, ...]:
     return (OPTIMIZER, stepping.name, model, first, state)
 
 
+def is_whole(side: Side) -> bool:
+    """Whether every rank that holds any of it has all."""
+    layout = side.layout
+    return layout.stages is None and layout.tp_dim is None and layout.shard_dim is None
+
+
+def own_form(stepping: Stepping, place: Place, side: Side) -> torch.Tensor | None:
+    """A state of another shape than its parameter, as Adafactor's; None where it cannot be saved.
+
+    It has no layout: it is saved where each rank has all of the parameter, and loaded there.
+    """
+    assert stepping.stepper.agreed is not None
+    key, state = place
+    everywhere = stepping.stepper.agreed.entries[place].ranks == frozenset(range(world_size()))
+    if not everywhere or not is_whole(side):
+        return None
+    value = stepping.optimizer.state[stepping.stepper.names[key][2]][state]
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return value.detach() if is_plain else None
+
+
+def _whole(value: torch.Tensor) -> Side:
+    return Side(TensorLayout(tuple(value.shape)), Degrees())
+
+
 def _add_model(one: Contents, model: Model) -> None:
     for first, names in model.names.items():
         name = one.tensors.add(
@@ -126,11 +152,16 @@ def _add_optimizer(one: Contents, stepping: Stepping) -> None:
     assert agreed is not None
     held = stepping.stepper.local.tensors
     for (key, state), entry in agreed.entries.items():
+        side = state_side(stepping, key)
         if entry.kind == "other":
-            _refuse_other(agreed, stepping.labels[key], state, entry)
+            value = own_form(stepping, (key, state), side)
+            if value is None:
+                _refuse_other(agreed, stepping.labels[key], state, entry)
+            path = state_path(stepping, key, state)
+            one.add(one.tensors.add(path, value.shape, value.dtype), _whole(value), value)
+            continue
         if entry.dtype is None:
             continue  # a number of Python's
-        side = state_side(stepping, key)
         shape = side.layout.shape if entry.kind == "tensor" else ()
         name = one.tensors.add(state_path(stepping, key, state), shape, entry.dtype)
         if entry.kind == "number":
@@ -162,11 +193,11 @@ def _scalar(entry: Entry) -> Side:
     return Side(TensorLayout((), ranks=entry.ranks), Degrees())
 
 
-def _refuse_other(agreed: AgreedState, label: str, state: str, entry: Entry) -> None:
+def _refuse_other(agreed: AgreedState, label: str, state: str, entry: Entry) -> NoReturn:
     raise CheckpointError(
         f"{agreed.optimizer} keeps {state!r} of {label} in its own form ({entry.value}), which "
-        "cannot be saved in parts. Use AdamW, Adam, SGD or another optimizer whose state has its "
-        "parameters' shapes, or forget the state first: optimizer.state.clear()."
+        "cannot be saved in parts. Save it under ddp, or use AdamW, Adam, SGD or another optimizer "
+        "whose state has its parameters' shapes."
     )
 
 

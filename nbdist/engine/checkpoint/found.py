@@ -141,8 +141,7 @@ def look(what: str) -> Found:
         CheckpointError: No model is prepared, or it cannot be saved in parts.
         NbdistError: Ranks differ.
     """
-    if len(registry.prepared()) > 1:
-        gc.collect()  # those of cells that were run again
+    gc.collect()  # models and loaders of cells that were run again
     common = switch.common_models()
     together(what, lambda: _check(common))
     for one in common:
@@ -151,7 +150,7 @@ def look(what: str) -> Found:
     accelerators = [one for one in registry.watchers() if hasattr(one, "_schedulers")]
     counts = together(what, lambda: len(accelerators))
     for accelerator in accelerators[: min(counts)]:
-        saving.agree(accelerator)
+        saving.agree(accelerator, is_collected=True)
     named = together(what, lambda: _names(common, steppers, accelerators))[0]
     models = [_model(one, at, named[0][at]) for at, one in enumerate(common)]
     optimizers = [_stepping(one, models, named[1][at]) for at, one in enumerate(steppers)]
@@ -176,6 +175,12 @@ def dtype_of(text: str) -> torch.dtype:
 
 
 def _check(common: list[Prepared]) -> None:
+    if registry.current().name == "deepspeed":
+        raise CheckpointError(
+            "DeepSpeed's optimizer keeps its state in a form of its own, which cannot be saved in "
+            "parts for other strategies. Use accelerator.save_state(DIR) and load_state(DIR), or "
+            "train under fsdp or zero1, which split the same."
+        )
     if not common:
         raise CheckpointError(
             "No model is prepared on the ranks, so there is nothing to save or to load into. "

@@ -32,12 +32,32 @@ class Meter:
         self.done_bytes = 0
         self.total_bytes = total_bytes
         self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._is_final = False
         self._why = ""
 
-    def stop(self, why: str) -> None:
-        """Let it end. From any thread."""
-        self._why = self._why or why
-        self._stop.set()
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is to stop."""
+        return self._stop.is_set()
+
+    def stop(self, why: str) -> bool:
+        """Let it end: then it will not be there. From any thread.
+
+        Returns:
+            False where it is too late: it is being put in its place.
+        """
+        with self._lock:
+            if not self._is_final:
+                self._why = self._why or why
+                self._stop.set()
+            return not self._is_final
+
+    def make_final(self) -> None:
+        """From here on it cannot be stopped any more. Raises Cancelled if it is to stop."""
+        with self._lock:
+            self.check()
+            self._is_final = True
 
     def check(self) -> None:
         """Raises Cancelled once it is to stop."""
@@ -98,13 +118,10 @@ def stop(token: str, why: str) -> bool:
     """Let a save end that is not over. From any thread.
 
     Returns:
-        Whether there was one.
+        Whether it will end so: on rank 0, that the checkpoint will not be there.
     """
     job = _jobs.get(token)
-    if job is None or state(token).state != RUNNING:
-        return False
-    job.meter.stop(why)
-    return True
+    return job is None or (job.saved is None and job.meter.stop(why))
 
 
 def wait(token: str) -> Saving:
@@ -119,7 +136,7 @@ def refuse_if_running() -> None:
     """Raises a CheckpointError while a save is going on."""
     for job in _jobs.values():
         assert job.thread is not None
-        if state(job.token).state != RUNNING:
+        if state(job.token).state != RUNNING or job.meter.is_stopped:
             job.thread.join(_JOIN_S)
         if job.thread.is_alive():
             raise CheckpointError(

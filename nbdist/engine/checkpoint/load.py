@@ -113,7 +113,12 @@ def _prepared(folder: Path, saved: Checkpoint, found: Found) -> tuple[Read, rest
     """All that can fail. This rank alone."""
     matched = _matched(folder, saved, found)
     one = Read(saved, metadata.read(folder, saved), plain.read(folder))
-    _fill(folder, one, restore.wanted(one.states, matched))
+    shapes = {
+        name: tuple(stored.size)
+        for name, stored in one.known.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+    _fill(folder, one, restore.wanted(one.states, matched, shapes))
     return one, restore.plan(one.states, one.values, matched)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from nbdist.core.checkpoint import Checkpoint
-from nbdist.core.layout import Side
+from nbdist.core.layout import Side, TensorLayout
+from nbdist.core.strategy import Degrees
 from nbdist.engine.checkpoint import plain
-from nbdist.engine.checkpoint.contents import MODEL, OPTIMIZER, state_side
+from nbdist.engine.checkpoint.contents import MODEL, OPTIMIZER, is_whole, state_side
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, dtype_of
 from nbdist.engine.parallel import build, flat
 from nbdist.engine.parallel.agreement import rank, world_size
@@ -54,6 +55,7 @@ class _Steps:
         agreed: What it will remember.
         parts: This rank's tensors of it, by label: those that it has, or new ones.
         copies: (tensor that it has, what is copied into it).
+        others: Tensors of another form than their parameters'.
         groups: Settings of each group.
         whole: All of it by unique names, under FSDP1.
     """
@@ -62,6 +64,7 @@ class _Steps:
     agreed: AgreedState
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    others: dict[Place, torch.Tensor] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     whole: dict[str, Any] | None = None
 
@@ -91,11 +94,18 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def wanted(states: Mapping[str, Any], matched: Matched) -> dict[str, Side]:
+def wanted(
+    states: Mapping[str, Any], matched: Matched, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Side]:
     """The tensors that are read, by their names in the checkpoint, and how each lies here.
 
+    Args:
+        states: The plain ones.
+        matched: What is loaded into what.
+        shapes: Of the saved tensors.
+
     Raises:
-        CheckpointError: The states do not go with the manifest.
+        CheckpointError: A state has a form of its own that does not go with the strategy.
     """
     found = {}
     for old, model in matched.models:
@@ -104,9 +114,11 @@ def wanted(states: Mapping[str, Any], matched: Matched) -> dict[str, Side]:
     for old, one in matched.optimizers:
         keys = matched.keys(one)
         for entry in _entries(states, old):
+            side, name = state_side(one, keys[entry["parameter"]]), _name(old, entry)
             if entry["kind"] == "tensor":
-                side = state_side(one, keys[entry["parameter"]])
-                found[_name(old, entry)] = side
+                found[name] = side
+            elif entry["kind"] == "other":
+                found[name] = _own_form(one, entry, side, shapes[name])
     return found
 
 
@@ -185,6 +197,16 @@ def _entries(states: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return found
 
 
+def _own_form(one: Stepping, entry: Mapping[str, Any], side: Side, shape: tuple[int, ...]) -> Side:
+    if not is_whole(side):
+        raise CheckpointError(
+            f"{type(one.optimizer).__name__} keeps {entry['key']!r} of {entry['parameter']} in its "
+            "own form, which cannot be split as the strategy asks. Load it under ddp or single, or "
+            "the models alone: %dist_load PATH --models-only. Nothing was changed."
+        )
+    return Side(TensorLayout(shape), Degrees())
+
+
 def _name(old: str, entry: Mapping[str, Any]) -> str:
     return f"{OPTIMIZER}.{old}.{entry['parameter']}.{entry['key']}"
 
@@ -220,13 +242,16 @@ def _steps(
         found.whole = _whole(found, read)
         return found
     for place, value in read.items():
+        device = build.local_of(stepper.names[place[0]][2]).device
+        if entries[place].kind == "other":
+            found.others[place] = value.to(device)
+            continue
         label = agreed.label(place)
         live = stepper.local.tensors.get(label)
         if live is not None and live.shape == value.shape and live.dtype == value.dtype:
             found.parts[label] = live
             found.copies.append((live, value))
         else:
-            device = build.local_of(stepper.names[place[0]][2]).device
             found.parts[label] = value.to(device)
     return found
 
@@ -267,6 +292,8 @@ def _commit_steps(steps: _Steps) -> None:
     for live, value in steps.copies:
         live.copy_(value)
     held = {key: parameter for key, (_, _, parameter) in steps.one.stepper.names.items()}
+    for (key, state), value in steps.others.items():
+        optimizer.state[held[key]][state] = value
     sides = {key: state_side(steps.one, key) for key in held}
     write(optimizer, steps.agreed, steps.parts, held, held, sides)
     for group, settings in zip(optimizer.param_groups, steps.groups, strict=True):

@@ -8,6 +8,7 @@ state    how far it is, from any thread; the notebook asks over the control chan
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import threading
@@ -30,7 +31,7 @@ from nbdist.core.runs import Machine
 from nbdist.core.saving import Begun, Saved
 from nbdist.engine.checkpoint import metadata, plain, writing
 from nbdist.engine.checkpoint.contents import Contents, contents
-from nbdist.engine.checkpoint.found import Found, look
+from nbdist.engine.checkpoint.found import Found, Model, look
 from nbdist.engine.checkpoint.jobs import Job, Meter, keep, refuse_if_running
 from nbdist.engine.checkpoint.planners import Saver, Spot, Writer
 from nbdist.engine.parallel import registry
@@ -183,11 +184,29 @@ def _prepare(one: _Write, found: Found) -> str:
         extra={
             "models": [model.name for model in found.models],
             "optimizers": [stepping.name for stepping in found.optimizers],
+            "configs": {model.name: _config(model) for model in found.models},
+            "accelerators": [_settings(one) for one in found.accelerators],
         },
     )
     new = checkpoint_folder.prepare(one.path, str(Path.cwd()))
     one.manifest = manifest
     return str(new)
+
+
+def _config(model: Model) -> Any:
+    """What a model was made with, where it says so as transformers' do; for a person to read."""
+    tell = getattr(getattr(model.one.base, "config", None), "to_dict", None)
+    return json.loads(json.dumps(tell(), default=str)) if callable(tell) else None
+
+
+def _settings(accelerator: Any) -> dict[str, Any]:
+    """What an Accelerator was made with; for a person to read."""
+    return {
+        "mixed_precision": str(accelerator.mixed_precision),
+        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+        "split_batches": accelerator.split_batches,
+        "even_batches": accelerator.even_batches,
+    }
 
 
 def _enter(one: _Write, new: Path) -> None:
@@ -260,7 +279,7 @@ def _finish(one: _Write) -> None:
         saved = replace(one.manifest, files=tuple(files))
         writing.clear(one.new, len(one.processes))
         (one.new / checkpoint.MANIFEST).write_text(checkpoint.text(saved), encoding="utf-8")
-        one.meter.check()
+        one.meter.make_final()
         checkpoint_folder.commit(one.new, one.path)
     one.meter.phase = "done"
     one.job.saved = Saved(

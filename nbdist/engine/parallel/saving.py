@@ -105,13 +105,18 @@ def save_loaders(accelerator: Any, folder: Path) -> None:
             save(loader.epoch_state(), folder / _numbered("loader.bin", index))
 
 
-def agree(accelerator: Any) -> None:
+def agree(accelerator: Any, *, is_collected: bool = False) -> None:
     """Leave out what is prepared on some ranks only. Collective: every rank.
 
     An old model is gone when Python has collected it, on each rank at another time; what is
     not there on one rank cannot be saved by all.
+
+    Args:
+        accelerator: Whose lists are meant.
+        is_collected: Python has just done so.
     """
-    gc.collect()
+    if not is_collected:
+        gc.collect()
     lists = [
         accelerator._models,  # noqa: SLF001
         accelerator._optimizers,  # noqa: SLF001

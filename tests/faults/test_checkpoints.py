@@ -1,0 +1,231 @@
+"""A save is broken off: the checkpoint before it is whole and loads, and nothing is left behind."""
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nbdist.core import checkpoint, checkpoint_folder
+from tests.faults.test_resources import _own_mount
+from tests.support.cells import Cell
+from tests.support.faults import BACK_S, DEATH_TOLD_S, GONE_S, Measured, Ranks, record
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+long = pytest.mark.faults
+_MODEL = """%%distributed
+import gc, resource
+from nbdist.engine.checkpoint import writing
+plain_write = getattr(writing._Stream, 'plain_write', writing._Stream.write)
+writing._Stream.plain_write = plain_write
+
+def slow(self, data):
+    "As on a disk that hardly moves."
+    open(f'writing{rank}', 'w').close()
+    while not os.path.exists('end') and not self._meter._stop.is_set():
+        time.sleep(0.01)
+    return plain_write(self, data)
+
+def stuck(self, data):
+    "As on a disk that does not answer; nothing ends such a call."
+    open(f'writing{rank}', 'w').close()
+    while not os.path.exists('end'):
+        time.sleep(0.01)
+    return plain_write(self, data)
+
+def train():
+    trained(torch.ones(2, 256)).sum().backward()
+    steps.step()
+    steps.zero_grad()
+
+def total():
+    return sum(p.detach().double().abs().sum().item() for p in trained.parameters())
+
+net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+trained, steps = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+train()
+"""
+_SLOW = "%%distributed\nwriting._Stream.write = {}"
+_END = "%%distributed\nwriting._Stream.write = plain_write"
+_FREE = "%%distributed\ndel net, trained, steps\ngc.collect();"
+
+
+def _begun(ranks: Ranks, path: str = "one") -> float:
+    """A checkpoint at `one`, whole, and training goes on; what its weights came to."""
+    ranks.set_kept()
+    (ranks.folder / "end").unlink(missing_ok=True)
+    ranks.ok(_MODEL)
+    ranks.ok(f"%dist_save {path}")
+    total: float = ranks.values("total()", [0])[0]
+    ranks.ok("%%distributed\ntrain()")
+    return total
+
+
+def _writing(ranks: Ranks, line: str = "%dist_save one") -> object:
+    """Start a save, and wait until every rank is in the middle of it."""
+    for rank in range(ranks.n):
+        (ranks.folder / f"writing{rank}").unlink(missing_ok=True)
+    handle = ranks.kernel.start(line)
+    end_s = time.monotonic() + 20
+    while not all((ranks.folder / f"writing{rank}").exists() for rank in range(ranks.n)):
+        assert time.monotonic() < end_s, ranks.kernel.so_far(handle).visible
+        assert ranks.kernel.so_far(handle).status == "running", ranks.kernel.so_far(handle).visible
+        time.sleep(0.005)
+    ranks.kernel.wait_output(handle, "written and compared", 20)  # type: ignore[arg-type]
+    return handle
+
+
+def _refused(cell: Cell, name: str, *texts: str) -> None:
+    assert cell.error is not None, cell.visible
+    assert cell.error.ename == name, cell.visible
+    for text in texts:
+        assert re.search(text, cell.error.evalue), (text, cell.error.evalue)
+
+
+def _is_whole(folder: Path) -> None:
+    """Every byte is as its manifest says."""
+    checkpoint_folder.recover(folder)
+    checkpoint.check_files(folder, checkpoint.read(folder), reads_all=True)
+
+
+def _goes_on(ranks: Ranks, total: float, case: str, back_s: float, told_s: float | None) -> None:
+    """The checkpoint loads as it was saved; the next save leaves its own folder alone."""
+    _is_whole(ranks.folder / "one")
+    (ranks.folder / "end").touch()
+    ranks.ok("%dist_load one")
+    assert ranks.values("total()", [0])[0] == total
+    ranks.ok("%dist_save one")
+    assert [path.name for path in ranks.folder.glob(".one*")] == []
+    ranks.ok(_FREE)
+    ranks.conclude(case, "checkpoint", told_s, back_s)
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=long)])
+def test_a_rank_may_write_no_more(n: int, ranks_of: Callable[[int], Ranks]) -> None:
+    """A limit of one rank's file size is told with rank and numbers; no rank's file is left."""
+    ranks = ranks_of(n)
+    total = _begun(ranks)
+    limit = "%%rank[1]\nresource.setrlimit(resource.RLIMIT_FSIZE, ({}, -1))"
+    ranks.ok(limit.format(100_000))
+    began_s = time.monotonic()
+    cell = ranks.kernel.run("%dist_save one")
+    back_s = time.monotonic() - began_s
+    ranks.ok(limit.format(-1))
+
+    _refused(cell, "CheckpointError", "rank 1", r"ulimit -f", r"had written [\d,]+ bytes")
+    assert [path.name for path in ranks.folder.glob(".one*")] == []
+    _goes_on(ranks, total, "a rank may not write while it saves", back_s, None)
+
+
+def _small_disk(folder: Path) -> str:
+    """One checkpoint of the model has room there, and two have not."""
+    disk = folder.parent / "disk"
+    disk.mkdir()
+    return _own_mount(disk, "5m")
+
+
+@long
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_disk_is_full(n: int, own_ranks: Callable[..., Ranks]) -> None:
+    """A second checkpoint does not fit beside the first, which stays; then there is room again."""
+    ranks = own_ranks(n, _small_disk)
+    total = _begun(ranks, "disk/one")
+    began_s = time.monotonic()
+    cell = ranks.kernel.run("%dist_save disk/one")
+    back_s = time.monotonic() - began_s
+    names = ranks.ok("import os, shutil\nprint(os.listdir('disk'))")
+    ranks.ok("%dist_load disk/one")
+    assert ranks.values("total()", [0])[0] == total
+    ranks.ok("shutil.rmtree('disk/one')")
+    ranks.ok("%dist_save disk/one")
+    ranks.ok(_FREE)
+
+    _refused(cell, "CheckpointError", "the disk is full", r"[\d,]+ of [\d,]+ bytes are free")
+    assert names.text.strip() == "['one']"
+    ranks.conclude("disk full while it is saved to", "checkpoint", None, back_s)
+
+
+@pytest.mark.parametrize(
+    ("n", "dead"),
+    [(2, 1), *(pytest.param(n, dead, marks=long) for n, dead in ((2, 0), (4, 0), (4, 3)))],
+)
+def test_a_rank_is_killed_while_it_saves(
+    n: int, dead: int, ranks_of: Callable[[int], Ranks]
+) -> None:
+    """Told with the rank at once; after its restart the checkpoint before it goes on."""
+    ranks = ranks_of(n)
+    total = _begun(ranks)
+    ranks.ok(_SLOW.format("slow"))
+    handle = _writing(ranks)
+    killed_s = time.monotonic()
+    ranks.engines[dead].send_signal(signal.SIGKILL)
+    cell = ranks.finish(handle)  # type: ignore[arg-type]
+    back_s = time.monotonic() - killed_s
+
+    _refused(cell, "CheckpointError", rf"rank {dead}.* ended", "What was .* before is whole")
+    assert back_s < DEATH_TOLD_S + 2 + ranks.load_s
+    _is_whole(ranks.folder / "one")
+    ranks.ok(
+        _END.replace("distributed", f"rank[{','.join(str(r) for r in range(n) if r != dead)}]")
+    )
+    ranks.revive([dead])
+    ranks.ok(_MODEL)
+    _goes_on(ranks, total, f"rank {dead} killed while it saves", back_s, back_s)
+
+
+@pytest.mark.parametrize(
+    ("n", "how"), [(2, "slow"), *(pytest.param(n, "stuck", marks=long) for n in (2, 4))]
+)
+def test_a_save_is_interrupted(n: int, how: str, ranks_of: Callable[[int], Ranks]) -> None:
+    """The notebook is back within 5 s, also where the disk does not answer at all."""
+    ranks = ranks_of(n)
+    total = _begun(ranks)
+    ranks.ok(_SLOW.format(how))
+    handle = _writing(ranks)
+    pressed_s = time.monotonic()
+    ranks.kernel.interrupt()
+    cell = ranks.finish(handle)  # type: ignore[arg-type]
+    back_s = time.monotonic() - pressed_s
+    (ranks.folder / "end").touch()
+    ranks.ok(_END)
+
+    _refused(cell, "KeyboardInterrupt", "was not saved")
+    assert back_s < BACK_S + ranks.load_s
+    _goes_on(ranks, total, f"interrupt while it saves, disk {how}", back_s, None)
+
+
+@long
+@pytest.mark.parametrize(("n", "more"), [(2, ""), (2, " --async"), (4, "")])
+def test_the_kernel_is_killed_while_it_saves(
+    n: int, more: str, own_ranks: Callable[..., Ranks]
+) -> None:
+    """The ranks end with it; the checkpoint before it is whole, what was begun goes."""
+    ranks = own_ranks(n)
+    _begun(ranks)
+    ranks.ok(_SLOW.format("slow"))
+    _writing(ranks) if not more else _async(ranks)
+    path, everything = ranks.folder / "one", ranks.everything()
+    began_s = time.monotonic()
+    ranks.kernel.kill()
+    for process in everything:
+        process.wait(GONE_S + ranks.load_s)
+    gone_s = time.monotonic() - began_s
+
+    record(Measured(f"kernel killed while it saves{more}", "checkpoint", n, None, gone_s))
+    assert (ranks.folder / ".one.nbdist-new").is_dir()
+    _is_whole(path)
+    assert checkpoint_folder.sweep(ranks.folder) == ("one",)
+    assert [one.name for one in ranks.folder.glob(".one*")] == []
+    _is_whole(path)
+
+
+def _async(ranks: Ranks) -> None:
+    """A save beside training that has begun on every rank."""
+    ranks.ok("%dist_save one --async")
+    end_s = time.monotonic() + 20
+    while not all((ranks.folder / f"writing{rank}").exists() for rank in range(ranks.n)):
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
