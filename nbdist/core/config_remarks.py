@@ -218,7 +218,9 @@ def _check_choice(notes: Notes, path: tuple[str, ...], entry: Entry, choices: li
     word = next((one for one in choices if one.lower() == typed.lower()), None)
     if isinstance(value, bool) and word is not None:
         why = f"YAML reads {typed} without quotation marks as {shown(value)}"
-        notes.bad(path, why, f"write '{word}'", Fix(SET, path, word))
+        # Accelerate starts one process for a distributed_type that it compares with nothing.
+        verdict = WARN if path == ("distributed_type",) else BAD
+        notes.say(verdict, path, why, f"write '{word}'", Fix(SET, path, word))
         return
     why = f"there is no {typed}: it is one of {', '.join(choices)}"
     near = word or next(iter(difflib.get_close_matches(str(value), choices, 1)), None)

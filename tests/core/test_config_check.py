@@ -114,7 +114,7 @@ _CASES: dict[str, tuple[str, str, str]] = {
     _LAUNCH + "mixed_precison: bf16": (BAD, "3 mixed_precison: Accelerate refuses a key that it does not know; change the key to mixed_precision", "mixed_precision: bf16"),
     _LAUNCH + "favourite: 3": (BAD, "take it out", "num_processes: 4\n"),
     _LAUNCH + "mixed_precision: no": (BAD, "YAML reads no without quotation marks as false; write 'no'", "mixed_precision: 'no'"),
-    "distributed_type: NO\nnum_processes: 1": (BAD, "write 'NO'", "distributed_type: 'NO'"),
+    "distributed_type: NO\nnum_processes: 1": (WARN, "write 'NO'", "distributed_type: 'NO'"),
     _LAUNCH + "mixed_precision: bfloat16": (BAD, "there is no bfloat16: it is one of no, fp16, bf16, fp8; write bf16", "mixed_precision: bf16"),
     "distributed_type: multi_gpu\nnum_processes: 4": (BAD, "write MULTI_GPU", "distributed_type: MULTI_GPU"),
     "distributed_type: DDP\nnum_processes: 4": (BAD, "there is no DDP: it is one of NO, MULTI_CPU", ""),
