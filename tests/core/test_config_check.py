@@ -2,14 +2,18 @@
 
 # ruff: noqa: E501, ISC004  # rows of tables, read side by side
 
+import re
 from pathlib import Path
 
 import pytest
 
 from nbdist.client.config_file import load, read
 from nbdist.core.config_check import check, corrected, kind_of
+from nbdist.core.config_emit import Refusal, Setting, accelerate_config, deepspeed_config
 from nbdist.core.config_remarks import Around, Checked
 from nbdist.core.finding import BAD, WARN
+from nbdist.core.strategy import choose
+from nbdist.core.strategy_rows import ROWS
 
 _DATA = Path(__file__).resolve().parents[1] / "data" / "configs"
 
@@ -294,3 +298,18 @@ def test_kinds_are_known_by_their_content() -> None:
     assert {kind for name, kind in kinds.items() if name.endswith(".json")} == {"DeepSpeed"}
     assert kinds["instructlab.yaml"] == "InstructLab"
     assert kind_of(read("a", "output_dir: x\nmodel: {_component_: torchtune}\n")) == ""
+
+
+def test_the_page_says_what_each_strategy_is() -> None:
+    """docs/configs.md has a row for every strategy, with the type and stage that are written."""
+    page = (_DATA.parents[2] / "docs" / "configs.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE))
+
+    assert set(ROWS) <= set(rows)
+    for name in ROWS:
+        one = Setting(choose(name, {}, 4))
+        yaml, ds = rows[name].split(" | ")
+        config = accelerate_config(one)
+        kind = "none" if isinstance(config, Refusal) else f"`{config['distributed_type']}`"
+        assert yaml.startswith(kind)
+        assert ds.startswith("none") == isinstance(deepspeed_config(one), Refusal)
