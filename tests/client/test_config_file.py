@@ -163,3 +163,5 @@ def test_files_that_are_none_are_told(tmp_path: Path) -> None:
         load(tmp_path / "data.json")
     with pytest.raises(OptionError, match="more than any configuration"):
         load(tmp_path / "large.json")
+    with pytest.raises(OptionError, match="toml is not read"):
+        load(tmp_path / "recipe.toml")

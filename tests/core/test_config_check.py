@@ -129,6 +129,7 @@ _CASES: dict[str, tuple[str, str, str]] = {
     _LAUNCH + "num_machines: 3": (BAD, "4 is no multiple of num_machines 3; change it to 3 or 6", "num_processes: 3"),
     _LAUNCH + "num_machines: 2\nmain_process_ip: a\nmain_process_port: 1\nmachine_rank: 2": (BAD, "counted from 0, and num_machines is 2; use 0 to 1", "machine_rank: 0"),
     _LAUNCH + "num_machines: 2": (WARN, "2 hosts have to find each other; write 29500, or type --main_process_port", "main_process_port: 29500"),
+    "distributed_type: MULTI_GPU\nnum_processes: 1\ngpu_ids: 0": (BAD, "it has to be a text, and 0 is a number; write '0'", "gpu_ids: '0'"),
     _LAUNCH + "gpu_ids: 0,1": (BAD, "they are 2 GPUs for num_processes 4", "num_processes: 2"),
     "distributed_type: 'NO'\nnum_processes: 2": (BAD, "NO is one process", "MULTI_GPU"),
     "distributed_type: MULTI_CPU\nnum_processes: 2": (BAD, "through mpirun; this starts one", "MULTI_GPU"),

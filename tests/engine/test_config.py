@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from accelerate import ParallelismConfig
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.config.default import write_basic_config
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import (
     DeepSpeedPlugin,
@@ -159,12 +160,33 @@ def test_what_is_written_passes_the_check(name: str) -> None:
     assert unwise == []
 
 
+def test_what_accelerate_writes_itself_is_good(tmp_path: Path) -> None:
+    """Its basic configuration, and one of its questionnaire's, have nothing that is bad."""
+    write_basic_config(mixed_precision="bf16", save_location=str(tmp_path / "basic.yaml"))
+    asked = ClusterConfig(
+        compute_environment="LOCAL_MACHINE", distributed_type="FSDP", mixed_precision="bf16",
+        use_cpu=False, debug=False, num_processes=8, downcast_bf16="no", tpu_env=[],
+        fsdp_config={
+            "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_activation_checkpointing": False,
+        },
+    )  # fmt: skip
+    asked.to_yaml_file(str(tmp_path / "asked.yaml"))
+
+    assert not check(load(tmp_path / "basic.yaml"), Around()).is_bad
+    assert {f.verdict for f in check(load(tmp_path / "asked.yaml"), Around()).findings} == {"ok"}
+
+
 _REFUSED = {
     "num_processes: 4": "distributed_type",
     "distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precison: bf16": "unknown keys",
     "distributed_type: DDP\nnum_processes: 4": "DDP",
     "distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precision: no": "lower",
     "distributed_type: MULTI_GPU\nnum_processes: 4\ngpu_ids: '0'": "Less than two GPU ids",
+    "distributed_type: MULTI_GPU\nnum_processes: 1\ngpu_ids: 0": "split",
     "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_version: 2\n"
     "  fsdp_reshard_after_forward: FULL_SHARD": "truth value",
     "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_version: 2\n"

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,10 +11,15 @@ from pathlib import Path
 import pytest
 
 from nbdist.cli import main
+from nbdist.commands import WORDS
+from nbdist.core.config_emit import run_line
+from nbdist.core.strategy import choose
+from nbdist.verbs import parse, strategy_given
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel, notebook_env
 
 _TIMEOUT_S = 110.0
+_BASH = "/bin/bash"
 _DATA = Path(__file__).resolve().parents[1] / "data" / "configs"
 # The same text runs in a cell, where `accelerator` is there, and in a script that makes one.
 _TRAINING = """
@@ -161,6 +165,29 @@ def launched(
     return told
 
 
+def slurm(folder: Path, hosts: int = 1) -> dict[str, str]:
+    """The environment of a job, in which Slurm's programs are played: tasks of all hosts here."""
+    fakes = {
+        "srun": (
+            "while [[ $1 == --* ]]; do shift; done\n"
+            'for ((host = 1; host < SLURM_JOB_NUM_NODES; host++)); do "$@" & done\n"$@"\nwait'
+        ),
+        "scontrol": "echo localhost",
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    (folder / "bin").mkdir()
+    for name, body in fakes.items():
+        fake = folder / "bin" / name
+        fake.write_text(f"#!{_BASH}\n{body}\n")
+        fake.chmod(0o700)
+    return {
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": str(hosts),
+    }
+
+
 def accelerate(folder: Path, config: Path, env: Mapping[str, str]) -> dict[str, object]:
     """The same under accelerate launch with a configuration."""
     return launched(
@@ -194,26 +221,20 @@ def test_the_batch_script_starts_the_tasks(ranks: Kernel, tmp_path: Path) -> Non
     wanted = trained(ranks, "ddp")
     good(ranks, f"%dist_config --write {tmp_path}/job.sbatch")
     script(tmp_path)
-    bash = "/bin/bash"
-    fakes = {
-        "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"',
-        "scontrol": "echo localhost",
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-    }
-    for name, body in fakes.items():
-        fake = tmp_path / "bin" / name
-        fake.parent.mkdir(exist_ok=True)
-        fake.write_text(f"#!{bash}\n{body}\n")
-        fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    subprocess.run([bash, "-n", "job.sbatch"], cwd=tmp_path, check=True, timeout=10)
-    env = {
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_JOB_NODELIST": "node1",
-        "SLURM_JOB_NUM_NODES": "1",
-    }
+    subprocess.run([_BASH, "-n", "job.sbatch"], cwd=tmp_path, check=True, timeout=10)
 
-    assert close(launched(tmp_path, bash, "job.sbatch", env=env)["losses"], wanted)
+    assert close(launched(tmp_path, _BASH, "job.sbatch", env=slurm(tmp_path))["losses"], wanted)
+
+
+@pytest.mark.parity
+def test_the_batch_script_of_two_hosts(ranks: Kernel, tmp_path: Path) -> None:
+    """One task on each of two hosts: torchrun finds the other one, and the losses are the same."""
+    wanted = trained(ranks, "ddp")
+    good(ranks, f"%dist_config --write {tmp_path}/job.sbatch --nodes 2")
+    script(tmp_path)
+
+    assert "#SBATCH --nodes=2" in (tmp_path / "job.sbatch").read_text()
+    assert close(launched(tmp_path, _BASH, "job.sbatch", env=slurm(tmp_path, 2))["losses"], wanted)
 
 
 @pytest.mark.parity
@@ -369,3 +390,20 @@ def test_the_exit_code_in_a_terminal(
     """0 for a file that can run, 1 for one that cannot, 2 for wrong use; no ranks are needed."""
     assert main(["config", *(word.format(data=_DATA) for word in words)]) == code
     assert "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["pp", "pp --dp 2 --tp 2 --schedule gpipe", "cp --dp 2", "ulysses", "zero1 --bf16",
+     "tp --sequence-parallel", "fsdp --shard hybrid --replicas 2 --tp 2"],
+)  # fmt: skip
+def test_the_line_that_starts_a_strategy_means_it(typed: str) -> None:
+    """What is told where there is no configuration is read as the same strategy."""
+    name, *options = typed.split()
+    verb = WORDS["run"]
+    first = parse(verb, f"train.py -n 8 --strategy {name} {' '.join(options)}").values
+    choice = choose(name, strategy_given(first), 8)
+    line = run_line(choice).removeprefix("nbdist run ")
+    again = parse(verb, line).values
+
+    assert choose(again.strategy, strategy_given(again), again.world_size) == choice
