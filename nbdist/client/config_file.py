@@ -8,9 +8,12 @@ from typing import Any
 import yaml
 
 from nbdist.core import config_json
+from nbdist.core.config_remarks import KNOWN
 from nbdist.core.config_tree import JSON, YAML, Document, Entry, Flaw, Node
 from nbdist.errors import OptionError
 
+# Of other languages than those that are read.
+_OTHERS = {".toml", ".ini", ".cfg", ".py", ".sh", ".ipynb"}
 # A configuration has some hundreds of lines; a data set that is named by mistake has more.
 LARGEST = 1_000_000
 
@@ -22,6 +25,11 @@ def load(path: str | Path) -> Document:
         OptionError: If it cannot be read, or is neither JSON nor YAML; with the line.
     """
     file = Path(path).expanduser()
+    if file.suffix.lower() in _OTHERS:
+        known = "; ".join(f"{kind}: {what}" for kind, what in KNOWN.items())
+        raise OptionError(
+            f"{path} is of no kind that is known: {file.suffix} is not read. Known are {known}."
+        )
     try:
         if file.stat().st_size > LARGEST:
             raise OptionError(

@@ -44,10 +44,11 @@ def check(document: Document, around: Around) -> Checked:
         around: What is known beside it; where nobody says how many ranks there are, the file does.
     """
     checked = _check_alone(document, around)
+    alone = replace(_with_ranks(document, checked.kind, around), others=())
     told = [
         remark
         for other in around.others
-        for remark in remarks_of(_check_alone(other, replace(around, others=())), other.name)
+        for remark in remarks_of(_check_alone(other, alone), other.name)
         if kind_of(other)
     ]
     return replace(checked, remarks=(*checked.remarks, *told))

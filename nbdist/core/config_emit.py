@@ -345,4 +345,5 @@ def _about_tp(choice: Choice) -> list[str]:
     if choice.degrees.tp == 1 or _refusal(choice) is not None:
         return []
     loaded = "from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"
-    return [f"{_ONLY_SCRIPT}{loaded} of transformers; Accelerate splits no other model"]
+    newer = "in newer versions distributed_config=DistributedConfig(tp_plan='auto')"
+    return [f"{_ONLY_SCRIPT}{loaded} of transformers ({newer}); Accelerate splits no other model"]

@@ -107,7 +107,8 @@ def _needs_checkpointing(notes: Notes, version: str) -> None:
 def check_mesh(notes: Notes, around: Around) -> None:
     """parallelism_config: its degrees against the ranks, and what goes together."""
     document = notes.document
-    if not document.entries(_MESH):
+    names = {entry.key for entry in document.entries(_MESH)}
+    if not names or names & set(_SIZES):  # a name without its beginning is told; then it counts
         return
     sizes = {key: document.value(_MESH, f"{_MESH}_{key}") or 1 for key in _SIZES}
     if not all(is_count(size) for size in sizes.values()):
@@ -194,15 +195,11 @@ def check_megatron(notes: Notes, around: Around) -> None:
             "ranks", f"{around.ranks}, {around.source}: {told} x dp {dp}", document.line(_MEGATRON)
         )
     if degrees["pp"] > 1 and not document.has(_MEGATRON, "megatron_lm_num_micro_batches"):
-        path = (_MEGATRON, "megatron_lm_num_micro_batches")
+        micro = (_MEGATRON, "megatron_lm_num_micro_batches")
         why = f"a pipeline of {degrees['pp']} stages idles without micro-batches that fill it"
-        notes.warn(path, why, f"write {2 * degrees['pp']}", Fix(SET, path, 2 * degrees["pp"]))
-    if (
-        is_true(degree("sequence_parallelism"))
-        and degrees["tp"] == 1
-        and document.has(_MEGATRON, "megatron_lm_sequence_parallelism")
-    ):
-        path = (_MEGATRON, "megatron_lm_sequence_parallelism")
+        notes.warn(micro, why, f"write {2 * degrees['pp']}", Fix(SET, micro, 2 * degrees["pp"]))
+    path = (_MEGATRON, "megatron_lm_sequence_parallelism")
+    if is_true(document.value(*path)) and degrees["tp"] == 1:
         notes.bad(
             path, "it splits over tp, and tp is 1", "change it to false", Fix(SET, path, False)
         )

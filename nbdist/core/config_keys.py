@@ -14,6 +14,8 @@ BOOL, COUNT, INT, NUMBER, TEXT, MAP, LIST, ANY = (
 )  # fmt: skip
 # What Accelerate hands on as text: true and "true" are the same there.
 WORDY = "wordy"
+# A text that Accelerate takes apart: a number in its place has no split().
+LABEL = "label"
 KINDS: Mapping[str, str] = {
     BOOL: "true or false",
     WORDY: "true or false",
@@ -21,6 +23,7 @@ KINDS: Mapping[str, str] = {
     INT: "a whole number, 0 or more",
     NUMBER: "a number",
     TEXT: "a text",
+    LABEL: "a text",
     MAP: "a mapping",
     LIST: "a list",
     ANY: "anything",
@@ -42,7 +45,7 @@ ACCELERATE: Keys = {
     "num_processes": COUNT,
     "machine_rank": INT,
     "num_machines": COUNT,
-    "gpu_ids": TEXT,
+    "gpu_ids": LABEL,
     "main_process_ip": TEXT,
     "main_process_port": INT,
     "rdzv_backend": TEXT,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nbdist.core.config_keys import KINDS, WORDY, Keys
+from nbdist.core.config_keys import KINDS, LABEL, WORDY, Keys
 from nbdist.core.config_tree import (
     REMOVE,
     RENAME,
@@ -18,6 +18,7 @@ from nbdist.core.config_tree import (
     Fix,
     dotted,
     plain,
+    written,
 )
 from nbdist.core.finding import BAD, OK, WARN, Finding
 
@@ -207,7 +208,8 @@ def check_type(notes: Notes, path: tuple[str, ...], entry: Entry, kind: str) -> 
     if meant is None:
         notes.bad(path, why, f"write {KINDS[kind]}")
     else:
-        notes.bad(path, why, f"write {_literal(meant)}", Fix(SET, path, meant))
+        what = f"write {written(meant, notes.document.syntax)}"
+        notes.bad(path, why, what, Fix(SET, path, meant))
 
 
 def _check_choice(notes: Notes, path: tuple[str, ...], entry: Entry, choices: list[str]) -> None:
@@ -218,7 +220,9 @@ def _check_choice(notes: Notes, path: tuple[str, ...], entry: Entry, choices: li
     word = next((one for one in choices if one.lower() == typed.lower()), None)
     if isinstance(value, bool) and word is not None:
         why = f"YAML reads {typed} without quotation marks as {shown(value)}"
-        notes.bad(path, why, f"write '{word}'", Fix(SET, path, word))
+        # Accelerate starts one process for a distributed_type that it compares with nothing.
+        verdict = WARN if path == ("distributed_type",) else BAD
+        notes.say(verdict, path, why, f"write '{word}'", Fix(SET, path, word))
         return
     why = f"there is no {typed}: it is one of {', '.join(choices)}"
     near = word or next(iter(difflib.get_close_matches(str(value), choices, 1)), None)
@@ -246,6 +250,7 @@ def _fits(value: Any, kind: str) -> bool:
         "int": is_number and value == int(value) and value >= 0,
         "number": is_number,
         "text": isinstance(value, str | int),
+        LABEL: isinstance(value, str),
         "map": isinstance(value, dict),
         "list": isinstance(value, list),
         "any": True,
@@ -258,6 +263,8 @@ _ENDLESS = (float("inf"), float("-inf"))
 
 def _meant(value: Any, kind: str) -> Any:
     """The value that a text or another type stands for; None where it is not clear."""
+    if kind == LABEL and not isinstance(value, bool | dict | list):
+        return str(value)
     if kind in {"bool", WORDY} and str(value).lower() in {"true", "false", "1", "0"}:
         return str(value).lower() in {"true", "1"}
     if kind in {"count", "int", "number"} and isinstance(value, str):
@@ -275,10 +282,6 @@ def _type(value: Any) -> str:
     names: dict[type, str] = {str: "a text", bool: "true or false", dict: "a mapping",
                               list: "a list", int: "a number", float: "a number"}  # fmt: skip
     return names.get(type(value), f"a {type(value).__name__}")
-
-
-def _literal(value: Any) -> str:
-    return shown(value) if isinstance(value, bool) else f"{value}"
 
 
 def remarks_of(checked: Checked, name: str) -> Iterator[Remark]:

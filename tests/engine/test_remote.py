@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nbdist.client import (
+    configuration,
     remote,
     remote_checkpoint,
     remote_plan,
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.engine
 FUNCTIONS = {
     **remote.REMOTE_FUNCTIONS,
     **remote_plan.REMOTE_FUNCTIONS,
+    **configuration.REMOTE_FUNCTIONS,
     **remote_checkpoint.REMOTE_FUNCTIONS,
     **remote_weights.REMOTE_FUNCTIONS,
 }

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,10 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.cli import main
+from nbdist.commands import WORDS
+from nbdist.core.config_emit import run_line
+from nbdist.core.strategy import choose
+from nbdist.verbs import parse, strategy_given
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel, notebook_env
 
 _TIMEOUT_S = 110.0
+_BASH = "/bin/bash"
 _DATA = Path(__file__).resolve().parents[1] / "data" / "configs"
 # The same text runs in a cell, where `accelerator` is there, and in a script that makes one.
 _TRAINING = """
@@ -52,8 +57,10 @@ for x, y in loader:
         steps.zero_grad()
     losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
 """
-_CELL = f"%%distributed\n{_TRAINING}\nprint(json.dumps(losses))"
-_FORGET = "%%distributed\ndel net, steps, loader, losses, loss, x, y, data"
+# A model that holds itself in a circle may live longer on one rank than on another.
+_FORGET = (
+    "%%distributed\nimport gc\ndel net, steps, loader, losses, loss, x, y, data\n_ = gc.collect()"
+)
 _PLAIN = "from accelerate import Accelerator\naccelerator = Accelerator()\n"
 # Accelerate has FSDP2 on GPUs alone: told that this is one it runs on Gloo as well.
 _AS_ON_GPUS = """
@@ -73,6 +80,35 @@ if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 """
 
+# A model that transformers can split; the folder is put in.
+_LLAMA = """
+import json
+import torch
+from transformers import LlamaForCausalLM
+net = LlamaForCausalLM.from_pretrained("{folder}"{split})
+steps = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+torch.manual_seed(1)
+data = torch.randint(64, (24, 8))
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+net, steps, loader = accelerator.prepare(net, steps, loader)
+losses = []
+for x in loader:
+    loss = net(input_ids=x, labels=x).loss
+    accelerator.backward(loss)
+    steps.step()
+    steps.zero_grad()
+    losses.append(loss.item())
+y = None
+"""
+_SAVED = """%%rank[0]
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+    max_position_embeddings=64, tie_word_embeddings=False)).save_pretrained("{folder}")
+"""
+
 
 @pytest.fixture
 def ranks(kernel: Kernel) -> Iterator[Kernel]:
@@ -87,7 +123,12 @@ def ranks(kernel: Kernel) -> Iterator[Kernel]:
 def trained(kernel: Kernel, strategy: str) -> list[float]:
     """The losses under a strategy in the notebook."""
     good(kernel, f"%dist_strategy {strategy}")
-    text = good(kernel, _CELL).text
+    return losses_of(kernel, _TRAINING)
+
+
+def losses_of(kernel: Kernel, code: str) -> list[float]:
+    """The losses that both ranks have after training in a cell."""
+    text = good(kernel, f"%%distributed\n{code}\nprint(json.dumps(losses))").text
     found: list[float] = json.loads(text[text.index("] [") + 2 : text.index("]\n", 5) + 1])
     return found
 
@@ -127,6 +168,29 @@ def launched(
     return told
 
 
+def slurm(folder: Path, hosts: int = 1) -> dict[str, str]:
+    """The environment of a job, in which Slurm's programs are played: tasks of all hosts here."""
+    fakes = {
+        "srun": (
+            "while [[ $1 == --* ]]; do shift; done\n"
+            'for ((host = 1; host < SLURM_JOB_NUM_NODES; host++)); do "$@" & done\n"$@"\nwait'
+        ),
+        "scontrol": "echo localhost",
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    (folder / "bin").mkdir()
+    for name, body in fakes.items():
+        fake = folder / "bin" / name
+        fake.write_text(f"#!{_BASH}\n{body}\n")
+        fake.chmod(0o700)
+    return {
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": str(hosts),
+    }
+
+
 def accelerate(folder: Path, config: Path, env: Mapping[str, str]) -> dict[str, object]:
     """The same under accelerate launch with a configuration."""
     return launched(
@@ -138,7 +202,7 @@ def accelerate(folder: Path, config: Path, env: Mapping[str, str]) -> dict[str, 
 def close(losses: object, wanted: list[float]) -> bool:
     assert isinstance(losses, list)
     assert len(losses) == len(wanted)
-    assert losses[-1] < losses[0]
+    assert len(set(losses)) == len(losses)  # it trains
     return max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) <= 1e-6
 
 
@@ -160,26 +224,20 @@ def test_the_batch_script_starts_the_tasks(ranks: Kernel, tmp_path: Path) -> Non
     wanted = trained(ranks, "ddp")
     good(ranks, f"%dist_config --write {tmp_path}/job.sbatch")
     script(tmp_path)
-    bash = "/bin/bash"
-    fakes = {
-        "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"',
-        "scontrol": "echo localhost",
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-    }
-    for name, body in fakes.items():
-        fake = tmp_path / "bin" / name
-        fake.parent.mkdir(exist_ok=True)
-        fake.write_text(f"#!{bash}\n{body}\n")
-        fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    subprocess.run([bash, "-n", "job.sbatch"], cwd=tmp_path, check=True, timeout=10)
-    env = {
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_JOB_NODELIST": "node1",
-        "SLURM_JOB_NUM_NODES": "1",
-    }
+    subprocess.run([_BASH, "-n", "job.sbatch"], cwd=tmp_path, check=True, timeout=10)
 
-    assert close(launched(tmp_path, bash, "job.sbatch", env=env)["losses"], wanted)
+    assert close(launched(tmp_path, _BASH, "job.sbatch", env=slurm(tmp_path))["losses"], wanted)
+
+
+@pytest.mark.parity
+def test_the_batch_script_of_two_hosts(ranks: Kernel, tmp_path: Path) -> None:
+    """One task on each of two hosts: torchrun finds the other one, and the losses are the same."""
+    wanted = trained(ranks, "ddp")
+    good(ranks, f"%dist_config --write {tmp_path}/job.sbatch --nodes 2")
+    script(tmp_path)
+
+    assert "#SBATCH --nodes=2" in (tmp_path / "job.sbatch").read_text()
+    assert close(launched(tmp_path, _BASH, "job.sbatch", env=slurm(tmp_path, 2))["losses"], wanted)
 
 
 @pytest.mark.parity
@@ -195,6 +253,23 @@ def test_the_torchrun_line_gives_the_same_losses(ranks: Kernel, tmp_path: Path) 
     )
 
     assert env["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "2"
+    assert close(done["losses"], wanted)
+
+
+@pytest.mark.parity
+@pytest.mark.timeout(240)
+def test_tensor_parallelism_gives_the_same_losses(ranks: Kernel, tmp_path: Path) -> None:
+    """Accelerate's mesh of the YAML, with a model that transformers splits over it."""
+    good(ranks, _SAVED.format(folder=tmp_path / "llama"))
+    good(ranks, "%dist_strategy tp")
+    wanted = losses_of(ranks, _LLAMA.format(folder=tmp_path / "llama", split=""))
+    good(ranks, f"%dist_config --write {tmp_path}/tp.yaml")
+    split = ", tp_plan='auto', device_mesh=accelerator.torch_device_mesh"
+    training = _LLAMA.format(folder=tmp_path / "llama", split=split)
+    (tmp_path / "train.py").write_text(_AS_ON_GPUS + training + _END)
+    done = accelerate(tmp_path, tmp_path / "tp.yaml", {"ACCELERATE_USE_CPU": "true"})
+
+    assert "parallelism_config_tp_size: 2" in (tmp_path / "tp.yaml").read_text()
     assert close(done["losses"], wanted)
 
 
@@ -227,3 +302,111 @@ def test_other_strategies_give_the_same_losses(
     assert isinstance(done["kinds"], list)
     assert kinds <= set(done["kinds"])
     assert close(done["losses"], wanted)
+
+
+_LINES = {
+    "three_axes.json --ranks 800 --tp 8 --pp 4": "change train_batch_size to 2000 (accumulation",
+    "zero3_offload.json": "16 is not micro-batch 1 x accumulation 16 x 2 data-parallel ranks = 32",
+    "zero3_adamw.json --with {data}/instructlab.yaml": "says mixed_precision bf16",
+    "accelerate_ddp.yaml": "there are 2 ranks (as run here)",
+    "accelerate_deepspeed.yaml --ranks 6": "there are 6 ranks (--ranks); change it to 6",
+}
+
+
+@pytest.mark.parametrize("typed", _LINES)
+def test_a_file_is_checked_in_the_notebook(kernel: Kernel, typed: str) -> None:
+    """Ranks that run are those that count, unless others are typed."""
+    cell = kernel.run(f"%dist_config {_DATA}/{typed.format(data=_DATA)}")
+
+    assert cell.status == "ok", cell.visible
+    assert _LINES[typed] in cell.visible
+
+
+_MISTAKES = {
+    "%dist_config nowhere.yaml": "There is no file nowhere.yaml",
+    "%dist_config a.yaml b.yaml": "name one file to check",
+    "%dist_config a.yaml --strategy ddp": "--strategy goes without a file",
+    "%dist_config a.yaml --bf16": "precision is what the file itself says",
+    "%dist_config --with b.json": "--with goes with a file that is checked",
+    "%dist_config --ranks 4": "Name the strategy as well: --strategy ddp",
+    "%dist_config --strategy fsdp --ranks 8 --nodes 3": "8 ranks cannot be shared out over 3 hosts",
+    "%dist_config --strategy fdsp": "Did you mean fsdp?",
+    "%dist_config --write ddp.txt": "does not say which form the file has",
+    "%dist_config --write a.yaml --as xml": "There is no --as xml. Choose one of accelerate",
+    "%dist_config --write nowhere/a.yaml": "There is no folder",
+    "%dist_config --write a.json": "ddp is none of DeepSpeed's strategies",
+    "%dist_config --strategy pp --write a.yaml": "nbdist run train.py -n 2 --strategy pp",
+}
+
+
+@pytest.mark.parametrize("typed", _MISTAKES)
+def test_a_mistake_says_what_works(kernel: Kernel, typed: str) -> None:
+    """What cannot be shown, written or checked fails the cell with the reason and the choices."""
+    cell = kernel.run(typed)
+
+    assert cell.error is not None
+    assert cell.error.ename == "OptionError"
+    assert _MISTAKES[typed] in cell.error.evalue
+
+
+def test_all_forms_are_shown(kernel: Kernel) -> None:
+    """Without a file each form stands under its heading, or why there is none."""
+    live = kernel.run("%dist_config").visible
+    other = kernel.run("%dist_config --strategy fsdp --tp 2 --ranks 16 --nodes 2").visible
+    called = good(kernel, "import nbdist\nsorted(nbdist.session().config().texts)").visible
+
+    assert "--- deepspeed: none" in live
+    assert "torchrun --standalone --nproc-per-node 2 train.py" in live
+    assert "parallelism_config_dp_shard_size: 8" in other
+    assert "--nnodes 2 --nproc-per-node 8" in other
+    assert "['accelerate', 'sbatch', 'torchrun']" in called
+
+
+def test_a_file_is_written_corrected(kernel: Kernel, tmp_path: Path) -> None:
+    """The changes are told one by one, and no file is replaced unasked."""
+    file = _DATA / "zero3_offload.json"
+    line = f"%dist_config {file} --ranks 8 --write {tmp_path}/right.json"
+    told = good(kernel, line).visible
+    again = kernel.run(line)
+    call = f"nbdist.check_config('{tmp_path}/right.json', ranks=8).checked.is_bad"
+
+    assert "gradient_accumulation_steps is now 2, was 16" in told
+    assert json.loads((tmp_path / "right.json").read_text())["gradient_accumulation_steps"] == 2
+    assert again.error is not None
+    assert "--force replaces it" in again.error.evalue
+    assert "False" in good(kernel, f"import nbdist\n{call}").visible
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["{data}/zero2_adamw.json", "--ranks", "8"], 0),
+        (["{data}/three_axes.json"], 1),
+        (["{data}/nowhere.json"], 2),
+        (["--strategy", "fsdp", "--ranks", "8"], 0),
+        ([], 2),
+    ],
+)
+def test_the_exit_code_in_a_terminal(
+    words: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0 for a file that can run, 1 for one that cannot, 2 for wrong use; no ranks are needed."""
+    assert main(["config", *(word.format(data=_DATA) for word in words)]) == code
+    assert "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["pp", "pp --dp 2 --tp 2 --schedule gpipe", "cp --dp 2", "ulysses", "zero1 --bf16",
+     "tp --sequence-parallel", "fsdp --shard hybrid --replicas 2 --tp 2"],
+)  # fmt: skip
+def test_the_line_that_starts_a_strategy_means_it(typed: str) -> None:
+    """What is told where there is no configuration is read as the same strategy."""
+    name, *options = typed.split()
+    verb = WORDS["run"]
+    first = parse(verb, f"train.py -n 8 --strategy {name} {' '.join(options)}").values
+    choice = choose(name, strategy_given(first), 8)
+    line = run_line(choice).removeprefix("nbdist run ")
+    again = parse(verb, line).values
+
+    assert choose(again.strategy, strategy_given(again), again.world_size) == choice
