@@ -19,8 +19,8 @@ from benchmarks import Row, compare
 from benchmarks.ranks import Ranks, join_nbdist, obey
 
 RANKS = 2
-STARTS = 5
-ROUNDS = 30
+STARTS = 3
+ROUNDS = 12
 # As many as looks of --every 10 need, several times.
 STEPS = 40
 EVERY = 10

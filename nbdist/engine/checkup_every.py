@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbdist.core.layout import runs
-from nbdist.engine import lints, lints_steps
+from nbdist.engine import lints, lints_ddp
 
 # Looks of one optimizer in one cell that are kept; then every second of them.
 MOST_LOOKS = 512
@@ -230,14 +230,14 @@ def _peers(parameters: Sequence[torch.Tensor], one: _Watched) -> list[Peers]:
     """For each parameter the ranks that hold the same of it; itself alone where nobody knows."""
     registry: Any = sys.modules.get("nbdist.engine.parallel.registry")
     choice = registry.current() if registry is not None and dist.is_initialized() else None
-    version = (choice, lints_steps.n_ddps(), len(parameters))
+    version = (choice, lints_ddp.count(), len(parameters))
     if version != one.version or any(id(p) not in one.peers for p in parameters):
         one.version, one.peers = version, _find_peers(parameters, registry)
     return [one.peers[id(p)] for p in parameters]
 
 
 def _find_peers(parameters: Sequence[torch.Tensor], registry: Any) -> dict[int, Peers]:
-    found = {id(p): (lints_steps.ddp_ranks(p) or ()) for p in parameters}
+    found = {id(p): lints_ddp.ranks_of(p) for p in parameters}
     for one in registry.prepared() if registry is not None else ():
         if one.built.job.choice.name in ("single", "deepspeed", "fsdp1"):
             continue

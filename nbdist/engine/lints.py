@@ -7,6 +7,7 @@ and sends it with its cell's output. What needs several ranks is compared in the
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
@@ -23,6 +24,7 @@ PARTS = (
     "nbdist.engine.checkup_every",
     "nbdist.engine.checkup_trace",
     "nbdist.engine.lints_data",
+    "nbdist.engine.lints_ddp",
     "nbdist.engine.lints_steps",
     "nbdist.engine.lints_values",
 )
@@ -116,6 +118,20 @@ def variable(is_meant: Callable[[Any], bool], otherwise: str) -> str:
         if not name.startswith("_") and is_meant(value):
             return str(name)
     return otherwise
+
+
+def wrap(undo: list[Callable[[], None]], owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an attribute by what `make` makes of it; what takes that back comes into `undo`."""
+    original = getattr(owner, name)
+    replaced = functools.wraps(original)(make(original))
+    setattr(owner, name, replaced)
+
+    def put_back() -> None:
+        # Whoever has wrapped it since keeps what he has.
+        if getattr(owner, name) is replaced:
+            setattr(owner, name, original)
+
+    undo.append(put_back)
 
 
 def local(tensor: Any) -> Any:

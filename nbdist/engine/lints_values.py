@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbdist.engine import lints, lints_steps
+from nbdist.engine import lints, lints_ddp, lints_steps
 
 HEAD = 16
 MOST_TENSORS = 256
@@ -63,10 +63,10 @@ def seen() -> None:
         # The outermost comes last, and may have no parameters of its own.
         text = " ".join(own for _, own in given)
         lints.note("shard-seeds", given[-1][0], digest=text, ranks=list(ranks))
-    for ddp in lints_steps.used_ddps():
+    for ddp in lints_ddp.used(lints_steps.stepped()):
         members = dist.get_process_group_ranks(ddp.process_group)
         own = digest(p for p in ddp.parameters() if p.requires_grad)
-        lints.note("parameters-apart", lints_steps.name_of(ddp), digest=own, ranks=members)
+        lints.note("parameters-apart", lints_ddp.name_of(ddp), digest=own, ranks=members)
 
 
 def note_initial(name: str, tensors: Iterable[torch.Tensor]) -> None:

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import remote, remote_plan
+from nbdist.client import remote, remote_check, remote_plan
 from nbdist.core import wire
 from nbdist.engine import responder
 
 pytestmark = pytest.mark.engine
-FUNCTIONS = {**remote.REMOTE_FUNCTIONS, **remote_plan.REMOTE_FUNCTIONS}
+FUNCTIONS = {
+    **remote.REMOTE_FUNCTIONS,
+    **remote_check.REMOTE_FUNCTIONS,
+    **remote_plan.REMOTE_FUNCTIONS,
+}
 
 
 def of_the_engine(name: str) -> Callable[..., Any]:
