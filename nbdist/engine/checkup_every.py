@@ -220,9 +220,8 @@ def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Norms in the order given; NaN or inf where a number is. None without gradients."""
     if not gradients:
         return None
-    # torch has nothing public for many tensors of several types; as in engine/parallel/norms.py.
-    found = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)  # noqa: SLF001
-    home = found[0].device
+    home = gradients[0].device
+    found = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]
     return torch.stack([one.to(home) for one in found])
 
 
