@@ -78,6 +78,7 @@ _state = _State()
 
 def set_every(every: int) -> None:
     """Look before each so manieth step of every optimizer from now on; 0 ends it."""
+    lints.add(__name__)
     _state.every = every
     _state.watched.clear()
     if every and _state.handle is None:
@@ -116,6 +117,8 @@ def seen() -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    if torch.compiler.is_compiling():  # a step that is compiled is not looked at
+        return
     one = _state.watched.get(optimizer)
     if one is None:
         one = _state.watched[optimizer] = _Watched()
@@ -221,8 +224,12 @@ def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if not gradients:
         return None
     home = gradients[0].device
-    found = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]
-    return torch.stack([one.to(home) for one in found])
+    narrow = torch.float32.itemsize
+    found = [
+        torch.linalg.vector_norm(one, dtype=torch.float32 if one.itemsize < narrow else None)
+        for one in gradients
+    ]
+    return torch.stack([one.to(home, torch.float32) for one in found])
 
 
 def _peers(parameters: Sequence[torch.Tensor], one: _Watched) -> list[Peers]:

@@ -21,8 +21,6 @@ from nbdist.core.wire import CELL_RUN, SEEN
 # Each has install, uninstall, begin (a cell begins) and seen (what there is at its end). Imported
 # when a rank has its names, not before its group is formed.
 PARTS = (
-    "nbdist.engine.checkup_every",
-    "nbdist.engine.checkup_trace",
     "nbdist.engine.lints_data",
     "nbdist.engine.lints_ddp",
     "nbdist.engine.lints_steps",
@@ -32,9 +30,10 @@ PARTS = (
 
 @dataclass(slots=True)
 class _State:
-    """What this cell has noted so far, by lint and subject."""
+    """What this cell has noted so far, by lint and subject; parts beside PARTS."""
 
     noted: dict[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
+    added: list[Any] = field(default_factory=list)
     is_installed: bool = False
 
 
@@ -55,6 +54,13 @@ def uninstall() -> None:
         _state.is_installed = False
         for part in _parts():
             part.uninstall()
+
+
+def add(name: str) -> None:
+    """One part more, of which rank and start have known nothing so far. Twice is harmless."""
+    module = importlib.import_module(name)
+    if module not in _state.added:
+        _state.added.append(module)
 
 
 def note(lint: str, subject: str, **facts: Any) -> None:
@@ -153,4 +159,5 @@ def shell() -> Any:
 
 
 def _parts() -> list[Any]:
-    return [sys.modules.get(name) or importlib.import_module(name) for name in PARTS]
+    known = [sys.modules.get(name) or importlib.import_module(name) for name in PARTS]
+    return [*known, *_state.added]

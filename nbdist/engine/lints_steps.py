@@ -211,6 +211,8 @@ def _note_backward(loss: Any, frame: Any) -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    if torch.compiler.is_compiling():  # a step that is compiled is not looked at
+        return
     state = _state
     state.count += 1
     stepper = state.steppers.get(optimizer)
