@@ -116,6 +116,7 @@ def seen() -> None:
             )  # fmt: skip
 
 
+@lints.guarded
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if torch.compiler.is_compiling():  # a step that is compiled is not looked at
         return

@@ -13,10 +13,13 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from nbdist.core.lints import Seen
 from nbdist.core.wire import CELL_RUN, SEEN
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Each has install, uninstall, begin (a cell begins) and seen (what there is at its end). Imported
 # when a rank has its names, not before its group is formed.
@@ -35,6 +38,7 @@ class _State:
     noted: dict[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
     added: list[Any] = field(default_factory=list)
     is_installed: bool = False
+    is_broken: bool = False
 
 
 _state = _State()
@@ -43,7 +47,7 @@ _state = _State()
 def install() -> None:
     """Watch torch's calls from now on. Twice is harmless."""
     if not _state.is_installed:
-        _state.is_installed = True
+        _state.is_installed, _state.is_broken = True, False
         for part in _parts():
             part.install()
 
@@ -61,6 +65,26 @@ def add(name: str) -> None:
     module = importlib.import_module(name)
     if module not in _state.added:
         _state.added.append(module)
+
+
+def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
+    """A function that runs in the user's calls: where it fails, lints end and the call goes on.
+
+    One warning tells it; all of them then return None at once.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        if _state.is_broken:
+            return None
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # the user's step is not to fail with it
+            _state.is_broken = True
+            warnings.warn(f"this rank has no lints from now on: {error!r}", stacklevel=1)
+            return None
+
+    return run
 
 
 def note(lint: str, subject: str, **facts: Any) -> None:

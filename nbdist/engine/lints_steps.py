@@ -197,6 +197,7 @@ def _noting_backward(original: Any) -> Any:
     return backward
 
 
+@lints.guarded
 def _note_backward(loss: Any, frame: Any) -> None:
     node = getattr(loss, "grad_fn", None)
     if type(node).__name__ not in _MEANS or getattr(node, "_saved_reduction", _MEAN) != _MEAN:
@@ -210,6 +211,7 @@ def _note_backward(loss: Any, frame: Any) -> None:
             _state.cleared.add(line)
 
 
+@lints.guarded
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if torch.compiler.is_compiling():  # a step that is compiled is not looked at
         return

@@ -69,6 +69,7 @@ def seen() -> None:
         lints.note("parameters-apart", lints_ddp.name_of(ddp), digest=own, ranks=members)
 
 
+@lints.guarded
 def note_initial(name: str, tensors: Iterable[torch.Tensor]) -> None:
     """A model of this class is about to be prepared, with rank 0's values on all ranks."""
     own = digest(tensors)
@@ -103,6 +104,7 @@ def _watched(original: Any) -> Any:
     return fully_shard
 
 
+@lints.guarded
 def _note(given: Any, mesh: Any) -> None:
     modules = given if isinstance(given, list | tuple) else [given]
     own = [p for one in modules for p in one.parameters() if not lints.is_split(p)]
