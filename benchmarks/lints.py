@@ -19,10 +19,10 @@ from benchmarks import Row, compare
 from benchmarks.ranks import Ranks, join_nbdist, obey
 
 RANKS = 2
-STARTS = 5
-ROUNDS = 30
-# As many as looks of --every 10 need, several times.
-STEPS = 40
+STARTS = 3
+ROUNDS = 8
+# Two looks of --every 10.
+STEPS = 20
 EVERY = 10
 MOST = 1.01
 

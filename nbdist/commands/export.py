@@ -14,7 +14,7 @@ from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.client import notebook_file, strategy
-from nbdist.commands import cells, compare, memory, running, trace, training
+from nbdist.commands import cells, check, compare, memory, running, trace, training
 from nbdist.core import export
 from nbdist.core import strategy as strategies
 from nbdist.core.export import Cell, Magic, Reader
@@ -254,6 +254,7 @@ _TABLE = {
         trace.VERBS,
         memory.VERBS,
         compare.VERBS,
+        check.VERBS,
         VERBS,
     )
     for verb in verbs

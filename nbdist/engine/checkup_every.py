@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbdist.core.layout import runs
-from nbdist.engine import lints, lints_steps
+from nbdist.engine import lints, lints_ddp
 
 # Looks of one optimizer in one cell that are kept; then every second of them.
 MOST_LOOKS = 512
@@ -78,6 +78,7 @@ _state = _State()
 
 def set_every(every: int) -> None:
     """Look before each so manieth step of every optimizer from now on; 0 ends it."""
+    lints.add(__name__)
     _state.every = every
     _state.watched.clear()
     if every and _state.handle is None:
@@ -115,7 +116,10 @@ def seen() -> None:
             )  # fmt: skip
 
 
+@lints.guarded
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    if torch.compiler.is_compiling():  # a step that is compiled is not looked at
+        return
     one = _state.watched.get(optimizer)
     if one is None:
         one = _state.watched[optimizer] = _Watched()
@@ -220,24 +224,27 @@ def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Norms in the order given; NaN or inf where a number is. None without gradients."""
     if not gradients:
         return None
-    # torch has nothing public for many tensors of several types; as in engine/parallel/norms.py.
-    found = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)  # noqa: SLF001
-    home = found[0].device
-    return torch.stack([one.to(home) for one in found])
+    home = gradients[0].device
+    narrow = torch.float32.itemsize
+    found = [
+        torch.linalg.vector_norm(one, dtype=torch.float32 if one.itemsize < narrow else None)
+        for one in gradients
+    ]
+    return torch.stack([one.to(home, torch.float32) for one in found])
 
 
 def _peers(parameters: Sequence[torch.Tensor], one: _Watched) -> list[Peers]:
     """For each parameter the ranks that hold the same of it; itself alone where nobody knows."""
     registry: Any = sys.modules.get("nbdist.engine.parallel.registry")
     choice = registry.current() if registry is not None and dist.is_initialized() else None
-    version = (choice, lints_steps.n_ddps(), len(parameters))
+    version = (choice, lints_ddp.count(), len(parameters))
     if version != one.version or any(id(p) not in one.peers for p in parameters):
         one.version, one.peers = version, _find_peers(parameters, registry)
     return [one.peers[id(p)] for p in parameters]
 
 
 def _find_peers(parameters: Sequence[torch.Tensor], registry: Any) -> dict[int, Peers]:
-    found = {id(p): (lints_steps.ddp_ranks(p) or ()) for p in parameters}
+    found = {id(p): lints_ddp.ranks_of(p) for p in parameters}
     for one in registry.prepared() if registry is not None else ():
         if one.built.job.choice.name in ("single", "deepspeed", "fsdp1"):
             continue

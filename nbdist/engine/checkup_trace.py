@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from nbdist.engine import lints_steps
+from nbdist.engine import lints, lints_steps
 
 
 @dataclass(slots=True)
@@ -27,6 +27,7 @@ _state = _State()
 
 def trace_nan() -> None:
     """Look at what every module of the next cell gives, until one gives NaN or inf."""
+    lints.add(__name__)
     _state.is_armed = True
 
 

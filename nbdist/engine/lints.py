@@ -7,22 +7,25 @@ and sends it with its cell's output. What needs several ranks is compared in the
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from nbdist.core.lints import Seen
 from nbdist.core.wire import CELL_RUN, SEEN
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 # Each has install, uninstall, begin (a cell begins) and seen (what there is at its end). Imported
 # when a rank has its names, not before its group is formed.
 PARTS = (
-    "nbdist.engine.checkup_every",
-    "nbdist.engine.checkup_trace",
     "nbdist.engine.lints_data",
+    "nbdist.engine.lints_ddp",
     "nbdist.engine.lints_steps",
     "nbdist.engine.lints_values",
 )
@@ -30,10 +33,12 @@ PARTS = (
 
 @dataclass(slots=True)
 class _State:
-    """What this cell has noted so far, by lint and subject."""
+    """What this cell has noted so far, by lint and subject; parts beside PARTS."""
 
     noted: dict[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
+    added: list[Any] = field(default_factory=list)
     is_installed: bool = False
+    is_broken: bool = False
 
 
 _state = _State()
@@ -42,7 +47,7 @@ _state = _State()
 def install() -> None:
     """Watch torch's calls from now on. Twice is harmless."""
     if not _state.is_installed:
-        _state.is_installed = True
+        _state.is_installed, _state.is_broken = True, False
         for part in _parts():
             part.install()
 
@@ -53,6 +58,33 @@ def uninstall() -> None:
         _state.is_installed = False
         for part in _parts():
             part.uninstall()
+
+
+def add(name: str) -> None:
+    """One part more, of which rank and start have known nothing so far. Twice is harmless."""
+    module = importlib.import_module(name)
+    if module not in _state.added:
+        _state.added.append(module)
+
+
+def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
+    """A function that runs in the user's calls: where it fails, lints end and the call goes on.
+
+    One warning tells it; all of them then return None at once.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        if _state.is_broken:
+            return None
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # the user's step is not to fail with it
+            _state.is_broken = True
+            warnings.warn(f"this rank has no lints from now on: {error!r}", stacklevel=1)
+            return None
+
+    return run
 
 
 def note(lint: str, subject: str, **facts: Any) -> None:
@@ -118,6 +150,20 @@ def variable(is_meant: Callable[[Any], bool], otherwise: str) -> str:
     return otherwise
 
 
+def wrap(undo: list[Callable[[], None]], owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an attribute by what `make` makes of it; what takes that back comes into `undo`."""
+    original = getattr(owner, name)
+    replaced = functools.wraps(original)(make(original))
+    setattr(owner, name, replaced)
+
+    def put_back() -> None:
+        # Whoever has wrapped it since keeps what he has.
+        if getattr(owner, name) is replaced:
+            setattr(owner, name, original)
+
+    undo.append(put_back)
+
+
 def local(tensor: Any) -> Any:
     """This rank's part of a DTensor, or the tensor; without loading DTensors for it."""
     part = getattr(tensor, "to_local", None)
@@ -137,4 +183,5 @@ def shell() -> Any:
 
 
 def _parts() -> list[Any]:
-    return [sys.modules.get(name) or importlib.import_module(name) for name in PARTS]
+    known = [sys.modules.get(name) or importlib.import_module(name) for name in PARTS]
+    return [*known, *_state.added]

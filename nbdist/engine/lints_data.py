@@ -129,12 +129,18 @@ def _watched(original: Any) -> Any:
             return original(self)
         loop.began.append(lints_steps.count())
         batch = original(self)
-        loop.digests.append(digest(batch))
+        _take(loop, batch)
         return batch
 
     return __next__
 
 
+@lints.guarded
+def _take(loop: _Loop, batch: Any) -> None:
+    loop.digests.append(digest(batch))
+
+
+@lints.guarded
 def _begun(iterator: Any) -> _Loop | None:
     """The loop that an iterator is in; a new one at its first batch."""
     if iterator._num_yielded:  # noqa: SLF001

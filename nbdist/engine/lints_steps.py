@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbdist.core.calls import Place
-from nbdist.core.lints import SHOWN_NAMES
 from nbdist.core.sentences import place_told
-from nbdist.engine import lints
+from nbdist.engine import lints, lints_ddp
 from nbdist.engine.places import Places
 
 # The last operation of a loss that is a mean, and nothing else: what else there may be is divided,
@@ -38,27 +36,6 @@ _MEAN = 1  # torch's number of reduction="mean"
 Line = tuple[Any, int]  # a code object and a line of it
 
 
-class Ddp:
-    """One DDP model: whether it was called since its last step, and in this cell. Its hook."""
-
-    def __init__(self, module: DistributedDataParallel) -> None:
-        self.module = weakref.ref(module)
-        # Only ever written in a forward: what torch.compile traces must not depend on it.
-        self.has_run = self.is_called = False
-        self.run_at = 0
-        self.is_checked = False
-
-    def __call__(self, _module: torch.nn.Module, _args: object) -> None:
-        """Before the model's forward."""
-        if torch.is_grad_enabled():
-            self.has_run = self.is_called = True
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A model that is pickled whole must load where there is no nbdist: dict's own `get`, called
-        # as a hook, hands its arguments on.
-        return getattr, ({}, "get")
-
-
 @dataclass(slots=True)
 class _Stepper:
     """One optimizer.
@@ -70,7 +47,7 @@ class _Stepper:
         lines: How often each line called backward before the last step, where that counts.
     """
 
-    ddps: list[Ddp] = field(default_factory=list)
+    ddps: list[lints_ddp.Ddp] = field(default_factory=list)
     known: int = -1
     at: int = 0
     backwards: int = 0
@@ -91,8 +68,6 @@ class _State:
 
     count: int = 0
     backwards: int = 0
-    ddps: list[weakref.ref[Ddp]] = field(default_factory=list)
-    n_ddps: int = 0
     steppers: weakref.WeakKeyDictionary[Optimizer, _Stepper] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -117,10 +92,9 @@ def install() -> None:
     """Watch from now on."""
     handle = register_optimizer_step_pre_hook(_before_step)
     _state.undo.append(handle.remove)
-    _wrap(torch.Tensor, "backward", _noting_backward)
-    _wrap(torch.amp.GradScaler, "scale", _noting_scale)
-    _wrap(torch.amp.autocast, "__enter__", _noting_autocast)
-    _wrap(DistributedDataParallel, "__init__", _noting_ddp)
+    lints.wrap(_state.undo, torch.Tensor, "backward", _noting_backward)
+    lints.wrap(_state.undo, torch.amp.GradScaler, "scale", _noting_scale)
+    lints.wrap(_state.undo, torch.amp.autocast, "__enter__", _noting_autocast)
 
 
 def uninstall() -> None:
@@ -136,9 +110,6 @@ def begin() -> None:
     _state.stepped.clear()
     for stepper in _state.steppers.values():
         stepper.lines = {}
-    for ref in _state.ddps:
-        if (one := ref()) is not None:
-            one.is_called = False
 
 
 def peers() -> tuple[int, ...]:
@@ -152,10 +123,8 @@ def peers() -> tuple[int, ...]:
         found = _peers_of_prepared(own)
         if found is not None:
             return found
-        for ddp in _ddps_of(optimizer):
-            module = ddp.module()
-            if module is not None:
-                return tuple(torch.distributed.get_process_group_ranks(module.process_group))
+        if ranks := lints_ddp.members(optimizer):
+            return ranks
     return ()
 
 
@@ -179,35 +148,9 @@ def _peers_of_prepared(own: set[int]) -> tuple[int, ...] | None:
     return None
 
 
-def used_ddps() -> list[DistributedDataParallel]:
-    """The DDP models that were trained in this cell: called, or their optimizers have stepped."""
-    if not (_state.stepped or _state.ddps):
-        return []
-    stepped = [d for o in _state.stepped for d in _ddps_of(o)]
-    called = [one for ref in _state.ddps if (one := ref()) is not None and one.is_called]
-    modules = [one.module() for one in {id(d): d for d in (*called, *stepped)}.values()]
-    return [one for one in modules if one is not None and not _is_retired(one)]
-
-
-def n_ddps() -> int:
-    """DDP models that have been made so far."""
-    return _state.n_ddps
-
-
-def ddp_ranks(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The ranks of the DDP model that a parameter is in; empty if in none."""
-    for ref in _state.ddps:
-        one = ref()
-        module = None if one is None else one.module()
-        if one is not None and module is not None and _has_any(one, {id(parameter)}):
-            return tuple(torch.distributed.get_process_group_ranks(module.process_group))
-    return ()
-
-
-def name_of(module: Any) -> str:
-    """The variable that holds a wrapper, or what is in it, or its class."""
-    inner = getattr(module, "module", module)
-    return lints.variable(lambda value: value is module, type(inner).__name__)
+def stepped() -> list[Optimizer]:
+    """The optimizers that have stepped in this cell."""
+    return list(_state.stepped)
 
 
 def seen() -> None:
@@ -224,31 +167,6 @@ def declared(loss: Any, divisor: int) -> Iterator[None]:
         yield
     finally:
         _state.is_inside = before
-
-
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
-    replaced = functools.wraps(original)(make(original))
-    setattr(owner, name, replaced)
-
-    def undo() -> None:
-        # Whoever has wrapped it since keeps what he has.
-        if getattr(owner, name) is replaced:
-            setattr(owner, name, original)
-
-    _state.undo.append(undo)
-
-
-def _noting_ddp(original: Any) -> Any:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        one = Ddp(self)
-        self.register_forward_pre_hook(one)
-        _state.ddps = [ref for ref in _state.ddps if ref() is not None]
-        _state.ddps.append(weakref.ref(one))
-        _state.n_ddps += 1
-
-    return __init__
 
 
 def _noting_autocast(original: Any) -> Any:
@@ -279,6 +197,7 @@ def _noting_backward(original: Any) -> Any:
     return backward
 
 
+@lints.guarded
 def _note_backward(loss: Any, frame: Any) -> None:
     node = getattr(loss, "grad_fn", None)
     if type(node).__name__ not in _MEANS or getattr(node, "_saved_reduction", _MEAN) != _MEAN:
@@ -292,14 +211,17 @@ def _note_backward(loss: Any, frame: Any) -> None:
             _state.cleared.add(line)
 
 
+@lints.guarded
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    if torch.compiler.is_compiling():  # a step that is compiled is not looked at
+        return
     state = _state
     state.count += 1
     stepper = state.steppers.get(optimizer)
     if stepper is None:
         stepper = state.steppers[optimizer] = _Stepper()
-    if stepper.known != state.n_ddps:
-        stepper.ddps, stepper.known = _find_ddps(optimizer), state.n_ddps
+    if stepper.known != lints_ddp.count():
+        stepper.ddps, stepper.known = lints_ddp.find(optimizer), lints_ddp.count()
     has_backward = state.backwards > stepper.backwards
     if stepper.ddps and has_backward:
         _look_at_ddps(optimizer, stepper)
@@ -332,36 +254,12 @@ def _look_at_ddps(optimizer: Optimizer, stepper: _Stepper) -> None:
         if one.has_run:
             one.has_run, one.run_at = False, _state.count
     if not any(one.run_at > stepper.at for one in stepper.ddps):
-        _look_beside(optimizer, stepper)
+        lints_ddp.look_beside(optimizer, stepper.ddps)
         return
     for one in stepper.ddps:
         if not one.is_checked and one.run_at > stepper.at:
             one.is_checked = True
-            _look_unused(optimizer, one)
-
-
-def _look_beside(optimizer: Optimizer, stepper: _Stepper) -> None:
-    for one in _ddps_of(optimizer, stepper):
-        module = one.module()
-        if module is None or torch.distributed.get_world_size(module.process_group) == 1:
-            continue
-        own = [p for p in module.parameters() if p.requires_grad]
-        if own and any(p.grad is not None for p in own):
-            lints.note("beside-wrapper", name_of(module))
-
-
-def _look_unused(optimizer: Optimizer, one: Ddp) -> None:
-    ddp: Any = one.module()
-    if ddp is None or ddp.find_unused_parameters or getattr(ddp, "static_graph", False):
-        return
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    own = {n: p for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) in stepped}
-    lacking = [name for name, p in own.items() if p.grad is None]
-    if lacking and len(lacking) < len(own):
-        lints.note(
-            "unused-parameters", name_of(ddp), names=lacking[:SHOWN_NAMES], count=len(lacking),
-            total=len(own),
-        )  # fmt: skip
+            lints_ddp.look_unused(optimizer, one)
 
 
 def _look_at_lines(stepper: _Stepper) -> None:
@@ -392,28 +290,3 @@ class _Lines(Places):
 @functools.cache
 def _places() -> _Lines:
     return _Lines(lints.shell())
-
-
-def _find_ddps(optimizer: Optimizer) -> list[Ddp]:
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [one for ref in _state.ddps if (one := ref()) is not None]
-    return [one for one in found if _has_any(one, own)]
-
-
-def _has_any(one: Ddp, own: set[int]) -> bool:
-    module = one.module()
-    if module is None or _is_retired(module):
-        return False
-    return any(id(p) in own for p in module.parameters())
-
-
-def _ddps_of(optimizer: Optimizer, stepper: _Stepper | None = None) -> list[Ddp]:
-    """Those that still are: a switch may have taken the wrapper off since."""
-    stepper = stepper or _state.steppers.get(optimizer)
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [] if stepper is None else [one for one in stepper.ddps if _has_any(one, own)]
-
-
-def _is_retired(module: torch.nn.Module) -> bool:
-    prepared = sys.modules.get("nbdist.engine.parallel.prepared")
-    return prepared is not None and bool(prepared.is_retired(module))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbdist.engine import lints, lints_steps
+from nbdist.engine import lints, lints_ddp, lints_steps
 
 HEAD = 16
 MOST_TENSORS = 256
@@ -63,12 +63,13 @@ def seen() -> None:
         # The outermost comes last, and may have no parameters of its own.
         text = " ".join(own for _, own in given)
         lints.note("shard-seeds", given[-1][0], digest=text, ranks=list(ranks))
-    for ddp in lints_steps.used_ddps():
+    for ddp in lints_ddp.used(lints_steps.stepped()):
         members = dist.get_process_group_ranks(ddp.process_group)
         own = digest(p for p in ddp.parameters() if p.requires_grad)
-        lints.note("parameters-apart", lints_steps.name_of(ddp), digest=own, ranks=members)
+        lints.note("parameters-apart", lints_ddp.name_of(ddp), digest=own, ranks=members)
 
 
+@lints.guarded
 def note_initial(name: str, tensors: Iterable[torch.Tensor]) -> None:
     """A model of this class is about to be prepared, with rank 0's values on all ranks."""
     own = digest(tensors)
@@ -103,6 +104,7 @@ def _watched(original: Any) -> Any:
     return fully_shard
 
 
+@lints.guarded
 def _note(given: Any, mesh: Any) -> None:
     modules = given if isinstance(given, list | tuple) else [given]
     own = [p for one in modules for p in one.parameters() if not lints.is_split(p)]

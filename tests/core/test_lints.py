@@ -111,7 +111,7 @@ def test_every_lint_says_what_to_do_and_how_to_hear_no_more() -> None:
 
 def test_names_that_do_not_exist_are_refused() -> None:
     """With the list of those that do; `all` is all."""
-    with pytest.raises(OptionError, match="no lint 'data'. Choose of same-data, set-epoch"):
+    with pytest.raises(OptionError, match=r"no lint 'data'\. Choose of same-data, set-epoch"):
         lints.checked(["data"])
     assert lints.checked(["all"]) == tuple(LINTS)
 

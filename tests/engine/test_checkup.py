@@ -86,18 +86,31 @@ def test_what_ranks_hold_alike_is_compared_under_each_strategy(tmp_path: Path) -
     assert result["fsdp"][2][0][2] == [0]
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize("odd", ["0", "3"])
-def test_products_on_four_ranks(tmp_path: Path, odd: str) -> None:
-    """Of two axes only the one that replicates is compared; the ranks that agree are named."""
-    with TorchRanks(tmp_path, 4, TRAINING + LOOKS + PRODUCTS + EACH, ODD=odd) as ranks:
-        result = ranks.results()[0]["result"]
+ONE = """
+    STRATEGIES = {os.environ["ONE"]: STRATEGIES[os.environ["ONE"]]}
+"""
 
-    assert all(clean[0] for clean, _, _ in result.values()), result
-    for name in ("zero1", "hybrid"):
-        (found,) = result[name][1] or [["parameter", NAME, [], 0.5]]
-        assert found[:2] == ["parameter", NAME]
-        assert found[3] == pytest.approx(0.5)
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("zero1", [[0, 1, 2], [3]]),
+        ("hybrid", [[1], [3]]),  # of two copies, each in two parts; rank 3 has a copy of rank 1's
+        ("pp x tp", None),
+        ("fsdp x tp", None),
+    ],
+)
+def test_products_on_four_ranks(tmp_path: Path, name: str, groups: list[list[int]] | None) -> None:
+    """Of two axes only the one that replicates is compared; the ranks that agree are named."""
+    text = TRAINING + LOOKS + PRODUCTS + ONE + EACH
+    with TorchRanks(tmp_path, 4, text, ODD="3", ONE=name) as ranks:
+        clean, apart, bad = ranks.results()[0]["result"][name]
+
+    assert clean[0], clean
+    if groups:
+        assert apart == [["parameter", NAME, groups, pytest.approx(0.5)]]
+        assert bad == [["parameter", NAME, [3]]]
 
 
 OWN = (

@@ -11,6 +11,7 @@ import pytest
 from nbdist.client import (
     configuration,
     remote,
+    remote_check,
     remote_checkpoint,
     remote_plan,
     remote_progress,
@@ -22,6 +23,7 @@ from nbdist.engine import responder
 pytestmark = pytest.mark.engine
 FUNCTIONS = {
     **remote.REMOTE_FUNCTIONS,
+    **remote_check.REMOTE_FUNCTIONS,
     **remote_plan.REMOTE_FUNCTIONS,
     **configuration.REMOTE_FUNCTIONS,
     **remote_checkpoint.REMOTE_FUNCTIONS,

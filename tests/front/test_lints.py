@@ -53,156 +53,192 @@ def fresh(model=None):
 # Lint -> (a program that is wrong, what it tells, the same made right).
 _LINTS = {
     "same-data": (
-        "model, optimizer = fresh()\n"
-        "loader = DataLoader(data, batch_size=4)\n"
-        "train(model, optimizer, loader)",
+        (
+            "model, optimizer = fresh()\n"
+            "loader = DataLoader(data, batch_size=4)\n"
+            "train(model, optimizer, loader)"
+        ),
         "loader gave ranks 0-1 the same batches (the first 4 were compared)",
-        "model, optimizer = fresh()\n"
-        "shared = accelerator.prepare(DataLoader(data, batch_size=4))\n"
-        "sampled = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))\n"
-        "ones = DataLoader(TensorDataset(torch.ones(32, 2), torch.ones(32, 1)), batch_size=4)\n"
-        "for one in shared, sampled, ones:\n"
-        "    train(model, optimizer, one)\n"
-        "every = DataLoader(data, batch_size=4)\n"
-        "with torch.no_grad():\n"
-        "    total = sum(model(x).sum() for x, y in every)  # all of it on each rank: fine",
+        (
+            "model, optimizer = fresh()\n"
+            "shared = accelerator.prepare(DataLoader(data, batch_size=4))\n"
+            "sampled = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))\n"
+            "ones = DataLoader(TensorDataset(torch.ones(32, 2), torch.ones(32, 1)), batch_size=4)\n"
+            "for one in shared, sampled, ones:\n"
+            "    train(model, optimizer, one)\n"
+            "every = DataLoader(data, batch_size=4)\n"
+            "with torch.no_grad():\n"
+            "    total = sum(model(x).sum() for x, y in every)  # all of it on each rank: fine"
+        ),
     ),
     "set-epoch": (
-        "model, optimizer = fresh()\n"
-        "sampled = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))\n"
-        "for epoch in range(2):\n"
-        "    train(model, optimizer, sampled)",
+        (
+            "model, optimizer = fresh()\n"
+            "sampled = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))\n"
+            "for epoch in range(2):\n"
+            "    train(model, optimizer, sampled)"
+        ),
         "sampled was gone through again with its DistributedSampler at epoch 0 as before",
-        "model, optimizer = fresh()\n"
-        "right = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))\n"
-        "peek = next(iter(right))\n"
-        "for epoch in range(2):\n"
-        "    right.sampler.set_epoch(epoch)\n"
-        "    train(model, optimizer, right)\n"
-        "plain = DistributedSampler(data, shuffle=False)\n"
-        "plain = DataLoader(data, batch_size=4, sampler=plain)\n"
-        "for epoch in range(2):\n"
-        "    train(model, optimizer, plain)",
+        (
+            "model, optimizer = fresh()\n"
+            "right = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))\n"
+            "peek = next(iter(right))\n"
+            "for epoch in range(2):\n"
+            "    right.sampler.set_epoch(epoch)\n"
+            "    train(model, optimizer, right)\n"
+            "plain = DistributedSampler(data, shuffle=False)\n"
+            "plain = DataLoader(data, batch_size=4, sampler=plain)\n"
+            "for epoch in range(2):\n"
+            "    train(model, optimizer, plain)"
+        ),
     ),
     "loss-not-divided": (
-        "model, optimizer = fresh()\n"
-        "for step in range(3):\n"
-        "    optimizer.zero_grad()\n"
-        "    for part in x.chunk(4):\n"
-        "        model(part).square().mean().backward()\n"
-        "    optimizer.step()",
+        (
+            "model, optimizer = fresh()\n"
+            "for step in range(3):\n"
+            "    optimizer.zero_grad()\n"
+            "    for part in x.chunk(4):\n"
+            "        model(part).square().mean().backward()\n"
+            "    optimizer.step()"
+        ),
         "model(part).square().mean().backward() called backward 4 times in each step",
-        "model, optimizer = fresh()\n"
-        "for step in range(3):\n"
-        "    optimizer.zero_grad()\n"
-        "    for part in x.chunk(4):\n"
-        "        (model(part).square().mean() / 4).backward()\n"
-        "    optimizer.step()\n"
-        "    for part in x.chunk(4):  # a sum needs no division\n"
-        "        optimizer.zero_grad()\n"
-        "        F.mse_loss(model(part), part[:, :1], reduction='sum').backward()\n"
-        "    optimizer.step()\n"
-        "for step in range(3):\n"
-        "    optimizer.zero_grad()\n"
-        "    model(x).square().mean().backward()  # two losses, as of a GAN\n"
-        "    model(-x).square().mean().backward()\n"
-        "    optimizer.step()\n"
-        "for step in range(3):\n"
-        "    for part in x.chunk(2):  # looked for the largest, not added up\n"
-        "        optimizer.zero_grad()\n"
-        "        model(part).square().mean().backward()\n"
-        "    optimizer.step()",
+        (
+            "model, optimizer = fresh()\n"
+            "for step in range(3):\n"
+            "    optimizer.zero_grad()\n"
+            "    for part in x.chunk(4):\n"
+            "        (model(part).square().mean() / 4).backward()\n"
+            "    optimizer.step()\n"
+            "    for part in x.chunk(4):  # a sum needs no division\n"
+            "        optimizer.zero_grad()\n"
+            "        F.mse_loss(model(part), part[:, :1], reduction='sum').backward()\n"
+            "    optimizer.step()\n"
+            "for step in range(3):\n"
+            "    optimizer.zero_grad()\n"
+            "    model(x).square().mean().backward()  # two losses, as of a GAN\n"
+            "    model(-x).square().mean().backward()\n"
+            "    optimizer.step()\n"
+            "for step in range(3):\n"
+            "    for part in x.chunk(2):  # looked for the largest, not added up\n"
+            "        optimizer.zero_grad()\n"
+            "        model(part).square().mean().backward()\n"
+            "    optimizer.step()"
+        ),
     ),
     "unused-parameters": (
-        "two = DDP(Two())\n"
-        "optimizer = torch.optim.SGD(two.parameters(), 1e-6)\n"
-        "two(x).backward()\n"
-        "optimizer.step()",
+        (
+            "two = DDP(Two())\n"
+            "optimizer = torch.optim.SGD(two.parameters(), 1e-6)\n"
+            "two(x).backward()\n"
+            "optimizer.step()"
+        ),
         "left.weight, left.bias of two got no gradient in the first step (2 of 4 parameters)",
-        "base = Two()\n"
-        "base.left.requires_grad_(False)\n"
-        "frozen = DDP(base)\n"
-        "searched = DDP(Two(), find_unused_parameters=True)\n"
-        "for one in frozen, searched:\n"
-        "    optimizer = torch.optim.SGD(one.parameters(), 1e-6)\n"
-        "    for _ in range(2):\n"
-        "        one(x).backward()\n"
-        "        optimizer.step()",
+        (
+            "base = Two()\n"
+            "base.left.requires_grad_(False)\n"
+            "frozen = DDP(base)\n"
+            "searched = DDP(Two(), find_unused_parameters=True)\n"
+            "for one in frozen, searched:\n"
+            "    optimizer = torch.optim.SGD(one.parameters(), 1e-6)\n"
+            "    for _ in range(2):\n"
+            "        one(x).backward()\n"
+            "        optimizer.step()"
+        ),
     ),
     "beside-wrapper": (
-        "inner = linear()\n"
-        "wrapped = DDP(inner)\n"
-        "optimizer = torch.optim.SGD(wrapped.parameters(), 1e-6)\n"
-        "inner(x[:4] * 0 + 1).square().mean().backward()\n"
-        "optimizer.step()",
+        (
+            "inner = linear()\n"
+            "wrapped = DDP(inner)\n"
+            "optimizer = torch.optim.SGD(wrapped.parameters(), 1e-6)\n"
+            "inner(x[:4] * 0 + 1).square().mean().backward()\n"
+            "optimizer.step()"
+        ),
         "the optimizer of wrapped stepped with gradients that did not come through wrapped",
-        "right = DDP(linear())\n"
-        "halves = [torch.optim.SGD([p], 1e-6) for p in right.parameters()]\n"
-        "for _ in range(3):\n"
-        "    right.module(x).sum().item()  # looked at, not trained\n"
-        "    right(x).square().mean().backward()\n"
-        "    [one.step() for one in halves]\n"
-        "    [one.zero_grad() for one in halves]\n"
-        "with right.no_sync():\n"
-        "    right(x).square().mean().backward()\n"
-        "right(x).square().mean().backward()\n"
-        "halves[0].step()\n"
-        "halves[1].step()",
+        (
+            "right = DDP(linear())\n"
+            "halves = [torch.optim.SGD([p], 1e-6) for p in right.parameters()]\n"
+            "for _ in range(3):\n"
+            "    right.module(x).sum().item()  # looked at, not trained\n"
+            "    right(x).square().mean().backward()\n"
+            "    [one.step() for one in halves]\n"
+            "    [one.zero_grad() for one in halves]\n"
+            "with right.no_sync():\n"
+            "    right(x).square().mean().backward()\n"
+            "right(x).square().mean().backward()\n"
+            "halves[0].step()\n"
+            "halves[1].step()"
+        ),
     ),
     "initial-values": (
-        "class Odd(torch.nn.Linear): pass\n"
-        "torch.manual_seed(rank)\n"
-        "odd = accelerator.prepare(Odd(3, 3))",
+        (
+            "class Odd(torch.nn.Linear): pass\n"
+            "torch.manual_seed(rank)\n"
+            "odd = accelerator.prepare(Odd(3, 3))"
+        ),
         "the initial values of Odd differed between rank 0 and rank 1, and prepare gave all",
         "torch.manual_seed(1)\nsame = accelerator.prepare(torch.nn.Linear(3, 3))",
     ),
     "shard-seeds": (
-        "from torch.distributed.fsdp import fully_shard\n"
-        "torch.manual_seed(rank)\n"
-        "shards = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
-        "for one in (*shards, shards):\n"
-        "    fully_shard(one)",
+        (
+            "from torch.distributed.fsdp import fully_shard\n"
+            "torch.manual_seed(rank)\n"
+            "shards = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+            "for one in (*shards, shards):\n"
+            "    fully_shard(one)"
+        ),
         "fully_shard was given other values of Sequential on rank 0 and rank 1",
-        "from torch.distributed.fsdp import fully_shard\n"
-        "torch.manual_seed(5)\n"
-        "shards = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
-        "for one in (*shards, shards):\n"
-        "    fully_shard(one)",
+        (
+            "from torch.distributed.fsdp import fully_shard\n"
+            "torch.manual_seed(5)\n"
+            "shards = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+            "for one in (*shards, shards):\n"
+            "    fully_shard(one)"
+        ),
     ),
     "parameters-apart": (
-        "apart, optimizer = fresh()\n"
-        "apart(x).square().mean().backward()\n"
-        "if rank == 0:\n"
-        "    optimizer.step()",
+        (
+            "apart, optimizer = fresh()\n"
+            "apart(x).square().mean().backward()\n"
+            "if rank == 0:\n"
+            "    optimizer.step()"
+        ),
         "the parameters of apart differ between rank 0 and rank 1 after this cell",
-        "model, optimizer = fresh()\n"
-        "for _ in range(3):\n"
-        "    model(x).square().mean().backward()\n"
-        "    optimizer.step()",
+        (
+            "model, optimizer = fresh()\n"
+            "for _ in range(3):\n"
+            "    model(x).square().mean().backward()\n"
+            "    optimizer.step()"
+        ),
     ),
     "bf16-scaler": (
-        "model, optimizer = fresh()\n"
-        "scaler = torch.amp.GradScaler('cpu')\n"
-        "with torch.autocast('cpu', dtype=torch.bfloat16):\n"
-        "    loss = model(x).float().square().mean()\n"
-        "scaler.scale(loss).backward()\n"
-        "scaler.step(optimizer)\n"
-        "scaler.update()",
+        (
+            "model, optimizer = fresh()\n"
+            "scaler = torch.amp.GradScaler('cpu')\n"
+            "with torch.autocast('cpu', dtype=torch.bfloat16):\n"
+            "    loss = model(x).float().square().mean()\n"
+            "scaler.scale(loss).backward()\n"
+            "scaler.step(optimizer)\n"
+            "scaler.update()"
+        ),
         "a GradScaler scaled a loss of bf16 autocast",
-        "model, optimizer = fresh()\n"
-        "for dtype, is_on in (torch.float16, True), (torch.bfloat16, False):\n"
-        "    scaler = torch.amp.GradScaler('cpu', enabled=is_on)\n"
-        "    with torch.autocast('cpu', dtype=dtype):\n"
-        "        loss = model(x).float().square().mean()\n"
-        "    scaler.scale(loss).backward()\n"
-        "    scaler.step(optimizer)\n"
-        "    scaler.update()",
+        (
+            "model, optimizer = fresh()\n"
+            "for dtype, is_on in (torch.float16, True), (torch.bfloat16, False):\n"
+            "    scaler = torch.amp.GradScaler('cpu', enabled=is_on)\n"
+            "    with torch.autocast('cpu', dtype=dtype):\n"
+            "        loss = model(x).float().square().mean()\n"
+            "    scaler.scale(loss).backward()\n"
+            "    scaler.step(optimizer)\n"
+            "    scaler.update()"
+        ),
     ),
     "workers": (
-        "import os\n"
-        "many = 1 + len(os.sched_getaffinity(0)) // 2\n"
-        "loader = DataLoader(data, batch_size=16, num_workers=many)\n"
-        "n = len(list(loader))",
+        (
+            "import os\n"
+            "many = 1 + len(os.sched_getaffinity(0)) // 2\n"
+            "loader = DataLoader(data, batch_size=16, num_workers=many)\n"
+            "n = len(list(loader))"
+        ),
         "2 ranks of one host started",
         "n = len(list(DataLoader(data, batch_size=4)))",
     ),

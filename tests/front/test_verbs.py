@@ -72,7 +72,7 @@ _RANKS = {
 }
 _NEEDS_RANKS = ["%%distributed\n1", "%%rank[0]\n1", "%dist_status", "%dist_mode all", "%sync",
                 "%dist_push x", "%dist_pull x", "%dist_bench", "%dist_monitor",
-                "%dist_shutdown"]  # fmt: skip
+                "%dist_check", "%dist_shutdown"]  # fmt: skip
 
 
 @pytest.mark.parametrize("code", _RANKS)
@@ -98,7 +98,7 @@ def test_a_wrong_option_is_an_ordinary_error(kernel: Kernel, code: str) -> None:
 @pytest.mark.parametrize(
     "verb",
     ["%dist_init", "%dist_reset", "%dist_shutdown", "%dist_status", "%dist_doctor", "%dist_mode",
-     "%sync", "%dist_push", "%dist_pull", "%dist_bench", "%dist_monitor",
+     "%sync", "%dist_push", "%dist_pull", "%dist_bench", "%dist_monitor", "%dist_check",
      "%dist_plan", "%dist_export",
      "%%distributed", "%%rank"],
 )  # fmt: skip

@@ -1,0 +1,169 @@
+"""The DDP models of a rank, seen as they are made: whether each was called, and what came of it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from nbdist.core.lints import SHOWN_NAMES
+from nbdist.engine import lints
+
+
+class Ddp:
+    """One DDP model: whether it was called since its last step, and in this cell. Its hook."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self.module = weakref.ref(module)
+        # Only ever written in a forward: what torch.compile traces must not depend on it.
+        self.has_run = self.is_called = False
+        self.run_at = 0
+        self.is_checked = False
+
+    def __call__(self, _module: torch.nn.Module, _args: object) -> None:
+        """Before the model's forward."""
+        if torch.is_grad_enabled():
+            self.has_run = self.is_called = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A model that is pickled whole must load where there is no nbdist: dict's own `get`, called
+        # as a hook, hands its arguments on.
+        return getattr, ({}, "get")
+
+
+@dataclass(slots=True)
+class _State:
+    """Every DDP model that was made since this was installed, and how many."""
+
+    ddps: list[weakref.ref[Ddp]] = field(default_factory=list)
+    count: int = 0
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+
+_state = _State()
+
+
+def install() -> None:
+    """Give each DDP model that is made from now on a forward hook."""
+    lints.wrap(_state.undo, DistributedDataParallel, "__init__", _noting_ddp)
+
+
+def uninstall() -> None:
+    """Leave DDP as it was; models keep their hooks."""
+    while _state.undo:
+        _state.undo.pop()()
+
+
+def begin() -> None:
+    """A cell begins."""
+    for one in _living():
+        one.is_called = False
+
+
+def seen() -> None:
+    """Everything is noted when it happens."""
+
+
+def count() -> int:
+    """DDP models that have been made so far."""
+    return _state.count
+
+
+def find(optimizer: Optimizer) -> list[Ddp]:
+    """Those whose parameters an optimizer has."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [one for one in _living() if _has_any(one, own)]
+
+
+def used(optimizers: Iterable[Optimizer]) -> list[DistributedDataParallel]:
+    """The models that were called in this cell, or that these optimizers step."""
+    called = [one for one in _living() if one.is_called]
+    stepped = [one for optimizer in optimizers for one in find(optimizer)]
+    modules = [one.module() for one in {id(one): one for one in (*called, *stepped)}.values()]
+    return [one for one in modules if one is not None and not _is_retired(one)]
+
+
+def ranks_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The ranks of the DDP model that a parameter is in; empty if in none."""
+    for one in _living():
+        module = one.module()
+        if module is not None and _has_any(one, {id(parameter)}):
+            return tuple(torch.distributed.get_process_group_ranks(module.process_group))
+    return ()
+
+
+def members(optimizer: Optimizer) -> tuple[int, ...]:
+    """The ranks of the first DDP model whose parameters an optimizer has; empty without one."""
+    for one in find(optimizer):
+        module = one.module()
+        if module is not None:
+            return tuple(torch.distributed.get_process_group_ranks(module.process_group))
+    return ()
+
+
+def name_of(module: Any) -> str:
+    """The variable that holds a wrapper, or the class of what is in it."""
+    inner = getattr(module, "module", module)
+    return lints.variable(lambda value: value is module, type(inner).__name__)
+
+
+def look_beside(optimizer: Optimizer, ddps: Sequence[Ddp]) -> None:
+    """An optimizer steps after a backward, and none of its models was called."""
+    # A switch may have taken the wrapper off since.
+    still = {id(one) for one in find(optimizer)}
+    for one in ddps:
+        module = one.module()
+        if module is None or id(one) not in still:
+            continue
+        own = [p for p in module.parameters() if p.requires_grad]
+        is_shared = torch.distributed.get_world_size(module.process_group) > 1
+        if is_shared and any(p.grad is not None for p in own):
+            lints.note("beside-wrapper", name_of(module))
+
+
+def look_unused(optimizer: Optimizer, one: Ddp) -> None:
+    """A model's first step: has each of its parameters a gradient?"""
+    ddp: Any = one.module()
+    if ddp is None or ddp.find_unused_parameters or getattr(ddp, "static_graph", False):
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = {n: p for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) in stepped}
+    lacking = [name for name, p in own.items() if p.grad is None]
+    if lacking and len(lacking) < len(own):
+        lints.note(
+            "unused-parameters", name_of(ddp), names=lacking[:SHOWN_NAMES], count=len(lacking),
+            total=len(own),
+        )  # fmt: skip
+
+
+def _noting_ddp(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        one = Ddp(self)
+        self.register_forward_pre_hook(one)
+        _state.ddps = [weakref.ref(living) for living in (*_living(), one)]
+        _state.count += 1
+
+    return __init__
+
+
+def _living() -> list[Ddp]:
+    return [one for ref in _state.ddps if (one := ref()) is not None]
+
+
+def _has_any(one: Ddp, own: set[int]) -> bool:
+    module = one.module()
+    if module is None or _is_retired(module):
+        return False
+    return any(id(p) in own for p in module.parameters())
+
+
+def _is_retired(module: torch.nn.Module) -> bool:
+    prepared = sys.modules.get("nbdist.engine.parallel.prepared")
+    return prepared is not None and bool(prepared.is_retired(module))

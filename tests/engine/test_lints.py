@@ -1,0 +1,120 @@
+"""Watching torch's calls: what is left of it, and what a mistake of ours does to a step."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbdist.engine import lints, lints_data, lints_ddp, lints_steps, lints_values
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> Iterator[None]:
+    lints.install()
+    lints.begin()
+    yield
+    lints.uninstall()
+
+
+def step(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    (parameter * 2).mean().backward()
+    optimizer.step()
+
+
+def made() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    return parameter, torch.optim.SGD([parameter], 0.1)
+
+
+def test_uninstall_leaves_torch_as_it_was() -> None:
+    """Every function that was replaced is torch's own again; twice is harmless."""
+    watched = [torch.Tensor.backward, torch.amp.GradScaler.scale, torch.amp.autocast.__enter__]
+    lints.uninstall()
+    lints.uninstall()
+    own = [torch.Tensor.backward, torch.amp.GradScaler.scale, torch.amp.autocast.__enter__]
+
+    assert not set(map(id, watched)) & set(map(id, own))
+    assert all(one.__module__.startswith("torch") for one in own)
+    assert not hasattr(own[0], "__wrapped__")
+
+
+def test_a_mistake_of_ours_does_not_fail_the_users_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning, and the loop goes on with all its batches."""
+
+    def broken(_batch: object) -> str:
+        raise ValueError("no digest")
+
+    monkeypatch.setattr(lints_data, "digest", broken)
+    parameter, optimizer = made()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        batches = [len(x) for (x,) in DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=2)]
+        step(parameter, optimizer)
+
+    assert batches == [2, 2, 2, 2]
+    assert ["no lints from now on: ValueError" in str(one.message) for one in seen] == [True]
+    assert float(parameter.detach()[0]) == pytest.approx(0.9)
+
+
+def test_errors_of_a_loader_and_a_backward_are_the_users_own() -> None:
+    """As raised, and counted as nothing else."""
+
+    class Bad(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            raise KeyError(index)
+
+    with pytest.raises(KeyError):
+        next(iter(DataLoader(Bad())))
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.ones(1).backward()
+
+
+def test_a_digest_sees_the_first_numbers_of_what_a_loader_may_give() -> None:
+    """Tensors, arrays, texts, in lists and dicts; the same again is the same."""
+    one = {"x": torch.arange(4), "y": ["a", 1.5], "z": (torch.ones(2, dtype=torch.bfloat16),)}
+    other = copy.deepcopy(one)
+
+    assert lints_data.digest(one) == lints_data.digest(other)
+    other["x"][3] = 0  # type: ignore[index]
+    assert lints_data.digest(one) != lints_data.digest(other)
+    assert lints_data.digest(torch.zeros(2, 3)) != lints_data.digest(torch.zeros(3, 2))
+
+
+def test_values_are_compared_by_bits() -> None:
+    """-0.0 is not 0.0; meta and empty tensors are left out."""
+    zero = [torch.zeros(3, 4), torch.empty(0), torch.empty(2, device="meta")]
+
+    assert lints_values.digest(zero) == lints_values.digest([torch.zeros(3, 4)])
+    assert lints_values.digest(zero) != lints_values.digest([-torch.zeros(3, 4)])
+
+
+def test_a_models_hook_is_pickled_as_nothing_of_nbdist() -> None:
+    """A DDP model that is saved whole loads where there is no nbdist, and its hook does nothing."""
+    hook = lints_ddp.Ddp(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    text = pickle.dumps(hook)
+    arguments = (torch.ones(1),)
+
+    assert b"nbdist" not in text
+    assert pickle.loads(text)(torch.nn.Linear(1, 1), arguments) is arguments
+    assert copy.deepcopy(hook)(torch.nn.Linear(1, 1), arguments) is arguments
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, while it compiles
+def test_a_compiled_step_is_left_alone() -> None:
+    """torch.compile traces through torch's hooks; ours are not in its graph."""
+    parameter, optimizer = made()
+    parameter.grad = torch.ones(2)
+    before = lints_steps.count()
+    torch.compile(optimizer.step, backend="eager")()
+
+    assert lints_steps.count() == before
+    assert float(parameter.detach()[0]) == pytest.approx(0.9)
