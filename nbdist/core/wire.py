@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from importlib import import_module
 from typing import Any
 
@@ -24,6 +25,24 @@ SCRATCH_FOLDER = "mp.{rank}"
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """The result of the function `package.module:function`, called with the arguments."""
+    """The result of the function `package.module:function`, called with the arguments.
+
+    An error that it raises keeps nothing but its message and its lines.
+    """
     module, _, function = name.partition(":")
-    return getattr(import_module(module), function)(*args, **kwargs)
+    try:
+        return getattr(import_module(module), function)(*args, **kwargs)
+    except BaseException as error:
+        _let_go(error)
+        raise
+
+
+def _let_go(error: BaseException) -> None:
+    """Clear what the functions held that raised it.
+
+    The engine's shell remembers its last error, and with it models that the user has deleted.
+    """
+    one: BaseException | None = error
+    while one is not None:
+        traceback.clear_frames(one.__traceback__)
+        one = one.__cause__ or one.__context__

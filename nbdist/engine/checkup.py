@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ def spread(wanted: Sequence[Difference]) -> list[float]:
 
 def found() -> list[Found]:
     """The models of this rank, each once. This rank alone."""
+    if len(registry.prepared()) > 1:
+        gc.collect()  # of cells that were run again
     prepared = registry.prepared()
     known = models.variables()
     outers = {id(one.outer): one for one in prepared}

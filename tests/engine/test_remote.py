@@ -1,6 +1,7 @@
 """The kernel's page of remote functions is what the engines have."""
 
 import inspect
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from importlib import import_module
@@ -129,3 +130,29 @@ def test_a_call_by_name_resolves_the_function() -> None:
         wire.call("nbdist.nowhere:f")
     with pytest.raises(AttributeError):
         wire.call("math:nothing")
+
+
+def holds_and_fails(kept: list[weakref.ref[set[int]]]) -> None:
+    """Raises while two functions hold a set each."""
+
+    def inner() -> None:
+        own = {1}
+        kept.append(weakref.ref(own))
+        raise KeyError(own.pop())
+
+    mine = {2}
+    kept.append(weakref.ref(mine))
+    try:
+        inner()
+    except KeyError as error:
+        raise ValueError(mine.pop()) from error
+
+
+def test_an_error_of_a_call_holds_nothing_of_what_raised_it() -> None:
+    """The shell keeps the last error; models in its frames would stay in memory with it."""
+    kept: list[weakref.ref[set[int]]] = []
+    with pytest.raises(ValueError, match="2") as told:
+        wire.call(f"{__name__}:holds_and_fails", kept)
+
+    assert isinstance(told.value.__cause__, KeyError)
+    assert [one() for one in kept] == [None, None]
