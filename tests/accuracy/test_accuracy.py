@@ -17,7 +17,7 @@ from nbdist.core.strategy import choose
 from nbdist.errors import OptionError
 from tests.accuracy.case import LONG, MODELS, SHORT, Case, Result, record
 from tests.accuracy.texts import RANKS
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import LIMIT_S, TorchRanks
 
 pytestmark = pytest.mark.engine
 
@@ -42,7 +42,7 @@ def test_states_and_peaks_of_all(tmp_path: Path, engine: FakeEngine, n: int) -> 
 
 
 def _compare(
-    folder: Path, n: int, cases: list[Case], engine: FakeEngine, limit_s: float = 80.0
+    folder: Path, n: int, cases: list[Case], engine: FakeEngine, limit_s: float = LIMIT_S
 ) -> None:
     given = [
         {"model": c.model, "config": MODELS[c.model], "name": c.name, "given": c.given,

@@ -279,7 +279,9 @@ def test_ranks_have_the_notebooks_folder_path_and_environment(shared: Kernel) ->
 
     assert "/nowhere/of-the-notebook" in here.text
     assert "in the notebook" in here.text
-    assert there.text == f"[0-1] {here.text}"
+    # A rank that is late, as on a busy machine, has a line of its own.
+    lines = [line for line in there.text.splitlines() if not line.startswith("elapsed: ")]
+    assert {line.partition("] ")[2] for line in lines} == {here.text.rstrip("\n")}
 
 
 def test_reset_gives_new_processes_and_fresh_variables(shared: Kernel) -> None:

@@ -93,14 +93,19 @@ def test_nothing_is_sampled_before_somebody_asks(session: Session) -> None:
         assert one.age_s == 0.0
 
 
-def test_a_rank_is_seen_running_and_another_waiting_for_it(session: Session) -> None:
+def test_a_rank_is_seen_running_and_another_waiting_for_it(
+    session: Session, tmp_path: Path
+) -> None:
     """The state is that of the moment: the call in which a rank waits, its line, for how long."""
+    gate = tmp_path / "gate"
     code = (
-        "import time, torch.distributed as dist\nif rank == 1:\n    time.sleep(2)\ndist.barrier()"
+        "import os, time, torch.distributed as dist\nif rank == 1:\n"
+        f"    while not os.path.exists({str(gate)!r}): time.sleep(0.01)\ndist.barrier()"
     )
     one = begin(session, code)
     both = seen(session, lambda samples: states(samples) == ["waiting", "running"])
     later = seen(session, lambda samples: waited_s(samples[0]) > 1)
+    gate.touch()
     end(one)
     idle = seen(session, lambda samples: states(samples) == ["idle", "idle"])
 

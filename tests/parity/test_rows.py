@@ -11,7 +11,7 @@ from nbdist.core.strategy_options import OPTIONS
 from tests.parity.case import Case, Measured, record, tolerance_of
 from tests.parity.cases import DEEPSPEED, LEFT_OUT, LONG, NAMES, SHORT
 from tests.parity.texts import ROWS
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import LIMIT_S, TorchRanks
 
 pytestmark = pytest.mark.engine
 STEPS = 3
@@ -55,7 +55,7 @@ def test_the_cases_have_every_row_and_option() -> None:
         assert any(flag in one for one in typed), flag
 
 
-def _compare(folder: Path, n: int, cases: Iterable[Case], limit_s: float = 80.0) -> None:
+def _compare(folder: Path, n: int, cases: Iterable[Case], limit_s: float = LIMIT_S) -> None:
     cases = list(cases)
     given = json.dumps([(case.typed, case.model) for case in cases])
     with TorchRanks(folder, n, ROWS, limit_s, CASES=given, STEPS=str(STEPS)) as ranks:

@@ -10,7 +10,7 @@ import pytest
 from tests.parity.case import EXACT, Measured, record
 from tests.parity.cases import SWITCHED, WALKED, circuit
 from tests.parity.texts import SWITCHES
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import LIMIT_S, TorchRanks
 
 pytestmark = pytest.mark.engine
 # Moments are compared by their largest value, and drift over hundreds of steps; a lost one is 1.
@@ -47,7 +47,7 @@ def test_the_walk_takes_each_pair_once() -> None:
     assert path[0] == path[-1] == "a"
 
 
-def _walk(folder: Path, n: int, path: Sequence[str], limit_s: float = 80.0) -> list[Measured]:
+def _walk(folder: Path, n: int, path: Sequence[str], limit_s: float = LIMIT_S) -> list[Measured]:
     with TorchRanks(folder, n, SWITCHES, limit_s, SWITCHED=json.dumps(path)) as ranks:
         results = [result["found"] for result in ranks.results()]
     measured = []
