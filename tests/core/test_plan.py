@@ -519,3 +519,14 @@ def test_the_page_has_each_rule_optimizer_and_recipe() -> None:
     assert f"| {', '.join(OPTIMIZERS)} |" in _PAGE
     for word in footprint.RECIPES:
         assert word in _PAGE.partition("| `--recipe` |")[2].partition("\n")[0]
+
+
+def test_it_tells_which_row_it_counts() -> None:
+    """Each strategy once, in order, with how many there are."""
+    told: list[tuple[str, float, float, str]] = []
+    found = plan(SEVEN, H100, 8, Load(), progress=lambda *one: told.append(one))
+
+    assert [one[0] for one in told] == [f"counting {row.typed}" for row in found.rows]
+    assert [one[1:] for one in told] == [
+        (number, len(found.rows), "strategies") for number in range(len(found.rows))
+    ]
