@@ -18,6 +18,7 @@ MODULES = (
     "collective_cost",
     "strategies",
     "switching",
+    "checkpoints",
     "start",
     "cells",
     "training",
@@ -41,9 +42,13 @@ HEAD = ("what", "nbdist", "without it", "ratio", "promised", "how measured")
 def run(names: Iterable[str]) -> Iterator[tuple[str, str, list[Row]]]:
     """(name, title, rows) of each benchmark; the title is the first line of its docstring."""
     for name in names:
-        module = importlib.import_module(f"benchmarks.{name}")
-        title = (module.__doc__ or name).strip().splitlines()[0].rstrip(".")
-        yield name, title, module.rows()
+        yield name, title_of(name), importlib.import_module(f"benchmarks.{name}").rows()
+
+
+def title_of(name: str) -> str:
+    """The first line of a benchmark's docstring."""
+    found = importlib.import_module(f"benchmarks.{name}").__doc__ or name
+    return found.strip().splitlines()[0].rstrip(".")
 
 
 def machine() -> str:
@@ -83,11 +88,29 @@ def page(tables: list[tuple[str, str, list[Row]]], where: str) -> str:
         where,
     ]
     for name, title, rows in tables:
-        lines += ["", f"## {title}", "", _line(HEAD), _line(["---"] * len(HEAD))]
-        lines += [_line(cells(row)) for row in rows]
-        if name in PICTURES:
-            lines += ["", PICTURES[name]]
+        lines += ["", *section(name, title, rows)]
     return "\n".join(lines) + "\n"
+
+
+def section(name: str, title: str, rows: list[Row]) -> list[str]:
+    """One benchmark's part of the page, as lines."""
+    lines = [f"## {title}", "", _line(HEAD), _line(["---"] * len(HEAD))]
+    lines += [_line(cells(row)) for row in rows]
+    return [*lines, "", PICTURES[name]] if name in PICTURES else lines
+
+
+def merged(text: str, tables: list[tuple[str, str, list[Row]]], titles: list[str]) -> str:
+    """A page with some benchmarks' parts made anew, in the order of the titles.
+
+    Args:
+        text: The page, measured on this machine.
+        tables: What was measured anew.
+        titles: Of all benchmarks, in order. Parts with other titles go.
+    """
+    head, *parts = text.rstrip("\n").split("\n\n## ")
+    found = {part.partition("\n")[0]: f"## {part}" for part in parts}
+    found |= {title: "\n".join(section(name, title, rows)) for name, title, rows in tables}
+    return "\n\n".join([head, *(found[title] for title in titles if title in found)]) + "\n"
 
 
 def _line(texts: Iterable[str]) -> str:
@@ -107,10 +130,22 @@ def main() -> int:
     for name, title, rows in run(options.modules or MODULES):
         tables.append((name, title, rows))
         print(f"{title}\n", *("  " + "  ".join(cells(row)) + "\n" for row in rows), sep="")
-    # Some of the benchmarks alone do not make the page.
-    if not options.modules and not options.no_page:
-        PAGE.write_text(page(tables, machine()), encoding="utf-8")
+    if not options.no_page:
+        _write(tables, is_all=not options.modules)
     return int(not all(row.is_kept for *_, rows in tables for row in rows))
+
+
+def _write(tables: list[tuple[str, str, list[Row]]], *, is_all: bool) -> None:
+    """The page: all of it, or the parts of some benchmarks where the rest is of this machine."""
+    if is_all:
+        PAGE.write_text(page(tables, machine()), encoding="utf-8")
+        return
+    text = PAGE.read_text(encoding="utf-8")
+    if machine() not in text:
+        print(f"{PAGE.name} stays: it was measured elsewhere. This is {machine()}")
+        return
+    titles = [title_of(name) for name in MODULES]
+    PAGE.write_text(merged(text, tables, titles), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,17 @@ def test_the_page_names_the_machine_by_what_it_has() -> None:
     assert socket.gethostname() not in text
 
 
+def test_one_benchmark_alone_makes_its_part_of_the_page() -> None:
+    """Other parts stay word by word; a new one comes to its place; what is gone goes."""
+    row = Row("x", 2.0, 1.0, "us", "how")
+    old = runner.page([("a", "A", [row]), ("b", "B", [row]), ("z", "Gone", [row])], "Here.")
+    new = Row("x", 4.0, 1.0, "us", "how")
+    made = runner.merged(old, [("b", "B", [new]), ("c", "C", [row])], ["A", "C", "B"])
+
+    assert made == runner.page([("a", "A", [row]), ("c", "C", [row]), ("b", "B", [new])], "Here.")
+    assert runner.merged(made, [], ["A", "C", "B"]) == made
+
+
 def test_every_benchmark_of_the_page_is_there() -> None:
     """Each name is a module with rows, and a first line for its title."""
     for name in runner.MODULES:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nbdist.core.strategy_rows import ROWS
 from tests.parity.case import Measured
-from tests.parity.cases import SWITCHED
+from tests.parity.cases import SAVED, SWITCHED
 from tests.support import tables
 
 COMMAND = "make parity"
@@ -54,6 +54,20 @@ def switch_table(measured: Sequence[Measured], n: int) -> str:
     )
 
 
+def checkpoint_table(measured: Sequence[Measured]) -> str:
+    """Rows are those who have saved, columns those who loaded; the loss's largest difference."""
+    everybody = [(n, name) for n, names in SAVED.items() for name in names]
+    off = {((m.before_n, m.typed), (m.n, m.after)): m for m in measured if m.kind == "checkpoint"}
+    head = ("saved by, loaded by", *(f"{n}: {_code(name)}" for n, name in everybody))
+    return tables.table(
+        head,
+        [
+            (f"{old[0]}: {_code(old[1])}", *(_told(off.get((old, new))) for new in everybody))
+            for old in everybody
+        ],
+    )
+
+
 def text(measured: Sequence[Measured]) -> str:
     """All tables, with where they were made."""
     names = {_split(one.typed)[0] for one in measured if one.kind == "row"}
@@ -66,6 +80,8 @@ def text(measured: Sequence[Measured]) -> str:
         parts.append(
             switch_table(measured, n) if was_walked else f"{n} ranks: not walked this time."
         )
+    has_any = any(one.kind == "checkpoint" for one in measured)
+    parts += ["### Checkpoints", checkpoint_table(measured) if has_any else "Not loaded this time."]
     return "\n\n".join(parts)
 
 

@@ -24,7 +24,7 @@ def test_what_two_ranks_have_saved_goes_on_on_four_and_on_one(tmp_path: Path) ->
     _run(tmp_path, 1, [("loaded", "ddp", "fsdp", 2)])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", name="saved")
 def _saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint of each strategy of SAVED."""
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -37,11 +37,11 @@ def _saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("n", SAVED)
-def test_every_pair(_saved: Path, n: int) -> None:
+def test_every_pair(saved: Path, n: int) -> None:
     """Saved on 1, 2 and 4 ranks under each strategy, and loaded on as many under each."""
     there = [(name, size) for size, names in SAVED.items() for name in names]
     jobs = [("loaded", name, *source) for name in SAVED[n] for source in there]
-    for (_, after, before, before_n), worst in zip(jobs, _run(_saved, n, jobs), strict=True):
+    for (_, after, before, before_n), worst in zip(jobs, _run(saved, n, jobs), strict=True):
         record(
             Measured(
                 "checkpoint", before, "plain", n, worst["loss"], None, worst["parameters"], EXACT,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity import report
 from tests.parity.case import Measured
-from tests.parity.cases import LONG, SHORT, SWITCHED
+from tests.parity.cases import LONG, SAVED, SHORT, SWITCHED
 from tests.support import tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
@@ -18,6 +18,7 @@ _FOUND = [
     Measured("row", "ddp --hook fp16", "plain", 2, 2.4e-5, None, 3.0e-5, 3e-5),
     Measured("row", "tp", "gpt2", 2, 3e-6, 1.2e-8, 6e-8, 2e-6),
     Measured("switch", "ddp", "plain", 2, 2.4e-7, None, 1e-7, 2e-6, "fsdp"),
+    Measured("checkpoint", "fsdp", "plain", 4, 3e-6, None, 1e-7, 2e-6, "tp", 1),
 ]
 
 
@@ -31,6 +32,10 @@ def test_comparisons_become_rows() -> None:
     switches = report.switch_table(_FOUND, 2).splitlines()
     assert switches[0].startswith("| 2 ranks: from, to | `ddp` | `fsdp` |")
     assert switches[2].startswith("| `ddp` | - | 2.4e-7 | - |")
+    loaded = report.checkpoint_table(_FOUND).splitlines()
+    at = loaded[0].split(" | ").index("4: `tp`")
+    assert loaded[3].startswith("| 1: `fsdp` | - |")
+    assert loaded[3].split(" | ")[at] == "**3.0e-6**"
 
 
 def test_the_page_gets_its_tables(tmp_path: Path) -> None:
@@ -64,4 +69,8 @@ def test_the_page_has_every_case() -> None:
         rows = {line[0]: line[1:] for line in lines[at + 2 : at + 2 + len(names)]}
         for before, after in itertools.permutations(names, 2):
             assert rows[before][names.index(after)] != "-", (n, before, after)
+    everybody = [f"{n}: `{name}`" for n, names in SAVED.items() for name in names]
+    head = next(i for i, line in enumerate(lines) if line[0].startswith("saved by"))
+    told = {line[0]: line[1:] for line in lines[head + 2 : head + 2 + len(everybody)]}
+    assert all("-" not in told[one.strip("`")] for one in everybody)
     assert "**" not in PAGE.read_text().partition(tables.begin(report.COMMAND))[2]
