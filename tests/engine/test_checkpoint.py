@@ -404,7 +404,7 @@ WRONG = """
     fill = loading._fill
     def broken(*given):
         fill(*given)
-        raise OSError("the cable is out")
+        raise NbdistError("the cable is out")
     if rank == 1:
         loading._fill = broken
     attempt(lambda: load(where))
@@ -467,4 +467,4 @@ def test_what_does_not_fit_is_refused_with_the_reason(broken: list[dict[str, Any
     assert "posix.system" in texts[8]
     assert first["kept"] == second["kept"] == [True, True, True]
     assert not first["ran"]
-    assert "OSError: the cable is out" in second["texts"][6]
+    assert "NbdistError: the cable is out" in second["texts"][6]
