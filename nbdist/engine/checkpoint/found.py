@@ -141,13 +141,14 @@ def look(what: str) -> Found:
         CheckpointError: No model is prepared, or it cannot be saved in parts.
         NbdistError: Ranks differ.
     """
-    gc.collect()  # models and loaders of cells that were run again
+    accelerators = [one for one in registry.watchers() if hasattr(one, "_schedulers")]
+    if _may_be_left(accelerators):
+        gc.collect()
     common = switch.common_models()
     together(what, lambda: _check(common))
     for one in common:
         fsdp.settle(one.built.job.root)
-    steppers = switch.steppers_of(common)
-    accelerators = [one for one in registry.watchers() if hasattr(one, "_schedulers")]
+    steppers = switch.steppers_of(common, is_quick=True)
     counts = together(what, lambda: len(accelerators))
     for accelerator in accelerators[: min(counts)]:
         saving.agree(accelerator, is_collected=True)
@@ -155,6 +156,14 @@ def look(what: str) -> Found:
     models = [_model(one, at, named[0][at]) for at, one in enumerate(common)]
     optimizers = [_stepping(one, models, named[1][at]) for at, one in enumerate(steppers)]
     return Found(models, optimizers, accelerators[: min(counts)])
+
+
+def _may_be_left(accelerators: Iterable[Any]) -> bool:
+    """Whether some of what lives may be of a cell that was run again, and gone once collected."""
+    held = [registry.prepared()]
+    for one in accelerators:
+        held += [one._schedulers, one._dataloaders, one._custom_objects]  # noqa: SLF001  # ours
+    return any(len(several) > 1 for several in held)
 
 
 def dtype_text(dtype: torch.dtype) -> str:

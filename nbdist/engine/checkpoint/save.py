@@ -36,6 +36,7 @@ from nbdist.engine.checkpoint.jobs import Job, Meter, keep, refuse_if_running
 from nbdist.engine.checkpoint.planners import Saver, Spot, Writer
 from nbdist.engine.parallel import registry
 from nbdist.engine.parallel.agreement import rank, same_random, sentence, together, world_size
+from nbdist.engine.parallel.room import room_for
 from nbdist.errors import CheckpointError, NbdistError
 
 # Nobody who writes is silent for so long, but on a disk that does not answer.
@@ -225,7 +226,7 @@ def _stage(one: _Write, *, is_copied: bool) -> None:
     for spot, box in one.contents.own(rank()):
         if is_copied:
             # Also what is on the host already: the optimizer changes it in place.
-            fresh = torch.empty(box.shape, dtype=box.dtype, device="cpu")
+            fresh = room_for(tuple(box.shape), box.dtype, torch.device("cpu"))
             one.boxes[spot] = fresh.copy_(box.detach())
         else:
             one.boxes[spot] = box.detach()

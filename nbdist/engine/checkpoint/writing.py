@@ -45,6 +45,7 @@ class _Stream(io.RawIOBase):
         super().__init__()
         self._file = path.open("wb", buffering=0)
         self._meter = meter
+        self._held = bytearray()
         self._error: BaseException | None = None
         self.size_bytes = 0
         self.crc32 = 0
@@ -53,21 +54,31 @@ class _Stream(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.crc32 = zlib.crc32(view, self.crc32)
-        self.size_bytes += len(view)
-        at = 0
-        while at < len(view) and self._error is None:
-            try:
-                self._meter.check()
-                at += self._file.write(view[at : at + _PIECE_BYTES])
-            except BaseException as error:  # noqa: BLE001  # raised by `flush`
-                self._error = error
-        return len(view)
+        # torch gives a tensor in pieces of some kB.
+        self._held += data
+        count = memoryview(data).nbytes
+        self.size_bytes += count
+        if len(self._held) >= _PIECE_BYTES:
+            self._put()
+        return count
 
     def flush(self) -> None:
+        self._put()
         if self._error is not None:
             raise self._error
+
+    def _put(self) -> None:
+        """Write what is held; a failure is kept."""
+        self.crc32 = zlib.crc32(self._held, self.crc32)
+        at = 0
+        with memoryview(self._held) as view:
+            while at < len(view) and self._error is None:
+                try:
+                    self._meter.check()
+                    at += self._file.write(view[at : at + _PIECE_BYTES])
+                except BaseException as error:  # noqa: BLE001  # raised by `flush`
+                    self._error = error
+        self._held.clear()
 
     def tell(self) -> int:
         return self.size_bytes
