@@ -135,7 +135,9 @@ def _look(optimizer: Optimizer, one: _Watched) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
     with torch.no_grad():
         graded = [p for p in parameters if p.grad is not None]
-        norms = _norms([lints.local(p.grad) for p in graded])
+        # A fused step of fp16 is given its overflows, and leaves itself out.
+        is_scaled = getattr(optimizer, "found_inf", None) is not None
+        norms = None if is_scaled else _norms([lints.local(p.grad) for p in graded])
         sums: dict[Peers, list[torch.Tensor]] = {}
         for parameter, peers in zip(parameters, _peers(parameters, one), strict=True):
             if len(peers) > 1:

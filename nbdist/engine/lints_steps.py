@@ -7,11 +7,10 @@ which gets a forward hook for each model. A step costs some microseconds.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,16 +156,22 @@ def seen() -> None:
     """Everything is noted when it happens."""
 
 
-@contextlib.contextmanager
-def declared(loss: Any, divisor: int) -> Iterator[None]:
-    """An Accelerator runs the backward of a loss in here, divided by its number of backwards."""
-    if divisor == 1 and _state.undo:
-        _note_backward(loss, sys._getframe(2))  # noqa: SLF001  # past contextlib's own frame
-    before, _state.is_inside = _state.is_inside, True
-    try:
-        yield
-    finally:
-        _state.is_inside = before
+class Declared:
+    """An Accelerator's `backward` runs torch's in here, of a loss divided by its backwards.
+
+    Made in `backward` itself: the line that counts is the one that has called it.
+    """
+
+    def __init__(self, loss: Any, divisor: int) -> None:
+        if divisor == 1 and _state.undo:
+            _note_backward(loss, sys._getframe(2))  # noqa: SLF001  # there is no other way
+        self._before = _state.is_inside
+
+    def __enter__(self) -> None:
+        _state.is_inside = True
+
+    def __exit__(self, *_: object) -> None:
+        _state.is_inside = self._before
 
 
 def _noting_autocast(original: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, cast
 import pytest
 
 from nbdist.client.driving import wait
+from nbdist.client.lints import Lints
 from nbdist.client.request import CellRequest
 from nbdist.client.run import CellRun
 from nbdist.client.session import Session
@@ -74,6 +75,7 @@ class FakeSession:
         self.interrupted: list[int] = []
         self.silent: set[int] = set()
         self.health = FakeHealth()
+        self.lints = Lints()
         self.upkeep: FakeUpkeep = FakeUpkeep()
 
     def watchdog(self, *_: object, **__: object) -> FakeWatchdog:

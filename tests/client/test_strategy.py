@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from nbdist.client import remote
+from nbdist.client.lints import Lints
 from nbdist.client.session import Session
 from nbdist.client.strategy import Asked, Strategies, asked, check, chosen
 from nbdist.core.strategy import Choice, choose, default_choice
@@ -33,6 +34,7 @@ class FakeSession:
 
     def __init__(self, replies: Sequence[Any] = ()):
         self.topology = CPU
+        self.lints = Lints()
         self.calls: list[tuple[Any, ...]] = []
         self.upkeep = SimpleNamespace(recover_if_needed=lambda: self.calls.append(("recover",)))
         self._replies = list(replies)

@@ -281,6 +281,17 @@ def test_what_is_wrong_is_told_once_and_what_is_right_never(linted: Kernel, name
     assert f"lint {name}" not in again.stderr
 
 
+def test_an_accelerators_backward_is_the_line_that_calls_it(linted: Kernel) -> None:
+    """It divides by the backwards that it was told of: by one, where it was told of none."""
+    wrong = _LINTS["loss-not-divided"][0]
+    last = "model(part).square().mean()"
+    named = linted.run(
+        "%%distributed\n" + wrong.replace(f"{last}.backward()", f"accelerator.backward({last})")
+    )
+
+    assert f"accelerator.backward({last}) called backward 4 times in each step" in named.stderr
+
+
 def test_a_new_model_with_the_fault_is_a_new_cause(linted: Kernel) -> None:
     """Another name is told as well; a silenced lint is not; --lints says both."""
     wrong, _, _ = _LINTS["parameters-apart"]

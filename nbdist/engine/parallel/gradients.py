@@ -41,7 +41,7 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         """As Accelerate's: divided by the backwards of a step, and scaled for fp16."""
         engine = engines.only(self._models)
         if engine is None:
-            with lints_steps.declared(loss, self.gradient_accumulation_steps):
+            with lints_steps.Declared(loss, self.gradient_accumulation_steps):
                 super().backward(loss, **kwargs)
         else:
             deepspeed.backward(engine, loss / self.gradient_accumulation_steps)

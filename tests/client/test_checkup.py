@@ -1,0 +1,61 @@
+"""A check asks every rank, and lets them meet only where something differs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbdist.client import checkup, remote_check
+from nbdist.core.checkup import PARAMETER, Look, ModelLook
+from nbdist.errors import OptionError
+
+W = Look(PARAMETER, "w", "all", 7, 12)
+
+
+class Ranks:
+    """Two ranks that answer every call with what the test says."""
+
+    def __init__(self, *replies: Any) -> None:
+        self.ranks = (0, 1)
+        self.calls: list[tuple[Any, ...]] = []
+        self.upkeep = SimpleNamespace(recover_if_needed=lambda: self.calls.append(("recover",)))
+        self._replies = list(replies)
+
+    def call_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.calls.append((function, *args, options.get("is_collective", False)))
+        return self._replies.pop(0)
+
+
+def looks(*tensors: Look) -> list[tuple[ModelLook, ...]]:
+    return [(ModelLook("model", "ddp", (one,)),) for one in tensors]
+
+
+def test_equal_ranks_do_not_meet() -> None:
+    """One call, after a recovery that an earlier cell has left to be done."""
+    session = Ranks(looks(W, W))
+    found = checkup.check(session)  # type: ignore[arg-type]
+
+    assert found.is_healthy
+    assert session.calls == [("recover",), (remote_check.look, False)]
+
+
+def test_what_differs_is_measured_by_all_ranks() -> None:
+    """Collective, with the same list; the size comes with the difference."""
+    session = Ranks(looks(W, replace(W, digest=8)), [[0.5], [0.5]])
+    found = checkup.check(session)  # type: ignore[arg-type]
+
+    (one,) = found.differences
+    assert (one.groups, one.largest) == (((0,), (1,)), 0.5)
+    assert session.calls[-1] == (remote_check.spread, (replace(one, largest=None),), True)
+
+
+def test_every_is_a_number_of_steps() -> None:
+    """Below 0 there is none."""
+    session = Ranks(None)
+    checkup.check_every(session, 10)  # type: ignore[arg-type]
+
+    assert session.calls == [(remote_check.set_every, 10, False)]
+    with pytest.raises(OptionError, match="use 1 or more steps, or 0 to end it"):
+        checkup.check_every(session, -1)  # type: ignore[arg-type]
