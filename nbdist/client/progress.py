@@ -118,21 +118,21 @@ def of_ranks(
 
     What the notebook tells itself counts where no rank reports.
     """
-    with during(name, _Ranks(session, session.ranks if ranks is None else ranks), period_s) as tell:
+    with during(name, _Ranks(session, ranks), period_s) as tell:
         yield tell
 
 
 class _Ranks:
     """The newest records of ranks; a rank that does not answer keeps nobody waiting."""
 
-    def __init__(self, session: Session, ranks: Sequence[int]):
+    def __init__(self, session: Session, ranks: Sequence[int] | None):
         self._session = session
         self._ranks = ranks
         self._asked: dict[int, Future[Progress | None]] = {}
         self._newest: dict[int, Progress | None] = {}
 
     def __call__(self) -> Progress | None:
-        for rank in self._ranks:
+        for rank in self._session.ranks if self._ranks is None else self._ranks:
             asked = self._asked.get(rank)
             if asked is not None and not asked.done():
                 continue

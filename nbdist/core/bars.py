@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 
@@ -13,6 +14,7 @@ _PERCENT = re.compile(r"(\d{1,3})(?:\.\d+)?\s*%")
 _BEHIND = 5
 
 
+@functools.lru_cache(maxsize=1024)  # of many ranks one bar has changed, and all are read
 def percent(bar: str) -> int | None:
     """How far a bar is, 0 to 100, by the percentage that stands in it; None without one."""
     found = _PERCENT.search(bar)
@@ -38,13 +40,19 @@ def together(bars: Mapping[int, str]) -> str:
 
 
 def _others(bars: Mapping[int, str], first: int | None) -> str:
-    named = ranks_phrase(tuple(bars))
+    named = _named(tuple(bars))
     found = {rank: far for rank, bar in bars.items() if (far := percent(bar)) is not None}
     if len(found) < len(bars):  # each counts in its own way
         count = len(bars)
         return f"and {count} bar{'s' if count > 1 else ''} of {named}"
     least, most = min(found.values()), max(found.values())
     span = f"{least}%" if least == most else f"{least}-{most}%"
+    if least == most or least >= max(most, first or 0) - _BEHIND:
+        return f"{named}: {span}"
     last = [rank for rank, far in found.items() if far == least]
-    is_last = len(last) < len(found) and least < max(most, first or 0) - _BEHIND
-    return f"{named}: {span}" + (f", rank {rank_label(last)} last" if is_last else "")
+    return f"{named}: {span}, rank {rank_label(last)} last"
+
+
+@functools.lru_cache(maxsize=64)
+def _named(ranks: tuple[int, ...]) -> str:
+    return ranks_phrase(ranks)

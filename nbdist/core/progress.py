@@ -10,7 +10,7 @@ How work reports, a checkpoint for example:
     itself works          tell("counting fsdp", 3, 9, "strategies")
 
 That is all: the cell's output and the panel show it, after half a second, and take it away at the
-end. `tell` costs two microseconds, meets nobody, and outside of `during` it does nothing, so shared
+end. `tell` costs some microseconds and meets nobody. Outside of `during` it does nothing, so shared
 code (nbdist.engine.parallel.exchange) tells without knowing for whom.
 """
 
