@@ -26,10 +26,11 @@ _PLAIN = (
 
 
 def own_random() -> dict[str, Any]:
-    """The states of this rank's random generators."""
+    """The states of this rank's random generators. Long lists of numbers are tensors."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002  # the one that Accelerate seeds
+    version, words, gauss = random.getstate()
     found = {
-        "python": random.getstate(),
+        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
         "torch": torch.random.get_rng_state(),
     }
@@ -40,8 +41,8 @@ def own_random() -> dict[str, Any]:
 
 def set_random(state: Mapping[str, Any]) -> None:
     """Put this rank's random generators back."""
-    python = state["python"]
-    random.setstate((python[0], tuple(python[1]), python[2]))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.random.set_rng_state(state["torch"])
@@ -70,7 +71,7 @@ def states(found: Found, generators: Sequence[Mapping[str, Any]]) -> dict[str, A
 
 
 def as_bytes(value: Mapping[str, Any]) -> bytes:
-    """The file. Read back, as it will be: what cannot be read without running it is refused.
+    """The file: a copy of all states, so that they may change.
 
     Raises:
         CheckpointError: Something in it is no plain data; says where.
@@ -82,9 +83,7 @@ def as_bytes(value: Mapping[str, Any]) -> bytes:
         )
     file = io.BytesIO()
     torch.save(dict(value), file)
-    data = file.getvalue()
-    loads(data)
-    return data
+    return file.getvalue()
 
 
 def loads(data: bytes) -> dict[str, Any]:

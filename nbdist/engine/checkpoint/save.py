@@ -270,6 +270,7 @@ def _finish(one: _Write) -> None:
         data = (one.new / metadata.FILE).read_bytes()
         if metadata.loads(data) != known:
             raise CheckpointError(f"{metadata.FILE} is not as it was written")
+        plain.loads(one.plain)  # as a load will
         (one.new / plain.FILE).write_bytes(one.plain)
         if (one.new / plain.FILE).read_bytes() != one.plain:
             raise CheckpointError(f"{plain.FILE} is not as it was written")
