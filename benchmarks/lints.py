@@ -31,11 +31,13 @@ def rows() -> list[Row]:
     """Lints alone, and with looks; the same ranks take turns with torch as it is."""
     found: dict[str, list[tuple[float, float]]] = {"lints": [], "every": []}
     for start in range(STARTS):
-        with tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name:
-            with Ranks("lints", "ours", RANKS, Path(name) / "ours") as ranks:
-                ranks.ask("begin")
-                for what, pairs in found.items():
-                    pairs.append(_medians(ranks, what, is_first=bool(start % 2)))
+        with (
+            tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name,
+            Ranks("lints", "ours", RANKS, Path(name) / "ours") as ranks,
+        ):
+            ranks.ask("begin")
+            for what, pairs in found.items():
+                pairs.append(_medians(ranks, what, is_first=bool(start % 2)))
     how = f"{STARTS} starts of {ROUNDS} turns of {STEPS} steps with a DataLoader; other: without"
     return [
         _row(f"DDP training step, {RANKS} ranks, all lints on", found["lints"], how),

@@ -342,7 +342,8 @@ _ROWS = (
         "shard-seeds",
         "fully_shard gets a model whose values differ between its ranks",
         _apart("fully_shard was given other values of {subject} on {who}"),
-        "it sends no values: the model is put together of pieces of different models",
+        "it sends no values: unless a state is loaded later, the model is made of pieces of "
+        "different models",
         "seed ranks alike before the model is built (%dist_init --seed 0), or use "
         "accelerator.prepare, which sends rank 0's",
     ),
