@@ -13,7 +13,7 @@ from nbdist.client import config_file, configuration
 from nbdist.core import config_check
 from nbdist.core.config_emit import FORMS, SCRIPT, Setting
 from nbdist.core.config_launch import Configured, configured
-from nbdist.core.config_remarks import Around
+from nbdist.core.config_remarks import TYPED, Around
 from nbdist.core.config_tree import Document
 from nbdist.core.strategy import choose
 from nbdist.core.strategy_options import read as read_options
@@ -168,7 +168,7 @@ def checked(
 
 def _completed(around: Around, others: tuple[Document, ...]) -> Around:
     """With the ranks that run here, and their degrees, where none are typed."""
-    ranks, source = around.ranks, "--ranks"
+    ranks, source = around.ranks, TYPED
     degrees = {"tp": around.tp, "pp": around.pp, "cp": around.cp, "dp": around.dp}
     if ranks is None and NOTEBOOK.is_running:
         ranks, source = NOTEBOOK.session.topology.world_size, "as run here"

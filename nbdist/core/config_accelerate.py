@@ -105,14 +105,14 @@ def _part(notes: Notes, part: str, known: keys.Keys) -> None:
 def _processes(notes: Notes, around: Around) -> None:
     document = notes.document
     processes, machines = document.value("num_processes"), document.value("num_machines") or 1
-    if not document.has("num_processes") and document.value("distributed_type") not in {"NO", None}:
+    if not document.has("num_processes") and document.value("distributed_type") not in ("NO", None):
         fixes = () if around.ranks is None else (Fix(ADD, ("num_processes",), around.ranks),)
         why = "without it it has to be typed: accelerate launch --num_processes N"
         notes.warn(
             ("num_processes",), why, f"write {around.ranks or 'the number of ranks'}", *fixes
         )
-    if is_count(processes) and around.ranks not in {None, processes}:
-        fixes = (Fix(SET, ("num_processes",), around.ranks),) if around.source == "--ranks" else ()
+    if is_count(processes) and around.ranks not in (None, processes):
+        fixes = (Fix(SET, ("num_processes",), around.ranks),) if around.is_typed else ()
         why = f"there are {around.ranks} ranks ({around.source})"
         notes.say(
             BAD if fixes else WARN, ("num_processes",), why,
@@ -150,14 +150,14 @@ def _machines(notes: Notes, machines: int) -> None:
 
 
 def _has_launcher(document: Document) -> bool:
-    return document.value(_DEEPSPEED, "deepspeed_multinode_launcher") not in {None, "standard"}
+    return document.value(_DEEPSPEED, "deepspeed_multinode_launcher") not in (None, "standard")
 
 
 def _devices(notes: Notes, _around: Around) -> None:
     document = notes.document
     ids, processes = document.value("gpu_ids"), document.value("num_processes")
     kind, machines = document.value("distributed_type"), document.value("num_machines") or 1
-    if ids not in {None, "all"} and is_count(processes) and machines == 1:
+    if ids not in (None, "all") and is_count(processes) and machines == 1:
         count = len([one for one in str(ids).split(",") if one.strip()])
         if count < processes:
             notes.bad(
@@ -166,7 +166,7 @@ def _devices(notes: Notes, _around: Around) -> None:
                 f"name {processes} GPUs, or change num_processes to {count}",
                 Fix(SET, ("num_processes",), max(count, 1)),
             )
-    if is_true(document.value("use_cpu")) and kind in {"FSDP", "DEEPSPEED", "MEGATRON_LM"}:
+    if is_true(document.value("use_cpu")) and kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         why = f"{kind} of Accelerate wants GPUs: on the CPU it trains as ddp, or stops"
         notes.warn(("use_cpu",), why, "change it to false")
     _one_process(notes, kind, processes)
@@ -212,7 +212,7 @@ def _deepspeed(notes: Notes, around: Around) -> None:
 def _inline(notes: Notes, stage: object) -> None:
     """DeepSpeed's settings inside of the YAML."""
     document = notes.document
-    if document.value(_DEEPSPEED, "offload_param_device") in {"cpu", "nvme"} and stage != 3:
+    if document.value(_DEEPSPEED, "offload_param_device") in ("cpu", "nvme") and stage != 3:
         notes.bad(
             (_DEEPSPEED, "offload_param_device"),
             f"parameters are offloaded in stage 3 alone, and zero_stage is {stage}",

@@ -19,6 +19,7 @@ from nbdist.core.config_remarks import (
     shown,
 )
 from nbdist.core.config_tree import REMOVE, RENAME, Document, Fix, dotted, fixed, without
+from nbdist.errors import OptionError
 
 _KINDS: dict[str, tuple[Callable[[Document], bool], Callable[[Notes, Around], None]]] = {
     ACCELERATE: (config_accelerate.is_one, config_accelerate.check),
@@ -66,9 +67,22 @@ def _check_alone(document: Document, around: Around) -> Checked:
             ("kind",), f"its keys ({keys}) are of no kind that is known", what, found="unknown"
         )
         return notes.done("")
-    notes.good("kind", f"{kind}, in {document.syntax}")
+    notes.good("kind", f"{kind}, in (document.syntax)")
     _KINDS[kind][1](notes, _with_ranks(document, kind, around))
-    return notes.done(kind)
+    checked = notes.done(kind)
+    return _with_typed_ranks(checked, around) if around.is_typed else checked
+
+
+def _with_typed_ranks(checked: Checked, around: Around) -> Checked:
+    """Without changes that would make other ranks than those that were typed."""
+    path = _RANKS.get(checked.kind)
+    remarks = [
+        remark
+        if all(fix.path != path or fix.value == around.ranks for fix in remark.fixes)
+        else replace(remark, fixes=())
+        for remark in checked.remarks
+    ]
+    return replace(checked, remarks=tuple(remarks))
 
 
 def _with_ranks(document: Document, kind: str, around: Around) -> Around:
@@ -96,7 +110,7 @@ def corrected(
         What is still found in the corrected text, and a line for each change.
     """
     told: list[str] = []
-    done: set[tuple[str, ...]] = set()  # two rules that want different values would go on for ever
+    done: list[Fix] = []  # two rules that want different values would go on for ever
     while len(told) < _MOST_CHANGES:
         document = checked.document
         flaw = next((one for one in document.flaws if one.end), None)
@@ -108,18 +122,26 @@ def corrected(
             if not fixes:
                 break
             for fix in fixes:
-                line = document.line(*fix.path)
-                told.append(f"line {line}: {_told(document, fix)}")
-                document = read(fixed(document, fix))
-            done |= {fix.path for fix in fixes}
+                document, line = _changed(document, fix, read)
+                told.append(line)
+            done += fixes
         checked = check(document, around)
     return checked, tuple(told)
 
 
-def _next(checked: Checked, done: set[tuple[str, ...]]) -> tuple[Fix, ...]:
-    """The changes of the first remark that has some, none of them of a key that was changed."""
+def _next(checked: Checked, done: list[Fix]) -> tuple[Fix, ...]:
+    """The changes of the first remark that has some which were not made before."""
     wanted = [remark.fixes for remark in checked.remarks if remark.fixes]
-    return next((those for those in wanted if not done & {fix.path for fix in those}), ())
+    return next((those for those in wanted if not all(fix in done for fix in those)), ())
+
+
+def _changed(document: Document, fix: Fix, read: Callable[[str], Document]) -> tuple[Document, str]:
+    """The document with a change, and a line about it; as it was where it would not be read."""
+    line = f"line {document.line(*fix.path)}: {_told(document, fix)}"
+    try:
+        return read(fixed(document, fix)), line
+    except OptionError:  # an anchor stood there, to which other lines refer
+        return document, f"{line}: not made, as other lines refer to this one; change it by hand"
 
 
 def _told(document: Document, fix: Fix) -> str:
@@ -129,5 +151,7 @@ def _told(document: Document, fix: Fix) -> str:
     before = document.entry(*fix.path)
     if fix.action == REMOVE:
         return f"{name} taken out"
-    was = "" if before is None else f", was {shown(document.value(*fix.path))}"
-    return f"{name} is now {shown(fix.value)}{was}"
+    if before is None:
+        return f"{name} is now {shown(fix.value)}"
+    was = " ".join(document.text[before.node.start : before.node.end].split())
+    return f"{name} is now {shown(fix.value)}, was {shown(was)}"

@@ -155,7 +155,7 @@ def _stage(notes: Notes, _around: Around) -> None:
                 Fix(REMOVE, (_ZERO, entry.key)),
             )
     device = document.value(_ZERO, "offload_param", "device")
-    if device in {"cpu", "nvme"}:
+    if device in ("cpu", "nvme"):
         notes.bad(
             (_ZERO, "offload_param"),
             f"parameters are offloaded in stage 3 alone, and this is {told}",
@@ -182,7 +182,7 @@ def _offload(notes: Notes, _around: Around) -> None:
                 'change it to "cpu", or stage to 3',
                 Fix(SET, (_ZERO, part, "device"), "cpu"),
             )
-    if stage == 0 and document.value(_ZERO, "offload_optimizer", "device") in {"cpu", "nvme"}:
+    if stage == 0 and document.value(_ZERO, "offload_optimizer", "device") in ("cpu", "nvme"):
         notes.bad(
             (_ZERO, "offload_optimizer"),
             "an optimizer is offloaded in stages 1, 2 and 3, and this is stage 0",
@@ -213,7 +213,7 @@ def _optimizer(notes: Notes, _around: Around) -> None:
         notes.warn(("scheduler", "type"), why, "see that your version has it")
     total = document.value("scheduler", "params", "total_num_steps")
     warmup = document.value("scheduler", "params", "warmup_num_steps")
-    if kind in {"WarmupDecayLR", "WarmupCosineLR"}:
+    if kind in ("WarmupDecayLR", "WarmupCosineLR"):
         if total is None:
             notes.bad(
                 ("scheduler", "params", "total_num_steps"),

@@ -119,7 +119,7 @@ def accelerate_config(setting: Setting) -> dict[str, Any] | Refusal:
 def deepspeed_config(setting: Setting) -> dict[str, Any] | Refusal:
     """The strategy as DeepSpeed's settings, or why it has none; Accelerate fills "auto" in."""
     choice, options = setting.choice, setting.choice.options
-    if choice.name not in {"deepspeed", "zero1"}:
+    if choice.name not in ("deepspeed", "zero1"):
         stage = {"grad-op": 2}.get(options.shard, 3) if choice.name.startswith("fsdp") else 0
         near = f". deepspeed --stage {stage} splits the same" if stage else ""
         return Refusal(f"{choice.name} is none of DeepSpeed's strategies{near}")
@@ -176,12 +176,12 @@ def notes(setting: Setting) -> tuple[str, ...]:
         told.append("single: each rank trains alike by itself, so one process is started")
     if choice.name == "deepspeed":
         told.append(
-            f"the settings are in {DEEPSPEED_FILE}, looked for where it is started; there is "
+            "the settings are in (DEEPSPEED_FILE), looked for where it is started; there is "
             "gradient_clipping, too: accelerator.clip_grad_norm_ clips nothing under DeepSpeed"
         )
     if choice.name == "zero1":
         told.append("the JSON is DeepSpeed's stage 1: it splits the same, by code of its own")
-    if choice.name in {"fsdp", "fsdp1"} and not setting.blocks and choice.world_size > 1:
+    if choice.name in ("fsdp", "fsdp1") and not setting.blocks and choice.world_size > 1:
         told.append(
             "no model is prepared, so its blocks are not known: fsdp_transformer_layer_cls_to_wrap "
             "names their class; models of transformers name it themselves"
@@ -246,7 +246,7 @@ def _refusal(choice: Choice) -> Refusal | None:
     degrees, name = choice.degrees, choice.name
     reasons = (
         (name == "pp", "Accelerate does not train in pipelines of torch's"),
-        (name in {"cp", "ulysses"}, _NO_SEQUENCES),
+        (name in ("cp", "ulysses"), _NO_SEQUENCES),
         (name == "zero1", "Accelerate has ZeRO stage 1 as DeepSpeed's alone (deepspeed --stage 1)"),
         (
             choice.options.has_sequence_parallel,
@@ -313,7 +313,7 @@ def _mesh(choice: Choice) -> dict[str, int]:
         degrees.tp == 1 and min(degrees.dp_replicate, degrees.dp_shard) == 1
     ):
         return {}
-    sizes = {axis: getattr(degrees, axis) for axis in AXES if axis not in {"pp", "cp"}}
+    sizes = {axis: getattr(degrees, axis) for axis in AXES if axis not in ("pp", "cp")}
     assert math.prod(sizes.values()) == choice.world_size, choice
     return {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
 
@@ -324,7 +324,7 @@ def _can_checkpoint(choice: Choice) -> bool:
 
 def _about_cpu(setting: Setting) -> list[str]:
     choice = setting.choice
-    if setting.device != "cpu" or choice.world_size == 1 or choice.name in {"single", "deepspeed"}:
+    if setting.device != "cpu" or choice.world_size == 1 or choice.name in ("single", "deepspeed"):
         return []
     told = []
     if choice.name == "ddp":

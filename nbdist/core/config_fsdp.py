@@ -60,7 +60,7 @@ def _version_2(notes: Notes) -> None:
             why = f"FSDP2 has no {key}: {instead}"
             notes.warn(path, why, "take it out", Fix(REMOVE, path))
     reshard = _of(document, "fsdp_reshard_after_forward")
-    if reshard is not None and str(reshard).lower() not in {"true", "false"}:
+    if reshard is not None and str(reshard).lower() not in ("true", "false"):
         meant = "SHARD_GRAD_OP" not in str(reshard).upper()
         path = _path(document, "fsdp_reshard_after_forward")
         why = f"FSDP2 wants true or false, and not {reshard}"
@@ -82,7 +82,7 @@ def _wrapping(notes: Notes) -> None:
             "without it only a model of transformers says which of its classes is a block",
             "write the class of your model's blocks, such as LlamaDecoderLayer",
         )
-    if policy in {None, "NO_WRAP"}:
+    if policy in (None, "NO_WRAP"):
         notes.warn(
             (_FSDP, "fsdp_auto_wrap_policy"),
             "without blocks of its own the whole model is gathered at once",
@@ -187,8 +187,9 @@ def check_megatron(notes: Notes, around: Around) -> None:
     elif around.ranks % product:
         near = max(around.ranks // product, 1) * product
         why = f"{told} = {product} does not divide {around.ranks} ranks ({around.source})"
-        fix = Fix(SET, ("num_processes",), near)
-        notes.bad((_MEGATRON,), why, f"change num_processes to {near}, or a degree", fix)
+        is_own = document.value("num_processes") == around.ranks
+        fixes = (Fix(SET, ("num_processes",), near),) if is_own else ()
+        notes.bad((_MEGATRON,), why, f"change num_processes to {near}, or a degree", *fixes)
     else:
         dp = around.ranks // product
         notes.good(

@@ -36,7 +36,7 @@ def check(notes: Notes, around: Around) -> None:
         if entry is not None:
             check_type(notes, path, entry, COUNT)
     gpus = notes.document.value("train", "num_gpus")
-    if is_count(gpus) and around.ranks not in {None, gpus}:
+    if is_count(gpus) and around.ranks not in (None, gpus):
         fixes = (
             (Fix(SET, ("train", "num_gpus"), around.ranks),) if _is_one_host(gpus, around) else ()
         )
@@ -61,7 +61,7 @@ def _beside(notes: Notes, other: Document) -> None:
     """What DeepSpeed's file says otherwise."""
     on = config_deepspeed.precision_of(other)
     precision = notes.document.value("train", "mixed_precision")
-    if len(on) == 1 and precision in {"fp16", "bf16"} and precision != on[0]:
+    if len(on) == 1 and precision in ("fp16", "bf16") and precision != on[0]:
         line = other.line(on[0], "enabled")
         path: tuple[str, ...] = ("train", "mixed_precision")
         why = f"{other.name} turns {on[0]} on (line {line})"

@@ -39,7 +39,7 @@ def read(name: str, text: str) -> Document:
     if end < len(text):
         raise reader.error(end, "something stands after the end of the configuration")
     if root.entries is None:
-        raise reader.error(start, "a configuration is an object in { }")
+        raise reader.error(start, "a configuration is an object in ( )")
     flaws = tuple(sorted(reader.flaws, key=lambda flaw: flaw.line))
     return Document(name, text, JSON, root, flaws)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,8 @@ from nbdist.core.config_tree import (
 )
 from nbdist.core.finding import BAD, OK, WARN, Finding
 
+# Who says how many ranks there are, where the user types it.
+TYPED = "--ranks"
 # Kinds of configurations that are known, with how each is recognised.
 ACCELERATE = "Accelerate"
 DEEPSPEED = "DeepSpeed"
@@ -53,6 +56,11 @@ class Around:
     cp: int | None = None
     dp: int | None = None
     others: tuple[Document, ...] = ()
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether the user has typed the ranks, so that no other number of them is wanted."""
+        return self.source == TYPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +170,7 @@ def is_count(value: Any) -> bool:
 
 def is_true(value: Any) -> bool:
     """Whether a value means yes, as Accelerate takes it."""
-    return str(value).lower() in {"true", "1", "yes", "on", "y", "t"}
+    return str(value).lower() in ("true", "1", "yes", "on", "y", "t")
 
 
 def check_keys(
@@ -243,11 +251,12 @@ def _fits(value: Any, kind: str) -> bool:
             "|"
         )
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_whole = is_number and math.isfinite(value) and value == int(value)
     fits = {
         "bool": isinstance(value, bool),
-        WORDY: str(value).lower() in {"true", "false", "yes", "no", "1", "0"},
-        "count": is_number and value == int(value) and value > 0,
-        "int": is_number and value == int(value) and value >= 0,
+        WORDY: str(value).lower() in ("true", "false", "yes", "no", "1", "0"),
+        "count": is_whole and value > 0,
+        "int": is_whole and value >= 0,
         "number": is_number,
         "text": isinstance(value, str | int),
         LABEL: isinstance(value, str),
@@ -255,27 +264,29 @@ def _fits(value: Any, kind: str) -> bool:
         "list": isinstance(value, list),
         "any": True,
     }
-    return fits[kind] if not (is_number and value in _ENDLESS) else kind == "number"
-
-
-_ENDLESS = (float("inf"), float("-inf"))
+    return fits[kind]
 
 
 def _meant(value: Any, kind: str) -> Any:
     """The value that a text or another type stands for; None where it is not clear."""
     if kind == LABEL and not isinstance(value, bool | dict | list):
         return str(value)
-    if kind in {"bool", WORDY} and str(value).lower() in {"true", "false", "1", "0"}:
-        return str(value).lower() in {"true", "1"}
-    if kind in {"count", "int", "number"} and isinstance(value, str):
-        try:
-            number = float(value.replace("_", ""))
-        except ValueError:
-            return None
-        whole = int(number) if number == number // 1 else number
+    if kind in ("bool", WORDY) and str(value).lower() in ("true", "false", "1", "0"):
+        return str(value).lower() in ("true", "1")
+    if kind in ("count", "int", "number") and isinstance(value, str):
+        number = _number(value)
+        whole = int(number) if number is not None and number == number // 1 else number
         meant = whole if kind != "number" or whole == 0 else number
         return meant if _fits(meant, kind) else None
     return None
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text.replace("_", ""))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _type(value: Any) -> str:

@@ -199,8 +199,11 @@ def _set(document: Document, fix: Fix) -> tuple[int, int, str]:
         return _add(document, fix)
     node = found.node
     new = written(fix.value, document.syntax)
-    is_empty = node.start == node.end  # YAML: `key:` without a value
-    return node.start, node.end, f" {new}" if is_empty else new
+    is_in_lines = not node.is_flow and (node.entries is not None or node.items is not None)
+    if is_in_lines or node.start == node.end:  # on the lines below the key, or nowhere
+        colon = document.text.index(":", found.end) + 1
+        return colon, max(node.end, colon), f" {new}"
+    return node.start, node.end, new
 
 
 def _rename(document: Document, fix: Fix) -> tuple[int, int, str]:

@@ -2,15 +2,20 @@
 
 # ruff: noqa: E501, ISC004  # rows of tables, read side by side
 
+import json
+import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from nbdist.client.config_file import load, read
 from nbdist.core.config_check import check, corrected, kind_of
 from nbdist.core.config_emit import Refusal, Setting, accelerate_config, deepspeed_config
 from nbdist.core.config_remarks import Around, Checked
+from nbdist.core.config_tree import plain
 from nbdist.core.finding import BAD, WARN
 from nbdist.core.strategy import choose
 from nbdist.core.strategy_rows import ROWS
@@ -287,8 +292,18 @@ def test_two_rules_that_disagree_end() -> None:
         check(load(_DATA / "instructlab.yaml"), around), around, lambda text: read("mine", text)
     )
 
-    assert len(changes) == 1
+    assert len(changes) == 2
     assert after.is_bad
+
+
+def test_an_anchor_is_left_alone() -> None:
+    """A change that would take away what other lines refer to is told and not made."""
+    text = "distributed_type: MULTI_GPU\nnum_processes: &n '4'\nnum_machines: *n\n"
+    document = read("a.yaml", text)
+    after, changes = corrected(check(document, Around()), Around(), lambda new: read("a.yaml", new))
+
+    assert after.is_bad
+    assert "not made, as other lines refer to this one" in changes[0]
 
 
 def test_kinds_are_known_by_their_content() -> None:
@@ -314,3 +329,35 @@ def test_the_page_says_what_each_strategy_is() -> None:
         kind = "none" if isinstance(config, Refusal) else f"`{config['distributed_type']}`"
         assert yaml.startswith(kind)
         assert ds.startswith("none") == isinstance(deepspeed_config(one), Refusal)
+
+
+_ODD: list[Any] = [
+    None, True, False, 0, -1, 2.5, float("inf"), float("nan"), "auto", "x", "", "no", "2", "1e-5",
+    [], [1], {}, {"a": 1}, {"enabled": "auto"}, [{"a": [{}]}], 10**30,
+]  # fmt: skip
+
+
+def _odd(value: Any, chance: random.Random) -> Any:
+    """A configuration in which some keys and values are something else."""
+    if isinstance(value, dict):
+        names = {key: key if chance.random() > 0.04 else f"{key}s" for key in value}
+        return {names[k]: _odd(v, chance) for k, v in value.items()}
+    if isinstance(value, list) or chance.random() > 0.12:
+        return value
+    return chance.choice(_ODD)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_stands_in_a_file_is_checked(seed: int) -> None:
+    """No value breaks the check, and what is written corrected is in the file's format."""
+    chance = random.Random(seed)  # not for secrets
+    texts = [*(path.read_text() for path in sorted(_DATA.iterdir())), *_CASES]
+    arounds = [Around(), Around(8, "--ranks"), Around(6, "--ranks", tp=4), Around(7, "as run here")]
+    for text in texts:
+        document = read("mine", text)
+        odd = _odd(plain(document.root), chance)
+        is_json = document.syntax == "JSON"
+        new = json.dumps(odd) if is_json else yaml.safe_dump(odd)
+        around = chance.choice(arounds)
+        after = mended(check(read("mine", new, document.syntax), around), around)
+        (json.loads if is_json else yaml.safe_load)(after.document.text)
