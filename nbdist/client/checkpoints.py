@@ -185,16 +185,21 @@ class Checkpoints:
             return told
         return [f"saving {self._pending.path}: {_far(self._states(self._pending))}"]
 
-    def close(self) -> None:
-        """Wait for a save beside training before the ranks end; an interrupt ends the wait."""
+    def end(self, progress: Callable[[str], None] = silent) -> list[str]:
+        """Wait for a save beside training before the ranks end; an interrupt gives it up.
+
+        Returns:
+            What became of it.
+        """
         pending = self._pending
-        if pending is None:
-            return
         try:
-            self._finish(pending, silent)
-        except (NbdistError, KeyboardInterrupt):
+            self._wait_before(progress)
+        except KeyboardInterrupt:
+            assert pending is not None
             self._stop(pending, "the ranks are being stopped")
             self._pending = None
+            self._before.append(f"{pending.path} was given up; what was there before is whole")
+        return self.told_before()
 
     def _wait_before(self, progress: Callable[[str], None]) -> None:
         """Let an earlier save end first. That it has failed is told, and hinders nothing."""

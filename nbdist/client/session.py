@@ -336,7 +336,7 @@ class Session(Subjects):
 
     def stop(self) -> None:
         """End all ranks and remove what they left. Twice is harmless."""
-        self.checkpoints.close()
+        self.checkpoints.end()
         self._is_stopped = True
         self._cut_off("The ranks were stopped", "%dist_init starts new ones.")
         self.traces.close()

@@ -21,6 +21,7 @@ from nbdist.verbs import (
     strategy_options,
 )
 from nbdist.view import ranks as ranks_view
+from nbdist.view.cells import publish
 from nbdist.view.mime import View
 from nbdist.view.progress import ProgressLine
 
@@ -96,7 +97,10 @@ def dist_reset(values: Namespace) -> None:
     mode = NOTEBOOK.mode
     ranks: tuple[int, ...] = ()
     if NOTEBOOK.is_running:
+        told = NOTEBOOK.session.checkpoints.end(ProgressLine("stopping"))
         ranks = NOTEBOOK.stop().ranks
+        if told:
+            publish(View("\n".join(told))._repr_mimebundle_())
     started = start_and_show(options, "starting afresh")
     if values.auto or mode != LOCAL:
         # The mode is numbers: of other ranks than before it would mean something else.
@@ -117,8 +121,9 @@ def _same_options(asked: StartOptions) -> StartOptions:
 
 def dist_shutdown(_values: Namespace) -> View:
     """End the ranks."""
+    told = NOTEBOOK.session.checkpoints.end(ProgressLine("stopping"))
     session = NOTEBOOK.stop()
-    return View(f"{ranks_phrase(session.ranks)} stopped")
+    return View("\n".join([*told, f"{ranks_phrase(session.ranks)} stopped"]))
 
 
 def dist_status(values: Namespace) -> View:

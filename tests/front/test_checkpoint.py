@@ -193,5 +193,6 @@ def test_a_rank_that_is_replaced_breaks_its_save_off(own_kernel: Kernel, tmp_pat
     assert loaded.status == "ok", loaded.visible
     assert later.status == "ok", later.visible
     assert stopped.status == "ok", stopped.visible
+    assert "later was saved at step 3\nranks 0-1 stopped" in stopped.visible
     assert (tmp_path / "later" / "nbdist.json").exists()
     assert [one.name for one in tmp_path.iterdir() if "nbdist-" in one.name] == []
