@@ -18,7 +18,7 @@ from nbdist.core import checkpoint_folder
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.saving import DONE, FAILED, RUNNING, Loaded, Saved, Saving, Started
 from nbdist.core.units import size
-from nbdist.errors import CheckpointError, Interrupted, NbdistError
+from nbdist.errors import CheckpointError, Interrupted, NbdistError, RankGone
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -324,4 +324,6 @@ def _own(error: BaseException, what: str) -> BaseException:
     cause = error.__cause__
     if getattr(cause, "ename", "") == CheckpointError.__name__:
         return CheckpointError(getattr(cause, "evalue", str(cause)))
-    return error
+    if type(error) is NbdistError:  # a rank has ended meanwhile, or raised what nobody foresaw
+        return CheckpointError(f"{what}: {error}")
+    return RankGone(f"{what}: {error}") if isinstance(error, RankGone) else error

@@ -340,6 +340,61 @@ OPTIMIZERS = """
 """
 
 
+SEVERAL = """
+    class Judge(Net):
+        pass
+    def several(seed, kinds):
+        torch.manual_seed(seed)
+        found = {}
+        for kind in kinds:
+            net = kind()
+            found[kind.__name__] = accelerator.prepare(net, O.AdamW(net.parameters(), lr=0.01))
+        bases = [accelerator.unwrap_model(model) for model, _ in found.values()]
+        both = [p for base in bases for p in base.parameters()]
+        found["both"] = accelerator.prepare(O.SGD(both, lr=0.01, momentum=0.9))
+        return found
+    def rounds(found):
+        losses = []
+        for kind in ("Net", "Judge"):
+            model, optimizer = found[kind]
+            loss = model(tokens[:8], labels=labels[:8])
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        found["both"].step()
+        for kind in ("Net", "Judge"):
+            found[kind][1].zero_grad()
+        return losses
+    O = torch.optim
+    use("fsdp")
+    found = several(0, (Net, Judge))
+    rounds(found)
+    save(folder + "/several")
+    wanted = [rounds(found), rounds(found)]
+    del found
+    gc.collect()
+    use("zero1")
+    found = several(5, (Net, Judge))
+    load(folder + "/several")
+    got = [rounds(found), rounds(found)]
+    names = {one["kind"]: one["names"][0][0] for one in
+             json.loads((Path(folder) / "several/nbdist.json").read_text())["optimizers"]}
+    done(wanted=wanted, got=got, names=names)
+"""
+
+
+@pytest.mark.parity
+def test_several_models_and_an_optimizer_of_both(tmp_path: Path) -> None:
+    """Each finds its own, by the names of models."""
+    env = {"FOLDER": str(tmp_path / "states")}
+    with TorchRanks(tmp_path / "run", 2, MODEL + PARTS + SEVERAL, LIMIT_S, **env) as ranks:
+        told = ranks.results()[0]
+
+    assert told["names"] == {"AdamW": "judge.embed.weight", "SGD": "net.embed.weight"}
+    for wanted, got in zip(told["wanted"], told["got"], strict=True):
+        assert got == pytest.approx(wanted, abs=CLOSE)
+
+
 @pytest.mark.parity
 def test_optimizers_of_every_form(tmp_path: Path) -> None:
     """SGD's momentum, a rate that is a tensor; factors go where they can, a history nowhere."""

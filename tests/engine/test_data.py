@@ -187,7 +187,37 @@ LOADERS = """
     middle = loader.epoch_state()
     del leftover
     references = len(accelerator.gradient_state.dataloader_references)
-    done(found=found, epochs=flat, replay=ahead == again, n_skipped=n_skipped,
+    # Another loader goes on where one was, under the same strategy and under another.
+    resumed = {}
+    for kind, arguments in {**kinds, "own stream": dict(dataset=Stream())}.items():
+        use("ddp")
+        accelerator.dataloader_config.dispatch_batches = False if kind == "own stream" else None
+        def fresh():
+            return accelerator.prepare(DataLoader(batch_size=2, **arguments))
+        loader = fresh()
+        epoch = iter(loader)
+        for _ in range(2):
+            next(epoch)
+        where = loader.position_state()
+        rest = everyone([numbers(batch) for batch in epoch])
+        at_end = loader.position_state()["position"]
+        other = fresh()
+        other.resume(where)
+        kept = other.position_state()["position"]
+        before = torch.get_rng_state()
+        got = everyone([numbers(batch) for batch in other])
+        drawn = torch.equal(before, torch.get_rng_state())
+        length = len(list(other))
+        use("tp")
+        alone = fresh()
+        alone.resume(where)
+        alike = {x for batch in alone for x in numbers(batch)}
+        whole = {x for part in rest for step in part for x in step}  # and two that fill it up
+        resumed[kind] = dict(
+            same=got == rest, kept=kept, at_end=at_end, length=length, drawn=drawn,
+            alike=len(alike) == 18 and alike <= whole)
+    accelerator.dataloader_config.dispatch_batches = None
+    done(resumed=resumed, found=found, epochs=flat, replay=ahead == again, n_skipped=n_skipped,
          references=references, mid=middle["iteration"])
 """
 
@@ -206,6 +236,10 @@ def test_live_loops_go_on_at_the_next_sample(tmp_path: Path) -> None:
             # 26 samples: 2 steps of 4, 3 of 2, and 3 of 4.
             assert one["n_later"] == 3, (kind, one)
             assert one["length"] == one["again"] == 7, kind
+        for kind, one in result["resumed"].items():
+            assert one == {
+                "same": True, "kept": 4, "at_end": 0, "length": 7, "drawn": True, "alike": True,
+            }, kind  # fmt: skip
         for epoch in result["epochs"]:  # the last step is filled up with the first samples
             assert sorted(epoch) == sorted([*range(26), *epoch[:2]])
         assert result["epochs"][0] != result["epochs"][1]

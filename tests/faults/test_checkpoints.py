@@ -176,6 +176,28 @@ def test_a_rank_is_killed_while_it_saves(
     _goes_on(ranks, total, f"rank {dead} killed while it saves", back_s, back_s)
 
 
+@long
+@pytest.mark.parametrize(("n", "dead"), [(2, 0), (2, 1)])
+def test_a_rank_is_killed_before_it_writes(
+    n: int, dead: int, ranks_of: Callable[[int], Ranks]
+) -> None:
+    """While all ranks agree on what is saved: the others do not wait for it."""
+    ranks = ranks_of(n)
+    total = _begun(ranks)
+    ranks.ok(
+        f"%%rank[{dead}]\nfrom nbdist.engine.checkpoint import save as saving\n"
+        "saving._stage = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    began_s = time.monotonic()
+    cell = ranks.kernel.run("%dist_save one")
+    back_s = time.monotonic() - began_s
+
+    _refused(cell, "RankGone", "one was not saved", rf"rank {dead} has ended")
+    ranks.revive([dead])
+    ranks.ok(_MODEL)
+    _goes_on(ranks, total, f"rank {dead} killed before it saves", back_s, back_s)
+
+
 @pytest.mark.parametrize(
     ("n", "how"), [(2, "slow"), *(pytest.param(n, "stuck", marks=long) for n in (2, 4))]
 )

@@ -1,9 +1,8 @@
 """A checkpoint is loaded into live models and optimizers, whatever the ranks and the strategy.
 
-1  manifest, files, names, shapes; every rank's parts, read into memory of their own    may fail
-all ranks agree that they have them
-2  values are put in place. SIGINT waits; nothing here depends on another rank
-(but FSDP1's own scattering)
+First the manifest, files, names and shapes, and every rank's parts, read into memory of their own:
+all of this may fail. Then all ranks agree that they have them, and values are put in place. SIGINT
+waits; nothing there depends on another rank, but FSDP1's own scattering.
 """
 
 from __future__ import annotations
@@ -31,13 +30,16 @@ from nbdist.engine.checkpoint.jobs import refuse_if_running
 from nbdist.engine.checkpoint.planners import Loader
 from nbdist.engine.parallel import registry
 from nbdist.engine.parallel.agreement import (
+    Ballot,
     interrupts_held,
+    raise_failures,
     rank,
     same_random,
+    sentence,
     together,
     world_size,
 )
-from nbdist.errors import CheckpointError
+from nbdist.errors import CheckpointError, NbdistError
 
 T = TypeVar("T")
 U = TypeVar("U", Model, Stepping)
@@ -123,15 +125,40 @@ def _prepared(folder: Path, saved: Checkpoint, found: Found) -> tuple[Read, rest
 
 
 def _put(what: str, plan: restore.Plan) -> None:
-    """Put all in place, where every rank can. Collective: every rank."""
+    """Put all in place, where every rank can. Collective: every rank.
+
+    Raises:
+        NbdistError: A rank cannot; nothing was changed. Or putting it in place failed here.
+    """
+    ballot = Ballot(str(together(what, time.time_ns)[0]))
     try:
         together(what, lambda: restore.objects(plan))
         with interrupts_held():
-            together(what, lambda: None)
-            restore.commit(plan)
+            _vote(what, ballot)
+            _commit(what, plan)
     except BaseException:
         restore.objects_back(plan)
         raise
+
+
+def _vote(what: str, ballot: Ballot) -> None:
+    """All ranks go on, or none does, also where an abort reaches only some of them."""
+    try:
+        together(what, lambda: None)
+    except BaseException as error:
+        ballot.answer(sentence(error), is_waiting=False)  # some may have gone on
+        raise
+    raise_failures(what, ballot.answer(""))
+
+
+def _commit(what: str, plan: restore.Plan) -> None:
+    try:
+        restore.commit(plan)
+    except Exception as error:
+        raise NbdistError(
+            f"{what} failed on rank {rank()} while values were put in place, so models hold some "
+            f"of them: {sentence(error)}. Load again, this checkpoint or another one."
+        ) from error
 
 
 def _recover(folder: Path) -> bool:

@@ -22,7 +22,7 @@ _DCP = "torch.distributed.checkpoint"
 # made. Two are private to torch: without them such a file cannot be read at all.
 _CLASSES: Mapping[tuple[str, str], Any] = {
     **{
-        (f"{_DCP}.metadata", name): getattr(metadata, name)
+        (f"{_DCP}.metadata", name): getattr(metadata, name, None)
         for name in (
             "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
             "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",

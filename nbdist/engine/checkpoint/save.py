@@ -1,9 +1,8 @@
 """A checkpoint is saved: planned by all ranks together, then written by each for itself.
 
-begin    all ranks agree on what is saved; a copy in the host's memory, if training goes on
-thread   write, read back, compare; rank 0 waits for the others' word, writes the manifest
-and renames the folder into its place
-state    how far it is, from any thread; the notebook asks over the control channel
+`begin`: all ranks agree on what is saved, and copy it to the host's memory if training goes on.
+A thread of each writes its part, reads it back and compares it; rank 0's waits for the others'
+word, writes the manifest and renames the folder into its place.
 """
 
 from __future__ import annotations

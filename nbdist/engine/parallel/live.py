@@ -18,11 +18,13 @@ from nbdist.engine.parallel.exchange import Move, exchange
 from nbdist.engine.parallel.grid import Grid
 from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.parallel.registry import (
+    agree_on_numbers,
     bound,
     current,
     device,
     grid,
     grid_for,
+    last_number,
     layout_of,
     names_in,
     next_number,
@@ -90,7 +92,7 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
         what = f"Preparing {type(model).__name__}"
         planned: list[build.Built] = []
         told = together(what, lambda: _sketch(planned, job))
-        together(what, lambda: _compare(told))
+        agree_on_numbers(together(what, lambda: _compare(told)))
         lints_values.note_initial(type(model).__name__, build.tensors_of(model).values())
         local = _first_values(planned[0])
         return _commit(planned[0], local)
@@ -163,7 +165,8 @@ def _sketch(planned: list[build.Built], job: Job) -> list[tuple[str, tuple[int, 
     return [(name, tuple(found[name].shape), str(found[name].dtype)) for name in built.names]
 
 
-def _compare(told: list[list[tuple[str, tuple[int, ...], str]]]) -> None:
+def _compare(told: list[list[tuple[str, tuple[int, ...], str]]]) -> int:
+    """Refuse ranks whose models differ; else how many numbers this rank has given."""
     for rank, own in enumerate(told):
         if own == told[0]:
             continue
@@ -177,6 +180,7 @@ def _compare(told: list[list[tuple[str, tuple[int, ...], str]]]) -> None:
             f"The model of rank {rank} is another one than rank 0's: {detail}. Build the same "
             "model on every rank."
         )
+    return last_number()
 
 
 def _first_values(built: build.Built) -> dict[str, torch.Tensor]:

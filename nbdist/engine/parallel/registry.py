@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -53,7 +53,7 @@ class _Live:
         prepared: Models, in order.
         bound: Optimizers; with what is known of them.
         watchers: In order.
-        numbers: Of models and optimizers.
+        numbers: How many were given to models and optimizers.
     """
 
     choice: Choice | None = None
@@ -63,7 +63,7 @@ class _Live:
         default_factory=weakref.WeakKeyDictionary
     )
     watchers: list[weakref.ref[Any]] = field(default_factory=list)
-    numbers: Any = field(default_factory=itertools.count)
+    numbers: int = 0
 
 
 _OWNERS = "zero1"
@@ -159,7 +159,22 @@ def register(one: Prepared) -> None:
 
 def next_number() -> int:
     """For a model or an optimizer; the same on all ranks, as preparing is."""
-    return int(next(_live.numbers))
+    _live.numbers += 1
+    return _live.numbers - 1
+
+
+def last_number() -> int:
+    """How many numbers this rank has given."""
+    return _live.numbers
+
+
+def agree_on_numbers(told: Iterable[int]) -> None:
+    """Go on after the largest of all ranks' `last_number`.
+
+    A rank that has replaced another would begin with 0, and its models would be taken for older
+    ones that somebody on another rank still holds.
+    """
+    _live.numbers = max(told)
 
 
 def layout_of(parameter: torch.Tensor) -> TensorLayout | None:

@@ -132,9 +132,11 @@ class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyp
         reads = is_alone or dist.get_rank() == 0
         # torch's data pipes meet all ranks where an iterator is made.
         is_opened = reads or isinstance(self.dataset, IterDataPipe)
-        inner = iter(self.base_dataloader) if is_opened else iter(())
+        position, is_resumed = self._opened_at(self._first)
+        # torch draws a seed for workers; the epoch that goes on has drawn it before.
+        with torch.random.fork_rng(devices=[], enabled=is_resumed):
+            inner = iter(self.base_dataloader) if is_opened else iter(())
         feed: Feed[Any] = Feed(inner if reads else iter(()), n_first=1)
-        position, _ = self._opened_at(self._first)
         while True:
             share = current_share()
             whole, size, is_last = self._read(feed, position, share) if reads else (None, 0, False)
@@ -274,11 +276,14 @@ class Streamed(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
             )
         self.dataset.num_processes, self.dataset.process_index = share.count, share.index
         step = 1 if self._settings.is_split else share.count
-        position, _ = self._opened_at(0)
+        position, is_resumed = self._opened_at(0)
         n_used = position // step  # another number of ranks may repeat a part of a round
+        drawn = torch.random.get_rng_state()
         for number, batch in enumerate(super().__iter__()):
             if number < n_used:
                 continue
+            if is_resumed and number == n_used:
+                torch.random.set_rng_state(drawn)  # what was read once more has drawn before
             self._used = (number + 1) * step
             if current_share() != share:
                 raise NbdistError(
