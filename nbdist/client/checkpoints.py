@@ -6,16 +6,16 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbdist.client import progress
 from nbdist.client import remote_checkpoint as remote
-from nbdist.client.arrivals import silent
 from nbdist.core import checkpoint_folder
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.progress import BYTES
 from nbdist.core.saving import DONE, FAILED, RUNNING, Loaded, Saved, Saving, Started
 from nbdist.core.units import size
 from nbdist.errors import CheckpointError, Interrupted, NbdistError, RankGone
@@ -65,7 +65,6 @@ class Checkpoints:
         path: str | os.PathLike[str],
         *,
         asynchronous: bool = False,
-        progress: Callable[[str], None] = silent,
     ) -> Saved | Started:
         """Save models, optimizers and all that goes with them, compared with what was written.
 
@@ -76,7 +75,6 @@ class Checkpoints:
             path: A folder; relative to the notebook's. One that is a checkpoint is replaced.
             asynchronous: Return once everything is copied to the hosts' memory; how it ends is
                 told at the next cell or verb, and by `wait`.
-            progress: Told how far it is.
 
         Raises:
             CheckpointError: It cannot be saved; what was there before is as it was.
@@ -84,17 +82,18 @@ class Checkpoints:
             Interrupted: If the user interrupted it; likewise.
         """
         target = checkpoint_folder.resolved(path)
-        self._wait_before(progress)
+        self._wait_before()
         began_s = time.monotonic()
         self._session.upkeep.recover_if_needed()
-        progress(f"{target}: all ranks agree on what it holds")
         token = uuid.uuid4().hex
         pending = self._pending = _Pending(token, target, time.monotonic())
         try:
-            told = self._session.call_all(
-                remote.begin_save, str(target), token, asynchronous,
-                deadline_s=BEGIN_S, is_collective=True,
-            )  # fmt: skip
+            with progress.during("saving") as tell:
+                tell("all ranks agree on what it holds")
+                told = self._session.call_all(
+                    remote.begin_save, str(target), token, asynchronous,
+                    deadline_s=BEGIN_S, is_collective=True,
+                )  # fmt: skip
         except BaseException as error:
             self._stop(pending, "not all ranks have begun")
             self._pending = None
@@ -106,7 +105,7 @@ class Checkpoints:
         if asynchronous:
             return begun
         try:
-            saved = self._finish(pending, progress)
+            saved = self._finish(pending)
         except KeyboardInterrupt as error:
             raise self._interrupted(pending) from error
         return replace(saved, notes=begun.notes, elapsed_s=time.monotonic() - began_s)
@@ -116,7 +115,6 @@ class Checkpoints:
         path: str | os.PathLike[str],
         *,
         models_only: bool = False,
-        progress: Callable[[str], None] = silent,
     ) -> Loaded:
         """Read a checkpoint into the models and optimizers that the ranks have prepared.
 
@@ -126,7 +124,6 @@ class Checkpoints:
         Args:
             path: Of a checkpoint; relative to the notebook's folder.
             models_only: Leave optimizers, schedulers, loaders and random generators as they are.
-            progress: Told what is done.
 
         Raises:
             CheckpointError: There is none, or it does not fit; nothing was changed.
@@ -134,14 +131,15 @@ class Checkpoints:
             Interrupted: If the user interrupted it.
         """
         source = checkpoint_folder.resolved(path)
-        self._wait_before(progress)
+        self._wait_before()
         self._session.upkeep.recover_if_needed()
-        progress(f"{source}: every rank reads and checks its part")
         try:
-            told: list[Loaded] = self._session.call_all(
-                remote.load_checkpoint, str(source), models_only,
-                deadline_s=LOAD_S, is_collective=True,
-            )  # fmt: skip
+            with progress.of_ranks(self._session, "loading") as tell:
+                tell("every rank reads and checks its part")
+                told: list[Loaded] = self._session.call_all(
+                    remote.load_checkpoint, str(source), models_only,
+                    deadline_s=LOAD_S, is_collective=True,
+                )  # fmt: skip
         except BaseException as error:
             raise _own(error, f"{source} was not loaded") from error
         return replace(
@@ -151,7 +149,7 @@ class Checkpoints:
             notes=tuple(dict.fromkeys(note for one in told for note in one.notes)),
         )
 
-    def wait(self, progress: Callable[[str], None] = silent) -> Saved | None:
+    def wait(self) -> Saved | None:
         """Wait for a save that goes on beside training; None without one.
 
         Raises:
@@ -162,7 +160,7 @@ class Checkpoints:
         if pending is None:
             return None
         try:
-            return self._finish(pending, progress)
+            return self._finish(pending)
         except KeyboardInterrupt as error:
             raise Interrupted(f"{pending.path} is still being saved") from error
 
@@ -183,9 +181,11 @@ class Checkpoints:
         """Where a save beside training is, and what `news` tells."""
         if (told := self.news()) or self._pending is None:
             return told
-        return [f"saving {self._pending.path}: {_far(self._states(self._pending))}"]
+        done, total, phases = _far(self._states(self._pending))
+        share = f"{100 * done // total} % of {size(total)}" if total else "0 %"
+        return [f"saving {self._pending.path}: {share} written and compared ({phases})"]
 
-    def end(self, progress: Callable[[str], None] = silent) -> list[str]:
+    def end(self) -> list[str]:
         """Wait for a save beside training before the ranks end; an interrupt gives it up.
 
         Returns:
@@ -193,7 +193,7 @@ class Checkpoints:
         """
         pending = self._pending
         try:
-            self._wait_before(progress)
+            self._wait_before()
         except KeyboardInterrupt:
             assert pending is not None
             self._stop(pending, "the ranks are being stopped")
@@ -201,28 +201,29 @@ class Checkpoints:
             self._before.append(f"{pending.path} was given up; what was there before is whole")
         return self.told_before()
 
-    def _wait_before(self, progress: Callable[[str], None]) -> None:
+    def _wait_before(self) -> None:
         """Let an earlier save end first. That it has failed is told, and hinders nothing."""
         self._before = self.news()
         try:
-            earlier = self.wait(progress)
+            earlier = self.wait()
         except CheckpointError as error:
             self._before.append(str(error))
             return
         if earlier is not None:
             self._before.append(f"{earlier.path} was saved at step {earlier.step}")
 
-    def _finish(self, pending: _Pending, progress: Callable[[str], None]) -> Saved:
+    def _finish(self, pending: _Pending) -> Saved:
         """Wait for the end of a save, and tell it: raised here, it is not told again."""
         try:
-            while (saved := self._look(pending, progress)) is None:
-                time.sleep(POLL_S)
+            with progress.during("saving") as tell:
+                while (saved := self._look(pending, tell)) is None:
+                    time.sleep(POLL_S)
         except CheckpointError:
             self._untold.clear()
             raise
         return saved
 
-    def _look(self, pending: _Pending, progress: Callable[[str], None] = silent) -> Saved | None:
+    def _look(self, pending: _Pending, tell: progress.Tell | None = None) -> Saved | None:
         """The checkpoint once it is in its place; None while it is not.
 
         Raises:
@@ -251,8 +252,9 @@ class Checkpoints:
             self._pending = None
             return first.saved
         self._stop_in_vain(pending, gone, states)
-        if states:
-            progress(_far(states))
+        if states and tell is not None:
+            done, total, phases = _far(states)
+            tell(phases, done, total, BYTES)
         return None
 
     def _stop_in_vain(self, pending: _Pending, gone: list[int], states: dict[int, Saving]) -> None:
@@ -305,16 +307,15 @@ class Checkpoints:
         return Interrupted(f"{pending.path} is being put in its place; %dist_status says when")
 
 
-def _far(states: dict[int, Saving]) -> str:
-    """How far a save is, and what is waited for."""
+def _far(states: dict[int, Saving]) -> tuple[int, int, str]:
+    """How many bytes of all of them are written and compared, and what ranks do now."""
     done = sum(one.done_bytes for one in states.values())
     total = sum(one.total_bytes for one in states.values())
     phases: dict[str, list[int]] = {}
     for rank, one in states.items():
         phases.setdefault(one.phase, []).append(rank)
     told = "; ".join(f"{ranks_phrase(ranks)} {phase}" for phase, ranks in phases.items())
-    share = 100 * done // total if total else 0
-    return f"{share} % of {size(total / 2)} written and compared ({told})"
+    return done // 2, total // 2, told  # what is written counts once, what is compared again
 
 
 def _own(error: BaseException, what: str) -> BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.client import remote_weights
+from nbdist.client import progress, remote_weights
 from nbdist.core import checkpoint_folder
 from nbdist.core.weights import Exported
 from nbdist.errors import CheckpointError, Interrupted, NbdistError, OptionError
@@ -39,10 +39,11 @@ def export(session: Session, path: str | Path, model: str = "") -> Exported:
     session.upkeep.recover_if_needed()
     target = checkpoint_folder.resolved(path)
     try:
-        told: list[Exported] = session.call_all(
-            remote_weights.export_weights, model, str(target),
-            deadline_s=EXPORT_S, is_collective=True,
-        )  # fmt: skip
+        with progress.of_ranks(session, "exporting", (0,)):
+            told: list[Exported] = session.call_all(
+                remote_weights.export_weights, model, str(target),
+                deadline_s=EXPORT_S, is_collective=True,
+            )  # fmt: skip
     except KeyboardInterrupt as error:
         raise Interrupted(f"{error}; what was at {target} is as it was") from error
     except NbdistError as error:

@@ -3,54 +3,49 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 
 from nbdist.core.strategy_options import listed
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook import NOTEBOOK, show
 from nbdist.verbs import Option, Verb
 from nbdist.view import checkpoint as checkpoint_view
 from nbdist.view import weights as weights_view
 from nbdist.view.mime import View
-from nbdist.view.progress import ProgressLine
 
 
-def saved(path: str, *, is_async: bool, progress: Callable[[str], None]) -> View:
+def saved(path: str, *, is_async: bool) -> View:
     """Save, and say what is there now, or what goes on.
 
     Raises:
         CheckpointError, NbdistError, Interrupted: See client.checkpoints.
     """
     checkpoints = NOTEBOOK.session.checkpoints
-    return checkpoint_view.saved(
-        checkpoints.save(path, asynchronous=is_async, progress=progress), checkpoints.told_before()
-    )
+    done = checkpoints.save(path, asynchronous=is_async)
+    return checkpoint_view.saved(done, checkpoints.told_before())
 
 
 def dist_save(values: Namespace) -> None:
-    """Save a checkpoint, with a progress line that becomes the result."""
+    """Save a checkpoint; its line of progress becomes the result."""
     path = _path("%dist_save", values.path)
-    progress = ProgressLine("saving")
     if values.is_export:
-        progress.finish(exported(path, values.model, is_async=values.is_async, progress=progress))
+        show(exported(path, values.model, is_async=values.is_async))
         return
     if values.model:
         raise OptionError(
             "%dist_save --model names the model of --export; a checkpoint has all of them."
         )
-    progress.finish(saved(path, is_async=values.is_async, progress=progress))
+    show(saved(path, is_async=values.is_async))
 
 
 def dist_load(values: Namespace) -> None:
-    """Load a checkpoint, with a progress line that becomes the result."""
+    """Load a checkpoint; its line of progress becomes the result."""
     path = _path("%dist_load", values.path)
-    progress = ProgressLine("loading")
     checkpoints = NOTEBOOK.session.checkpoints
-    loaded = checkpoints.load(path, models_only=values.is_models_only, progress=progress)
-    progress.finish(checkpoint_view.loaded(loaded, checkpoints.told_before()))
+    loaded = checkpoints.load(path, models_only=values.is_models_only)
+    show(checkpoint_view.loaded(loaded, checkpoints.told_before()))
 
 
-def exported(path: str, model: str, *, is_async: bool, progress: Callable[[str], None]) -> View:
+def exported(path: str, model: str, *, is_async: bool) -> View:
     """Write a model's weights alone, and say how to load them.
 
     Raises:
@@ -59,7 +54,6 @@ def exported(path: str, model: str, *, is_async: bool, progress: Callable[[str],
     """
     if is_async:
         raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
-    progress("weights, tensor by tensor")
     return weights_view.exported(NOTEBOOK.session.export_weights(path, model))
 
 

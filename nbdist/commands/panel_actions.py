@@ -111,7 +111,7 @@ def _save(_argument: Any, _shows: Shows) -> str:
 
 def _checkpoint(_argument: Any, shows: Shows) -> str:
     path = CHECKPOINTS / time.strftime("%Y-%m-%d-%H%M%S")
-    return checkpoint.saved(str(path), is_async=False, progress=shows.progress).text
+    return checkpoint.saved(str(path), is_async=False).text
 
 
 def _compare(argument: Any, shows: Shows) -> str:

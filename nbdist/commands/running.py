@@ -97,7 +97,7 @@ def dist_reset(values: Namespace) -> None:
     mode = NOTEBOOK.mode
     ranks: tuple[int, ...] = ()
     if NOTEBOOK.is_running:
-        told = NOTEBOOK.session.checkpoints.end(ProgressLine("stopping"))
+        told = NOTEBOOK.session.checkpoints.end()
         ranks = NOTEBOOK.stop().ranks
         if told:
             publish(View("\n".join(told))._repr_mimebundle_())
@@ -121,7 +121,7 @@ def _same_options(asked: StartOptions) -> StartOptions:
 
 def dist_shutdown(_values: Namespace) -> View:
     """End the ranks."""
-    told = NOTEBOOK.session.checkpoints.end(ProgressLine("stopping"))
+    told = NOTEBOOK.session.checkpoints.end()
     session = NOTEBOOK.stop()
     return View("\n".join([*told, f"{ranks_phrase(session.ranks)} stopped"]))
 

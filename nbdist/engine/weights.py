@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.core import weights
 from nbdist.core.weights import Exported, Weight
-from nbdist.engine import described, namespace
+from nbdist.engine import described, namespace, progress
 from nbdist.engine.parallel import build, engines, flat, fsdp, live, wholes
 from nbdist.engine.parallel.agreement import rank, together
 from nbdist.engine.parallel.exchange import Move, exchange
@@ -117,13 +117,14 @@ def export_model(model: torch.nn.Module, path: Path) -> Exported:
     contents = _alike(what, together(what, lambda: _contents(source)))
     file = WeightsFile(target, contents.found, contents.tied, configs_of(source.base))
     try:
-        _on_rank_0(what, file.begin)
-        for batch, values in _passing(source, contents):
-            _on_rank_0(what, functools.partial(file.write, batch, values))
-        _on_rank_0(what, file.end)
-        for batch, values in _passing(source, contents):
-            _on_rank_0(what, functools.partial(file.compare, batch, values))
-        size_bytes, configs = _on_rank_0(what, file.commit)
+        with progress.during("exporting"):
+            _on_rank_0(what, file.begin)
+            for batch, values in _passing(source, contents, "writing"):
+                _on_rank_0(what, functools.partial(file.write, batch, values))
+            _on_rank_0(what, file.end)
+            for batch, values in _passing(source, contents, "comparing"):
+                _on_rank_0(what, functools.partial(file.compare, batch, values))
+            size_bytes, configs = _on_rank_0(what, file.commit)
     finally:
         file.abandon()
     return Exported(
@@ -139,11 +140,15 @@ def _on_rank_0(what: str, function: Callable[[], T]) -> T:
 
 
 def _passing(
-    source: _Source, contents: Contents
+    source: _Source, contents: Contents, doing: str
 ) -> Iterator[tuple[Sequence[Weight], Mapping[str, torch.Tensor]]]:
     """All tensors in the order of the file, so many at once, whole on rank 0. Collective."""
+    done = 0
     for batch in weights.batches(contents.found, BATCH_BYTES):
-        yield batch, source.values(batch)
+        values = source.values(batch)
+        progress.tell(doing, done, len(contents.found), "tensors")
+        yield batch, values
+        done += len(batch)
 
 
 def _model(name: str) -> torch.nn.Module:

@@ -24,6 +24,7 @@ from nbdist.core.chunks import own_chunks
 from nbdist.core.finding import BAD
 from nbdist.core.layout import Side, local_shape
 from nbdist.core.saving import Loaded
+from nbdist.engine import progress
 from nbdist.engine.checkpoint import metadata, plain, restore
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, look
 from nbdist.engine.checkpoint.jobs import refuse_if_running
@@ -82,7 +83,7 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     together(what, refuse_if_running)
     together(what, lambda: _recover(folder))
     told = together(what, lambda: checkpoint.read(folder))
-    with same_random():
+    with same_random(), progress.during("loading"):
         found = look(what)
         together(what, lambda: _same(folder, told))
         saved = told[rank()]
@@ -176,6 +177,7 @@ def _same(folder: Path, told: list[Checkpoint]) -> None:
 
 def _check_files(folder: Path, saved: Checkpoint) -> None:
     """Each file is read by one rank and compared with its checksum; lengths by all."""
+    progress.tell("comparing files with their checksums")
     checkpoint.check_files(folder, saved)
     own = replace(saved, files=saved.files[rank() :: world_size()])
     checkpoint.check_files(folder, own, reads_all=True)

@@ -35,6 +35,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from nbdist.core.chunks import Chunk, Part
+from nbdist.core.progress import BYTES
+from nbdist.engine import progress
 
 # A box of one tensor: (name, offsets).
 Spot = tuple[str, tuple[int, ...]]
@@ -158,6 +160,8 @@ class Loader(LoadPlanner):
         """
         self._wanted = wanted
         self._metadata: Metadata | None = None
+        self._total_bytes = sum(tensor.nbytes for tensor, _ in wanted.values())
+        self._done_bytes = 0
 
     def set_up_planner(
         self,
@@ -200,7 +204,9 @@ class Loader(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: it was copied in place."""
+        """It was copied in place: tell how far it is."""
+        self._done_bytes += tensor.nbytes
+        progress.tell("reading", self._done_bytes, self._total_bytes, BYTES)
 
 
 def spot(index: MetadataIndex) -> Spot:
