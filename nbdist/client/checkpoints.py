@@ -59,6 +59,7 @@ class Checkpoints:
         self._pending: _Pending | None = None
         self._untold: list[str] = []
         self._before: list[str] = []
+        self._ended: list[str] = []
 
     def save(
         self,
@@ -173,14 +174,15 @@ class Checkpoints:
         """What is to be told of a save beside training that has failed; once. Returns soon."""
         if self._pending is not None:
             with contextlib.suppress(CheckpointError):  # `_untold` has it
-                self._look(self._pending)
+                if (saved := self._look(self._pending)) is not None:
+                    self._ended = [f"{saved.path} was saved at step {saved.step}"]
         told, self._untold = self._untold, []
         return told
 
     def status(self) -> list[str]:
-        """Where a save beside training is, and what `news` tells."""
+        """Where the last save beside training is, and what `news` tells."""
         if (told := self.news()) or self._pending is None:
-            return told
+            return [*told, *self._ended]
         done, total, phases = _far(self._states(self._pending))
         share = f"{100 * done // total} % of {size(total)}" if total else "0 %"
         return [f"saving {self._pending.path}: {share} written and compared ({phases})"]
@@ -203,7 +205,8 @@ class Checkpoints:
 
     def _wait_before(self) -> None:
         """Let an earlier save end first. That it has failed is told, and hinders nothing."""
-        self._before = self.news()
+        self._before = [*self.news(), *self._ended]
+        self._ended = []
         try:
             earlier = self.wait()
         except CheckpointError as error:

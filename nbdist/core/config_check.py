@@ -67,7 +67,7 @@ def _check_alone(document: Document, around: Around) -> Checked:
             ("kind",), f"its keys ({keys}) are of no kind that is known", what, found="unknown"
         )
         return notes.done("")
-    notes.good("kind", f"{kind}, in (document.syntax)")
+    notes.good("kind", f"{kind}, in {document.syntax}")
     _KINDS[kind][1](notes, _with_ranks(document, kind, around))
     checked = notes.done(kind)
     return _with_typed_ranks(checked, around) if around.is_typed else checked

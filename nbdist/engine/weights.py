@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -259,13 +260,18 @@ def _contents(source: _Source) -> Contents:
         found[first] = Weight(name, shape, str(dtype).removeprefix("torch."))
     weights.check(found.values())
     if not found:
-        raise OptionError(f"{type(source.base).__name__} has no parameters and no buffers to save.")
+        raise OptionError(f"{_title(source.base)} has no parameters and no buffers to save.")
     return Contents(
-        type(source.base).__name__,
+        _title(source.base),
         tuple(weights.in_file_order(found.values())),
         tied,
         tuple(name for name, first in source.names.items() if first is None),
     )
+
+
+def _title(base: torch.nn.Module) -> str:
+    """The user's class, which FSDP2 replaces by one of its own."""
+    return next(one for one in type(base).__mro__ if not issubclass(one, FSDPModule)).__name__
 
 
 def _alike(what: str, told: Sequence[Contents]) -> Contents:

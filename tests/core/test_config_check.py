@@ -93,6 +93,9 @@ def test_configurations_of_the_guides(name: str) -> None:
     after = mended(one, around)
     found = told(one, BAD)
 
+    assert f"{one.kind}, in {one.document.syntax}" in [
+        remark.finding.found for remark in one.remarks
+    ]
     assert len(found) == len(bad)
     assert [any(part in line for line in found) for part in bad] == [True] * len(bad)
     assert not after.is_bad

@@ -54,7 +54,7 @@ TEXT = """
         with safe_open(path, "pt") as file:
             names, metadata = sorted(file.keys()), file.metadata()
         return {
-            "type": type(loaded).__name__, "same": same, "logits": logits,
+            "type": type(loaded).__name__, "told": told.model, "same": same, "logits": logits,
             "names": names, "metadata": metadata, "count": told.tensors, "tied": told.tied,
             "dtype": str(next(loaded.parameters()).dtype),
             "left": sorted(one.name for one in path.parent.iterdir()),
@@ -82,6 +82,7 @@ def test_transformers_loads_what_was_exported_under_each_strategy(tmp_path: Path
         assert "lm_head.weight" in llama["names"]
         assert (gpt2["dtype"], llama["dtype"]) == ("torch.float32", "torch.bfloat16")
         for one in (gpt2, llama):
+            assert one["told"] == one["type"]
             assert one["same"]
             assert one["logits"]
             assert one["size"]

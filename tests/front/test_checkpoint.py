@@ -83,7 +83,9 @@ def test_it_is_saved_beside_training(trained: Kernel) -> None:
     assert "is being saved: model, optimizer" in first.visible
     assert "training stood still for" in first.visible
     assert status.status == "ok", status.visible
+    assert re.search(r"saving .*beside: |beside was saved at step 3", status.visible)
     assert second.status == "ok", second.visible
+    assert "beside was saved at step 3\n" in second.visible
     assert "other saved at step 6" in second.visible
     assert loaded.status == "ok", loaded.visible
     assert after.visible == again.visible
