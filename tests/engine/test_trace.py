@@ -188,6 +188,8 @@ class Kernel:
 class Noted:
     """A recording that notes what happens to it."""
 
+    noun = "trace"
+
     def __init__(self, token: str):
         self.token, self.told = token, []  # type: ignore[var-annotated]
 

@@ -170,7 +170,7 @@ def test_a_save_goes_on_beside_cells_and_a_switch(trained: Kernel) -> None:
 
     assert begun.status == "ok", begun.visible
     assert "beside: " in status.visible, status.visible
-    assert "rank 1 compares" in status.visible
+    assert "rank 1 comparing" in status.visible
     assert switched.status == "ok", switched.visible
     assert loaded.status == "ok", loaded.visible
     assert "beside was saved at step 3" in loaded.visible

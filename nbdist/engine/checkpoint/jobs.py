@@ -28,7 +28,7 @@ class Meter:
     """
 
     def __init__(self, total_bytes: int) -> None:
-        self.phase = "begins"
+        self.phase = "beginning"
         self.done_bytes = 0
         self.total_bytes = total_bytes
         self._stop = threading.Event()

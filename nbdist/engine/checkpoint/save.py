@@ -242,7 +242,7 @@ def _run(one: _Write) -> None:
         if rank() == 0:
             _finish(one)
         else:
-            one.meter.phase = "has written its part"
+            one.meter.phase = "done with its part"
     except BaseException as error:  # noqa: BLE001  # told to rank 0, and to who asks
         one.job.failure = _sentence(one, error)
         one.boxes.clear()
@@ -260,7 +260,7 @@ def _finish(one: _Write) -> None:
     results = writing.results(
         one.new, len(one.processes), one.meter, lambda other: _gone(one, other), STALL_S
     )
-    one.meter.phase = "writes the manifest"
+    one.meter.phase = "writing the manifest"
     assert one.manifest is not None
     with _Named(one):
         saver = Saver(one.contents.tensors, one.contents.parts, 0, _values(one))

@@ -148,12 +148,12 @@ def write(
     writer, files = Writer(folder), _Files(meter)
     writer.fs = files
     plan = saver.create_local_plan()
-    meter.phase = "writes"
+    meter.phase = "writing"
     if not plan.items:
         return {"files": {}, "boxes": []}
     plan = writer.prepare_global_plan([*[SavePlan([])] * rank, plan])[rank]
     results = writer.write_data(plan, saver).wait()
-    meter.phase = "compares"
+    meter.phase = "comparing"
     for name, stream in files.written.items():
         found = [one for one in results if one.storage_data.relative_path == name]
         _compare(folder / name, stream.size_bytes, stream.crc32, found, value, meter)
@@ -271,7 +271,7 @@ def results(
         missing = [str(rank) for rank, result in enumerate(found) if result is None]
         if not missing:
             return [result for result in found if result is not None]
-        meter.phase = f"waits for rank {', '.join(missing)}"
+        meter.phase = f"waiting for rank {', '.join(missing)}"
         meter.wait(_PAUSE_S)
 
 
