@@ -9,58 +9,19 @@ from typing import Any
 import pytest
 
 from tests.support.torch_ranks import TorchRanks
-from tests.support.training import MODEL
+from tests.support.training import MODEL, SAVED
 
 pytestmark = pytest.mark.engine
 CLOSE = 2e-6
 # Many saves in one cluster, each on the disk.
 LIMIT_S = 160.0
 
-PARTS = """
+PARTS = (
+    SAVED
+    + """
     from nbdist.engine.checkpoint import jobs, load as loading, save as saving
     folder = os.environ["FOLDER"]
     gc.collect(); gc.freeze()  # what torch brings is not looked at again and again
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
-
-    class Counter:
-        def __init__(self):
-            self.n = 0
-        def state_dict(self):
-            return {"n": self.n}
-        def load_state_dict(self, state):
-            self.n = state["n"]
-
-    class Tied(Net):
-        "The head is the embedding, and a buffer is not saved."
-        def __init__(self):
-            super().__init__()
-            self.head.weight = self.embed.weight
-            self.register_buffer("scale", torch.ones(2) * 3)
-            self.register_buffer("spare", torch.ones(2), persistent=False)
-
-    def made(seed, kind):
-        torch.manual_seed(seed)
-        net = kind()
-        optimizer = torch.optim.AdamW(groups(net), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** step)
-        generator = torch.Generator().manual_seed(seed)
-        loader = DataLoader(data, batch_size=BATCH, shuffle=True, generator=generator)
-        counter = Counter()
-        accelerator.register_for_checkpointing(counter)
-        return (*accelerator.prepare(net, optimizer, scheduler, loader), counter)
-
-    def run(parts, batches):
-        model, optimizer, scheduler, _, counter = parts
-        losses = []
-        for x, y in batches:
-            loss = model(x, labels=y)
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            counter.n += 1
-            losses.append(accelerator.reduce(loss.detach(), "mean").item())
-        return losses
 
     def save(path, is_async=False):
         "Saves, and waits on all ranks until rank 0 has put it in its place."
@@ -102,6 +63,7 @@ PARTS = """
             found[f"{name}{kind}"] = tried(first, name, given, globals()[kind])
         return found
 """
+)
 # No nbdist: what anybody with torch can do.
 PLAIN = """
 import json, sys, torch
