@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import multiprocessing.util
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,6 +53,8 @@ def workers() -> int:
 @pytest.fixture(autouse=True)
 def _none_left() -> Iterator[None]:
     assert workers() == 0
+    # Workers share it, and this process removes it; each would make one and leave it when killed.
+    multiprocessing.util.get_temp_dir()
     yield
     for one in multiprocessing.active_children():
         one.terminate()
