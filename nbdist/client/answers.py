@@ -56,6 +56,20 @@ def collect(
     return answers
 
 
+def refusal(error: BaseException, *kinds: type[NbdistError]) -> NbdistError | None:
+    """What a rank has refused, in its own words; None where it failed otherwise.
+
+    Args:
+        error: Of `collect`, whose cause is the rank's.
+        kinds: Errors that a rank raises to refuse.
+    """
+    cause = error.__cause__
+    for kind in kinds:
+        if getattr(cause, "ename", "") == kind.__name__:
+            return kind(getattr(cause, "evalue", str(cause)))
+    return None
+
+
 def let_end(futures: Sequence[Future[Any]], patience_s: float) -> None:
     """Wait until all are done, for so long at most; an interrupt ends it."""
     end_s = time.monotonic() + patience_s

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.client import progress
+from nbdist.client import answers, progress
 from nbdist.client import remote_checkpoint as remote
 from nbdist.core import checkpoint_folder
 from nbdist.core.failures import ranks_phrase
@@ -325,9 +325,8 @@ def _own(error: BaseException, what: str) -> BaseException:
     """The error of a call to all ranks, as a checkpoint's."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(f"{what}; {error}" if str(error) else what)
-    cause = error.__cause__
-    if getattr(cause, "ename", "") == CheckpointError.__name__:
-        return CheckpointError(getattr(cause, "evalue", str(cause)))
+    if (refused := answers.refusal(error, CheckpointError)) is not None:
+        return refused
     if type(error) is NbdistError:  # a rank has ended meanwhile, or raised what nobody foresaw
         return CheckpointError(f"{what}: {error}")
     return RankGone(f"{what}: {error}") if isinstance(error, RankGone) else error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.client import remote_plan
+from nbdist.client import answers, remote_plan
 from nbdist.core import plan_check, plan_live
 from nbdist.core.plan_check import Measured
 from nbdist.core.plan_live import LiveModel
@@ -34,7 +34,9 @@ def live_model(session: Session, name: str, inputs: str = "") -> LiveModel:
     try:
         told = session.call_all(remote_plan.describe_model, name, inputs, deadline_s=DESCRIBE_S)
     except NbdistError as error:
-        raise _refused(error) or error from error
+        if (refused := answers.refusal(error, OptionError)) is not None:
+            raise refused from error
+        raise
     return plan_live.alike(told)
 
 
@@ -60,13 +62,7 @@ def checked_step(session: Session, name: str, inputs: str, batch: int, sequence:
             deadline_s=STEP_S, is_collective=True,
         )  # fmt: skip
     except NbdistError as error:
-        raise _refused(error) or error from error
+        if (refused := answers.refusal(error, OptionError)) is not None:
+            raise refused from error
+        raise
     return plan_check.largest(told)
-
-
-def _refused(error: NbdistError) -> OptionError | None:
-    """What a rank has refused; None where it failed otherwise."""
-    refused = error.__cause__
-    if getattr(refused, "ename", "") != OptionError.__name__:
-        return None
-    return OptionError(getattr(refused, "evalue", str(refused)))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbdist.client import progress, remote
+from nbdist.client import answers, progress, remote
 from nbdist.core import strategy
 from nbdist.core.comparison import Comparison
 from nbdist.core.ranks import rank_label
@@ -132,9 +132,8 @@ class Strategies:
         except KeyboardInterrupt as error:
             raise Interrupted(f"{error}; %dist_strategy says which strategy counts now") from error
         except NbdistError as error:
-            refused = error.__cause__
-            if getattr(refused, "ename", "") == OptionError.__name__:
-                raise OptionError(getattr(refused, "evalue", str(refused))) from error
+            if (refused := answers.refusal(error, OptionError)) is not None:
+                raise refused from error
             raise
         self.last = choice
         return self._session.lints.of_switch(together(told))

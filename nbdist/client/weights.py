@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.client import progress, remote_weights
+from nbdist.client import answers, progress, remote_weights
 from nbdist.core import checkpoint_folder
 from nbdist.core.weights import Exported
 from nbdist.errors import CheckpointError, Interrupted, NbdistError, OptionError
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 # A large model crosses a slow network and goes to a slow disk, and is read back.
 EXPORT_S = 7200.0
-# What a rank has refused is no failure of the rank.
-_REFUSED = {one.__name__: one for one in (OptionError, CheckpointError)}
 
 
 def export(session: Session, path: str | Path, model: str = "") -> Exported:
@@ -47,9 +45,7 @@ def export(session: Session, path: str | Path, model: str = "") -> Exported:
     except KeyboardInterrupt as error:
         raise Interrupted(f"{error}; what was at {target} is as it was") from error
     except NbdistError as error:
-        refused = error.__cause__
-        kind = _REFUSED.get(getattr(refused, "ename", ""))
-        if kind is None:
-            raise
-        raise kind(getattr(refused, "evalue", str(refused))) from error
+        if (refused := answers.refusal(error, OptionError, CheckpointError)) is not None:
+            raise refused from error
+        raise
     return told[0]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nbdist.client.answers import collect, let_end
-from nbdist.errors import NbdistError, RankGone
+from nbdist.client.answers import collect, let_end, refusal
+from nbdist.errors import CheckpointError, NbdistError, OptionError, RankGone
 
 
 def done(value: Any) -> Future[Any]:
@@ -88,3 +88,19 @@ def test_a_further_interrupt_ends_the_patience() -> None:
     let_end([Future()], 60.0)
 
     assert time.monotonic() < began_s + 30
+
+
+def test_what_a_rank_refuses_is_told_in_its_words() -> None:
+    """By the class that it raised; what it raised otherwise is no refusal."""
+
+    class Remote(Exception):
+        ename, evalue = "OptionError", "no such model"
+
+    told = NbdistError("rank 0: no such model")
+    told.__cause__ = Remote()
+    found = refusal(told, CheckpointError, OptionError)
+
+    assert type(found) is OptionError
+    assert str(found) == "no such model"
+    assert refusal(told, CheckpointError) is None
+    assert refusal(NbdistError("rank 0 ended"), OptionError) is None
