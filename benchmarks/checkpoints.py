@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from benchmarks.ranks import Ranks, join_nbdist, obey
 from benchmarks.switching import SIZES
 
 RANKS = 2
+# Parameters in millions: for saves and loads; for saves beside training, most of whose time is
+# the same for any size in the first, and a copy to memory in the second.
 MILLIONS = 30
-ROUNDS = 3
+BESIDE_MILLIONS = (30, 100)
+ROUNDS = {30: 5, 100: 3}
 SAMPLES, LENGTH = 4, 64
 # A save beside training may let it stand still for this part of what a save takes.
 MOST_STALL = 0.05
@@ -37,20 +41,26 @@ MB = 1e6
 
 def rows() -> list[Row]:
     """Saves and loads in turns, then how long training stands still for one beside it."""
-    with tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name:
-        folder = Path(name)
-        with Ranks("checkpoints", "ranks", RANKS, folder / "ranks") as ranks:
-            size_bytes = sum(ranks.ask("begin"))
-            turns = [
-                {way: _turn(ranks, way, folder / way) for way in ("ours", *OTHERS)}
-                for _ in range(ROUNDS + 1)
-            ][1:]
-            beside = [_beside(ranks, folder / "beside") for _ in range(ROUNDS + 1)][1:]
+    with _training(MILLIONS) as (ranks, folder):
+        size_bytes = sum(ranks.ask("begin"))
+        turns = [
+            {way: _turn(ranks, way, folder / way) for way in ("ours", *OTHERS)}
+            for _ in range(ROUNDS[MILLIONS] + 1)
+        ][1:]
     found = []
     for at, what in enumerate(("save", "load")):
         middle = {way: statistics.median(turn[way][at] for turn in turns) for way in turns[0]}
         found += [_row(what, way, middle, size_bytes) for way in OTHERS]
-    return [*found, *_stalls(beside, statistics.median(turn["ours"][0] for turn in turns))]
+    return found + [row for millions in BESIDE_MILLIONS for row in _stalls(millions)]
+
+
+@contextlib.contextmanager
+def _training(millions: int) -> Iterator[tuple[Ranks, Path]]:
+    """Ranks with a model of so many parameters, and a folder for what they save."""
+    with tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name:
+        folder = Path(name)
+        with Ranks("checkpoints", str(millions), RANKS, folder / "ranks") as ranks:
+            yield ranks, folder
 
 
 def _turn(ranks: Ranks, way: str, path: Path) -> tuple[float, float]:
@@ -66,11 +76,13 @@ def _turn(ranks: Ranks, way: str, path: Path) -> tuple[float, float]:
     return saved_s, loaded_s
 
 
-def _beside(ranks: Ranks, path: Path) -> tuple[float, float]:
-    """Seconds that a save beside training stops it for, and by which it slows steps down."""
+def _beside(ranks: Ranks, path: Path) -> tuple[float, float, float]:
+    """Seconds of a save that is waited for, of the stop for one beside, of its steps' delay."""
+    ranks.ask("step")
+    saved_s = max(ranks.ask("save", "ours", str(path)))
     found = ranks.ask("beside", str(path))
     shutil.rmtree(path)
-    return max(stall_s for stall_s, _ in found), max(slower_s for _, slower_s in found)
+    return saved_s, *(max(seconds) for seconds in zip(*found, strict=True))
 
 
 def _row(what: str, way: str, middle: dict[str, float], size_bytes: int) -> Row:
@@ -81,16 +93,20 @@ def _row(what: str, way: str, middle: dict[str, float], size_bytes: int) -> Row:
         middle["ours"],
         middle[way],
         unit="s",
-        how=f"{ROUNDS} turns, {rates}; ours {MORE[what]}; other: {OTHERS[way]}",
+        how=f"{ROUNDS[MILLIONS]} turns, {rates}; ours {MORE[what]}; other: {OTHERS[way]}",
     )
 
 
-def _stalls(beside: list[tuple[float, float]], saved_s: float) -> list[Row]:
-    stall_s, slower_s = (statistics.median(values) for values in zip(*beside, strict=True))
-    how = f"{ROUNDS} turns; other: the save that training waits for"
+def _stalls(millions: int) -> list[Row]:
+    with _training(millions) as (ranks, folder):
+        size_bytes = sum(ranks.ask("begin"))
+        beside = [_beside(ranks, folder / "beside") for _ in range(ROUNDS[millions] + 1)][1:]
+    saved_s, stall_s, slower_s = (statistics.median(v) for v in zip(*beside, strict=True))
+    how = f"{ROUNDS[millions]} turns; other: the save that training waits for"
+    size = f"{size_bytes / MB:,.0f} MB"
     return [
         Row(
-            "training stands still for a save beside it",
+            f"training stands still for a save of {size} beside it",
             stall_s,
             saved_s,
             unit="s",
@@ -98,7 +114,7 @@ def _stalls(beside: list[tuple[float, float]], saved_s: float) -> list[Row]:
             most_ratio=MOST_STALL,
         ),
         Row(
-            "steps are slower while it is written, all together",
+            f"steps are slower while {size} are written, all together",
             slower_s,
             saved_s,
             unit="s",
@@ -110,7 +126,7 @@ def _stalls(beside: list[tuple[float, float]], saved_s: float) -> list[Row]:
 class Rank:
     """A model in training on a rank, and three ways to save it."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank: int, millions: int, folder: Path) -> None:
         import torch
 
         from nbdist.core.strategy import choose
@@ -119,9 +135,10 @@ class Rank:
 
         join_nbdist(RANKS, folder)
         self._rank = rank
+        self._size = SIZES[millions]
         self._tokens = itertools.count()
         live.set_choice(choose("fsdp", {}, RANKS, device_type="cpu", backend="gloo"))
-        model = make(SIZES[MILLIONS])
+        model = make(self._size)
         optimizer = torch.optim.AdamW(model.parameters())
         self.model, self.optimizer = Accelerator().prepare(model, optimizer)
 
@@ -135,7 +152,7 @@ class Rank:
 
     def step(self) -> float:
         """One step; its loss."""
-        tokens, labels = batch(SIZES[MILLIONS], SAMPLES, LENGTH, seed=1)
+        tokens, labels = batch(self._size, SAMPLES, LENGTH, seed=1)
         loss = self.model(tokens[self._rank :: RANKS], labels[self._rank :: RANKS])
         loss.backward()
         self.optimizer.step()
@@ -163,6 +180,7 @@ class Rank:
         from nbdist.engine.checkpoint import jobs, save
 
         token, count = self._token(), 0
+        self.step()  # training is under way: its files of before have long been removed
         stall_s = self._timed(lambda: save.begin(path, token, is_async=True))
         began_s = time.perf_counter()
         is_over = False
@@ -253,9 +271,9 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def main(_side: str, rank: str, _size: str, folder: str) -> None:
+def main(millions: str, rank: str, _size: str, folder: str) -> None:
     """A rank."""
-    one = Rank(int(rank), Path(folder))
+    one = Rank(int(rank), int(millions), Path(folder))
     names = ("begin", "step", "total", "save", "load", "beside")
     obey({name: getattr(one, name) for name in names})
 

@@ -13,6 +13,10 @@ from nbdist.errors import NbdistError, RankGone
 
 PAUSE_S = 0.5
 POLL_S = 0.01
+# ipyparallel's name for the end of a process that was asked; and how long before it is known how
+# that has ended.
+ENGINE_DIED = "EngineError"
+END_KNOWN_S = 0.5
 
 
 def collect(
@@ -49,6 +53,8 @@ def collect(
             errors[rank] = error
             end_s = min(end_s, time.monotonic() + PAUSE_S)
     if errors:
+        if any(getattr(error, "ename", "") == ENGINE_DIED for error in errors.values()):
+            _tell_end(controller_end)
         told = {rank: str(getattr(error, "evalue", error)) for rank, error in errors.items()}
         # A rank whose peer has failed loses its connection: that is no root cause.
         first = min(errors, key=lambda rank: (is_follower(told[rank]), rank))
@@ -76,6 +82,13 @@ def let_end(futures: Sequence[Future[Any]], patience_s: float) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         while time.monotonic() < end_s and not all(future.done() for future in futures):
             time.sleep(POLL_S)
+
+
+def _tell_end(controller_end: Callable[[], str]) -> None:
+    """Let it be told as the end of a rank, with how it ended, once that is known."""
+    until_s = time.monotonic() + END_KNOWN_S
+    while not controller_end() and time.monotonic() < until_s:
+        time.sleep(POLL_S)
 
 
 def _has_failure(futures: Mapping[int, Future[Any]]) -> bool:

@@ -246,6 +246,7 @@ class Checkpoints:
             failure = f"rank 0 has not answered for {SILENT_S:.0f} s"
         if failure:
             self._pending = None
+            self._stop(pending, failure)  # the others would go on with what nobody puts in place
             text = (
                 f"{pending.path} was not saved: {failure}. What was at that path before is whole."
             )

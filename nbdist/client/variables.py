@@ -33,8 +33,6 @@ ASK_S = 30.0
 TRANSFER_S = 600.0
 # A rank that was interrupted may put a file into a folder that is being removed.
 REMOVE_TRIES = 5
-# ipyparallel's name for the end of a process that was asked.
-ENGINE_DIED = "EngineError"
 # What the kernel never loads for somebody else; a user's own import of them is fine.
 HEAVY = ("torch", "accelerate")
 
@@ -156,8 +154,6 @@ class Variables:
             kind = getattr(error.__cause__, "ename", "")
             if kind == TransferError.__name__:
                 raise TransferError(str(error)) from error
-            if kind == ENGINE_DIED:
-                self._session.readiness.check_death(ranks)
             raise
 
     @contextlib.contextmanager

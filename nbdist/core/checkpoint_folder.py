@@ -28,11 +28,13 @@ from nbdist.errors import CheckpointError
 
 _LOCK, _NEW, _OLD = "lock", "new", "old"
 _MARK = ".nbdist-"
-# What a checkpoint has beside the files that its manifest lists, or has if that is torn.
-_OWN_NAMES = (checkpoint.MANIFEST, ".metadata", "*.distcp")
+# What a checkpoint has at least, and has if its manifest is torn.
+_OWN_NAMES = (checkpoint.MANIFEST, ".metadata", "*.distcp", "states.pt")
 _MAX_NAMED = 3
 # How long one waits for others that judge locks in the same folder.
 _TURN_S, _PAUSE_S = 60, 0.02
+# To remove a folder into which others still write.
+_TRIES = 5
 _ENDED = (runs.DEAD, None)
 # No file system allows longer names; ours are longer than the checkpoint's by this.
 _MAX_NAME_BYTES = 255 - len(f".{_MARK}lock")
@@ -122,8 +124,11 @@ def commit(new: Path, path: Path) -> None:
 
 def abandon(path: Path) -> None:
     """Remove what `prepare` made; what is at the path stays. The process of `prepare` alone."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(OSError):  # another rank may put a file there meanwhile
+            _remove(_beside(path, _NEW))
+            break
     with contextlib.suppress(OSError):
-        _remove(_beside(path, _NEW))
         _beside(path, _LOCK).unlink(missing_ok=True)
 
 
@@ -207,11 +212,11 @@ def _check_place(path: Path) -> None:
             "Choose another path."
         )
     names = {str(one.relative_to(path)) for one in path.rglob("*") if not one.is_dir()}
-    try:
-        listed = {file.name for file in checkpoint.read(path).files}
-    except CheckpointError:  # torn: its files are known by their names
-        listed = set()
-    others = sorted(n for n in names - listed if not any(fnmatch(n, own) for own in _OWN_NAMES))
+    others = sorted(n for n in names if not any(fnmatch(n, own) for own in _OWN_NAMES))
+    if others and checkpoint.MANIFEST in names:
+        with contextlib.suppress(CheckpointError):  # torn: its files are known by their names
+            listed = {file.name for file in checkpoint.read(path).files}
+            others = [name for name in others if name not in listed]
     if names and (others or checkpoint.MANIFEST not in names):
         more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
         holds = ", ".join(others[:_MAX_NAMED]) + more if others else ", ".join(sorted(names)[:3])

@@ -42,6 +42,28 @@ def test_the_root_cause_is_told_and_not_the_lost_connection() -> None:
         collect(futures, 1.0, lives)
 
 
+def test_the_end_of_a_rank_is_told_as_such_once_it_is_known() -> None:
+    """The controller tells of a death some milliseconds before the process has been reaped."""
+    asked = []
+
+    def ends_soon() -> str:
+        asked.append(1)
+        if len(asked) > 2:
+            raise RankGone("rank 0 has ended (signal SIGKILL)")
+        return ""
+
+    died: Future[Any] = Future()
+    error = RuntimeError("Engine 0 died while running task 'c2'")
+    error.ename = "EngineError"  # type: ignore[attr-defined]
+    died.set_exception(error)
+    follower = failed("Connection closed by peer [127.0.0.1]:1")
+
+    with pytest.raises(RankGone, match="signal SIGKILL"):
+        collect({0: died, 1: follower}, 1.0, ends_soon)
+    with pytest.raises(NbdistError, match=r"^rank 0: Engine 0 died"):  # nothing is known of it
+        collect({0: died, 1: follower}, 1.0, lives)
+
+
 def test_who_has_not_answered_is_named() -> None:
     """After the deadline, all that are late."""
     with pytest.raises(NbdistError, match=r"^ranks 1-2 did not answer within 0.01 s$"):

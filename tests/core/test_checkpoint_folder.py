@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -308,3 +309,24 @@ def test_a_save_whose_files_are_short_is_not_put_in_place(tmp_path: Path) -> Non
     checkpoint_folder.abandon(path)
 
     assert found(path) == (1, True)
+
+
+def test_a_save_is_given_up_while_others_still_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that comes while the folder is removed goes too, and so does the lock."""
+    path = tmp_path / "one"
+    new = checkpoint_folder.prepare(path)
+    (new / "__1_0.distcp").write_bytes(b"early")
+    late, rmdir = [new / "__3_0.distcp"], os.rmdir
+
+    def rmdir_too_late(*args: Any, **given: Any) -> None:
+        if late:
+            late.pop().write_bytes(b"late")
+        rmdir(*args, **given)
+
+    monkeypatch.setattr(os, "rmdir", rmdir_too_late)
+    checkpoint_folder.abandon(path)
+
+    assert not late
+    assert list(tmp_path.iterdir()) == []

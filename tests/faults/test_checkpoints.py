@@ -186,7 +186,7 @@ def test_a_rank_is_killed_before_it_writes(
     total = _begun(ranks)
     ranks.ok(
         f"%%rank[{dead}]\nfrom nbdist.engine.checkpoint import save as saving\n"
-        "saving._stage = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
+        "saving._take = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
     )
     began_s = time.monotonic()
     cell = ranks.kernel.run("%dist_save one")

@@ -43,22 +43,26 @@ class Contents:
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
 
-    def add(self, name: str, side: Side, held: torch.Tensor | None) -> None:
+    def add(self, name: str, side: Side) -> None:
         """Add a tensor that `tensors` knows."""
         self.stored.append(Stored(name, side, self.tensors.dtypes[name].itemsize))
-        if held is not None:
-            self.held[name] = held
 
     def own(self, rank: int) -> Iterator[tuple[Spot, torch.Tensor]]:
         """The boxes that a rank writes, as views of what it holds."""
         for one in self.parts:
             if one.writer == rank:
                 box = self.held[one.name]
-                for dim, (start, n) in enumerate(
-                    zip(one.chunk.local, one.chunk.sizes, strict=True)
-                ):
-                    box = box.narrow(dim, start, n)
+                for dim, n in enumerate(one.chunk.sizes):
+                    if box.shape[dim] != n:
+                        box = box.narrow(dim, one.chunk.local[dim], n)
                 yield (one.name, one.chunk.offsets), box
+
+    def own_bytes(self, rank: int) -> int:
+        """That a rank writes."""
+        dtypes = self.tensors.dtypes
+        return sum(
+            one.chunk.count * dtypes[one.name].itemsize for one in self.parts if one.writer == rank
+        )
 
 
 def contents(found: Found) -> Contents:
@@ -73,7 +77,21 @@ def contents(found: Found) -> Contents:
     for stepping in found.optimizers:
         _add_optimizer(one, stepping)
     one.parts = shared_out(one.stored, world_size())
+    one.held = held(found)
     return one
+
+
+def held(found: Found) -> dict[str, torch.Tensor]:
+    """This rank's local part of each tensor that it has, by name in the checkpoint."""
+    own = {
+        f"{MODEL}.{model.name}.{first}": tensor
+        for model in found.models
+        for first, tensor in model.held.items()
+    }
+    for stepping in found.optimizers:
+        for key, state, tensor in _states(stepping):
+            own[".".join(state_path(stepping, key, state))] = tensor
+    return own
 
 
 def entry_record(label: str, key: str, entry: Entry) -> dict[str, Any]:
@@ -141,7 +159,7 @@ def _add_model(one: Contents, model: Model) -> None:
             model.dtypes[first],
             [(MODEL, model.name, other) for other in names[1:]],
         )
-        one.add(name, model.side(first), model.held.get(first))
+        one.add(name, model.side(first))
 
 
 def _add_optimizer(one: Contents, stepping: Stepping) -> None:
@@ -150,7 +168,6 @@ def _add_optimizer(one: Contents, stepping: Stepping) -> None:
         return
     agreed = stepping.stepper.agreed
     assert agreed is not None
-    held = stepping.stepper.local.tensors
     for (key, state), entry in agreed.entries.items():
         side = state_side(stepping, key)
         if entry.kind == "other":
@@ -158,18 +175,18 @@ def _add_optimizer(one: Contents, stepping: Stepping) -> None:
             if value is None:
                 _refuse_other(agreed, stepping.labels[key], state, entry)
             path = state_path(stepping, key, state)
-            one.add(one.tensors.add(path, value.shape, value.dtype), _whole(value), value)
+            one.add(one.tensors.add(path, value.shape, value.dtype), _whole(value))
             continue
         if entry.dtype is None:
             continue  # a number of Python's
         shape = side.layout.shape if entry.kind == "tensor" else ()
         name = one.tensors.add(state_path(stepping, key, state), shape, entry.dtype)
         if entry.kind == "number":
-            one.add(name, _scalar(entry), torch.tensor(entry.value, dtype=entry.dtype))
+            one.add(name, _scalar(entry))
             continue
         own = replace(side, layout=replace(side.layout, ranks=_on(side, entry.ranks)))
         _refuse_missing(agreed, stepping, (key, state), side, own)
-        one.add(name, own, held.get(agreed.label((key, state))))
+        one.add(name, own)
 
 
 def _add_flat(one: Contents, stepping: Stepping) -> None:
@@ -181,7 +198,32 @@ def _add_flat(one: Contents, stepping: Stepping) -> None:
             if isinstance(value, torch.Tensor):
                 name = one.tensors.add(state_path(stepping, key, state), value.shape, value.dtype)
                 whole = replace(side, layout=replace(side.layout, shape=tuple(value.shape)))
-                one.add(name, whole, value.detach())
+                one.add(name, whole)
+
+
+def _states(stepping: Stepping) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """This rank's part of all that an optimizer remembers: (parameter, key, tensor)."""
+    if stepping.whole is not None:
+        for key, own in stepping.whole["state"].items():
+            tensors = {k: v for k, v in own.items() if isinstance(v, torch.Tensor)}
+            yield from ((key, state, value.detach()) for state, value in tensors.items())
+        return
+    agreed = stepping.stepper.agreed
+    assert agreed is not None
+    for place, entry in agreed.entries.items():
+        value = _state(stepping, place, entry)
+        if value is not None:
+            yield *place, value
+
+
+def _state(stepping: Stepping, place: Place, entry: Entry) -> torch.Tensor | None:
+    """This rank's part of one thing that an optimizer remembers."""
+    stepper = stepping.stepper
+    if entry.kind == "tensor":
+        return stepper.local.tensors.get(stepper.local.label(place))
+    if entry.kind == "other":
+        return own_form(stepping, place, state_side(stepping, place[0]))
+    return None if entry.dtype is None else torch.tensor(entry.value, dtype=entry.dtype)
 
 
 def _on(side: Side, ranks: frozenset[int]) -> frozenset[int]:

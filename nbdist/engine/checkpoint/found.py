@@ -141,21 +141,35 @@ def look(what: str) -> Found:
         CheckpointError: No model is prepared, or it cannot be saved in parts.
         NbdistError: Ranks differ.
     """
-    accelerators = [one for one in registry.watchers() if hasattr(one, "_schedulers")]
-    if _may_be_left(accelerators):
-        gc.collect()
+    accelerators = accelerators_here()
     common = switch.common_models()
     together(what, lambda: _check(common))
     for one in common:
-        fsdp.settle(one.built.job.root)
+        settle(one)
     steppers = switch.steppers_of(common, is_quick=True)
     counts = together(what, lambda: len(accelerators))
     for accelerator in accelerators[: min(counts)]:
         saving.agree(accelerator, is_collected=True)
-    named = together(what, lambda: _names(common, steppers, accelerators))[0]
+    named = together(what, lambda: variable_names(common, steppers, accelerators))[0]
     models = [_model(one, at, named[0][at]) for at, one in enumerate(common)]
     optimizers = [_stepping(one, models, named[1][at]) for at, one in enumerate(steppers)]
     return Found(models, optimizers, accelerators[: min(counts)])
+
+
+def accelerators_here() -> list[Any]:
+    """This rank's that were set up. What a cell that was run again has left is collected."""
+    if _may_be_left(_accelerators()):
+        gc.collect()
+    return _accelerators()
+
+
+def _accelerators() -> list[Any]:
+    return [one for one in registry.watchers() if hasattr(one, "_schedulers")]
+
+
+def settle(one: Prepared) -> None:
+    """Let a model's parameters be this rank's parts of them. This rank alone."""
+    fsdp.settle(one.built.job.root)
 
 
 def _may_be_left(accelerators: Iterable[Any]) -> bool:
@@ -197,7 +211,7 @@ def _check(common: list[Prepared]) -> None:
         )
 
 
-def _names(
+def variable_names(
     models: list[Prepared], steppers: list[Stepper], accelerators: list[Any]
 ) -> tuple[list[str], list[str]]:
     """What a person calls them; each name once."""

@@ -5,13 +5,16 @@ The control thread looks in here; nothing heavy is imported.
 
 from __future__ import annotations
 
+import functools
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 from nbdist.core.saving import DONE, FAILED, RUNNING, Saved, Saving
 from nbdist.errors import CheckpointError
 
-# Between the last rename and the end of its thread.
+# Between the last rename and the end of all that runs.
 _JOIN_S = 2.0
 
 
@@ -27,7 +30,7 @@ class Meter:
         done_bytes, total_bytes: Written and compared; each byte counts twice.
     """
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int = 0) -> None:
         self.phase = "beginning"
         self.done_bytes = 0
         self.total_bytes = total_bytes
@@ -78,7 +81,7 @@ class Job:
         token: Names it, the same on all ranks.
         path: Where the checkpoint will be.
         meter: How far it is.
-        thread: That writes.
+        is_over: Set once nothing of it runs any more.
         failure: Why it failed.
         saved: On rank 0, once it is in its place.
     """
@@ -86,20 +89,46 @@ class Job:
     token: str
     path: str
     meter: Meter
-    thread: threading.Thread | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
     failure: str = ""
     saved: Saved | None = None
 
 
 _jobs: dict[str, Job] = {}
+# What the thread is to do: one for all saves, as a new one begins after milliseconds.
+_todo: SimpleQueue[tuple[Job, Callable[[], None]]] = SimpleQueue()
 
 
-def keep(job: Job) -> None:
-    """Let a save be the one that can be asked for, and start its thread."""
-    assert job.thread is not None
+def keep(job: Job, run: Callable[[], None]) -> None:
+    """Let a save be the one that can be asked for, and a thread run the rest of it.
+
+    From here on that thread wants the interpreter for itself.
+
+    Args:
+        job: What others know of it.
+        run: Raises nothing.
+    """
     _jobs.clear()
     _jobs[job.token] = job
-    job.thread.start()
+    _thread()
+    _todo.put((job, run))
+
+
+@functools.cache
+def _thread() -> threading.Thread:
+    thread = threading.Thread(target=_work, name="nbdist-save", daemon=True)
+    thread.start()
+    return thread
+
+
+def _work() -> None:
+    while True:
+        job, run = _todo.get()
+        try:
+            run()
+        finally:
+            job.is_over.set()
+            del job, run  # what was saved is not held until the next one comes
 
 
 def state(token: str) -> Saving:
@@ -107,8 +136,7 @@ def state(token: str) -> Saving:
     job = _jobs.get(token)
     if job is None:
         return Saving(FAILED, failure="this rank knows of no such save: it has been replaced")
-    assert job.thread is not None
-    is_running = job.thread.is_alive() and not job.failure and job.saved is None
+    is_running = not (job.is_over.is_set() or job.failure or job.saved)
     kind = RUNNING if is_running else FAILED if job.failure else DONE
     meter = job.meter
     return Saving(kind, meter.phase, meter.done_bytes, meter.total_bytes, job.failure, job.saved)
@@ -126,19 +154,15 @@ def stop(token: str, why: str) -> bool:
 
 def wait(token: str) -> Saving:
     """Wait until a save is over on this rank. No rank is met."""
-    thread = _jobs[token].thread
-    assert thread is not None
-    thread.join()
+    _jobs[token].is_over.wait()
     return state(token)
 
 
 def refuse_if_running() -> None:
     """Raises a CheckpointError while a save is going on."""
     for job in _jobs.values():
-        assert job.thread is not None
-        if state(job.token).state != RUNNING or job.meter.is_stopped:
-            job.thread.join(_JOIN_S)
-        if job.thread.is_alive():
+        is_ending = state(job.token).state != RUNNING or job.meter.is_stopped
+        if not job.is_over.wait(_JOIN_S if is_ending else 0.0):
             raise CheckpointError(
                 f"{job.path} is still being saved ({job.meter.phase}). Wait until it is there."
             )

@@ -6,37 +6,65 @@ numbers, texts, lists, dicts and tensors, and nothing that runs.
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nbdist.engine.checkpoint.contents import entries_of
 from nbdist.engine.checkpoint.found import Found
 from nbdist.errors import CheckpointError
 
 FILE = "states.pt"
-_PLAIN = (
-    bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device, torch.Size,
-)  # fmt: skip
+# What is never changed, so that a copy is the same object.
+_SINGLE = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+)
 
 
-def own_random() -> dict[str, Any]:
-    """The states of this rank's random generators. Long lists of numbers are tensors."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002  # the one that Accelerate seeds
-    version, words, gauss = random.getstate()
-    found = {
-        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "torch": torch.random.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """The states of a rank's random generators, as they are told to other ranks.
+
+    Attributes:
+        python, numpy: As `random` and `numpy.random` give them.
+        torch: Likewise, as an array: a tensor takes a millisecond to send.
+        cuda: Of its GPU, if it has been used.
+    """
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: NDArray[np.uint8]
+    cuda: NDArray[np.uint8] | None
+
+    def saved(self) -> dict[str, Any]:
+        """As they are in the file: long lists of numbers are tensors."""
+        version, words, gauss = self.python
+        kind, keys, *rest = self.numpy
+        found = {
+            "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+            "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+            "torch": torch.from_numpy(self.torch),
+        }
+        return found if self.cuda is None else {**found, "cuda": torch.from_numpy(self.cuda)}
+
+
+def own_random() -> Generators:
+    """The states of this rank's random generators."""
+    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return Generators(
+        random.getstate(),
+        np.random.get_state(),  # type: ignore[arg-type]  # noqa: NPY002  # Accelerate seeds it
+        torch.random.get_rng_state().numpy(),
+        torch.cuda.get_rng_state().numpy() if has_gpu else None,
+    )
 
 
 def set_random(state: Mapping[str, Any]) -> None:
@@ -50,37 +78,63 @@ def set_random(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def states(found: Found, generators: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All plain states, as they are on this rank.
+def states(found: Found, generators: Sequence[Generators]) -> dict[str, Any]:
+    """All plain states, as they are on this rank; copies, so that they may change.
 
     Args:
         found: What is saved.
         generators: `own_random` of each rank.
-    """
-    return {
-        "optimizers": {
-            one.name: {
-                "groups": one.groups(),
-                "entries": entries_of(one),
-            }
-            for one in found.optimizers
-        },
-        "accelerators": [_accelerator(one) for one in found.accelerators],
-        "random": list(generators),
-    }
-
-
-def as_bytes(value: Mapping[str, Any]) -> bytes:
-    """The file: a copy of all states, so that they may change.
 
     Raises:
         CheckpointError: Something in it is no plain data; says where.
     """
-    if wrong := _not_plain(value, ""):
+    return {
+        "optimizers": {
+            one.name: {
+                "groups": copied(one.groups(), f"optimizers.{one.name}.groups"),
+                "entries": entries_of(one),
+            }
+            for one in found.optimizers
+        },
+        "accelerators": [
+            copied(_accelerator(one), f"accelerators.{at}")
+            for at, one in enumerate(found.accelerators)
+        ],
+        "random": [one.saved() for one in generators],
+    }
+
+
+def copied(value: Any, where: str) -> Any:
+    """A copy of plain data; where it stands is for messages.
+
+    Raises:
+        CheckpointError: Something in it is no plain data; says where.
+    """
+
+    def inner(key: object, one: Any) -> Any:
+        return one if type(one) in _SINGLE else copied(one, f"{where}.{key}")
+
+    kind = type(value)
+    if kind is dict:
+        return {key: inner(key, one) for key, one in value.items()}
+    if kind is list or kind is tuple:
+        return kind([inner(at, one) for at, one in enumerate(value)])
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping | list | tuple | set):  # of a class of its own
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            inner(key, one)
+    elif kind not in _SINGLE and not isinstance(value, int | float | complex | str | bytes):
+        place = f"{where} ({kind.__module__}.{kind.__qualname__})"
         raise CheckpointError(
-            f"{wrong} cannot be saved: a checkpoint holds numbers, texts, lists, dicts and tensors "
-            "alone, so that loading one runs nothing. Let state_dict() give such values."
+            f"{place} cannot be saved: a checkpoint holds numbers, texts, lists, dicts and "
+            "tensors alone, so that loading one runs nothing. Let state_dict() give such values."
         )
+    return copy.deepcopy(value)
+
+
+def as_bytes(value: Mapping[str, Any]) -> bytes:
+    """The file, of what `states` gave."""
     file = io.BytesIO()
     torch.save(dict(value), file)
     return file.getvalue()
@@ -139,21 +193,3 @@ def _accelerator(one: Any) -> dict[str, Any]:
 
 def _kind(one: object) -> str:
     return type(one).__name__
-
-
-def _not_plain(value: Any, where: str) -> str:
-    """Where the first thing is that is no plain data, with its class; empty without one."""
-    if value is None or isinstance(
-        value, bool | int | float | complex | str | bytes | torch.Tensor
-    ):
-        return ""
-    if isinstance(value, torch.dtype | torch.device | torch.Size):
-        return ""
-    if isinstance(value, Mapping):
-        inner = [(str(key), one) for key, one in value.items()]
-    elif isinstance(value, list | tuple | set):
-        inner = [(str(at), one) for at, one in enumerate(value)]
-    else:
-        return f"{where} ({type(value).__module__}.{type(value).__qualname__})"
-    found = (_not_plain(one, f"{where}.{name}" if where else name) for name, one in inner)
-    return next((one for one in found if one), "")

@@ -1,82 +1,37 @@
 """A checkpoint is saved: planned by all ranks together, then written by each for itself.
 
-`begin`: all ranks agree on what is saved, and copy it to the host's memory if training goes on.
-A thread of each writes its part, reads it back and compares it; rank 0's waits for the others'
-word, writes the manifest and renames the folder into its place.
+`begin`: all ranks agree on what is saved, or find it as the last save did (`known`), and copy it
+to the host's memory if training goes on (`staging`). A thread of each does the rest (`finish`).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
 
 import nbdist
-from nbdist.core import checkpoint, checkpoint_folder, host
-from nbdist.core.checkpoint import Checkpoint, SavedFile, Versions
+from nbdist.core import checkpoint_folder, host
+from nbdist.core.checkpoint import Checkpoint, Versions
 from nbdist.core.runs import Machine
-from nbdist.core.saving import Begun, Saved
-from nbdist.engine.checkpoint import metadata, plain, writing
+from nbdist.core.saving import Begun
+from nbdist.engine.checkpoint import finish, known, plain, staging, writing
 from nbdist.engine.checkpoint.contents import Contents, contents
+from nbdist.engine.checkpoint.finish import Named, Write
 from nbdist.engine.checkpoint.found import Found, Model, look
 from nbdist.engine.checkpoint.jobs import Job, Meter, keep, refuse_if_running
-from nbdist.engine.checkpoint.planners import Saver, Spot, Writer
 from nbdist.engine.parallel import registry
-from nbdist.engine.parallel.agreement import rank, same_random, sentence, together, world_size
-from nbdist.engine.parallel.room import room_for
+from nbdist.engine.parallel.agreement import rank, same_random, together, world_size
 from nbdist.errors import CheckpointError, NbdistError
-
-# Nobody who writes is silent for so long, but on a disk that does not answer.
-STALL_S = 300.0
-
-
-@dataclass(slots=True)
-class _Write:
-    """One save on this rank.
-
-    Attributes:
-        job: What others know of it.
-        new: Where it is written.
-        contents: All tensors.
-        processes: (machine, pid, when it started) of each rank.
-        generators: States of each rank's random generators.
-        began_s: By the monotonic clock.
-        boxes: The boxes that this rank writes: copies, or views of what is trained.
-        manifest: All of it but the files; rank 0 has it.
-        plain: The bytes of the other states; rank 0 has them.
-    """
-
-    job: Job
-    new: Path
-    contents: Contents
-    processes: list[tuple[Machine, int, str]]
-    generators: list[dict[str, Any]]
-    began_s: float
-    boxes: dict[Spot, torch.Tensor] = field(default_factory=dict)
-    manifest: Checkpoint | None = None
-    plain: bytes = b""
-
-    @property
-    def path(self) -> Path:
-        """Where the checkpoint will be."""
-        return Path(self.job.path)
-
-    @property
-    def meter(self) -> Meter:
-        """How far it is."""
-        return self.job.meter
 
 
 def begin(path: str, token: str, is_async: bool) -> Begun:
@@ -95,66 +50,97 @@ def begin(path: str, token: str, is_async: bool) -> Begun:
     """
     began_s = time.perf_counter()
     what = f"Saving {path}"
-    together(what, refuse_if_running)
+    one = Write(Job(token, path, Meter()))
     with same_random():
-        found = look(what)
-        one = _agreed(what, path, token, found)
         try:
-            # Rank 0 first: it refuses what is no place for a checkpoint.
-            new = together(what, lambda: _prepare(one, found))[0]
-            together(what, lambda: _enter(one, Path(new)))
-            together(what, lambda: _stage(one, is_copied=is_async))
+            found = _agree(what, one)
+            together(what, lambda: _take(one, found, is_copied=is_async))
         except BaseException:
-            if rank() == 0 and one.manifest is not None:
+            finish.let_go(one)
+            if rank() == 0 and one.new is not None:
                 checkpoint_folder.abandon(one.path)
             raise
-    one.job.thread = threading.Thread(target=_run, args=(one,), name="nbdist-save", daemon=True)
-    own_bytes = sum(box.nbytes for box in one.boxes.values())
-    keep(one.job)
-    return Begun(
+    one.contents.held.clear()
+    begun = Begun(
         models=tuple(model.name for model in found.models),
         optimizers=tuple(stepping.name for stepping in found.optimizers),
-        own_bytes=own_bytes,
+        own_bytes=one.contents.own_bytes(rank()),
         notes=_notes(found),
         stall_s=time.perf_counter() - began_s,
     )
+    keep(one.job, functools.partial(finish.run, one))
+    return begun
 
 
-def _agreed(what: str, path: str, token: str, found: Found) -> _Write:
-    """What all ranks together write. Collective: every rank."""
-    taken: list[Contents] = []
+def _agree(what: str, one: Write) -> Found:
+    """Say what all ranks together write, and where. Collective: every rank."""
+    recalled: list[known.Recalled | None] = []
 
-    def own() -> tuple[Any, ...]:
-        taken.append(contents(found))
-        return _told(taken[0])
+    def own() -> _Told:
+        refuse_if_running()
+        recalled.append(known.recall())
+        return _told(one, recalled[0])
 
     told = together(what, own)
-    _compare(told)
-    meter = Meter(2 * sum(box.nbytes for _, box in taken[0].own(rank())))
-    return _Write(
-        job=Job(token, path, meter),
-        new=Path(path),
-        contents=taken[0],
-        processes=[process for process, _, _ in told],
-        generators=[generators for _, _, generators in told],
-        began_s=time.monotonic(),
-    )
+    one.processes = [rank.process for rank in told]
+    one.generators = [rank.generators for rank in told]
+    if recalled[0] is not None and known.agreed(recalled[0], [rank.known for rank in told]):
+        found, one.contents = recalled[0].found, recalled[0].contents
+        new = told[0].folder
+    else:
+        found = look(what)
+        one.contents = _compared(what, found)
+        known.remember(one.job.token, found, one.contents)
+        new = together(what, lambda: _describe(one, found))[0]
+    one.new = Path(new)
+    one.meter.total_bytes = 2 * one.contents.own_bytes(rank())
+    return found
 
 
-def _told(one: Contents) -> tuple[tuple[Machine, int, str], list[Any], dict[str, Any]]:
-    """Who this rank is, what it would save, and its random generators."""
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a rank tells the others of itself.
+
+    Attributes:
+        process: Its machine, its pid, and when that process started.
+        generators: States of its random generators.
+        known: The last save, if its plan still counts here.
+        folder: Where it is written, if rank 0 knows by then what.
+    """
+
+    process: tuple[Machine, int, str]
+    generators: plain.Generators
+    known: known.Told | None
+    folder: str = ""
+
+
+def _told(one: Write, recalled: known.Recalled | None) -> _Told:
     pid = os.getpid()
-    names = [
-        (name, shape, str(one.tensors.dtypes[name])) for name, shape in one.tensors.shapes.items()
-    ]
-    return (host.this_machine(), pid, host.started(pid) or ""), names, plain.own_random()
+    process = (host.this_machine(), pid, host.started(pid) or "")
+    if recalled is None:
+        return _Told(process, plain.own_random(), None)
+    folder = _folder(one) if rank() == 0 else ""
+    return _Told(process, plain.own_random(), recalled.told(), folder)
 
 
-def _compare(told: Sequence[tuple[Any, ...]]) -> None:
-    for number, (_, names, _) in enumerate(told):
-        if names == told[0][1]:
+def _compared(what: str, found: Found) -> Contents:
+    """What is saved, the same on all ranks. Collective: every rank."""
+    taken: list[Contents] = []
+
+    def own() -> list[tuple[str, tuple[int, ...], str]]:
+        taken.append(contents(found))
+        dtypes = taken[0].tensors.dtypes
+        return [(name, shape, str(dtypes[name])) for name, shape in taken[0].tensors.shapes.items()]
+
+    _compare(together(what, own))
+    return taken[0]
+
+
+def _compare(told: Sequence[list[tuple[str, tuple[int, ...], str]]]) -> None:
+    for number, names in enumerate(told):
+        if names == told[0]:
             continue
-        odd = set(names) ^ set(told[0][1])
+        odd = set(names) ^ set(told[0])
         detail = "{} {}".format(*min(odd)[:2]) if odd else "their order"
         raise NbdistError(
             f"The ranks 0 and {number} would save other tensors: {detail} differs. Run the cells "
@@ -162,18 +148,25 @@ def _compare(told: Sequence[tuple[Any, ...]]) -> None:
         )
 
 
-def _prepare(one: _Write, found: Found) -> str:
-    """On rank 0: the folder in which it is written, and what goes beside the tensors."""
+def _folder(one: Write) -> str:
+    """Make the folder in which it is written. On rank 0."""
+    if one.new is None:
+        one.new = checkpoint_folder.prepare(one.path, str(Path.cwd()))
+    return str(one.new)
+
+
+def _describe(one: Write, found: Found) -> str:
+    """On rank 0 what goes beside the tensors, and the folder."""
     if rank() != 0:
         return ""
-    one.plain = plain.as_bytes(plain.states(found, one.generators))
-    manifest = Checkpoint(
+    one.plain = plain.states(found, one.generators)  # first: they may be no plain data
+    one.manifest = Checkpoint(
         models=tuple(model.saved() for model in found.models),
         optimizers=tuple(stepping.saved() for stepping in found.optimizers),
         versions=Versions(
             nbdist=nbdist.__version__,
             torch=torch.__version__,
-            accelerate=version("accelerate"),
+            accelerate=_version("accelerate"),
             python=platform.python_version(),
         ),
         world_size=world_size(),
@@ -188,9 +181,10 @@ def _prepare(one: _Write, found: Found) -> str:
             "accelerators": [_settings(one) for one in found.accelerators],
         },
     )
-    new = checkpoint_folder.prepare(one.path, str(Path.cwd()))
-    one.manifest = manifest
-    return str(new)
+    return _folder(one)
+
+
+_version = functools.cache(version)  # it reads the package's files
 
 
 def _config(model: Model) -> Any:
@@ -209,113 +203,25 @@ def _settings(accelerator: Any) -> dict[str, Any]:
     }
 
 
-def _enter(one: _Write, new: Path) -> None:
-    if not new.is_dir():
+def _take(one: Write, found: Found, *, is_copied: bool) -> None:
+    """Enter the folder, and take the boxes that this rank writes."""
+    _enter(one)
+    if one.manifest is None:
+        _describe(one, found)
+    one.boxes = {spot: box.detach() for spot, box in one.contents.own(rank())}
+    if is_copied:
+        # Also what is on the host already: the optimizer changes it in place.
+        one.boxes = dict(zip(one.boxes, staging.copies(list(one.boxes.values())), strict=True))
+
+
+def _enter(one: Write) -> None:
+    if not one.folder.is_dir():
         raise CheckpointError(
-            f"rank {rank()} on {host.this_machine().host} does not see {new}, which rank 0 has "
-            "made. A checkpoint goes to a folder that all hosts share."
+            f"rank {rank()} on {host.this_machine().host} does not see {one.folder}, which rank 0 "
+            "has made. A checkpoint goes to a folder that all hosts share."
         )
-    one.new = new
-    with _Named(one):
-        writing.reserve(new, rank())
-
-
-def _stage(one: _Write, *, is_copied: bool) -> None:
-    """Take the boxes that this rank writes; copies in the host's memory where they may change."""
-    for spot, box in one.contents.own(rank()):
-        if is_copied:
-            # Also what is on the host already: the optimizer changes it in place.
-            fresh = room_for(tuple(box.shape), box.dtype, torch.device("cpu"))
-            one.boxes[spot] = fresh.copy_(box.detach())
-        else:
-            one.boxes[spot] = box.detach()
-    one.contents.held.clear()
-
-
-def _run(one: _Write) -> None:
-    """The thread of one rank."""
-    try:
-        with _Named(one):
-            result = writing.write(one.new, one.contents, rank(), _values(one), one.meter)
-            one.boxes.clear()
-            writing.tell(one.new, rank(), result)
-        if rank() == 0:
-            _finish(one)
-        else:
-            one.meter.phase = "done with its part"
-    except BaseException as error:  # noqa: BLE001  # told to rank 0, and to who asks
-        one.job.failure = _sentence(one, error)
-        one.boxes.clear()
-        writing.tell_failure(one.new, rank(), one.job.failure)
-        if rank() == 0:
-            checkpoint_folder.abandon(one.path)
-
-
-def _values(one: _Write) -> Callable[[Spot], torch.Tensor]:
-    return lambda spot: one.boxes[spot].cpu().contiguous()
-
-
-def _finish(one: _Write) -> None:
-    """Rank 0: when all have written, what belongs to all; then the folder gets its name."""
-    results = writing.results(
-        one.new, len(one.processes), one.meter, lambda other: _gone(one, other), STALL_S
-    )
-    one.meter.phase = "writing the manifest"
-    assert one.manifest is not None
-    with _Named(one):
-        saver = Saver(one.contents.tensors, one.contents.parts, 0, _values(one))
-        _, known = saver.create_global_plan([])
-        Writer(one.new).finish(known, _write_results(one.contents, results))
-        data = (one.new / metadata.FILE).read_bytes()
-        if metadata.loads(data) != known:
-            raise CheckpointError(f"{metadata.FILE} is not as it was written")
-        plain.loads(one.plain)  # as a load will
-        (one.new / plain.FILE).write_bytes(one.plain)
-        if (one.new / plain.FILE).read_bytes() != one.plain:
-            raise CheckpointError(f"{plain.FILE} is not as it was written")
-        files = [
-            *writing.listed(results),
-            *(_file(one.new, n) for n in (metadata.FILE, plain.FILE)),
-        ]
-        saved = replace(one.manifest, files=tuple(files))
-        writing.clear(one.new, len(one.processes))
-        (one.new / checkpoint.MANIFEST).write_text(checkpoint.text(saved), encoding="utf-8")
-        one.meter.make_final()
-        checkpoint_folder.commit(one.new, one.path)
-    one.meter.phase = "done"
-    one.job.saved = Saved(
-        path=str(one.path),
-        size_bytes=saved.size_bytes,
-        files=len(saved.files) + 1,
-        tensors=len(known.state_dict_metadata),
-        step=saved.step,
-        strategy=saved.strategy,
-        elapsed_s=time.monotonic() - one.began_s,
-    )
-
-
-def _file(folder: Path, name: str) -> SavedFile:
-    path = folder / name
-    return SavedFile(name, path.stat().st_size, checkpoint.checksum(path))
-
-
-def _write_results(contents: Contents, results: list[dict[str, Any]]) -> list[list[WriteResult]]:
-    """Where each box lies, as DCP's writer wants it; under each of a tensor's names."""
-    found = []
-    for result in results:
-        for name, offsets, file, at, length in result["boxes"]:
-            place = filesystem._StorageInfo(file, at, length)  # noqa: SLF001
-            names = (name, *contents.tensors.aliases[name])
-            found += [WriteResult(MetadataIndex(each, offsets), length, place) for each in names]
-    return [found]
-
-
-def _gone(one: _Write, other: int) -> str:
-    """That another rank's process on this machine has ended; nothing while it lives."""
-    machine, pid, start = one.processes[other]
-    if machine != host.this_machine() or host.started(pid) == start:
-        return ""
-    return f"rank {other} (process {pid}) ended while it wrote its part"
+    with Named(one):
+        writing.reserve(one.folder, rank())
 
 
 def _notes(found: Found) -> tuple[str, ...]:
@@ -331,26 +237,3 @@ def _notes(found: Found) -> tuple[str, ...]:
         for parameter in model.one.parameters.values()
     )
     return tuple(notes) if not graded else (*notes, "gradients are not saved")
-
-
-def _sentence(one: _Write, error: BaseException) -> str:
-    text = sentence(error)
-    return text if text.startswith("rank ") else f"rank {rank()}: {text}"
-
-
-class _Named:
-    """What the system refuses is told with rank, path and numbers."""
-
-    def __init__(self, one: _Write) -> None:
-        self._job = one
-
-    def __enter__(self) -> None:
-        """Nothing."""
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError):
-            meter = self._job.meter
-            raise CheckpointError(
-                f"{checkpoint_folder.problem(error, self._job.path)} It had written "
-                f"{meter.done_bytes:,} bytes."
-            ) from error

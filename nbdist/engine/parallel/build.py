@@ -25,7 +25,7 @@ from nbdist.engine.parallel.step import Job, Layouts, Step
 from nbdist.errors import NbdistError, OptionError
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Built:
     """A model under a strategy on this rank, or the plan of one.
 
@@ -174,11 +174,14 @@ def names_of(base: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 def tensors_of(base: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer, by each of its names."""
-    found = {
-        **dict(base.named_parameters(remove_duplicate=False)),
-        **dict(base.named_buffers(remove_duplicate=False)),
-    }
-    return {own_name(name): tensor for name, tensor in found.items()}
+    parameters = base.named_parameters(remove_duplicate=False)
+    return {own_name(name): tensor for name, tensor in parameters} | buffers_of(base)
+
+
+def buffers_of(base: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every buffer, by each of its names."""
+    buffers = base.named_buffers(remove_duplicate=False)
+    return {own_name(name): tensor for name, tensor in buffers}
 
 
 def own_name(name: str) -> str:
@@ -192,8 +195,11 @@ _FSDP1_WRAPPER = "_fsdp_wrapped_module."
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, without gradient."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        # In this order, and without gradients: a tenth of the time, which saves have to wait for.
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    return tensor.detach()
 
 
 def _refuse_lazy(base: torch.nn.Module) -> None:

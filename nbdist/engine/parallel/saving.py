@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from nbdist.engine.parallel import live
 from nbdist.engine.parallel.agreement import together
+from nbdist.engine.parallel.held import Held
 from nbdist.engine.parallel.portable import Portable, portable
 from nbdist.engine.parallel.registry import names_in
 from nbdist.errors import NbdistError
@@ -117,19 +118,26 @@ def agree(accelerator: Any, *, is_collected: bool = False) -> None:
     """
     if not is_collected:
         gc.collect()
-    lists = [
+    everyone: list[set[int]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everyone, numbers(accelerator))
+    common = set.intersection(*everyone)
+    for held in _lists(accelerator):
+        held.keep(common)
+
+
+def numbers(accelerator: Any) -> set[int]:
+    """Of all that it has prepared and that lives on this rank."""
+    return set().union(*(held.numbers() for held in _lists(accelerator)))
+
+
+def _lists(accelerator: Any) -> list[Held]:
+    return [
         accelerator._models,  # noqa: SLF001
         accelerator._optimizers,  # noqa: SLF001
         accelerator._schedulers,  # noqa: SLF001
         accelerator._dataloaders,  # noqa: SLF001
         accelerator._custom_objects,  # noqa: SLF001
     ]
-    own = set().union(*(held.numbers() for held in lists))
-    everyone: list[set[int]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    common = set.intersection(*everyone)
-    for held in lists:
-        held.keep(common)
 
 
 def whole_model(model: torch.nn.Module) -> dict[str, Any]:

@@ -68,6 +68,10 @@ class LocalState:
     entries: dict[Place, Entry]
     tensors: dict[str, torch.Tensor]
 
+    def label(self, place: Place) -> str:
+        """The name under which an entry's tensor is."""
+        return _label(self.number, place)
+
 
 @dataclass(frozen=True, slots=True)
 class AgreedState:
@@ -232,7 +236,8 @@ def _laid_out(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return value
     if isinstance(parameter, DTensor) and value.placements != parameter.placements:
         value = value.redistribute(placements=parameter.placements)
-    local: torch.Tensor = value.to_local()
+    with torch.no_grad():  # a tenth of the time
+        local: torch.Tensor = value.to_local()
     return local
 
 

@@ -227,16 +227,27 @@ def _optimizers(covered: Sequence[Prepared] = ()) -> list[Optimizer]:
     Args:
         covered: If those that were prepared step all of these models' parameters, they are all.
     """
-    known = [one for one in registry.bound_optimizers() if registry.names_in(one)]
-    stepped = {id(p) for one in known for group in one.param_groups for p in group["params"]}
-    wanted = [p for one in covered for p in one.parameters.values() if p.requires_grad]
-    if not wanted or any(id(parameter) not in stepped for parameter in wanted):
-        known = [one for one in live_models.live_optimizers() if registry.names_in(one)]
-    found = known
+    known = prepared_optimizers(covered)
+    if known is not None:
+        return known
+    found = [one for one in live_models.live_optimizers() if registry.names_in(one)]
     return sorted(
         found,
         key=lambda one: registry.bound(one).number if registry.is_bound(one) else 1 << 60,
     )
+
+
+def prepared_optimizers(models: Sequence[Prepared]) -> list[Optimizer] | None:
+    """This rank's that were prepared, in order; None unless they step all that is trained.
+
+    Then there may be others, that only a look at all of Python's objects finds.
+    """
+    known = [one for one in registry.bound_optimizers() if registry.names_in(one)]
+    stepped = {id(p) for one in known for group in one.param_groups for p in group["params"]}
+    wanted = [p for one in models for p in one.parameters.values() if p.requires_grad]
+    if not wanted or any(id(parameter) not in stepped for parameter in wanted):
+        return None
+    return sorted(known, key=lambda one: registry.bound(one).number)
 
 
 def _sketch(optimizer: Optimizer) -> tuple[Any, ...]:

@@ -169,14 +169,14 @@ def place(
 
 def local_values(one: Prepared) -> dict[str, torch.Tensor]:
     """This rank's part of each parameter and buffer that it holds, by first name."""
-    found = {**build.tensors_of(one.base), **one.parameters}
+    found = {**build.buffers_of(one.base), **one.parameters}
     local = {name: build.local_of(found[name]) for name in one.layouts}
     return {name: tensor for name, tensor in local.items() if not tensor.is_meta}
 
 
 def dtypes_of(one: Prepared) -> dict[str, torch.dtype]:
     """Of each parameter and buffer, by first name."""
-    found = {**build.tensors_of(one.base), **one.parameters}
+    found = {**build.buffers_of(one.base), **one.parameters}
     return {name: found[name].dtype for name in one.layouts}
 
 
