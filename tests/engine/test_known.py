@@ -203,7 +203,18 @@ CHANGES = """
     parts[4].n = 2
     attempt(lambda: save(f"{folder}/five", True))
     left = sorted(one.name for one in Path(folder).iterdir())
-    done(found=found, freed=freed, texts=texts, left=left)
+
+    # One that is refused leaves the copies of the one that is still being written alone.
+    from nbdist.engine.checkpoint import finish, staging, writing
+    gate, write, given, give_back = threading.Event(), writing.write, [], staging.give_back
+    writing.write = lambda *given: (gate.wait(), write(*given))[1]
+    staging.give_back = lambda: (given.append(gate.is_set()), give_back())
+    saving.begin(f"{folder}/six", "six", True)
+    attempt(lambda: saving.begin(f"{folder}/seven", "seven", True))
+    dist.barrier()
+    gate.set()
+    texts.append(jobs.wait("six").state)
+    done(found=found, freed=freed, texts=texts, left=left, given=given)
 """
 
 
@@ -226,4 +237,7 @@ def test_what_has_changed_is_found_and_agreed_on_anew(tmp_path: Path) -> None:
         assert "is a file of 4 bytes" in one["texts"][1]
         assert "(builtins.object) cannot be saved" in one["texts"][2]
         assert one["texts"][3] == "done"
+        assert "six is still being saved" in one["texts"][4]
+        assert one["texts"][5] == "done"
+        assert one["given"] == [True]
     assert first["left"] == ["changed", "file", "five", "one", "two"]

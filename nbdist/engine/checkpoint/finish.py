@@ -44,6 +44,7 @@ class Write:
         generators: States of each rank's random generators.
         began_s: By the monotonic clock.
         boxes: The boxes that this rank writes: copies, or views of what is trained.
+        is_staged: Whether they are copies in the memory of `staging`, which is then this save's.
         manifest: All of it but the files; rank 0 has it.
         plain: The other states; rank 0 has them.
     """
@@ -55,6 +56,7 @@ class Write:
     generators: list[plain.Generators] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
     boxes: dict[Spot, torch.Tensor] = field(default_factory=dict)
+    is_staged: bool = False
     manifest: Checkpoint | None = None
     plain: dict[str, Any] = field(default_factory=dict)
 
@@ -98,7 +100,8 @@ def run(one: Write) -> None:
 def let_go(one: Write) -> None:
     """Nothing of what was saved is needed any more."""
     one.boxes.clear()
-    staging.give_back()
+    if one.is_staged:  # otherwise another save may have its copies there
+        staging.give_back()
 
 
 def _values(one: Write) -> Callable[[Spot], torch.Tensor]:

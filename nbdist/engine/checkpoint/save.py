@@ -211,6 +211,7 @@ def _take(one: Write, found: Found, *, is_copied: bool) -> None:
     one.boxes = {spot: box.detach() for spot, box in one.contents.own(rank())}
     if is_copied:
         # Also what is on the host already: the optimizer changes it in place.
+        one.is_staged = True
         one.boxes = dict(zip(one.boxes, staging.copies(list(one.boxes.values())), strict=True))
 
 
