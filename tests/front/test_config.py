@@ -154,7 +154,15 @@ def launched(
     done = subprocess.run(
         command,
         cwd=folder,
-        env=notebook_env({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **(env or {})}),
+        env=notebook_env(
+            # torchrun's folder of logs would stay in the temporary one.
+            {
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+                "TMPDIR": str(folder),
+                **(env or {}),
+            }
+        ),
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,

@@ -116,7 +116,10 @@ def launch(script: Path, *command: str) -> str:
     done = subprocess.run(
         [sys.executable, *command, str(script)],
         cwd=script.parent,
-        env=notebook_env({"PYTHONPATH": str(guard), "CUDA_VISIBLE_DEVICES": ""}),
+        env=notebook_env(
+            # Its logs' folder would stay in the temporary one.
+            {"PYTHONPATH": str(guard), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(script.parent)}
+        ),
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,

@@ -287,8 +287,8 @@ def test_interrupt_ends_what_the_panel_itself_does(panel: Kernel) -> None:
 def test_the_notebooks_stop_button_ends_what_the_panel_does(
     panel: Kernel, shared_folder: Path
 ) -> None:
-    """Between cells, where the kernel would ignore SIGINT."""
-    panel.run(
+    """Between cells, where the kernel would ignore SIGINT, or at a cell's very end."""
+    asking = panel.start(
         "from nbdist.commands import panel_actions\n"
         "import pathlib\n"
         "kept = dict(panel_actions._ACTIONS)\n"
@@ -302,8 +302,10 @@ def test_the_notebooks_stop_button_ends_what_the_panel_does(
         assert time.monotonic() < end_s
         time.sleep(0.02)
     panel.interrupt()
+    asked = panel.finish(asking)
     panel.run("panel_actions._ACTIONS.update(kept); pathlib.Path('acting').unlink()")
 
+    assert asked.status == "ok", asked.visible
     assert said(panel).splitlines()[-1].endswith(": interrupted")
 
 
