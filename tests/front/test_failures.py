@@ -373,13 +373,9 @@ def test_a_name_of_the_notebook_on_a_rank_is_explained(kernel: Kernel) -> None:
 def test_an_interrupted_sync_gives_the_ranks_back(kernel: Kernel) -> None:
     """%sync that waits for a rank in vain ends with an interrupt, and the next one works."""
     cell = kernel.run(
-        "import os, signal, threading, time\nfrom nbdist.client import remote\nimport nbdist\n"
+        "import os, signal, threading\nfrom nbdist.client import remote\nimport nbdist\n"
         "waiting = remote.barrier(nbdist.session().call, 0, 'alone', 60.0)\n"
-        "def press(health):\n"
-        "    while not ((box := health.box(1)) and box.waiting):\n"
-        "        time.sleep(0.01)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "threading.Thread(target=press, args=(nbdist.session().health,), daemon=True).start()\n"
+        "threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "get_ipython().run_line_magic('sync', '--timeout 50')",
         timeout_s=20,
     )
