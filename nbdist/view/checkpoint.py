@@ -46,7 +46,7 @@ def loaded(done: Loaded, before: Sequence[str] = ()) -> View:
 
 
 def _begun(done: Started) -> list[str]:
-    stall = f"training stood still for {units.seconds(done.stall_s)}"
+    stall = f"training stood still for {units.duration(done.stall_s * 1e9)}"
     return [
         f"{_shown(done.path)} is being saved: {_held(done.models, done.optimizers)}",
         f"{units.size(done.copied_bytes)} copied to memory, {stall}",

@@ -39,7 +39,7 @@ def test_a_save_beside_training_says_how_long_that_stood_still() -> None:
 
     assert checkpoint.saved(begun).text == (
         "/far/one is being saved: model, optimizer\n"
-        "12.0 MB copied to memory, training stood still for 0.2 s\n"
+        "12.0 MB copied to memory, training stood still for 250.0 ms\n"
         "%dist_status says how far it is"
     )
 
