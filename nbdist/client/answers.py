@@ -13,8 +13,8 @@ from nbdist.errors import NbdistError, RankGone
 
 PAUSE_S = 0.5
 POLL_S = 0.01
-# ipyparallel's name for the end of a process that was asked; and how long before it is known how
-# that has ended.
+# ipyparallel's name for the end of a process that was asked. It may be told some milliseconds
+# before the process has been reaped.
 ENGINE_DIED = "EngineError"
 END_KNOWN_S = 0.5
 

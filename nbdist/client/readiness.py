@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nbdist.client import outside
+from nbdist.client.answers import END_KNOWN_S
 from nbdist.client.ladder import BEGIN_S
 from nbdist.client.run import CellRun
 from nbdist.core.failures import ranks_are, ranks_phrase
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 BUSY_GRACE_S = 1.0
 # A reply follows the end of its cell within milliseconds.
 LOST_REPLY_S = 1.0
-# The controller may tell of a death some milliseconds before the process has been reaped.
-EXIT_KNOWN_S = 0.5
 POLL_S = 0.01
 
 
@@ -113,7 +112,7 @@ class Readiness:
         Raises:
             NotRunning, RankGone: As `check`; nothing if all live on.
         """
-        end_s = time.monotonic() + EXIT_KNOWN_S
+        end_s = time.monotonic() + END_KNOWN_S
         while all(map(self._session.is_connected, ranks)) and time.monotonic() < end_s:
             time.sleep(POLL_S)
         self.check_alive(ranks)

@@ -23,7 +23,7 @@ from nbdist.client.exits import WITHOUT_CONTROLLER, Exit
 from nbdist.client.health import Health
 from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
-from nbdist.client.readiness import EXIT_KNOWN_S, Readiness
+from nbdist.client.readiness import Readiness
 from nbdist.client.repair import Restarted
 from nbdist.client.request import CellRequest, Sink
 from nbdist.client.run import CellRun
@@ -350,7 +350,7 @@ class Session(Subjects):
 
     def death(self, rank: int) -> str:
         """How a rank ended, as a sentence."""
-        self._cluster.exit_of(self.topology.engine_of_rank(rank), EXIT_KNOWN_S)
+        self._cluster.exit_of(self.topology.engine_of_rank(rank), answers.END_KNOWN_S)
         told = self.health.end_of(rank)
         how = f" ({told})" if told else ""
         doing = self.health.last_words_of(rank)

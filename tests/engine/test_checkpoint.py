@@ -19,6 +19,7 @@ LIMIT_S = 160.0
 PARTS = (
     SAVED
     + """
+    import functools
     from nbdist.engine.checkpoint import jobs, load as loading, save as saving
     folder = os.environ["FOLDER"]
     gc.collect(); gc.freeze()  # what torch brings is not looked at again and again
@@ -33,6 +34,14 @@ PARTS = (
 
     def load(path, **given):
         return loading.load(path, **given)
+
+    def tell(texts, what):
+        "Does it, and adds that it is done, or what it has raised."
+        try:
+            what()
+            texts.append("done")
+        except NbdistError as error:
+            texts.append(str(error))
 
     def first(name, given, kind):
         "Three steps, a checkpoint, and three more, with the random numbers that come after it."
@@ -208,12 +217,7 @@ BESIDE = """
             pass
     odd = Odd()
     accelerator.register_for_checkpointing(odd)
-    def attempt(what):
-        try:
-            what()
-            texts.append("done")
-        except NbdistError as error:
-            texts.append(str(error))
+    attempt = functools.partial(tell, texts)
     attempt(lambda: saving.begin(f"{folder}/beside", "two", False))
     del odd
     gc.collect()

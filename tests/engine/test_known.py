@@ -180,12 +180,7 @@ CHANGES = """
     run(parts, [next(loop)])
     save(f"{folder}/two")
     texts = []
-    def attempt(what):
-        try:
-            what()
-            texts.append("done")
-        except NbdistError as error:
-            texts.append(str(error))
+    attempt = functools.partial(tell, texts)
     if rank == 1:
         first_state(parts)["step"].add_(1)
     attempt(lambda: save(f"{folder}/three"))
