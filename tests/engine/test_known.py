@@ -209,6 +209,21 @@ CHANGES = """
     dist.barrier()
     gate.set()
     texts.append(jobs.wait("six").state)
+    dist.barrier()
+
+    # An interrupt after all have agreed: the path is free again.
+    notes = saving._notes
+    def interrupted(found):
+        raise KeyboardInterrupt
+    saving._notes = interrupted
+    try:
+        saving.begin(f"{folder}/eight", "eight", True)
+    except KeyboardInterrupt:
+        texts.append("interrupted")
+    saving._notes = notes
+    dist.barrier()
+    attempt(lambda: save(f"{folder}/eight", True))
+    texts.append(sorted(one.name for one in Path(folder).glob("*eight*")))
     done(found=found, freed=freed, texts=texts, left=left, given=given)
 """
 
@@ -234,5 +249,6 @@ def test_what_has_changed_is_found_and_agreed_on_anew(tmp_path: Path) -> None:
         assert one["texts"][3] == "done"
         assert "six is still being saved" in one["texts"][4]
         assert one["texts"][5] == "done"
-        assert one["given"] == [True]
+        assert one["given"] == [True, True, True]
+        assert one["texts"][6:] == ["interrupted", "done", ["eight"]]
     assert first["left"] == ["changed", "file", "five", "one", "two"]

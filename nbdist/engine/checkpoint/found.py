@@ -145,7 +145,7 @@ def look(what: str) -> Found:
     common = switch.common_models()
     together(what, lambda: _check(common))
     for one in common:
-        settle(one)
+        fsdp.settle(one.built.job.root)
     steppers = switch.steppers_of(common, is_quick=True)
     counts = together(what, lambda: len(accelerators))
     for accelerator in accelerators[: min(counts)]:
@@ -165,11 +165,6 @@ def accelerators_here() -> list[Any]:
 
 def _accelerators() -> list[Any]:
     return [one for one in registry.watchers() if hasattr(one, "_schedulers")]
-
-
-def settle(one: Prepared) -> None:
-    """Let a model's parameters be this rank's parts of them. This rank alone."""
-    fsdp.settle(one.built.job.root)
 
 
 def _may_be_left(accelerators: Iterable[Any]) -> bool:

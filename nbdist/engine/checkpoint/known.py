@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from nbdist.engine.checkpoint import found as finding
 from nbdist.engine.checkpoint.contents import MODEL, Contents, state_path
 from nbdist.engine.checkpoint.found import Found, Model, Stepping
-from nbdist.engine.parallel import registry, saving, switch
+from nbdist.engine.parallel import fsdp, registry, saving, switch
 from nbdist.engine.parallel.agreement import rank, world_size
 from nbdist.engine.parallel.build import Built
 from nbdist.engine.parallel.commit import Stepper
@@ -257,7 +257,7 @@ def _same_models(known: _Known, held: _Held) -> list[Model] | None:
     for place, (one, as_it_was) in enumerate(zip(here, known.models, strict=True)):
         if as_it_was.built() is not one.built:
             return None
-        finding.settle(one)
+        fsdp.settle(one.built.job.root)
         values = local_values(one)
         own = {first: values[first] for first in as_it_was.names if first in values}
         if _looks(own) != as_it_was.looks:

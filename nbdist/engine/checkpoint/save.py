@@ -30,7 +30,13 @@ from nbdist.engine.checkpoint.finish import Named, Write
 from nbdist.engine.checkpoint.found import Found, Model, look
 from nbdist.engine.checkpoint.jobs import Job, Meter, keep, refuse_if_running
 from nbdist.engine.parallel import registry
-from nbdist.engine.parallel.agreement import rank, same_random, together, world_size
+from nbdist.engine.parallel.agreement import (
+    interrupts_held,
+    rank,
+    same_random,
+    together,
+    world_size,
+)
 from nbdist.errors import CheckpointError, NbdistError
 
 
@@ -55,20 +61,21 @@ def begin(path: str, token: str, is_async: bool) -> Begun:
         try:
             found = _agree(what, one)
             together(what, lambda: _take(one, found, is_copied=is_async))
-        except BaseException:
+            one.contents.held.clear()
+            begun = Begun(
+                models=tuple(model.name for model in found.models),
+                optimizers=tuple(stepping.name for stepping in found.optimizers),
+                own_bytes=one.contents.own_bytes(rank()),
+                notes=_notes(found),
+                stall_s=time.perf_counter() - began_s,
+            )
+        except BaseException:  # an interrupt too, until the thread has it
             finish.let_go(one)
             if rank() == 0 and one.new is not None:
                 checkpoint_folder.abandon(one.path)
             raise
-    one.contents.held.clear()
-    begun = Begun(
-        models=tuple(model.name for model in found.models),
-        optimizers=tuple(stepping.name for stepping in found.optimizers),
-        own_bytes=one.contents.own_bytes(rank()),
-        notes=_notes(found),
-        stall_s=time.perf_counter() - began_s,
-    )
-    keep(one.job, functools.partial(finish.run, one))
+    with interrupts_held():
+        keep(one.job, functools.partial(finish.run, one))
     return begun
 
 
