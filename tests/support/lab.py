@@ -235,8 +235,18 @@ class LabNotebook:
         """Run every cell as the menu's Run All Cells does."""
         self.page.evaluate(_RUN_ALL)
         if wait:
-            self._wait(_IS_ALL_DONE, None, timeout_s, "the end of Run All")
-            self.page.evaluate(_DRAWN)
+            self.wait_all(timeout_s)
+
+    def wait_all(self, timeout_s: float = 120.0) -> None:
+        """Wait until `run_all` has ended, at its last cell or at one that failed."""
+        self._wait(_IS_ALL_DONE, None, timeout_s, "the end of Run All")
+        self.page.evaluate(_DRAWN)
+
+    def answer(self, index: int, text: str, timeout_s: float = 30.0) -> None:
+        """Answer what a cell asks by `input()`, once it asks."""
+        field = self.cell(index).locator(".jp-Stdin-input")
+        field.fill(text, timeout=timeout_s * 1000)
+        field.press("Enter")
 
     def wait_done(self, index: int, timeout_s: float = 60.0) -> None:
         """Wait until a cell sent by `run_cell` has ended, well or not, and its output is drawn."""

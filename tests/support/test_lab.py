@@ -53,10 +53,14 @@ def test_a_cell_runs_in_jupyterlab(tmp_path: Path) -> None:
 @pytest.mark.browser
 def test_run_all_in_jupyterlab_stops_at_an_error(tmp_path: Path) -> None:
     """The cells behind a failing one are not run, and waiting for Run All ends all the same."""
-    write_notebook(tmp_path / "a.ipynb", "'first'", "1/0", "'never run'")
+    # A kernel leaves out what has reached it when a cell fails, and runs what comes later. So the
+    # cell fails on an answer, which JupyterLab sends behind all the cells.
+    write_notebook(tmp_path / "a.ipynb", "'first'", "1 / int(input('by: '))", "'never run'")
     with Lab(tmp_path) as lab, browser_page() as page:
         notebook = LabNotebook(page, lab, "a.ipynb")
-        notebook.run_all()
+        notebook.run_all(wait=False)
+        notebook.answer(1, "0")
+        notebook.wait_all()
 
         assert [notebook.prompt(i) for i in range(3)] == ["[1]:", "[2]:", "[ ]:"]
         assert "ZeroDivisionError" in notebook.output_text(1)
