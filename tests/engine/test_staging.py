@@ -63,6 +63,17 @@ def test_the_next_save_finds_the_same_memory() -> None:
     assert _kept_bytes() < 4 * MIB
 
 
+def test_what_has_changed_its_type_or_shape_since_is_copied_as_it_is_now() -> None:
+    """As many boxes, of as many bytes."""
+    staging.copies([torch.ones(6), torch.ones(2, 3)])
+    boxes = [torch.arange(6, dtype=torch.int32), torch.arange(6.0).view(3, 2)]
+
+    found = staging.copies(boxes)
+
+    assert [one.dtype for one in found] == [torch.int32, torch.float32]
+    assert all(torch.equal(one, box) for one, box in zip(found, boxes, strict=True))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux takes it as free")
 def test_what_is_given_back_is_the_systems_if_it_needs_it() -> None:
     """The system counts it as free to take."""
