@@ -26,7 +26,7 @@ SAME = """
         return (
             held, all_.parts, tensors.shapes, tensors.dtypes, tensors.paths, tensors.aliases,
             [one.saved() for one in found.models], [one.saved() for one in found.optimizers],
-            plain.as_bytes(plain.states(found, [])), plain.steps_made(found),
+            plain.as_bytes(plain.states(found), []), plain.steps_made(plain.states(found)),
             [one.name for one in (*found.models, *found.optimizers)],
             [one.others for one in found.optimizers],
         )
@@ -51,7 +51,7 @@ SAME = """
         save(f"{folder}/{name}")
         first = known._known[0].token if known._known else None
         run(parts, [next(loop), next(loop)])
-        told = [differing(), plain.steps_made(look("looking"))]
+        told = [differing(), plain.steps_made(plain.states(look("looking")))]
         # The second takes the plan, and what it saves is what is there by then.
         begun, _ = save(f"{folder}/{name} 2", True)
         told.append((known._known[0].token if known._known else None) == first)

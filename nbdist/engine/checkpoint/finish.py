@@ -46,7 +46,7 @@ class Write:
         boxes: The boxes that this rank writes: copies, or views of what is trained.
         is_staged: Whether they are copies in the memory of `staging`, which is then this save's.
         manifest: All of it but the files; rank 0 has it.
-        plain: The other states; rank 0 has them.
+        plain: The other states but the generators'; rank 0 has them.
     """
 
     job: Job
@@ -122,7 +122,7 @@ def _finish(one: Write) -> None:
         data = (one.folder / metadata.FILE).read_bytes()
         if metadata.loads(data) != known:
             raise CheckpointError(f"{metadata.FILE} is not as it was written")
-        states = plain.as_bytes(one.plain)
+        states = plain.as_bytes(one.plain, one.generators)
         plain.loads(states)  # as a load will
         (one.folder / plain.FILE).write_bytes(states)
         if (one.folder / plain.FILE).read_bytes() != states:

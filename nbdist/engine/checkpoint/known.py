@@ -196,7 +196,7 @@ class _Held:
         """Add what the optimizer `at` remembers; False if other parameters have another number."""
         is_tensor = isinstance(local, torch.Tensor)
         if is_tensor:
-            self.tensors[one.name] = local.detach()
+            self.tensors[one.name] = local
         if not one.is_number:
             return True
         number = local.item() if is_tensor else local
@@ -335,7 +335,9 @@ def _with_numbers(agreed: AgreedState, numbers: Mapping[str, Any]) -> AgreedStat
 
 
 def _differ(one: Any, other: Any) -> bool:
-    return repr(one) != repr(other)  # not a number differs from itself
+    if type(one) is type(other) and one == other and one:
+        return False
+    return repr(one) != repr(other)  # not a number is like itself, zero not like minus zero
 
 
 def _same_names(found: Found) -> bool:

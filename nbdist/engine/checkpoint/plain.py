@@ -78,12 +78,8 @@ def set_random(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def states(found: Found, generators: Sequence[Generators]) -> dict[str, Any]:
-    """All plain states, as they are on this rank; copies, so that they may change.
-
-    Args:
-        found: What is saved.
-        generators: `own_random` of each rank.
+def states(found: Found) -> dict[str, Any]:
+    """All plain states but random generators', as they are here; copies, so that they may change.
 
     Raises:
         CheckpointError: Something in it is no plain data; says where.
@@ -100,7 +96,6 @@ def states(found: Found, generators: Sequence[Generators]) -> dict[str, Any]:
             copied(_accelerator(one), f"accelerators.{at}")
             for at, one in enumerate(found.accelerators)
         ],
-        "random": [one.saved() for one in generators],
     }
 
 
@@ -133,10 +128,10 @@ def copied(value: Any, where: str) -> Any:
     return copy.deepcopy(value)
 
 
-def as_bytes(value: Mapping[str, Any]) -> bytes:
-    """The file, of what `states` gave."""
+def as_bytes(states: Mapping[str, Any], generators: Sequence[Generators]) -> bytes:
+    """The file, of what `states` gave, and `own_random` of each rank."""
     file = io.BytesIO()
-    torch.save(dict(value), file)
+    torch.save({**states, "random": [one.saved() for one in generators]}, file)
     return file.getvalue()
 
 
@@ -167,12 +162,12 @@ def read(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder / FILE} cannot be read: {error.strerror}.") from error
 
 
-def steps_made(found: Found) -> int:
-    """The largest step number that an optimizer keeps; 0 without one."""
+def steps_made(states: Mapping[str, Any]) -> int:
+    """The largest step number that an optimizer keeps, of what `states` gave; 0 without one."""
     steps = [
         int(entry["value"])
-        for one in found.optimizers
-        for entry in entries_of(one)
+        for one in states["optimizers"].values()
+        for entry in one["entries"]
         if entry["key"] == "step" and entry["value"] is not None
     ]
     return max(steps, default=0)

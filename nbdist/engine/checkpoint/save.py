@@ -166,7 +166,7 @@ def _describe(one: Write, found: Found) -> str:
     """On rank 0 what goes beside the tensors, and the folder."""
     if rank() != 0:
         return ""
-    one.plain = plain.states(found, one.generators)  # first: they may be no plain data
+    one.plain = plain.states(found)  # first: they may be no plain data
     one.manifest = Checkpoint(
         models=tuple(model.saved() for model in found.models),
         optimizers=tuple(stepping.saved() for stepping in found.optimizers),
@@ -180,7 +180,7 @@ def _describe(one: Write, found: Found) -> str:
         strategy=registry.current(),
         saved_s=time.time(),
         files=(),
-        step=plain.steps_made(found),
+        step=plain.steps_made(one.plain),
         extra={
             "models": [model.name for model in found.models],
             "optimizers": [stepping.name for stepping in found.optimizers],
@@ -215,11 +215,13 @@ def _take(one: Write, found: Found, *, is_copied: bool) -> None:
     _enter(one)
     if one.manifest is None:
         _describe(one, found)
-    one.boxes = {spot: box.detach() for spot, box in one.contents.own(rank())}
+    own = dict(one.contents.own(rank()))
     if is_copied:
         # Also what is on the host already: the optimizer changes it in place.
         one.is_staged = True
-        one.boxes = dict(zip(one.boxes, staging.copies(list(one.boxes.values())), strict=True))
+        one.boxes = dict(zip(own, staging.copies(list(own.values())), strict=True))
+    else:
+        one.boxes = {spot: box.detach() for spot, box in own.items()}
 
 
 def _enter(one: Write) -> None:
