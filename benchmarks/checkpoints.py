@@ -108,7 +108,8 @@ def _stalls(millions: int) -> list[Row]:
             turns = [_beside(ranks, folder / "beside") for _ in range(ROUNDS[millions] + 1)]
             beside += turns[1:]
     saved_s, stall_s, slower_s = (statistics.median(v) for v in zip(*beside, strict=True))
-    how = f"starts x turns: {STARTS[millions]} x {ROUNDS[millions]}; other: the save that training waits for"
+    starts = "1 start" if STARTS[millions] == 1 else f"{STARTS[millions]} starts"
+    how = f"{starts} of {ROUNDS[millions]} turns; other: the save that training waits for"
     size = f"{size_bytes / MB:,.0f} MB"
     return [
         Row(
