@@ -25,7 +25,7 @@ T = TypeVar("T")
 # How long ranks wait for each other's commits, which meet nobody and take milliseconds.
 COMMIT_DEADLINE_S = 60.0
 _LONGEST_PAUSE_S = 0.02
-# What all ranks together send at least when objects are gathered, and the most of each.
+# The most that objects take when they are gathered in one call: all ranks' together, each one's.
 _ROUND_BYTES, _SLOT_BYTES = 1 << 18, 1 << 14
 _LENGTH_BYTES = 8
 
