@@ -6,11 +6,11 @@ import hashlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import recursively_apply
 
 from nbdist.core.ranks import rank_label
 from nbdist.engine.parallel import live
+from nbdist.engine.parallel.agreement import gathered
 from nbdist.errors import NbdistError
 
 
@@ -31,8 +31,7 @@ def check_alike(batch: Any, index: int) -> None:
     choice = live.current()
     if choice.name == "single" or choice.degrees.dp == choice.degrees.product:
         return
-    seen: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
-    dist.all_gather_object(seen, (index, _digest(batch)))
+    seen = gathered((index, _digest(batch)))
     for part in {one for one, _ in seen}:
         ranks = [rank for rank, (one, _) in enumerate(seen) if one == part]
         if len({seen[rank][1] for rank in ranks}) > 1:

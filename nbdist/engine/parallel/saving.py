@@ -22,7 +22,7 @@ from accelerate.utils import load, save
 from safetensors.torch import load_file
 
 from nbdist.engine.parallel import live
-from nbdist.engine.parallel.agreement import together
+from nbdist.engine.parallel.agreement import gathered, together
 from nbdist.engine.parallel.held import Held
 from nbdist.engine.parallel.portable import Portable, portable
 from nbdist.engine.parallel.registry import names_in
@@ -118,9 +118,7 @@ def agree(accelerator: Any, *, is_collected: bool = False) -> None:
     """
     if not is_collected:
         gc.collect()
-    everyone: list[set[int]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(everyone, numbers(accelerator))
-    common = set.intersection(*everyone)
+    common = set.intersection(*gathered(numbers(accelerator)))
     for held in _lists(accelerator):
         held.keep(common)
 

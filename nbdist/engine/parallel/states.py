@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from nbdist.core.layout import Side, is_same, missing, runs
 from nbdist.core.ranks import rank_label
+from nbdist.engine.parallel.agreement import gathered
 from nbdist.engine.parallel.exchange import Move
 from nbdist.errors import NbdistError, OptionError
 
@@ -124,11 +125,8 @@ def agree(local: Sequence[LocalState]) -> list[AgreedState]:
             number such as the step. Raised on all ranks.
     """
     own = [(one.optimizer, one.number, one.names, one.entries) for one in local]
-    gathered: list[list[Any]] = [own]
-    if dist.is_initialized():
-        gathered = [[]] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-    classes = [[(optimizer, names) for optimizer, _, names, _ in theirs] for theirs in gathered]
+    everyone = gathered(own)
+    classes = [[(optimizer, names) for optimizer, _, names, _ in theirs] for theirs in everyone]
     for rank, theirs in enumerate(classes):
         if theirs != classes[0]:
             raise NbdistError(
@@ -136,8 +134,10 @@ def agree(local: Sequence[LocalState]) -> list[AgreedState]:
                 f"{_described(theirs)}. Make the same ones on all ranks, in the same order."
             )
     return [
-        AgreedState(optimizer, number, names, _merged(optimizer, [g[at][3] for g in gathered]))
-        for at, (optimizer, number, names, _) in enumerate(gathered[0])
+        AgreedState(
+            optimizer, number, names, _merged(optimizer, [each[at][3] for each in everyone])
+        )
+        for at, (optimizer, number, names, _) in enumerate(everyone[0])
     ]
 
 
