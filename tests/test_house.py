@@ -1,0 +1,358 @@
+"""Holds the shape of the package: which way imports point, and what each place may load.
+
+A package is a feature, or one floor of the platform under the features. One word in a module's
+path says where its lines run: `rank` (also `parallel`, `engine`, `fake`), `kernel`, `view`;
+no word means pure code. docs/architecture.md draws what these rules hold.
+"""
+
+import ast
+import functools
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "nbdist"
+MAX_FILES = 20
+# What broke a rule when the rules were made. It only ever becomes shorter.
+KNOWN = ROOT / "tests" / "house.txt"
+
+# From the bottom up: a file imports its own package and those before it.
+FLOORS = (
+    "errors",
+    "core",
+    "rpc",
+    "strategy",
+    "parallel",
+    "cluster",
+    "hang",
+    "cells",
+    "switch",
+    "variables",
+    "recording",
+    "checkpoint",
+    "trace",
+    "memory",
+    "lints",
+    "monitor",
+    "bandwidth",
+    "comparison",
+    "planner",
+    "config",
+    "diagnostics",
+    "exporter",
+    "engine",
+    "notebook",
+    "panel",
+    "commands",
+    "frontend",
+)
+# What a module on the rank's side has in its path, and what stands beside the kernel's side.
+RANK_WORDS = {"rank", "parallel", "engine", "fake"}
+NOTEBOOK_PACKAGES = {"notebook", "panel", "commands", "frontend", "client"}
+# The kernel never loads torch: it must start at once and never touch a GPU.
+HEAVY = {"torch", "accelerate"}
+BANNED = {
+    "rank": {"ipyparallel", "ipywidgets"},
+    "view": HEAVY | {"ipyparallel"},
+    "kernel": HEAVY,
+    "notebook": HEAVY,
+    "pure": HEAVY | {"IPython", "ipykernel", "ipyparallel", "ipywidgets", "zmq"},
+}
+# Which sides a module of one side may import.
+REACH = {
+    "pure": {"pure"},
+    "rank": {"pure", "rank"},
+    "view": {"pure", "view"},
+    "kernel": {"pure", "kernel"},
+    "notebook": {"pure", "kernel", "view", "notebook"},
+}
+# Libraries beside numpy that pure code may use, by module.
+PURE_LIBRARIES: dict[str, set[str]] = {}
+# Where an engine process begins: it hands itself over to ipyparallel.
+ENGINE_ENTRY = "nbdist.engine.__main__"
+# `from nbdist import Accelerator` loads it when it is asked for.
+LAZY = ("nbdist", "nbdist.parallel.accelerator.accelerator")
+
+# The word of a verb's file in commands/ -> its package, where that is another word.
+# `nbdist.plan` and others are public functions, so no package may have these names.
+PACKAGE_OF = {
+    "check": "lints",
+    "compare": "comparison",
+    "doctor": "diagnostics",
+    "export": "exporter",
+    "plan": "planner",
+    "plan_check": "planner",
+    "terminal": "cluster",
+}
+# The package -> its page in docs/, where that is another word.
+PAGE_OF = {
+    "cells": "usage",
+    "cluster": "usage",
+    "comparison": "strategies",
+    "diagnostics": "usage",
+    "engine": "usage",
+    "exporter": "usage",
+    "planner": "plan",
+    "variables": "usage",
+}
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a file of the package."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@functools.cache
+def sources() -> dict[str, Path]:
+    """Module -> file, of the whole package."""
+    return {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def side(module: str) -> str:
+    """Where the lines of a module run: "rank", "kernel", "view", "notebook", or "pure"."""
+    words = module.split(".")[1:]
+    if RANK_WORDS & {*words}:
+        return "rank"
+    for word in ("view", "kernel"):
+        if word in words:
+            return word
+    return "notebook" if not words or words[0] in {*NOTEBOOK_PACKAGES, "__main__"} else "pure"
+
+
+def floor(module: str) -> int:
+    """The height of a module's package; the root is above all."""
+    words = module.split(".")
+    return FLOORS.index(words[1]) if len(words) > 1 and words[1] in FLOORS else len(FLOORS)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Every name that the source imports: at the top, in functions and for type checkers alone."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom(level=0, module=str(module)):
+                yield from (f"{module}.{alias.name}" for alias in node.names)
+            case ast.ImportFrom():
+                yield "."
+            case ast.Call(
+                func=ast.Name(id="__import__" | "import_module")
+                | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield name
+
+
+def owner(name: str) -> str:
+    """The module of the package that an imported name lies in."""
+    while name not in sources() and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def import_problem(module: str, name: str) -> str | None:
+    """Why this module may not import that name, or None."""
+    if name == ".":
+        return "imports relatively"
+    is_ours = name.split(".", maxsplit=1)[0] == "nbdist"
+    return own_problem(module, owner(name)) if is_ours else library_problem(module, name)
+
+
+def library_problem(module: str, name: str) -> str | None:
+    """Why this module may not import that library, or None."""
+    here, top = side(module), name.split(".", maxsplit=1)[0]
+    if top in BANNED[here] and module != ENGINE_ENTRY:
+        return f"imports {name}: not on the side {here!r}"
+    if here == "pure" and top not in {
+        *sys.stdlib_module_names,
+        "numpy",
+        *PURE_LIBRARIES.get(module, ()),
+    }:
+        return f"imports {name}: pure code has the standard library and numpy alone"
+    return None
+
+
+def own_problem(module: str, target: str) -> str | None:
+    """Why this module may not import that one, or None."""
+    # `import nbdist` alone loads nothing new: it is the parent of every module.
+    if target in {"nbdist", module} or (module, target) == LAZY:
+        return None
+    here, there = side(module), side(target)
+    if there not in REACH[here]:
+        return f"imports {target}: {here} -> {there}"
+    return f"imports {target}, which is above it" if floor(target) > floor(module) else None
+
+
+def problems(source: str, module: str) -> list[str]:
+    """Everything that is wrong with one file of the package, as sentences."""
+    tree = ast.parse(source)
+    sentences = {import_problem(module, name) for name in imported(tree)}
+    if ast.get_docstring(tree) is None:
+        sentences.add("has no docstring")
+    return sorted(f"{module} {sentence}" for sentence in sentences if sentence)
+
+
+def graph() -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports, hints and late imports counted."""
+    return {
+        module: {
+            target
+            for name in imported(ast.parse(path.read_text(encoding="utf-8")))
+            if name.startswith("nbdist")
+            and (target := owner(name)) not in {"nbdist", module}
+            and (module, target) != LAZY
+        }
+        for module, path in sources().items()
+    }
+
+
+def reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
+    """Everything that a module imports, and what that imports."""
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = edges[waiting.pop()] - seen
+        seen |= new
+        waiting.extend(new)
+    return seen
+
+
+def violations() -> set[str]:
+    """All that breaks a rule: an import, a missing docstring, a circle, a crowded folder."""
+    wrong = {
+        sentence
+        for module, path in sources().items()
+        for sentence in problems(path.read_text(encoding="utf-8"), module)
+    }
+    edges = graph()
+    circles = {f"{module} is in a circle" for module in edges if module in reachable(module, edges)}
+    sizes = Counter(str(path.parent.relative_to(ROOT)) for path in sources().values())
+    crowded = {
+        f"{folder} has more than {MAX_FILES} files"
+        for folder, count in sizes.items()
+        if count > MAX_FILES
+    }
+    return wrong | circles | crowded
+
+
+def test_the_house_keeps_its_rules() -> None:
+    """Nothing breaks a rule but what the list names, and the list names nothing that is mended."""
+    assert sorted(violations()) == KNOWN.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "sentence"),
+    [
+        ("nbdist.core.units", "import torch", "not on the side 'pure'"),
+        ("nbdist.core.units", "from IPython import display", "not on the side 'pure'"),
+        ("nbdist.core.units", "import pandas", "pure code has the standard library"),
+        ("nbdist.core.units", "import nbdist.rpc.kernel.channel", "pure -> kernel"),
+        ("nbdist.core.units", "import nbdist.rpc.wire", "above it"),
+        ("nbdist.errors", "from nbdist.core import units", "above it"),
+        ("nbdist.trace.view.image", "def late():\n    import torch.cuda", "not on the side 'view'"),
+        ("nbdist.trace.view.image", "import importlib\nimportlib.import_module('torch')", "'view'"),
+        ("nbdist.trace.view.image", "from . import html", "imports relatively"),
+        ("nbdist.rpc.kernel.channel", "import torch", "not on the side 'kernel'"),
+        ("nbdist.trace.kernel.x", "from nbdist.trace import rank", "kernel -> rank"),
+        ("nbdist.trace.kernel.x", "from nbdist.trace.view import image", "kernel -> view"),
+        ("nbdist.engine.join", "import ipyparallel", "not on the side 'rank'"),
+        ("nbdist.engine.join", "from nbdist.rpc.kernel import channel", "rank -> kernel"),
+        ("nbdist.trace.rank", "from nbdist.engine import join", "above it"),
+        ("nbdist.commands.trace", "import accelerate", "not on the side 'notebook'"),
+        ("nbdist.commands.trace", "from nbdist.trace import rank", "notebook -> rank"),
+        ("nbdist.commands.trace", "from nbdist.frontend import magics", "above it"),
+    ],
+)
+def test_broken_rule_is_told(module: str, line: str, sentence: str) -> None:
+    """Made-up source that breaks one rule is reported, once, by that rule."""
+    sentences = problems(f'"""A made-up file."""\n{line}\n', module)
+
+    assert len(sentences) == 1
+    assert sentence in sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("nbdist.core.units", "import numpy as np\nfrom nbdist.errors import NbdistError"),
+        ("nbdist.trace.rank", "import torch\nfrom nbdist.core.topology import RankPlace"),
+        ("nbdist.trace.kernel.x", "import ipyparallel\nfrom nbdist.trace import trace"),
+        ("nbdist.trace.view.image", "import IPython\nfrom nbdist.core import view"),
+        ("nbdist.engine.__main__", "from ipyparallel.apps.ipengineapp import launch_new_instance"),
+        ("nbdist.commands.trace", "from nbdist.trace.view import image"),
+    ],
+)
+def test_allowed_import_passes(module: str, line: str) -> None:
+    """Made-up source that keeps the rules is not reported."""
+    assert problems(f'"""A made-up file."""\n{line}\n', module) == []
+
+
+def test_missing_docstring_is_told() -> None:
+    """A module without a docstring is reported."""
+    assert problems("import os\n", "nbdist.core.units") == ["nbdist.core.units has no docstring"]
+
+
+def test_packages_say_what_belongs_in_them() -> None:
+    """Each package has a docstring, and no code but the table of verbs and the public names."""
+    packages = {path.parent for path in sources().values()} - {PACKAGE, PACKAGE / "commands"}
+    with_code = [
+        str(folder.relative_to(ROOT))
+        for folder in sorted(packages)
+        if not (tree := ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+        or not ast.get_docstring(tree)
+        or len(tree.body) > 1
+    ]
+
+    assert with_code == []
+
+
+def test_no_package_hides_a_public_name() -> None:
+    """`nbdist.plan` is a function: a package of that name would take its place once imported."""
+    import nbdist
+
+    assert {*nbdist.__all__} & {path.name for path in PACKAGE.iterdir() if path.is_dir()} == set()
+
+
+@pytest.mark.parametrize(
+    "word", sorted(path.stem for path in (PACKAGE / "commands").glob("[a-z]*.py"))
+)
+def test_verbs_word_finds_everything(word: str) -> None:
+    """A file of verbs finds its package, its page and its tests by its word, or by the tables."""
+    package = PACKAGE_OF.get(word, word)
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    page = PAGE_OF.get(package, package)
+
+    assert (PACKAGE / package).is_dir()
+    assert {page, f"{page}s", f"{page[:-1]}ies"} & pages
+    assert any((ROOT / "tests" / package).glob("test_*.py"))
+
+
+def test_kernel_side_loads_no_torch() -> None:
+    """Importing everything that runs in the kernel leaves torch and accelerate unloaded."""
+    modules = [
+        module
+        for module, path in sources().items()
+        if side(module) != "rank" and path.stem != "__main__"
+    ]
+    program = (
+        "import importlib, json, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print(json.dumps(sorted({HEAVY!r} & sys.modules.keys())))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
