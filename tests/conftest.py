@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -13,8 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from tests.support import lab, processes
+
+pytest_plugins = ["tests.support.ranks"]
 
 _SESSION_VARIABLE = "NBDIST_TEST_SESSION"
 _SESSION = uuid.uuid4().hex  # tells our processes from those of a test session beside us
@@ -68,6 +72,19 @@ def _no_process_left() -> Iterator[None]:
             + "\n".join(lines),
             pytrace=False,
         )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shell_of_this_module_alone() -> Iterator[None]:
+    """IPython's shell is one per process, and ipykernel's changes the environment (colours)."""
+    before = dict(os.environ)
+    if "nbdist.engine.meeting" in sys.modules:  # an abort without its recovery refuses all calls
+        sys.modules["nbdist.engine.meeting"].forget_meetings()
+    yield
+    if InteractiveShell.initialized():
+        type(InteractiveShell.instance()).clear_instance()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def _processes_of_this_session() -> list[psutil.Process]:

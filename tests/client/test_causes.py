@@ -21,7 +21,7 @@ from nbdist.client.session import Session
 from nbdist.core.causes import CRASH_FILE, DUMP_SIGNAL
 from nbdist.core.wire import CELL_NUMBER
 from nbdist.errors import NbdistError
-from tests.client.conftest import until
+from tests.support.ranks import until
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 cluster = [pytest.mark.cluster, pytest.mark.engine, linux_only]

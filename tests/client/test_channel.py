@@ -17,7 +17,7 @@ from nbdist.core.calls import Look
 from nbdist.core.failures import plain
 from nbdist.core.wire import CELL_NUMBER
 from nbdist.errors import NbdistError
-from tests.client.conftest import until
+from tests.support.ranks import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 

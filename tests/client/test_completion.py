@@ -10,7 +10,7 @@ from nbdist.client import completion
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
 from nbdist.core.completion import Reply
-from tests.client.conftest import until
+from tests.support.ranks import until
 
 pytestmark = pytest.mark.cluster
 

@@ -15,8 +15,8 @@ from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
 from nbdist.errors import RankGone, StartError
-from tests.client.conftest import session_of, until
 from tests.support import processes
+from tests.support.ranks import session_of, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 

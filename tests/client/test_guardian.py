@@ -15,8 +15,8 @@ import pytest
 from nbdist.client import guardian
 from nbdist.client.guard import Guard
 from nbdist.core import shm
-from tests.client.conftest import until
 from tests.support import processes
+from tests.support.ranks import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -20,8 +20,8 @@ from nbdist.client.start import StartOptions
 from nbdist.core import runs as states
 from nbdist.core.runs import Process, Run
 from nbdist.errors import NotRunning, StartError
-from tests.client.conftest import session_of, temporary_folder, until
 from tests.support import processes
+from tests.support.ranks import session_of, temporary_folder, until
 
 pytestmark = [
     pytest.mark.cluster,

@@ -20,8 +20,8 @@ from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
 from nbdist.core.monitor import Sample
 from nbdist.errors import DistributedError, NotRunning, OptionError
-from tests.client.conftest import session_of, temporary_folder, until
 from tests.support.gpus import SMI, Driver
+from tests.support.ranks import session_of, temporary_folder, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 

@@ -18,8 +18,8 @@ from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
 from nbdist.core import topology
 from nbdist.errors import DistributedError, OptionError, RankGone, StartError
-from tests.client.conftest import processes_under, session_of, temporary_folder, until
 from tests.support import processes
+from tests.support.ranks import processes_under, session_of, temporary_folder, until
 
 PLAIN = """
 c = get_config()

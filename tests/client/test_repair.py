@@ -28,9 +28,9 @@ from nbdist.errors import (
     RankGone,
     StartError,
 )
-from tests.client.conftest import session_of, silent, temporary_folder, until
 from tests.support import processes
 from tests.support.kernel import Kernel
+from tests.support.ranks import session_of, silent, temporary_folder, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 

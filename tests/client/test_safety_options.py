@@ -9,7 +9,7 @@ from nbdist.client import launcher, start
 from nbdist.client.start import StartOptions
 from nbdist.commands import running
 from nbdist.errors import OptionError
-from tests.client.conftest import silent
+from tests.support.ranks import silent
 
 
 def typed(line: str) -> StartOptions:

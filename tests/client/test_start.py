@@ -20,9 +20,9 @@ from nbdist.client.start import StartOptions
 from nbdist.core import shm, versions
 from nbdist.core.topology import Gpu
 from nbdist.errors import NbdistError, OptionError, StartError
-from tests.client.conftest import processes_under, session_of, silent
 from tests.support import processes
 from tests.support.kernel import Kernel, notebook_env
+from tests.support.ranks import processes_under, session_of, silent
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 

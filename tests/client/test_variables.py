@@ -18,7 +18,7 @@ from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
 from nbdist.core import parcels
 from nbdist.errors import RankBusy, RankGone, TransferError
-from tests.client.conftest import until
+from tests.support.ranks import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 

@@ -7,7 +7,7 @@ import pytest
 from nbdist.client.start import StartOptions
 from nbdist.core.cells import CellResult
 from nbdist.errors import DistributedError
-from tests.client.conftest import session_of, temporary_folder
+from tests.support.ranks import session_of, temporary_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.cluster]
 

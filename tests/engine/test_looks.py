@@ -19,7 +19,7 @@ from nbdist.client.start import StartOptions
 from nbdist.core.calls import CxxCall, Look, Place
 from nbdist.core.wire import CELL_NUMBER
 from nbdist.engine import looks
-from tests.client.conftest import session_of, temporary_folder, until
+from tests.support.ranks import session_of, temporary_folder, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 

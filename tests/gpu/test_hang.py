@@ -11,7 +11,7 @@ import pytest
 from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
 from nbdist.errors import NbdistError
-from tests.client.conftest import session_of, temporary_folder
+from tests.support.ranks import session_of, temporary_folder
 
 # Runs beside the cell, as the notebook's request does, once the cell is stuck.
 ABORT_LATER = """
