@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.client.session import Session
+    from nbdist.core.view import View
     from nbdist.engine.accelerator import Accelerator as Accelerator
     from nbdist.view.config import CheckView
-    from nbdist.view.mime import View
     from nbdist.view.plan import PlanView
 
 # Without Accelerator: `from nbdist import *` would load torch in the notebook.

@@ -9,10 +9,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import no_var_expand
 
 from nbdist import commands, completion, routing
+from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK, SHOWN, CellOptions
 from nbdist.verbs import Parsed, Verb, help_view, parse
-from nbdist.view.mime import View
 
 
 def run_line(verb: Verb, line: str) -> None:

@@ -19,8 +19,8 @@ from nbdist.core.strategy_options import (
     takers,
 )
 from nbdist.core.strategy_rows import ROWS
+from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.view.mime import View
 
 # Where a verb works: as a magic, as a word after `nbdist` in a terminal, or as both.
 NOTEBOOK = "notebook"

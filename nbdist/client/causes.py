@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbdist.core import causes, stacks
-from nbdist.core.causes import OomCounts, Remains
+from nbdist.core import exit_cause, stacks
+from nbdist.core.exit_cause import OomCounts, Remains
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -39,24 +39,26 @@ class Memory:
 
     def counts(self) -> OomCounts:
         """The counts as they are now."""
-        limits = [causes.limit_bytes(_text(path)) for path in self.limits]
+        limits = [exit_cause.limit_bytes(_text(path)) for path in self.limits]
         return OomCounts(
-            cgroup=None if self.events is None else causes.oom_kills(_text(self.events)),
-            machine=causes.oom_kills(_text(PROC / "vmstat")),
+            cgroup=None if self.events is None else exit_cause.oom_kills(_text(self.events)),
+            machine=exit_cause.oom_kills(_text(PROC / "vmstat")),
             limit_bytes=min((one for one in limits if one is not None), default=None),
         )
 
 
 def memory_of(pid: int) -> Memory:
     """Where a living process's memory is counted: its control group is gone with it."""
-    paths = causes.cgroups(_text(PROC / str(pid) / "cgroup"))
+    paths = exit_cause.cgroups(_text(PROC / str(pid) / "cgroup"))
     for kind, (mounts, events, limit) in _FILES.items():
         if kind not in paths:
             continue
         for mount in mounts:
-            folders = [CGROUPS / mount / name for name in causes.lineage(paths[kind])]
+            folders = [CGROUPS / mount / name for name in exit_cause.lineage(paths[kind])]
             counting = [
-                folder for folder in folders if causes.oom_kills(_text(folder / events)) is not None
+                folder
+                for folder in folders
+                if exit_cause.oom_kills(_text(folder / events)) is not None
             ]
             if counting:
                 return Memory(counting[0] / events, tuple(folder / limit for folder in counting))
@@ -80,10 +82,10 @@ class Watched:
             code: Its exit code, negative for a signal; None where it is not known.
             is_ours: nbdist itself killed it.
         """
-        return causes.cause(
+        return exit_cause.cause(
             code,
             Remains(
-                crash_text=_text(self._run_dir / causes.CRASH_FILE.format(rank=self._rank)),
+                crash_text=_text(self._run_dir / exit_cause.CRASH_FILE.format(rank=self._rank)),
                 cells=cells_of(self._run_dir, self._rank),
                 before=self._before,
                 after=self._memory.counts(),
@@ -94,12 +96,12 @@ class Watched:
 
 def cells_of(run_dir: Path, rank: int) -> dict[str, int]:
     """File name of a cell's code -> the cell's number, as the rank noted them."""
-    return stacks.parse_cells(_text(run_dir / causes.CELLS_FILE.format(rank=rank)))
+    return stacks.parse_cells(_text(run_dir / exit_cause.CELLS_FILE.format(rank=rank)))
 
 
 def process_state(pid: int) -> str:
     """The letter of a process's state: "T" for stopped; empty where it is gone or no /proc is."""
-    return causes.process_state(_text(PROC / str(pid) / "stat"))
+    return exit_cause.process_state(_text(PROC / str(pid) / "stat"))
 
 
 def dump_stack(run_dir: Path, rank: int, pid: int, deadline_s: float) -> str:
@@ -119,7 +121,7 @@ def dump_stacks(run_dir: Path, pids: dict[int, int], deadline_s: float) -> dict[
         pids: Rank -> its process, on this host.
         deadline_s: For all together.
     """
-    files = {rank: run_dir / causes.STACKS_FILE.format(rank=rank) for rank in pids}
+    files = {rank: run_dir / exit_cause.STACKS_FILE.format(rank=rank) for rank in pids}
     before = {rank: _size(path) for rank, path in files.items()}
     asked = [rank for rank, pid in pids.items() if _send_dump(pid, files[rank])]
     _wait_quiet([files[rank] for rank in asked], [before[rank] for rank in asked], deadline_s)
@@ -132,12 +134,12 @@ def dump_stacks(run_dir: Path, pids: dict[int, int], deadline_s: float) -> dict[
 
 def _send_dump(pid: int, path: Path) -> bool:
     # A process without a handler would end of the signal.
-    if not path.exists() or not causes.catches(
-        _text(PROC / str(pid) / "status"), causes.DUMP_SIGNAL
+    if not path.exists() or not exit_cause.catches(
+        _text(PROC / str(pid) / "status"), exit_cause.DUMP_SIGNAL
     ):
         return False
     try:
-        os.kill(pid, causes.DUMP_SIGNAL)
+        os.kill(pid, exit_cause.DUMP_SIGNAL)
     except (ProcessLookupError, PermissionError):
         return False
     return True

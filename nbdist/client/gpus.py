@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from nbdist.core.gpu_reading import QUERIES, UNKNOWN_FIELD, GpuReadings, Nvml, parse_smi
+from nbdist.core.nvml import QUERIES, UNKNOWN_FIELD, GpuReadings, Nvml, parse_smi
 from nbdist.core.topology import Gpu
 
 QUERY = ("--query-gpu=index,uuid,name", "--format=csv,noheader")

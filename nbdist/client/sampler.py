@@ -12,8 +12,8 @@ import psutil
 
 from nbdist.client import gpus, remote
 from nbdist.client.doings import Doings
-from nbdist.core.gpu_reading import GpuReading, GpuReadings, GpuWatch
 from nbdist.core.monitor import Allocator, Answer, Sample
+from nbdist.core.nvml import GpuReading, GpuReadings, GpuWatch
 from nbdist.core.topology import RankPlace
 from nbdist.core.usage import Usage, Usages
 

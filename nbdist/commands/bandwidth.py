@@ -12,12 +12,12 @@ from nbdist.client.start import StartOptions
 from nbdist.commands.running import START_OPTIONS
 from nbdist.core.bandwidth import OPS, Bench, parse_ops
 from nbdist.core.sizes import parse_sizes
+from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import TERMINAL, Option, Verb, positive_number
 from nbdist.view import bandwidth as bandwidth_view
 from nbdist.view import ranks as ranks_view
-from nbdist.view.mime import View
 from nbdist.view.progress import ProgressLine
 
 

@@ -6,11 +6,11 @@ import argparse
 from argparse import Namespace
 
 from nbdist.core import lints
+from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import Option, Verb
 from nbdist.view import checkup as checkup_view
-from nbdist.view.mime import View
 
 
 def dist_check(values: Namespace) -> View:

@@ -17,12 +17,12 @@ from nbdist.core.config_remarks import TYPED, Around
 from nbdist.core.config_tree import Document
 from nbdist.core.strategy import choose
 from nbdist.core.strategy_options import read as read_options
+from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import ANYWHERE, Option, Verb, positive_number, rank_count, strategy_given
 from nbdist.verbs import strategy_options as typed_options
 from nbdist.view import config as config_view
-from nbdist.view.mime import View
 
 # How a file's name says which form it has.
 _SUFFIXES = {

@@ -8,10 +8,10 @@ from nbdist.client import facts, leftovers
 from nbdist.commands import running
 from nbdist.core import doctor as checks
 from nbdist.core.doctor_facts import Facts
+from nbdist.core.view import View
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import ANYWHERE, Option, Verb
 from nbdist.view import doctor as doctor_view
-from nbdist.view.mime import View
 
 
 def dist_doctor(values: Namespace) -> View:

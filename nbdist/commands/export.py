@@ -18,11 +18,11 @@ from nbdist.commands import cells, check, compare, memory, running, trace, train
 from nbdist.core import export
 from nbdist.core import strategy as strategies
 from nbdist.core.export import Cell, Magic, Reader
+from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK
 from nbdist.verbs import ANYWHERE, Option, Verb, parse, strategy_given
 from nbdist.view import export as export_view
-from nbdist.view.mime import View
 
 HISTORY = "history"
 

@@ -11,12 +11,12 @@ from nbdist.commands.trace import step_count
 from nbdist.core import snapshot_file
 from nbdist.core.snapshot import MemoryOptions, Snapshot
 from nbdist.core.snapshot_growth import growth
+from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK, CellOptions, Record, show
 from nbdist.verbs import Option, Verb
 from nbdist.view.memory import remembered
 from nbdist.view.memory_growth import grew
-from nbdist.view.mime import View
 
 
 def dist_memory_cell(values: Namespace, code: str) -> None:

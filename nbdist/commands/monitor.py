@@ -9,11 +9,11 @@ from argparse import Namespace
 from nbdist.client.monitor import Monitor
 from nbdist.core import exposition, units
 from nbdist.core.shown import shown
+from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import Option, Verb, positive_number
 from nbdist.view import monitor as monitor_view
-from nbdist.view.mime import View
 from nbdist.view.progress import ProgressLine
 
 LARGEST_PORT = 65535

@@ -30,12 +30,12 @@ from nbdist.core.panel_board import Board, Job
 from nbdist.core.progress import Progress
 from nbdist.core.shown import is_stored
 from nbdist.core.strategy import Choice, described
+from nbdist.core.view import View
 from nbdist.errors import NbdistError
 from nbdist.notebook import NOTEBOOK, SHOWN, CellOptions
 from nbdist.verbs import Verb
 from nbdist.view import panel as panel_view
 from nbdist.view.cells import publish
-from nbdist.view.mime import View
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session

@@ -19,11 +19,11 @@ from nbdist.core.panel import BUTTONS
 from nbdist.core.panel_board import Job
 from nbdist.core.panel_picker import Value
 from nbdist.core.strategy import Choice
+from nbdist.core.view import View
 from nbdist.notebook import NOTEBOOK, Record
 from nbdist.verbs import parse
 from nbdist.view import ranks as ranks_view
 from nbdist.view import strategy as strategy_view
-from nbdist.view.mime import View
 
 TRACES = Path("traces")
 CHECKPOINTS = Path("checkpoints")

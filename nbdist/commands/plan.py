@@ -33,11 +33,11 @@ from nbdist.core.plan_load import OPTIMIZERS, Load
 from nbdist.core.plan_memory import memory_of
 from nbdist.core.plan_models import CONFIGS, ModelShape, model_of, of_config
 from nbdist.core.topology import Topology
+from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import ANYWHERE, Option, Verb, rank_count, strategy_given
 from nbdist.verbs import strategy_options as typed_options
-from nbdist.view.mime import View
 from nbdist.view.plan import PlanView, shown_plan
 
 _DEVICE = "h100"

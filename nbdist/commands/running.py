@@ -10,6 +10,7 @@ from nbdist.client import strategy
 from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.shown import is_stored
+from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK
 from nbdist.verbs import (
@@ -22,7 +23,6 @@ from nbdist.verbs import (
 )
 from nbdist.view import ranks as ranks_view
 from nbdist.view.cells import publish
-from nbdist.view.mime import View
 from nbdist.view.progress import ProgressLine
 
 

@@ -15,12 +15,12 @@ from nbdist.client import leftovers, remote, runs
 from nbdist.commands.running import START_OPTIONS, start_options
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.runs import RUNNING, STOPPED, Run
+from nbdist.core.view import View
 from nbdist.errors import NbdistError, NotRunning, OptionError
 from nbdist.notebook import NOTEBOOK, CellOptions
 from nbdist.verbs import TERMINAL, Option, Verb
 from nbdist.view import doctor as runs_view
 from nbdist.view import ranks as ranks_view
-from nbdist.view.mime import View
 
 TAKE_DEADLINE_S = 30.0
 

@@ -10,10 +10,10 @@ from nbdist.client.trace import read_folder
 from nbdist.commands import cells
 from nbdist.core import trace_findings, trace_shares
 from nbdist.core.trace import Trace, TraceOptions
+from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK, CellOptions, Record, show
 from nbdist.verbs import Option, Verb
-from nbdist.view.mime import View
 from nbdist.view.trace import traced
 
 

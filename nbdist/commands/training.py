@@ -8,11 +8,11 @@ from nbdist.client import strategy
 from nbdist.core.strategy import choose
 from nbdist.core.strategy_options import listed
 from nbdist.core.strategy_rows import ROWS
+from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import Option, Verb, parse, rank_number, strategy_given, strategy_options
 from nbdist.view import strategy as strategy_view
-from nbdist.view.mime import View
 
 
 def dist_sync_model(values: Namespace) -> View:

@@ -10,9 +10,9 @@ from IPython import get_ipython
 from nbdist.client.variables import Moved
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.variables import check_known, check_names, described, described_list
+from nbdist.core.view import View
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import Option, Verb
-from nbdist.view.mime import View
 
 
 def dist_push(values: Namespace) -> View:

@@ -1,1 +1,4 @@
-"""Pure functions and frozen records: no torch, no Jupyter, no sockets."""
+"""What every package uses: ranks, topology, units, failures, findings, views.
+
+Nothing here knows a feature. Only `rank.py`, a rank's own record, may need torch.
+"""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nbdist.core import floats, pages
+from nbdist.core import floats, madvise
 from nbdist.core.parcels import STEP_BYTES, Parcel, TensorRecord, memory_of, one_line, tensor_at
 from nbdist.errors import TransferError
 
@@ -184,4 +184,4 @@ def lacking_types(parcel: Parcel) -> list[str]:
 def _ask_for_large_pages(address: int, size_bytes: int) -> None:
     """Let fresh memory come in pages of 2 MB, as numpy does: the copy takes half the time."""
     if size_bytes >= LARGE_PAGES_BYTES:
-        pages.advise(address, size_bytes, pages.LARGE)
+        madvise.advise(address, size_bytes, madvise.LARGE)

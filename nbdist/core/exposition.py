@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nbdist.core.gpu_reading import MIB, GpuReading
 from nbdist.core.monitor import STATES, Allocator, Sample
+from nbdist.core.nvml import MIB, GpuReading
 from nbdist.core.topology import RankPlace
 from nbdist.core.usage import Usage
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nbdist.core import units
-from nbdist.core.gpu_reading import GpuReading
+from nbdist.core.nvml import GpuReading
 from nbdist.core.usage import Usage
 
 # What a rank can be doing, in the order of the codes in a history.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nbdist.core import snapshot_fields, snapshot_own, snapshot_pickle
+from nbdist.core import safe_pickle, snapshot_fields, snapshot_own
 from nbdist.core.snapshot import RankMemory, Snapshot
 from nbdist.core.snapshot_torch import of_torch, to_torch
 from nbdist.core.units import size
@@ -71,7 +71,7 @@ def read(path: Path, rank: int = 0) -> Snapshot:
     """
     named = _RANK_IN_NAME.search(path.name)
     try:
-        whole = snapshot_pickle.loads(_content(path))
+        whole = safe_pickle.loads(_content(path))
     except SnapshotError as error:
         raise SnapshotError(f"{path} {error}.") from None
     try:
@@ -88,7 +88,7 @@ def read(path: Path, rank: int = 0) -> Snapshot:
 
 def _content(path: Path) -> bytes:
     """All of a file, unpacked if it is compressed."""
-    most = snapshot_pickle.MOST_BYTES
+    most = safe_pickle.MOST_BYTES
     try:
         with path.open("rb") as file:
             first = file.read(len(_GZIP))

@@ -16,7 +16,10 @@ _ENGINE = re.compile(
     r"|^<(?:frozen runpy|decorator-gen-\d+)>$"
 )
 # nbdist's own, around torch's functions.
-_OURS = re.compile(r"[/\\]nbdist[/\\](?:engine|core)[/\\](?:\w+[/\\])?\w+\.py$")
+_OURS = re.compile(
+    r"[/\\]nbdist[/\\](?:bandwidth|cells|checkpoint|comparison|config|core|engine|hang|lints|memory"
+    r"|monitor|parallel|planner|recording|rpc|switch|trace|variables)[/\\](?:\w+[/\\])*\w+\.py$"
+)
 _LIBRARY = re.compile(r".*[/\\](?:site-packages|dist-packages|python3\.\d+)[/\\]")
 _THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-fA-F]+.*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbdist.core import causes
+from nbdist.core import exit_cause
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -146,14 +146,14 @@ class Usages:
 
 def _groups(pid: int) -> tuple[Path, ...]:
     """The folders of a process's control groups that have a memory limit."""
-    paths = causes.cgroups(_text(PROC / str(pid) / "cgroup"))
+    paths = exit_cause.cgroups(_text(PROC / str(pid) / "cgroup"))
     return tuple(
         folder
         for kind, (mounts, limit, _, _) in _FILES.items()
         if kind in paths
         for mount in mounts
-        for name in causes.lineage(paths[kind])
-        if causes.limit_bytes(_text((folder := CGROUPS / mount / name) / limit)) is not None
+        for name in exit_cause.lineage(paths[kind])
+        if exit_cause.limit_bytes(_text((folder := CGROUPS / mount / name) / limit)) is not None
     )
 
 
@@ -162,7 +162,7 @@ def _room(groups: Iterable[Path], machine: Any) -> tuple[int, int, bool]:
     found = [(machine.total - machine.available, machine.total, False)]
     for folder in groups:
         for _, limit_file, used_file, dropped in _FILES.values():
-            limit = causes.limit_bytes(_text(folder / limit_file))
+            limit = exit_cause.limit_bytes(_text(folder / limit_file))
             used = _text(folder / used_file).strip()
             if limit is not None and used.isdigit():
                 # Files that were read once are given back before anything is killed.

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nbdist.core import causes
+from nbdist.core import exit_cause
 from nbdist.core.bandwidth import LEAST_RUNS, Timing
 from nbdist.core.sizes import ITEM_BYTES
 from nbdist.engine import ahead, runtime
@@ -275,12 +275,12 @@ _LIMITS = (
 
 def _below_limits() -> list[int]:
     """How far this process's control groups are below their limits (a container has such)."""
-    paths = causes.cgroups(_text(Path("/proc/self/cgroup")))
+    paths = exit_cause.cgroups(_text(Path("/proc/self/cgroup")))
     left = [1 << 62]
     for kind, mount, limit, use in _LIMITS:
-        for name in causes.lineage(paths.get(kind, "")):
+        for name in exit_cause.lineage(paths.get(kind, "")):
             folder = Path("/sys/fs/cgroup") / mount / name
-            most, used = causes.limit_bytes(_text(folder / limit)), _text(folder / use).strip()
+            most, used = exit_cause.limit_bytes(_text(folder / limit)), _text(folder / use).strip()
             if most is not None and used.isdigit():
                 left.append(max(0, most - int(used)))
     return left

@@ -10,7 +10,7 @@ import faulthandler
 from pathlib import Path
 from typing import IO, Any
 
-from nbdist.core.causes import CELLS_FILE, CRASH_FILE, DUMP_SIGNAL, STACKS_FILE
+from nbdist.core.exit_cause import CELLS_FILE, CRASH_FILE, DUMP_SIGNAL, STACKS_FILE
 
 # File name of a cell's code -> the cell's number, for every cell of this rank.
 cells: dict[str, int] = {}

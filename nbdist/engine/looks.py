@@ -18,7 +18,7 @@ import torch
 from IPython import get_ipython
 from torch._C import _distributed_c10d
 
-from nbdist.core import causes, stacks
+from nbdist.core import exit_cause, stacks
 from nbdist.core.calls import CxxCall, Look
 from nbdist.core.stacks import Frame
 from nbdist.engine import crashes, threads
@@ -122,7 +122,7 @@ def _main_state() -> str:
         stat = Path(f"/proc/self/task/{os.getpid()}/stat").read_text(encoding="utf-8")
     except OSError:
         return ""
-    return causes.process_state(stat)
+    return exit_cause.process_state(stat)
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from nbdist.core.gpu_reading import GpuReading, GpuReadings, GpuWatch, Nvml
 from nbdist.core.monitor import Allocator, Answer
+from nbdist.core.nvml import GpuReading, GpuReadings, GpuWatch, Nvml
 from nbdist.core.usage import Usages
 from nbdist.errors import NbdistError
 

@@ -13,7 +13,7 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.core.links import LINKS, around
 from nbdist.core.shown import is_stored, shown
 from nbdist.core.sizes import size_text
-from nbdist.view.mime import View, table
+from nbdist.core.view import View, table
 
 _ROW = ["op", "size", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "result"]
 _WIDTH_PX = 640

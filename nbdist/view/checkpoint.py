@@ -12,7 +12,7 @@ from nbdist.core.saving import Loaded, Saved, Started
 from nbdist.core.shown import shown
 from nbdist.core.strategy import described
 from nbdist.core.strategy_degrees import ranks
-from nbdist.view.mime import View
+from nbdist.core.view import View
 
 
 def saved(done: Saved | Started, before: Sequence[str] = ()) -> View:

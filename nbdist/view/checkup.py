@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from nbdist.core.checkup import GRADIENT, KINDS, Checkup, Counted, Difference, NotFinite
 from nbdist.core.failures import ranks_phrase
-from nbdist.view.mime import View, table
+from nbdist.core.view import View, table
 
 # Tensors that are named of each kind; more are counted.
 SHOWN = 5

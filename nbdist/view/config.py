@@ -11,7 +11,7 @@ from nbdist.core.config_launch import Configured
 from nbdist.core.config_remarks import Checked, Remark
 from nbdist.core.finding import BAD, OK, WARN
 from nbdist.core.strategy import described
-from nbdist.view.mime import View, table
+from nbdist.core.view import View, table
 
 
 @dataclass(frozen=True, slots=True)

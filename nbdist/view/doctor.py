@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from nbdist.core.finding import BAD, OK, WARN, Finding
 from nbdist.core.runs import Run
 from nbdist.core.shown import shown
-from nbdist.view.mime import View, table
+from nbdist.core.view import View, table
 
 
 def findings(those: Sequence[Finding], done: Sequence[str] = ()) -> View:

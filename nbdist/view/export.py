@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nbdist.core.export import Exported
-from nbdist.view.mime import View
+from nbdist.core.view import View
 
 
 def written(path: Path, origin: str, notes: Sequence[str], exported: Exported) -> View:

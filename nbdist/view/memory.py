@@ -22,11 +22,11 @@ from nbdist.core.snapshot_findings import MemoryFinding, findings
 from nbdist.core.snapshot_levels import Level
 from nbdist.core.snapshot_peak import RankPeak, Site, peaks, when, worst
 from nbdist.core.snapshot_places import written
+from nbdist.core.view import View, table
 from nbdist.view.frame import MOST_BYTES, MOST_NAME, clipped
 from nbdist.view.memory_colours import ORDER
 from nbdist.view.memory_page import height_px, packed, page
 from nbdist.view.memory_png import MOST_RANKS, png
-from nbdist.view.mime import View, table
 
 _WIDEST_NAME = 60
 MOST_FAILURES = 5

@@ -10,8 +10,8 @@ from nbdist.core.ranks import rank_label
 from nbdist.core.snapshot import CATEGORIES
 from nbdist.core.snapshot_growth import Amount, Change, Growth
 from nbdist.core.snapshot_places import written
+from nbdist.core.view import View, table
 from nbdist.view.frame import clipped
-from nbdist.view.mime import View, table
 
 MOST_ROWS = 20
 _MOST_NAME = 40

@@ -15,7 +15,7 @@ from nbdist.core import units
 from nbdist.core.monitor import History, Sample
 from nbdist.core.monitor_rules import MonitorFinding
 from nbdist.core.shown import is_stored, shown
-from nbdist.view.mime import View, table
+from nbdist.core.view import View, table
 
 # More pictures than this are too small, or too many, to be read.
 MOST_RANKS = 8

@@ -20,7 +20,7 @@ from nbdist.core.panel import (
 )
 from nbdist.core.plan import NO, RISKY, SAFE, UNKNOWN
 from nbdist.core.shown import PLACEHOLDER, is_stored, shown
-from nbdist.view.mime import View, table
+from nbdist.core.view import View, table
 
 # The live panel's page hides the picture that stands below it for when there is no panel.
 STILL = "nbdist-panel-still"

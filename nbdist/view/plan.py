@@ -13,7 +13,7 @@ from nbdist.core.plan_memory import FORMULAS, Memory
 from nbdist.core.plan_models import ModelShape
 from nbdist.core.plan_time import UTILISATION
 from nbdist.core.strategy_degrees import ranks
-from nbdist.view.mime import View, table
+from nbdist.core.view import View, table
 
 # In {} stands the unit of all columns of memory.
 _HEAD = (

@@ -12,7 +12,7 @@ from nbdist.core.plan_live import LiveModel, described
 from nbdist.core.plan_load import Load
 from nbdist.core.plan_memory import Memory
 from nbdist.core.shown import shown
-from nbdist.view.mime import View, table
+from nbdist.core.view import View, table
 
 _HEAD = ["", "predicted (MB)", "measured (MB)", "error"]
 # Strategies that reduce in pieces.

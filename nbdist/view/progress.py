@@ -11,8 +11,8 @@ from IPython.display import DisplayHandle, display
 
 from nbdist.core.progress import Progress
 from nbdist.core.shown import is_stored
+from nbdist.core.view import View
 from nbdist.view.cells import publish
-from nbdist.view.mime import View
 
 
 class ProgressLine:

@@ -10,7 +10,7 @@ from nbdist.core.failures import ranks_are
 from nbdist.core.shown import shown
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
-from nbdist.view.mime import View, table
+from nbdist.core.view import View, table
 
 NO_SCALING = "The ranks share {shared}: times measured here are no scaling numbers."
 

@@ -10,8 +10,8 @@ from nbdist.core.strategy import Choice, choose, described, rows_of
 from nbdist.core.strategy_degrees import ranks
 from nbdist.core.strategy_rows import HELD, ROWS, Row
 from nbdist.core.switching import Switched
+from nbdist.core.view import View, table
 from nbdist.errors import OptionError
-from nbdist.view.mime import View, table
 
 _NOTHING = "-"
 

@@ -13,7 +13,7 @@ from nbdist.core.cells import CellResult, RankResult
 from nbdist.core.clip import SHOWN_LINES
 from nbdist.core.lines import overwritten
 from nbdist.core.shown import is_stored
-from nbdist.view.mime import View
+from nbdist.core.view import View
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # Tells the tabs of several cells on one page apart. Numbers are alike in every run, so they

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from nbdist.core import units
+from nbdist.core.view import View
 from nbdist.core.weights import CONFIG, FILE, Exported
-from nbdist.view.mime import View
 
 _MAX_NAMED = 3
 

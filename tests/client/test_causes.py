@@ -18,7 +18,7 @@ import pytest
 from nbdist.client import causes
 from nbdist.client.causes import Watched
 from nbdist.client.session import Session
-from nbdist.core.causes import CRASH_FILE, DUMP_SIGNAL
+from nbdist.core.exit_cause import CRASH_FILE, DUMP_SIGNAL
 from nbdist.core.wire import CELL_NUMBER
 from nbdist.errors import NbdistError
 from tests.support.ranks import until

@@ -4,8 +4,8 @@ import re
 from dataclasses import replace
 
 from nbdist.core.exposition import METRICS, exposition, scrape_config
-from nbdist.core.gpu_reading import MIB, GpuReading
 from nbdist.core.monitor import STATES, Allocator, Doing, Sample
+from nbdist.core.nvml import MIB, GpuReading
 from nbdist.core.topology import RankPlace
 from nbdist.core.usage import Usage
 

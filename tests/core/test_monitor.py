@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from nbdist.core.gpu_reading import GpuReading
 from nbdist.core.monitor import STATES, Doing, History, Sample
+from nbdist.core.nvml import GpuReading
 from nbdist.core.usage import Usage
 
 GIB = 2**30

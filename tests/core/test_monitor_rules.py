@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from nbdist.core import monitor_rules
-from nbdist.core.gpu_reading import GpuReading
 from nbdist.core.monitor import Doing, History, Sample
 from nbdist.core.monitor_rules import MonitorFinding
+from nbdist.core.nvml import GpuReading
 from nbdist.core.usage import Usage
 
 GIB = 2**30

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbdist.core import snapshot_pickle
+from nbdist.core import safe_pickle
 from nbdist.core.snapshot import OutOfMemory, Segment, Snapshot
 from nbdist.core.snapshot_file import PROTOCOL, read, read_folder, write, write_folder
 from nbdist.core.snapshot_torch import of_torch, to_torch
@@ -298,7 +298,7 @@ def test_deep_and_shared_lists_take_no_time(tmp_path: Path) -> None:
 
 def test_many_containers_are_refused_before_they_are_made(tmp_path: Path, monkeypatch: Any) -> None:
     """64 bytes of memory for each byte of the file."""
-    monkeypatch.setattr(snapshot_pickle, "MOST_CONTAINERS", 1000)
+    monkeypatch.setattr(safe_pickle, "MOST_CONTAINERS", 1000)
     path = tmp_path / "rank0.pickle"
     path.write_bytes(_proto(b"(", b"}" * 2000, b"l"))
     with pytest.raises(SnapshotError, match=r"holds about 2001 lists and dicts, over 1000"):
@@ -314,7 +314,7 @@ def test_huge_files(tmp_path: Path, monkeypatch: Any) -> None:
         SnapshotError, match=rf"is too large: {size(3 * 2**30)} or more, and 1.1 GB"
     ):
         read(path)
-    monkeypatch.setattr(snapshot_pickle, "MOST_BYTES", 10**6)
+    monkeypatch.setattr(safe_pickle, "MOST_BYTES", 10**6)
     packed = tmp_path / "rank1.pickle.gz"
     packed.write_bytes(gzip.compress(_proto(b"N" * 10**8), 1))
     assert packed.stat().st_size < 10**6
@@ -387,7 +387,7 @@ def test_unreadable_sizes_do_not_reach_memory() -> None:
     """In a process with little memory to take, bombs are refused all the same."""
     program = (
         "import resource, struct\n"
-        "from nbdist.core import snapshot_pickle\n"
+        "from nbdist.core import safe_pickle as snapshot_pickle\n"
         "from nbdist.errors import SnapshotError\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
         "over = [b'Nr' + struct.pack('<I', 2**power) for power in (16, 24, 31)]\n"

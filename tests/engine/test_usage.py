@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from nbdist.core.gpu_reading import GpuWatch
 from nbdist.core.monitor import Allocator, Answer
+from nbdist.core.nvml import GpuWatch
 from nbdist.engine import runtime, usage
 from tests.support.gpus import Driver
 

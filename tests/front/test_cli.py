@@ -232,7 +232,7 @@ def test_run_fails_with_the_ranks_traceback(folder: Path) -> None:
     assert "ValueError: a bad batch" in done.stderr
     assert "rank 1" in done.stderr
     assert re.search(r"failing\.py:5|failing\.py, line 5|failing\.py\", line 5", done.stderr)
-    assert "nbdist.engine.script" not in done.stderr
+    assert "nbdist/engine/script" not in done.stderr
     assert "Traceback (most recent call last):\n  File" not in done.stderr.partition("Error")[0]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import nbdist
 from nbdist.client import gpus
-from nbdist.core.gpu_reading import QUERIES, parse_smi
+from nbdist.core.nvml import QUERIES, parse_smi
 from nbdist.notebook import NOTEBOOK
 
 GIB = 2**30

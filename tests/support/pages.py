@@ -10,7 +10,7 @@ import struct
 from html.parser import HTMLParser
 from typing import Any
 
-from nbdist.view.mime import View
+from nbdist.core.view import View
 
 
 class Tags(HTMLParser):

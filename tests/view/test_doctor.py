@@ -7,8 +7,8 @@ import pytest
 from nbdist.core import runs
 from nbdist.core.finding import BAD, WARN, Finding
 from nbdist.core.runs import Machine, Owner, Run
+from nbdist.core.view import View
 from nbdist.view.doctor import below, findings, running
-from nbdist.view.mime import View
 
 
 @pytest.fixture(autouse=True)

@@ -29,10 +29,10 @@ from nbdist.core.snapshot import (
     Snapshot,
 )
 from nbdist.core.snapshot_peak import peaks
+from nbdist.core.view import View
 from nbdist.view import frame, image, memory_png
 from nbdist.view.memory import remembered
 from nbdist.view.memory_colours import COLOURS
-from nbdist.view.mime import View
 from tests.support import pages
 from tests.support.drawn_memory import MB, Piece, blocks, million, rank_memory, training
 from tests.support.pages import Tags, size_of

@@ -10,9 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from nbdist.core.gpu_reading import GpuReading
 from nbdist.core.monitor import Allocator, Doing, History, Sample
 from nbdist.core.monitor_rules import MonitorFinding
+from nbdist.core.nvml import GpuReading
 from nbdist.core.usage import Usage
 from nbdist.view.monitor import MOST_RANKS, monitor, png, serving
 

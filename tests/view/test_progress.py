@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nbdist.core.progress import Progress
+from nbdist.core.view import View
 from nbdist.view import progress
-from nbdist.view.mime import View
 from nbdist.view.progress import ProgressLine, ShownProgress, line_html
 
 

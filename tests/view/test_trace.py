@@ -20,8 +20,8 @@ from nbdist.core.trace import COMMUNICATION, COMPUTE, KINDS, Lane, RankTrace, St
 from nbdist.core.trace_findings import Spot, TraceFinding
 from nbdist.core.trace_levels import laid
 from nbdist.core.trace_shares import Operation, RankShares, Shares, Slowest, Traffic
+from nbdist.core.view import View
 from nbdist.view import frame, image, trace_png
-from nbdist.view.mime import View
 from nbdist.view.trace import traced
 from tests.support import pages
 from tests.support.drawn_traces import events, made, rank_trace, training

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nbdist.core import pages
+from nbdist.core import madvise
 
 # Each copy begins at a multiple of this: processors move whole lines of 64 bytes.
 _LINE_BYTES = 64
@@ -50,7 +50,7 @@ def copies(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def give_back() -> None:
     """Let the system have the memory if it needs it. Nobody may look at copies any more."""
     if _kept.memory is not None:
-        pages.advise(_kept.memory.data_ptr(), _kept.memory.nbytes, pages.FREE)
+        madvise.advise(_kept.memory.data_ptr(), _kept.memory.nbytes, madvise.FREE)
 
 
 def _look(one: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
@@ -76,6 +76,6 @@ def _memory(size_bytes: int) -> torch.Tensor:
         del memory
         whole = torch.empty(size_bytes + _PAGE_BYTES, dtype=torch.uint8)
         memory = _kept.memory = whole[-whole.data_ptr() % _PAGE_BYTES :]
-        pages.advise(memory.data_ptr(), memory.nbytes, pages.LARGE)
-        pages.advise(memory.data_ptr(), memory.nbytes, pages.POPULATE)
+        madvise.advise(memory.data_ptr(), memory.nbytes, madvise.LARGE)
+        madvise.advise(memory.data_ptr(), memory.nbytes, madvise.POPULATE)
     return memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nbdist.core import pages
+from nbdist.core import madvise
 
 # Below, malloc mostly has pages at hand that were there before.
 _LEAST_BYTES = 1 << 20
@@ -18,5 +18,5 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     """
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu" and tensor.nbytes >= _LEAST_BYTES:
-        pages.advise(tensor.data_ptr(), tensor.nbytes, pages.POPULATE)
+        madvise.advise(tensor.data_ptr(), tensor.nbytes, madvise.POPULATE)
     return tensor

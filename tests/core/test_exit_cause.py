@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from nbdist.core import causes
-from nbdist.core.causes import OomCounts, Remains
+from nbdist.core import exit_cause
+from nbdist.core.exit_cause import OomCounts, Remains
 
 CELL = "/tmp/ipykernel/123.py"
 CELLS = {CELL: 12}
@@ -37,7 +37,7 @@ def test_an_end_that_left_nothing(code: int | None, told: str) -> None:
     if code == -63 and 63 in {int(one) for one in signal.Signals}:
         pytest.skip("signal 63 has a name on this system")
 
-    assert causes.cause(code, Remains()) == told
+    assert exit_cause.cause(code, Remains()) == told
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_kill_for_memory_is_told_by_the_systems_counts(
     before: OomCounts, after: OomCounts, told: str
 ) -> None:
     """Its own group's count is proof, the machine's is a hint, no count leaves it open."""
-    cause = causes.cause(-signal.SIGKILL, Remains(before=before, after=after))
+    cause = exit_cause.cause(-signal.SIGKILL, Remains(before=before, after=after))
 
     assert cause.startswith(f"signal SIGKILL: {told}")
 
@@ -76,8 +76,8 @@ def test_our_own_kill_is_no_riddle() -> None:
     """What nbdist has killed is never blamed on memory or a bug."""
     risen = Remains(before=OomCounts(1), after=OomCounts(2), is_ours=True)
 
-    assert causes.cause(-signal.SIGKILL, risen) == "signal SIGKILL: sent by nbdist"
-    assert causes.cause(-signal.SIGABRT, risen) == "signal SIGABRT: sent by nbdist"
+    assert exit_cause.cause(-signal.SIGKILL, risen) == "signal SIGKILL: sent by nbdist"
+    assert exit_cause.cause(-signal.SIGABRT, risen) == "signal SIGABRT: sent by nbdist"
 
 
 def test_a_crash_is_told_with_function_and_line() -> None:
@@ -94,7 +94,7 @@ def test_a_crash_is_told_with_function_and_line() -> None:
         ),
     )
 
-    assert causes.cause(-signal.SIGSEGV, remains) == (
+    assert exit_cause.cause(-signal.SIGSEGV, remains) == (
         "signal SIGSEGV in op (torch/_ops.py, line 50), called at line 3 of cell [12]"
     )
 
@@ -103,14 +103,14 @@ def test_a_crash_in_the_cell_itself() -> None:
     """A C function called from the cell has no Python frame of its own."""
     remains = crash(("Current thread", (f'  File "{CELL}", line 3 in f', SHELL)))
 
-    assert causes.cause(-signal.SIGSEGV, remains) == "signal SIGSEGV at line 3 of cell [12]"
+    assert exit_cause.cause(-signal.SIGSEGV, remains) == "signal SIGSEGV at line 3 of cell [12]"
 
 
 def test_a_crash_outside_of_any_cell() -> None:
     """Then the innermost line is all that can be told."""
     remains = crash(("Current thread", ('  File "/work/lib.py", line 8 in load',)))
 
-    assert causes.cause(-signal.SIGFPE, remains) == "signal SIGFPE in lib.py, line 8, in load"
+    assert exit_cause.cause(-signal.SIGFPE, remains) == "signal SIGFPE in lib.py, line 8, in load"
 
 
 def test_a_crash_of_a_thread_without_python_tells_what_the_cell_did() -> None:
@@ -128,7 +128,7 @@ def test_a_crash_of_a_thread_without_python_tells_what_the_cell_did() -> None:
         ),
     )
 
-    assert causes.cause(-signal.SIGABRT, remains) == (
+    assert exit_cause.cause(-signal.SIGABRT, remains) == (
         "signal SIGABRT in a thread of C code, while the cell was in all_reduce "
         "(torch/distributed/distributed_c10d.py, line 3252), called at line 2 of cell [12]"
     )
@@ -138,7 +138,7 @@ def test_a_bus_error_names_shared_memory() -> None:
     """A full /dev/shm ends processes that way, and nobody guesses it."""
     remains = crash(("Current thread", (f'  File "{CELL}", line 3 in f', SHELL)))
 
-    assert causes.cause(-signal.SIGBUS, remains) == (
+    assert exit_cause.cause(-signal.SIGBUS, remains) == (
         "signal SIGBUS at line 3 of cell [12]; usually shared memory (/dev/shm) was full"
     )
 
@@ -149,40 +149,40 @@ def test_counts_of_all_kinds_of_files() -> None:
     v1 = "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"
     vmstat = "nr_free_pages 1\noom_kill 7\nnuma_hit 2\n"
 
-    assert [causes.oom_kills(text) for text in (v2, v1, vmstat)] == [3, 5, 7]
-    assert causes.oom_kills("oom_kill_disable 0\nunder_oom 0\n") is None
-    assert causes.oom_kills("") is None
+    assert [exit_cause.oom_kills(text) for text in (v2, v1, vmstat)] == [3, 5, 7]
+    assert exit_cause.oom_kills("oom_kill_disable 0\nunder_oom 0\n") is None
+    assert exit_cause.oom_kills("") is None
 
 
 def test_limits_of_both_kinds() -> None:
     """ "max" and v1's largest number are no limits."""
-    assert causes.limit_bytes("2147483648\n") == 2147483648
-    assert causes.limit_bytes("max\n") is None
-    assert causes.limit_bytes("9223372036854771712\n") is None
-    assert causes.limit_bytes("") is None
+    assert exit_cause.limit_bytes("2147483648\n") == 2147483648
+    assert exit_cause.limit_bytes("max\n") is None
+    assert exit_cause.limit_bytes("9223372036854771712\n") is None
+    assert exit_cause.limit_bytes("") is None
 
 
 def test_the_control_group_of_a_process() -> None:
     """v1 has a line for memory, v2 the one without controllers; both may be there."""
-    assert causes.cgroups("0::/user.slice/a.scope\n") == {"v2": "/user.slice/a.scope"}
-    assert causes.cgroups("4:memory:/jobs/7\n1:cpu,cpuacct:/jobs/7\n") == {"v1": "/jobs/7"}
-    assert causes.cgroups("4:cpu,memory:/jobs/7\n0::/\n") == {"v1": "/jobs/7", "v2": "/"}
-    assert causes.lineage("/jobs/7") == ["jobs/7", "jobs", ""]
-    assert causes.lineage("/") == [""]
+    assert exit_cause.cgroups("0::/user.slice/a.scope\n") == {"v2": "/user.slice/a.scope"}
+    assert exit_cause.cgroups("4:memory:/jobs/7\n1:cpu,cpuacct:/jobs/7\n") == {"v1": "/jobs/7"}
+    assert exit_cause.cgroups("4:cpu,memory:/jobs/7\n0::/\n") == {"v1": "/jobs/7", "v2": "/"}
+    assert exit_cause.lineage("/jobs/7") == ["jobs/7", "jobs", ""]
+    assert exit_cause.lineage("/") == [""]
 
 
 def test_the_state_of_a_process_with_an_awkward_name() -> None:
     """The name may contain what follows it."""
-    assert causes.process_state("123 (a b) T 9) R 1 123 123 0 -1") == "R"
-    assert causes.process_state("123 (python) T 1 123") == "T"
-    assert causes.process_state("") == ""
+    assert exit_cause.process_state("123 (a b) T 9) R 1 123 123 0 -1") == "R"
+    assert exit_cause.process_state("123 (python) T 1 123") == "T"
+    assert exit_cause.process_state("") == ""
 
 
 def test_whether_a_signal_is_caught() -> None:
     """Bit number - 1 of the mask, as the system writes it."""
     status = "Name:\tpython\nSigIgn:\t0000000001001000\nSigCgt:\t0000040180000002\n"
 
-    assert causes.catches(status, signal.SIGINT)
-    assert causes.catches(status, 43)
-    assert not causes.catches(status, signal.SIGTERM)
-    assert not causes.catches("", signal.SIGINT)
+    assert exit_cause.catches(status, signal.SIGINT)
+    assert exit_cause.catches(status, 43)
+    assert not exit_cause.catches(status, signal.SIGTERM)
+    assert not exit_cause.catches("", signal.SIGINT)

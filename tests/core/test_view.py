@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from IPython.core.formatters import DisplayFormatter, PlainTextFormatter
 
-from nbdist.view.mime import View, table
+from nbdist.core.view import View, table
 
 
 class _Cells(HTMLParser):

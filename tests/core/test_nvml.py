@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.core.gpu_reading import (
+from nbdist.core.nvml import (
     MIB,
     QUERIES,
     GpuReading,
