@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import remote
 from nbdist.core import collectives, recovery
 from nbdist.core.calls import CxxCall
 from nbdist.core.failures import ranks_are, ranks_phrase
+from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -62,7 +62,7 @@ class Aftermath:
         if is_certain:
             self._recover(now_s)
         else:
-            self._newest = self._listen(session.health.ask_all(remote.newest))
+            self._newest = self._listen(session.health.ask_all(functions.newest))
 
     def step(self, now_s: float) -> float | None:
         """Take in what has come; how long to wait at most in seconds, or None when it is over."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.client import remote
 from nbdist.client.arrivals import silent
 from nbdist.core.bandwidth import (
     LEAST_RUNS,
@@ -29,6 +28,7 @@ from nbdist.core.bandwidth import (
 from nbdist.core.sizes import DEFAULT_SIZES, parse_sizes, size_text
 from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
+from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -158,7 +158,7 @@ class _Measurement:
 
     def run(self, ops: Sequence[str], limit_s: float) -> None:
         """Measure all operations at all sizes."""
-        told = self._session.call_all(remote.begin_measuring, deadline_s=DEADLINE_S)
+        told = self._session.call_all(functions.begin_measuring, deadline_s=DEADLINE_S)
         end_s = time.monotonic() + limit_s
         free = shares(self._session.topology, told)
         n = self._session.topology.world_size
@@ -193,7 +193,7 @@ class _Measurement:
         self.doing = f"{op} of {size_text(size)}"
         self._progress(self.doing)
         timings: list[Timing] = self._session.call_all(
-            remote.measure,
+            functions.measure,
             op,
             size,
             limit_s,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.client import answers, progress
+from nbdist.client import progress
 from nbdist.client import remote_checkpoint as remote
 from nbdist.core import checkpoint_folder
 from nbdist.core.failures import ranks_phrase
@@ -19,6 +19,7 @@ from nbdist.core.progress import BYTES
 from nbdist.core.saving import DONE, FAILED, RUNNING, Loaded, Saved, Saving, Started
 from nbdist.core.units import size
 from nbdist.errors import CheckpointError, Interrupted, NbdistError, RankGone
+from nbdist.rpc.kernel import gather
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -326,7 +327,7 @@ def _own(error: BaseException, what: str) -> BaseException:
     """The error of a call to all ranks, as a checkpoint's."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(f"{what}; {error}" if str(error) else what)
-    if (refused := answers.refusal(error, CheckpointError)) is not None:
+    if (refused := gather.refusal(error, CheckpointError)) is not None:
         return refused
     if type(error) is NbdistError:  # a rank has ended meanwhile, or raised what nobody foresaw
         return CheckpointError(f"{what}: {error}")

@@ -18,15 +18,16 @@ import ipyparallel
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 from traitlets.config import Config
 
-from nbdist.client import controller, guardian, launcher, prepared, presses, processes, rundir
+from nbdist.client import controller, guardian, launcher, prepared, processes, rundir
 from nbdist.client.arrivals import POLL_S, Arrivals, Progress
-from nbdist.client.channel import Channel
 from nbdist.client.exits import Exit
 from nbdist.client.guard import Guard
 from nbdist.client.loop import cluster_loop
 from nbdist.client.prepared import gives_ranks, installed_torch
 from nbdist.core.failures import ranks_phrase
 from nbdist.errors import OptionError, StartError
+from nbdist.rpc.kernel import sigint
+from nbdist.rpc.kernel.channel import Channel
 
 __all__ = ["Cluster", "Exit", "Progress", "cluster_loop", "gives_ranks", "installed_torch"]
 
@@ -271,7 +272,7 @@ class Cluster:
 
     def end_engines(self, engines: Collection[int]) -> None:
         """Kill engines that this kernel has started, with all processes of their sessions."""
-        with presses.counted():
+        with sigint.counted():
             for engine in engines:
                 self._kill(engine)
 
@@ -367,7 +368,7 @@ class Cluster:
         finally:
             # Also when an interrupt comes in between: the guardian ends whatever is left. A
             # second one must not break that off; it takes CLOSE_DEADLINE_S at most.
-            with presses.counted():
+            with sigint.counted():
                 is_clean = self._guard.close()
         if not is_clean:
             sys.stderr.write(f"nbdist: processes of {self.run_dir} could not all be ended\n")

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import remote
 from nbdist.client.strategy import Asked, chosen
 from nbdist.core import comparison, trace_shares
 from nbdist.core.comparison import Comparison, Row, Watched
 from nbdist.core.strategy import Choice, described
 from nbdist.core.trace import TraceOptions
 from nbdist.errors import DistributedError, Interrupted, NbdistError, OptionError
+from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -79,7 +79,7 @@ class Comparing:
         """
         session = self._session
         before, last = session.strategy.current(), session.strategy.last
-        self._models = self._call(remote.keep_state, KEEP_S)[0]
+        self._models = self._call(functions.keep_state, KEEP_S)[0]
         try:
             for text, one in asked:
                 begins(text)
@@ -114,22 +114,22 @@ class Comparing:
 
     def _measured(self, text: str, choice: Choice) -> Row:
         session = self._session
-        self._call(remote.watch_memory, WATCH_S)
+        self._call(functions.watch_memory, WATCH_S)
         session.run(self._code)
-        warm: list[Watched] = self._call(remote.watched_memory, WATCH_S)
+        warm: list[Watched] = self._call(functions.watched_memory, WATCH_S)
         if not self._models:  # the next run makes its own
-            self._call(remote.clear_made, KEEP_S)
-        self._call(remote.watch_memory, WATCH_S)
+            self._call(functions.clear_made, KEEP_S)
+        self._call(functions.watch_memory, WATCH_S)
         trace = session.profile(self._code, RECORDED)
-        recorded: list[Watched] = self._call(remote.watched_memory, WATCH_S)
+        recorded: list[Watched] = self._call(functions.watched_memory, WATCH_S)
         return comparison.row(text, choice, trace_shares.shares(trace), warm, recorded)
 
     def _back(self, before: Choice) -> None:
         """Everything as it was before the strategy."""
         try:
-            self._call(remote.clear_made, KEEP_S)
+            self._call(functions.clear_made, KEEP_S)
             self._session.strategy.switch_to(before)
-            self._call(remote.restore_state, KEEP_S)
+            self._call(functions.restore_state, KEEP_S)
         except KeyboardInterrupt as error:
             raise Interrupted(f"{error}; {_NOT_BACK}") from error
         except NbdistError as error:
@@ -141,7 +141,7 @@ class Comparing:
         session = self._session
         for rank in session.ranks:
             if session.is_connected(rank) and not session.readiness.is_busy(rank):
-                remote.drop_state(session.call, rank)
+                functions.drop_state(session.call, rank)
 
     def _call(self, function: Callable[..., Future[Any]], deadline_s: float) -> list[Any]:
         return self._session.call_all(function, deadline_s=deadline_s)

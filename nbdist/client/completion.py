@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
-from nbdist.client import remote
 from nbdist.core.completion import Reply, path_around, path_before, reply_of, told
+from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -34,7 +34,7 @@ async def complete(session: Session, rank: int, code: str, cursor: int) -> Reply
     """
     if _is_free(session, rank):
         answer = await _within(
-            COMPLETE_S, lambda: remote.complete(session.call, rank, code, cursor)
+            COMPLETE_S, lambda: functions.complete(session.call, rank, code, cursor)
         )
         if answer is not None:
             reply, own = answer
@@ -43,7 +43,9 @@ async def complete(session: Session, rank: int, code: str, cursor: int) -> Reply
     *path, _ = path_before(code, cursor)
     names = await _within(
         COMPLETE_S,
-        lambda: session.health.ask(lambda ask, one: remote.attributes(ask, one, tuple(path)), rank),
+        lambda: session.health.ask(
+            lambda ask, one: functions.attributes(ask, one, tuple(path)), rank
+        ),
     )
     if names is not None and not path:
         _remember(session, rank, names)
@@ -59,7 +61,7 @@ async def inspect(session: Session, rank: int, code: str, cursor: int, detail: i
     """
     if _is_free(session, rank):
         reply = await _within(
-            INSPECT_S, lambda: remote.inspected(session.call, rank, code, cursor, detail)
+            INSPECT_S, lambda: functions.inspected(session.call, rank, code, cursor, detail)
         )
         if reply is not None:
             return reply
@@ -67,7 +69,8 @@ async def inspect(session: Session, rank: int, code: str, cursor: int, detail: i
     if not all(path):
         return told("")
     reply = await _within(
-        COMPLETE_S, lambda: session.health.ask(lambda ask, one: remote.glance(ask, one, path), rank)
+        COMPLETE_S,
+        lambda: session.health.ask(lambda ask, one: functions.glance(ask, one, path), rank),
     )
     if reply is None:
         return told(f"Rank {rank} does not answer now.")

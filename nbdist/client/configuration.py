@@ -6,8 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client.remote import Caller
 from nbdist.core.config_emit import SCRIPT, Setting
+from nbdist.rpc.kernel.functions import Caller
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session

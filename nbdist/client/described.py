@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.client import answers, remote_plan
+from nbdist.client import remote_plan
 from nbdist.core import plan_check, plan_live
 from nbdist.core.plan_check import Measured
 from nbdist.core.plan_live import LiveModel
 from nbdist.errors import NbdistError, OptionError
+from nbdist.rpc.kernel import gather
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -34,7 +35,7 @@ def live_model(session: Session, name: str, inputs: str = "") -> LiveModel:
     try:
         told = session.call_all(remote_plan.describe_model, name, inputs, deadline_s=DESCRIBE_S)
     except NbdistError as error:
-        if (refused := answers.refusal(error, OptionError)) is not None:
+        if (refused := gather.refusal(error, OptionError)) is not None:
             raise refused from error
         raise
     return plan_live.alike(told)
@@ -62,7 +63,7 @@ def checked_step(session: Session, name: str, inputs: str, batch: int, sequence:
             deadline_s=STEP_S, is_collective=True,
         )  # fmt: skip
     except NbdistError as error:
-        if (refused := answers.refusal(error, OptionError)) is not None:
+        if (refused := gather.refusal(error, OptionError)) is not None:
             raise refused from error
         raise
     return plan_check.largest(told)

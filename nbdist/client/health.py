@@ -13,13 +13,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nbdist.client import causes, remote, rundir
-from nbdist.client.channel import Channel
+from nbdist.client import causes, rundir
 from nbdist.client.cluster import Cluster
 from nbdist.core import blackbox, collectives
 from nbdist.core.calls import Box, Look, RankView
 from nbdist.core.topology import Topology
 from nbdist.errors import NbdistError
+from nbdist.rpc.kernel import functions
+from nbdist.rpc.kernel.channel import Channel
 
 T = TypeVar("T")
 
@@ -136,7 +137,7 @@ class Health:
             is_new = newer_than_s <= looked_s and now_s < looked_s + LOOK_PAUSE_S
             if rank in self._looks and is_new:
                 continue
-            future = self.ask(remote.look, rank)
+            future = self.ask(functions.look, rank)
             if future is not None:
                 self._asked[rank] = (future, now_s)
 
@@ -204,9 +205,9 @@ class Health:
         Nobody waits for the answers: a rank that cannot answer is released by its peers' abort.
         """
         self.needs_recovery = True
-        self.ask_all(lambda ask, rank: remote.abort(ask, rank, self.generation))
+        self.ask_all(lambda ask, rank: functions.abort(ask, rank, self.generation))
 
-    def begin_recovery(self, call: remote.Caller) -> dict[int, Future[Any]]:
+    def begin_recovery(self, call: functions.Caller) -> dict[int, Future[Any]]:
         """Make all groups anew, those with a dead rank aside, on all living ranks at once.
 
         Args:
@@ -216,7 +217,7 @@ class Health:
         rundir.release_reserve(self._cluster.run_dir)
         living = [place.rank for place in self._topology.ranks if self.is_reachable(place.rank)]
         dead = tuple(place.rank for place in self._topology.ranks if place.rank not in living)
-        return {rank: remote.recover(call, rank, self.generation, dead) for rank in living}
+        return {rank: functions.recover(call, rank, self.generation, dead) for rank in living}
 
     def stack(self, rank: int, asked: Future[str] | None, end_s: float) -> str:
         """A rank's Python stacks: its own answer, or faulthandler's where C code holds the GIL."""
@@ -260,7 +261,7 @@ class Health:
         asked, asked_s = self._snapshots.get(rank, (None, 0.0))
         if asked is not None and not asked.done() and now_s < asked_s + ANSWER_S:
             return
-        sent = self.ask(remote.snapshot, rank)
+        sent = self.ask(functions.snapshot, rank)
         if sent is not None:
             self._snapshots[rank] = (sent, now_s)
             sent.add_done_callback(functools.partial(self._note_snapshot, rank))

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from nbdist.client.channel import Message
 from nbdist.core import lints
 from nbdist.core.lints import LINTS, Seen, Told
 from nbdist.core.shown import is_stored
 from nbdist.core.switching import Switched
-from nbdist.core.wire import SEEN
 from nbdist.errors import OptionError
+from nbdist.rpc.kernel.channel import Message
+from nbdist.rpc.wire import SEEN
 
 
 class Lints:

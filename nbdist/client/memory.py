@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import remote
 from nbdist.client.recordings import Recordings, Subject
 from nbdist.core import snapshot_file
 from nbdist.core.snapshot import MemoryOptions, Snapshot, empty
 from nbdist.errors import OptionError, SnapshotError
+from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -25,7 +25,9 @@ def _nothing() -> SnapshotError:
     )
 
 
-SUBJECT = Subject("memory", "memory records", remote.begin_memory, remote.finish_memory, _nothing)
+SUBJECT = Subject(
+    "memory", "memory records", functions.begin_memory, functions.finish_memory, _nothing
+)
 
 
 class Memories(Recordings[MemoryOptions, Snapshot]):
@@ -48,7 +50,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
             OptionError: If a rank does not exist.
             Interrupted: If the user interrupted it.
         """
-        return self._joined(self._taken(remote.memory_now, self._session.chosen(ranks)))
+        return self._joined(self._taken(functions.memory_now, self._session.chosen(ranks)))
 
     def finish(self) -> Snapshot:
         """As Recordings.finish: a recording of the cell says more than what was left of it."""
@@ -67,7 +69,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         """
         if self._short:
             short, self._short = self._short, ()
-            self._last = self._joined(self._taken(remote.finish_memory, short))
+            self._last = self._joined(self._taken(functions.finish_memory, short))
         return self.now() if self._last is None else self._last
 
     def keep(self, name: str, snapshot: Snapshot) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import remote, remote_plan, states
+from nbdist.client import remote_plan, states
 from nbdist.core import collectives
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.panel import RankRow, row_of
@@ -17,6 +17,7 @@ from nbdist.core.panel_picker import Model
 from nbdist.core.panel_plan import Limit
 from nbdist.core.plan_live import LiveModel
 from nbdist.core.strategy import Choice, default_choice
+from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
     from nbdist.client.run import CellRun
@@ -111,8 +112,8 @@ def prepared(
     if session.is_stopped or rank is None:
         return lambda _limit_s: None
     is_taken = threading.Event()
-    choice = remote.current_strategy(session.call, rank)
-    sizes = remote.prepared_sizes(session.call, rank)
+    choice = functions.current_strategy(session.call, rank)
+    sizes = functions.prepared_sizes(session.call, rank)
     sketches = remote_plan.sketch_models(session.call, rank)
 
     def arrived(done: Future[Any]) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
-from nbdist.client.remote_progress import progress as newest_of_rank
 from nbdist.core.progress import Progress, together
+from nbdist.rpc.kernel.remote_progress import progress as newest_of_rank
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session

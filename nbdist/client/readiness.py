@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nbdist.client import outside
-from nbdist.client.answers import END_KNOWN_S
 from nbdist.client.ladder import BEGIN_S
 from nbdist.client.run import CellRun
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NotRunning, RankBusy, RankGone
+from nbdist.rpc.kernel.gather import END_KNOWN_S
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session

@@ -38,8 +38,8 @@ class Subject:
     Attributes:
         noun: Of one rank: "trace".
         nouns: Of all: "traces".
-        begin: In client/remote: lets a rank record the cell that brings a token.
-        finish: In client/remote: what a rank has recorded.
+        begin: In rpc/kernel/functions: lets a rank record the cell that brings a token.
+        finish: In rpc/kernel/functions: what a rank has recorded.
         nothing: The error where nothing has been recorded.
     """
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from nbdist.client.remote import Caller
 from nbdist.core.checkup import Difference, ModelLook
+from nbdist.rpc.kernel.functions import Caller
 
 CHECKUP = "nbdist.engine.checkup"
 EVERY = "nbdist.engine.checkup_every"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from nbdist.client.remote import Caller
 from nbdist.core.saving import Begun, Loaded, Saving
+from nbdist.rpc.kernel.functions import Caller
 
 SAVE = "nbdist.engine.checkpoint.save"
 LOAD = "nbdist.engine.checkpoint.load"

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from nbdist.client.remote import Caller
 from nbdist.core.plan_check import Measured
 from nbdist.core.plan_live import LiveModel
+from nbdist.rpc.kernel.functions import Caller
 
 CHECKED = "nbdist.engine.plan_check"
 DESCRIBED = "nbdist.engine.described"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from nbdist.client.remote import Caller
 from nbdist.core.weights import Exported
+from nbdist.rpc.kernel.functions import Caller
 
 WEIGHTS = "nbdist.engine.weights"
 

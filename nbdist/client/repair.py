@@ -10,13 +10,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import presses, remote
-from nbdist.client.channel import failure_of
 from nbdist.client.cluster import Progress
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.recovery import MadeGroup, merge_made
 from nbdist.errors import Interrupted, NbdistError, OptionError, RankBusy, StartError
+from nbdist.rpc.kernel import functions, sigint
+from nbdist.rpc.kernel.channel import failure_of
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -116,9 +116,9 @@ class _Restart:
 
     def run(self, progress: Progress) -> list[str]:
         """Do it; the names that ranks who stay have, and the new ones lack."""
-        with presses.counted() as pressed:
+        with sigint.counted() as pressed:
             pressed.send_to(self._press)
-            made = merge_made(self._all(remote.groups_made, self._staying, "tell their groups"))
+            made = merge_made(self._all(functions.groups_made, self._staying, "tell their groups"))
             self._cluster.restart_engines(
                 [self._engine(rank) for rank in self._replaced],
                 {REPLACES: "1"},
@@ -145,29 +145,32 @@ class _Restart:
         new = self._replaced
         folder = os.getcwd()  # noqa: PTH109  # a string for the wire
         adopted = {
-            rank: remote.adopt_notebook(self._call, rank, list(sys.path), folder) for rank in new
+            rank: functions.adopt_notebook(self._call, rank, list(sys.path), folder) for rank in new
         }
         futures: dict[int, Future[Any]] = {
-            rank: remote.recover(self._call, rank, health.generation, ()) for rank in self._staying
+            rank: functions.recover(self._call, rank, health.generation, ())
+            for rank in self._staying
         }
         for rank in new:
-            futures[rank] = remote.rejoin(self._call, rank, topology, rank, health.generation, made)
+            futures[rank] = functions.rejoin(
+                self._call, rank, topology, rank, health.generation, made
+            )
         try:
             self._results(futures, "form the groups again")
         except BaseException:
             self._interrupt({rank: futures[rank] for rank in self._staying})
             raise
         self._results(adopted, "take the notebook's folder")
-        self._all(lambda c, rank: remote.prepare(c, rank, self._session.seed), new, "prepare")
+        self._all(lambda c, rank: functions.prepare(c, rank, self._session.seed), new, "prepare")
         self._take_strategy()
         if self._staying:  # otherwise there is nobody to catch up with
             variables: dict[str, str] = {}
-            for known in self._all(remote.group_names, self._staying, "tell their groups"):
+            for known in self._all(functions.group_names, self._staying, "tell their groups"):
                 variables.update(known)
-            self._all(lambda c, rank: remote.name_groups(c, rank, variables), new, "prepare")
-            meshes = self._all(remote.mesh_names, self._staying, "tell their meshes")
-            self._all(lambda c, rank: remote.name_meshes(c, rank, meshes), new, "prepare")
-            self._all(lambda c, rank: remote.catching_up(c, rank, True), new, "prepare")
+            self._all(lambda c, rank: functions.name_groups(c, rank, variables), new, "prepare")
+            meshes = self._all(functions.mesh_names, self._staying, "tell their meshes")
+            self._all(lambda c, rank: functions.name_meshes(c, rank, meshes), new, "prepare")
+            self._all(lambda c, rank: functions.catching_up(c, rank, True), new, "prepare")
         health.needs_recovery = False
 
     def _take_strategy(self) -> None:
@@ -175,10 +178,12 @@ class _Restart:
         choice = self._session.strategy.last
         if choice is None:
             return  # nothing was chosen, so it is what every rank begins with
-        for told in self._all(remote.current_strategy, self._staying[:1], "tell the strategy"):
+        for told in self._all(functions.current_strategy, self._staying[:1], "tell the strategy"):
             choice = told
         self._all(
-            lambda c, rank: remote.set_strategy(c, rank, choice), self._replaced, "take a strategy"
+            lambda c, rank: functions.set_strategy(c, rank, choice),
+            self._replaced,
+            "take a strategy",
         )
 
     def _interrupt(self, futures: Mapping[int, Future[Any]]) -> None:
@@ -193,8 +198,8 @@ class _Restart:
 
     def _lacking(self) -> list[str]:
         """In the order in which the first rank that stays has made them."""
-        there = self._all(remote.names, self._staying, "tell their names")
-        here = set(self._all(remote.names, self._replaced[:1], "tell their names")[0])
+        there = self._all(functions.names, self._staying, "tell their names")
+        here = set(self._all(functions.names, self._replaced[:1], "tell their names")[0])
         return list(dict.fromkeys(name for names in there for name in names if name not in here))
 
     def _all(
@@ -333,4 +338,4 @@ def _ping_unheard(session: Session) -> None:
 
 
 def _ping(session: Session, rank: int) -> Future[Any]:
-    return remote.memory_bytes(session.call, rank)
+    return functions.memory_bytes(session.call, rank)

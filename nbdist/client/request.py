@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nbdist.client.channel import failure_of
 from nbdist.core.cells import CellFeed, CellResult, Event, RankResult
 from nbdist.core.failures import RankFailure
+from nbdist.rpc.kernel.channel import failure_of
 
 
 class Sink(Protocol):

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.client import guardian
-from nbdist.core import wire
 from nbdist.core.host import this_machine
 from nbdist.core.runs import Machine, Owner
 from nbdist.errors import StartError
+from nbdist.rpc import wire
 
 CREATE_TRIES = 10
 RESERVE = "reserve"

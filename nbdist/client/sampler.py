@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nbdist.client import gpus, remote
+from nbdist.client import gpus
 from nbdist.client.doings import Doings
 from nbdist.core.monitor import Allocator, Answer, Sample
 from nbdist.core.nvml import GpuReading, GpuReadings, GpuWatch
 from nbdist.core.topology import RankPlace
 from nbdist.core.usage import Usage, Usages
+from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -176,7 +177,7 @@ class _Answers:
         return answer.allocator if answer is not None and is_new else None
 
     def _ask(self, rank: int, now_s: float, *, is_remote: bool) -> None:
-        sent = self._session.health.ask(lambda ask, who: remote.usage(ask, who, is_remote), rank)
+        sent = self._session.health.ask(lambda ask, who: functions.usage(ask, who, is_remote), rank)
         if sent is not None:
             self._asked[rank] = sent, now_s
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from nbdist.client import answers, driving, monitor, outside, presses, remote, shortages, states
+from nbdist.client import driving, monitor, outside, shortages, states
 from nbdist.client.bandwidth import Bandwidth
 from nbdist.client.checkpoints import Checkpoints
 from nbdist.client.cluster import Cluster
@@ -42,8 +42,9 @@ from nbdist.core.snapshot import MemoryOptions, Snapshot
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
 from nbdist.core.trace import Trace, TraceOptions
-from nbdist.core.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RECORDING, CELL_RUN
 from nbdist.errors import Interrupted, RankGone
+from nbdist.rpc.kernel import functions, gather, sigint
+from nbdist.rpc.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RECORDING, CELL_RUN
 
 GRACE_S = 5.0
 SYNC_MODEL_S = 300.0
@@ -215,14 +216,14 @@ class Session(Subjects):
         self.readiness.check(ranks)
         end_of_controller = functools.partial(self._controller_end, ranks)
         # Whatever is pressed meanwhile: all ranks are asked, for they may wait for each other.
-        with presses.counted() as pressed:
+        with sigint.counted() as pressed:
             futures = {rank: function(self.call, rank, *args) for rank in ranks}
         try:
             pressed.check()
-            return answers.collect(futures, deadline_s, end_of_controller)
+            return gather.collect(futures, deadline_s, end_of_controller)
         except (KeyboardInterrupt, RankGone) as error:
             if not isinstance(error, RankGone):
-                answers.let_end(list(futures.values()), patience_s)
+                gather.let_end(list(futures.values()), patience_s)
             late = [rank for rank, future in futures.items() if not future.done()]
             for rank in late:
                 self.interrupt(rank)
@@ -252,7 +253,7 @@ class Session(Subjects):
             NbdistError: Naming the ranks that did not come.
         """
         key = uuid.uuid4().hex
-        return self.call_all(remote.barrier, key, deadline_s, deadline_s=deadline_s + 5)
+        return self.call_all(functions.barrier, key, deadline_s, deadline_s=deadline_s + 5)
 
     @property
     def busy_ranks(self) -> tuple[int, ...]:
@@ -309,7 +310,9 @@ class Session(Subjects):
         """
         self.chosen([source])
         self.upkeep.recover_if_needed()
-        told = self.call_all(remote.sync_model, source, deadline_s=deadline_s, is_collective=True)
+        told = self.call_all(
+            functions.sync_model, source, deadline_s=deadline_s, is_collective=True
+        )
         return tuple(told[source])
 
     def profile(
@@ -350,7 +353,7 @@ class Session(Subjects):
 
     def death(self, rank: int) -> str:
         """How a rank ended, as a sentence."""
-        self._cluster.exit_of(self.topology.engine_of_rank(rank), answers.END_KNOWN_S)
+        self._cluster.exit_of(self.topology.engine_of_rank(rank), gather.END_KNOWN_S)
         told = self.health.end_of(rank)
         how = f" ({told})" if told else ""
         doing = self.health.last_words_of(rank)
@@ -363,7 +366,7 @@ class Session(Subjects):
         return replace(told, advice=shortages.advice(self, failure))
 
     def call(self, rank: int, name: str, *args: Any) -> Future[Any]:
-        """Call `module:function` in a rank's main thread; see client.remote."""
+        """Call `module:function` in a rank's main thread; see rpc.kernel.functions."""
         assert self._cluster.channel is not None
         return self._cluster.channel.call(self.topology.engine_of_rank(rank), name, *args)
 

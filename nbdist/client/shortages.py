@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.client import remote
 from nbdist.core import out_of_memory, shortage_text
 from nbdist.core.failures import RankFailure, plain
 from nbdist.core.shortage import Shortage
+from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -42,7 +42,7 @@ def _asked(session: Session, rank: int) -> tuple[Shortage | None, str]:
     if session.readiness.is_busy(rank):
         return None, "the rank still runs"
     try:
-        return remote.shortage(session.call, rank).result(ASK_S), "it was not noted"
+        return functions.shortage(session.call, rank).result(ASK_S), "it was not noted"
     except TimeoutError:
         return None, f"the rank did not answer within {ASK_S:.0f} s"
     except Exception as error:  # noqa: BLE001  # the cell's own error is the one to be raised

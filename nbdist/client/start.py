@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from traitlets.config import Config
 
-from nbdist.client import gpus, launcher, network, profiles, remote, rundir, strategy
+from nbdist.client import gpus, launcher, network, profiles, rundir, strategy
 from nbdist.client.cluster import Cluster, Progress, gives_ranks, installed_torch
 from nbdist.client.request import CellRequest, Sink
 from nbdist.client.session import Session
@@ -26,6 +26,7 @@ from nbdist.core.host import usable_cores
 from nbdist.core.strategy import described
 from nbdist.core.topology import EngineReport, Gpu, Topology
 from nbdist.errors import OptionError, StartError
+from nbdist.rpc.kernel import functions
 
 DEFAULT_DEADLINE_S = 120.0
 DEFAULT_GRACE_S = 5.0
@@ -212,7 +213,7 @@ def _local_plan(
     call = _caller(cluster)
     engines = range(world_size)
     _adopt_notebook(call, engines, end_s)  # again: IPython has added to sys.path
-    plans = _all({e: remote.prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
+    plans = _all({e: functions.prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
     plan: Topology = plans[0]
     return plan
 
@@ -227,7 +228,7 @@ def _reported_plan(
     progress("asking the engines where they are")
     own_address = _own_address()
     reports = _all(
-        {e: remote.describe(call, e, own_address) for e in engines}, end_s, "describe themselves"
+        {e: functions.describe(call, e, own_address) for e in engines}, end_s, "describe themselves"
     )
     if _is_this_host(reports):
         cluster.identify({engine: report.pid for engine, report in reports.items()})
@@ -238,7 +239,7 @@ def _reported_plan(
         _adopt_notebook(call, engines, end_s)
     _all(
         {
-            place.engine_id: remote.join_by_plan(
+            place.engine_id: functions.join_by_plan(
                 call, place.engine_id, plan, place.rank, store_path, address, port
             )
             for place in plan.ranks
@@ -246,7 +247,7 @@ def _reported_plan(
         end_s,
         "join the group",
     )
-    plans = _all({e: remote.prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
+    plans = _all({e: functions.prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
     prepared: Topology = plans[engines[0]]
     return prepared
 
@@ -254,7 +255,7 @@ def _reported_plan(
 def _box_problems(cluster: Cluster, plan: Topology, end_s: float) -> list[str]:
     """What is to be said of ranks whose hangs could not be explained, each reason once."""
     call = _caller(cluster)
-    asked = {place.engine_id: remote.box_problem(call, place.engine_id) for place in plan.ranks}
+    asked = {place.engine_id: functions.box_problem(call, place.engine_id) for place in plan.ranks}
     return list(dict.fromkeys(_all(asked, end_s, "tell of their black boxes").values()))
 
 
@@ -266,20 +267,20 @@ def _begin_strategy(
         return []
     choice = strategy.chosen(options.strategy, plan)
     call = _caller(cluster)
-    answers = {p.engine_id: remote.set_strategy(call, p.engine_id, choice) for p in plan.ranks}
+    answers = {p.engine_id: functions.set_strategy(call, p.engine_id, choice) for p in plan.ranks}
     _all(answers, end_s, "take the strategy")
     return [f"strategy: {described(choice)}"]
 
 
-def _adopt_notebook(call: remote.Caller, engines: Iterable[int], end_s: float) -> None:
+def _adopt_notebook(call: functions.Caller, engines: Iterable[int], end_s: float) -> None:
     folder = os.getcwd()  # noqa: PTH109  # a string for the wire
-    futures = {e: remote.adopt_notebook(call, e, list(sys.path), folder) for e in engines}
+    futures = {e: functions.adopt_notebook(call, e, list(sys.path), folder) for e in engines}
     _all(futures, end_s, "take over the notebook's folder")
 
 
 def _store(
     cluster: Cluster,
-    call: remote.Caller,
+    call: functions.Caller,
     plan: Topology,
     reports: dict[int, EngineReport],
     end_s: float,
@@ -291,14 +292,16 @@ def _store(
     candidates = topology.store_addresses(plan, tuple(reports.values()))
     tried: dict[str, str] = {}
     for address in candidates:
-        opened = remote.open_store(call, first, address, plan.world_size)
+        opened = functions.open_store(call, first, address, plan.world_size)
         try:
             port = _all({first: opened}, end_s, "open a port")[first]
         except StartError as error:  # an address of a gateway, which rank 0 itself has not
             tried[address] = str(error)
             continue
         found = _all(
-            {e: remote.reachable(call, e, (address,), port) for e in reports}, end_s, "reach rank 0"
+            {e: functions.reachable(call, e, (address,), port) for e in reports},
+            end_s,
+            "reach rank 0",
         )
         missing = sorted(plan.rank_of_engine(e) for e, ok in found.items() if not ok)
         if not missing:
@@ -326,7 +329,7 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _caller(cluster: Cluster) -> remote.Caller:
+def _caller(cluster: Cluster) -> functions.Caller:
     def call(target: int, name: str, *args: Any) -> Future[Any]:
         assert cluster.channel is not None
         return cluster.channel.call(target, name, *args)

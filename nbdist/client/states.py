@@ -7,11 +7,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import remote
-from nbdist.client.channel import failure_of
 from nbdist.core import collectives, sentences
 from nbdist.core.calls import RankView
 from nbdist.core.status import RankStatus, Status
+from nbdist.rpc.kernel import functions
+from nbdist.rpc.kernel.channel import failure_of
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -30,8 +30,8 @@ def status(session: Session, *, wants_stacks: bool = False) -> Status:
     seen = {} if session.is_stopped else views(session)
     gone = {"ended", "stopped", "running", "busy"}
     idle = [r for r, v in seen.items() if v.state not in gone and session.is_connected(r)]
-    asked = {rank: remote.memory_bytes(session.call, rank) for rank in idle}
-    stacks = session.health.ask_all(remote.stacks) if wants_stacks and seen else {}
+    asked = {rank: functions.memory_bytes(session.call, rank) for rank in idle}
+    stacks = session.health.ask_all(functions.stacks) if wants_stacks and seen else {}
     end_s = time.monotonic() + DEADLINE_S
     shown = []
     for rank in session.ranks:

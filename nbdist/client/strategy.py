@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbdist.client import answers, progress, remote
+from nbdist.client import progress
 from nbdist.core import strategy
 from nbdist.core.comparison import Comparison
 from nbdist.core.ranks import rank_label
@@ -15,6 +15,7 @@ from nbdist.core.switched import together
 from nbdist.core.switching import Switched
 from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
+from nbdist.rpc.kernel import functions, gather
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -93,7 +94,7 @@ class Strategies:
             RankGone, RankBusy, NotRunning: As for a cell.
             NbdistError: If ranks have different ones: a switch did not come to its end.
         """
-        told = self._session.call_all(remote.current_strategy, deadline_s=CURRENT_S)
+        told = self._session.call_all(functions.current_strategy, deadline_s=CURRENT_S)
         if any(one != told[0] for one in told):
             each = "; ".join(
                 f"{rank_label([rank])}: {strategy.label(one)}" for rank, one in enumerate(told)
@@ -127,12 +128,12 @@ class Strategies:
         try:
             with progress.of_ranks(self._session, "switch"):
                 told = self._session.call_all(
-                    remote.switch_strategy, choice, deadline_s=SWITCH_S, is_collective=True
+                    functions.switch_strategy, choice, deadline_s=SWITCH_S, is_collective=True
                 )
         except KeyboardInterrupt as error:
             raise Interrupted(f"{error}; %dist_strategy says which strategy counts now") from error
         except NbdistError as error:
-            if (refused := answers.refusal(error, OptionError)) is not None:
+            if (refused := gather.refusal(error, OptionError)) is not None:
                 raise refused from error
             raise
         self.last = choice

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import remote
 from nbdist.client.perfetto import Page
 from nbdist.client.recordings import FINISH_S, Recordings, Subject
 from nbdist.core import contents, trace_clocks, trace_merge, trace_read
 from nbdist.core.trace import Trace, TraceOptions, empty
 from nbdist.core.trace_read import Recording
 from nbdist.errors import TraceError
+from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -32,7 +32,7 @@ def _nothing() -> TraceError:
     )
 
 
-SUBJECT = Subject("trace", "traces", remote.begin_trace, remote.finish_trace, _nothing)
+SUBJECT = Subject("trace", "traces", functions.begin_trace, functions.finish_trace, _nothing)
 
 
 class Traces(Recordings[TraceOptions, Trace]):
@@ -109,7 +109,7 @@ class Traces(Recordings[TraceOptions, Trace]):
         if not self._session.is_connected(rank) or self._session.readiness.is_busy(rank):
             return None
         try:
-            future = remote.trace_text(self._session.call, rank, ())
+            future = functions.trace_text(self._session.call, rank, ())
             content = contents.opened(future.result(FINISH_S))["text"]
         except Exception:  # noqa: BLE001  # it recorded nothing, or ended: its trace says so
             return None

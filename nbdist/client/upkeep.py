@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import presses, remote, repair, rundir, states
+from nbdist.client import repair, rundir, states
 from nbdist.client.aftermath import Aftermath, Outcome
 from nbdist.client.arrivals import silent
 from nbdist.client.repair import Restarted
@@ -17,6 +17,7 @@ from nbdist.core import collectives
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.units import seconds
 from nbdist.errors import Interrupted, NbdistError, NotRunning, OptionError
+from nbdist.rpc.kernel import functions, sigint
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -169,7 +170,7 @@ class Upkeep:
         """Ask all living ranks, which have to be idle, for the checksums of their models."""
         session = self._session
         living = [rank for rank in session.ranks if session.is_connected(rank)]
-        return {rank: remote.checksums(session.call, rank) for rank in living}
+        return {rank: functions.checksums(session.call, rank) for rank in living}
 
     def recover(self, *, is_certain: bool = True) -> Outcome:
         """Make the groups anew and wait for it.
@@ -183,7 +184,7 @@ class Upkeep:
         presses_or_answers: SimpleQueue[bool] = SimpleQueue()  # a signal handler may put
         aftermath = Aftermath(self._session, time.monotonic(), is_certain=is_certain)
         aftermath.on_answer = lambda: presses_or_answers.put(False)
-        with presses.counted() as pressed:
+        with sigint.counted() as pressed:
             pressed.send_to(lambda: presses_or_answers.put(True))
             while (pause_s := aftermath.step(time.monotonic())) is not None:
                 with contextlib.suppress(Empty):

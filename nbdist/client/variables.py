@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import presses, remote
 from nbdist.core import contents, floats, parcels, shm
 from nbdist.core.contents import Contents
 from nbdist.core.failures import ranks_phrase
@@ -24,6 +23,7 @@ from nbdist.core.host import usable_cores
 from nbdist.core.parcels import Parcel
 from nbdist.core.variables import check_held, check_names
 from nbdist.errors import Interrupted, NbdistError, TransferError
+from nbdist.rpc.kernel import functions, sigint
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -85,12 +85,12 @@ class Variables:
             with self.folders(chosen) as folders:
                 parcel = parcels.send(packed, folders)
                 try:
-                    self._call(remote.receive, token, parcel, ranks=chosen)
+                    self._call(functions.receive, token, parcel, ranks=chosen)
                 except (NbdistError, KeyboardInterrupt):
                     for rank in chosen:
-                        remote.drop(session.call, rank, token)
+                        functions.drop(session.call, rank, token)
                     raise
-        self._call(remote.bind, token, ranks=chosen)
+        self._call(functions.bind, token, ranks=chosen)
         return Moved(variables, chosen, parcel.remarks)
 
     def pull(
@@ -120,12 +120,12 @@ class Variables:
         if is_whole:
             session.upkeep.recover_if_needed()
         with _all_or_nothing("pulled"):
-            lacking = session.call_all(remote.lacking, names, deadline_s=ASK_S, ranks=asked)
+            lacking = session.call_all(functions.lacking, names, deadline_s=ASK_S, ranks=asked)
             check_held(dict(zip(asked, lacking, strict=True)))
             with self.folders(chosen) as folders:
 
-                def send(call: remote.Caller, rank: int) -> Future[Parcel]:
-                    return remote.send(call, rank, names, folders, rank in chosen, is_whole)
+                def send(call: functions.Caller, rank: int) -> Future[Parcel]:
+                    return functions.send(call, rank, names, folders, rank in chosen, is_whole)
 
                 sent = self._call(send, ranks=asked, is_collective=is_whole)
                 came = {r: one for r, one in zip(asked, sent, strict=True) if r in chosen}
@@ -173,7 +173,7 @@ class Variables:
                         made.append(tempfile.mkdtemp(prefix=prefix, dir=place))
             yield tuple(made)
         finally:
-            with presses.counted():  # a second press would leave them
+            with sigint.counted():  # a second press would leave them
                 for folder in made:
                     _remove(Path(folder))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.client import answers, progress, remote_weights
+from nbdist.client import progress, remote_weights
 from nbdist.core import checkpoint_folder
 from nbdist.core.weights import Exported
 from nbdist.errors import CheckpointError, Interrupted, NbdistError, OptionError
+from nbdist.rpc.kernel import gather
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -45,7 +46,7 @@ def export(session: Session, path: str | Path, model: str = "") -> Exported:
     except KeyboardInterrupt as error:
         raise Interrupted(f"{error}; what was at {target} is as it was") from error
     except NbdistError as error:
-        if (refused := answers.refusal(error, OptionError, CheckpointError)) is not None:
+        if (refused := gather.refusal(error, OptionError, CheckpointError)) is not None:
             raise refused from error
         raise
     return told[0]

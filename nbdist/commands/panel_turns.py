@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 
 from IPython import get_ipython
 
-from nbdist.client import presses
-from nbdist.client.presses import Presses
 from nbdist.core.panel_board import Board, Job
 from nbdist.errors import NbdistError
 from nbdist.notebook import NOTEBOOK
+from nbdist.rpc.kernel import sigint
+from nbdist.rpc.kernel.sigint import Presses
 
 
 class Turns:
@@ -89,7 +89,7 @@ class Turns:
         """Do what is queued, unless a cell runs: then its end does."""
         while not self._cells and self._board.queued:
             # One that is pressed once the job counts as begun, is for it, and not lost.
-            with presses.counted() as pressed:
+            with sigint.counted() as pressed:
                 job = self._board.take()
                 if job is None:
                     return

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import nbdist
-from nbdist.client import leftovers, remote, runs
+from nbdist.client import leftovers, runs
 from nbdist.commands.running import START_OPTIONS, start_options
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.runs import RUNNING, STOPPED, Run
 from nbdist.core.view import View
 from nbdist.errors import NbdistError, NotRunning, OptionError
 from nbdist.notebook import NOTEBOOK, CellOptions
+from nbdist.rpc.kernel import functions
 from nbdist.verbs import TERMINAL, Option, Verb
 from nbdist.view import doctor as runs_view
 from nbdist.view import ranks as ranks_view
@@ -89,9 +90,9 @@ def run(values: Namespace) -> None:
         shown = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
         sys.stderr.write(f"{shown.text}\n")  # stdout is the program's
         started.session.call_all(
-            remote.take_script, str(path), text, values.rest, deadline_s=TAKE_DEADLINE_S
+            functions.take_script, str(path), text, values.rest, deadline_s=TAKE_DEADLINE_S
         )
-        NOTEBOOK.run(remote.RUN_SCRIPT, CellOptions())
+        NOTEBOOK.run(functions.RUN_SCRIPT, CellOptions())
     finally:
         if NOTEBOOK.is_running:
             NOTEBOOK.stop()

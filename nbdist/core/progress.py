@@ -2,7 +2,7 @@
 
 How work reports, a checkpoint for example:
 
-    on a rank         with progress.during("checkpoint"):                 # nbdist.engine.progress
+    on a rank         with progress.during("checkpoint"):                 # nbdist.rpc.rank.progress
                           progress.tell("writing", done_bytes, total_bytes, "bytes")
     the notebook      with progress.of_ranks(session, "checkpoint"):      # nbdist.client.progress
     waits for ranks       session.call_all(...)

@@ -44,9 +44,10 @@ def main() -> None:
     # child processes print.
     os.environ.pop("PYTEST_CURRENT_TEST", None)
 
-    from nbdist.engine import crashes, scratch
+    from nbdist.engine import scratch
+    from nbdist.rpc.rank import crash_files
 
-    crashes.arm(run_dir, int(os.environ["RANK"]))
+    crash_files.arm(run_dir, int(os.environ["RANK"]))
     scratch.use(run_dir, int(os.environ["RANK"]))
 
     import torch  # noqa: F401  # the longest part, before there is anything to register with

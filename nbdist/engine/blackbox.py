@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.core.blackbox import SIZE_BYTES, Writer, settled
-from nbdist.core.wire import CELL_RUN
 from nbdist.engine import loaders, meeting
 from nbdist.engine.meeting import cancel_meetings
 from nbdist.engine.places import Places
 from nbdist.engine.recorder import Recorder
+from nbdist.rpc.wire import CELL_RUN
 
 __all__ = [
     "cancel_meetings",

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 from IPython.core import page
 
 from nbdist.core import stacks
-from nbdist.core.wire import CELL_NUMBER
 from nbdist.engine import raw_output, script
 from nbdist.errors import NoKeyboard, RankStays
+from nbdist.rpc.wire import CELL_NUMBER
 
 
 def install(shell: Any) -> None:

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from nbdist.core.fake import Source
 from nbdist.core.plan_live import Kind, LiveModel
 from nbdist.core.plan_load import OPTIMIZERS
-from nbdist.engine import namespace
 from nbdist.engine.fake import by_value
 from nbdist.engine.fake.sources import Sent, is_language_model
 from nbdist.engine.parallel import build, registry
 from nbdist.engine.parallel.blocks import candidates, find_blocks
 from nbdist.errors import OptionError
+from nbdist.rpc.rank import namespace
 
 _MOST_NAMES = 8
 

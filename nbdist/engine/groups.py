@@ -21,8 +21,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from nbdist.core.ranks import rank_label
 from nbdist.core.recovery import DEADLINE_S, MadeGroup, Recovered
-from nbdist.engine import abort, blackbox, checks, collection, looks, nccl, runtime
+from nbdist.engine import abort, blackbox, checks, looks, nccl, runtime
 from nbdist.errors import NbdistError
+from nbdist.rpc.rank import gc_pause
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ def generation_store(store: dist.Store, generation: int) -> dist.Store:
     return dist.PrefixStore(f"group/{generation}", store)
 
 
-@collection.put_off()  # all ranks would wait for one's finalizer
+@gc_pause.put_off()  # all ranks would wait for one's finalizer
 def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
     """Give every process group without a dead member new connections, and reset models.
 

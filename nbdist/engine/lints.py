@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from nbdist.core.lints import Seen
-from nbdist.core.wire import CELL_RUN, SEEN
+from nbdist.rpc.wire import CELL_RUN, SEEN
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -21,8 +21,9 @@ from torch._C import _distributed_c10d
 from nbdist.core import exit_cause, stacks
 from nbdist.core.calls import CxxCall, Look
 from nbdist.core.stacks import Frame
-from nbdist.engine import crashes, threads
+from nbdist.engine import threads
 from nbdist.engine.places import Places
+from nbdist.rpc.rank import crash_files
 
 # A main thread that uses no processor time for this long, and is asleep before and after, is
 # taken to sleep.
@@ -55,7 +56,7 @@ def look() -> Look:
     is_free, free_threads = threads.free(_places, waits_inside=is_in_torch and is_asleep)
     return Look(
         place=place,
-        stack=tuple(stacks.frame_text(one, crashes.cells) for one in shown),
+        stack=tuple(stacks.frame_text(one, crash_files.cells) for one in shown),
         is_in_torch=is_in_torch,
         is_asleep=is_asleep,
         # Last: a backend notes a call in a thread of its own, a moment after it was made.

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from nbdist.core.recovery import MadeMesh
-from nbdist.engine import namespace
+from nbdist.rpc.rank import namespace
 
 # What differs between versions of torch, or cannot be built: the variable is told as lacking.
 UNBUILT = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)

@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nbdist.core.recovery import HALVES, SHARDED
-from nbdist.core.wire import CELL_FOR_ALL
 from nbdist.engine.parallel import registry
 from nbdist.engine.parallel.prepared import is_retired
 from nbdist.errors import NbdistError
+from nbdist.rpc.wire import CELL_FOR_ALL
 
 # A tensor is summed in pieces, so that what is needed beside it stays small.
 _PIECE_BYTES = 1 << 22

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nbdist.engine import progress
+from nbdist.rpc.rank import progress
 
 # libkineto writes lines like "USDT:... profiler_start" to the cell's stderr below this level. It
 # is read once, at the process's first profiler.

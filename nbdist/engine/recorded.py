@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nbdist.core.wire import CELL_RECORDING
-from nbdist.engine import progress
+from nbdist.rpc.rank import progress
+from nbdist.rpc.wire import CELL_RECORDING
 
 
 class Recording(Protocol):

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
-from nbdist.core import stacks, wire
-from nbdist.engine import blackbox, collection, completion, crashes, looks, progress, usage
+from nbdist.core import stacks
+from nbdist.engine import blackbox, completion, looks, usage
 from nbdist.engine.checkpoint import jobs
 from nbdist.errors import StartError
+from nbdist.rpc import wire
+from nbdist.rpc.rank import crash_files, gc_pause, progress
 
 
 def ping() -> str:
@@ -39,7 +41,7 @@ def all_stacks() -> str:
         for ident, frame in sys._current_frames().items()  # noqa: SLF001  # there is no other way
         if ident != own
     ]
-    return stacks.stacks_text(found, crashes.cells)
+    return stacks.stacks_text(found, crash_files.cells)
 
 
 def abort(generation: int) -> int:
@@ -63,7 +65,8 @@ def snapshot() -> tuple[float, bytes | None]:
     return time.monotonic(), blackbox.snapshot()
 
 
-# All that can be asked; nbdist/client/remote*.py have the same names. Nothing else is called.
+# All that can be asked; nbdist/rpc/kernel/functions*.py have the same names. Nothing else is
+# called.
 TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
         "ping": ping,
@@ -109,7 +112,7 @@ def install(kernel: Any) -> None:
     handlers[wire.CONTROL_REQUEST] = respond
 
 
-@collection.put_off()  # requests to abort would wait behind a finalizer
+@gc_pause.put_off()  # requests to abort would wait behind a finalizer
 def answer(request: Any) -> tuple[dict[str, str], list[bytes]]:
     """Content and buffers of the reply to a message; what the function raised is in it."""
     try:

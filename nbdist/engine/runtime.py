@@ -1,7 +1,7 @@
 """One rank: its place, its device, its process group, and the names that cells find.
 
 Every function here but `join_at_start` is called from the notebook by name
-(nbdist/client/remote.py lists them); what they return crosses the wire as plain records.
+(nbdist/rpc/kernel/functions.py lists them); what they return crosses the wire as plain records.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from nbdist.engine import (
     ahead,
     blackbox,
     cells,
-    crashes,
     facts,
     lints,
     out_of_memory,
@@ -41,6 +40,7 @@ from nbdist.engine import (
 )
 from nbdist.engine.lazy import LazyAccelerator
 from nbdist.errors import NbdistError, StartError
+from nbdist.rpc.rank import crash_files
 
 # What torch is asked for by name: with NCCL, tensors on the CPU still have a group.
 TORCH_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
@@ -252,9 +252,9 @@ def prepare(seed: int | None = None) -> Topology:
     run_dir = Path(os.environ.get("NBDIST_RUN", ""))
     is_here = bool(run_dir.name) and run_dir.is_dir()  # not for an engine on another host
     if is_here:
-        crashes.arm(run_dir, place.rank)
+        crash_files.arm(run_dir, place.rank)
         scratch.use(run_dir, place.rank)
-    crashes.note_cells(shell.compile, run_dir if is_here else None, place.rank)
+    crash_files.note_cells(shell.compile, run_dir if is_here else None, place.rank)
     shell.push(
         {
             "rank": place.rank,

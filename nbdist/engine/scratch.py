@@ -6,7 +6,7 @@ import multiprocessing
 import os
 from pathlib import Path
 
-from nbdist.core.wire import SCRATCH_FOLDER
+from nbdist.rpc.wire import SCRATCH_FOLDER
 
 # What multiprocessing adds to its folder, and what macOS and Linux (108) allow as a whole.
 SOCKET_NAME = "/listener-12345678"

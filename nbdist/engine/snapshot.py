@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from nbdist.core import parcels, strategy
 from nbdist.core.parcels import Parcel
 from nbdist.core.snapshot import MemoryOptions, RankMemory, empty
-from nbdist.engine import owners, progress, recorded, runtime, snapshot_cpu, snapshot_cuda
+from nbdist.engine import owners, recorded, runtime, snapshot_cpu, snapshot_cuda
 from nbdist.engine.owners import Owner
 from nbdist.engine.parallel import registry
 from nbdist.engine.profiling import Steps, ended
@@ -30,6 +30,7 @@ from nbdist.engine.snapshot_cpu import CpuRecorder
 from nbdist.engine.snapshot_cuda import CudaRecorder
 from nbdist.engine.snapshot_marks import Marks
 from nbdist.errors import SnapshotError
+from nbdist.rpc.rank import progress
 
 NOTHING = "Nothing was recorded on this rank."
 

@@ -19,12 +19,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from nbdist.core.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
 from nbdist.core.snapshot_categories import Claim, categorised, with_foreign
 from nbdist.core.snapshot_pairs import Event, paired
-from nbdist.engine import crashes, snapshot_tree
+from nbdist.engine import snapshot_tree
 from nbdist.engine.owners import Owner, live_storages
 from nbdist.engine.profiling import QUIET, is_profiling
 from nbdist.engine.snapshot_ends import Ends
 from nbdist.engine.snapshot_marks import Marks, merged
 from nbdist.engine.snapshot_tree import MARK, History
+from nbdist.rpc.rank import crash_files
 
 DEVICE = "cpu"
 BUSY = "Another profiler runs on this rank, and torch has one at a time. End it first."
@@ -101,7 +102,7 @@ def _history(profiler: profile) -> History:
     results = getattr(getattr(profiler, "profiler", None), "kineto_results", None)
     ask = getattr(results, "experimental_event_tree", None)
     if ask is not None:
-        return snapshot_tree.read(ask(), crashes.cells)
+        return snapshot_tree.read(ask(), crash_files.cells)
     with tempfile.TemporaryDirectory(prefix="nbdist-memory-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -13,10 +13,11 @@ import torch
 from nbdist.core.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
 from nbdist.core.snapshot_categories import Claim, categorised
 from nbdist.core.snapshot_torch import of_torch
-from nbdist.engine import crashes, runtime
+from nbdist.engine import runtime
 from nbdist.engine.owners import Owner
 from nbdist.engine.snapshot_marks import Marks, merged
 from nbdist.engine.snapshot_stacks import shown
+from nbdist.rpc.rank import crash_files
 
 US = 1000
 BUSY = (
@@ -270,7 +271,7 @@ def _described(device: torch.device) -> dict[str, Any]:
 
 def _with_cells(memory: RankMemory) -> RankMemory:
     """With stacks as they are shown: cells by their numbers, without lines that say nothing."""
-    stacks, places = shown(memory.stacks, crashes.cells)
+    stacks, places = shown(memory.stacks, crash_files.cells)
     # The last entry stands for a place of -1: not known.
     blocks = replace(memory.blocks, stack=places[memory.blocks.stack])
     failures = tuple(replace(one, stack=int(places[one.stack])) for one in memory.failures)

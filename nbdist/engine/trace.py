@@ -26,10 +26,11 @@ from nbdist.core import footprint, parcels, strategy, trace_names, trace_read
 from nbdist.core.parcels import Parcel
 from nbdist.core.trace import TraceOptions
 from nbdist.core.units import size
-from nbdist.engine import looks, namespace, progress, recorded, runtime
+from nbdist.engine import looks, recorded, runtime
 from nbdist.engine.parallel import registry
 from nbdist.engine.profiling import QUIET, Steps, ended, is_profiling
 from nbdist.errors import TraceError
+from nbdist.rpc.rank import namespace, progress
 
 FOLDER = "traces"
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from nbdist.core import contents, parcels
 from nbdist.core.parcels import Parcel
 from nbdist.core.variables import close_to
-from nbdist.engine import namespace
+from nbdist.rpc.rank import namespace
 
 PART = "DTensors come as each rank's own part; --whole gathers them"
 

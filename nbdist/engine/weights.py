@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.core import weights
 from nbdist.core.weights import Exported, Weight
-from nbdist.engine import described, namespace, progress
+from nbdist.engine import described
 from nbdist.engine.parallel import build, engines, flat, fsdp, live, wholes
 from nbdist.engine.parallel.agreement import rank, together
 from nbdist.engine.parallel.exchange import Move, exchange
@@ -32,6 +32,7 @@ from nbdist.engine.parallel.portable import portable
 from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.weights_file import WeightsFile, configs_of
 from nbdist.errors import CheckpointError, OptionError
+from nbdist.rpc.rank import namespace, progress
 
 # Rank 0 has this much of the model at once, beside its own part; or the largest tensor.
 BATCH_BYTES = 64 << 20

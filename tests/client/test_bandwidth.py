@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import pytest
 
-from nbdist.client import bandwidth, remote
+from nbdist.client import bandwidth
 from nbdist.client.bandwidth import Bandwidth, load, next_cost_s, save, shares
 from nbdist.client.session import Session
 from nbdist.core.bandwidth import LEAST_RUNS, OPS, Bench, Timing
 from nbdist.core.sizes import DEFAULT_SIZES, parse_sizes
 from nbdist.core.topology import Gpu, Topology, local_reports, plan
 from nbdist.errors import Interrupted, NbdistError, OptionError, RankGone
+from nbdist.rpc.kernel import functions
 
 MIB = 2**20
 LATENCY_S, BYTES_PER_S = 1e-3, 1e9
@@ -48,9 +49,9 @@ class FakeSession:
         self, function: Callable[..., Any], *args: Any, deadline_s: float, **options: Any
     ) -> list[Any]:
         n = self.topology.world_size
-        if function is remote.begin_measuring:
+        if function is functions.begin_measuring:
             return [{"host": self._free}] * n
-        assert function is remote.measure
+        assert function is functions.measure
         assert options == {"is_collective": True, "patience_s": bandwidth.PATIENCE_S}
         op, size, limit_s = args
         self.asked.append((op, size))
@@ -105,7 +106,7 @@ def test_with_nccl_sizes_go_to_a_gigabyte(made: Made) -> None:
     one, session = made(topology(2, gpus=2))
     session.call_all = lambda function, *args, **options: (  # type: ignore[method-assign]
         [{"host": 1, "device": 10**11}] * 2
-        if function is remote.begin_measuring
+        if function is functions.begin_measuring
         else FakeSession.call_all(session, function, *args, **options)
     )
     found = one.measure("all_reduce", limit_s=1000.0)

@@ -19,8 +19,8 @@ from nbdist.client import causes
 from nbdist.client.causes import Watched
 from nbdist.client.session import Session
 from nbdist.core.exit_cause import CRASH_FILE, DUMP_SIGNAL
-from nbdist.core.wire import CELL_NUMBER
 from nbdist.errors import NbdistError
+from nbdist.rpc.wire import CELL_NUMBER
 from tests.support.ranks import until
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -28,7 +28,7 @@ cluster = [pytest.mark.cluster, pytest.mark.engine, linux_only]
 
 DEADLINE_S = 20.0
 ARM = (
-    "import sys, pathlib; from nbdist.engine import crashes; "
+    "import sys, pathlib; from nbdist.rpc.rank import crash_files as crashes; "
     "crashes.arm(pathlib.Path(sys.argv[1]), 0); "
 )
 

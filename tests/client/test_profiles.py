@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from nbdist.client import cluster, profiles, start
-from nbdist.client.channel import Message, failure_of
 from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
 from nbdist.core import topology
 from nbdist.errors import DistributedError, OptionError, RankGone, StartError
+from nbdist.rpc.kernel.channel import Message, failure_of
 from tests.support import processes
 from tests.support.ranks import processes_under, session_of, temporary_folder, until
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from nbdist.client import remote
 from nbdist.client.lints import Lints
 from nbdist.client.session import Session
 from nbdist.client.strategy import Asked, Strategies, asked, check, chosen
@@ -16,6 +15,7 @@ from nbdist.core.strategy import Choice, choose, default_choice
 from nbdist.core.switching import Switched
 from nbdist.core.topology import RankPlace, Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
+from nbdist.rpc.kernel import functions
 
 Reply = Callable[[Choice], Any]
 CPU = Topology(
@@ -85,8 +85,8 @@ def test_a_switch_reaches_all_ranks_after_a_recovery_and_is_told_as_one() -> Non
 
     assert (done.moved_bytes, one.last) == (10, FSDP)
     assert one.current() == FSDP
-    assert session.calls == [("recover",), (remote.switch_strategy, FSDP),
-                             (remote.current_strategy,)]  # fmt: skip
+    assert session.calls == [("recover",), (functions.switch_strategy, FSDP),
+                             (functions.current_strategy,)]  # fmt: skip
 
 
 def test_a_wrong_option_asks_no_rank() -> None:

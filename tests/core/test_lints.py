@@ -7,8 +7,8 @@ import pytest
 from nbdist.client.lints import Lints
 from nbdist.core import lints
 from nbdist.core.lints import LINTS, Seen
-from nbdist.core.wire import SEEN
 from nbdist.errors import OptionError
+from nbdist.rpc.wire import SEEN
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 BOTH = [0, 1]

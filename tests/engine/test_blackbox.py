@@ -23,9 +23,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from nbdist.core import blackbox as layout
 from nbdist.core.calls import Box, Call
-from nbdist.core.wire import CELL_RUN
 from nbdist.engine import blackbox, cells
 from nbdist.engine.calls import GROUP_CALLS, TRANSFERS
+from nbdist.rpc.wire import CELL_RUN
 
 pytestmark = pytest.mark.engine
 

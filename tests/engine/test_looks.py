@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import remote
-from nbdist.client.channel import Channel
 from nbdist.client.start import StartOptions
 from nbdist.core.calls import CxxCall, Look, Place
-from nbdist.core.wire import CELL_NUMBER
 from nbdist.engine import looks
+from nbdist.rpc.kernel import functions
+from nbdist.rpc.kernel.channel import Channel
+from nbdist.rpc.wire import CELL_NUMBER
 from tests.support.ranks import session_of, temporary_folder, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -60,7 +60,7 @@ class Ranks:
         return self._number
 
     def look(self, rank: int) -> Look:
-        look = remote.look(self.channel.ask, rank).result(DEADLINE_S)
+        look = functions.look(self.channel.ask, rank).result(DEADLINE_S)
         assert isinstance(look, Look)
         return look
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nbdist.core import wire
 from nbdist.engine import responder
 from nbdist.errors import StartError
+from nbdist.rpc import wire
 
 pytestmark = pytest.mark.engine
 

@@ -25,10 +25,11 @@ from nbdist.core.snapshot import (
     RankMemory,
     empty,
 )
-from nbdist.engine import crashes, snapshot_cuda
+from nbdist.engine import snapshot_cuda
 from nbdist.engine.owners import Owner
 from nbdist.engine.snapshot_cuda import Clock, CudaRecorder, assembled
 from nbdist.engine.snapshot_marks import Marks
+from nbdist.rpc.rank import crash_files
 
 pytestmark = pytest.mark.engine
 
@@ -103,7 +104,7 @@ CLOCK = Clock(
 
 def test_a_step_on_a_gpu_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claims of the right device, phases by the host's clock, lines of the cell."""
-    monkeypatch.setattr(crashes, "cells", {CELL: 7})
+    monkeypatch.setattr(crash_files, "cells", {CELL: 7})
     known = RankMemory(
         3, "one", "cuda", empty(3, "one", "").blocks, device_name="GPU", limit_bytes=99,
         allocator_peak_bytes=2048, reserved_peak_bytes=1 << 21, lost=4, version="2.13",

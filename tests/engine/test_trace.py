@@ -11,9 +11,9 @@ import torch
 from torch.optim import optimizer as optimizers
 
 import nbdist
-from nbdist.core.wire import CELL_RECORDING
 from nbdist.engine import profiling, recorded, trace
 from nbdist.engine.profiling import Steps
+from nbdist.rpc.wire import CELL_RECORDING
 
 
 def counted(told: str, wanted: int | None = None) -> tuple[list[int], int | None]:

@@ -143,7 +143,7 @@ def test_an_interrupt_gives_notebook_and_ranks_back(kernel: Kernel) -> None:
 
 _PRESS = """
 import signal
-from nbdist.client import remote
+from nbdist.rpc.kernel import functions as remote
 real = remote.measure
 def measure(call, rank, *args):
     future = real(call, rank, *args)

@@ -10,11 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client import remote, repair, rundir, start
+from nbdist.client import repair, rundir, start
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
 from nbdist.client.start import StartOptions
 from nbdist.core.cells import CellResult, Event
+from nbdist.rpc.kernel import functions
 from tests.support import processes
 
 SEED = 7
@@ -81,7 +82,7 @@ def pair(_two_ranks: Session) -> Session:
         repair.restart(session, session.health.dead, RESTART_S, lambda _: None)
     session.grace_s = start.DEFAULT_GRACE_S
     assert until(lambda: not session.busy_ranks)
-    told = [remote.names(session.call, rank).result(RESTART_S) for rank in session.ranks]
+    told = [functions.names(session.call, rank).result(RESTART_S) for rank in session.ranks]
     names = sorted(set(itertools.chain(*told)))
     session.run(f"[globals().pop(name, None) for name in {names}];")
     return session

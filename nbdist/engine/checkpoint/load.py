@@ -24,7 +24,6 @@ from nbdist.core.chunks import own_chunks
 from nbdist.core.finding import BAD
 from nbdist.core.layout import Side, local_shape
 from nbdist.core.saving import Loaded
-from nbdist.engine import progress
 from nbdist.engine.checkpoint import metadata, plain, restore
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, look
 from nbdist.engine.checkpoint.jobs import refuse_if_running
@@ -41,6 +40,7 @@ from nbdist.engine.parallel.agreement import (
     world_size,
 )
 from nbdist.errors import CheckpointError, NbdistError
+from nbdist.rpc.rank import progress
 
 T = TypeVar("T")
 U = TypeVar("U", Model, Stepping)

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 
 from nbdist.core.chunks import Chunk, Part
 from nbdist.core.progress import BYTES
-from nbdist.engine import progress
+from nbdist.rpc.rank import progress
 
 # A box of one tensor: (name, offsets).
 Spot = tuple[str, tuple[int, ...]]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from nbdist.core.layout import Cuts, Piece, Side, local_shape, pieces, runs, split
 from nbdist.core.progress import BYTES
-from nbdist.engine import progress
 from nbdist.engine.parallel.room import room_for
+from nbdist.rpc.rank import progress
 
 __all__ = ["Move", "Side", "exchange", "moved_bytes"]
 

@@ -24,7 +24,6 @@ from nbdist.core.layout import pieces
 from nbdist.core.strategy import Choice, label, rows_of, steps_of
 from nbdist.core.switching import Switched
 from nbdist.engine import models as live_models
-from nbdist.engine import progress
 from nbdist.engine.parallel import build, defaults, fsdp, registry, zero1
 from nbdist.engine.parallel.agreement import (
     Ballot,
@@ -43,6 +42,7 @@ from nbdist.engine.parallel.states import agree, plan, read
 from nbdist.engine.parallel.step import Job
 from nbdist.engine.parallel.wholes import dtypes_of, local_values
 from nbdist.errors import NbdistError, OptionError
+from nbdist.rpc.rank import progress
 
 # Of what is told while it lasts.
 NAME = "switch"

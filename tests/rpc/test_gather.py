@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nbdist.client.answers import collect, let_end, refusal
 from nbdist.errors import CheckpointError, NbdistError, OptionError, RankGone
+from nbdist.rpc.kernel.gather import collect, let_end, refusal
 
 
 def done(value: Any) -> Future[Any]:

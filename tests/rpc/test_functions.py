@@ -11,19 +11,18 @@ import pytest
 
 from nbdist.client import (
     configuration,
-    remote,
     remote_check,
     remote_checkpoint,
     remote_plan,
-    remote_progress,
     remote_weights,
 )
-from nbdist.core import wire
 from nbdist.engine import responder
+from nbdist.rpc import wire
+from nbdist.rpc.kernel import functions, remote_progress
 
 pytestmark = pytest.mark.engine
 FUNCTIONS = {
-    **remote.REMOTE_FUNCTIONS,
+    **functions.REMOTE_FUNCTIONS,
     **remote_check.REMOTE_FUNCTIONS,
     **remote_plan.REMOTE_FUNCTIONS,
     **configuration.REMOTE_FUNCTIONS,
@@ -31,7 +30,7 @@ FUNCTIONS = {
     **remote_weights.REMOTE_FUNCTIONS,
 }
 QUESTIONS = {
-    **remote.CONTROL_FUNCTIONS,
+    **functions.CONTROL_FUNCTIONS,
     **remote_checkpoint.CONTROL_FUNCTIONS,
     **remote_progress.CONTROL_FUNCTIONS,
 }
@@ -51,7 +50,7 @@ def test_parameters_match_the_engines_function(here: Callable[..., Future[Any]],
     ours = list(inspect.signature(here).parameters)
     theirs = inspect.signature(of_the_engine(name)).parameters
     # The engine is told its own number by its caller.
-    names = [n for n in theirs if not (here is remote.describe and n == "engine_id")]
+    names = [n for n in theirs if not (here is functions.describe and n == "engine_id")]
     required = [n for n in names if theirs[n].default is inspect.Parameter.empty]
     passed = ours[2:]
 
@@ -86,11 +85,11 @@ def test_the_page_is_complete() -> None:
     """Every public function of the page stands in one of its tables."""
     public = {
         f
-        for n, f in vars(remote).items()
-        if inspect.isfunction(f) and f.__module__ == remote.__name__ and not n.startswith("_")
+        for n, f in vars(functions).items()
+        if inspect.isfunction(f) and f.__module__ == functions.__name__ and not n.startswith("_")
     }
 
-    assert public == {*remote.REMOTE_FUNCTIONS, *remote.CONTROL_FUNCTIONS}
+    assert public == {*functions.REMOTE_FUNCTIONS, *functions.CONTROL_FUNCTIONS}
 
 
 def test_what_the_control_thread_answers_is_what_can_be_asked() -> None:

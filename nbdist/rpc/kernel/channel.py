@@ -15,11 +15,11 @@ from typing import Any
 
 import ipyparallel
 
-from nbdist.core.wire import CONTROL_REQUEST
 from nbdist.errors import NbdistError, StartError
+from nbdist.rpc.wire import CONTROL_REQUEST
 
 # Resolved in the engine: no function is pickled, so Python versions may differ.
-CALL_BY_NAME = "__import__('nbdist.core.wire', fromlist=['call']).call"
+CALL_BY_NAME = "__import__('nbdist.rpc.wire', fromlist=['call']).call"
 
 # No public call of ipyparallel can stand for these: see `Channel.execute` and `Channel.ask`.
 PRIVATE = (
@@ -80,7 +80,7 @@ class Channel:
 
         Uses the client's private `_send`: its public `execute` gives no output until the
         cell ends, or loses the first of it, and always asks the engine to drop whatever
-        is queued after an error. (ipyparallel 9.2; checked by tests/client/test_channel.py.)
+        is queued after an error. (ipyparallel 9.2; checked by tests/rpc/test_channel.py.)
 
         Args:
             engine_id: Where.
@@ -146,11 +146,11 @@ class Channel:
 
         Uses the client's private `_send` and control stream: ipyparallel itself sends only
         its own requests (abort, shutdown, signal) this way. (ipyparallel 9.2; checked by
-        tests/client/test_channel.py.)
+        tests/rpc/test_channel.py.)
 
         Args:
             engine_id: Whom.
-            name: A name of the engine's table (nbdist/client/remote.py lists them).
+            name: A name of the engine's table (nbdist/rpc/kernel/functions.py lists them).
             args: What the function takes.
 
         Returns:
@@ -196,7 +196,7 @@ class Channel:
 
         Uses the client's private `_send` and query stream: what ipyparallel's nanny would say, a
         process for each engine that nbdist's own engines do without. (ipyparallel 9.2; checked by
-        tests/client/test_channel.py.) Without it heartbeats tell the same in 30 s.
+        tests/rpc/test_channel.py.) Without it heartbeats tell the same in 30 s.
         """
         client = self._client
         if engine_id in client._engines:  # noqa: SLF001

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from nbdist.client.presses import Presses, counted
+from nbdist.rpc.kernel.sigint import Presses, counted
 
 
 def test_presses_are_counted_and_do_not_raise() -> None:
