@@ -136,9 +136,9 @@ class Rank:
     def __init__(self, rank: int, millions: int, folder: Path) -> None:
         import torch
 
-        from nbdist.core.strategy import choose
         from nbdist.engine.accelerator import Accelerator
         from nbdist.engine.parallel import live
+        from nbdist.strategy.choice import choose
 
         join_nbdist(RANKS, folder)
         self._rank = rank

@@ -216,9 +216,9 @@ class Trainer:
 def _ours(rank: int, folder: Path) -> None:
     import torch
 
-    from nbdist.core.strategy import choose
     from nbdist.engine.accelerator import Accelerator
     from nbdist.engine.parallel import live, switch
+    from nbdist.strategy.choice import choose
 
     join_nbdist(RANKS, folder)
     memory, trainer = Memory(), Trainer(rank)

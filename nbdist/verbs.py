@@ -10,17 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from nbdist.core.strategy_options import (
-    DEGREES,
-    OPTIONS,
-    SHORTHANDS,
-    OptionRow,
-    listed,
-    takers,
-)
-from nbdist.core.strategy_rows import ROWS
 from nbdist.core.view import View
 from nbdist.errors import OptionError
+from nbdist.strategy.options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, listed, takers
+from nbdist.strategy.table import ROWS
 
 # Where a verb works: as a magic, as a word after `nbdist` in a terminal, or as both.
 NOTEBOOK = "notebook"
@@ -253,7 +246,7 @@ def rank_number(text: str) -> int:
 
 
 def strategy_options() -> tuple[Option, ...]:
-    """The degrees and options of strategies as typed; which belong where, core.strategy says."""
+    """The degrees and options of strategies as typed; which belong where, strategy.choice says."""
     degrees = [
         Option((f"--{word}",), what, rank_count, metavar="N") for word, what in DEGREES.items()
     ]

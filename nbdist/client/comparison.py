@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from nbdist.client.strategy import Asked, chosen
 from nbdist.core import comparison, trace_shares
 from nbdist.core.comparison import Comparison, Row, Watched
-from nbdist.core.strategy import Choice, described
 from nbdist.core.trace import TraceOptions
 from nbdist.errors import DistributedError, Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import functions
+from nbdist.strategy.choice import Choice, described
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session

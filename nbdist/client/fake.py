@@ -19,8 +19,8 @@ from nbdist.core.plan import Engine
 from nbdist.core.plan_load import Load
 from nbdist.core.plan_memory import Memory, memory_of
 from nbdist.core.plan_models import ModelShape
-from nbdist.core.strategy import Choice, described
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice, described
 
 # 70 billion parameters on 64 ranks take about a minute.
 RUN_S = 300.0

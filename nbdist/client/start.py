@@ -23,10 +23,10 @@ from nbdist.client.strategy import Asked
 from nbdist.core import memory, nccl, shm, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
-from nbdist.core.strategy import described
 from nbdist.core.topology import EngineReport, Gpu, Topology
 from nbdist.errors import OptionError, StartError
 from nbdist.rpc.kernel import functions
+from nbdist.strategy.choice import described
 
 DEFAULT_DEADLINE_S = 120.0
 DEFAULT_GRACE_S = 5.0

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nbdist.client import progress
-from nbdist.core import strategy
 from nbdist.core.comparison import Comparison
 from nbdist.core.ranks import rank_label
-from nbdist.core.strategy import Choice
 from nbdist.core.switched import together
 from nbdist.core.switching import Switched
 from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import functions, gather
+from nbdist.strategy import choice as strategy_choice
+from nbdist.strategy.choice import Choice
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -50,18 +50,18 @@ def check(one: Asked, world_size: int) -> None:
     """Refuse what cannot be had with so many ranks, wherever they will be.
 
     Raises:
-        OptionError: See core.strategy.choose.
+        OptionError: See strategy.choice.choose.
     """
-    strategy.choose(one.name, dict(one.given), world_size)
+    strategy_choice.choose(one.name, dict(one.given), world_size)
 
 
 def chosen(one: Asked, topology: Topology) -> Choice:
     """What was typed, for these ranks.
 
     Raises:
-        OptionError: See core.strategy.choose.
+        OptionError: See strategy.choice.choose.
     """
-    return strategy.choose(
+    return strategy_choice.choose(
         one.name,
         dict(one.given),
         topology.world_size,
@@ -97,7 +97,8 @@ class Strategies:
         told = self._session.call_all(functions.current_strategy, deadline_s=CURRENT_S)
         if any(one != told[0] for one in told):
             each = "; ".join(
-                f"{rank_label([rank])}: {strategy.label(one)}" for rank, one in enumerate(told)
+                f"{rank_label([rank])}: {strategy_choice.label(one)}"
+                for rank, one in enumerate(told)
             )
             raise NbdistError(
                 f"The ranks have different strategies ({each}). %dist_reset starts them afresh."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from nbdist.core.strategy_options import listed
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK, show
+from nbdist.strategy.options import listed
 from nbdist.verbs import Option, Verb
 from nbdist.view import checkpoint as checkpoint_view
 from nbdist.view import weights as weights_view

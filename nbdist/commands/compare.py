@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 from nbdist.client.comparison import Comparing
 from nbdist.commands.training import strategy_asked
-from nbdist.core.strategy_options import listed
-from nbdist.core.strategy_rows import ROWS
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK, SHOWN
+from nbdist.strategy.options import listed
+from nbdist.strategy.table import ROWS
 from nbdist.verbs import Option, Verb
 from nbdist.view import comparison as comparison_view
 from nbdist.view.cells import publish

@@ -15,11 +15,11 @@ from nbdist.core.config_emit import FORMS, SCRIPT, Setting
 from nbdist.core.config_launch import Configured, configured
 from nbdist.core.config_remarks import TYPED, Around
 from nbdist.core.config_tree import Document
-from nbdist.core.strategy import choose
-from nbdist.core.strategy_options import read as read_options
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
+from nbdist.strategy.choice import choose
+from nbdist.strategy.options import read as read_options
 from nbdist.verbs import ANYWHERE, Option, Verb, positive_number, rank_count, strategy_given
 from nbdist.verbs import strategy_options as typed_options
 from nbdist.view import config as config_view

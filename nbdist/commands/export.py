@@ -16,11 +16,11 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbdist.client import notebook_file, strategy
 from nbdist.commands import cells, check, compare, memory, running, trace, training
 from nbdist.core import export
-from nbdist.core import strategy as strategies
 from nbdist.core.export import Cell, Magic, Reader
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK
+from nbdist.strategy import choice as strategies
 from nbdist.verbs import ANYWHERE, Option, Verb, parse, strategy_given
 from nbdist.view import export as export_view
 

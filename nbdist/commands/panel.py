@@ -29,10 +29,10 @@ from nbdist.core.panel import BUTTONS, PanelState, Plan, missing
 from nbdist.core.panel_board import Board, Job
 from nbdist.core.progress import Progress
 from nbdist.core.shown import is_stored
-from nbdist.core.strategy import Choice, described
 from nbdist.core.view import View
 from nbdist.errors import NbdistError
 from nbdist.notebook import NOTEBOOK, SHOWN, CellOptions
+from nbdist.strategy.choice import Choice, described
 from nbdist.verbs import Verb
 from nbdist.view import panel as panel_view
 from nbdist.view.cells import publish

@@ -18,9 +18,9 @@ from nbdist.core import panel_picker
 from nbdist.core.panel import BUTTONS
 from nbdist.core.panel_board import Job
 from nbdist.core.panel_picker import Value
-from nbdist.core.strategy import Choice
 from nbdist.core.view import View
 from nbdist.notebook import NOTEBOOK, Record
+from nbdist.strategy.choice import Choice
 from nbdist.verbs import parse
 from nbdist.view import ranks as ranks_view
 from nbdist.view import strategy as strategy_view

@@ -9,7 +9,7 @@ from nbdist.commands.plan import device_of_ranks
 from nbdist.core import panel_picker, panel_plan
 from nbdist.core.panel import Plan
 from nbdist.core.panel_plan import Limit
-from nbdist.core.strategy import Choice
+from nbdist.strategy.choice import Choice
 
 
 def plan(session: Session, choice: Choice, known: Known, current: Choice) -> Plan:

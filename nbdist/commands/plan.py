@@ -21,10 +21,9 @@ from nbdist.client import progress
 from nbdist.client.described import live_model
 from nbdist.client.fake import FakeEngine
 from nbdist.commands.plan_check import checked
-from nbdist.core import plan_devices, strategy_options
+from nbdist.core import plan_devices
 from nbdist.core.bandwidth import LinkModel
 from nbdist.core.fake import Source
-from nbdist.core.footprint import RECIPES
 from nbdist.core.plan import Engine, plan
 from nbdist.core.plan_advice import advise
 from nbdist.core.plan_devices import DEVICES, Device
@@ -36,6 +35,8 @@ from nbdist.core.topology import Topology
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
+from nbdist.strategy import options
+from nbdist.strategy.footprint import RECIPES
 from nbdist.verbs import ANYWHERE, Option, Verb, rank_count, strategy_given
 from nbdist.verbs import strategy_options as typed_options
 from nbdist.view.plan import PlanView, shown_plan
@@ -227,7 +228,7 @@ def _ranks(asked: Asked, given: Mapping[str, object]) -> tuple[int, tuple[str, .
     """As typed, or as the degrees make it, or as many as run."""
     if asked.ranks is not None:
         return asked.ranks, ()
-    degrees = {**strategy_options.read(given).degrees, "replicas": 1}
+    degrees = {**options.read(given).degrees, "replicas": 1}
     product = math.prod(degrees.values())
     if product > 1:
         return product, (f"--ranks {product}, as the degrees make them",)

@@ -12,10 +12,10 @@ from nbdist.core.plan import accumulating
 from nbdist.core.plan_check import checks
 from nbdist.core.plan_live import by_kinds, load_of, shape_of
 from nbdist.core.plan_load import Load
-from nbdist.core.strategy import Choice, choose, described
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
+from nbdist.strategy.choice import Choice, choose, described
 from nbdist.view.plan_check import shown_check
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 
 from nbdist.client import strategy
-from nbdist.core.strategy import choose
-from nbdist.core.strategy_options import listed
-from nbdist.core.strategy_rows import ROWS
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
+from nbdist.strategy.choice import choose
+from nbdist.strategy.options import listed
+from nbdist.strategy.table import ROWS
 from nbdist.verbs import Option, Verb, parse, rank_number, strategy_given, strategy_options
 from nbdist.view import strategy as strategy_view
 

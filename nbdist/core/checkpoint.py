@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.core import checkpoint_fields, checkpoint_kinds
-from nbdist.core.strategy import Choice
-from nbdist.core.strategy_options import listed
 from nbdist.errors import CheckpointError
+from nbdist.strategy.choice import Choice
+from nbdist.strategy.options import listed
 
 MANIFEST = "nbdist.json"
 # Raised when an older nbdist could not make sense of it. Fields with defaults can be added without.

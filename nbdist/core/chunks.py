@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from nbdist.core.layout import Runs, Side, runs
+from nbdist.strategy.tensor_layout import Runs, Side, runs
 
 # A larger box is cut: it is read, compared and shared out in parts of this size.
 MOST_BYTES = 64 << 20

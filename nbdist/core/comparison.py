@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nbdist.core import footprint
-from nbdist.core.strategy import Choice, described
 from nbdist.core.trace_shares import RankShares, Shares
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import Choice, described
 
 # Of a step, in the order in which they are drawn; core.trace_shares says what each is.
 PARTS = ("compute", "communication", "copy", "data", "idle")
@@ -60,7 +60,7 @@ class Row:
     Attributes:
         asked: As typed: "fsdp --bf16".
         problem: Why there are no numbers, as a sentence; empty where there are.
-        strategy: `core.strategy.described`.
+        strategy: `strategy.choice.described`.
         dp: Ranks that see different data: a step takes so many of the loader's batches.
         step_ns: As Shares.step_ns; of the whole cell, where it makes no steps.
         has_steps: Whether it makes steps.
@@ -97,7 +97,7 @@ class Comparison:
 
     Attributes:
         rows: In the order in which they were asked for.
-        before: The strategy before and after, as `core.strategy.described` says it.
+        before: The strategy before and after, as `strategy.choice.described` says it.
         models: Live models that were put under each; empty where the cell made its own.
     """
 

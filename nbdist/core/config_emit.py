@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nbdist.core.config_tree import YAML, written
-from nbdist.core.strategy import AXES, Choice, Options, described, options_phrase
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import AXES, Choice, Options, described, options_phrase
 
 ACCELERATE = "accelerate"
 DEEPSPEED = "deepspeed"

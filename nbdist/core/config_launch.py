@@ -23,7 +23,7 @@ from nbdist.core.config_emit import (
     notes,
     run_line,
 )
-from nbdist.core.strategy import described
+from nbdist.strategy.choice import described
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from nbdist.core import source as text
 from nbdist.core.exported import CHANGED, LEFT_OUT, LeftOutError, Note, Part
 from nbdist.core.ranks import is_all, parse_numbers, rank_label
 from nbdist.core.script import Names, Piece, Settings
-from nbdist.core.strategy import Choice, described
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice, described
 
 LOCAL = "local"
 CELL_VERBS = frozenset({"distributed", "rank", "dist_profile", "dist_memory", LOCAL})

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from nbdist.core.plan_load import Load
 from nbdist.core.plan_memory import Memory
-from nbdist.core.strategy import Choice
+from nbdist.strategy.choice import Choice
 
 NAME = "fake run"
 _LENGTH = struct.Struct("<Q")

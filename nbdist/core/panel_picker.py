@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nbdist.core import footprint, units
-from nbdist.core.strategy import Choice, Options, choose
-from nbdist.core.strategy_degrees import WORDS, divisors
-from nbdist.core.strategy_options import DEGREES, OPTIONS, OptionRow, takers
-from nbdist.core.strategy_rows import ROWS
+from nbdist.core import units
 from nbdist.errors import OptionError
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import Choice, Options, choose
+from nbdist.strategy.degrees import WORDS, divisors
+from nbdist.strategy.options import DEGREES, OPTIONS, OptionRow, takers
+from nbdist.strategy.table import ROWS
 
 # A field that was left alone.
 UNSET = ""
@@ -76,7 +77,7 @@ def _field(row: OptionRow) -> Field:
 
 
 def given(values: Mapping[str, Value]) -> dict[str, object]:
-    """What the fields say, as `core.strategy.choose` takes it; fields left alone are not in it."""
+    """What the fields say, as `strategy.choice.choose` takes it; fields left alone are not in it."""
     return {word: _typed(word, value) for word, value in values.items() if value not in {"", False}}
 
 
@@ -165,7 +166,7 @@ def count(number: float) -> str:
 def planned(choice: Choice, models: Sequence[Model], current: Choice | None = None) -> str:
     """What each rank would hold of the prepared models between steps, with Adam's state.
 
-    By core.footprint's formula; activations are not in it.
+    By strategy.footprint's formula; activations are not in it.
 
     Args:
         choice: The strategy.

@@ -14,8 +14,8 @@ from nbdist.core.plan import NO, UNKNOWN, accumulating, verdict
 from nbdist.core.plan_live import LiveModel, by_kinds, load_of, shape_of
 from nbdist.core.plan_load import Load
 from nbdist.core.plan_memory import Memory
-from nbdist.core.strategy import Choice
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice
 
 # Of a step: what is more than states.
 _MORE = ("activations", "buffers", "overhead")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from nbdist.core.plan_load import Load, Widths, micro_batches
 from nbdist.core.plan_models import ModelShape, Transformer
-from nbdist.core.strategy import Choice
+from nbdist.strategy.choice import Choice
 
 # Model chunks of each rank under --schedule interleaved.
 CHUNKS = 2

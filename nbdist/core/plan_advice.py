@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from nbdist.core.bandwidth import LinkModel
 from nbdist.core.plan import NO, RISKY, SAFE, UNKNOWN, Plan, Row, plan
-from nbdist.core.strategy import Choice
-from nbdist.core.strategy_degrees import ranks
-from nbdist.core.strategy_options import DEGREES
 from nbdist.core.units import exact_size
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice
+from nbdist.strategy.degrees import ranks
+from nbdist.strategy.options import DEGREES
 
 _MOST_RANKS = 4096
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nbdist.core import footprint
 from nbdist.core.fake import Source
 from nbdist.core.plan_load import OPTIMIZERS, Load
 from nbdist.core.plan_memory import OVERHEAD_BYTES, Memory, has_buckets, memory_of
 from nbdist.core.plan_models import ModelShape, of_config, of_count
 from nbdist.core.ranks import rank_label
-from nbdist.core.strategy import Choice
 from nbdist.errors import NbdistError, OptionError
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import Choice
 
 # A config speaks for a model whose number of parameters is as close: adapters add a few.
 _SAME = 0.02

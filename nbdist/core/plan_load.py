@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from nbdist.core import footprint
-from nbdist.core.footprint import Recipe
-from nbdist.core.strategy import Choice, steps_of
 from nbdist.errors import OptionError
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import Choice, steps_of
+from nbdist.strategy.footprint import Recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Memory of one rank in a step of training, by closed formulas: states, activations, buffers.
 
-What a rank holds between steps is core.footprint's. docs/plan.md has every formula with its source.
+What a rank holds between steps is strategy.footprint's. docs/plan.md has every formula with its
+source.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from nbdist.core import footprint
-from nbdist.core.footprint import Recipe
 from nbdist.core.plan_activations import activations, block_bytes, logits_bytes
 from nbdist.core.plan_load import OPTIMIZERS, Load, Widths, micro_batches, recipe_for, widths_of
 from nbdist.core.plan_models import ModelShape
-from nbdist.core.strategy import Choice, steps_of
 from nbdist.errors import OptionError
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import Choice, steps_of
+from nbdist.strategy.footprint import Recipe
 
 FORMULAS = "formulas"
 # CUDA's context, workspaces of cuBLAS and buffers of NCCL: an assumption, between what one process

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nbdist.core import footprint
 from nbdist.core.bandwidth import OPS, LinkModel
 from nbdist.core.plan_activations import CHUNKS
 from nbdist.core.plan_devices import Device, link_of
 from nbdist.core.plan_load import Load, micro_batches, recipe_for, widths_of
 from nbdist.core.plan_models import ModelShape
-from nbdist.core.strategy import AXES, Choice
-from nbdist.core.strategy_rows import Sent
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import AXES, Choice
+from nbdist.strategy.table import Sent
 
 # Of the peak that a data sheet names. Llama 3 was trained at 38 to 43 %:
 # https://arxiv.org/abs/2407.21783, table 4.

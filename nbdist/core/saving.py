@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbdist.core.strategy import Choice
+from nbdist.strategy.choice import Choice
 
 RUNNING, DONE, FAILED = "running", "done", "failed"
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from nbdist.core import source as text
 from nbdist.core.exported import Part
-from nbdist.core.strategy import Choice, Options, described
+from nbdist.strategy.choice import Choice, Options, described
 
 
 @dataclass(frozen=True, slots=True)

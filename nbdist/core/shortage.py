@@ -1,7 +1,7 @@
 """What a rank knew when its memory ran out, and what would make room: a ladder of remedies.
 
 Gains are predicted from what was measured on that rank: states (parameters, gradients, optimizer)
-by the shares of core.footprint, which are exact; activations by the batch and by what computes
+by the shares of strategy.footprint, which are exact; activations by the batch and by what computes
 them, which are estimates. docs/memory.md has each formula.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from nbdist.core import footprint
 from nbdist.core.out_of_memory import DEVICE, UNKNOWN, Told
 from nbdist.core.snapshot import (
     ACTIVATION,
@@ -20,9 +19,10 @@ from nbdist.core.snapshot import (
     PARAMETER,
     TEMPORARY,
 )
-from nbdist.core.strategy import Choice, choose, steps_of
-from nbdist.core.strategy_rows import HELD
 from nbdist.errors import OptionError
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import Choice, choose, steps_of
+from nbdist.strategy.table import HELD
 
 # Where a step was when it failed; empty outside of one.
 FORWARD, BACKWARD, STEPPING = "forward", "backward", "optimizer"

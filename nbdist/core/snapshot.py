@@ -202,7 +202,7 @@ class Snapshot:
 
     Attributes:
         ranks: In rank order.
-        strategy: What models were under, as `core.strategy.described` says it.
+        strategy: What models were under, as `strategy.choice.described` says it.
         notes: What is skipped, merged or guessed, as sentences.
     """
 

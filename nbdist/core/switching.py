@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbdist.core.strategy import Choice
+from nbdist.strategy.choice import Choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,8 +133,8 @@ class Trace:
 
     Attributes:
         ranks: In rank order.
-        strategy: What models were under, as `core.strategy.described` says it.
-        formula: What a rank sends in a step under it, as `core.footprint.sent_phrases` says it.
+        strategy: What models were under, as `strategy.choice.described` says it.
+        formula: What a rank sends in a step under it, as `strategy.footprint.sent_phrases` says it.
         formula_bytes: The same in bytes, of parameters and gradients; None where it is unknown.
         notes: What is skipped, merged or guessed, as sentences.
     """

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from nbdist.core import intervals, trace_notes, trace_slowest
-from nbdist.core.footprint import CALLS
 from nbdist.core.intervals import Integers
 from nbdist.core.trace import COMMUNICATION, KINDS, MARK, WAIT, Events, RankTrace, Trace
 from nbdist.core.trace_matches import matched
 from nbdist.core.trace_spans import Spans, common_steps, spans
+from nbdist.strategy.footprint import CALLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Traffic:
         group: As the user calls it.
         size_bytes: Of one message: the whole that all ranks of the group make or get.
         count: Calls of a rank per step (of all, where there are no steps).
-        sent_bytes: What a rank sends for them per step on a ring (core.footprint.CALLS).
+        sent_bytes: What a rank sends for them per step on a ring (strategy.footprint.CALLS).
         median_ns: Half of the calls took less, the wait for the last rank included.
     """
 
@@ -140,7 +140,7 @@ class Shares:
 
 # Operations that are listed.
 TOP = 12
-# Beside those of core.footprint, of which ranks send nothing, or as much as of a broadcast.
+# Beside those of strategy.footprint, of which ranks send nothing, or as much as of a broadcast.
 _SENT = {"reduce": "broadcast", "gather": "broadcast", "scatter": "broadcast"}
 
 

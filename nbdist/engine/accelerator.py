@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from accelerate.utils import reduce as reduce_on_all_ranks
 
-from nbdist.core.strategy import Choice
 from nbdist.engine import lazy, plain
 from nbdist.engine.parallel import (
     defaults,
@@ -27,6 +26,7 @@ from nbdist.engine.parallel.precision import DTYPES
 from nbdist.engine.parallel.scaler import Scaler
 from nbdist.engine.parallel.scheduler import Scheduler
 from nbdist.engine.parallel.shares import current_share, settings_of, share_of
+from nbdist.strategy.choice import Choice
 
 
 class Accelerator(Gradients):

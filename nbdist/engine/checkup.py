@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.core.checkup import BUFFER, GRADIENT, PARAMETER, Difference, Look, ModelLook
-from nbdist.core.layout import runs
-from nbdist.core.strategy import label
 from nbdist.engine import models
 from nbdist.engine.parallel import build, flat, registry
 from nbdist.engine.parallel.prepared import Prepared
+from nbdist.strategy.choice import label
+from nbdist.strategy.tensor_layout import runs
 
 # Elements that ranks compare at a time.
 _PIECE = 1 << 20

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbdist.core.layout import runs
 from nbdist.engine import lints, lints_ddp
+from nbdist.strategy.tensor_layout import runs
 
 # Looks of one optimizer in one cell that are kept; then every second of them.
 MOST_LOOKS = 512

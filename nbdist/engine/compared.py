@@ -25,7 +25,6 @@ from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from nbdist.core.comparison import Held, Watched
-from nbdist.core.strategy import label, rows_of
 from nbdist.engine.parallel import fsdp, registry
 from nbdist.engine.parallel.agreement import random_kept
 from nbdist.engine.parallel.build import local_of
@@ -34,6 +33,7 @@ from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.parallel.wholes import local_values
 from nbdist.errors import NbdistError, OptionError
 from nbdist.rpc.rank import namespace
+from nbdist.strategy.choice import label, rows_of
 
 _PROC = Path("/proc/self")
 # Written to clear_refs: the highest resident memory counts from now on (man 5 proc).

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from nbdist.core import parcels, strategy
+from nbdist.core import parcels
 from nbdist.core.parcels import Parcel
 from nbdist.core.snapshot import MemoryOptions, RankMemory, empty
 from nbdist.engine import owners, recorded, runtime, snapshot_cpu, snapshot_cuda
@@ -31,6 +31,7 @@ from nbdist.engine.snapshot_cuda import CudaRecorder
 from nbdist.engine.snapshot_marks import Marks
 from nbdist.errors import SnapshotError
 from nbdist.rpc.rank import progress
+from nbdist.strategy import choice
 
 NOTHING = "Nothing was recorded on this rank."
 
@@ -240,7 +241,7 @@ def taken(found: Iterable[Owner], before: Mapping[str, Any] | None = None) -> Ra
 
 def sent(memory: RankMemory, folders: Sequence[str]) -> Parcel:
     """A rank's memory on its way to the notebook, with the strategy."""
-    told = strategy.described(registry.current()) if registry.prepared() else ""
+    told = choice.described(registry.current()) if registry.prepared() else ""
     return parcels.send(parcels.pack({"memory": memory, "strategy": told}), folders)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nbdist.core import footprint, parcels, strategy, trace_names, trace_read
+from nbdist.core import parcels, trace_names, trace_read
 from nbdist.core.parcels import Parcel
 from nbdist.core.trace import TraceOptions
 from nbdist.core.units import size
@@ -31,6 +31,8 @@ from nbdist.engine.parallel import registry
 from nbdist.engine.profiling import QUIET, Steps, ended, is_profiling
 from nbdist.errors import TraceError
 from nbdist.rpc.rank import namespace, progress
+from nbdist.strategy import choice as strategy_choice
+from nbdist.strategy import footprint
 
 FOLDER = "traces"
 
@@ -221,7 +223,7 @@ def _expected() -> dict[str, Any]:
     is_half = choice.options.precision != "fp32" and choice.name.startswith("fsdp")
     sent = footprint.sent_bytes(choice, n_parameters, parameter_bytes=2 if is_half else 4)
     return {
-        "strategy": strategy.described(choice) if n_parameters else "",
+        "strategy": strategy_choice.described(choice) if n_parameters else "",
         "formula": footprint.sent_phrases(choice) if n_parameters else (),
         "formula_bytes": sent or None,
     }

@@ -10,9 +10,9 @@ from pathlib import Path
 from nbdist.core import units
 from nbdist.core.saving import Loaded, Saved, Started
 from nbdist.core.shown import shown
-from nbdist.core.strategy import described
-from nbdist.core.strategy_degrees import ranks
 from nbdist.core.view import View
+from nbdist.strategy.choice import described
+from nbdist.strategy.degrees import ranks
 
 
 def saved(done: Saved | Started, before: Sequence[str] = ()) -> View:

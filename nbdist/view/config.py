@@ -10,8 +10,8 @@ from nbdist.core.config_emit import FORMS, SBATCH
 from nbdist.core.config_launch import Configured
 from nbdist.core.config_remarks import Checked, Remark
 from nbdist.core.finding import BAD, OK, WARN
-from nbdist.core.strategy import described
 from nbdist.core.view import View, table
+from nbdist.strategy.choice import described
 
 
 @dataclass(frozen=True, slots=True)

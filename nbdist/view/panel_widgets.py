@@ -12,7 +12,7 @@ import ipywidgets
 
 from nbdist.core.panel import BUTTONS, PanelState, Plan
 from nbdist.core.panel_picker import UNSET, Field, Value, fields
-from nbdist.core.strategy_rows import ROWS
+from nbdist.strategy.table import ROWS
 from nbdist.view.panel import LIVE_STYLE, log_html, plan_html, top_html
 
 # In the order of the rows of buttons; the table of buttons has the rest.

@@ -6,14 +6,14 @@ import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nbdist.core.footprint import RECIPES
 from nbdist.core.plan import Plan, Row
 from nbdist.core.plan_advice import Advice, percent
 from nbdist.core.plan_memory import FORMULAS, Memory
 from nbdist.core.plan_models import ModelShape
 from nbdist.core.plan_time import UTILISATION
-from nbdist.core.strategy_degrees import ranks
 from nbdist.core.view import View, table
+from nbdist.strategy.degrees import ranks
+from nbdist.strategy.footprint import RECIPES
 
 # In {} stands the unit of all columns of memory.
 _HEAD = (

@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from nbdist.core import footprint, units
-from nbdist.core.strategy import Choice, choose, described, rows_of
-from nbdist.core.strategy_degrees import ranks
-from nbdist.core.strategy_rows import HELD, ROWS, Row
+from nbdist.core import units
 from nbdist.core.switching import Switched
 from nbdist.core.view import View, table
 from nbdist.errors import OptionError
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import Choice, choose, described, rows_of
+from nbdist.strategy.degrees import ranks
+from nbdist.strategy.table import HELD, ROWS, Row
 
 _NOTHING = "-"
 

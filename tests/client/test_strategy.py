@@ -11,11 +11,11 @@ import pytest
 from nbdist.client.lints import Lints
 from nbdist.client.session import Session
 from nbdist.client.strategy import Asked, Strategies, asked, check, chosen
-from nbdist.core.strategy import Choice, choose, default_choice
 from nbdist.core.switching import Switched
 from nbdist.core.topology import RankPlace, Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import functions
+from nbdist.strategy.choice import Choice, choose, default_choice
 
 Reply = Callable[[Choice], Any]
 CPU = Topology(

@@ -20,8 +20,8 @@ from nbdist.core.checkpoint import (
 )
 from nbdist.core.checkpoint_mismatch import mismatches
 from nbdist.core.finding import BAD, WARN
-from nbdist.core.strategy import choose
 from nbdist.errors import CheckpointError
+from nbdist.strategy.choice import choose
 
 MODEL = SavedModel(
     "Net",

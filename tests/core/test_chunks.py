@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from nbdist.core.chunks import MOST_BYTES, Stored, chunks, is_complete, own_chunks, shared_out
-from nbdist.core.layout import Side, TensorLayout, runs
-from nbdist.core.strategy import Degrees
-from tests.core.test_layout import held, some_side
+from nbdist.strategy.choice import Degrees
+from nbdist.strategy.tensor_layout import Side, TensorLayout, runs
+from tests.strategy.test_tensor_layout import held, some_side
 
 SHAPES = [(), (1,), (7,), (12, 5), (6, 4, 3), (3, 0), (0,)]
 

@@ -2,16 +2,16 @@
 
 import pytest
 
-from nbdist.core.footprint import RECIPES
 from nbdist.core.monitor import STATES, Doing, Sample
 from nbdist.core.panel import BUTTONS, KINDS, bar_share, bar_told, missing, row_of
 from nbdist.core.panel_board import Board, Job
 from nbdist.core.panel_picker import Model, fields, given, picked, planned, typed, values_of
-from nbdist.core.strategy import Choice, choose
-from nbdist.core.strategy_options import OPTIONS, takers
-from nbdist.core.strategy_rows import ROWS
 from nbdist.core.topology import RankPlace
 from nbdist.core.usage import Usage
+from nbdist.strategy.choice import Choice, choose
+from nbdist.strategy.footprint import RECIPES
+from nbdist.strategy.options import OPTIONS, takers
+from nbdist.strategy.table import ROWS
 
 FSDP = Job("apply", "%dist_strategy fsdp", ("fsdp", ()))
 TP = Job("apply", "%dist_strategy tp", ("tp", ()))
@@ -181,7 +181,7 @@ def test_the_fields_of_a_strategy_are_its_options(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_each_value_of_each_field_can_be_had_or_says_why(name: str) -> None:
-    """Alone on 8 ranks: a choice with just that, or core.strategy's own words."""
+    """Alone on 8 ranks: a choice with just that, or strategy.choice's own words."""
     for field in fields(name, 8):
         for value in field.choices if field.kind != "switch" else (True,):
             found = picked(name, {field.word: value}, 8)

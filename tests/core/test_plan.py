@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.core import footprint
 from nbdist.core.bandwidth import LinkModel
 from nbdist.core.latency import Fit
 from nbdist.core.plan import NO, RISKY, SAFE, Plan, Row, plan, verdict
@@ -16,10 +15,11 @@ from nbdist.core.plan_load import OPTIMIZERS, Load
 from nbdist.core.plan_memory import Memory
 from nbdist.core.plan_models import ModelShape, model_of
 from nbdist.core.plan_time import bubble, flops_of, flows, samples, time_of
-from nbdist.core.strategy import choose
-from nbdist.core.strategy_rows import ROWS
 from nbdist.core.units import exact_size
 from nbdist.errors import OptionError
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import choose
+from nbdist.strategy.table import ROWS
 
 GB = 1e9
 H100 = DEVICES["h100"]

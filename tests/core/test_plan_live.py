@@ -11,8 +11,8 @@ from nbdist.core.plan_live import Kind, LiveModel, alike, by_kinds, described, l
 from nbdist.core.plan_load import Load
 from nbdist.core.plan_memory import memory_of
 from nbdist.core.plan_models import CONFIGS, model_of
-from nbdist.core.strategy import choose
 from nbdist.errors import NbdistError, OptionError
+from nbdist.strategy.choice import choose
 
 NET = LiveModel(
     "net", "Net", (Kind("float32", True, 600, 2400), Kind("bfloat16", False, 1400, 2800)),

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.core.footprint import RECIPES
 from nbdist.core.plan_activations import block_bytes, in_flight
 from nbdist.core.plan_load import OPTIMIZERS, Load, Widths, micro_batches, recipe_for, widths_of
 from nbdist.core.plan_memory import OVERHEAD_BYTES, Memory, memory_of
 from nbdist.core.plan_models import Transformer, model_of
-from nbdist.core.strategy import Choice, choose
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice, choose
+from nbdist.strategy.footprint import RECIPES
 
 HALF = Widths(2, 2, 0, 2, 2)
 # GPT-3's block: MLP four times as wide, dropout, as many heads of keys as of queries.

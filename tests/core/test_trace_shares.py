@@ -5,7 +5,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nbdist.core import footprint, strategy
 from nbdist.core.trace import (
     COMMUNICATION,
     COMPUTE,
@@ -23,6 +22,8 @@ from nbdist.core.trace import (
     empty,
 )
 from nbdist.core.trace_shares import self_ns, sent_share, shares
+from nbdist.strategy import choice as strategy_choice
+from nbdist.strategy import footprint
 from tests.support.traces import MS, Did, rank_trace, trace
 
 _SPAN_NS = 400
@@ -232,7 +233,7 @@ def test_bytes_of_a_strategy_are_those_of_its_formula(name: str, n: int) -> None
 
     told = shares(trace(*ranks))
 
-    choice = strategy.choose(name, {}, n)
+    choice = strategy_choice.choose(name, {}, n)
     assert told.sent_bytes == pytest.approx(footprint.sent_bytes(choice, n_parameters))
     assert {one.name: one.count for one in told.traffic} == Counter(did)
 

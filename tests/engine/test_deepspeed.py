@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from nbdist.core.strategy import Choice, Degrees, Options
 from nbdist.engine.parallel import deepspeed
 from nbdist.engine.parallel.grid import Grid
 from nbdist.engine.parallel.step import Job
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice, Degrees, Options
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
@@ -24,7 +24,7 @@ needs_deepspeed = pytest.mark.skipif(
 # Each case: options, the same model by itself, and under DeepSpeed. The seed differs by rank.
 TRAINS = """
     import contextlib
-    from nbdist.core.strategy import Choice, Degrees, Options
+    from nbdist.strategy.choice import Choice, Degrees, Options
     from nbdist.engine.parallel import deepspeed
     from nbdist.engine.parallel.grid import make_grid
     from nbdist.errors import OptionError

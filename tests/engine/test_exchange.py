@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbdist.core.layout import Side, TensorLayout
-from nbdist.core.strategy import Degrees
 from nbdist.engine.parallel.exchange import Move, exchange, moved_bytes
+from nbdist.strategy.choice import Degrees
+from nbdist.strategy.tensor_layout import Side, TensorLayout
 from tests.support.sides import SIDES
 from tests.support.torch_ranks import TorchRanks
 

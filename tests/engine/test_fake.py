@@ -11,11 +11,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nbdist.core.plan_load import OPTIMIZERS, Load
-from nbdist.core.strategy import choose
 from nbdist.engine.fake import by_value, run, world
 from nbdist.engine.fake.counted import Counter, resizes_seen
 from nbdist.engine.fake.optimizers import stepped_bytes
 from nbdist.engine.fake.sources import Sent
+from nbdist.strategy.choice import choose
 from tests.support.kernel import notebook_env
 
 pytestmark = pytest.mark.engine

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from nbdist.core.strategy import Degrees
 from nbdist.engine.parallel.norms import clip_grad_norm
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Degrees
 from tests.support.sides import SIDES
 from tests.support.torch_ranks import TorchRanks
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from nbdist.core.layout import TensorLayout
-from nbdist.core.strategy import Choice, Degrees, Options
 from nbdist.engine.parallel import pp
 from nbdist.engine.parallel.grid import Grid
 from nbdist.engine.parallel.step import Job
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice, Degrees, Options
+from nbdist.strategy.tensor_layout import TensorLayout
 from tests.support.parity import TEXT
 from tests.support.torch_ranks import TorchRanks
 

@@ -3,11 +3,11 @@
 import pytest
 
 import nbdist
-from nbdist.core.strategy import choose, default_choice, steps_of
-from nbdist.core.strategy_rows import ROWS, STEPS
 from nbdist.engine import accelerator
 from nbdist.engine.parallel import live, steps
 from nbdist.engine.parallel.step import Step
+from nbdist.strategy.choice import choose, default_choice, steps_of
+from nbdist.strategy.table import ROWS, STEPS
 
 pytestmark = pytest.mark.engine
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from nbdist.core.layout import TensorLayout
-from nbdist.core.strategy import Choice, Degrees, Options
-from nbdist.core.tp_plans import attentions, find_plan
 from nbdist.engine.parallel import tp
 from nbdist.engine.parallel.grid import Grid
 from nbdist.engine.parallel.step import Job
 from nbdist.engine.parallel.tp_model import layers_of
 from nbdist.engine.parallel.tp_trial import fit
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice, Degrees, Options
+from nbdist.strategy.tensor_layout import TensorLayout
+from nbdist.strategy.tp_plan import attentions, find_plan
 from tests.support import tp_models
 
 pytestmark = pytest.mark.engine

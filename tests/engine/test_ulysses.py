@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from nbdist.core.strategy import Choice, Degrees, Options
 from nbdist.engine.parallel import cp, ulysses
 from nbdist.engine.parallel.grid import Grid
 from nbdist.engine.parallel.step import Job
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice, Degrees, Options
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
@@ -51,7 +51,7 @@ def test_one_head_leaves_ring_attention() -> None:
 
 FORWARD = """
     import torch.nn.functional as F
-    from nbdist.core.strategy import Choice, Degrees, Options
+    from nbdist.strategy.choice import Choice, Degrees, Options
     from nbdist.engine.parallel import cp
     from nbdist.engine.parallel.grid import make_grid
     from nbdist.engine.parallel.step import Job

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from nbdist.core.strategy_options import OPTIONS
-from nbdist.core.strategy_rows import ROWS
+from nbdist.strategy.options import OPTIONS
+from nbdist.strategy.table import ROWS
 from tests.parity.case import Case
 
 # `--compile` waits for a C++ compiler, and has a test of its own in tests/engine/test_options.py.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nbdist.core.strategy_rows import ROWS
+from nbdist.strategy.table import ROWS
 from tests.parity.case import Measured
 from tests.parity.cases import SAVED, SWITCHED
 from tests.support import tables

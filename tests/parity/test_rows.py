@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.core.strategy_options import OPTIONS
+from nbdist.strategy.options import OPTIONS
 from tests.parity.case import Case, Measured, record, tolerance_of
 from tests.parity.cases import DEEPSPEED, LEFT_OUT, LONG, NAMES, SHORT
 from tests.parity.texts import ROWS

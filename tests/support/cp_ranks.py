@@ -3,7 +3,7 @@
 COMMON = """
     import contextlib, itertools
     import torch.nn.functional as F
-    from nbdist.core.strategy import Choice, Degrees, Options
+    from nbdist.strategy.choice import Choice, Degrees, Options
     from nbdist.engine.parallel import attention, cp, cp_check, precision, sequences
     from nbdist.engine.parallel.options import STEP as OPTIONS_STEP
     from nbdist.engine.parallel.grid import make_grid

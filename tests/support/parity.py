@@ -5,7 +5,7 @@ TEXT = """
 import copy, dataclasses
 import torch.nn.functional as F
 from torch import nn
-from nbdist.core.strategy import Choice, Degrees, Options
+from nbdist.strategy.choice import Choice, Degrees, Options
 from nbdist.engine.parallel.build import build
 from nbdist.engine.parallel.grid import make_grid
 from nbdist.engine.parallel.step import Job

@@ -5,8 +5,8 @@
 SIDES = """
     from dataclasses import replace
     from torch.distributed.tensor import DTensor, Partial
-    from nbdist.core.layout import Side, TensorLayout, local_shape, runs
-    from nbdist.core.strategy import Degrees
+    from nbdist.strategy.tensor_layout import Side, TensorLayout, local_shape, runs
+    from nbdist.strategy.choice import Degrees
 
     cpu = torch.device("cpu")
     flat = init_device_mesh("cpu", (n,))

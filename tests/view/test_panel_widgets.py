@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.core.panel import BUTTONS, PanelState, Plan
 from nbdist.core.panel_picker import fields
-from nbdist.core.strategy_rows import ROWS
+from nbdist.strategy.table import ROWS
 from nbdist.view.panel_widgets import PanelWidgets, answer_in_subshell
 
 

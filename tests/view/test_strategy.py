@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.core.strategy import Choice, choose, default_choice
-from nbdist.core.strategy_rows import ROWS
 from nbdist.core.switched import together
 from nbdist.core.switching import Switched
+from nbdist.strategy.choice import Choice, choose, default_choice
+from nbdist.strategy.table import ROWS
 from nbdist.view.strategy import current, switched
 
 

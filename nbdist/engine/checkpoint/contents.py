@@ -14,15 +14,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nbdist.core.chunks import Part, Stored, is_complete, shared_out
-from nbdist.core.layout import Side, TensorLayout, missing
 from nbdist.core.ranks import rank_label
-from nbdist.core.strategy import Degrees
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, dtype_text
 from nbdist.engine.checkpoint.planners import Spot, Tensors
 from nbdist.engine.parallel import flat, registry
 from nbdist.engine.parallel.agreement import world_size
 from nbdist.engine.parallel.states import AgreedState, Entry, Place
 from nbdist.errors import CheckpointError
+from nbdist.strategy.choice import Degrees
+from nbdist.strategy.tensor_layout import Side, TensorLayout, missing
 
 MODEL, OPTIMIZER = "model", "optimizer"
 

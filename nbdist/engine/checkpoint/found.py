@@ -14,7 +14,6 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.core.checkpoint import SavedModel, SavedOptimizer, SavedTensor
-from nbdist.core.layout import Side
 from nbdist.engine.parallel import flat, fsdp, registry, saving, switch
 from nbdist.engine.parallel.agreement import together
 from nbdist.engine.parallel.commit import Stepper
@@ -23,6 +22,7 @@ from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.parallel.rebind import names_for
 from nbdist.engine.parallel.wholes import dtypes_of, full_optimizer_state, local_values
 from nbdist.errors import CheckpointError
+from nbdist.strategy.tensor_layout import Side
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -22,7 +22,6 @@ from nbdist.core.checkpoint import Checkpoint
 from nbdist.core.checkpoint_mismatch import mismatches
 from nbdist.core.chunks import own_chunks
 from nbdist.core.finding import BAD
-from nbdist.core.layout import Side, local_shape
 from nbdist.core.saving import Loaded
 from nbdist.engine.checkpoint import metadata, plain, restore
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, look
@@ -41,6 +40,7 @@ from nbdist.engine.parallel.agreement import (
 )
 from nbdist.errors import CheckpointError, NbdistError
 from nbdist.rpc.rank import progress
+from nbdist.strategy.tensor_layout import Side, local_shape
 
 T = TypeVar("T")
 U = TypeVar("U", Model, Stepping)

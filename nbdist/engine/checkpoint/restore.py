@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from nbdist.core.checkpoint import Checkpoint
-from nbdist.core.layout import Side, TensorLayout
-from nbdist.core.strategy import Degrees
 from nbdist.engine.checkpoint import plain
 from nbdist.engine.checkpoint.contents import MODEL, OPTIMIZER, is_whole, state_side
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, dtype_of
@@ -20,6 +18,8 @@ from nbdist.engine.parallel.agreement import rank, world_size
 from nbdist.engine.parallel.states import AgreedState, Entry, Place, write
 from nbdist.engine.parallel.wholes import load_full_optimizer_state
 from nbdist.errors import CheckpointError
+from nbdist.strategy.choice import Degrees
+from nbdist.strategy.tensor_layout import Side, TensorLayout
 
 # How an optimizer computes: the strategy decides that, and the values are the same.
 _OWN_SETTINGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})

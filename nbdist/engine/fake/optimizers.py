@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.optim import Optimizer
 
 from nbdist.core.plan_load import OPTIMIZERS, Load
-from nbdist.core.strategy import Choice
 from nbdist.engine.fake.counted import Counter
 from nbdist.engine.fake.world import CannotRun
+from nbdist.strategy.choice import Choice
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 

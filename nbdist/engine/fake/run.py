@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nbdist.core import footprint
 from nbdist.core.fake import NAME, Asked, Source, Told
-from nbdist.core.layout import local_shape
 from nbdist.core.plan_load import Load
 from nbdist.core.plan_memory import OVERHEAD_BYTES, Memory, has_buckets
-from nbdist.core.strategy import Choice, steps_of
 from nbdist.engine.fake import sources
 from nbdist.engine.fake.counted import Counter, resizes_seen
 from nbdist.engine.fake.optimizers import stepped_bytes
@@ -27,6 +24,9 @@ from nbdist.engine.parallel.build import Built
 from nbdist.engine.parallel.grid import make_grid
 from nbdist.engine.parallel.step import Job
 from nbdist.errors import OptionError
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import Choice, steps_of
+from nbdist.strategy.tensor_layout import local_shape
 
 # What a rank holds of each parameter and buffer; None for nothing.
 Shapes = dict[str, tuple[int, ...] | None]

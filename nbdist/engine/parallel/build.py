@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from nbdist.core.layout import Side, TensorLayout, local_shape, runs
-from nbdist.core.strategy import Degrees
 from nbdist.engine.parallel import steps, undo
 from nbdist.engine.parallel.agreement import interrupts_held
 from nbdist.engine.parallel.step import Job, Layouts, Step
 from nbdist.errors import NbdistError, OptionError
+from nbdist.strategy.choice import Degrees
+from nbdist.strategy.tensor_layout import Side, TensorLayout, local_shape, runs
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nbdist.core.strategy import Choice, label
 from nbdist.engine.parallel import build, live, registry, undo
 from nbdist.engine.parallel.agreement import Ballot, raise_failures, sentence
 from nbdist.engine.parallel.build import Built
@@ -17,6 +16,7 @@ from nbdist.engine.parallel.prepared import Prepared, retire
 from nbdist.engine.parallel.rebind import Pair, Rebound, is_internal, names_for, rebind
 from nbdist.engine.parallel.states import AgreedState, LocalState, write
 from nbdist.errors import NbdistError
+from nbdist.strategy.choice import Choice, label
 
 WHAT = "The switch"
 

@@ -31,11 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbdist.core.strategy import Choice, Options
 from nbdist.engine.parallel.grid import Grid
 from nbdist.engine.parallel.precision import DTYPES, to_fp32
 from nbdist.engine.parallel.step import Job, Layouts, Step
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice, Options
 
 _INSTALL = (
     "DeepSpeed is not installed on this rank. Install it where the ranks run: pip install "

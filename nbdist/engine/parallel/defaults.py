@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nbdist.core.strategy import Choice
 from nbdist.engine.parallel.precision import DTYPES
+from nbdist.strategy.choice import Choice
 
 
 @dataclass(slots=True)

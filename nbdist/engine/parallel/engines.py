@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from nbdist.core.strategy import Choice
 from nbdist.engine.parallel import deepspeed, fsdp, live, saving
 from nbdist.engine.parallel.optimizer import Optimizer
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice
 
 # The engines of this rank. The class itself is not known before the package is imported.
 _engines: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nbdist.core.layout import Cuts, Piece, Side, local_shape, pieces, runs, split
 from nbdist.core.progress import BYTES
 from nbdist.engine.parallel.room import room_for
 from nbdist.rpc.rank import progress
+from nbdist.strategy.tensor_layout import Cuts, Piece, Side, local_shape, pieces, runs, split
 
 __all__ = ["Move", "Side", "exchange", "moved_bytes"]
 

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
-from nbdist.core.layout import TensorLayout
-from nbdist.core.strategy import steps_of
 from nbdist.engine.parallel import build
 from nbdist.engine.parallel.prepared import Prepared
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import steps_of
+from nbdist.strategy.tensor_layout import TensorLayout
 
 
 def is_flat(one: Prepared) -> bool:

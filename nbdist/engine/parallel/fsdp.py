@@ -24,11 +24,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from nbdist.core.strategy import Choice
 from nbdist.engine.parallel.blocks import candidates, find_blocks
 from nbdist.engine.parallel.precision import DTYPES
 from nbdist.engine.parallel.step import Job, Layouts, Step
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice
 
 # Norms whose kernels take no fp32 input beside bf16 or fp16 parameters. On other devices than
 # the CPU autocast lets layer and group norms compute in fp32.

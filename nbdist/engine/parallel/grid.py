@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nbdist.core.strategy import AXES, Choice, Degrees
+from nbdist.strategy.choice import AXES, Choice, Degrees
 
 
 @dataclass(slots=True)

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from nbdist.core.layout import Side, TensorLayout
-from nbdist.core.strategy import Choice, Degrees, steps_of
 from nbdist.engine import lints_values, models
 from nbdist.engine.parallel import build, fsdp, undo, zero1
 from nbdist.engine.parallel.agreement import same_random, together
@@ -45,6 +43,8 @@ from nbdist.engine.parallel.wholes import (
     place,
 )
 from nbdist.errors import NbdistError, OptionError
+from nbdist.strategy.choice import Choice, Degrees, steps_of
+from nbdist.strategy.tensor_layout import Side, TensorLayout
 
 __all__ = [
     "bind",

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nbdist.core.layout import TensorLayout, is_first
-from nbdist.core.strategy import Degrees
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Degrees
+from nbdist.strategy.tensor_layout import TensorLayout, is_first
 
 # As in torch.nn.utils.clip_grad_norm_.
 _EPSILON = 1e-6

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from nbdist.core.strategy import Degrees
 from nbdist.engine.parallel.blocks import Blocks, find_blocks
 from nbdist.engine.parallel.pipeline import SCHEDULES, Pipeline
 from nbdist.engine.parallel.stage import EVERYWHERE, Part, Stages
 from nbdist.engine.parallel.step import Job, Layouts, Step
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Degrees
 
 _KEPT = "pp"
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from nbdist.core.layout import Side, TensorLayout
-from nbdist.core.strategy import Degrees
 from nbdist.engine.parallel.build import Built
 from nbdist.engine.parallel.step import Layouts
+from nbdist.strategy.choice import Degrees
+from nbdist.strategy.tensor_layout import Side, TensorLayout
 
 # Where a module keeps it: what a variable holds keeps it alive, and nothing else does.
 _ATTRIBUTE = "_nbdist_prepared"

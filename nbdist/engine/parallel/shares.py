@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
-from nbdist.core.strategy import Choice
 from nbdist.engine.parallel import live
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Choice
 
 T = TypeVar("T")
 

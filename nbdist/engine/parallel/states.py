@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nbdist.core.layout import Side, is_same, missing, runs
 from nbdist.core.ranks import rank_label
 from nbdist.engine.parallel.agreement import gathered
 from nbdist.engine.parallel.exchange import Move
 from nbdist.errors import NbdistError, OptionError
+from nbdist.strategy.tensor_layout import Side, is_same, missing, runs
 
 # (Parameter's name, key in the optimizer's state of it.)
 Place = tuple[str, str]

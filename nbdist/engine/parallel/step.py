@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from nbdist.core.layout import TensorLayout
-from nbdist.core.strategy import Choice
 from nbdist.engine.parallel.grid import Grid
+from nbdist.strategy.choice import Choice
+from nbdist.strategy.tensor_layout import TensorLayout
 
 # Name (as in base.named_parameters and named_buffers, the first one of tied weights) -> layout.
 Layouts = dict[str, TensorLayout]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
-from nbdist.core.strategy import Choice, steps_of
 from nbdist.engine.parallel.step import Step
+from nbdist.strategy.choice import Choice, steps_of
 
 # Name -> module and attribute. Imported when first used: some need packages of their own.
 STEPS = {

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nbdist.core.layout import pieces
-from nbdist.core.strategy import Choice, label, rows_of, steps_of
 from nbdist.core.switching import Switched
 from nbdist.engine import models as live_models
 from nbdist.engine.parallel import build, defaults, fsdp, registry, zero1
@@ -43,6 +41,8 @@ from nbdist.engine.parallel.step import Job
 from nbdist.engine.parallel.wholes import dtypes_of, local_values
 from nbdist.errors import NbdistError, OptionError
 from nbdist.rpc.rank import progress
+from nbdist.strategy.choice import Choice, label, rows_of, steps_of
+from nbdist.strategy.tensor_layout import pieces
 
 # Of what is told while it lasts.
 NAME = "switch"

@@ -5,7 +5,7 @@ rowwise one adds up what the ranks have. Two sums per block in forward and two i
 sequence parallelism norms and dropout, too, are split, along the sequence: the same bytes go
 over the wire, and activations between layers take a part of the memory.
 
-Which layers are split is in a plan (core/tp_plans.py): found by usual names, or the user's own,
+Which layers are split is in a plan (strategy/tp_plan.py): found by usual names, or the user's own,
 `model.tp_plan = {"layers.*.attn.wq": "colwise", ...}`.
 """
 
@@ -18,16 +18,6 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from nbdist.core.tp_given import headless, incomplete, read_plan, unknown
-from nbdist.core.tp_plans import (
-    Attention,
-    Layers,
-    Plan,
-    attentions,
-    check_counts,
-    counts,
-    find_plan,
-)
 from nbdist.engine.parallel.mixed_lists import step_by_mesh
 from nbdist.engine.parallel.step import Job, Layouts, Step
 from nbdist.engine.parallel.tp_attention import check_attention, close_fast_paths
@@ -44,6 +34,16 @@ from nbdist.engine.parallel.tp_styles import (
 )
 from nbdist.engine.parallel.tp_trial import Fit, fit, is_tryable
 from nbdist.errors import OptionError
+from nbdist.strategy.tp_plan import (
+    Attention,
+    Layers,
+    Plan,
+    attentions,
+    check_counts,
+    counts,
+    find_plan,
+)
+from nbdist.strategy.tp_user_plan import headless, incomplete, read_plan, unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from nbdist.core.tp_names import HEAD_COUNTS, HEAD_SIZES, KV_COUNTS, WIDTHS
-from nbdist.core.tp_plans import Layer, Plan
 from nbdist.engine.parallel.blocks import candidates
 from nbdist.errors import OptionError
+from nbdist.strategy.tp_names import HEAD_COUNTS, HEAD_SIZES, KV_COUNTS, WIDTHS
+from nbdist.strategy.tp_plan import Layer, Plan
 
 # Modules without parameters that compute each element by itself.
 _POINTWISE = tuple(

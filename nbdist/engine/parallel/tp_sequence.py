@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from nbdist.core.tp_plans import Layers, Plan, attentions
 from nbdist.engine.parallel.blocks import Blocks, candidates, find_blocks
 from nbdist.engine.parallel.step import Job, Layouts
 from nbdist.engine.parallel.tp_model import is_attention
 from nbdist.errors import OptionError
+from nbdist.strategy.tp_plan import Layers, Plan, attentions
 
 _WITHOUT = "Go without --sequence-parallel."
 

@@ -29,11 +29,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from nbdist.core.layout import TensorLayout
-from nbdist.core.tp_plans import Style
 from nbdist.engine.parallel.tp_attention import Place, SplitAttention
 from nbdist.engine.parallel.tp_model import is_conv1d
 from nbdist.engine.parallel.tp_random import Streams
+from nbdist.strategy.tensor_layout import TensorLayout
+from nbdist.strategy.tp_plan import Style
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from nbdist.core.tp_plans import Plan, Style
 from nbdist.engine.parallel.tp_model import divided, is_conv1d
 from nbdist.engine.parallel.tp_styles import split_dims
 from nbdist.errors import OptionError
+from nbdist.strategy.tp_plan import Plan, Style
 
 # Their attention takes heads from the width of one head, or from attributes that are divided.
 _KNOWN = ("transformers.", "torch.")

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from nbdist.core.layout import Side
 from nbdist.engine.parallel import build, flat, fsdp
 from nbdist.engine.parallel.agreement import world_size
 from nbdist.engine.parallel.exchange import Move, exchange
@@ -20,6 +19,7 @@ from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.parallel.registry import device, names_in, state_side
 from nbdist.engine.parallel.states import AgreedState, Entry, agree, plan, read, write
 from nbdist.errors import NbdistError
+from nbdist.strategy.tensor_layout import Side
 
 _NAMED = 3
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import LBFGS, Optimizer
 
-from nbdist.core.layout import TensorLayout
 from nbdist.engine.parallel.step import Layouts, Step
 from nbdist.errors import OptionError
+from nbdist.strategy.tensor_layout import TensorLayout
 
 # Parameters travel in pieces of about this size.
 _BUCKET_BYTES = 64 << 20

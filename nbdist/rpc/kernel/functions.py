@@ -18,10 +18,10 @@ from nbdist.core.parcels import Parcel
 from nbdist.core.recovery import MadeGroup, MadeMesh, Recovered
 from nbdist.core.shortage import Shortage
 from nbdist.core.snapshot import MemoryOptions
-from nbdist.core.strategy import Choice
 from nbdist.core.switching import Switched
 from nbdist.core.topology import EngineReport, Topology
 from nbdist.core.trace import TraceOptions
+from nbdist.strategy.choice import Choice
 
 RUNTIME = "nbdist.engine.runtime"
 BANDWIDTH = "nbdist.engine.bandwidth"

@@ -11,14 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nbdist.core.tp_names import (
-    EMBEDDINGS,
-    FAMILIES,
-    HEAD_NORMS,
-    HEADS,
-    Family,
-)
 from nbdist.errors import OptionError
+from nbdist.strategy.tp_names import EMBEDDINGS, FAMILIES, HEAD_NORMS, HEADS, Family
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from nbdist.core.footprint import (
+from nbdist.strategy.choice import choose
+from nbdist.strategy.footprint import (
     CALLS,
     HELD,
     RECIPES,
@@ -16,7 +17,6 @@ from nbdist.core.footprint import (
     sent_phrases,
     split_axes,
 )
-from nbdist.core.strategy import choose
 
 GB = 1e9
 PARAMETERS = 7e9

@@ -1,6 +1,6 @@
 """Every strategy as a row of a table: what is split over which axis, its needs, when to use it.
 
-Nothing here runs anything. `core.strategy` reads the rows to make a choice, `core.footprint`
+Nothing here runs anything. `strategy.choice` reads the rows to make a choice, `strategy.footprint`
 to count bytes, `view.strategy` to show them.
 """
 
@@ -26,7 +26,7 @@ class Sent:
 
     Attributes:
         axes: The ranks that differ in these alone take part.
-        call: The collective, a key of core.footprint.CALLS.
+        call: The collective, a key of strategy.footprint.CALLS.
         what: parameters or gradients (of the model), activations or keys-values (of a block),
             boundary (activations between stages).
         times: How often.
@@ -111,7 +111,7 @@ _ROWS = (
         takes=("tp", "pp"),
         splits={"dp_shard": (*HELD, "batch"), "dp_replicate": ("batch",)},
         steps=("fsdp",),
-        # With --shard grad-op parameters are gathered once; core.footprint knows it.
+        # With --shard grad-op parameters are gathered once; strategy.footprint knows it.
         sends=(
             Sent(("dp_shard",), "all-gather", "parameters", 2),
             Sent(("dp_shard",), "reduce-scatter", "gradients"),
@@ -163,7 +163,7 @@ _ROWS = (
         title="DeepSpeed's ZeRO: stage 1, 2 or 3, with offload to CPU or NVMe",
         axis="dp_replicate",
         takes=(),
-        # By the stage; see core.footprint.
+        # By the stage; see strategy.footprint.
         splits={"dp_replicate": (*HELD, "batch")},
         steps=("deepspeed",),
         sends=(

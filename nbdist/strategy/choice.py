@@ -1,6 +1,6 @@
 """Parallel strategies as data: what was chosen, and how many ranks lie along each axis.
 
-The rows are in core.strategy_rows, the options in core.strategy_options. `choose` turns what
+The rows are in strategy.table, the options in strategy.options. `choose` turns what
 was typed into a Choice.
 """
 
@@ -11,10 +11,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nbdist.core import strategy_degrees, strategy_options, strategy_rules
-from nbdist.core.strategy_options import OPTIONS
-from nbdist.core.strategy_rows import ELSEWHERE, ROWS, STEPS, Row
 from nbdist.errors import OptionError
+from nbdist.strategy import (
+    degrees as strategy_strategy_degrees,
+)
+from nbdist.strategy import (
+    options as strategy_strategy_options,
+)
+from nbdist.strategy import (
+    validate,
+)
+from nbdist.strategy.options import OPTIONS
+from nbdist.strategy.table import ELSEWHERE, ROWS, STEPS, Row
 
 # The axes of a device mesh, outermost first: neighbours along the last one are on one host.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -173,7 +181,7 @@ def options_phrase(choice: Choice) -> str:
     for row in OPTIONS.values():
         value = getattr(choice.options, row.name)
         if value != getattr(default, row.name):
-            told.append(strategy_options.typed(row, value))
+            told.append(strategy_strategy_options.typed(row, value))
     return " ".join(told)
 
 
@@ -206,18 +214,18 @@ def choose(
         OptionError: If a name, degree or option does not exist, does not fit the ranks, or would
             have no effect; the message lists what does.
     """
-    read = strategy_options.read(given)
+    read = strategy_strategy_options.read(given)
     degrees = dict(read.degrees)
     copies = degrees.pop("replicas", None)
     row = _row(name, degrees)
-    counts = strategy_degrees.resolve(row, degrees, world_size)
+    counts = strategy_strategy_degrees.resolve(row, degrees, world_size)
     mesh = _mesh(row, counts, copies, read.options.get("shard", "full") == "hybrid")
     options = Options(**row.sets, **read.options)  # type: ignore[arg-type]  # read has the types
     settled = row.name
     if row.name in _MESHED:
         settled = next((word for word in ("pp", "tp") if counts.get(word, 1) > 1), "fsdp")
     choice = Choice(settled, mesh, world_size, options)
-    strategy_rules.check(choice, rows_of(choice), set(read.options), device_type, backend)
+    validate.check(choice, rows_of(choice), set(read.options), device_type, backend)
     return choice
 
 
@@ -229,7 +237,7 @@ def default_choice(world_size: int) -> Choice:
 def _row(name: str | None, degrees: Mapping[str, int]) -> Row:
     if name is None and not degrees:
         raise OptionError(f"No strategy is named. Choose one of {', '.join(ROWS)}.")
-    wanted = strategy_degrees.name_for(degrees) if name is None else name
+    wanted = strategy_strategy_degrees.name_for(degrees) if name is None else name
     row = ROWS.get(wanted)
     if row is None:
         raise OptionError(_no_row(wanted))
@@ -252,7 +260,7 @@ def _mesh(row: Row, counts: Mapping[str, int], copies: int | None, is_hybrid: bo
         axis = row.axis if row.axis.startswith("dp_") else "dp_replicate"
         return Degrees(**split, **{axis: dp})
     if is_hybrid:
-        replicas = strategy_degrees.replicas(copies, dp)
+        replicas = strategy_strategy_degrees.replicas(copies, dp)
         return Degrees(**split, dp_replicate=replicas, dp_shard=dp // replicas)
     if copies is not None:
         raise OptionError(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.core import footprint
-from nbdist.core.strategy import (
+from nbdist.errors import OptionError
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import (
     Choice,
     Degrees,
     Options,
@@ -18,9 +19,8 @@ from nbdist.core.strategy import (
     rows_of,
     steps_of,
 )
-from nbdist.core.strategy_options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, takers
-from nbdist.core.strategy_rows import HELD, ROWS, STEPS, Row
-from nbdist.errors import OptionError
+from nbdist.strategy.options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, takers
+from nbdist.strategy.table import HELD, ROWS, STEPS, Row
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 

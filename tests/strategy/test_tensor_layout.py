@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nbdist.core.layout import (
+from nbdist.strategy.choice import Degrees
+from nbdist.strategy.tensor_layout import (
     Piece,
     Side,
     TensorLayout,
@@ -19,7 +20,6 @@ from nbdist.core.layout import (
     runs,
     split,
 )
-from nbdist.core.strategy import Degrees
 
 # Every way in which 4 ranks can be a mesh, and by themselves.
 MESHES = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from nbdist.core.strategy_options import listed
-from nbdist.core.strategy_rows import ROWS, Row
 from nbdist.errors import OptionError
+from nbdist.strategy.options import listed
+from nbdist.strategy.table import ROWS, Row
 
 # Axis of a row -> the word that is typed for its degree.
 WORDS = {"": "", "dp_replicate": "dp", "dp_shard": "dp", "tp": "tp", "pp": "pp", "cp": "cp"}

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import OptionError
+from nbdist.strategy.table import ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class OptionRow:
     """One option of a strategy.
 
     Attributes:
-        name: Of its field in core.strategy.Options.
+        name: Of its field in strategy.choice.Options.
         flag: As typed; its word, with _ for -, is its name from Python.
         kind: choice, count (1 or more), number (above 0), switch, text or blocks (see checkpoint).
         help: One line.
@@ -148,7 +148,7 @@ class Given:
 
     Attributes:
         degrees: By word, in the order of DEGREES.
-        options: Field of core.strategy.Options -> value.
+        options: Field of strategy.choice.Options -> value.
     """
 
     degrees: Mapping[str, int]

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from nbdist.core.strategy import Choice, rows_of
-from nbdist.core.strategy_rows import HELD, Row, Sent
+from nbdist.strategy.choice import Choice, rows_of
+from nbdist.strategy.table import HELD, Row, Sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from nbdist.core.strategy import Degrees
+from nbdist.strategy.choice import Degrees
 
 # Pieces of one dim that lie one behind the other in a rank's local tensor: (start in the
 # whole tensor, length). In ascending order, none empty, none that touches the next.

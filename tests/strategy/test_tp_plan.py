@@ -2,9 +2,9 @@
 
 import pytest
 
-from nbdist.core.tp_given import incomplete, read_plan, read_style
-from nbdist.core.tp_names import FAMILIES, HEADS, STYLES
-from nbdist.core.tp_plans import (
+from nbdist.errors import OptionError
+from nbdist.strategy.tp_names import FAMILIES, HEADS, STYLES
+from nbdist.strategy.tp_plan import (
     Count,
     Layer,
     Style,
@@ -14,7 +14,7 @@ from nbdist.core.tp_plans import (
     degrees_that_work,
     find_plan,
 )
-from nbdist.errors import OptionError
+from nbdist.strategy.tp_user_plan import incomplete, read_plan, read_style
 
 WIDTH, HIDDEN, HEAD = 32, 64, 8
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbdist.core.strategy_options import OPTIONS, OptionRow, listed, takers
-from nbdist.core.strategy_rows import Row
 from nbdist.errors import OptionError
+from nbdist.strategy.options import OPTIONS, OptionRow, listed, takers
+from nbdist.strategy.table import Row
 
 if TYPE_CHECKING:
-    from nbdist.core.strategy import Choice
+    from nbdist.strategy.choice import Choice
 
 
 @dataclass(frozen=True, slots=True)

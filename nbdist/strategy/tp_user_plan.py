@@ -10,9 +10,9 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping
 
-from nbdist.core.tp_names import HEAD_COUNTS, HEAD_SIZES, STYLES
-from nbdist.core.tp_plans import Layer, Layers, Plan, Style
 from nbdist.errors import OptionError
+from nbdist.strategy.tp_names import HEAD_COUNTS, HEAD_SIZES, STYLES
+from nbdist.strategy.tp_plan import Layer, Layers, Plan, Style
 
 # Hugging Face's words for the same.
 _SYNONYMS = {
