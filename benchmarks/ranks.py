@@ -116,7 +116,8 @@ def join(rank: int, size: int, folder: Path) -> None:
 
 def join_nbdist(size: int, folder: Path) -> None:
     """A group as engines join it: with the black box, and what is loaded by then left frozen."""
-    from nbdist.engine import accelerator, runtime
+    from nbdist.engine import runtime
+    from nbdist.parallel.accelerator import accelerator
 
     start = {"world_size": size, "backend": "auto", "deadline_s": 60.0, "gpus": []}
     runtime.join_at_start(folder, start)

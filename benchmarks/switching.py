@@ -216,8 +216,9 @@ class Trainer:
 def _ours(rank: int, folder: Path) -> None:
     import torch
 
-    from nbdist.engine.accelerator import Accelerator
-    from nbdist.engine.parallel import live, switch
+    from nbdist.engine.parallel import switch
+    from nbdist.parallel import prepare
+    from nbdist.parallel.accelerator.accelerator import Accelerator
     from nbdist.strategy.choice import choose
 
     join_nbdist(RANKS, folder)
@@ -227,7 +228,7 @@ def _ours(rank: int, folder: Path) -> None:
         return choose(strategy, {}, RANKS, device_type="cpu", backend="gloo")
 
     def begin(millions: int, strategy: str) -> None:
-        live.set_choice(choice(strategy))
+        prepare.set_choice(choice(strategy))
         model = make(SIZES[millions])
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = Accelerator().prepare(model, optimizer)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from nbdist.client.session import Session
     from nbdist.core.view import View
-    from nbdist.engine.accelerator import Accelerator as Accelerator
+    from nbdist.parallel.accelerator.accelerator import Accelerator as Accelerator
     from nbdist.view.config import CheckView
     from nbdist.view.plan import PlanView
 
@@ -274,7 +274,7 @@ def __getattr__(name: str) -> Any:
     Loaded when it is asked for: it needs torch, which the notebook's own process never loads.
     """
     if name == "Accelerator":
-        from nbdist.engine.accelerator import Accelerator
+        from nbdist.parallel.accelerator.accelerator import Accelerator
 
         return Accelerator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

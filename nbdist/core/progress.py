@@ -11,7 +11,7 @@ How work reports, a checkpoint for example:
 
 That is all: the cell's output and the panel show it, after half a second, and take it away at the
 end. `tell` costs some microseconds and meets nobody. Outside of `during` it does nothing, so shared
-code (nbdist.engine.parallel.exchange) tells without knowing for whom.
+code (nbdist.parallel.reshard.redistribute) tells without knowing for whom.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ MODULES = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "accelerate",
-    "nbdist.engine.accelerator",
+    "nbdist.parallel.accelerator.accelerator",
     "torch._dynamo",  # for the first DDP
 )
 # Idle for so long: a cell that comes at once does not wait.

@@ -16,7 +16,7 @@ from nbdist.core import exit_cause
 from nbdist.core.bandwidth import LEAST_RUNS, Timing
 from nbdist.core.sizes import ITEM_BYTES
 from nbdist.engine import ahead, runtime
-from nbdist.engine.parallel.agreement import interrupts_held
+from nbdist.parallel.consensus import interrupts_held
 
 MAX_RUNS = 100
 # Values repeat after a prime, so that parts of equal length differ; sums of them are exact.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nbdist.engine.parallel import build
-from nbdist.engine.parallel.blocks import find_blocks
-from nbdist.engine.parallel.registry import current, prepared
 from nbdist.errors import OptionError
+from nbdist.parallel import build
+from nbdist.parallel.blocks import find_blocks
+from nbdist.parallel.registry import current, prepared
 
 
 def block_classes() -> tuple[str, ...]:

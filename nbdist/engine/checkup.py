@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.core.checkup import BUFFER, GRADIENT, PARAMETER, Difference, Look, ModelLook
-from nbdist.engine import models
-from nbdist.engine.parallel import build, flat, registry
-from nbdist.engine.parallel.prepared import Prepared
+from nbdist.parallel import build, live_models, registry
+from nbdist.parallel.dp import fsdp1_state
+from nbdist.parallel.prepared import Prepared
 from nbdist.strategy.choice import label
 from nbdist.strategy.tensor_layout import runs
 
@@ -82,16 +82,16 @@ def found() -> list[Found]:
     if len(registry.prepared()) > 1:
         gc.collect()  # of cells that were run again
     prepared = registry.prepared()
-    known = models.variables()
+    known = live_models.variables()
     outers = {id(one.outer): one for one in prepared}
     inside = {id(m) for one in prepared for m in (*one.outer.modules(), one.base)}
     others = [
         one
-        for one in models.find()
+        for one in live_models.find()
         if id(one.module) not in inside and id(one.module) not in outers
     ]
     covered = inside | {id(m) for one in others for m in one.module.modules()}
-    titles = models.names([one.outer for one in prepared], known)
+    titles = live_models.names([one.outer for one in prepared], known)
     result = [_prepared(titles[id(one.outer)], one) for one in prepared]
     result += [_wrapped(one) for one in others]
     if not result:
@@ -101,7 +101,7 @@ def found() -> list[Found]:
 
 def _variables(covered: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
     """The models that variables hold themselves, and that are in no other."""
-    space = models._namespace()  # noqa: SLF001  # the same package
+    space = live_models._namespace()  # noqa: SLF001  # the same package
     held = {n: v for n, v in space.items() if isinstance(v, torch.nn.Module) and n[:1] != "_"}
     inner = {id(m) for v in held.values() for m in v.modules() if m is not v}
     done = covered | inner
@@ -113,7 +113,7 @@ def _variables(covered: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def _prepared(name: str, one: Prepared) -> Found:
     choice = one.built.job.choice
-    if choice.name == "deepspeed" or flat.is_flat(one):
+    if choice.name == "deepspeed" or fsdp1_state.is_flat(one):
         note = f"under {choice.name} nothing is compared: pieces have no names"
         return Found(name, label(choice), tuple(_held_by(one.outer, "")), (note,))
     held = (*_values(one), *_gradients(one))
@@ -151,7 +151,7 @@ def _part(one: Prepared, name: str) -> str:
     return "" if is_alone else str(runs(one.layouts[name], one.degrees, job.grid.rank))
 
 
-def _wrapped(one: models.Model) -> Found:
+def _wrapped(one: live_models.Model) -> Found:
     module: Any = one.module
     if isinstance(module, DistributedDataParallel):
         ranks = dist.get_process_group_ranks(module.process_group)
@@ -225,7 +225,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _looked(held: Held) -> Look:
     n_nan, n_inf = _not_finite(held.tensor)
     return Look(
-        held.kind, held.name, held.part, models._sum(held.tensor), held.tensor.numel(),  # noqa: SLF001
+        held.kind, held.name, held.part, live_models._sum(held.tensor), held.tensor.numel(),  # noqa: SLF001
         n_nan, n_inf,
     )  # fmt: skip
 

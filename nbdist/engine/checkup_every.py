@@ -197,10 +197,10 @@ def _judge(optimizer: Optimizer, one: _Watched, pending: _Pending, norms: torch.
 
 def names() -> dict[int, str]:
     """By id of a parameter its name, model.name, of all models of this rank."""
-    from nbdist.engine import models
+    from nbdist.parallel import live_models
 
     known: dict[int, str] = {}
-    space = models._namespace()  # noqa: SLF001  # the same package
+    space = live_models._namespace()  # noqa: SLF001  # the same package
     for variable, value in space.items():
         if isinstance(value, torch.nn.Module) and variable[:1] != "_":
             inner = getattr(value, "module", value)
@@ -237,7 +237,7 @@ def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def _peers(parameters: Sequence[torch.Tensor], one: _Watched) -> list[Peers]:
     """For each parameter the ranks that hold the same of it; itself alone where nobody knows."""
-    registry: Any = sys.modules.get("nbdist.engine.parallel.registry")
+    registry: Any = sys.modules.get("nbdist.parallel.registry")
     choice = registry.current() if registry is not None and dist.is_initialized() else None
     version = (choice, lints_ddp.count(), len(parameters))
     if version != one.version or any(id(p) not in one.peers for p in parameters):

@@ -74,9 +74,9 @@ def _after(module: torch.nn.Module, given: object, output: object) -> None:
 
 
 def _name(module: torch.nn.Module) -> str:
-    from nbdist.engine import models
+    from nbdist.parallel import live_models
 
-    for variable, value in models._namespace().items():  # noqa: SLF001  # the same package
+    for variable, value in live_models._namespace().items():  # noqa: SLF001  # the same package
         if isinstance(value, torch.nn.Module) and variable[:1] != "_":
             inner = getattr(value, "module", value)
             for name, child in inner.named_modules():

@@ -25,13 +25,14 @@ from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from nbdist.core.comparison import Held, Watched
-from nbdist.engine.parallel import fsdp, registry
-from nbdist.engine.parallel.agreement import random_kept
-from nbdist.engine.parallel.build import local_of
 from nbdist.engine.parallel.commit import called
-from nbdist.engine.parallel.prepared import Prepared
-from nbdist.engine.parallel.wholes import local_values
 from nbdist.errors import NbdistError, OptionError
+from nbdist.parallel import registry
+from nbdist.parallel.build import local_of
+from nbdist.parallel.consensus import random_kept
+from nbdist.parallel.dp import fsdp
+from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.reshard.full_state import local_values
 from nbdist.rpc.rank import namespace
 from nbdist.strategy.choice import label, rows_of
 

@@ -18,9 +18,9 @@ from nbdist.core.plan_live import Kind, LiveModel
 from nbdist.core.plan_load import OPTIMIZERS
 from nbdist.engine.fake import by_value
 from nbdist.engine.fake.sources import Sent, is_language_model
-from nbdist.engine.parallel import build, registry
-from nbdist.engine.parallel.blocks import candidates, find_blocks
 from nbdist.errors import OptionError
+from nbdist.parallel import build, registry
+from nbdist.parallel.blocks import candidates, find_blocks
 from nbdist.rpc.rank import namespace
 
 _MOST_NAMES = 8

@@ -136,10 +136,12 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
         _register(world, one)
     # What an aborted cell had begun with torch's coalescing manager would fail the next one.
     world.pg_coalesce_state.clear()
-    from nbdist.engine import models  # half a second of torch, which no start should wait for
+    from nbdist.parallel import (
+        live_models,  # half a second of torch, which no start should wait for
+    )
 
-    found = models.find()  # all of Python's objects are looked at, so once
-    reset = models.reset(found)
+    found = live_models.find()  # all of Python's objects are looked at, so once
+    reset = live_models.reset(found)
     blackbox.reset(generation)
     looks.mark_recovered()
     return Recovered(
@@ -148,7 +150,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
         skipped={str(world.pg_names[pg]): groups[pg] for pg in groups if pg not in whole},
         models=tuple(reset),
         gradients=reset,
-        checksums=models.checksums(found),
+        checksums=live_models.checksums(found),
     )
 
 

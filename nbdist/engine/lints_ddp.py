@@ -165,5 +165,5 @@ def _has_any(one: Ddp, own: set[int]) -> bool:
 
 
 def _is_retired(module: torch.nn.Module) -> bool:
-    prepared = sys.modules.get("nbdist.engine.parallel.prepared")
+    prepared = sys.modules.get("nbdist.parallel.prepared")
     return prepared is not None and bool(prepared.is_retired(module))

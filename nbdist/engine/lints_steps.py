@@ -128,7 +128,7 @@ def peers() -> tuple[int, ...]:
 
 
 def _peers_of_prepared(own: set[int]) -> tuple[int, ...] | None:
-    registry = sys.modules.get("nbdist.engine.parallel.registry")
+    registry = sys.modules.get("nbdist.parallel.registry")
     if registry is None:
         return None
     for one in registry.prepared():

@@ -1,7 +1,7 @@
 """Whose memory it is on this rank: parameters, gradients, optimizer state, and what has no owner.
 
-Everything is found among Python's objects, as engine/models.py finds models; nothing is asked of
-the user. Every storage counts once, for its first owner in the order of `owners`.
+Everything is found among Python's objects, as parallel/live_models.py finds models; nothing is
+asked of the user. Every storage counts once, for its first owner in the order of `owners`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nbdist.core.snapshot import BUFFER, COMMUNICATION, GRADIENT, OPTIMIZER, PARAMETER, UNKNOWN
-from nbdist.engine import models, wrapped
-from nbdist.engine.parallel import registry
+from nbdist.engine import wrapped
+from nbdist.parallel import live_models, registry
 
 # The address of what is held in C++, where only its size is told.
 NOWHERE = -1
@@ -107,10 +107,10 @@ def owners() -> tuple[Owner, ...]:
     state_dict; with several, their variables go before. A DTensor is its local part. Tensors on
     meta have no memory.
     """
-    objects = list(models.live(torch.nn.Module, torch.Tensor))
+    objects = list(live_models.live(torch.nn.Module, torch.Tensor))
     modules = [one for one in objects if issubclass(type(one), torch.nn.Module) and _is_made(one)]
-    optimizers = models.live_optimizers()
-    found = _Found(models.variables(), wrapped.shards(modules))
+    optimizers = live_models.live_optimizers()
+    found = _Found(live_models.variables(), wrapped.shards(modules))
     tensors = list(_of_models(found.variables, modules))
     _take_models(found, tensors)
     _take_optimizers(found, optimizers)
@@ -214,7 +214,7 @@ def _titles(variables: Mapping[int, str], roots: list[torch.nn.Module]) -> dict[
     """
     named = [one for one in roots if id(one) in variables]
     single = named or roots
-    titles = {key: f"{name}." for key, name in models.names(roots, variables).items()}
+    titles = {key: f"{name}." for key, name in live_models.names(roots, variables).items()}
     return {**titles, id(single[0]): ""} if len(single) == 1 else titles
 
 
@@ -345,7 +345,7 @@ def storages(tensor: torch.Tensor) -> list[tuple[str, int, int]]:
 
 def live_storages() -> Iterator[torch.UntypedStorage]:
     """What all tensors of this process lie in; one that several share comes several times."""
-    for tensor in models.live(torch.Tensor):
+    for tensor in live_models.live(torch.Tensor):
         yield from _own_storages(tensor)
 
 

@@ -13,11 +13,12 @@ from nbdist.core.plan_check import Measured
 from nbdist.engine import compared, described
 from nbdist.engine.fake.sources import is_language_model
 from nbdist.engine.measured import Subject, measured
-from nbdist.engine.parallel import fsdp, registry
-from nbdist.engine.parallel.agreement import random_kept
-from nbdist.engine.parallel.build import local_of
-from nbdist.engine.parallel.prepared import Prepared
 from nbdist.errors import OptionError
+from nbdist.parallel import registry
+from nbdist.parallel.build import local_of
+from nbdist.parallel.consensus import random_kept
+from nbdist.parallel.dp import fsdp
+from nbdist.parallel.prepared import Prepared
 
 
 def check_step(name: str, inputs: str, batch: int, sequence: int) -> Measured:

@@ -38,8 +38,8 @@ from nbdist.engine import (
     responder,
     scratch,
 )
-from nbdist.engine.lazy import LazyAccelerator
 from nbdist.errors import NbdistError, StartError
+from nbdist.parallel.accelerator.lazy import LazyAccelerator
 from nbdist.rpc.rank import crash_files
 
 # What torch is asked for by name: with NCCL, tensors on the CPU still have a group.

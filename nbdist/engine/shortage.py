@@ -21,11 +21,11 @@ from nbdist.core.out_of_memory import HOST, UNKNOWN, Told
 from nbdist.core.shortage import BACKWARD, FORWARD, STEPPING, Holder, Shortage
 from nbdist.core.snapshot import ACTIVATION, CATEGORIES, RankMemory
 from nbdist.core.snapshot import UNKNOWN as NO_CATEGORY
-from nbdist.engine import models, owners, runtime, saved, snapshot
+from nbdist.engine import owners, runtime, saved, snapshot
 from nbdist.engine.owners import Owner
-from nbdist.engine.parallel import registry
-from nbdist.engine.parallel.blocks import find_blocks
 from nbdist.errors import OptionError
+from nbdist.parallel import live_models, registry
+from nbdist.parallel.blocks import find_blocks
 
 MOST_HOLDERS = 5
 # In which of torch's files a frame is while a step does what; the innermost such frame counts.
@@ -134,7 +134,7 @@ def _with_activations(found: RankMemory, kept: set[int]) -> RankMemory:
 
 def _graphs() -> Iterator[tuple[tuple[str, int], tuple[int, str]]]:
     """(device, address) -> (bytes, operation) of what autograd keeps."""
-    for tensor, operation in saved.saved(models.live(torch.Tensor)):
+    for tensor, operation in saved.saved(live_models.live(torch.Tensor)):
         for device, address, size in owners.storages(tensor):
             yield (device, address), (size, operation)
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from nbdist.core.plan_live import LiveModel
 from nbdist.engine import described
-from nbdist.engine.parallel import seen, sizes
-from nbdist.engine.parallel.prepared import Prepared
-from nbdist.engine.parallel.registry import prepared
+from nbdist.parallel import model_sizes
+from nbdist.parallel.accelerator import seen
+from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.registry import prepared
 
 _known: weakref.WeakKeyDictionary[Prepared, tuple[Hashable, LiveModel]] = (
     weakref.WeakKeyDictionary()
@@ -22,7 +23,7 @@ def sketches() -> tuple[LiveModel, ...]:
 
     Meets no rank. Nothing of them is made to be sent elsewhere: `source` is empty.
     """
-    names = [name for name, _, _ in sizes.sizes()]
+    names = [name for name, _, _ in model_sizes.sizes()]
     return tuple(_sketch(name, one) for name, one in zip(names, prepared(), strict=True))
 
 

@@ -24,12 +24,12 @@ from nbdist.core.parcels import Parcel
 from nbdist.core.snapshot import MemoryOptions, RankMemory, empty
 from nbdist.engine import owners, recorded, runtime, snapshot_cpu, snapshot_cuda
 from nbdist.engine.owners import Owner
-from nbdist.engine.parallel import registry
 from nbdist.engine.profiling import Steps, ended
 from nbdist.engine.snapshot_cpu import CpuRecorder
 from nbdist.engine.snapshot_cuda import CudaRecorder
 from nbdist.engine.snapshot_marks import Marks
 from nbdist.errors import SnapshotError
+from nbdist.parallel import registry
 from nbdist.rpc.rank import progress
 from nbdist.strategy import choice
 

@@ -27,9 +27,9 @@ from nbdist.core.parcels import Parcel
 from nbdist.core.trace import TraceOptions
 from nbdist.core.units import size
 from nbdist.engine import looks, recorded, runtime
-from nbdist.engine.parallel import registry
 from nbdist.engine.profiling import QUIET, Steps, ended, is_profiling
 from nbdist.errors import TraceError
+from nbdist.parallel import registry
 from nbdist.rpc.rank import namespace, progress
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy import footprint

@@ -25,13 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.core import weights
 from nbdist.core.weights import Exported, Weight
 from nbdist.engine import described
-from nbdist.engine.parallel import build, engines, flat, fsdp, live, wholes
-from nbdist.engine.parallel.agreement import rank, together
-from nbdist.engine.parallel.exchange import Move, exchange
-from nbdist.engine.parallel.portable import portable
-from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.weights_file import WeightsFile, configs_of
 from nbdist.errors import CheckpointError, OptionError
+from nbdist.parallel import build, prepare
+from nbdist.parallel.accelerator.model_state import portable
+from nbdist.parallel.consensus import rank, together
+from nbdist.parallel.dp import deepspeed_engine, fsdp, fsdp1_state
+from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.reshard import full_state
+from nbdist.parallel.reshard.redistribute import Move, exchange
 from nbdist.rpc.rank import namespace, progress
 
 # Rank 0 has this much of the model at once, beside its own part; or the largest tensor.
@@ -162,7 +164,7 @@ def _model(name: str) -> torch.nn.Module:
     bases = {id(_base(one)): one for one in ours.values()}
     if len(bases) == 1:
         return next(iter(bases.values()))
-    alone = live.prepared()
+    alone = prepare.prepared()
     if not bases and len(alone) == 1:  # no variable of its own: in an object, such as a trainer
         return alone[0].outer
     told = ", ".join(f"{key} ({type(one).__name__})" for key, one in ours.items())
@@ -174,26 +176,26 @@ def _model(name: str) -> torch.nn.Module:
 
 
 def _is_prepared(model: torch.nn.Module) -> bool:
-    return live.prepared_of(model) is not None or engines.is_engine(model)
+    return prepare.prepared_of(model) is not None or deepspeed_engine.is_engine(model)
 
 
 def _base(model: torch.nn.Module) -> torch.nn.Module:
     """The user's module inside what is called."""
-    known = live.prepared_of(model)
+    known = prepare.prepared_of(model)
     if known is not None:
         return known.base
-    is_wrapper = isinstance(model, DistributedDataParallel) or engines.is_engine(model)
+    is_wrapper = isinstance(model, DistributedDataParallel) or deepspeed_engine.is_engine(model)
     return cast(torch.nn.Module, model.module) if is_wrapper else model
 
 
 def _source(model: torch.nn.Module) -> _Source:
     """Collective under fsdp1 and DeepSpeed, which gather the whole model on every rank."""
-    known = live.prepared_of(model)
-    if known is None and not engines.is_engine(model):
+    known = prepare.prepared_of(model)
+    if known is None and not deepspeed_engine.is_engine(model):
         return _plain(_base(model))
     own = portable(model)
     names = {name: own.firsts.get(name) for name in own.listed()}
-    if known is not None and not flat.is_flat(known):
+    if known is not None and not fsdp1_state.is_flat(known):
         return _Source(own.base, names, functools.partial(_gathered, known), _likes(known))
     whole = own.values()
     return _Source(
@@ -205,7 +207,7 @@ def _source(model: torch.nn.Module) -> _Source:
 
 
 def _likes(known: Prepared) -> Callable[[str], tuple[tuple[int, ...], torch.dtype]]:
-    dtypes = wholes.dtypes_of(known)
+    dtypes = full_state.dtypes_of(known)
     return lambda first: (known.layouts[first].shape, dtypes[first])
 
 
@@ -215,7 +217,7 @@ def _gathered(known: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Te
     first_of = {
         name: first for first, names in build.names_of(known.base).items() for name in names
     }
-    local, dtypes = wholes.local_values(known), wholes.dtypes_of(known)
+    local, dtypes = full_state.local_values(known), full_state.dtypes_of(known)
     firsts = {one.name: first_of[one.name] for one in batch}
     moves = [
         Move(f, dtypes[f], known.side(f), known.whole(f, frozenset({0}))) for f in firsts.values()
@@ -227,7 +229,7 @@ def _gathered(known: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Te
 def _plain(base: torch.nn.Module) -> _Source:
     """A model that no strategy knows: rank 0's, or sharded by the user's own code."""
     tensors = build.tensors_of(base)
-    parts = [name for name, one in tensors.items() if live.layout_of(one) is not None]
+    parts = [name for name, one in tensors.items() if prepare.layout_of(one) is not None]
     if parts:
         raise OptionError(
             f"{type(base).__name__} is a part of a prepared model ({parts[0]} belongs to it). "

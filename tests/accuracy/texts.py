@@ -8,7 +8,7 @@ from nbdist.strategy.choice import choose, steps_of
 from nbdist.engine import described, measured
 from nbdist.engine.fake import by_value
 from nbdist.engine.fake.sources import Sent
-from nbdist.engine.parallel import live, registry
+from nbdist.parallel import prepare, registry
 
 class Mlp(nn.Module):
     def __init__(self, width=256, depth=4):
@@ -67,11 +67,11 @@ found = []
 for case in json.loads(os.environ["CASES"]):
     try:
         model, args, kwargs = made(case)
-        live.set_choice(choose(case["name"], case["given"], n))
+        prepare.set_choice(choose(case["name"], case["given"], n))
         sent = by_value.dumps(Sent(model, args, kwargs)).hex() if not case["config"] else ""
-        outer = live.prepare_model(model)
+        outer = prepare.prepare_model(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        live.bind(optimizer)
+        prepare.bind(optimizer)
         one = measured.measured(measured.Subject(outer, model, optimizer, args, kwargs))
         found.append({"sent": sent, **{k: getattr(one, k) for k in one.__slots__}})
         del outer, model, optimizer, one

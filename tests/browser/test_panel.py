@@ -68,7 +68,7 @@ CELLS = {
     # A switch stops half-way until a file is there.
     "hold": (
         "%%distributed\nimport pathlib, time\n"
-        "from nbdist.engine.parallel import exchange as way_module\n"
+        "from nbdist.parallel.reshard import redistribute as way_module\n"
         "way_gone = way_module._Way.gone\n"
         "def held(way, parcels):\n"
         "    way_gone(way, parcels[:len(parcels) // 2])\n"

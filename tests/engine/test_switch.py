@@ -17,7 +17,8 @@ SAME = "fsdp with these options is the current strategy; nothing was done"
 TRAINING = """
     import copy, gc, random, weakref
     from nbdist.strategy.choice import choose
-    from nbdist.engine.parallel import build, live, switch
+    from nbdist.engine.parallel import switch
+    from nbdist.parallel import build, prepare as live
     gc.collect(); gc.freeze()  # what torch brings is not looked at again and again
 
     class Block(torch.nn.Module):
@@ -164,7 +165,8 @@ FOUR = """
 # Something fails in each half of a switch; training goes on as if nothing had been.
 FAILURES = """
     import dataclasses
-    from nbdist.engine.parallel import agreement, fsdp, steps, ddp
+    from nbdist.parallel import consensus, transforms as steps
+    from nbdist.parallel.dp import fsdp, ddp
     says = []
     def broken(part, error):
         "A switch whose step fails on rank 1 alone; what each rank is told."
@@ -212,7 +214,7 @@ FAILURES = """
     switch.switch(pick("fsdp"))  # and now FSDP's own objects come back
     train(2)
     real_tp = steps.named(["tp"])[0]
-    from nbdist.engine.parallel import tp
+    from nbdist.parallel.tp import tp
     def fail(job, outer):
         raise RuntimeError("tp fails")
     tp.STEP = dataclasses.replace(real_tp, wrap=fail)

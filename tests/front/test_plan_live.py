@@ -41,7 +41,7 @@ before = {n: p.clone() for n, p in planned_net.named_parameters()}
 """
 _GONE = """%%distributed
 import gc
-from nbdist.engine.parallel import registry
+from nbdist.parallel import registry
 for name in [name for name in globals() if name.startswith("planned_")]:
     del globals()[name]
 accelerator.free_memory()

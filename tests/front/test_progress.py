@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 _MODEL = """%%distributed
 import pathlib, time
-from nbdist.engine.parallel import exchange as way_module
+from nbdist.parallel.reshard import redistribute as way_module
 way_net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
 way_opt = torch.optim.AdamW(way_net.parameters())
 way_net, way_opt = accelerator.prepare(way_net, way_opt)

@@ -45,7 +45,7 @@ def step():
 """
 _STEPS = "%%distributed\n[round(step(), 5) for _ in range(3)]"
 _CURRENT = (
-    "%%distributed\nfrom nbdist.engine.parallel import live\n"
+    "%%distributed\nfrom nbdist.parallel import prepare as live\n"
     "live.current().name, live.current().options.precision"
 )
 

@@ -6,7 +6,7 @@ from nbdist.strategy.options import OPTIONS
 from nbdist.strategy.table import ROWS
 from tests.parity.case import Case
 
-# `--compile` waits for a C++ compiler, and has a test of its own in tests/engine/test_options.py.
+# `--compile` waits for a C++ compiler, and has a test of its own in tests/parallel/test_options.py.
 LEFT_OUT = frozenset({"is_compiled", "blocks", "stage"})
 # A package of its own, which need not be there; the process is its own from then on.
 DEEPSPEED = tuple(

@@ -6,9 +6,10 @@ from tests.support.training import MODEL
 COMMON = """
     import functools
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from nbdist.engine.parallel import flat, switch
-    from nbdist.engine.parallel.exchange import Move, exchange
-    from nbdist.engine.parallel.norms import _laid_out
+    from nbdist.engine.parallel import switch
+    from nbdist.parallel.dp import fsdp1_state
+    from nbdist.parallel.reshard.redistribute import Move, exchange
+    from nbdist.parallel.accelerator.clip_grad import _laid_out
 
     LENGTH, GLOBAL, LIMIT = 16, 16, 0.5
     DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -106,7 +107,7 @@ COMMON = """
         one = live.prepared_of(model)
         if one is None:
             return {}  # DeepSpeed has them in buffers of its own
-        if flat.is_flat(one):
+        if fsdp1_state.is_flat(one):
             with FullyShardedDataParallel.summon_full_params(
                     one.outer, writeback=False, with_grads=True):
                 return {name: p.grad.clone() for name, p in one.parameters.items()}

@@ -4,11 +4,12 @@ COMMON = """
     import contextlib, itertools
     import torch.nn.functional as F
     from nbdist.strategy.choice import Choice, Degrees, Options
-    from nbdist.engine.parallel import attention, cp, cp_check, precision, sequences
-    from nbdist.engine.parallel.options import STEP as OPTIONS_STEP
-    from nbdist.engine.parallel.grid import make_grid
-    from nbdist.engine.parallel.kernels import Problem
-    from nbdist.engine.parallel.step import Job
+    from nbdist.parallel import precision
+    from nbdist.parallel.cp import attention, cp, check, split_sequence
+    from nbdist.parallel.options import STEP as OPTIONS_STEP
+    from nbdist.parallel.mesh import make_grid
+    from nbdist.parallel.cp.kernels import Problem
+    from nbdist.parallel.transform import Job
     from nbdist.errors import OptionError
 
     class Attention(torch.nn.Module):

@@ -6,9 +6,9 @@ import copy, dataclasses
 import torch.nn.functional as F
 from torch import nn
 from nbdist.strategy.choice import Choice, Degrees, Options
-from nbdist.engine.parallel.build import build
-from nbdist.engine.parallel.grid import make_grid
-from nbdist.engine.parallel.step import Job
+from nbdist.parallel.build import build
+from nbdist.parallel.mesh import make_grid
+from nbdist.parallel.transform import Job
 from nbdist.errors import OptionError
 
 WIDTH, WORDS, LENGTH, GLOBAL = 10, 37, 6, 8

@@ -26,7 +26,11 @@ LIMIT_S = 95.0
 MORE_S = 10.0
 POLL_S = 0.01
 # What forks have imported: most texts need it, and torch imports torch._dynamo for DDP.
-IMPORTED = ("nbdist.engine.accelerator", "nbdist.engine.sync", "torch._dynamo")
+IMPORTED = (
+    "nbdist.parallel.accelerator.accelerator",
+    "nbdist.parallel.sync_model",
+    "torch._dynamo",
+)
 ENV = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 # What every text finds: its place, the modules, and the ways to hang, wait and answer.
@@ -43,7 +47,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from nbdist.core.recovery import merge_made
-from nbdist.engine import abort, groups, models, runtime, sync
+from nbdist.engine import abort, groups, runtime
+from nbdist.parallel import live_models, sync_model as sync
 from nbdist.errors import NbdistError
 
 is_new = "TEST_REJOIN" in os.environ

@@ -8,8 +8,8 @@ MODEL = """
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
     from nbdist.strategy.choice import choose
-    from nbdist.engine.accelerator import Accelerator
-    from nbdist.engine.parallel import live
+    from nbdist.parallel.accelerator.accelerator import Accelerator
+    from nbdist.parallel import prepare as live
 
     class Block(nn.Module):
         def __init__(self, width, n_heads):

@@ -17,10 +17,11 @@ from nbdist.core.chunks import Part, Stored, is_complete, shared_out
 from nbdist.core.ranks import rank_label
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, dtype_text
 from nbdist.engine.checkpoint.planners import Spot, Tensors
-from nbdist.engine.parallel import flat, registry
-from nbdist.engine.parallel.agreement import world_size
-from nbdist.engine.parallel.states import AgreedState, Entry, Place
 from nbdist.errors import CheckpointError
+from nbdist.parallel import registry
+from nbdist.parallel.consensus import world_size
+from nbdist.parallel.dp import fsdp1_state
+from nbdist.parallel.reshard.optimizer_state import AgreedState, Entry, Place
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Side, TensorLayout, missing
 
@@ -116,7 +117,7 @@ def entries_of(stepping: Stepping) -> list[dict[str, Any]]:
 def state_side(stepping: Stepping, key: str) -> Side:
     """How the state of a parameter lies; key is its unique name in the optimizer."""
     one, first, _ = stepping.stepper.names[key]
-    return one.whole(first) if flat.is_flat(one) else registry.state_side(one.built, first)
+    return one.whole(first) if fsdp1_state.is_flat(one) else registry.state_side(one.built, first)
 
 
 def state_path(stepping: Stepping, key: str, state: str) -> tuple[str, ...]:
@@ -163,7 +164,7 @@ def _add_model(one: Contents, model: Model) -> None:
 
 
 def _add_optimizer(one: Contents, stepping: Stepping) -> None:
-    if any(flat.is_flat(o) for o, _, _ in stepping.stepper.names.values()):
+    if any(fsdp1_state.is_flat(o) for o, _, _ in stepping.stepper.names.values()):
         _add_flat(one, stepping)
         return
     agreed = stepping.stepper.agreed

@@ -25,8 +25,8 @@ from nbdist.engine.checkpoint import metadata, plain, staging, writing
 from nbdist.engine.checkpoint.contents import Contents
 from nbdist.engine.checkpoint.jobs import Job, Meter
 from nbdist.engine.checkpoint.planners import Saver, Spot, Writer
-from nbdist.engine.parallel.agreement import rank, sentence
 from nbdist.errors import CheckpointError
+from nbdist.parallel.consensus import rank, sentence
 
 # Nobody who writes is silent for so long, but on a disk that does not answer.
 STALL_S = 300.0

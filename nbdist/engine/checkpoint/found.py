@@ -14,14 +14,17 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.core.checkpoint import SavedModel, SavedOptimizer, SavedTensor
-from nbdist.engine.parallel import flat, fsdp, registry, saving, switch
-from nbdist.engine.parallel.agreement import together
+from nbdist.engine.parallel import switch
 from nbdist.engine.parallel.commit import Stepper
-from nbdist.engine.parallel.portable import portable
-from nbdist.engine.parallel.prepared import Prepared
-from nbdist.engine.parallel.rebind import names_for
-from nbdist.engine.parallel.wholes import dtypes_of, full_optimizer_state, local_values
 from nbdist.errors import CheckpointError
+from nbdist.parallel import registry
+from nbdist.parallel.accelerator import save_state
+from nbdist.parallel.accelerator.model_state import portable
+from nbdist.parallel.consensus import together
+from nbdist.parallel.dp import fsdp, fsdp1_state
+from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.reshard.full_state import dtypes_of, full_optimizer_state, local_values
+from nbdist.parallel.reshard.rebind import names_for
 from nbdist.strategy.tensor_layout import Side
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -50,7 +53,7 @@ class Model:
     @property
     def is_flat(self) -> bool:
         """Whether it is under FSDP1, which gathers and scatters whole values by itself."""
-        return flat.is_flat(self.one)
+        return fsdp1_state.is_flat(self.one)
 
     def side(self, first: str) -> Side:
         """How a tensor lies: under FSDP1 as if every rank had all of it."""
@@ -149,7 +152,7 @@ def look(what: str) -> Found:
     steppers = switch.steppers_of(common, is_quick=True)
     counts = together(what, lambda: len(accelerators))
     for accelerator in accelerators[: min(counts)]:
-        saving.agree(accelerator, is_collected=True)
+        save_state.agree(accelerator, is_collected=True)
     named = together(what, lambda: variable_names(common, steppers, accelerators))[0]
     models = [_model(one, at, named[0][at]) for at, one in enumerate(common)]
     optimizers = [_stepping(one, models, named[1][at]) for at, one in enumerate(steppers)]
@@ -243,7 +246,7 @@ def _model(one: Prepared, place: int, name: str) -> Model:
     """A model with what this rank holds. Collective under FSDP1, else this rank alone."""
     kept = set(portable(one.base).saved_names())
     names = {first: all_ for first, all_ in one.built.names.items() if kept.intersection(all_)}
-    values = flat.values(one) if flat.is_flat(one) else local_values(one)
+    values = fsdp1_state.values(one) if fsdp1_state.is_flat(one) else local_values(one)
     held = {first: values[first] for first in names if first in values}
     return Model(name, place, one, names, dtypes_of(one), held)
 
@@ -253,7 +256,7 @@ def _stepping(one: Stepper, models: list[Model], name: str) -> Stepping:
     labels = {key: f"{own[id(o)].name}.{first}" for key, (o, first, _) in one.names.items()}
     count = sum(len(group["params"]) for group in one.optimizer.param_groups)
     whole = None
-    if any(flat.is_flat(o) for o, _, _ in one.names.values()):
+    if any(fsdp1_state.is_flat(o) for o, _, _ in one.names.values()):
         whole = full_optimizer_state(one.optimizer)
     return Stepping(name, one, labels, count - len(one.names), whole)
 

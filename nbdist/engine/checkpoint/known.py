@@ -20,13 +20,16 @@ from torch.optim import Optimizer
 from nbdist.engine.checkpoint import found as finding
 from nbdist.engine.checkpoint.contents import MODEL, Contents, state_path
 from nbdist.engine.checkpoint.found import Found, Model, Stepping
-from nbdist.engine.parallel import fsdp, registry, saving, switch
-from nbdist.engine.parallel.agreement import rank, world_size
-from nbdist.engine.parallel.build import Built
+from nbdist.engine.parallel import switch
 from nbdist.engine.parallel.commit import Stepper
-from nbdist.engine.parallel.prepared import Prepared
-from nbdist.engine.parallel.states import AgreedState, Entry, LocalState, Place
-from nbdist.engine.parallel.wholes import local_values
+from nbdist.parallel import registry
+from nbdist.parallel.accelerator import save_state
+from nbdist.parallel.build import Built
+from nbdist.parallel.consensus import rank, world_size
+from nbdist.parallel.dp import fsdp
+from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.reshard.full_state import local_values
+from nbdist.parallel.reshard.optimizer_state import AgreedState, Entry, LocalState, Place
 
 # (The how manieth optimizer, key of its states) -> the number.
 Numbers = dict[tuple[int, str], Any]
@@ -140,7 +143,7 @@ def remember(token: str, found: Found, contents: Contents) -> None:
         for m in found.models
     ]
     optimizers = [_as_known(one) for one in found.optimizers]
-    accelerators = [(weakref.ref(one), saving.numbers(one)) for one in found.accelerators]
+    accelerators = [(weakref.ref(one), save_state.numbers(one)) for one in found.accelerators]
     plan = replace(contents, held={})
     _known.append(_Known(token, models, optimizers, accelerators, plan))
 
@@ -271,7 +274,7 @@ def _same_models(known: _Known, held: _Held) -> list[Model] | None:
 def _same_accelerators(known: _Known, here: list[Any]) -> bool:
     """Whether they, and all that they have prepared, are those that all ranks had."""
     return _ids(here) == _ids(one() for one, _ in known.accelerators) and all(
-        saving.numbers(one) == numbers
+        save_state.numbers(one) == numbers
         for one, (_, numbers) in zip(here, known.accelerators, strict=True)
     )
 

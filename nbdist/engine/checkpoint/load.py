@@ -27,8 +27,9 @@ from nbdist.engine.checkpoint import metadata, plain, restore
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, look
 from nbdist.engine.checkpoint.jobs import refuse_if_running
 from nbdist.engine.checkpoint.planners import Loader
-from nbdist.engine.parallel import registry
-from nbdist.engine.parallel.agreement import (
+from nbdist.errors import CheckpointError, NbdistError
+from nbdist.parallel import registry
+from nbdist.parallel.consensus import (
     Ballot,
     interrupts_held,
     raise_failures,
@@ -38,7 +39,6 @@ from nbdist.engine.parallel.agreement import (
     together,
     world_size,
 )
-from nbdist.errors import CheckpointError, NbdistError
 from nbdist.rpc.rank import progress
 from nbdist.strategy.tensor_layout import Side, local_shape
 

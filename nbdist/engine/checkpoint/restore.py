@@ -13,11 +13,12 @@ from nbdist.core.checkpoint import Checkpoint
 from nbdist.engine.checkpoint import plain
 from nbdist.engine.checkpoint.contents import MODEL, OPTIMIZER, is_whole, state_side
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, dtype_of
-from nbdist.engine.parallel import build, flat
-from nbdist.engine.parallel.agreement import rank, world_size
-from nbdist.engine.parallel.states import AgreedState, Entry, Place, write
-from nbdist.engine.parallel.wholes import load_full_optimizer_state
 from nbdist.errors import CheckpointError
+from nbdist.parallel import build
+from nbdist.parallel.consensus import rank, world_size
+from nbdist.parallel.dp import fsdp1_state
+from nbdist.parallel.reshard.full_state import load_full_optimizer_state
+from nbdist.parallel.reshard.optimizer_state import AgreedState, Entry, Place, write
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Side, TensorLayout
 
@@ -175,7 +176,7 @@ def commit(one: Plan) -> None:
 
 def _commit_model(model: Model, values: Mapping[str, torch.Tensor]) -> None:
     if model.is_flat:
-        flat.load(model.one, values)
+        fsdp1_state.load(model.one, values)
     else:
         for first, value in values.items():
             model.held[first].copy_(value)

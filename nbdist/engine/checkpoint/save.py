@@ -29,15 +29,9 @@ from nbdist.engine.checkpoint.contents import Contents, contents
 from nbdist.engine.checkpoint.finish import Named, Write
 from nbdist.engine.checkpoint.found import Found, Model, look
 from nbdist.engine.checkpoint.jobs import Job, Meter, keep, refuse_if_running
-from nbdist.engine.parallel import registry
-from nbdist.engine.parallel.agreement import (
-    interrupts_held,
-    rank,
-    same_random,
-    together,
-    world_size,
-)
 from nbdist.errors import CheckpointError, NbdistError
+from nbdist.parallel import registry
+from nbdist.parallel.consensus import interrupts_held, rank, same_random, together, world_size
 
 
 def begin(path: str, token: str, is_async: bool) -> Begun:

@@ -19,11 +19,12 @@ from nbdist.engine.fake.counted import Counter, resizes_seen
 from nbdist.engine.fake.optimizers import stepped_bytes
 from nbdist.engine.fake.sources import Made
 from nbdist.engine.fake.world import CannotRun, fake_world
-from nbdist.engine.parallel import build, fsdp, zero1
-from nbdist.engine.parallel.build import Built
-from nbdist.engine.parallel.grid import make_grid
-from nbdist.engine.parallel.step import Job
 from nbdist.errors import OptionError
+from nbdist.parallel import build
+from nbdist.parallel.build import Built
+from nbdist.parallel.dp import fsdp, zero1
+from nbdist.parallel.mesh import make_grid
+from nbdist.parallel.transform import Job
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Choice, steps_of
 from nbdist.strategy.tensor_layout import local_shape

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nbdist.engine.parallel.tp_random import Streams
+from nbdist.parallel.tp.rng import Streams
 
 
 class CannotRun(Exception):

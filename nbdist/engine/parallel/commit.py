@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nbdist.engine.parallel import build, live, registry, undo
-from nbdist.engine.parallel.agreement import Ballot, raise_failures, sentence
-from nbdist.engine.parallel.build import Built
-from nbdist.engine.parallel.prepared import Prepared, retire
-from nbdist.engine.parallel.rebind import Pair, Rebound, is_internal, names_for, rebind
-from nbdist.engine.parallel.states import AgreedState, LocalState, write
 from nbdist.errors import NbdistError
+from nbdist.parallel import build, module_patches, prepare, registry
+from nbdist.parallel.build import Built
+from nbdist.parallel.consensus import Ballot, raise_failures, sentence
+from nbdist.parallel.prepared import Prepared, retire
+from nbdist.parallel.reshard.optimizer_state import AgreedState, LocalState, write
+from nbdist.parallel.reshard.rebind import Pair, Rebound, is_internal, names_for, rebind
 from nbdist.strategy.choice import Choice, label
 
 WHAT = "The switch"
@@ -72,7 +72,7 @@ class Commit:
         self._choice, self._before = choice, registry.current()
         self._models, self._steppers, self._brought = models, steppers, brought
         self._built = [model.one.built for model in models]
-        self._photos = [undo.photograph(model.one.base) for model in models]
+        self._photos = [module_patches.photograph(model.one.base) for model in models]
         self._groups = [[list(g["params"]) for g in s.optimizer.param_groups] for s in steppers]
         self._states = [dict(stepper.optimizer.state) for stepper in steppers]
 
@@ -114,15 +114,15 @@ class Commit:
                 for key, (one, name, _) in stepper.names.items()
             }
             fresh = {id(before[key]): after[key] for key in before}
-            live.replace_parameters(stepper.optimizer, fresh)
+            prepare.replace_parameters(stepper.optimizer, fresh)
             assert stepper.agreed is not None
             states = self._brought.states
             write(stepper.optimizer, stepper.agreed, states, before, after, sides)
-            live.attach_steps(stepper.optimizer, known)
+            prepare.attach_steps(stepper.optimizer, known)
 
     def _go_back(self) -> None:
         for photos in self._photos:
-            undo.restore(photos)
+            module_patches.restore(photos)
         for model, built in zip(self._models, self._built, strict=True):
             model.one.built = built
         registry.set_choice(self._before)
@@ -133,7 +133,7 @@ class Commit:
                 group["params"][:] = own
             stepper.optimizer.state.clear()
             stepper.optimizer.state.update(self._states[at])
-            live.attach_steps(stepper.optimizer, known)
+            prepare.attach_steps(stepper.optimizer, known)
 
     def finish(self) -> tuple[Rebound, tuple[str, ...]]:
         """Let go of what was, and put the user's names right. This rank alone, after `run`.

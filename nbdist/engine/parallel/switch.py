@@ -21,9 +21,10 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.core.switching import Switched
-from nbdist.engine import models as live_models
-from nbdist.engine.parallel import build, defaults, fsdp, registry, zero1
-from nbdist.engine.parallel.agreement import (
+from nbdist.engine.parallel.commit import WHAT, Brought, Commit, Moving, Stepper, called
+from nbdist.errors import NbdistError, OptionError
+from nbdist.parallel import build, defaults, live_models, registry
+from nbdist.parallel.consensus import (
     Ballot,
     interrupts_held,
     rank,
@@ -32,14 +33,13 @@ from nbdist.engine.parallel.agreement import (
     together,
     world_size,
 )
-from nbdist.engine.parallel.commit import WHAT, Brought, Commit, Moving, Stepper, called
-from nbdist.engine.parallel.exchange import Move, exchange
-from nbdist.engine.parallel.prepared import Prepared
-from nbdist.engine.parallel.rebind import Rebound
-from nbdist.engine.parallel.states import agree, plan, read
-from nbdist.engine.parallel.step import Job
-from nbdist.engine.parallel.wholes import dtypes_of, local_values
-from nbdist.errors import NbdistError, OptionError
+from nbdist.parallel.dp import fsdp, zero1
+from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.reshard.full_state import dtypes_of, local_values
+from nbdist.parallel.reshard.optimizer_state import agree, plan, read
+from nbdist.parallel.reshard.rebind import Rebound
+from nbdist.parallel.reshard.redistribute import Move, exchange
+from nbdist.parallel.transform import Job
 from nbdist.rpc.rank import progress
 from nbdist.strategy.choice import Choice, label, rows_of, steps_of
 from nbdist.strategy.tensor_layout import pieces

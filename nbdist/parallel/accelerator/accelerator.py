@@ -1,0 +1,377 @@
+"""The ranks' Accelerator: Accelerate's, for every strategy, and made when it is first used."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import reduce as reduce_on_all_ranks
+
+from nbdist.parallel import defaults, options
+from nbdist.parallel import prepare as parallel_prepare
+from nbdist.parallel.accelerator import (
+    gather as accelerator_gather,
+)
+from nbdist.parallel.accelerator import (
+    guard,
+    iterable_loader,
+    lazy,
+)
+from nbdist.parallel.accelerator import (
+    save_state as accelerator_save_state,
+)
+from nbdist.parallel.accelerator.batch_sampler import current_share, settings_of, share_of
+from nbdist.parallel.accelerator.grad_scaler import Scaler
+from nbdist.parallel.accelerator.gradients import Gradients
+from nbdist.parallel.accelerator.optimizer import Optimizer
+from nbdist.parallel.accelerator.scheduler import Scheduler
+from nbdist.parallel.accelerator.weak_list import Held
+from nbdist.parallel.dp import deepspeed_engine
+from nbdist.parallel.precision import DTYPES
+from nbdist.strategy.choice import Choice
+
+
+class Accelerator(Gradients):
+    """Accelerate's Accelerator under whatever strategy is current, also after a switch.
+
+    `num_processes`, `gather`, `reduce`, data loaders and schedulers go by the ranks that see
+    different data: all of them under ddp, zero1 and fsdp, one for each copy of the model under tp,
+    pp and cp. `process_index` and `is_main_process` are the rank's. Only public methods are
+    overridden; Accelerate itself believes in its plain multi-process mode.
+    """
+
+    flag_tensor: torch.Tensor | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Set up as Accelerate does. Precision and accumulation of the strategy's options count.
+
+        Raises:
+            OptionError: fp8, or a plugin of Accelerate's for a strategy: strategies are chosen
+                with %dist_strategy.
+        """
+        guard.refuse_strategies(kwargs)
+        super().__init__(*args, **kwargs)
+        guard.refuse_precision(self.state.mixed_precision)
+        self._own_steps = self.gradient_accumulation_steps
+        self._own_scaler: Scaler | None = None
+        self._hold_weakly()
+        defaults.note(self.state.mixed_precision)
+        parallel_prepare.set_choice(defaults.filled(parallel_prepare.current()))
+        parallel_prepare.watch(self)
+        self._follow(parallel_prepare.current())
+
+    # What was prepared
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's, models first, in whatever order they come. Collective: every rank."""
+        if parallel_prepare.current().name == "deepspeed":
+            args = deepspeed_engine.taken_over(args)
+        elif any(isinstance(one, torch.nn.Module) for one in args):
+            deepspeed_engine.drop()  # of another strategy's time
+        order = sorted(range(len(args)), key=lambda i: not isinstance(args[i], torch.nn.Module))
+        if device_placement is not None and len(device_placement) == len(args):
+            device_placement = [device_placement[i] for i in order]
+        done = super().prepare(*(args[i] for i in order), device_placement=device_placement)
+        if len(args) == 1:
+            return done
+        placed = dict(zip(order, done, strict=True))
+        return tuple(placed[i] for i in range(len(args)))
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> torch.nn.Module:
+        """Put a model under the current strategy. Collective: every rank.
+
+        A model that is prepared already stays as it is. Optimizers that were prepared before it
+        get its new parameters.
+
+        Raises:
+            OptionError: The strategy does not go with the model.
+        """
+        if deepspeed_engine.is_engine(model):
+            self._models.append(model)
+            return model
+        outer = parallel_prepare.prepare_model(model, self)
+        known = parallel_prepare.prepared_of(outer)
+        assert known is not None
+        self._models.append(known.base)
+        for optimizer in self._optimizers:
+            parallel_prepare.bind(optimizer.optimizer)
+        return outer
+
+    def prepare_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool | None = None,
+    ) -> Optimizer:
+        """Wrap an optimizer. Its groups get the parameters of prepared models in place.
+
+        Twice the same optimizer is the same wrapper.
+        """
+        if isinstance(optimizer, deepspeed_engine.EngineOptimizer):
+            self._optimizers.append(optimizer)
+            return optimizer
+        wrapper = optimizer if isinstance(optimizer, Optimizer) else None
+        raw = optimizer if wrapper is None else wrapper.optimizer
+        parallel_prepare.bind(raw)
+        if parallel_prepare.current().options.is_fused:
+            options.set_fused(raw, is_on=True)
+        known: Optimizer | None = next((o for o in self._optimizers if o.optimizer is raw), None)
+        prepared = known or wrapper or Optimizer(raw, self.scaler)
+        prepared.scaler = self.scaler
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> Any:
+        """Share a loader's batches out between the ranks that see different data.
+
+        The loader and loops over it go on at the next sample after a switch. Collective under
+        `single`; each epoch is, elsewhere.
+
+        Raises:
+            OptionError: Its batches do not divide as asked.
+        """
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            self._dataloaders.append(data_loader)
+            return data_loader
+        is_placed = self.device_placement if device_placement is None else device_placement
+        settings = settings_of(self, is_placed=is_placed, slice_fn=slice_fn_for_dispatch)
+        loader = iterable_loader.prepare(data_loader, settings, is_dispatched=self.dispatch_batches)
+        self._dataloaders.append(loader)
+        return loader
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Let a scheduler step once for each batch that was used (`Scheduler.step`)."""
+        known = [scheduler] if isinstance(scheduler, Scheduler) else self._schedulers
+        found = next((one for one in known if scheduler in (one, one.scheduler)), None)
+        if found is None:
+            optimizers = self._optimizers
+            found = Scheduler(
+                scheduler,
+                lambda: list(optimizers),
+                is_linked=self.step_scheduler_with_optimizer,
+                is_split=self.split_batches,
+            )
+        self._schedulers.append(found)
+        return found
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's."""
+        released = super().free_memory(*objects)
+        self._hold_weakly()
+        return released
+
+    def unwrap_model(
+        self,
+        model: torch.nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
+    ) -> torch.nn.Module:
+        """The user's own module. Its parameters are this rank's parts: `get_state_dict` for all."""
+        known = parallel_prepare.prepared_of(model)
+        if known is not None:
+            return known.base
+        unwrapped: torch.nn.Module = super().unwrap_model(
+            model, keep_fp32_wrapper, keep_torch_compile
+        )
+        return unwrapped
+
+    # Who sees which data
+
+    @property
+    def num_processes(self) -> int:
+        """How many ranks see different data: the factor of the effective batch."""
+        return current_share().count
+
+    def gather(self, tensor: Any) -> Any:
+        """Values of all data, each once, on every rank. Collective (`gathering.gather`)."""
+        return accelerator_gather.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, without the samples that fill up the last batch. Collective."""
+        is_tensors = not use_gather_object and accelerator_gather.is_tensors(input_data)
+        found = (accelerator_gather.gather if is_tensors else accelerator_gather.gather_objects)(
+            input_data
+        )
+        state = self.gradient_state
+        is_filled = state.end_of_dataloader and state.remainder > 0
+        return accelerator_gather.first_of(found, state.remainder) if is_filled else found
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Values of all data combined, on every rank. Collective (`gathering.reduce`)."""
+        return accelerator_gather.reduce(tensor, reduction)
+
+    def pad_across_processes(
+        self,
+        tensor: Any,
+        dim: int = 0,
+        pad_index: int = 0,
+        pad_first: bool = False,
+    ) -> Any:
+        """As Accelerate's; ranks that share a copy of the model have equal shapes anyway."""
+        if self.num_processes == 1:
+            return tensor
+        return super().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """As Accelerate's, between the ranks that see different data."""
+        with accelerator_gather.part_of(inputs, self.state, is_padded=apply_padding) as part:
+            yield part
+
+    def check_trigger(self) -> bool:
+        """Whether any rank at all has called `set_trigger`. Collective: every rank."""
+        unset = torch.tensor(0, device=self.device)
+        own = unset if self.flag_tensor is None else self.flag_tensor
+        is_set = bool(reduce_on_all_ranks(own, "sum").item() >= 1)
+        self.flag_tensor = unset if is_set else own
+        return is_set
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader without the first batches; it too goes on after a switch."""
+        return iterable_loader.skip(dataloader, num_batches)
+
+    # States
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """A model's whole state, by the names of the user's module. Collective: every rank.
+
+        Args:
+            model: A prepared one, or any other.
+            unwrap: Of no effect: names are the same under every strategy.
+        """
+        if deepspeed_engine.is_engine(model) or parallel_prepare.prepared_of(model) is not None:
+            return accelerator_save_state.whole_model(model)
+        state: dict[str, Any] = super().get_state_dict(model, unwrap)
+        return state
+
+    def save_state(
+        self, output_dir: Any = None, safe_serialization: bool = True, **given: Any
+    ) -> Any:
+        """Write the whole state, for any strategy and number of ranks. Collective: every rank."""
+        with accelerator_save_state.saving(self):
+            folder = super().save_state(output_dir, safe_serialization, **given)
+        accelerator_save_state.save_loaders(self, folder)
+        self.wait_for_everyone()
+        return folder
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **given: Any) -> None:
+        """Read what `save_state` wrote under any strategy. Collective: every rank.
+
+        Args:
+            input_dir: The folder; every rank reads it.
+            load_kwargs: For torch.load.
+            given: `strict=False` leaves out what does not fit by name.
+
+        Raises:
+            NbdistError: It does not fit the models, before anything changes.
+        """
+        # Parts are taken from the files as they lie on disk.
+        given.setdefault("map_location", "cpu")
+        with accelerator_save_state.loading(self, is_strict=given.pop("strict", True)):
+            super().load_state(input_dir, {"mmap": True, **(load_kwargs or {})}, **given)
+
+    # Switches
+
+    def before_switch(self, _old: Choice, new: Choice) -> None:
+        """Refuse a strategy that optimizers or loaders cannot follow. This rank alone.
+
+        Raises:
+            OptionError: No fused step for an optimizer, batches that do not divide, DeepSpeed.
+        """
+        deepspeed_engine.refuse_switch(new)
+        share = share_of(new, self.process_index)
+        for loader in self._dataloaders:
+            if hasattr(loader, "check"):
+                loader.check(share)
+        for one in self._optimizers if new.options.is_fused else ():
+            options.refuse_fused(one.optimizer, self.device)
+
+    def after_switch(self, old: Choice, new: Choice) -> None:
+        """Take over the new strategy's precision and accumulation. This rank alone."""
+        if old.options.accumulate != new.options.accumulate:
+            self.gradient_accumulation_steps = max(new.options.accumulate, 1)
+            if new.options.accumulate == 1:
+                self.gradient_accumulation_steps = self._own_steps
+        # The switch has cleared gradients: the next backward is the first of a step.
+        self.step = 0
+        self.sync_gradients = True
+        for optimizer in self._optimizers:
+            if old.options.is_fused or new.options.is_fused:
+                options.set_fused(optimizer.optimizer, is_on=new.options.is_fused)
+        self._follow(new)
+
+    def batch_and_rate(self) -> tuple[int | None, float | None]:
+        """(the size of a loader's batches that each rank has whole, the learning rate), if any."""
+        given = [getattr(one, "_settings", None) for one in self._dataloaders]
+        is_whole = [one is not None and not one.is_split for one in given]
+        # With several loaders nobody knows which one is trained with.
+        known = [getattr(one, "batch_sampler", None) for one in self._dataloaders]
+        sizes = {getattr(one, "batch_size", None) for one in known}
+        rates = [one.param_groups[0]["lr"] for one in self._optimizers]
+        is_known = bool(is_whole) and all(is_whole) and len(sizes) == 1 and bool(rates)
+        return (sizes.pop(), float(rates[0])) if is_known else (None, None)
+
+    def _follow(self, choice: Choice) -> None:
+        precision = choice.options.precision
+        self.native_amp = precision in DTYPES
+        if choice.options.accumulate > 1:
+            self.gradient_accumulation_steps = choice.options.accumulate
+        if precision == "fp16" and self._own_scaler is None:
+            given = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            self._own_scaler = Scaler(self.device.type, **given)
+        is_scaled = precision == "fp16" and choice.name != "deepspeed"  # which has its own
+        self.scaler = self._own_scaler if is_scaled else None
+        for optimizer in self._optimizers:
+            optimizer.scaler = self.scaler
+
+    def _hold_weakly(self) -> None:
+        """Replace Accelerate's private lists, which keep everything that was ever prepared."""
+        self._models = Held(deepspeed_engine.shown)
+        self._optimizers = Held()
+        self._schedulers = Held()
+        self._dataloaders = Held()
+        self._custom_objects = getattr(self, "_own_objects", None) or Held()
+        self._own_objects = self._custom_objects
+
+
+class LazyAccelerator(Accelerator):
+    """An Accelerator without options that sets itself up at the first use, and is one from then on.
+
+    Accelerate keeps one state per process. One that is set up at the start would refuse
+    the user's own `Accelerator(mixed_precision="bf16")`, the usual first line of a script.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """Any attribute is a use, methods too; what Python itself asks for, `__class__`, is none.
+
+        Methods must not run before the set-up: `wait_for_everyone` would find no state, make one
+        for a single process, and wait for nobody.
+        """
+        if name.startswith("__"):
+            return super().__getattribute__(name)
+        self.__class__ = Accelerator
+        try:
+            Accelerator.__init__(self)
+        except BaseException:  # the next use tries again, and shows the reason again
+            self.__dict__.clear()
+            self.__class__ = LazyAccelerator
+            raise
+        return getattr(self, name)
+
+
+# By whatever this was loaded: from now on the stand-ins' type is what it will be.
+lazy.become(LazyAccelerator)

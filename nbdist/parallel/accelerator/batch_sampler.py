@@ -1,0 +1,254 @@
+"""Who gets which batches: what each data-parallel rank takes of the order that all draw alike.
+
+Every rank draws the order of all batches, in its main process, and takes those that are its own:
+one of each round of `Share.count` batches, or one piece of each batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler
+
+from nbdist.errors import OptionError
+from nbdist.parallel import prepare
+from nbdist.strategy.choice import Choice
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """This rank's part of the data: number `index` of `count`. Several ranks may have the same."""
+
+    count: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an Accelerator says about its loaders; Accelerate's DataLoaderConfiguration, mostly.
+
+    Attributes:
+        device: Where batches go; None leaves them where they are.
+        is_split: A batch is cut into pieces; otherwise each rank has whole batches.
+        is_even: The last round is filled up with the first samples.
+        rng_types: What all ranks take over from rank 0 at the start of an epoch.
+        is_seedable: A random order that follows from seed and epoch alone.
+        seed: For that; torch's seed where None.
+        is_non_blocking: Copies to the device do not wait.
+        is_stateful: On torchdata's StatefulDataLoader.
+        slice_fn: How a dispatched batch is cut; Accelerate's way where None.
+    """
+
+    device: torch.device | None
+    is_split: bool = False
+    is_even: bool = True
+    rng_types: tuple[str, ...] = ("generator",)
+    is_seedable: bool = False
+    seed: int | None = None
+    is_non_blocking: bool = False
+    is_stateful: bool = False
+    slice_fn: Callable[..., Any] | None = None
+
+
+def settings_of(
+    accelerator: Any, *, is_placed: bool, slice_fn: Callable[..., Any] | None
+) -> Settings:
+    """What an Accelerator was made with."""
+    return Settings(
+        device=accelerator.device if is_placed else None,
+        is_split=accelerator.split_batches,
+        is_even=accelerator.even_batches,
+        rng_types=tuple(str(getattr(kind, "value", kind)) for kind in accelerator.rng_types),
+        is_seedable=accelerator.use_seedable_sampler,
+        seed=accelerator.dataloader_config.data_seed,
+        is_non_blocking=accelerator.non_blocking,
+        is_stateful=accelerator.use_stateful_dataloader,
+        slice_fn=slice_fn,
+    )
+
+
+def share_of(choice: Choice, rank: int) -> Share:
+    """Which part of the data a rank sees: its place along dp_replicate and dp_shard alone."""
+    degrees = choice.degrees
+    place = degrees.coordinate(rank)
+    return Share(degrees.dp, place.dp_replicate * degrees.dp_shard + place.dp_shard)
+
+
+def current_share() -> Share:
+    """This rank's part of the data under the strategy that is current. No rank is met."""
+    return share_of(prepare.current(), dist.get_rank())
+
+
+def refuse_uneven(size: int | None, share: Share) -> None:
+    """Raises an OptionError if a batch of this size cannot be cut into so many equal pieces."""
+    if size is None or size % share.count:
+        raise OptionError(
+            f"split_batches cuts each batch of {size} into {share.count} equal pieces, which "
+            f"does not go. Use a batch_size that {share.count} divides, or no split_batches."
+        )
+
+
+class Feed(Generic[T]):
+    """The batches of one epoch, in order, kept from the first on that was not handed out."""
+
+    def __init__(self, batches: Iterable[T], n_first: int) -> None:
+        """Draws nothing yet.
+
+        Args:
+            batches: All of the epoch.
+            n_first: How many of the first ones stay in `first`.
+        """
+        self.first: list[T] = []
+        self._source = iter(batches)
+        self._kept: deque[T] = deque()
+        self._start = 0  # the number of the first one kept
+        self._n_first = n_first
+
+    def take(self, start: int, count: int) -> list[T]:
+        """Batches number start to start + count - 1; fewer, or none, at the end."""
+        missing = start + count - self._start - len(self._kept)
+        for batch in itertools.islice(self._source, max(0, missing)):
+            if len(self.first) < self._n_first:
+                self.first.append(batch)
+            self._kept.append(batch)
+        skip = start - self._start
+        return list(itertools.islice(self._kept, skip, skip + count))
+
+    def forget(self, start: int) -> None:
+        """Drop the batches before this number; they are not asked for again."""
+        while self._kept and self._start < start:
+            self._kept.popleft()
+            self._start += 1
+
+
+class Shard(BatchSampler):
+    """This rank's batches of indices, as Accelerate's BatchSamplerShard draws them.
+
+    What it shares out follows the current strategy. With one rank per copy of the data the
+    last batch is short, as without Accelerate.
+    """
+
+    def __init__(self, batches: Any, settings: Settings, start: int = 0) -> None:
+        """Share out a batch sampler.
+
+        Args:
+            batches: The batch sampler of all data.
+            settings: How.
+            start: How many of all batches each epoch leaves out at its beginning.
+        """
+        self.batch_sampler = batches
+        self.split_batches = settings.is_split
+        self.even_batches = settings.is_even
+        self._size: int | None = getattr(batches, "batch_size", None)
+        self.batch_size = self._size  # type: ignore[assignment]  # Accelerate asks for it
+        self.drop_last = getattr(batches, "drop_last", False)
+        self.start = start
+        self._opening: tuple[Feed[Sequence[int]], int] | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """How many ranks see different data now. Accelerate asks for it under this name."""
+        return current_share().count
+
+    @property
+    def process_index(self) -> int:
+        """Which of them this rank is."""
+        return current_share().index
+
+    @property
+    def total_length(self) -> int:
+        """How many batches all ranks have together."""
+        return len(self.batch_sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell a batch sampler that has epochs of its own."""
+        if hasattr(self.batch_sampler, "set_epoch"):
+            self.batch_sampler.set_epoch(epoch)
+
+    def step(self, share: Share) -> int:
+        """How many of all batches one step of all ranks uses."""
+        return 1 if self.split_batches else share.count
+
+    @contextmanager
+    def opened(self, feed: Feed[Sequence[int]], position: int) -> Iterator[None]:
+        """Iterators that are made in here go on with this feed, at this number of all batches."""
+        self._opening = (feed, position)
+        try:
+            yield
+        finally:
+            self._opening = None
+
+    def feed(self) -> Feed[Sequence[int]]:
+        """A new epoch."""
+        # As many as the widest round that fills up its gaps can ask for.
+        return Feed(self.batch_sampler, n_first=dist.get_world_size())
+
+    def check(self, share: Share) -> None:
+        """Raises an OptionError if a batch does not divide into the pieces asked for."""
+        if self.split_batches:
+            refuse_uneven(self._size, share)
+
+    def __len__(self) -> int:
+        share = current_share()
+        n_batches = len(self.batch_sampler) - self.start
+        if self.split_batches:
+            return n_batches
+        n_full, n_left = divmod(n_batches, share.count)
+        if not n_left or self.drop_last:
+            return n_full
+        return n_full + (self.even_batches or share.index < n_left)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # No generator: what is opened counts now. torch asks twice where it has workers.
+        feed, position = self._opening or (self.feed(), self.start)
+        share = current_share()
+        self.check(share)
+        return self._own(feed, position, share)
+
+    def _own(self, feed: Feed[Sequence[int]], position: int, share: Share) -> Iterator[list[int]]:
+        step = self.step(share)
+        while found := feed.take(position, step):
+            own = self._of_round(found, feed.first, share)
+            if own is None:
+                return
+            yield own
+            position += step
+
+    def _of_round(
+        self, found: list[Sequence[int]], first: list[Sequence[int]], share: Share
+    ) -> Any:
+        """This rank's batch of one round; None where it ends before."""
+        if share.count == 1:
+            return found[0]
+        is_full = self._size is None or len(found[-1]) == self._size
+        is_whole = is_full and len(found) == self.step(share)
+        if not is_whole and self.drop_last:
+            return None
+        if not is_whole and self.even_batches:
+            found = self._filled(found, first, share)
+        if self.split_batches:
+            assert self._size is not None
+            length = self._size // share.count
+            return found[0][length * share.index : length * (share.index + 1)] or None
+        return found[share.index] if share.index < len(found) else None
+
+    def _filled(
+        self, found: list[Sequence[int]], first: list[Sequence[int]], share: Share
+    ) -> list[Sequence[int]]:
+        """A last round with what lacks taken from the first one, again and again."""
+        step = self.step(share)
+        size = self._size
+        if size is None:
+            return [*found, *itertools.islice(itertools.cycle(first[:step]), step - len(found))]
+        spare = itertools.cycle(itertools.chain.from_iterable(first[:step]))
+        padded = [*found, *([()] * (step - len(found)))]
+        return [[*batch, *itertools.islice(spare, size - len(batch))] for batch in padded]

@@ -1,0 +1,301 @@
+"""Data loaders that rank 0 reads for all, and streams that each rank reads for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
+from accelerate.utils import (
+    broadcast,
+    broadcast_object_list,
+    concatenate,
+    find_batch_size,
+    get_data_structure,
+    initialize_tensors,
+    send_to_device,
+)
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+
+from nbdist.errors import NbdistError, OptionError
+from nbdist.parallel import prepare as parallel_prepare
+from nbdist.parallel.accelerator.batch_sampler import (
+    Feed,
+    Settings,
+    Share,
+    current_share,
+    refuse_uneven,
+)
+from nbdist.parallel.accelerator.data_loader import Loader, arguments
+from nbdist.parallel.accelerator.loader_state import Position
+
+
+def prepare(
+    source: DataLoader[Any], settings: Settings, *, is_dispatched: bool | None = None
+) -> Any:
+    """The loader that gives each rank its part. Collective under `single`, else alike on all.
+
+    Args:
+        source: The user's.
+        settings: How it is shared out.
+        is_dispatched: Rank 0 reads and sends; where None, what cannot be asked by index.
+
+    Raises:
+        OptionError: It cannot be shared out as asked.
+    """
+    is_stream = isinstance(source.dataset, IterableDataset)
+    if is_dispatched is None:
+        is_dispatched = is_stream and settings.device is not None
+    if is_dispatched:
+        if settings.device is None:
+            raise OptionError(
+                "dispatch_batches sends batches to the device: it does not go with "
+                "device_placement=False. Leave one of them out."
+            )
+        return Dispatched(source, settings)
+    return Streamed(source, settings) if is_stream else Loader(source, settings)
+
+
+def skip(loader: Any, n_batches: int) -> Any:
+    """The same loader without its first batches, in every epoch; any DataLoader."""
+    if isinstance(loader, Loader | Dispatched | Streamed):
+        return loader.skip(n_batches)
+    from accelerate import skip_first_batches
+
+    return skip_first_batches(loader, n_batches)
+
+
+class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyped
+    """Rank 0 reads one batch for each part of the data, and every rank cuts out its own.
+
+    Every step is collective. What is cut follows the current strategy; nothing is lost at a
+    switch, as only rank 0 has a position.
+    """
+
+    def __init__(self, source: DataLoader[Any], settings: Settings, start: int = 0) -> None:
+        """Prepare any loader of tensors.
+
+        Args:
+            source: The user's, or another one of this class.
+            settings: How it is shared out.
+            start: How many of all batches each epoch leaves out.
+        """
+        drawn: dict[str, Any] = {"batch_sampler": source.batch_sampler}
+        if source.batch_sampler is None or isinstance(source.dataset, IterableDataset):
+            drawn = {"batch_size": source.batch_size, "drop_last": source.drop_last}
+        super().__init__(
+            source.dataset,
+            split_batches=settings.is_split,
+            use_stateful_dataloader=settings.is_stateful,
+            _drop_last=source.drop_last,
+            _non_blocking=settings.is_non_blocking,
+            slice_fn=settings.slice_fn,
+            iteration=getattr(source, "iteration", 0),
+            **drawn,
+            **arguments(source),
+        )
+        self._settings = settings
+        self._first = start
+
+    @property
+    def total_batch_size(self) -> int:
+        """How many samples one step of all ranks has."""
+        size: int = self.base_dataloader.batch_size
+        return size if self.split_batches else size * current_share().count
+
+    def skip(self, n_batches: int) -> Dispatched:
+        """The same without as many as this rank has now in n_batches steps."""
+        step = self._step(current_share())
+        return Dispatched(self, self._settings, self._first + n_batches * step)
+
+    def epoch_state(self) -> dict[str, Any]:
+        """Which epoch this is."""
+        return {"iteration": self.iteration}
+
+    def set_epoch_state(self, state: dict[str, Any]) -> None:
+        """Let the next loop be that epoch."""
+        self.set_epoch(state["iteration"])
+
+    def __len__(self) -> int:
+        step = self._step(current_share())
+        n_batches = len(self.base_dataloader) - self._first
+        return n_batches // step if self._drop_last else -(-n_batches // step)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        self.set_epoch(self.iteration)
+        try:
+            yield from self._batches()
+        finally:
+            self.end()
+        self._used = 0
+        self.iteration += 1
+
+    def _batches(self) -> Iterator[Any]:
+        is_alone = parallel_prepare.current().name == "single"
+        reads = is_alone or dist.get_rank() == 0
+        # torch's data pipes meet all ranks where an iterator is made.
+        is_opened = reads or isinstance(self.dataset, IterDataPipe)
+        position, is_resumed = self._opened_at(self._first)
+        # torch draws a seed for workers; the epoch that goes on has drawn it before.
+        with torch.random.fork_rng(devices=[], enabled=is_resumed):
+            inner = iter(self.base_dataloader) if is_opened else iter(())
+        feed: Feed[Any] = Feed(inner if reads else iter(()), n_first=1)
+        while True:
+            share = current_share()
+            whole, size, is_last = self._read(feed, position, share) if reads else (None, 0, False)
+            if not is_alone:
+                whole, size, is_last = self._send(whole, size, is_last=is_last)
+            if size == 0:
+                return
+            position += self._step(share)
+            self._used = position
+            feed.forget(position)
+            self.end_of_dataloader = is_last
+            if is_last:
+                self.remainder = size
+            yield self._cut(send_to_device(whole, self._settings.device), share)
+
+    def _step(self, share: Share) -> int:
+        return 1 if self.split_batches else share.count
+
+    def _read(self, feed: Feed[Any], position: int, share: Share) -> tuple[Any, int, bool]:
+        """One round: all samples, filled up so that they divide; how many are real; the last?"""
+        step = self._step(share)
+        self._update_state_dict()
+        found, following = feed.take(position, step), feed.take(position + step, step)
+        if not found or (self._drop_last and len(found) < step):
+            return None, 0, True
+        try:
+            whole = concatenate(found) if len(found) > 1 else found[0]
+        except RuntimeError as error:
+            raise NbdistError(
+                f"The {step} batches of one step do not fit together, so rank 0 cannot send them "
+                "as one. Pad them to one length in collate_fn, or use dispatch_batches=False."
+            ) from error
+        size = find_batch_size(whole)
+        while find_batch_size(whole) % share.count:
+            lacking = -find_batch_size(whole) % share.count
+            first = feed.first[0]
+            n_first = find_batch_size(first)
+            piece = self._slice(first, slice(0, min(lacking, n_first)), Share(1, 0))
+            whole = concatenate([whole, piece])
+        is_last = not following or (self._drop_last and len(following) < step)
+        return whole, size, is_last
+
+    def _send(self, whole: Any, size: int, *, is_last: bool) -> tuple[Any, int, bool]:
+        """Rank 0's round, on every rank. Collective."""
+        header: list[Any] = [get_data_structure(whole) if size else None, size, is_last]
+        broadcast_object_list(header)
+        structure, size, is_last = header
+        if size == 0:
+            return None, 0, True
+        if dist.get_rank() != 0:
+            whole = initialize_tensors(structure)
+        whole = broadcast(send_to_device(whole, self._settings.device), from_process=0)
+        return whole, size, is_last
+
+    def _cut(self, whole: Any, share: Share) -> Any:
+        if share.count == 1:
+            return whole
+        length = find_batch_size(whole) // share.count
+        return self._slice(whole, slice(length * share.index, length * (share.index + 1)), share)
+
+    def _slice(self, whole: Any, part: slice, share: Share) -> Any:
+        return self.slice_fn(whole, part, process_index=share.index, num_processes=share.count)
+
+
+class _Parts(IterableDatasetShard):  # type: ignore[misc]  # untyped
+    """A stream's samples that are one rank's. A single one is given all, and no more."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset) if self.num_processes == 1 else super().__iter__()
+
+
+class Streamed(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
+    """A stream that each rank reads as a whole and picks its samples from.
+
+    The next epoch follows a switch; a loop that has begun cannot, as a stream has no position.
+    """
+
+    def __init__(self, source: DataLoader[Any], settings: Settings, n_skipped: int = 0) -> None:
+        """Prepare a loader of a stream.
+
+        Args:
+            source: The user's, or another one of this class.
+            settings: How it is shared out.
+            n_skipped: How many of its own batches each epoch leaves out.
+        """
+        stream: Any = source.dataset
+        if isinstance(stream, _Parts):
+            stream = stream.dataset
+        share = current_share()
+        size = source.batch_size or 1
+        if settings.is_split:
+            refuse_uneven(size, share)
+        parts = _Parts(
+            stream,
+            batch_size=size,
+            drop_last=source.drop_last,
+            num_processes=share.count,
+            process_index=share.index,
+            split_batches=settings.is_split,
+        )
+        generator: torch.Generator | None = getattr(stream, "generator", None)
+        super().__init__(
+            parts,
+            device=settings.device,
+            rng_types=list(settings.rng_types) if generator is not None else None,
+            synchronized_generator=generator,
+            skip_batches=n_skipped,
+            use_stateful_dataloader=settings.is_stateful,
+            _drop_last=source.drop_last,
+            _non_blocking=settings.is_non_blocking,
+            iteration=getattr(source, "iteration", 0),
+            batch_size=size // share.count if settings.is_split else size,
+            drop_last=source.drop_last,
+            **arguments(source),
+        )
+        self._settings = settings
+        self._opened = share
+
+    def skip(self, n_batches: int) -> Streamed:
+        """The same without its first batches."""
+        return Streamed(self, self._settings, self.skip_batches + n_batches)
+
+    def epoch_state(self) -> dict[str, Any]:
+        """Which epoch this is."""
+        return {"iteration": self.iteration}
+
+    def set_epoch_state(self, state: dict[str, Any]) -> None:
+        """Let the next loop be that epoch."""
+        self.set_epoch(state["iteration"])
+
+    def __iter__(self) -> Iterator[Any]:
+        share = current_share()
+        if self._settings.is_split and share != self._opened:
+            raise OptionError(
+                f"This loader cuts batches for {self._opened.count} ranks, and now {share.count} "
+                "see different data. Prepare it again."
+            )
+        self.dataset.num_processes, self.dataset.process_index = share.count, share.index
+        step = 1 if self._settings.is_split else share.count
+        position, is_resumed = self._opened_at(0)
+        n_used = position // step  # another number of ranks may repeat a part of a round
+        drawn = torch.random.get_rng_state()
+        for number, batch in enumerate(super().__iter__()):
+            if number < n_used:
+                continue
+            if is_resumed and number == n_used:
+                torch.random.set_rng_state(drawn)  # what was read once more has drawn before
+            self._used = (number + 1) * step
+            if current_share() != share:
+                raise NbdistError(
+                    "The strategy has changed in the middle of a stream that each rank reads for "
+                    "itself, which has no position to go on from. Begin the loop anew, or let rank "
+                    "0 read it (dispatch_batches=True, the default for streams)."
+                )
+            yield batch
+        self._used = 0

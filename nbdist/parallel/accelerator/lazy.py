@@ -1,0 +1,53 @@
+"""A stand-in for the ranks' `accelerator` that costs no import before it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class LazyAccelerator:
+    """Becomes nbdist's lazy Accelerator as soon as anything is asked of it.
+
+    Accelerate, and what torch needs for its strategies, take half a second to import.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        _made.append(self)
+
+    def __getattribute__(self, name: str) -> Any:
+        """Any attribute is a use, but `__dict__`."""
+        if name == "__dict__":  # what looks at objects without using them
+            return super().__getattribute__(name)
+        one = _awake(self)
+        # isinstance asks for it when the type has not answered; the type's own would tell nothing.
+        return type(one).__base__ if name == "__class__" else getattr(one, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set on the Accelerator."""
+        setattr(_awake(self), name, value)
+
+    def __dir__(self) -> list[str]:
+        """The Accelerator's."""
+        return dir(_awake(self))
+
+    def __repr__(self) -> str:
+        """The Accelerator's."""
+        return repr(_awake(self))
+
+
+_made: list[LazyAccelerator] = []
+
+
+def become(cls: type) -> None:
+    """Let all stand-ins be of the class for which they stand, which has been loaded."""
+    while _made:
+        object.__setattr__(_made.pop(), "__class__", cls)
+
+
+def _awake(one: LazyAccelerator) -> Any:
+    """The same object as what it stands for."""
+    from nbdist.parallel.accelerator import accelerator
+
+    become(accelerator.LazyAccelerator)
+    return one

@@ -1,0 +1,94 @@
+"""A model's whole values, given and taken, whether it is prepared or a DeepSpeed engine."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nbdist.parallel import build, prepare
+from nbdist.parallel.dp import deepspeed, fsdp1_state
+
+
+@dataclass(frozen=True, slots=True)
+class Portable:
+    """How a model's values are had and put back.
+
+    Attributes:
+        base: The user's module.
+        firsts: Every name of a parameter or buffer -> its first one; several where tied.
+        shapes: Of the whole tensors, by first name.
+        values: Gives whole tensors by first name, on every rank. Collective: every rank.
+        load: Takes such values; what is not among them stays. Every rank, alike.
+        listed: Gives the module's state_dict as it is on this rank: its names, and what is no
+            tensor. This rank alone.
+    """
+
+    base: torch.nn.Module
+    firsts: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    values: Callable[[], Mapping[str, torch.Tensor]]
+    load: Callable[[Mapping[str, torch.Tensor]], None]
+    listed: Callable[[], Mapping[str, Any]]
+
+    def saved_names(self) -> list[str]:
+        """Names in the module's state_dict that are of parameters and buffers."""
+        return [name for name in self.listed() if name in self.firsts]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's state_dict as it would be in one process. Collective: every rank."""
+        values = self.values()
+        return OrderedDict(
+            (name, values[self.firsts[name]] if name in self.firsts else other)
+            for name, other in self.listed().items()
+        )
+
+
+def portable(model: Any) -> Portable:
+    """Of what prepare() returned for a model, or of the user's module."""
+    known = prepare.prepared_of(model)
+    if known is None:
+        return _of_engine(model)
+    return Portable(
+        base=known.base,
+        firsts=_firsts(known.base),
+        shapes={name: tuple(layout.shape) for name, layout in known.layouts.items()},
+        values=functools.partial(prepare.full_state, known),
+        load=functools.partial(prepare.load_full, known),
+        listed=functools.partial(
+            fsdp1_state.listed if fsdp1_state.is_flat(known) else _listed, known.base
+        ),
+    )
+
+
+def _of_engine(engine: Any) -> Portable:
+    base: torch.nn.Module = engine.module
+    firsts = _firsts(base)
+    # The third stage leaves empty tensors, and notes their shapes.
+    shapes = {
+        name: tuple(getattr(tensor, "ds_shape", tensor.shape))
+        for name, tensor in build.tensors_of(base).items()
+        if name in firsts.values()
+    }
+    return Portable(
+        base, firsts, shapes, functools.partial(deepspeed.full_state, engine),
+        functools.partial(_load_engine, engine), functools.partial(_listed, base),
+    )  # fmt: skip
+
+
+def _load_engine(engine: Any, values: Mapping[str, torch.Tensor]) -> None:
+    # It takes all values or none.
+    deepspeed.load_full(engine, {**deepspeed.full_state(engine), **values})
+
+
+def _listed(base: torch.nn.Module) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = base.state_dict(keep_vars=True)
+    return found
+
+
+def _firsts(base: torch.nn.Module) -> dict[str, str]:
+    return {name: first for first, names in build.names_of(base).items() for name in names}

@@ -1,0 +1,57 @@
+"""Whether ranks that must see the same data do."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+
+from nbdist.core.ranks import rank_label
+from nbdist.errors import NbdistError
+from nbdist.parallel import prepare
+from nbdist.parallel.consensus import gathered
+
+
+def check_alike(batch: Any, index: int) -> None:
+    """Compare a batch with those of the ranks that share a model's copy with this one.
+
+    Collective under tp, pp and cp: every rank. Nothing is done elsewhere: there no two ranks see
+    the same data, or each rank is by itself.
+
+    Args:
+        batch: Tensors in lists, tuples and dicts.
+        index: Which part of the data it is of; equal for ranks that share a copy.
+
+    Raises:
+        NbdistError: They differ, on all ranks: a model's parts would each compute with
+            different data, and nothing else would tell.
+    """
+    choice = prepare.current()
+    if choice.name == "single" or choice.degrees.dp == choice.degrees.product:
+        return
+    seen = gathered((index, _digest(batch)))
+    for part in {one for one, _ in seen}:
+        ranks = [rank for rank, (one, _) in enumerate(seen) if one == part]
+        if len({seen[rank][1] for rank in ranks}) > 1:
+            raise NbdistError(
+                f"Ranks {rank_label(ranks)} share one copy of the model and got different batches: "
+                "the dataset, its transforms or its sampler draw random numbers that are not the "
+                "same on these ranks. Let rank 0 read for all, with Accelerator(dataloader_config="
+                "DataLoaderConfiguration(dispatch_batches=True)), or seed the ranks alike "
+                "(%dist_init --seed 0)."
+            )
+
+
+def _digest(batch: Any) -> str:
+    total = hashlib.sha1(usedforsecurity=False)
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(flat.numpy().tobytes())
+        return tensor
+
+    recursively_apply(add, batch)
+    return total.hexdigest()

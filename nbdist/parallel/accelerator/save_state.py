@@ -1,0 +1,267 @@
+"""States as files that any strategy on any number of ranks can read: whole values, by name.
+
+The files are Accelerate's: `model.safetensors` with the names of the user's module, so a single
+process reads it too, `optimizer.bin`, `scheduler.bin`, `scaler.pt`, `random_states_RANK.pkl`,
+`custom_checkpoint_0.pkl`. `loader.bin` is ours: which epoch, and its order.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import load, save
+from safetensors.torch import load_file
+
+from nbdist.errors import NbdistError
+from nbdist.parallel import prepare
+from nbdist.parallel.accelerator.model_state import Portable, portable
+from nbdist.parallel.accelerator.weak_list import Held
+from nbdist.parallel.consensus import gathered, together
+from nbdist.parallel.registry import names_in
+
+# A whole state says so: torch's own would be taken for this rank's part.
+_FORMAT = "nbdist: whole tensors by parameter name"
+# There was none: DeepSpeed's is in a form of its own.
+_ABSENT = "nbdist: no state of the optimizer"
+_MAX_NAMED = 3
+
+
+@dataclass(slots=True)
+class _State:
+    is_saving: bool = False
+    is_loading: bool = False
+
+
+_state = _State()
+
+
+def is_saving() -> bool:
+    """Whether `save_state` runs: optimizers give their whole state then."""
+    return _state.is_saving
+
+
+@contextmanager
+def saving(accelerator: Any) -> Iterator[None]:
+    """Let Accelerate's save_state write whole states in here. Collective: every rank."""
+    agree(accelerator)
+    _state.is_saving = True
+    try:
+        yield
+    finally:
+        _state.is_saving = False
+
+
+@contextmanager
+def loading(accelerator: Any, *, is_strict: bool) -> Iterator[None]:
+    """Let Accelerate's load_state read whole states in here. Collective: every rank.
+
+    Models are loaded by a hook, as Accelerate allows: it would load whole tensors into parts.
+    Hooks of the user's come first and may take models out.
+    """
+    agree(accelerator)
+
+    def hook(models: list[torch.nn.Module], folder: str) -> None:
+        def planned() -> None:
+            loads.extend(
+                _plan(model, folder, number, is_strict=is_strict)
+                for number, model in enumerate(models)
+            )
+
+        loads: list[tuple[Portable, dict[str, torch.Tensor]]] = []
+        together(f"Loading {folder}", planned)
+        for own, values in loads:
+            own.load(values)
+        models.clear()
+        for index, loader in enumerate(accelerator._dataloaders):  # noqa: SLF001
+            path = Path(folder) / _numbered("loader.bin", index)
+            if path.exists() and hasattr(loader, "set_epoch_state"):
+                loader.set_epoch_state(load(path))
+
+    handle = accelerator.register_load_state_pre_hook(hook)
+    _state.is_loading = True
+    try:
+        yield
+    finally:
+        _state.is_loading = False
+        handle.remove()
+    # Accelerate reads it from the rank's own file; there may be more ranks than at saving.
+    steps = [accelerator.step]
+    dist.broadcast_object_list(steps, src=0)
+    accelerator.step = steps[0]
+
+
+def save_loaders(accelerator: Any, folder: Path) -> None:
+    """Write which epoch each loader is in. Rank 0 does; this rank alone."""
+    for index, loader in enumerate(accelerator._dataloaders):  # noqa: SLF001
+        if hasattr(loader, "epoch_state"):
+            save(loader.epoch_state(), folder / _numbered("loader.bin", index))
+
+
+def agree(accelerator: Any, *, is_collected: bool = False) -> None:
+    """Leave out what is prepared on some ranks only. Collective: every rank.
+
+    An old model is gone when Python has collected it, on each rank at another time; what is
+    not there on one rank cannot be saved by all.
+
+    Args:
+        accelerator: Whose lists are meant.
+        is_collected: Python has just done so.
+    """
+    if not is_collected:
+        gc.collect()
+    common = set.intersection(*gathered(numbers(accelerator)))
+    for held in _lists(accelerator):
+        held.keep(common)
+
+
+def numbers(accelerator: Any) -> set[int]:
+    """Of all that it has prepared and that lives on this rank."""
+    return set().union(*(held.numbers() for held in _lists(accelerator)))
+
+
+def _lists(accelerator: Any) -> list[Held]:
+    return [
+        accelerator._models,  # noqa: SLF001
+        accelerator._optimizers,  # noqa: SLF001
+        accelerator._schedulers,  # noqa: SLF001
+        accelerator._dataloaders,  # noqa: SLF001
+        accelerator._custom_objects,  # noqa: SLF001
+    ]
+
+
+def whole_model(model: torch.nn.Module) -> dict[str, Any]:
+    """A prepared model's state_dict as it would be in one process. Collective: every rank.
+
+    Returns:
+        Whole tensors by name, tied ones under each of their names; not those that the module
+        does not save. On every rank; while `save_state` runs, on rank 0 alone.
+    """
+    state = portable(model).state_dict()
+    return {} if is_saving() and dist.get_rank() != 0 else state
+
+
+def whole_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state by parameter name. Collective: every rank."""
+    state: dict[str, Any] = prepare.full_optimizer_state(optimizer)
+    return {"format": _FORMAT, **state}
+
+
+def absent() -> dict[str, Any]:
+    """In an optimizer's place: its state could not be saved. Says so, once for each."""
+    tell_forgotten("DeepSpeed's state of the optimizer is not saved")
+    return {"format": _ABSENT}
+
+
+def is_absent(state: Mapping[str, Any]) -> bool:
+    """Whether a state is what `absent` gave."""
+    return state.get("format") == _ABSENT
+
+
+def tell_forgotten(why: str) -> None:
+    """Print, on rank 0, that moments begin anew where a state is loaded."""
+    if dist.get_rank() == 0:
+        print(f"{why}: after a load its moments begin at zero.", file=sys.stderr)  # noqa: T201
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Take over a state: what `whole_optimizer` gave, else torch's own. This rank alone.
+
+    torch's own is taken for this rank's part, but not while `load_state` runs: there it comes
+    from a single process or from Accelerate under DDP, and is whole.
+    """
+    if is_absent(state):
+        tell_forgotten("The saved state has none of the optimizer")
+    elif state.get("format") == _FORMAT:
+        state = {key: value for key, value in state.items() if key != "format"}
+        prepare.load_full_optimizer_state(optimizer, state)
+    elif _state.is_loading and (named := _named(optimizer, state)) is not None:
+        prepare.load_full_optimizer_state(optimizer, named)
+    else:
+        optimizer.load_state_dict(dict(state))
+
+
+def _named(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """State by names in place of numbers; None if a parameter is of no prepared model.
+
+    Raises:
+        NbdistError: There are other numbers of parameters in its groups.
+    """
+    names = {id(parameter): key for key, (_, _, parameter) in names_in(optimizer).items()}
+    own = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    given = [list(group["params"]) for group in state["param_groups"]]
+    if any(name is None for group in own for name in group):
+        return None
+    if [len(group) for group in own] != [len(group) for group in given]:
+        raise NbdistError(
+            f"The saved {type(optimizer).__name__} has groups of "
+            f"{', '.join(str(len(group)) for group in given)} parameters, this one of "
+            f"{', '.join(str(len(group)) for group in own)}. Make it as it was when it was saved."
+        )
+    known = dict(zip(itertools.chain(*given), itertools.chain(*own), strict=True))
+    return {
+        "state": {known[number]: values for number, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": there}
+            for group, there in zip(state["param_groups"], own, strict=True)
+        ],
+    }
+
+
+def _plan(
+    model: torch.nn.Module, folder: str, index: int, *, is_strict: bool
+) -> tuple[Portable, dict[str, torch.Tensor]]:
+    """A model and what is to be loaded into it, by first names. Nothing is changed.
+
+    Raises:
+        NbdistError: Names are missing or unknown, where that matters, or shapes differ.
+    """
+    own, found = portable(model), _read(Path(folder), index)
+    values = {own.firsts[name]: tensor for name, tensor in found.items() if name in own.firsts}
+    wrong = [
+        f"{name} has shape {tuple(values[name].shape)} there and {shape} here"
+        for name, shape in own.shapes.items()
+        if name in values and tuple(values[name].shape) != shape
+    ]
+    if is_strict:
+        wrong += [f"{n} is not there" for n in own.saved_names() if own.firsts[n] not in values]
+        wrong += [f"there is no {name} here" for name in found if name not in own.firsts]
+    if wrong:
+        more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+        raise NbdistError(
+            f"{folder} does not fit {type(own.base).__name__}: "
+            f"{'; '.join(wrong[:_MAX_NAMED])}{more}. Load what was saved of the same model"
+            + (", or load_state(..., strict=False)." if is_strict else ".")
+        )
+    return own, values
+
+
+def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
+    """The saved tensors of one model; on disk until they are used."""
+    path = folder / _numbered("model.safetensors", index)
+    if path.exists():
+        found: dict[str, torch.Tensor] = load_file(path)
+    else:
+        path = folder / _numbered("pytorch_model.bin", index)
+        if not path.exists():
+            raise NbdistError(
+                f"{folder} holds no model number {index}: neither model.safetensors nor "
+                "pytorch_model.bin. Prepare as many models as were saved, in the same order."
+            )
+        found = load(path, map_location="cpu", mmap=True)
+    if found and all(name.startswith("module.") for name in found):  # Accelerate's own under DDP
+        found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
+    return found
+
+
+def _numbered(name: str, index: int) -> str:
+    """As Accelerate names the files of several: model.safetensors, model_1.safetensors."""
+    return name.replace(".", f"_{index}.") if index else name

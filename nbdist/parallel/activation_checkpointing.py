@@ -1,0 +1,131 @@
+"""Activation checkpointing: what a block computes in forward is computed again in backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from nbdist.errors import OptionError
+from nbdist.parallel.blocks import Blocks
+from nbdist.parallel.cp.attention import is_split, same_attention
+from nbdist.parallel.sdpa import with_backend
+
+_ATEN = torch.ops.aten
+
+# What selective keeps: products of matrices and attention, which cost most to compute again.
+# Norms, activations and dropout are cheap and hold as much memory.
+_KEPT = frozenset(
+    {
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
+        _ATEN._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
+        _ATEN._scaled_dot_product_flash_attention.default,  # noqa: SLF001
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
+    }
+)
+
+
+def chosen(how: str, blocks: Blocks) -> tuple[torch.nn.Module, ...]:
+    """The blocks that are computed again: all, or with a number k the k-th, 2k-th and so on.
+
+    A block that stands in the list several times counts at its first place.
+
+    Raises:
+        OptionError: There are fewer than k blocks.
+    """
+    modules = tuple(dict.fromkeys(blocks.modules))
+    if not how.isdecimal():
+        return modules
+    every = int(how)
+    if not 1 <= every <= len(modules):
+        raise OptionError(
+            f"--checkpoint {how}: {blocks.name or 'the model'} has {len(modules)} blocks, so none "
+            f"would be computed again. Use a number from 1 to {len(modules)}, full or selective."
+        )
+    return modules[every - 1 :: every]
+
+
+def checkpoint_block(block: torch.nn.Module, how: str, sdpa: str) -> None:
+    """Let a block compute its activations again in backward. Sets `block.forward`.
+
+    Args:
+        block: Keeps its class, its hooks and the names of its parameters.
+        how: selective, or anything else for all of a block.
+        sdpa: Backend of attention, chosen again when it is computed again; "" for torch's choice.
+    """
+    run = block.forward
+    # No closure: copy.deepcopy makes a partial's bound method one of the copy.
+    again: Any = functools.partial(_checkpointed, run, how == "selective", sdpa)
+    block.forward = functools.update_wrapper(again, run)
+
+
+def _checkpointed(
+    run: Callable[..., Any], is_selective: bool, sdpa: str, *args: Any, **kwargs: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return run(*args, **kwargs)
+    args, kwargs = _without_caches(args, kwargs)
+    inner = functools.partial(with_backend, sdpa, run) if sdpa else run
+    contexts = _selective if is_selective else noop_context_fn
+    # A compiled block is no place for it: dynamo traces no mode of functions.
+    if not torch.compiler.is_compiling() and is_split():
+        contexts = functools.partial(_with_attention, contexts)
+    return checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+_Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+
+
+def _selective() -> _Contexts:
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _with_attention(contexts: Callable[[], _Contexts]) -> _Contexts:
+    """Of the forward and of its repetition, which is to find attention split as it is now."""
+    first, again = contexts()
+    return first, _both(again, same_attention())
+
+
+@contextlib.contextmanager
+def _both(*managers: AbstractContextManager[object]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for manager in managers:
+            stack.enter_context(manager)
+        yield
+
+
+def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _without_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments, with None for each of Hugging Face's caches of keys and values.
+
+    A block adds to its cache: computed again it would see every key twice. Training needs
+    none, yet the models make one by themselves.
+    """
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None:
+        return args, kwargs
+    kinds = (library.Cache,)
+
+    def kept(value: Any) -> Any:
+        return None if isinstance(value, kinds) else value
+
+    return tuple(kept(value) for value in args), {key: kept(v) for key, v in kwargs.items()}

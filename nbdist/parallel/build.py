@@ -1,0 +1,299 @@
+"""A model is put under a strategy: planned, changed, and filled with values, without a collective.
+
+    built = plan(job)                       # refuses what cannot be; nothing changes
+    ...                                     # bring this rank's local tensors (exchange)
+    commit(built, local)                    # the model is laid out anew
+
+`build(job, values)` does it in one go where every rank has all values, as tests of a step do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nbdist.errors import NbdistError, OptionError
+from nbdist.parallel import module_patches, transforms
+from nbdist.parallel.consensus import interrupts_held
+from nbdist.parallel.transform import Job, Layouts, Step
+from nbdist.strategy.choice import Degrees
+from nbdist.strategy.tensor_layout import Side, TensorLayout, local_shape, runs
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Built:
+    """A model under a strategy on this rank, or the plan of one.
+
+    Attributes:
+        job: The model, the choice and the mesh.
+        steps: What the choice consists of.
+        layouts: How each parameter and buffer lies.
+        names: First name -> all names, of parameters and buffers; several where tied.
+        parameter_names: The first names of parameters.
+        parameters: First name -> what is in the model now; on meta where not held here.
+        index: id -> first name, of these.
+        outer: What the user calls.
+        changes: What the steps have done to base's modules.
+    """
+
+    job: Job
+    steps: tuple[Step, ...]
+    layouts: Layouts
+    names: dict[str, tuple[str, ...]]
+    parameter_names: tuple[str, ...]
+    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    index: dict[int, str] = field(default_factory=dict)
+    outer: torch.nn.Module | None = None
+    changes: list[module_patches.Change] = field(default_factory=list)
+
+    def side(self, name: str) -> Side:
+        """How a parameter or buffer lies."""
+        return Side(self.layouts[name], self.job.grid.degrees)
+
+    @property
+    def title(self) -> str:
+        """The model's class, which a strategy may have replaced."""
+        kinds = [one.kind for one in self.changes if one.module is self.job.base]
+        return (kinds or [type(self.job.base)])[0].__name__
+
+
+def plan(job: Job, own_steps: Sequence[Step] | None = None) -> Built:
+    """Say how a model will lie. Nothing is changed, no rank is met; the same on all ranks.
+
+    Args:
+        job: The model: whole, real or on meta. Under another strategy it is so in `bare`.
+        own_steps: Instead of the choice's.
+
+    Raises:
+        OptionError: The model does not allow it; or a parameter has no values or no shape yet.
+    """
+    _refuse_lazy(job.base)
+    todo = transforms.steps_for(job.choice) if own_steps is None else tuple(own_steps)
+    names, found = names_of(job.base), tensors_of(job.base)
+    layouts = {name: TensorLayout(tuple(found[name].shape)) for name in names}
+    for step in todo:
+        layouts = step.plan(job, layouts)
+    assert layouts.keys() == names.keys(), layouts.keys() ^ names.keys()
+    own = tuple(name for name in names if isinstance(found[name], torch.nn.Parameter))
+    return Built(job, todo, layouts, names, own)
+
+
+def commit(
+    built: Built, local: Mapping[str, torch.Tensor], before: Iterable[module_patches.Change] = ()
+) -> torch.nn.Module:
+    """Lay the model out and fill it with values. This rank alone; what is returned is called.
+
+    A failure leaves the model half changed: `undo.photograph` before, and `undo.restore`.
+
+    Args:
+        built: From `plan`.
+        local: This rank's part of each parameter and buffer that it holds, by first name; used
+            as they are.
+        before: What an earlier strategy has changed: taken off first.
+    """
+    job = built.job
+    module_patches.take_off(before)
+    job.root = job.base
+    old = _to_meta(built)
+    photos = module_patches.photograph(job.base)
+    for step in built.steps:
+        step.lay_out(job)
+    _fill(built, local, old)
+    outer = job.root
+    for step in built.steps:
+        outer = step.wrap(job, outer)
+    built.outer = outer
+    built.changes = module_patches.changes(photos)
+    return outer
+
+
+def build(
+    job: Job, values: Mapping[str, torch.Tensor], own_steps: Sequence[Step] | None = None
+) -> torch.nn.Module:
+    """Put a model under its strategy and return what is called. This rank alone.
+
+    For tests of steps: every rank has all values, where `live.prepare_model` sends them.
+
+    Args:
+        job: The model.
+        values: Whole tensors, by the names of base's parameters and buffers (its state_dict).
+        own_steps: Instead of the choice's.
+    """
+    built = plan(job, own_steps)
+    found = {**tensors_of(job.base), **values}
+    local = {}
+    for name, layout in built.layouts.items():
+        part = part_of(found[name].detach(), layout, job.grid.degrees, job.grid.rank)
+        if part is not None:
+            local[name] = part.to(job.device, copy=True)
+    return commit(built, local)
+
+
+@contextlib.contextmanager
+def bare(built: Built) -> Iterator[None]:
+    """The model as the user wrote it in here, whole and on meta; then as it was. This rank alone.
+
+    Plans look at classes, attributes and shapes, and a strategy changes these.
+    """
+    with interrupts_held():
+        photos = module_patches.photograph(built.job.base)
+        try:
+            module_patches.take_off(built.changes)
+            _to_meta(built)
+            yield
+        finally:
+            module_patches.restore(photos)
+
+
+def part_of(
+    whole: torch.Tensor, layout: TensorLayout, degrees: Degrees, rank: int
+) -> torch.Tensor | None:
+    """What a rank holds of a whole tensor; None for nothing."""
+    own = runs(layout, degrees, rank)
+    if own is None:
+        return None
+    for dim, pieces in enumerate(own):
+        parts = [whole.narrow(dim, start, length) for start, length in pieces]
+        whole = torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
+    return whole.contiguous()
+
+
+def names_of(base: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """First name -> all names of each parameter and buffer; several where tied."""
+    found: dict[int, list[str]] = {}
+    for named in (base.named_parameters, base.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            found.setdefault(id(tensor), []).append(own_name(name))
+    return {names[0]: tuple(names) for names in found.values()}
+
+
+def tensors_of(base: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, by each of its names."""
+    parameters = base.named_parameters(remove_duplicate=False)
+    return {own_name(name): tensor for name, tensor in parameters} | buffers_of(base)
+
+
+def buffers_of(base: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every buffer, by each of its names."""
+    buffers = base.named_buffers(remove_duplicate=False)
+    return {own_name(name): tensor for name, tensor in buffers}
+
+
+def own_name(name: str) -> str:
+    """A name as the user's module had it, before FSDP1 put its wrapper around each block."""
+    return name.replace(_FSDP1_WRAPPER, "")
+
+
+# FSDP1 calls a wrapped module so; the name is in every state_dict that it writes.
+_FSDP1_WRAPPER = "_fsdp_wrapped_module."
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, without gradient."""
+    if isinstance(tensor, DTensor):
+        # In this order, and without gradients: a tenth of the time, which saves have to wait for.
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    return tensor.detach()
+
+
+def _refuse_lazy(base: torch.nn.Module) -> None:
+    for name, tensor in tensors_of(base).items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise OptionError(
+                f"{name} has no shape before the model's first forward. Run it once on a small "
+                "batch before prepare()."
+            )
+
+
+def _to_meta(built: Built) -> dict[str, torch.Tensor]:
+    """Put a meta parameter of the whole shape in every parameter's place; what was there."""
+    found = tensors_of(built.job.base)
+    old = {}
+    for name, names in built.names.items():
+        tensor = old[name] = found[name]
+        if not isinstance(tensor, torch.nn.Parameter):
+            continue
+        empty = torch.empty(built.layouts[name].shape, dtype=tensor.dtype, device="meta")
+        fresh = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        for one in names:
+            _set(built.job.base, one, fresh)
+    return old
+
+
+def _fill(built: Built, local: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> None:
+    found = tensors_of(built.job.base)
+    replaced: dict[int, torch.Tensor] = {}
+    for name, names in built.names.items():
+        fresh = _filled(built, name, found[name], local.get(name))
+        if isinstance(fresh, torch.nn.Parameter):
+            _keep_attributes(old[name], fresh)
+            built.parameters[name] = fresh
+            built.index[id(fresh)] = name
+        for one in names:
+            replaced[id(found[one])] = fresh
+            _set(built.job.base, one, fresh)
+    # The modules on a stage's path have dicts of their own.
+    for module in built.job.root.modules():
+        tables: tuple[Any, ...] = (module._parameters, module._buffers)  # noqa: SLF001
+        for table in tables:
+            for leaf, tensor in table.items():
+                if tensor is not None and id(tensor) in replaced:
+                    table[leaf] = replaced[id(tensor)]
+
+
+def _filled(
+    built: Built, name: str, shell: torch.Tensor, part: torch.Tensor | None
+) -> torch.Tensor:
+    """What stands in the model from now on: with this rank's values, or on meta without."""
+    grid = built.job.grid
+    expected = local_shape(built.layouts[name], grid.degrees, grid.rank)
+    if expected is None:
+        return shell if shell.is_meta else shell.to("meta")
+    assert part is not None, f"{name} is to be on rank {grid.rank}, and no values came"
+    assert tuple(part.shape) == expected, (name, tuple(part.shape), expected)
+    if not isinstance(shell, torch.nn.Parameter):
+        return part
+    laid_out = tuple(local_of(shell).shape)
+    assert laid_out == expected, f"{name}: planned as {expected}, laid out as {laid_out}"
+    return torch.nn.Parameter(_split_like(shell, part), requires_grad=shell.requires_grad)
+
+
+def _split_like(shell: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    if not isinstance(shell, DTensor):
+        return part
+    whole = DTensor.from_local(
+        part, shell.device_mesh, shell.placements, run_check=False,
+        shape=shell.shape, stride=shell.stride(),
+    )  # fmt: skip
+    # from_local brings it to the mesh's device; offloaded parameters are to stay on the host.
+    return whole if whole.device == part.device else whole.to(part.device)
+
+
+def _keep_attributes(old: torch.Tensor, fresh: torch.Tensor) -> None:
+    """Carry over what was set on a parameter: libraries and users mark them so."""
+    own = {key: value for key, value in vars(old).items() if key not in _TORCHS_OWN}
+    vars(fresh).update(own)
+
+
+# What torch itself sets on a parameter that is a subclass of Tensor.
+_TORCHS_OWN = frozenset({"_is_param"})
+
+
+def _set(base: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = base.get_submodule(path)
+    if type(module).__setattr__ is not torch.nn.Module.__setattr__:
+        setattr(module, leaf, tensor)  # an LSTM keeps its parameters in a list as well
+        return
+    parameters, buffers = module._parameters, module._buffers  # noqa: SLF001  # as torch's own tools
+    if leaf in parameters:
+        parameters[leaf] = tensor  # type: ignore[assignment]
+    else:
+        assert leaf in buffers, NbdistError(name)
+        buffers[leaf] = tensor

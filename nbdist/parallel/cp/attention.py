@@ -1,0 +1,196 @@
+"""What a model's forward calls, caught where a sequence is split: attention, and mean losses."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from nbdist.errors import OptionError
+from nbdist.parallel.cp.kernels import Problem
+from nbdist.parallel.cp.ring import ring_attention
+from nbdist.parallel.cp.ulysses import ulysses_attention
+
+# Attention of this rank's piece to the whole sequence.
+Attend = Callable[[Problem], torch.Tensor]
+
+# The option `context` -> what it computes attention with.
+CONTEXTS: dict[str, Callable[[Problem, dist.ProcessGroup], torch.Tensor]] = {
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+}
+
+# Means over positions whose weights differ: those of ranks must be combined by their weights.
+_WEIGHTED = (F.cross_entropy, F.nll_loss)
+_OTHERS = (
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.huber_loss,
+    F.kl_div,
+    F.l1_loss,
+    F.mse_loss,
+    F.smooth_l1_loss,
+)
+
+
+class _Active(threading.local):
+    mode: SplitSequence | None = None
+
+
+_active = _Active()
+
+
+class SplitSequence(TorchFunctionMode):
+    """While it is entered, this thread's attention spans the sequence of a group.
+
+    Losses of torch.nn.functional come out such that their mean over the group is the loss of
+    the whole sequence: weighted by the targets that count, a sum times the number of ranks.
+    """
+
+    def __init__(
+        self, attend: Attend | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Without arguments nothing is split, and `seen` is all that it does."""
+        super().__init__()
+        self._attend = attend
+        self._group = group
+        # Tensors of each call of attention, where somebody compares them.
+        self.seen: list[torch.Tensor] | None = None
+        self._outer: list[SplitSequence | None] = []
+
+    def __enter__(self) -> Self:
+        self._outer.append(_active.mode)
+        _active.mode = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _active.mode = self._outer.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self._instead():
+                return func(*args, **kwargs)
+        if func in _WEIGHTED or func in _OTHERS:
+            return self._loss(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _instead(self) -> Iterator[None]:
+        """The functional module's attention is this one, on this thread.
+
+        torch calls multi_head_attention_forward with the mode off, so what that calls by the
+        module's name would not come here.
+        """
+        here = threading.get_ident()
+
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            is_here = threading.get_ident() == here
+            return (self._attention if is_here else scaled_dot_product_attention)(*args, **kwargs)
+
+        before = F.scaled_dot_product_attention
+        setattr(F, "scaled_dot_product_attention", chosen)  # noqa: B010 - a name of torch's
+        try:
+            yield
+        finally:
+            setattr(F, "scaled_dot_product_attention", before)  # noqa: B010
+
+    def _attention(  # noqa: PLR0913 - torch's own signature
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if self.seen is not None:
+            self.seen += [query, key, value]
+        if self._attend is None:
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal,
+                scale=scale, enable_gqa=enable_gqa,
+            )  # fmt: skip
+        if attn_mask is not None:
+            raise OptionError(
+                f"attention with a mask of shape {tuple(attn_mask.shape)} cannot be split along "
+                "the sequence. Leave the mask out: is_causal=True is the causal one, and padding "
+                "at the end needs none where its labels are ignored. Or use fsdp"
+            )
+        has_heads = query.ndim > 3
+        query, key, value = (_as_attended(t, has_heads=has_heads) for t in (query, key, value))
+        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        problem = Problem(query, key, value, is_causal, factor, dropout_p)
+        # Here tensors have their dtype, and float32 inside is meant.
+        with torch.autocast(query.device.type, enabled=False):
+            out = self._attend(problem)
+        return out if has_heads else out.squeeze(1)
+
+    def _loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        loss = func(*args, **kwargs)
+        if self._group is None:
+            return loss
+        given = inspect.signature(func).bind(*args, **kwargs)
+        given.apply_defaults()
+        reduction, size = given.arguments["reduction"], dist.get_world_size(self._group)
+        if reduction in ("sum", "batchmean"):
+            return loss * size
+        if reduction != "mean" or func not in _WEIGHTED:
+            return loss
+        own = _weight(given.arguments)
+        total = own.clone()
+        dist.all_reduce(total, group=self._group)
+        # A rank all of whose targets are ignored has nan.
+        return torch.where(own > 0, loss, 0) * (own * size / total).to(loss.dtype)
+
+
+def is_split() -> bool:
+    """Whether this thread is in the forward of a model whose attention is caught."""
+    return _active.mode is not None
+
+
+def same_attention() -> AbstractContextManager[object]:
+    """Inside it, attention is what it is now: for a forward that is computed again in backward.
+
+    torch.utils.checkpoint recomputes outside of the model's forward; its `context_fn` gets this.
+    """
+    mode = _active.mode
+    return contextlib.nullcontext() if mode is None else mode
+
+
+def _as_attended(tensor: torch.Tensor, *, has_heads: bool) -> torch.Tensor:
+    """Of four dims, and of autocast's dtype, which attention under autocast would have."""
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
+        tensor = tensor.to(torch.get_autocast_dtype(device))
+    return tensor if has_heads else tensor.unsqueeze(1)
+
+
+def _weight(given: dict[str, Any]) -> torch.Tensor:
+    """What the mean of cross_entropy or nll_loss divides by, for these arguments."""
+    scores, target, weight = given["input"], given["target"], given["weight"]
+    if target.is_floating_point():  # probabilities: torch divides by the number of positions
+        n_positions = scores.numel() // scores.shape[min(1, scores.ndim - 1)]
+        return torch.tensor(float(n_positions), dtype=torch.float64, device=scores.device)
+    counts: torch.Tensor = target != given["ignore_index"]
+    of_each: torch.Tensor = counts if weight is None else weight[target[counts]]
+    return of_each.sum(dtype=torch.float64)

@@ -1,0 +1,251 @@
+"""Whether a model computes the same from pieces of a sequence: tried once, on a short one."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbdist.errors import OptionError
+from nbdist.parallel.cp import attention, split_sequence
+from nbdist.parallel.mesh import Grid
+
+# Positions of a trial on each rank; doubled while every label in it is ignored.
+_POSITIONS = 8
+# Largest differences, relative to the largest value: of attention's inputs and of outputs, and
+# of a loss. Between float32 runs 1e-6 is usual, and wrong positions make 1e-2 and more.
+_TOLERANCE = (1e-3, 1e-5)
+_TOLERANCE_HALF = (5e-2, 5e-3)
+
+_OTHERWISE = ". Or use a strategy that splits no sequence, such as fsdp"
+# Refused although a trial could pass: attention whose output weights are still 0 shows nothing.
+_NO_ATTENTION = (
+    "this model calls torch.nn.functional.scaled_dot_product_attention nowhere. Attention of its "
+    "own kind would see each rank's piece of the sequence alone; without any there is nothing to "
+    "gain. Use that function (transformers: attn_implementation='sdpa'; nn.MultiheadAttention: "
+    f"need_weights=False){_OTHERWISE}"
+)
+_POSITION = (
+    "what reaches its first attention is not the same: it counts positions itself, from 0 on "
+    "each rank (torch.arange). Let forward take `position_ids`, (1, T), and use them; nbdist "
+    "passes them"
+)
+_MIXES = (
+    "positions meet outside of attention (a convolution, a mean over the sequence), or it counts "
+    "them itself. Let forward take `position_ids`, (1, T), if that is it"
+)
+_LOSS = (
+    "its outputs are the same but the loss is not: it shifts labels itself, or divides by a "
+    "count of its own. Shift labels before the call, and use a loss of torch.nn.functional"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What a call of forward returns when its sequence is split.
+
+    Attributes:
+        dims: For each tensor of the output, the dim in which ranks' parts follow each other;
+            None where the mean over ranks is the whole's.
+        why: Why it cannot be split, and what to do; "" if it can.
+    """
+
+    dims: tuple[int | None, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is tried.
+
+    Attributes:
+        base: The user's model.
+        call: The arguments of its forward, for the whole sequence.
+        attend: Attention over pieces.
+        grid: The mesh.
+    """
+
+    base: torch.nn.Module
+    call: inspect.BoundArguments
+    attend: attention.Attend
+    grid: Grid
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One forward: its output, and the inputs of each attention in it."""
+
+    output: list[torch.Tensor]
+    seen: list[torch.Tensor]
+
+
+def kind(call: inspect.BoundArguments) -> Hashable:
+    """What makes a call another kind: which arguments there are, their dims and flags."""
+
+    def of(value: Any) -> Hashable:
+        dims = tuple(tensor.ndim for tensor in split_sequence.tensors(value))
+        return dims or (value if isinstance(value, bool | str | None) else type(value).__name__)
+
+    return tuple((name, of(value)) for name, value in call.arguments.items())
+
+
+def examine(trial: Trial) -> Split:
+    """How the output of a call is split, from one sample's first positions.
+
+    Collective over dp_replicate and cp, and alike on all of these. Forward runs twice or more,
+    in eval mode and without gradients.
+    """
+    total, size = split_sequence.length(trial.call), trial.grid.size("cp")
+    n_positions = min(total, _POSITIONS * size)
+    with torch.no_grad(), _eval_mode(trial.base):
+        whole = _run_whole(trial, n_positions)
+        # Without a label that counts the loss is nan and says nothing.
+        while n_positions < total and any(t.isnan().any() for t in whole.output if not t.ndim):
+            n_positions = min(total, 2 * n_positions)
+            whole = _run_whole(trial, n_positions)
+        try:
+            own = _run_piece(trial, n_positions)
+        except OptionError as error:  # of the attention, on every rank
+            return Split(why=str(error))
+        return _compare(trial.grid, own, whole)
+
+
+def _run_whole(trial: Trial, n_positions: int) -> _Run:
+    short = split_sequence.cut(trial.call, 0, n_positions, n_batch=1)
+    return _run(trial.base, short, attention.SplitSequence())
+
+
+def _run_piece(trial: Trial, n_positions: int) -> _Run:
+    grid = trial.grid
+    short = split_sequence.cut(trial.call, 0, n_positions, n_batch=1)
+    piece = split_sequence.piece(short, trial.base, grid.coordinate.cp, grid.size("cp"))
+    return _run(trial.base, piece, attention.SplitSequence(trial.attend, grid.group("cp")))
+
+
+def _run(
+    base: torch.nn.Module, call: inspect.BoundArguments, mode: attention.SplitSequence
+) -> _Run:
+    mode.seen = []
+    with mode:
+        output = base(*call.args, **call.kwargs)
+    return _Run(list(split_sequence.tensors(output)), mode.seen)
+
+
+def _compare(grid: Grid, own: _Run, whole: _Run) -> Split:
+    """Says what differs, alike on all ranks."""
+    dims: list[int | None] = []
+    errors = {"outputs": [0.0], "losses": [0.0]}
+    if len(own.output) != len(whole.output):
+        errors["outputs"].append(math.inf)
+    else:
+        for part, all_ in zip(own.output, whole.output, strict=True):
+            dims.append(_dim(part, all_, grid.size("cp")))
+            error = _output_error(part, all_, dims[-1], grid)
+            errors["outputs" if all_.ndim else "losses"].append(error)
+    inputs = _input_errors(own, whole, grid)
+    if not whole.seen:  # the same code runs on all ranks
+        return Split(why=_NO_ATTENTION)
+    found = [
+        inputs[0],
+        max(inputs),
+        max(errors["outputs"]),
+        max(errors["losses"]),
+    ]
+    return _verdict(_worst(found, grid), tuple(dims), is_exact=_is_exact(whole.seen))
+
+
+def _verdict(found: list[float], dims: tuple[int | None, ...], *, is_exact: bool) -> Split:
+    limit, loss_limit = _TOLERANCE if is_exact else _TOLERANCE_HALF
+    limits = (limit, limit, limit, loss_limit)
+    reasons = (_POSITION, _MIXES, _MIXES, _LOSS)
+    for error, allowed, reason in zip(found, limits, reasons, strict=True):
+        if error > allowed:
+            return Split(
+                why="split along the sequence, this model would compute something else than by "
+                f"itself (relative difference {error:.1e}, more than {allowed:.0e}, tried on a "
+                f"short sequence): {reason}{_OTHERWISE}"
+            )
+    return Split(dims)
+
+
+def _dim(part: torch.Tensor, whole: torch.Tensor, size: int) -> int | None:
+    """The only dim in which the whole is `size` times the part; None if there is none."""
+    differing = [d for d, (a, b) in enumerate(zip(part.shape, whole.shape, strict=False)) if a != b]
+    if part.ndim != whole.ndim or len(differing) != 1:
+        return None
+    return differing[0] if whole.shape[differing[0]] == size * part.shape[differing[0]] else None
+
+
+def _output_error(part: torch.Tensor, whole: torch.Tensor, dim: int | None, grid: Grid) -> float:
+    group = grid.group("cp")
+    assert group is not None
+    if dim is not None:
+        part = split_sequence.gathered(part, dim, group)
+    elif part.is_floating_point():
+        part = split_sequence.averaged(part, group)
+    return _error(part, whole)
+
+
+def _input_errors(own: _Run, whole: _Run, grid: Grid) -> list[float]:
+    """For each attention, how much its inputs differ; the first may be the only one."""
+    if len(own.seen) != len(whole.seen) or not own.seen:
+        return [0.0, math.inf] if whole.seen else [0.0]
+    size, place = grid.size("cp"), grid.coordinate.cp
+    errors = []
+    for part, all_ in zip(own.seen, whole.seen, strict=True):
+        # What is no sequence (another model's output, say) is the same on each rank.
+        expected = all_ if part.shape == all_.shape else all_.chunk(size, -2)[place]
+        errors.append(_error(part, expected))
+    # Query, key and value of each.
+    return [max(errors[first : first + 3]) for first in range(0, len(errors), 3)]
+
+
+def _error(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference beyond rounding, relative to the largest value.
+
+    Equal nan and infinity are equal.
+    """
+    if one.shape != other.shape:
+        return math.inf
+    if not other.is_floating_point():
+        return 0.0 if torch.equal(one, other) else math.inf
+    same = (one == other) | (one.isnan() & other.isnan())
+    difference = (one.double() - other.double()).abs().masked_fill(same, 0.0)
+    if not difference.numel() or not difference.any():
+        return 0.0
+    largest = other.double().abs().nan_to_num(0.0, 0.0).max().clamp_min(1e-30)
+    relative = float((difference.max() / largest).nan_to_num(math.inf))
+    # A few roundings to the dtype it has; a loss in bf16 has two digits.
+    return max(0.0, relative - 4 * torch.finfo(other.dtype).eps)
+
+
+def _worst(found: list[float], grid: Grid) -> list[float]:
+    """The largest of every rank."""
+    assert grid.mesh is not None
+    worst = torch.tensor(found, dtype=torch.float64, device=grid.mesh.device_type)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=grid.group("dp_replicate", "cp"))
+    return worst.tolist()
+
+
+def _is_exact(seen: list[torch.Tensor]) -> bool:
+    """Whether attention was given float32, computed as such."""
+    is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in seen)
+    return not is_half and torch.get_float32_matmul_precision() == "highest"
+
+
+@contextlib.contextmanager
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout, and no statistics are taken; afterwards each module is as it was."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in before:
+            module.training = is_training

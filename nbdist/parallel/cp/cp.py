@@ -1,0 +1,147 @@
+"""Context parallelism: each rank has a piece of every sequence, and the whole model."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from nbdist.errors import OptionError
+from nbdist.parallel.cp import attention, check, split_sequence
+from nbdist.parallel.cp.ulysses import check_heads
+from nbdist.parallel.mesh import Grid
+from nbdist.parallel.transform import Job, Layouts, Step
+
+# What models call the number of their heads; torch's own, transformers', and usual ones.
+_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead")
+
+
+class ContextParallel(torch.nn.Module):
+    """A model whose sequences are split over the ranks along cp; every rank calls it alike.
+
+    Every rank gives the whole batch. Each tensor as long as the sequence in dim 1 is split
+    there, in pieces that follow each other; attention spans them. Forward returns what the
+    model returns for the whole sequence: a loss of torch.nn.functional is the whole one's, and
+    other outputs are gathered. In training, an output that carries a loss has None for what
+    would have to be gathered. Gradients are right after DDP's mean over dp_replicate and cp.
+
+    The first call of each kind is compared with the model's own forward on a short piece of the
+    data. Without gradients, what cannot be split is computed whole, on each rank.
+
+    Attributes:
+        module: What computes: the user's model, or DDP around it.
+    """
+
+    def __init__(self, module: torch.nn.Module, job: Job) -> None:
+        super().__init__()
+        self.module = module
+        # Not registered: it is in `module` already.
+        object.__setattr__(self, "_base", job.base)
+        group = job.grid.group("cp")
+        assert group is not None
+        self._group = group
+        self._grid: Grid = job.grid
+        compute = attention.CONTEXTS[job.choice.options.context]
+        self._attend: attention.Attend = lambda problem: compute(problem, group)
+        self._splits: dict[Hashable, check.Split] = {}
+        self.training = module.training
+
+    @property
+    def base(self) -> torch.nn.Module:
+        """The user's model."""
+        model: torch.nn.Module = self.__dict__["_base"]
+        return model
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside it, backward leaves gradients on this rank; as DDP's."""
+        inner = getattr(self.module, "no_sync", None)
+        return contextlib.nullcontext() if inner is None else inner()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for the whole sequence. Collective: every rank.
+
+        Raises:
+            OptionError: If gradients are wanted and the sequence or the model cannot be split.
+        """
+        call = inspect.signature(self.base.forward).bind(*args, **kwargs)
+        why = split_sequence.why_whole(call, getattr(self.base, "config", None), self._size)
+        split = None if why else self._split(call)
+        if split is None or split.why:
+            if torch.is_grad_enabled():
+                raise OptionError(why or split.why)  # type: ignore[union-attr]
+            return self.base(*args, **kwargs)
+        own = split_sequence.piece(call, self.base, self._grid.coordinate.cp, self._size)
+        with attention.SplitSequence(self._attend, self._group):
+            output = self.module(*own.args, **own.kwargs)
+        return self._whole(output, split)
+
+    @property
+    def _size(self) -> int:
+        return self._grid.size("cp")
+
+    def _split(self, call: inspect.BoundArguments) -> check.Split:
+        kind = check.kind(call)
+        if kind not in self._splits:
+            trial = check.Trial(self.base, call, self._attend, self._grid)
+            self._splits[kind] = check.examine(trial)
+        return self._splits[kind]
+
+    def _whole(self, output: Any, split: check.Split) -> Any:
+        """This rank's output with each part gathered or averaged, as the check has found."""
+        found = list(split_sequence.tensors(output))
+        if len(found) != len(split.dims):
+            raise OptionError(
+                f"forward returned {len(found)} tensors, and {len(split.dims)} when it was "
+                "compared with the whole sequence at its first call. A model that is split "
+                "returns the same for the same arguments. Use fsdp"
+            )
+        is_training = torch.is_grad_enabled() and self.base.training
+        losses = [t for t, d in zip(found, split.dims, strict=True) if d is None and not t.ndim]
+        keeps = not (is_training and any(loss.requires_grad for loss in losses))
+        dims = iter(split.dims)
+
+        def whole(part: torch.Tensor) -> torch.Tensor | None:
+            dim = next(dims)
+            if dim is not None:
+                return split_sequence.gathered(part, dim, self._group) if keeps else None
+            if not part.is_floating_point():
+                return part
+            return split_sequence.averaged(part, self._group)
+
+        return split_sequence.mapped(whole, output)
+
+
+def _plan(job: Job, layouts: Layouts) -> Layouts:
+    """Changes no layout: each rank has the whole model.
+
+    Raises:
+        OptionError: Where heads cannot be split, or an option does not hold under cp.
+    """
+    options, degree = job.choice.options, job.choice.degrees.cp
+    if options.is_compiled:
+        raise OptionError(
+            "--compile and a split sequence cannot be combined: attention is replaced while "
+            "Python runs forward. Leave --compile out, or use fsdp"
+        )
+    if options.context == "ulysses":
+        for n_heads in sorted(_heads(job.base)):
+            check_heads(n_heads, degree)
+    return layouts
+
+
+def _heads(model: torch.nn.Module) -> set[int]:
+    """How many heads attention has, where the model or its config says so."""
+    holders = [*model.modules(), getattr(model, "config", None)]
+    found = [getattr(holder, name, None) for holder in holders for name in _HEADS]
+    return {n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0}
+
+
+def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+    return ContextParallel(outer, job)
+
+
+STEP = Step(plan=_plan, wrap=_wrap)

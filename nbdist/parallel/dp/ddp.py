@@ -1,0 +1,110 @@
+"""Distributed data parallel: torch's wrapper, its options, and compressed gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.parallel.transform import Job, Step
+
+# PowerSGD with less than two exact steps first has nothing to start its error feedback from.
+# torch's default, step 1000, is never reached in a notebook. Source: torch's PowerSGDState.
+_POWERSGD_START = 2
+_POWERSGD_RANK = 4
+# More than any model: all gradients in one bucket.
+_ONE_BUCKET_MB = 1 << 20
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+    """Wrap what is trained; a model without trained parameters has no gradients to reduce."""
+    if not any(parameter.requires_grad for parameter in outer.parameters()):
+        return outer
+    group = job.grid.group("dp_replicate", "cp")
+    ddp = DistributedDataParallel(outer, **_arguments(job), process_group=group)
+    _compress(job, ddp, group)
+    return ddp
+
+
+def _arguments(job: Job) -> dict[str, Any]:
+    """DDP's options: the accelerator's own handler's, over them what the choice names."""
+    options = job.choice.options
+    handler = getattr(job.accelerator, "ddp_handler", None)
+    given: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
+    for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
+        given.pop(name, None)  # of Accelerate, and not of DDP
+    if options.bucket_mb is not None:
+        given["bucket_cap_mb"] = options.bucket_mb
+    if options.hook == "powersgd" and _is_gloo(job.device):
+        given["bucket_cap_mb"] = _ONE_BUCKET_MB
+    if options.has_static_graph:
+        given["static_graph"] = True
+    if options.finds_unused:
+        given["find_unused_parameters"] = True
+    if job.device.type != "cpu":
+        given["device_ids"] = [job.device]
+    # Every rank has the same values already.
+    return {**given, "init_sync": False}
+
+
+def _compress(job: Job, ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+    name = job.choice.options.hook
+    if not name:
+        handler = getattr(job.accelerator, "ddp_handler", None)
+        if handler is not None:
+            handler.register_comm_hook(ddp)
+        return
+    state, hook = HOOKS[name](group)
+    ddp.register_comm_hook(state, hook)
+
+
+def _fp16(group: dist.ProcessGroup | None) -> tuple[Any, Hook]:
+    return group, default_hooks.fp16_compress_hook
+
+
+def _bf16(group: dist.ProcessGroup | None) -> tuple[Any, Hook]:
+    return group, halved
+
+
+# With the signature of torch's, which DDP asks for; without its name.
+@functools.wraps(default_hooks.bf16_compress_hook, assigned=())
+def halved(*args: Any) -> torch.futures.Future[torch.Tensor]:
+    """Reduce gradients as bfloat16.
+
+    torch's own hook under another name: DDP refuses that name, and not what it does, without
+    NCCL (torch 2.11 and 2.13, DistributedDataParallel._check_comm_hook).
+    """
+    return default_hooks.bf16_compress_hook(*args)
+
+
+def _powersgd(group: dist.ProcessGroup | None) -> tuple[Any, Hook]:
+    state = powerSGD_hook.PowerSGDState(
+        process_group=group,
+        matrix_approximation_rank=_POWERSGD_RANK,
+        start_powerSGD_iter=_POWERSGD_START,
+    )
+    return state, powerSGD_hook.powerSGD_hook
+
+
+# --hook -> its state and the function that reduces a bucket. With Gloo PowerSGD has to have one
+# bucket: its collectives of several come in no order, which ends the process
+# (gloo::EnforceNotMet, 4 ranks, torch 2.13).
+HOOKS: dict[str, Callable[[dist.ProcessGroup | None], tuple[Any, Hook]]] = {
+    "fp16": _fp16,
+    "bf16": _bf16,
+    "powersgd": _powersgd,
+}
+
+
+def _is_gloo(device: torch.device) -> bool:
+    return dist.is_initialized() and f"{device.type}:gloo" in dist.get_backend_config()
+
+
+STEP = Step(wrap=_wrap)

@@ -1,0 +1,135 @@
+"""A prepared DeepSpeed engine: it has taken model and optimizer over, and steps them itself."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nbdist.errors import OptionError
+from nbdist.parallel import prepare
+from nbdist.parallel.accelerator import save_state
+from nbdist.parallel.accelerator.optimizer import Optimizer
+from nbdist.parallel.dp import deepspeed, fsdp
+from nbdist.strategy.choice import Choice
+
+# The engines of this rank. The class itself is not known before the package is imported.
+_engines: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+class EngineOptimizer(Optimizer):
+    """What steps an engine. Its groups are the user's optimizer's, for schedulers."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: torch.nn.Module) -> None:
+        """Wrap the optimizer that `engine` has taken over."""
+        super().__init__(optimizer, None)
+        self.engine = engine
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Step, if this backward is the last one of an accumulation. Collective: every rank.
+
+        Raises:
+            OptionError: A closure: DeepSpeed has no step for one.
+        """
+        if closure is not None:
+            raise OptionError("DeepSpeed has no step(closure). Use fsdp or zero1 for one.")
+        if self.gradient_state.sync_gradients:
+            self._is_overflow = not deepspeed.step(self.engine)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Of no effect: a step has cleared the gradients."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's, of this rank's part; nothing while `save_state` runs (`saving.absent`)."""
+        return save_state.absent() if save_state.is_saving() else super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Leave the state as it is: DeepSpeed takes it over in its own form only."""
+        if not save_state.is_absent(state_dict):
+            save_state.tell_forgotten("DeepSpeed does not take an optimizer's state over")
+
+
+def is_engine(module: torch.nn.Module) -> bool:
+    """Whether a module is an engine that was prepared here."""
+    return module in _engines
+
+
+def drop() -> None:
+    """End all engines: DeepSpeed keeps them for ever, also of cells that were run again."""
+    for engine in list(_engines):
+        _engines.discard(engine)
+        engine.destroy()  # type: ignore[operator]
+
+
+def refuse_switch(new: Choice) -> None:
+    """Raises an OptionError if there is an engine: it cannot be put under another strategy."""
+    if _engines:
+        raise OptionError(
+            "A model that DeepSpeed has taken over cannot be switched: its state is in a form of "
+            "DeepSpeed's own. Save with accelerator.save_state(DIR), start afresh with %dist_reset "
+            f"--strategy {new.name}, prepare again, and load with accelerator.load_state(DIR)."
+        )
+
+
+def only(models: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
+    """The engine among an Accelerator's models; None without one."""
+    return next((one for one in models if is_engine(one)), None)
+
+
+def shown(base: torch.nn.Module) -> torch.nn.Module | None:
+    """What the user calls for his module: a wrapper, it, or an engine; None for an ended one."""
+    known = prepare.prepared_of(base)
+    if known is not None:
+        return known.outer
+    return base if is_engine(base) else None
+
+
+@contextlib.contextmanager
+def syncs_saved(model: torch.nn.Module) -> Iterator[None]:
+    """Backwards in here add gradients up on each rank; the next one outside combines them."""
+    outer = shown(model) or model
+    own: Any = next((m for m in outer.modules() if hasattr(m, "no_sync")), None)
+    if is_engine(outer):
+        context = deepspeed.no_sync(outer)
+    else:
+        context = fsdp.no_sync(outer) if own is None else own.no_sync()
+    with context:
+        yield
+
+
+def refuse_values(models: Iterable[torch.nn.Module]) -> None:
+    """Raises an OptionError if there is an engine: it can clip by the norm alone."""
+    if only(models) is not None:
+        raise OptionError("DeepSpeed has no clip_grad_value_. Use clip_grad_norm_, or fsdp.")
+
+
+def taken_over(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """What was given to prepare(), model and optimizer replaced by their engine. Collective.
+
+    Raises:
+        OptionError: Not one model with one optimizer, or DeepSpeed cannot run as asked.
+    """
+    models = [one for one in arguments if isinstance(one, torch.nn.Module) and not is_engine(one)]
+    optimizers = [
+        one
+        for one in arguments
+        if isinstance(one, torch.optim.Optimizer) and not isinstance(one, EngineOptimizer)
+    ]
+    if not models and not optimizers:
+        return tuple(arguments)
+    if len(models) != 1 or len(optimizers) != 1:
+        raise OptionError(
+            "DeepSpeed takes one model and its optimizer over together, and prepare() was given "
+            f"{len(models)} and {len(optimizers)}. Give both in one call: model, optimizer = "
+            "accelerator.prepare(model, optimizer)."
+        )
+    raw = optimizers[0].optimizer if isinstance(optimizers[0], Optimizer) else optimizers[0]
+    drop()
+    choice = prepare.current()
+    engine, optimizer = deepspeed.prepare(models[0], raw, choice, prepare.grid(), prepare.device())
+    _engines.add(engine)
+    placed = {id(models[0]): engine, id(optimizers[0]): EngineOptimizer(optimizer, engine)}
+    return tuple(placed.get(id(one), one) for one in arguments)

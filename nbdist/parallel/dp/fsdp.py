@@ -1,0 +1,263 @@
+"""Fully sharded data parallelism (torch's FSDP2): full, shard-grad-op and hybrid.
+
+Each rank holds a piece of every parameter, of its gradient and of the optimizer's state. A
+block's parameters are gathered for its forward and backward; its gradients are averaged and
+split in one reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from nbdist.errors import OptionError
+from nbdist.parallel.blocks import candidates, find_blocks
+from nbdist.parallel.precision import DTYPES
+from nbdist.parallel.transform import Job, Layouts, Step
+from nbdist.strategy.choice import Choice
+
+# Norms whose kernels take no fp32 input beside bf16 or fp16 parameters. On other devices than
+# the CPU autocast lets layer and group norms compute in fp32.
+_STRICT = {"cpu": (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)}
+_STRICT_ELSEWHERE = (torch.nn.RMSNorm,)
+# Its running statistics stay fp32, and so must its parameters.
+_BATCH_NORMS = (
+    torch.nn.BatchNorm1d,
+    torch.nn.BatchNorm2d,
+    torch.nn.BatchNorm3d,
+    torch.nn.SyncBatchNorm,
+)
+
+# The mesh's axes that see different data, outermost first: FSDP2 takes the last for splitting.
+_AXES = ("dp_replicate", "dp_shard")
+
+
+def _plan(job: Job, layouts: Layouts) -> Layouts:
+    """Every parameter is split along its first dim; buffers are whole on each rank."""
+    if job.choice.options.offload not in ("", "cpu"):
+        raise OptionError(
+            f"fsdp does not offload to {job.choice.options.offload}. Use --offload cpu, or "
+            "deepspeed --stage 3 --offload nvme."
+        )
+    if _mesh(job) is None:
+        _refuse_without_split(job)
+        return layouts
+    parameters = dict(job.base.named_parameters())
+    check_parameters(job)
+    return {
+        name: replace(layout, shard_dim=0) if name in parameters else layout
+        for name, layout in layouts.items()
+    }
+
+
+def _lay_out(job: Job) -> None:
+    """Split each block by itself, then the root with what is left."""
+    mesh = _mesh(job)
+    if mesh is None:
+        return
+    options = job.choice.options
+    offload: OffloadPolicy = OffloadPolicy()
+    if options.offload:
+        offload = CPUOffloadPolicy(pin_memory=job.device.type != "cpu")  # pinned for copies
+    does_reshard = options.shard != "grad-op"
+    policy = _policy(options.precision)
+    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload)
+    if options.precision in DTYPES:
+        for norm in _separate(_found(job.root, _BATCH_NORMS), job.root):
+            shard(norm, reshard_after_forward=does_reshard)
+        cast_norm_inputs(job.root, job.device)
+    for unit in units_of(job):
+        shard(unit, reshard_after_forward=does_reshard, mp_policy=policy)
+    # By itself torch keeps the root's: its backward begins as soon as its forward ends.
+    shard(job.root, reshard_after_forward=None if does_reshard else False, mp_policy=policy)
+
+
+def cast_norm_inputs(root: torch.nn.Module, device: torch.device) -> None:
+    """Let norms take what comes where their parameters are bf16 or fp16.
+
+    Activations are fp32 where one was multiplied with an fp32 buffer, for example.
+    """
+    for norm in _found(root, _STRICT.get(device.type, _STRICT_ELSEWHERE)):
+        norm.register_forward_pre_hook(_as_weight)
+
+
+def parameter_device(choice: Choice, device: torch.device) -> torch.device:
+    """Where this rank's pieces of the parameters lie: with --offload cpu, in the host's memory."""
+    return torch.device("cpu") if choice.options.offload == "cpu" else device
+
+
+@contextmanager
+def no_sync(module: torch.nn.Module) -> Iterator[None]:
+    """Backwards in here communicate no gradients: they add up whole, on each rank by itself.
+
+    The first backward after it reduces the sum; until then a parameter's `.grad` is what it
+    was. A module without FSDP2 in it is left alone. No rank is met; every rank must do the same.
+    """
+    _set_sync(module, is_on=False)
+    try:
+        yield
+    finally:
+        _set_sync(module, is_on=True)
+
+
+def settle(module: torch.nn.Module) -> None:
+    """Let the module's parameters be this rank's pieces again.
+
+    After a forward without a backward some are whole: the root's, and with grad-op all. No
+    rank is met.
+    """
+    for shard in _shards(module):
+        shard.reshard()
+
+
+def units_of(job: Job) -> tuple[torch.nn.Module, ...]:
+    """The blocks that are gathered one by one; what else there is goes with the root.
+
+    Those of this rank's stage, if there are stages. A block that shares a parameter with
+    another one or with the rest of the model goes with the root: it would be two parameters.
+    None where the model has no list of blocks.
+
+    Raises:
+        OptionError: A list was named that is not there, or several are the largest.
+    """
+    if not job.choice.options.blocks and not candidates(job.base):
+        return ()
+    blocks = find_blocks(job.base, job.choice.options.blocks)
+    present = set(job.root.modules())
+    return _separate((block for block in blocks.modules if block in present), job.root)
+
+
+def check_parameters(job: Job) -> None:
+    """Refuse parameters that cannot be split; leave a note where all are gathered at once.
+
+    Of FSDP2 and FSDP1 alike. No rank is met.
+
+    Raises:
+        OptionError: A scalar, or several dtypes in one unit; or as `units_of`.
+    """
+    _refuse_scalars(job)
+    units = units_of(job)
+    _refuse_mixed_dtypes(job, units)
+    text = (
+        f"{type(job.base).__name__} has no list of blocks: all its parameters are gathered at "
+        "once. --blocks NAME names one."
+    )
+    notes = job.kept.setdefault("notes", [])
+    if not units and text not in notes:
+        notes.append(text)
+
+
+def _separate(
+    blocks: Iterable[torch.nn.Module], root: torch.nn.Module
+) -> tuple[torch.nn.Module, ...]:
+    unique = list(dict.fromkeys(blocks))
+    inside = {module for block in unique for module in block.modules()}
+    outside = {
+        parameter
+        for module in root.modules()
+        if module not in inside
+        for parameter in module.parameters(recurse=False)
+    }
+    holders = Counter(parameter for block in unique for parameter in block.parameters())
+    return tuple(
+        block
+        for block in unique
+        if any(True for _ in block.parameters())
+        and all(holders[p] == 1 and p not in outside for p in block.parameters())
+    )
+
+
+def _mesh(job: Job) -> DeviceMesh | None:
+    """The mesh of the data parallel axes; None where nothing is split (`fsdp --tp 2` on 2)."""
+    mesh = job.grid.mesh
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if "dp_shard" not in names:
+        return None
+    return job.grid.submesh(*(axis for axis in _AXES if axis in names))
+
+
+def _policy(precision: str) -> MixedPrecisionPolicy:
+    """Parameters are gathered in half the bytes; gradients are summed in fp32."""
+    if precision not in DTYPES:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+
+
+def _as_weight(norm: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    weight = norm.weight
+    if isinstance(weight, torch.Tensor) and args and args[0].dtype != weight.dtype:
+        return (args[0].to(weight.dtype), *args[1:])
+    return args
+
+
+def _found(
+    root: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...]
+) -> Iterator[torch.nn.Module]:
+    return (module for module in root.modules() if isinstance(module, kinds))
+
+
+def _set_sync(module: torch.nn.Module, *, is_on: bool) -> None:
+    for shard in _shards(module):
+        shard.set_requires_gradient_sync(is_on, recurse=False)
+
+
+def _shards(module: torch.nn.Module) -> Iterator[FSDPModule]:
+    return (inner for inner in module.modules() if isinstance(inner, FSDPModule))
+
+
+def _refuse_without_split(job: Job) -> None:
+    replicas = job.grid.degrees.dp_replicate
+    if replicas > 1:
+        raise OptionError(
+            f"--shard hybrid: {replicas} copies of the model leave 1 rank for each, and nothing to "
+            f"split. Use --replicas with a number below {replicas}, or ddp."
+        )
+    if job.choice.options.offload:
+        raise OptionError(
+            "--offload cpu: there is no data parallel axis to split parameters along "
+            f"({job.choice.world_size} ranks, all used by other axes). Leave it out, or give "
+            "fsdp ranks of its own with --dp 2."
+        )
+
+
+def _refuse_scalars(job: Job) -> None:
+    scalars = [name for name, p in job.base.named_parameters() if p.dim() == 0]
+    if scalars:
+        raise OptionError(
+            f"{job.choice.name} cannot split {', '.join(scalars)}: a parameter without dims. Give "
+            "it the shape (1,), or use ddp or zero1."
+        )
+
+
+def _refuse_mixed_dtypes(job: Job, units: tuple[torch.nn.Module, ...]) -> None:
+    """Gradients of one unit travel in one buffer, so they have one dtype."""
+    names = {parameter: name for name, parameter in job.base.named_parameters()}
+    taken: set[torch.nn.Parameter] = set()
+    for unit in (*units, job.base):
+        own = [p for p in unit.parameters() if p.requires_grad and p not in taken]
+        taken |= set(own)
+        by_dtype = {p.dtype: names[p] for p in reversed(own)}
+        if len(by_dtype) > 1:
+            found = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
+            raise OptionError(
+                f"{job.choice.name} needs trained parameters of one dtype in each block and in "
+                f"the rest of the model: {found}. Convert the model, as with model.float(), and "
+                "let --bf16 or --fp16 choose what is computed in."
+            )
+
+
+STEP = Step(plan=_plan, lay_out=_lay_out)

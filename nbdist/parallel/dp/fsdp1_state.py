@@ -1,0 +1,152 @@
+"""Whole values of a model under FSDP1, of which each rank has pieces of flat parameters.
+
+A piece is some elements in a row, whatever the shape, so no layout says where it lies. FSDP1
+itself gathers and scatters, in memory for the whole model on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
+from torch.optim import Optimizer
+
+from nbdist.errors import OptionError
+from nbdist.parallel import build
+from nbdist.parallel.prepared import Prepared
+from nbdist.strategy.choice import steps_of
+from nbdist.strategy.tensor_layout import TensorLayout
+
+
+def is_flat(one: Prepared) -> bool:
+    """Whether a model is under FSDP1."""
+    return "fsdp1" in steps_of(one.built.job.choice)
+
+
+def layout_of_piece(one: Prepared) -> TensorLayout:
+    """As if each rank of a copy had one element: every one has what no other has."""
+    return TensorLayout((one.degrees.dp_shard,), shard_dim=0)
+
+
+def values(one: Prepared) -> dict[str, torch.Tensor]:
+    """Whole parameters and buffers, by first name, on every rank. Collective: every rank."""
+    with FullyShardedDataParallel.summon_full_params(one.outer, writeback=False):
+        found = {**build.tensors_of(one.base), **one.parameters}
+        return {name: found[name].detach().clone() for name in one.layouts}
+
+
+def load(one: Prepared, values: Mapping[str, torch.Tensor]) -> None:
+    """Put whole values into a model, in place. Collective: every rank, with equal ones."""
+    with FullyShardedDataParallel.summon_full_params(one.outer), torch.no_grad():
+        found = {**build.tensors_of(one.base), **one.parameters}
+        for name, value in values.items():
+            found[name].copy_(value)
+
+
+def listed(base: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What is in a module's state_dict, by the user's names. This rank alone.
+
+    FSDP1 hooks into `state_dict` itself, which gathers.
+    """
+    found = build.tensors_of(base)
+    passing = {
+        build.own_name(f"{path}.{name}" if path else name)
+        for path, module in base.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set  # noqa: SLF001  # as torch's own tools
+    }
+    return {name: tensor for name, tensor in found.items() if name not in passing}
+
+
+def only(
+    names: Mapping[str, tuple[Prepared, str, torch.Tensor]], others: Sized
+) -> tuple[Prepared, dict[str, str]] | None:
+    """The model under FSDP1 to which an optimizer's parameters belong; None if none does.
+
+    Args:
+        names: The optimizer's parameters, as `registry.names_in` gives them.
+        others: Those of no prepared model.
+
+    Returns:
+        The model, and first name -> key in `names`.
+
+    Raises:
+        OptionError: Some are of that model, and some are not.
+    """
+    models = {id(one): one for one, _, _ in names.values()}
+    if not any(is_flat(one) for one in models.values()):
+        return None
+    if others or len(models) > 1:
+        raise OptionError(
+            "Under fsdp1 the whole state of an optimizer is had for one model alone, and this one "
+            f"has the parameters of {len(models)} prepared models and {len(others)} of none. Use "
+            "an optimizer for each model, or fsdp."
+        )
+    return next(iter(models.values())), {name: key for key, (_, name, _) in names.items()}
+
+
+def optimizer_state(one: Prepared, optimizer: Optimizer, keys: Mapping[str, str]) -> dict[str, Any]:
+    """As `wholes.full_optimizer_state`. Collective: every rank.
+
+    Args:
+        one: The model.
+        optimizer: Of its parameters alone.
+        keys: First name of each -> its key in what is returned.
+    """
+    with _copying(one.outer):
+        found = FullyShardedDataParallel.optim_state_dict(one.outer, optimizer)
+    return {
+        "state": {keys[name]: own for name, own in found["state"].items()},
+        "param_groups": [
+            {**group, "params": [keys[name] for name in group["params"]]}
+            for group in found["param_groups"]
+        ],
+    }
+
+
+def load_optimizer_state(
+    one: Prepared, optimizer: Optimizer, keys: Mapping[str, str], state: Mapping[str, Any]
+) -> None:
+    """As `wholes.load_full_optimizer_state`. Collective: every rank, with an equal state."""
+    groups, own = optimizer.param_groups, list(optimizer.param_groups)
+    names = {key: name for name, key in keys.items()}
+    given = {
+        "state": {names[key]: dict(values) for key, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[key] for key in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+    parts = FullyShardedDataParallel.optim_state_dict_to_load(one.outer, optimizer, given)
+    optimizer.load_state_dict(parts)
+    # torch has made the groups anew; who holds the old ones, such as a cell, is to see the new.
+    for old, new in zip(own, optimizer.param_groups, strict=True):
+        old.update(new)
+    groups[:] = own
+    optimizer.param_groups = groups
+
+
+@contextlib.contextmanager
+def _copying(outer: torch.nn.Module) -> Iterator[None]:
+    """Let what FSDP1 gathers be copied.
+
+    By default (torch 2.11 to 2.13) it is moved to the host, which on the CPU leaves all moments of
+    a parameter in the one buffer that they were gathered in: each is the last one. The test of
+    states that go from fsdp1 shows it.
+    """
+    with warnings.catch_warnings():
+        # It names a successor for FSDP2; this is FSDP1's own way.
+        warnings.simplefilter("ignore", FutureWarning)
+        with FullyShardedDataParallel.state_dict_type(
+            outer,
+            StateDictType.FULL_STATE_DICT,
+            optim_state_dict_config=FullOptimStateDictConfig(offload_to_cpu=False),
+        ):
+            yield

@@ -1,0 +1,380 @@
+"""The models that live on this rank: found, reset after an abort, compared between ranks.
+
+Nothing is asked of the user: DDP and FSDP2 objects are found among Python's objects and named
+as the notebook names them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from IPython.core.getipython import get_ipython
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nbdist.core.recovery import HALVES, SHARDED
+from nbdist.errors import NbdistError
+from nbdist.parallel import registry
+from nbdist.parallel.prepared import is_retired
+from nbdist.rpc.wire import CELL_FOR_ALL
+
+# A tensor is summed in pieces, so that what is needed beside it stays small.
+_PIECE_BYTES = 1 << 22
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model whose gradients ranks combine.
+
+    Attributes:
+        name: The variable that holds it, or holds what it is in; otherwise its class.
+        module: A DDP object, the outermost FSDP2 module, or what is called of a model that is
+            prepared for tp or pp.
+        is_sharded: Each rank has a part of it.
+        is_named: A variable holds it: it is no leftover, such as a failed cell's.
+    """
+
+    name: str
+    module: torch.nn.Module
+    is_sharded: bool
+    is_named: bool = True
+
+
+@dataclass(slots=True)
+class _State:
+    """Whether this rank builds models that the others have already."""
+
+    is_catching_up: bool = False
+    is_installed: bool = False
+
+
+_state = _State()
+
+
+def find() -> tuple[Model, ...]:
+    """Every live DDP and FSDP2 model of this process, and every one that is split, by name."""
+    found = _find()
+    if all(one.is_named for one in found):
+        return found
+    # A cell that was run again leaves models that hold themselves in circles, and Python lets
+    # go of them on each rank at another time: ranks would compare different ones.
+    del found
+    gc.collect()
+    return _find()
+
+
+def _find() -> tuple[Model, ...]:
+    modules = [m for m in live(DistributedDataParallel, FSDPModule) if not is_retired(m)]
+    # One without a reducer comes from a constructor that has failed: the error holds it.
+    ddps = [
+        m for m in modules if issubclass(type(m), DistributedDataParallel) and hasattr(m, "reducer")
+    ]
+    shards = [m for m in modules if issubclass(type(m), FSDPModule)]
+    split = _split(ddps)
+    outermost = [*split, *shards]
+    inner = {id(child) for m in outermost for child in m.modules() if child is not m}
+    roots = {id(m): m for m in outermost if id(m) not in inner}
+    found = [(m, False) for m in ddps] + [(m, True) for m in roots.values()]
+    known = variables()
+    titles = names([module for module, _ in found], known)
+    models = [Model(titles[id(m)], m, sharded, id(m) in known) for m, sharded in found]
+    return tuple(sorted(models, key=lambda model: model.name))
+
+
+def _split(replicated: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """What is called of prepared models of which each rank has a part: under fsdp, tp, pp."""
+    with_reducer = {id(module) for module in replicated}
+    return [
+        one.outer
+        for one in registry.prepared()
+        if one.degrees.product > 1
+        and not any(id(module) in with_reducer for module in one.outer.modules())
+    ]
+
+
+def optimizers(model: Model) -> tuple[tuple[str, Optimizer], ...]:
+    """The optimizers that step this model's parameters, with their names, by name."""
+    own = {id(p) for p in model.module.parameters()}
+    found = [
+        one
+        for one in live_optimizers()
+        if any(id(p) in own for group in one.param_groups for p in group["params"])
+    ]
+    titles = names(found)
+    return tuple(sorted(((titles[id(one)], one) for one in found), key=lambda pair: pair[0]))
+
+
+def live_optimizers() -> list[Optimizer]:
+    """Every optimizer of this process; Accelerate's wrapper is one too, and does not count."""
+    return [
+        one
+        for one in live(Optimizer)
+        if not isinstance(getattr(one, "optimizer", None), Optimizer)
+        and hasattr(one, "param_groups")
+    ]
+
+
+def schedulers(optimizer: Optimizer) -> tuple[LRScheduler, ...]:
+    """The learning rate schedulers of an optimizer, by class."""
+    own = [one for one in live(LRScheduler) if getattr(one, "optimizer", None) is optimizer]
+    return tuple(sorted(own, key=lambda one: type(one).__name__))
+
+
+def reset(found: tuple[Model, ...] | None = None) -> dict[str, int]:
+    """Make models ready for a new step after a broken one: model -> gradients cleared.
+
+    Gradients of a broken step are there on some ranks, on others half or not at all.
+    """
+    cleared = {}
+    for model in find() if found is None else found:
+        if model.is_sharded:
+            _reset_shards(model.module)
+        elif (reducer := getattr(model.module, "reducer", None)) is not None:
+            # Without it the reducer of a rank whose forward had no backward raises in the
+            # next step, while the other ranks wait for it. torch itself calls it so.
+            reducer._reset_state()  # noqa: SLF001
+        with_gradient = [p for p in model.module.parameters() if p.grad is not None]
+        for parameter in with_gradient:
+            parameter.grad = None
+        cleared[model.name] = len(with_gradient)
+    return cleared
+
+
+def checksums(found: tuple[Model, ...] | None = None) -> dict[str, str]:
+    """Model -> checksum of its parameters, HALVES, checksum of its buffers.
+
+    Equal on two ranks when every bit is. SHARDED for a model of which each rank has a part.
+    This rank alone.
+    """
+    return {
+        model.name: SHARDED
+        if model.is_sharded
+        else f"{_digest(model.module.named_parameters())}{HALVES}"
+        f"{_digest(model.module.named_buffers())}"
+        for model in (find() if found is None else found)
+    }
+
+
+def catching_up(is_on: bool) -> None:
+    """Let this rank alone build the models that the others have: DDP then sends nothing.
+
+    Except in a cell that all ranks run: there they build it together. It ends with
+    `sync.sync_model`.
+    """
+    if not _state.is_installed:
+        _state.is_installed = True
+        cls: Any = DistributedDataParallel
+        cls.__init__ = _quiet_at_times(cls.__init__)
+    _state.is_catching_up = is_on
+
+
+def is_catching_up() -> bool:
+    """Whether this rank replaces another one and has not got its models' values yet."""
+    return _state.is_catching_up
+
+
+def is_alone() -> bool:
+    """Whether this rank builds by itself what the others have, while they do something else."""
+    return _state.is_catching_up and not _runs_on_all()
+
+
+def rebuild_reducer(module: DistributedDataParallel) -> None:
+    """Give a DDP object a new reducer, as after unpickling, all its options kept.
+
+    A reducer changes its buckets after the first step, so an old one does not fit a replaced
+    rank's new one. Hooks that Python registered are registered again. Every rank of its group.
+    """
+    ddp: Any = module
+    # The same private steps as in DDP.__setstate__, which torch keeps in order for itself.
+    parameters, expects_sparse = ddp._build_params_for_reducer()  # noqa: SLF001
+    names = ddp._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
+    ddp._ddp_init_helper(parameters, expects_sparse, names, ddp.static_graph)  # noqa: SLF001
+    ddp._has_rebuilt_buckets = False  # noqa: SLF001
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()  # noqa: SLF001
+        ddp.logger._set_static_graph()  # noqa: SLF001
+        # The new reducer's first backward reduces all at its end, once it is asked to.
+        ddp._static_graph_delay_allreduce_enqueued = False  # noqa: SLF001
+    for hook, hook_state in ddp._comm_hooks:  # noqa: SLF001
+        torch.distributed._register_comm_hook(ddp.reducer, hook_state, hook)  # noqa: SLF001
+    if ddp.mixed_precision is not None:
+        ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)  # noqa: SLF001
+
+
+def _quiet_at_times(construct: Any) -> Any:
+    """DDP's constructor, without its collectives while this rank is catching up."""
+
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        # The sixth argument after the module, which nobody gives by place.
+        if _state.is_catching_up and len(args) <= 5 and not _runs_on_all():
+            kwargs["init_sync"] = False
+            construct(self, *args, **kwargs)
+            self.register_forward_pre_hook(_refuse_alone)
+            return
+        construct(self, *args, **kwargs)
+
+    return init
+
+
+def _refuse_alone(*_: Any) -> None:
+    """Before the forward of a model that was built alone: it is not the others' model yet.
+
+    Raises:
+        NbdistError: In a cell of all ranks, which would train different models without a word.
+    """
+    if _state.is_catching_up and _runs_on_all():
+        raise NbdistError(
+            "this rank's model was built alone, after a restart, and has not got the others' "
+            "values: %dist_sync_model sends them"
+        )
+
+
+def _runs_on_all() -> bool:
+    """Whether every rank was sent the cell that runs here."""
+    kernel: Any = getattr(get_ipython(), "kernel", None)
+    if kernel is None:
+        return False
+    return bool(kernel.get_parent("shell").get("metadata", {}).get(CELL_FOR_ALL))
+
+
+def _reset_shards(root: torch.nn.Module) -> None:
+    """Bring FSDP2 back to its state between two steps. torch has nothing public for it.
+
+    Otherwise a rank that is in the middle of backward and one in the middle of forward gather
+    different tensors in the next step, which kills a rank.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for module in root.modules():
+        if not issubclass(type(module), FSDPModule):
+            continue
+        shard: Any = module
+        state = shard._get_fsdp_state()  # noqa: SLF001
+        state._training_state = TrainingState.IDLE  # noqa: SLF001
+        state._state_ctx.iter_forward_root = None  # noqa: SLF001
+        state._state_ctx.post_backward_final_callback_queued = False  # noqa: SLF001
+        if hasattr(state, "_modules_to_run_forward"):
+            state._modules_to_run_forward.clear()  # noqa: SLF001
+        # torch 2.11 has one group in a module, later ones several.
+        single = getattr(state, "_fsdp_param_group", None)
+        for group in getattr(state, "_fsdp_param_groups", [single]):
+            if group is not None:
+                group._training_state = TrainingState.IDLE  # noqa: SLF001
+                group._all_gather_result = None  # noqa: SLF001
+        shard.reshard()
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    total = hashlib.sha1(usedforsecurity=False)
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_sum(tensor)}".encode())
+    return total.hexdigest()[:16]
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    """A number of 64 bits that any change of one word of the tensor changes; where it lies.
+
+    Hashing on the host takes longer than is promised for a whole recovery: 15 s for a model of
+    two billion parameters, even where these need not come from a GPU.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % _WORD_BYTES:
+        flat = flat.clone()
+    n_words = flat.numel() // _WORD_BYTES
+    n_piece = max(1, _PIECE_BYTES // _WORD_BYTES)
+    words = flat[: n_words * _WORD_BYTES].view(torch.int64)
+    # Odd factors, so that no bit of a word is lost where the product wraps around.
+    weights = torch.arange(min(n_words, n_piece), device=flat.device) * 2 + 1
+    total = flat[n_words * _WORD_BYTES :].sum(dtype=torch.int64)
+    for number, piece in enumerate(torch.split(words, n_piece)):
+        total += (piece * (weights[: piece.numel()] + 2 * n_piece * number)).sum()
+    return int(total.item())
+
+
+def live(*kinds: type) -> Iterator[Any]:
+    """Every live object of these classes, and of those made from them.
+
+    By its type: asking each object for its class would run code of lazy ones. There are
+    hundreds of thousands, so no line of Python runs for those that are not meant.
+    """
+    wanted = set(kinds)
+    todo = list(kinds)
+    while todo:
+        fresh: set[type] = set(type.__subclasses__(todo.pop())) - wanted
+        wanted |= fresh
+        todo += fresh
+    objects = gc.get_objects()
+    is_wanted = map(wanted.__contains__, map(type, objects))
+    return itertools.compress(objects, is_wanted)
+
+
+def names(objects: Iterable[Any], known: Mapping[int, str] | None = None) -> dict[int, str]:
+    """Name each object, by id; no two names are equal.
+
+    Args:
+        objects: What is named.
+        known: `variables`, where it is there already.
+    """
+    given: dict[int, str] = {}
+    taken: set[str] = set()
+    known = variables() if known is None else known
+    for one in objects:
+        base = known.get(id(one)) or type(getattr(one, "module", one)).__name__
+        name, number = base, 2
+        while name in taken:
+            name, number = f"{base}_{number}", number + 1
+        taken.add(name)
+        given[id(one)] = name
+    return given
+
+
+def variables() -> dict[int, str]:
+    """Name, by id, what the user's variables hold, themselves or one step inside."""
+    names: dict[int, str] = {}
+    namespace = {n: v for n, v in _namespace().items() if not n.startswith("_")}
+    for name, value in namespace.items():
+        names.setdefault(id(value), name)
+    for name, value in namespace.items():
+        for inner_name, inner in _inside(value):
+            names.setdefault(id(inner), f"{name}{inner_name}")
+    return names
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a variable's value holds that can have a name of its own."""
+    if isinstance(value, torch.nn.Module):
+        # Compiled models and the like: named as what they are in.
+        yield from (("", child) for child in value.modules() if child is not value)
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, Optimizer):
+        yield "", getattr(value, "optimizer", None)
+    elif not isinstance(value, type) and not hasattr(value, "__path__"):
+        inner = getattr(value, "__dict__", None)
+        if isinstance(inner, dict) and type(value).__module__ == "__main__":
+            yield from ((f".{key}", item) for key, item in inner.items())
+
+
+def _namespace() -> Mapping[str, Any]:
+    """The names that the user's cells have made."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return dict(shell.user_ns if shell is not None else vars(sys.modules["__main__"]))

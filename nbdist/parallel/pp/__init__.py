@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, what travels between them, the loss as one autograd node."""

@@ -1,0 +1,70 @@
+"""What a model's forward returns: the loss in it, and what of it is right in a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from nbdist.errors import NbdistError
+from nbdist.parallel.pp.pytree import pack
+
+
+def loss_of(value: Any) -> torch.Tensor:
+    """The loss in what a model returns: a scalar, `.loss`, ["loss"], or the first of a tuple.
+
+    Raises:
+        NbdistError: There is none.
+    """
+    found = value
+    if isinstance(value, list | tuple) and value:
+        found = value[0]
+    elif isinstance(value, dict):
+        found = value.get("loss")
+    elif not isinstance(value, torch.Tensor):
+        found = getattr(value, "loss", None)
+    if isinstance(found, torch.Tensor) and found.numel() == 1:
+        return found.reshape(())
+    shape = f" of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else ""
+    raise NbdistError(
+        f"forward returned a {type(value).__name__}{shape} and no loss. A pipeline runs backward "
+        "while it runs forward, so the model computes the loss itself: let forward take the "
+        "targets and return a scalar, or an output with .loss. For outputs without a backward "
+        "use model.eval() or torch.no_grad()"
+    )
+
+
+def has_nan(value: Any) -> bool:
+    """Whether a floating point tensor in it has a NaN."""
+    return any(
+        bool(tensor.isnan().any())
+        for tensor in pack(value).leaves
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+    )
+
+
+def only_loss(output: Any) -> Any:
+    """The same kind of output with its loss alone: the rest is None, or left out."""
+    loss = loss_of(output)
+    if isinstance(output, torch.Tensor):
+        return loss
+    if isinstance(output, dict):  # Hugging Face's outputs are
+        return type(output)(loss=loss)
+    if isinstance(output, list | tuple):
+        fields = getattr(output, "_fields", None)
+        first: Any = type(output)
+        return first(loss, *[None] * (len(fields) - 1)) if fields else first([loss])
+    shell = copy.copy(output)
+    for name, value in vars(output).items():
+        if isinstance(value, torch.Tensor):
+            object.__setattr__(shell, name, loss if name == "loss" else None)
+    return shell
+
+
+def without_cache(output: Any) -> Any:
+    """The output without a cache of keys and values: the last stage's has its own blocks' alone."""
+    if isinstance(output, dict) and output.get("past_key_values") is not None:
+        kind: Any = type(output)
+        return kind(**{key: one for key, one in output.items() if key != "past_key_values"})
+    return output

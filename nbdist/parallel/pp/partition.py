@@ -1,0 +1,278 @@
+"""Pipeline parallelism: which stage holds what of a model, and the modules that run it.
+
+The list of blocks is cut into stages of consecutive blocks. What stands outside of the list:
+
+    an embedding                 on the first stage; on the last too where it is tied to the
+                                 head, or where no head has its number of rows
+    the head                     on the last stage: it stands behind the blocks and has as many
+                                 rows as an embedding
+    everything else              on every stage, for it may be used before and after the blocks;
+                                 its gradients are summed
+
+A model that uses an embedding or the head elsewhere is refused at its first step, and says so
+itself: `model.pp_everywhere = ["embed"]` names modules or parameters that every stage holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nbdist.errors import OptionError
+from nbdist.parallel.blocks import Blocks, find_blocks
+from nbdist.parallel.pp.pipeline import SCHEDULES, Pipeline
+from nbdist.parallel.pp.stage import EVERYWHERE, Part, Stages
+from nbdist.parallel.transform import Job, Layouts, Step
+from nbdist.strategy.choice import Degrees
+
+_KEPT = "pp"
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """A model cut into stages.
+
+    Attributes:
+        blocks: Its list of blocks.
+        spans: The blocks of each stage, as positions in the list.
+        ranks: Stages are dealt out to so many ranks, in turn.
+        holders: First name of each parameter and buffer -> coordinates along pp; None for all.
+    """
+
+    blocks: Blocks
+    spans: tuple[range, ...]
+    ranks: int
+    holders: Mapping[str, frozenset[int] | None]
+
+
+def _plan(job: Job, layouts: Layouts) -> Layouts:
+    """Says which coordinates along pp hold each parameter and buffer.
+
+    Raises:
+        OptionError: No list of blocks, fewer blocks than ranks, a schedule that does not go with
+            another option.
+    """
+    options, ranks = job.choice.options, job.choice.degrees.pp
+    blocks = find_blocks(job.base, options.blocks)
+    _refuse_few(blocks, job.choice.degrees, job.choice.world_size)
+    _refuse_options(job)
+    is_looped = SCHEDULES[options.schedule].is_looped
+    per_rank = 2 if is_looped and len(blocks.modules) >= 2 * ranks else 1
+    if per_rank == 2:
+        _refuse_two(job)
+    spans = spans_of(len(blocks.modules), per_rank * ranks)
+    holders = dict(_holders(job.base, layouts, blocks, spans, ranks))
+    job.kept[_KEPT] = Cuts(blocks, spans, ranks, holders)
+    return {name: replace(layout, stages=holders[name]) for name, layout in layouts.items()}
+
+
+def _lay_out(job: Job) -> None:
+    """Collects what this rank holds in a `Stages`, which further steps take for the model."""
+    cuts: Cuts = job.kept[_KEPT]
+    here = job.grid.coordinate.pp
+    held = {n for n, places in cuts.holders.items() if places is None or here in places}
+    tensors = _first_names(job.base)
+    parts = []
+    for index in range(here, len(cuts.spans), cuts.ranks):
+        own = {cuts.blocks.modules[position] for position in cuts.spans[index]}
+        foreign = set(cuts.blocks.modules) - own
+        tree = _tree(job.base, foreign, lambda tensor: tensors[id(tensor)] in held)
+        assert tree is not None
+        parts.append(Part(cuts.blocks, cuts.spans[index], index, tree))
+    job.root = Stages(parts)
+
+
+def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+    """The module that runs all stages of a step."""
+    cuts: Cuts = job.kept[_KEPT]
+    return Pipeline(job, len(cuts.spans), cuts.holders)
+
+
+def spans_of(count: int, stages: int) -> tuple[range, ...]:
+    """Cut `count` blocks into stages of consecutive ones that differ by one at most.
+
+    >>> spans_of(7, 3)
+    (range(0, 3), range(3, 5), range(5, 7))
+    """
+    size, more = divmod(count, stages)
+    starts = [index * size + min(index, more) for index in range(stages + 1)]
+    return tuple(range(*pair) for pair in itertools.pairwise(starts))
+
+
+def _refuse_few(blocks: Blocks, degrees: Degrees, world_size: int) -> None:
+    count = len(blocks.modules)
+    if count >= degrees.pp:
+        return
+    possible = [n for n in range(2, count + 1) if world_size % n == 0]
+    way = f"Use --pp {' or '.join(map(str, possible))}" if possible else "Use another strategy"
+    raise OptionError(
+        f"{count} blocks ({blocks.name or 'the model itself'}) cannot form {degrees.pp} pipeline "
+        f"stages: each stage has one at least. {way}, or name another list with --blocks NAME."
+    )
+
+
+def _refuse_options(job: Job) -> None:
+    options, degrees = job.choice.options, job.choice.degrees
+    if options.schedule not in SCHEDULES:
+        raise OptionError(
+            f"There is no pipeline schedule {options.schedule}. Use one of {', '.join(SCHEDULES)}."
+        )
+    is_looped = SCHEDULES[options.schedule].is_looped
+    if options.schedule == "zb" and (options.is_compiled or options.checkpoint):
+        what = "--compile" if options.is_compiled else f"--checkpoint {options.checkpoint}"
+        raise OptionError(
+            f"--schedule zb runs each backward in two halves, which {what} does not allow: what it "
+            "computes again is gone after the first half. Use another schedule: "
+            f"{', '.join(name for name in SCHEDULES if name != 'zb')}."
+        )
+    count = options.microbatches
+    if count is not None and count < 1:
+        raise OptionError(f"--microbatches {count}: a batch has one micro-batch at least.")
+    if count is not None and is_looped and count % max(1, count // degrees.pp):
+        # What torch's schedules ask for: equal rounds over the ranks.
+        below, above = count // degrees.pp * degrees.pp, (count // degrees.pp + 1) * degrees.pp
+        raise OptionError(
+            f"--schedule {options.schedule} cannot deal {count} micro-batches out to {degrees.pp} "
+            f"ranks in equal rounds. Use --microbatches {below} or {above}."
+        )
+
+
+def _refuse_two(job: Job) -> None:
+    """What does not go with two stages on a rank."""
+    options, degrees = job.choice.options, job.choice.degrees
+    others = " or ".join(name for name, one in SCHEDULES.items() if not one.is_looped)
+    start = f"--schedule {options.schedule} puts two stages on each rank"
+    if degrees.dp > 1:
+        raise OptionError(
+            f"{start}, and FSDP can gather and sum up only one. Use --schedule {others} with a "
+            f"data parallel degree of {degrees.dp}."
+        )
+    if options.has_sequence_parallel:
+        raise OptionError(
+            f"{start}, and --sequence-parallel splits the sequence once for all blocks of a rank. "
+            f"Use --schedule {others} with it."
+        )
+
+
+def _holders(
+    base: torch.nn.Module, layouts: Layouts, blocks: Blocks, spans: tuple[range, ...], ranks: int
+) -> Iterator[tuple[str, frozenset[int] | None]]:
+    """Who holds each tensor; of tied ones, everyone who holds it under one of its names."""
+    first = _first_names(base)
+    places: dict[str, set[int]] = {name: set() for name in layouts}
+    homes = dict(_homes(base, layouts, blocks, spans, ranks))
+    for path, module in base.named_modules(remove_duplicate=False):
+        for key, tensor in _own_tensors(module):
+            name = f"{path}.{key}" if path else key
+            places[first[id(tensor)]] |= homes[name]
+    for name, found in places.items():
+        yield name, None if len(found) == ranks else frozenset(found)
+
+
+def _homes(
+    base: torch.nn.Module, layouts: Layouts, blocks: Blocks, spans: tuple[range, ...], ranks: int
+) -> Iterator[tuple[str, set[int]]]:
+    """Coordinates along pp by each name of each tensor."""
+    stage_of = {position: stage for stage, span in enumerate(spans) for position in span}
+    prefixes = {f"{blocks.block_name(n)}.": stage % ranks for n, stage in stage_of.items()}
+    outside = _Outside(base, layouts, blocks)
+    for path, module in base.named_modules(remove_duplicate=False):
+        for key, _ in _own_tensors(module):
+            name = f"{path}.{key}" if path else key
+            own = next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None)
+            if own is not None:
+                yield name, {own}
+            else:
+                yield name, outside.homes(name, module, ranks)
+
+
+class _Outside:
+    """What stands outside of the blocks: embeddings, the head, and the rest."""
+
+    def __init__(self, base: torch.nn.Module, layouts: Layouts, blocks: Blocks) -> None:
+        self.everywhere = tuple(getattr(base, EVERYWHERE, ()))
+        first = _first_names(base)
+        inside = {module for block in blocks.modules for module in block.modules()}
+        modules = [module for module in base.modules() if module not in inside]
+        behind = modules[modules.index(blocks.container) + 1 :]
+
+        def rows(module: torch.nn.Module) -> int:
+            """Of a matrix of the module's own, whole, whatever split it is in now."""
+            weight = getattr(module, "weight", None)
+            if id(weight) not in first:
+                return 0
+            shape = layouts[first[id(weight)]].shape
+            return shape[0] if len(shape) == 2 else 0
+
+        self.embeddings = {m: rows(m) for m in modules if isinstance(m, torch.nn.Embedding)}
+        counts = set(self.embeddings.values()) - {0}
+        self.heads = {m: rows(m) for m in behind if rows(m) in counts and m not in self.embeddings}
+        weights = {id(getattr(m, "weight", None)) for m in self.embeddings}
+        # On the first stage for their weight, so all of theirs is: a module is in one piece.
+        self.tied = {m for m in self.heads if id(getattr(m, "weight", None)) in weights}
+
+    def homes(self, name: str, module: torch.nn.Module, ranks: int) -> set[int]:
+        """The coordinates that hold a tensor of this module."""
+        if any(name == one or name.startswith(f"{one}.") for one in self.everywhere):
+            return set(range(ranks))
+        if module in self.heads:
+            return {0, ranks - 1} if module in self.tied else {ranks - 1}
+        if module not in self.embeddings:
+            return set(range(ranks))
+        has_head = self.embeddings[module] in self.heads.values()
+        return {0} if has_head else {0, ranks - 1}
+
+
+def _first_names(base: torch.nn.Module) -> dict[int, str]:
+    """The first name of each tensor, by id: of tied ones as `build.names_of` has it."""
+    found: dict[int, str] = {}
+    for named in (base.named_parameters, base.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            found.setdefault(id(tensor), name)
+    return found
+
+
+def _own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [
+        *module.named_parameters(recurse=False, remove_duplicate=False),
+        *module.named_buffers(recurse=False, remove_duplicate=False),
+    ]
+
+
+class Shadow(torch.nn.Module):
+    """Holds a module's own parameters and buffers, and those children that a rank has.
+
+    It is never called: the user's module is. FSDP finds here what it is to split.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        # The same dicts: what is put into one is in the other.
+        tables = module.__dict__
+        self.__dict__.update(_parameters=tables["_parameters"], _buffers=tables["_buffers"])
+
+
+def _tree(module: torch.nn.Module, foreign: set[torch.nn.Module], is_held: Any) -> Any:
+    """The module, as far as it is held: itself where that is all of it, None where nothing is."""
+    if module in foreign:
+        return None
+    children = {name: _tree(child, foreign, is_held) for name, child in module.named_children()}
+    own = [is_held(tensor) for _, tensor in _own_tensors(module)]
+    if own and not any(own):
+        # No module has tensors on different stages, but for children.
+        return None
+    if all(tree is child for tree, child in zip(children.values(), module.children(), strict=True)):
+        return module
+    shadow = Shadow(module)
+    for name, tree in children.items():
+        if tree is not None:
+            shadow.add_module(name, tree)
+    return shadow
+
+
+STEP = Step(plan=_plan, lay_out=_lay_out)
+PIPELINE = Step(wrap=_wrap)

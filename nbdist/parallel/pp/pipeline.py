@@ -1,0 +1,332 @@
+"""A model in stages: what the user calls, with the loss of one process on every rank.
+
+A training step runs the whole of torch's schedule, backward included, inside forward. The loss
+that comes out is a node of autograd whose backward hands on the gradients that are there
+already, times the gradient of the loss: so dividing, scaling and adding up work as ever.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from nbdist.errors import NbdistError, OptionError
+from nbdist.parallel.pp.loss_node import SteppedLoss
+from nbdist.parallel.pp.pytree import Packed, batch_size, cut, pack, unpack
+from nbdist.parallel.pp.shape_inference import Failed, Findings, Route, evaluate, find_out
+from nbdist.parallel.pp.stage import Part, Stages
+from nbdist.parallel.pp.stage import Step as StageStep
+from nbdist.parallel.pp.tied_gradients import Share, add_up
+from nbdist.parallel.transform import Job
+
+# How many shapes of batches are remembered.
+_REMEMBERED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One of torch's schedules.
+
+    Attributes:
+        kind: The class.
+        is_looped: Each rank has two stages, where the model has blocks enough.
+    """
+
+    kind: Any
+    is_looped: bool = False
+
+
+SCHEDULES = {
+    "gpipe": Schedule(ScheduleGPipe),
+    "1f1b": Schedule(Schedule1F1B),
+    "interleaved": Schedule(ScheduleInterleaved1F1B, is_looped=True),
+    "zb": Schedule(ScheduleInterleavedZeroBubble, is_looped=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How batches of one shape run.
+
+    Attributes:
+        findings: What the first micro-batch has shown.
+        schedule: torch's object, for these shapes.
+    """
+
+    findings: Findings
+    schedule: Any
+
+
+class Pipeline(torch.nn.Module):
+    """The user's model over the ranks of a pipeline. Each call is collective: all of them.
+
+    In training, forward returns what the model does with its loss alone, the mean over the
+    micro-batches: equal on every rank. So the loss must be a mean over the batch. In eval() or
+    under no_grad the whole batch goes through the stages once, and every rank gets what the
+    last one's forward returned.
+
+    An error of the model's code is raised where it happened, as it is; the other ranks of the
+    pipeline raise an NbdistError that names it. Gradients are then what they were before.
+
+    Attributes:
+        module: The user's model; the other stages' parameters in it are on meta.
+    """
+
+    def __init__(self, job: Job, count: int, holders: Mapping[str, frozenset[int] | None]) -> None:
+        """Of a model that is laid out and filled.
+
+        Args:
+            job: Its root is this rank's `Stages`.
+            count: Stages of the whole pipeline.
+            holders: Coordinates along pp by each parameter's first name; None for all.
+        """
+        super().__init__()
+        self.module = job.base
+        group = job.grid.group("pp")
+        assert group is not None
+        ranks = job.choice.degrees.pp
+        self._route = Route(group, job.grid.coordinate.pp, ranks, count, job.device)
+        self._job = job
+        self._holders = holders
+        self._plans: dict[Any, Plan] = {}
+        self._told: set[int] = set()
+        # Whatever this rank trains, its loss has a gradient if any rank's has.
+        self._anchor = torch.zeros((), device=job.device, requires_grad=True)
+        for part in self._parts:
+            part.finish(job.base, job.root, job.device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's loss in training; otherwise its own output.
+
+        Raises:
+            NbdistError: The model has failed on another rank, returns no loss in training, uses
+                what its stage does not have, or ranks were given different batches.
+            OptionError: The batch cannot be cut into the micro-batches that were asked for.
+        """
+        batch = pack((args, kwargs))
+        if self.training and torch.is_grad_enabled():
+            trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+            if trained:
+                return self._train(batch, trained)
+        with torch.no_grad():
+            output = evaluate(self._root, batch, self._route)
+        if self.training:
+            self._send_buffers()
+        return output
+
+    @property
+    def _root(self) -> Stages:
+        """Not a child: it has the same parameters as the module."""
+        assert isinstance(self._job.root, Stages)
+        return self._job.root
+
+    @property
+    def _parts(self) -> tuple[Part, ...]:
+        return tuple(self._root.parts)  # type: ignore[arg-type]
+
+    def _train(self, batch: Packed, trained: Mapping[str, torch.nn.Parameter]) -> Any:
+        _refuse_gradients(batch)
+        count = self._count(batch_size(batch))
+        pieces = cut(batch, count)
+        plan = self._plan_for(pieces)
+        shares = [
+            Share(parameter, self._holders[name], None)
+            for name, parameter in trained.items()
+            if not parameter.is_meta
+        ]
+        scaler = getattr(self._job.accelerator, "scaler", None)
+        scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        loss = self._run(plan, pieces, shares, scale)
+        self._send_buffers()
+        parameters = [share.parameter for share in shares]
+        gradients = [share.gradient for share in shares]
+        loss = SteppedLoss.apply(loss, 1 / scale, gradients, self._anchor, *parameters)  # type: ignore[no-untyped-call]
+        return unpack(plan.findings.skeleton, [loss])
+
+    def _run(
+        self, plan: Plan, pieces: Sequence[Packed], shares: Sequence[Share], scale: float
+    ) -> torch.Tensor:
+        """Run the schedule: the loss is returned, gradients go into the shares."""
+        for part, (incoming, outgoing) in zip(self._parts, plan.findings.borders, strict=True):
+            part.incoming, part.outgoing = incoming, outgoing
+            part.current = StageStep(pieces, scale / len(pieces))
+        before = [share.parameter.grad for share in shares]
+        for share in shares:
+            share.parameter.grad = None
+        try:
+            self._run_schedule(plan.schedule, len(pieces))
+            loss = self._agree(plan.findings.dtype)
+            for share in shares:
+                share.gradient = share.parameter.grad
+        except BaseException:
+            # It may have stopped anywhere: the next step begins with new ones.
+            self._plans.clear()
+            raise
+        finally:
+            for share, gradient in zip(shares, before, strict=True):
+                share.parameter.grad = gradient
+            for part in self._parts:
+                part.current = StageStep()
+        add_up(shares, self._route.group)
+        return loss
+
+    def _run_schedule(self, schedule: Any, count: int) -> None:
+        numbers = torch.arange(count)
+        # torch calls its loss function with a target or not at all.
+        target = {"target": numbers} if self._parts[-1].is_last else {}
+        try:
+            schedule.step(number=numbers, return_outputs=False, **target)
+        except RuntimeError as error:
+            # torch's own text around the model's error is pages long.
+            if error.__cause__ is not None and "ailed to run" in str(error):
+                raise error.__cause__ from None
+            raise
+
+    def _agree(self, dtype: torch.dtype) -> torch.Tensor:
+        """The mean loss, on every rank; raises on every rank if the model failed on one."""
+        losses = [loss for part in self._parts for loss in part.current.losses]
+        failure = next((p for p in self._parts if p.current.failure is not None), None)
+        told = torch.zeros(2, dtype=dtype, device=self._route.device)
+        told[1] = failure is not None
+        if losses and failure is None:
+            told[0] = torch.stack(losses).mean()
+        dist.all_reduce(told, group=self._route.group)
+        if not told[1].item():
+            return told[0]
+        error = None if failure is None else failure.current.failure
+        own = None if failure is None or error is None else Failed.of(failure.index, error)
+        everyone: list[Failed | None] = [None] * self._route.ranks
+        dist.all_gather_object(everyone, own, group=self._route.group)
+        raise error or next(one for one in everyone if one is not None).reason()
+
+    def _plan_for(self, pieces: Sequence[Packed]) -> Plan:
+        kinds = tuple((leaf.shape, leaf.dtype) for leaf in pieces[0].leaves if _is_tensor(leaf))
+        kind = self._route.device.type
+        lowered = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = len(pieces), pieces[0].skeleton, kinds, lowered
+        if self._is_known_everywhere(key, len(pieces)):
+            return self._plans[key]
+        buffers = {name: b for name, b in self.module.named_buffers() if not b.is_meta}
+        is_halved = self._job.choice.options.schedule == "zb"
+        findings = find_out(self._root, pieces[0], self._route, buffers, is_halved=is_halved)
+        plan = Plan(findings, self._schedule(findings, len(pieces)))
+        self._plans.pop(key, None)
+        self._plans[key] = plan
+        if len(self._plans) > _REMEMBERED:
+            del self._plans[next(iter(self._plans))]
+        return plan
+
+    def _is_known_everywhere(self, key: Any, count: int) -> bool:
+        """Where data parallel ranks gather parameters together, all make a first run or none."""
+        group = self._job.grid.group("dp_replicate", "dp_shard")
+        if group is None:
+            return key in self._plans
+        told = torch.tensor([key not in self._plans, count, -count], device=self._route.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+        is_new, most, least = told.tolist()
+        if most != -least:
+            raise NbdistError(
+                f"data parallel ranks have batches of different sizes ({-least} and {most} "
+                "micro-batches), and run their blocks together. Make the batches equal: "
+                "drop_last=True leaves out a short last one"
+            )
+        return not is_new
+
+    def _schedule(self, findings: Findings, count: int) -> Any:
+        route, parts = self._route, self._parts
+        loss = torch.empty((), dtype=findings.dtype, device="meta")
+        for part, names in zip(parts, findings.whole, strict=True):
+            self._tell_unsplit(part, names)
+        stages = [
+            PipelineStage(
+                part if len(parts) > 1 else self._root,
+                part.index,
+                route.stages,
+                route.device,
+                # With both given torch does not run the model to find shapes.
+                input_args=() if incoming is None else incoming.examples(),
+                output_args=loss if outgoing is None else outgoing.examples(),
+                group=route.group,
+                # With it torch runs the whole backward first, and nothing in the second half.
+                dw_builder=_nothing_later if names else None,
+            )
+            for part, (incoming, outgoing), names in zip(
+                parts, findings.borders, findings.whole, strict=True
+            )
+        ]
+        name = self._job.choice.options.schedule
+        if name == "1f1b" and count < route.stages:
+            name = "gpipe"  # the same order then, which torch's 1F1B refuses to make
+        kind = SCHEDULES[name].kind
+        given = stages if SCHEDULES[name].is_looped else stages[0]
+        # The micro-batches' losses are divided beforehand, so torch need not divide gradients.
+        return kind(given, count, loss_fn=_first, scale_grads=False)
+
+    def _tell_unsplit(self, part: Part, names: tuple[str, ...]) -> None:
+        if names and part.index not in self._told:
+            self._told.add(part.index)
+            warnings.warn(
+                f"--schedule zb: stage {part.index} uses {names[0]} more than once, and torch "
+                "cannot run such a backward in two halves. It runs in one there: right, but "
+                "with the bubble that zb is to avoid.",
+                stacklevel=2,
+            )
+
+    def _count(self, size: int) -> int:
+        """How many micro-batches: by itself as many as divide the batch, two per rank at most.
+
+        More keep stages busy for longer; fewer compute faster each.
+        """
+        wanted = self._job.choice.options.microbatches
+        if wanted is None:
+            return next(n for n in range(2 * self._route.ranks, 0, -1) if size % n == 0)
+        if size % wanted == 0:
+            return wanted
+        fitting = [str(n) for n in range(1, size + 1) if size % n == 0]
+        raise OptionError(
+            f"a batch of {size} cannot be cut into {wanted} micro-batches of one size. Use "
+            f"--microbatches {' or '.join(fitting[-4:])}, or batches of a multiple of {wanted}; "
+            "drop_last=True leaves out a short last one"
+        )
+
+    def _send_buffers(self) -> None:
+        """Buffers that all ranks hold and forward changes: each is right on one of them."""
+        moving: dict[str, int] = {}
+        for plan in self._plans.values():
+            moving.update(plan.findings.moving)
+        for name, rank in sorted(moving.items()):
+            if self._holders[name] is None:
+                buffer = self.module.get_buffer(name)
+                dist.broadcast(buffer, group=self._route.group, group_src=rank)
+
+
+def _nothing_later() -> Callable[..., None]:
+    return lambda: None
+
+
+def _first(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _refuse_gradients(batch: Packed) -> None:
+    if any(_is_tensor(leaf) and leaf.requires_grad for leaf in batch.leaves):
+        raise NbdistError(
+            "an argument of forward requires a gradient, and a pipeline gives none to its inputs: "
+            "make it a parameter or the result of a module inside the model, or detach() it"
+        )

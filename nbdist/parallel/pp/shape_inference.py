@@ -1,0 +1,330 @@
+"""A batch goes through the stages of a pipeline one after the other, without a schedule.
+
+So outputs without gradients are made, and so the first micro-batch of a new shape shows what
+goes from stage to stage before torch's schedule, which must know it, runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbdist.errors import NbdistError
+from nbdist.parallel.dp.fsdp import settle
+from nbdist.parallel.pp.outputs import has_nan, loss_of, only_loss, without_cache
+from nbdist.parallel.pp.p2p_tensors import Border
+from nbdist.parallel.pp.pytree import Packed, pack, receive, send, share, unpack
+from nbdist.parallel.pp.split_backward import used_twice
+from nbdist.parallel.pp.stage import EVERYWHERE, Part, Stages
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where stages are.
+
+    Attributes:
+        group: The ranks of one pipeline.
+        here: This one among them.
+        ranks: How many they are.
+        stages: How many stages: one or two on each.
+        device: Where tensors are.
+    """
+
+    group: dist.ProcessGroup
+    here: int
+    ranks: int
+    stages: int
+    device: torch.device
+
+    def rank_of(self, stage: int) -> int:
+        """Which rank of the group has a stage."""
+        return stage % self.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A stage's error, as the other ranks hear of it.
+
+    Attributes:
+        stage: Which.
+        rank: Of the whole run.
+        text: Class and message.
+    """
+
+    stage: int
+    rank: int
+    text: str
+
+    @staticmethod
+    def of(stage: int, error: Exception) -> Failed:
+        """This rank's error."""
+        return Failed(stage, dist.get_rank(), f"{type(error).__name__}: {error}")
+
+    def reason(self) -> NbdistError:
+        """What the other ranks raise."""
+        return NbdistError(
+            f"pipeline stage {self.stage}, on rank {self.rank}, failed, so this rank's step is "
+            f"off too: {self.text}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a micro-batch shows of all that have its shape.
+
+    Attributes:
+        borders: What goes in and out, of each stage of this rank.
+        skeleton: What forward returns in training, without the loss.
+        dtype: Of the loss; fp32 where the model's has fewer bits.
+        moving: Buffers that a forward changes -> which rank of the group has them right.
+        whole: Of each stage of this rank, the parameters because of which its backward cannot
+            run in two halves; empty where not asked for.
+    """
+
+    borders: tuple[tuple[Border | None, Border | None], ...]
+    skeleton: bytes
+    dtype: torch.dtype
+    moving: dict[str, int]
+    whole: tuple[tuple[str, ...], ...]
+
+
+@dataclass(slots=True)
+class _Run:
+    """What this rank's stages made of a batch.
+
+    Attributes:
+        ends: What went in and out, of each stage that has run.
+        error: This rank's.
+        failed: The first stage that has failed, as far as this rank has heard.
+        whole: As in `Findings`.
+    """
+
+    ends: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    error: Exception | None = None
+    failed: Failed | None = None
+    whole: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the first run is to look at.
+
+    Attributes:
+        is_checked: What stages use and do not have.
+        is_halved: Whether backwards can run in two halves.
+    """
+
+    is_checked: bool = False
+    is_halved: bool = False
+
+
+_ASKED = _Asked()
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What one rank tells the others about the first run.
+
+    Attributes:
+        failed: It has seen a stage fail.
+        digest: Of the batch.
+        output: Skeleton of the last stage's output, and dtype of its loss.
+        changed: Its buffers that have changed.
+    """
+
+    failed: Failed | None
+    digest: str
+    output: tuple[bytes, torch.dtype] | None
+    changed: tuple[str, ...]
+
+
+def evaluate(root: Stages, batch: Packed, route: Route) -> Any:
+    """What the model's forward returns, on every rank. Collective: the ranks of a pipeline.
+
+    Raises:
+        NbdistError: A stage has failed; where it did, its own error instead.
+    """
+    run = _run_through(root, batch, route)
+    last = route.rank_of(route.stages - 1)
+    value: Any = None
+    if route.here == last:
+        value = run.failed or without_cache(run.ends[-1][1])
+    value = share(value, last, route.group, route.device)
+    if isinstance(value, Failed):
+        raise run.error or value.reason()
+    return value
+
+
+def find_out(
+    root: Stages, batch: Packed, route: Route, buffers: dict[str, Any], *, is_halved: bool = False
+) -> Findings:
+    """Run a micro-batch and see. Collective: the ranks of a pipeline. Leaves no trace.
+
+    Args:
+        root: This rank's stages.
+        batch: A micro-batch.
+        route: The pipeline.
+        buffers: The model's that this rank holds, by name.
+        is_halved: Also find out whether backwards can run in two halves.
+
+    Raises:
+        NbdistError: As `evaluate`; ranks were given different batches; there is no loss; or the
+            model uses what its stage does not have.
+    """
+    with torch.no_grad(), _without_trace(route.device, buffers) as changed:
+        run = _run_through(root, batch, route, _Asked(is_checked=True, is_halved=is_halved))
+        names = tuple(changed())
+    output = None
+    if not run.failed and route.here == route.rank_of(route.stages - 1):
+        packed = pack(run.ends[-1][1])
+        output = packed.skeleton, torch.promote_types(packed.tensors[0].dtype, torch.float32)
+    report = _Report(run.failed, _digest(batch), output, names)
+    reports: list[Any] = [None] * route.ranks
+    dist.all_gather_object(reports, report, group=route.group)
+    if run.error is not None:
+        raise run.error
+    _check(reports)
+    skeleton, dtype = next(one.output for one in reports if one.output is not None)
+    return Findings(
+        tuple(_borders(part, *ends) for part, ends in zip(_parts(root), run.ends, strict=True)),
+        skeleton,
+        dtype,
+        _moving(reports),
+        tuple(run.whole),
+    )
+
+
+def _parts(root: Stages) -> Sequence[Part]:
+    return tuple(root.parts)  # type: ignore[arg-type]
+
+
+def _run_through(root: Stages, batch: Packed, route: Route, asked: _Asked = _ASKED) -> _Run:
+    """Run this rank's stages, between receiving and sending. A failure is passed on as well."""
+    run = _Run()
+    for part in _parts(root):
+        received: Any = None
+        if not part.is_first:
+            source = route.rank_of(part.index - 1)
+            received = receive(source, route.group, route.device)
+        result = received
+        if not isinstance(received, Failed):
+            try:
+                result = _result(root, part, batch, received, asked)
+                run.whole.append(_unsplit(root, part, batch, received, asked))
+            except Exception as error:  # noqa: BLE001  # the model's code raises what it likes
+                run.error, result = error, Failed.of(part.index, error)
+        if isinstance(result, Failed):
+            run.failed = run.failed or result
+        run.ends.append((received, result))
+        if not part.is_last:
+            send(result, route.rank_of(part.index + 1), route.group, route.device)
+    settle(root)
+    return run
+
+
+def _result(root: Stages, part: Part, batch: Packed, received: Any, asked: _Asked) -> Any:
+    arguments = () if part.is_first else (received,)
+    result = root(*arguments, batch=batch, part=part)
+    if part.is_last and asked.is_checked:
+        result = only_loss(result)
+    # Raises, while the others can still be told, where something cannot be sent.
+    assert pack(result).tensors is not None
+    if asked.is_checked:
+        _check_result(part, batch, received, result)
+    return result
+
+
+def _unsplit(
+    root: Stages, part: Part, batch: Packed, received: Any, asked: _Asked
+) -> tuple[str, ...]:
+    if not asked.is_halved or part.is_first:  # torch does not split the first stage's backward
+        return ()
+    packed = pack(received)
+    leaves = [
+        one.detach().requires_grad_(one.is_floating_point() or one.is_complex())
+        for one in packed.tensors
+    ]
+    with torch.enable_grad():
+        result = root(unpack(packed.skeleton, leaves), batch=batch, part=part)
+        outputs = (loss_of(result),) if part.is_last else pack(result).tensors
+    inputs = [one for one in leaves if one.requires_grad]
+    return tuple(used_twice(outputs, inputs, dict(part.tree.named_parameters())))
+
+
+def _check_result(part: Part, batch: Packed, received: Any, result: Any) -> None:
+    if not has_nan(result) or has_nan(received):
+        return
+    wrong = part.guessed_wrong(batch, received)
+    if wrong == part.blocks.block_name(0):
+        raise NbdistError(
+            f"forward uses what blocks before {part.blocks.block_name(part.span[0])} return in "
+            f"another way than as the next block's input; stage {part.index} of the pipeline "
+            "knows only what the last block before its own returned. Let blocks hand on all that "
+            "is needed (a block may return a tuple), or use another strategy than pp"
+        )
+    if wrong:
+        raise NbdistError(
+            f"forward uses {wrong} on stage {part.index} of the pipeline, which does not hold it: "
+            "embeddings are on the first stage, the head is on the last. Before "
+            f"accelerator.prepare say model.{EVERYWHERE} = [{wrong.rpartition('.')[0]!r}]: every "
+            "stage holds it then"
+        )
+
+
+def _borders(part: Part, received: Any, result: Any) -> tuple[Border | None, Border | None]:
+    incoming = None if part.is_first else Border.of(received)
+    return incoming, None if part.is_last else Border.of(result)
+
+
+def _check(reports: Sequence[_Report]) -> None:
+    failed = next((one.failed for one in reports if one.failed is not None), None)
+    if failed is not None:
+        raise failed.reason()
+    if len({one.digest for one in reports}) > 1:
+        raise NbdistError(
+            "the ranks of one pipeline were given different batches: each stage computes with its "
+            "own, so the loss would belong to no batch. Take batches from a prepared DataLoader, "
+            "or make them alike on all ranks (torch.manual_seed(0) before they are drawn)"
+        )
+
+
+def _moving(reports: Sequence[_Report]) -> dict[str, int]:
+    """A buffer that the first rank changes is used before the blocks, and others' may have NaN."""
+    return {
+        name: here for here in (*range(len(reports))[::-1], 0) for name in reports[here].changed
+    }
+
+
+@contextmanager
+def _without_trace(device: torch.device, buffers: dict[str, Any]) -> Iterator[Any]:
+    """Put random numbers and buffers back. Yields a function that says which have changed."""
+    copies = {name: buffer.clone() for name, buffer in buffers.items()}
+
+    def changed() -> Iterator[str]:
+        # NaN is not equal to itself, and here it is a change.
+        return (name for name, one in buffers.items() if not torch.equal(one, copies[name]))
+
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        try:
+            yield changed
+        finally:
+            for name, buffer in buffers.items():
+                buffer.copy_(copies[name])
+
+
+def _digest(batch: Packed) -> str:
+    total = hashlib.sha1(usedforsecurity=False)
+    for leaf in batch.leaves:
+        if isinstance(leaf, torch.Tensor):
+            flat = leaf.detach().cpu().contiguous().flatten().view(torch.uint8)
+            total.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            total.update(flat.numpy().tobytes())
+    return total.hexdigest()

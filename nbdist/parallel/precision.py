@@ -1,0 +1,81 @@
+"""bf16 and fp16: forward runs under autocast, and what it returns is fp32 again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from nbdist.errors import OptionError
+from nbdist.parallel.transform import Job, Layouts, Step
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _plan(job: Job, layouts: Layouts) -> Layouts:
+    """Changes no layout: parameters stay as they are, each use of one is cast."""
+    precision = job.choice.options.precision
+    if precision in DTYPES and not torch.amp.is_autocast_available(job.device.type):
+        raise OptionError(
+            f"--{precision}: torch has no autocast for {job.device.type}. Leave the option out."
+        )
+    if precision == "bf16" and job.device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise OptionError(
+            f"--bf16: {torch.cuda.get_device_name()} cannot compute in bf16. Use --fp16."
+        )
+    return layouts
+
+
+def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+    """Put autocast around the forward of the root: a pipeline's stage, else the user's module.
+
+    Under FSDP too, beside its policy. The policy gathers parameters in half the bytes, but
+    what runs between them stays as the model wrote it: a loss of bf16 logits would be bf16,
+    with three digits, and a product with an fp32 buffer an error.
+    """
+    dtype = DTYPES.get(job.choice.options.precision)
+    if dtype is not None:
+        run = job.root.forward
+        # No closure: copy.deepcopy makes a partial's bound method one of the copy.
+        lower: Any = functools.partial(_lowered, run, job.device.type, dtype)
+        job.root.forward = functools.update_wrapper(lower, run)
+    return outer
+
+
+def _lowered(
+    run: Callable[..., Any], device_type: str, dtype: torch.dtype, *args: Any, **kwargs: Any
+) -> Any:
+    with torch.autocast(device_type, dtype=dtype):
+        outputs = run(*args, **kwargs)
+    return to_fp32(outputs)
+
+
+def to_fp32(value: Any) -> Any:
+    """The same with every bf16 and fp16 tensor in it as fp32; gradients flow.
+
+    Goes into mappings (a Hugging Face output is one), tuples, lists and dataclasses; what
+    else there is stays the same object.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in DTYPES.values() else value
+    if isinstance(value, Mapping):
+        changed: Any = copy.copy(value)
+        for key, inner in value.items():
+            changed[key] = to_fp32(inner)
+        return changed
+    if isinstance(value, list | tuple):
+        items = [to_fp32(inner) for inner in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(
+            value, **{name: to_fp32(getattr(value, name)) for name in fields}
+        )
+    return value
+
+
+STEP = Step(plan=_plan, wrap=_wrap)

@@ -1,0 +1,247 @@
+"""Models and optimizers are put under the strategy that counts; what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from nbdist.engine import lints_values
+from nbdist.errors import NbdistError, OptionError
+from nbdist.parallel import build, live_models, module_patches
+from nbdist.parallel.consensus import same_random, together
+from nbdist.parallel.dp import fsdp, zero1
+from nbdist.parallel.mesh import Grid
+from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.registry import (
+    agree_on_numbers,
+    bound,
+    current,
+    device,
+    grid,
+    grid_for,
+    last_number,
+    layout_of,
+    names_in,
+    next_number,
+    owner_names,
+    prepared,
+    prepared_of,
+    register,
+    set_choice,
+    state_side,
+    watch,
+)
+from nbdist.parallel.reshard.full_state import (
+    full_optimizer_state,
+    full_state,
+    load_full,
+    load_full_optimizer_state,
+    place,
+)
+from nbdist.parallel.reshard.redistribute import Move, exchange
+from nbdist.parallel.transform import Job
+from nbdist.strategy.choice import Choice, Degrees, steps_of
+from nbdist.strategy.tensor_layout import Side, TensorLayout
+
+__all__ = [
+    "bind",
+    "current",
+    "device",
+    "full_optimizer_state",
+    "full_state",
+    "grid",
+    "grid_for",
+    "layout_of",
+    "load_full",
+    "load_full_optimizer_state",
+    "prepare_model",
+    "prepared",
+    "prepared_of",
+    "set_choice",
+    "watch",
+]
+
+
+def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.Module:
+    """Put a model under the current strategy and return what is called in its place.
+
+    Collective: every rank, with a like model. Every rank gets rank 0's values. The module stays
+    the same object and keeps its parameters' names; its parameters are others.
+
+    Args:
+        model: The user's. One that is prepared already stays as it is.
+        accelerator: Whose options count beside the strategy's.
+
+    Raises:
+        OptionError: The strategy does not go with the model.
+        NbdistError: Ranks' models differ, or it failed on another rank. Nothing was changed.
+    """
+    known = prepared_of(model)
+    if known is not None:
+        return known.outer
+    choice = current()
+    with same_random():
+        if live_models.is_alone():
+            job = Job(model, choice, _grid_alone(choice), device(), accelerator=accelerator)
+            built = build.plan(job)
+            return _commit(built, _own_values(built))
+        job = Job(model, choice, grid_for(choice), device(), accelerator=accelerator)
+        what = f"Preparing {type(model).__name__}"
+        planned: list[build.Built] = []
+        told = together(what, lambda: _sketch(planned, job))
+        agree_on_numbers(together(what, lambda: _compare(told)))
+        lints_values.note_initial(type(model).__name__, build.tensors_of(model).values())
+        local = _first_values(planned[0])
+        return _commit(planned[0], local)
+
+
+def bind(optimizer: Optimizer) -> None:
+    """Give an optimizer the parameters that prepared models have now. This rank alone.
+
+    The optimizer, its groups and their lists stay the same objects. State that it has already is
+    taken to be the same on all ranks. Parameters that this rank does not hold stay in the groups,
+    on meta: they never have a gradient, and places in the groups are equal on all ranks.
+
+    Raises:
+        OptionError: The strategy does not go with the optimizer. Nothing was changed.
+    """
+    names = names_in(optimizer)
+    if not names:
+        return
+    if "zero1" in steps_of(current()):
+        zero1.check(optimizer)
+    before, after = {}, {}
+    for key, (one, name, parameter) in names.items():
+        if parameter is not one.parameters[name]:
+            before[key], after[key] = parameter, one.parameters[name]
+    if before:
+        new = {key: state_side(names[key][0].built, names[key][1]) for key in before}
+        old = {key: names[key][0].whole(names[key][1]) for key in before}
+        place(optimizer, before, after, old, new)
+        replace_parameters(optimizer, {id(before[key]): after[key] for key in before})
+    bound(optimizer)
+    attach_steps(optimizer, prepared())
+
+
+def replace_parameters(optimizer: Optimizer, fresh: Mapping[int, torch.Tensor]) -> None:
+    """Put parameters in others' places (by id), in the lists that there are."""
+    for group in optimizer.param_groups:
+        own = group["params"]
+        own[:] = [fresh.get(id(parameter), parameter) for parameter in own]
+
+
+def attach_steps(optimizer: Optimizer, known: list[Prepared]) -> None:
+    """Add to an optimizer's step what the strategy needs, in place of what it has. This rank."""
+    own = bound(optimizer)
+    if own.detach is not None:
+        own.detach()
+        own.detach = None
+    if "zero1" in steps_of(current()):
+        own.detach = zero1.attach(optimizer, _owners(known), grid().group("dp_replicate"))
+
+
+def _owners(known: list[Prepared]) -> dict[int, int]:
+    return {
+        id(one.parameters[name]): owner
+        for one in known
+        for name, owner in owner_names(one.built).items()
+    }
+
+
+def _sketch(planned: list[build.Built], job: Job) -> list[tuple[str, tuple[int, ...], str]]:
+    """Plan, and say what all ranks' models must have alike."""
+    found = build.tensors_of(job.base)
+    lacking = [name for name, tensor in found.items() if tensor.is_meta]
+    if lacking and job.grid.rank == 0:
+        raise OptionError(
+            f"{lacking[0]} is on the meta device and has no values ({len(lacking)} such tensors). "
+            "Build the model on a real device, at least on rank 0, whose values all ranks get."
+        )
+    built = build.plan(job)
+    planned.append(built)
+    return [(name, tuple(found[name].shape), str(found[name].dtype)) for name in built.names]
+
+
+def _compare(told: list[list[tuple[str, tuple[int, ...], str]]]) -> int:
+    """Refuse ranks whose models differ; else how many numbers this rank has given."""
+    for rank, own in enumerate(told):
+        if own == told[0]:
+            continue
+        ours, theirs = dict.fromkeys(told[0]), dict.fromkeys(own)
+        odd = next(
+            iter([*(t for t in own if t not in ours), *(t for t in told[0] if t not in theirs)]),
+            None,
+        )
+        detail = f"{odd[0]} {odd[1]} is on one of them only" if odd else "in another order"
+        raise NbdistError(
+            f"The model of rank {rank} is another one than rank 0's: {detail}. Build the same "
+            "model on every rank."
+        )
+    return last_number()
+
+
+def _first_values(built: build.Built) -> dict[str, torch.Tensor]:
+    """This rank's part of rank 0's values. Collective."""
+    found = build.tensors_of(built.job.base)
+    degrees = built.job.grid.degrees
+    moves: dict[bool, list[Move]] = {True: [], False: []}
+    held = {}
+    for name, layout in built.layouts.items():
+        tensor = found[name].detach()
+        if built.job.grid.rank == 0:
+            held[name] = tensor
+        old = Side(TensorLayout(layout.shape, ranks=frozenset({0})), Degrees())
+        is_parameter = isinstance(found[name], torch.nn.Parameter)
+        moves[is_parameter].append(Move(name, tensor.dtype, old, Side(layout, degrees)))
+    home = fsdp.parameter_device(built.job.choice, built.job.device)
+    return {
+        **exchange(moves[True], held, home),
+        **exchange(moves[False], held, built.job.device),
+    }
+
+
+def _own_values(built: build.Built) -> dict[str, torch.Tensor]:
+    """This rank's own values, whole."""
+    found = build.tensors_of(built.job.base)
+    return {name: found[name].detach().to(built.job.device) for name in built.layouts}
+
+
+def _grid_alone(choice: Choice) -> Grid:
+    """A mesh that needs no other rank: of ddp, over all ranks.
+
+    Raises:
+        OptionError: Other strategies split the model, so one rank cannot build it.
+    """
+    if choice.name not in ("single", "ddp") or not choice.degrees.dp == choice.degrees.product:
+        raise OptionError(
+            f"This rank has replaced another and is not up to date, and under {choice.name} a "
+            "model is built by all ranks together. Run the cells that build it on all ranks again, "
+            "then load a saved state."
+        )
+    rank = dist.get_rank()
+    alone = Grid(choice.degrees, rank, choice.degrees.coordinate(rank), None)
+    if choice.name == "ddp" and choice.degrees.dp > 1:
+        assert dist.group.WORLD is not None
+        alone._groups["dp_replicate",] = dist.group.WORLD  # noqa: SLF001  # its own table
+    return alone
+
+
+def _commit(built: build.Built, local: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """Change the model; as it was before where that fails. This rank alone."""
+    base = built.job.base
+    photos = module_patches.photograph(base)
+    found = build.tensors_of(base)
+    old = {name: found[name] for name in built.names}
+    try:
+        outer = build.commit(built, local)
+    except BaseException:
+        module_patches.restore(photos)
+        raise
+    one = Prepared(next_number(), built)
+    one.remember({name: t for name, t in old.items() if isinstance(t, torch.nn.Parameter)})
+    register(one)
+    return outer

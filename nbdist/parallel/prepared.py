@@ -1,0 +1,133 @@
+"""One prepared model: what was built, and which parameters it once had."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nbdist.parallel.build import Built
+from nbdist.parallel.transform import Layouts
+from nbdist.strategy.choice import Degrees
+from nbdist.strategy.tensor_layout import Side, TensorLayout
+
+# Where a module keeps it: what a variable holds keeps it alive, and nothing else does.
+_ATTRIBUTE = "_nbdist_prepared"
+_RETIRED = "_nbdist_retired"
+
+
+@dataclass(eq=False)
+class Prepared:
+    """A model under a strategy on this rank.
+
+    Attributes:
+        number: The how manieth; the same on all ranks.
+        built: What was made of it.
+        own_names: Variables that mean the user's module itself, where it has a wrapper.
+        former: id -> (parameter that it had before, first name): optimizers may hold it.
+    """
+
+    number: int
+    built: Built
+    own_names: set[str] = field(default_factory=set)
+    former: dict[int, tuple[weakref.ref[torch.Tensor], str]] = field(default_factory=dict)
+
+    @property
+    def base(self) -> torch.nn.Module:
+        """The user's module."""
+        return self.built.job.base
+
+    @property
+    def outer(self) -> torch.nn.Module:
+        """What the user calls."""
+        assert self.built.outer is not None
+        return self.built.outer
+
+    @property
+    def layouts(self) -> Layouts:
+        """How each parameter and buffer lies, by first name."""
+        return self.built.layouts
+
+    @property
+    def degrees(self) -> Degrees:
+        """The mesh of the layouts."""
+        return self.built.job.grid.degrees
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """What is in the model, by first name; on meta where this rank does not hold it."""
+        return self.built.parameters
+
+    def side(self, name: str) -> Side:
+        """How a parameter or buffer lies."""
+        return self.built.side(name)
+
+    def whole(self, name: str, ranks: frozenset[int] | None = None) -> Side:
+        """All of it, on these ranks; None for every rank."""
+        return Side(TensorLayout(self.layouts[name].shape, ranks=ranks), Degrees())
+
+    def remember(self, old: dict[str, torch.Tensor]) -> None:
+        """Note parameters that are replaced now, by first name."""
+        self.former = {key: pair for key, pair in self.former.items() if pair[0]() is not None}
+        self.former |= {id(one): (weakref.ref(one), name) for name, one in old.items()}
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """The first name of a parameter, also of one that the model had before."""
+        former, name = self.former.get(id(parameter), (None, ""))
+        if former is not None and former() is parameter:
+            return name
+        return self.current_name_of(parameter)
+
+    def current_name_of(self, parameter: torch.Tensor) -> str | None:
+        """The first name of a parameter that is in the model now."""
+        return self.built.index.get(id(parameter))
+
+    def __deepcopy__(self, _memo: object) -> None:
+        """Nothing: a copy of a module is not prepared."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _nothing, ()
+
+
+def attach(prepared: Prepared) -> None:
+    """Let a module know that it is prepared."""
+    vars(prepared.base)[_ATTRIBUTE] = prepared
+
+
+def attached(module: torch.nn.Module) -> Prepared | None:
+    """What is known of a module or of the wrapper around it."""
+    seen: torch.nn.Module | None = module
+    while seen is not None:
+        found = vars(seen).get(_ATTRIBUTE)
+        # A copy of the instance's dict (copy.copy) has it too, and is not prepared.
+        if isinstance(found, Prepared) and seen is found.base:
+            return found
+        seen = next(iter(_inside(seen)), None)
+    return None
+
+
+def retire(wrapper: torch.nn.Module, refuse: Callable[..., Any]) -> None:
+    """Let a wrapper that no longer counts refuse to be called, if somebody still holds it."""
+    # It would run the new parameters without the new strategy.
+    vars(wrapper)["forward"] = refuse
+    vars(wrapper)[_RETIRED] = True
+
+
+def is_retired(module: torch.nn.Module) -> bool:
+    """Whether a module is a wrapper that no longer counts."""
+    return _RETIRED in vars(module)
+
+
+def _inside(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """What a wrapper is around: DDP's module, a compiled one's original."""
+    for name in ("module", "_orig_mod"):
+        inner = module._modules.get(name)  # noqa: SLF001  # as torch's own tools
+        if inner is not None and len(module._modules) == 1:  # noqa: SLF001
+            yield inner
+
+
+def _nothing() -> None:
+    return None

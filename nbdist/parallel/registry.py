@@ -1,0 +1,249 @@
+"""What this rank remembers: the strategy, its mesh, prepared models, bound optimizers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from nbdist.engine import runtime
+from nbdist.parallel.accelerator import guard
+from nbdist.parallel.build import Built
+from nbdist.parallel.consensus import same_random, together, world_size
+from nbdist.parallel.dp import fsdp1_state, zero1
+from nbdist.parallel.mesh import Grid, make_grid
+from nbdist.parallel.prepared import Prepared, attach, attached
+from nbdist.strategy.choice import Choice, Degrees, default_choice, steps_of
+from nbdist.strategy.tensor_layout import Side, TensorLayout
+
+
+class Watcher(Protocol):
+    """What wants to know of a switch."""
+
+    def before_switch(self, old: Choice, new: Choice) -> None:
+        """Called before anything changes; raises OptionError if it cannot follow. No rank met."""
+
+    def after_switch(self, old: Choice, new: Choice) -> None:
+        """Called on every rank after a switch. Meets no rank."""
+
+
+@dataclass(slots=True)
+class Bound:
+    """An optimizer whose parameters are those of prepared models.
+
+    Attributes:
+        number: The how manieth; the same on all ranks.
+        detach: Ends what a strategy has added to its step.
+    """
+
+    number: int
+    detach: Any = None
+
+
+@dataclass(slots=True)
+class _Live:
+    """What this rank remembers.
+
+    Attributes:
+        choice: The strategy; None until one is chosen: the default counts.
+        grids: Meshes that were made, by (is single, degrees).
+        prepared: Models, in order.
+        bound: Optimizers; with what is known of them.
+        watchers: In order.
+        numbers: How many were given to models and optimizers.
+    """
+
+    choice: Choice | None = None
+    grids: dict[tuple[bool, Degrees], Grid] = field(default_factory=dict)
+    prepared: list[weakref.ref[Prepared]] = field(default_factory=list)
+    bound: weakref.WeakKeyDictionary[Optimizer, Bound] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    watchers: list[weakref.ref[Any]] = field(default_factory=list)
+    numbers: int = 0
+
+
+_OWNERS = "zero1"
+
+_live = _Live()
+
+
+def current() -> Choice:
+    """The strategy under which models are prepared, and are now."""
+    return _live.choice or default_choice(world_size())
+
+
+def set_choice(choice: Choice) -> None:
+    """Let models be prepared under a strategy from now on; those that there are stay."""
+    guard.watch(lambda: current().name)
+    _live.choice = choice
+
+
+def grid() -> Grid:
+    """The mesh of the current strategy. Collective at its first use: every rank."""
+    choice = current()
+    return _live.grids.get(_key(choice)) or grid_for(choice)
+
+
+def grid_for(choice: Choice) -> Grid:
+    """The mesh of a strategy. Collective: every rank, with the same one.
+
+    Made anew on all ranks where one of them has not got it: it has replaced another.
+    """
+    known = _live.grids.get(_key(choice))
+    if all(together("Making the mesh", lambda: known is not None)):
+        assert known is not None
+        return known
+    with same_random():
+        made = make_grid(choice, device().type)
+    _live.grids[_key(choice)] = made
+    return made
+
+
+def device() -> torch.device:
+    """Where this rank's models lie."""
+    return torch.device(runtime.current().place.device)
+
+
+def watch(watcher: Watcher) -> None:
+    """Let an object know of each switch, for as long as it lives."""
+    _live.watchers.append(weakref.ref(watcher))
+
+
+def ask(old: Choice, new: Choice) -> None:
+    """Ask the watchers whether they can follow a switch; one that cannot raises OptionError."""
+    for watcher in watchers():
+        watcher.before_switch(old, new)
+
+
+def tell(old: Choice, new: Choice) -> None:
+    """Tell the watchers of a switch."""
+    for watcher in watchers():
+        watcher.after_switch(old, new)
+
+
+def watchers() -> list[Watcher]:
+    """Those that live, in order."""
+    return [one for ref in _live.watchers if (one := ref()) is not None]
+
+
+def prepared() -> list[Prepared]:
+    """The prepared models that live on this rank, in order."""
+    found = [one() for one in _live.prepared]
+    return [one for one in found if one is not None]
+
+
+def keep(numbers: set[int]) -> None:
+    """Forget prepared models but these: others are left of a cell that failed on some ranks."""
+    _live.prepared = [
+        one for one in _live.prepared if (p := one()) is not None and p.number in numbers
+    ]
+
+
+def prepared_of(module: torch.nn.Module) -> Prepared | None:
+    """What is known of a model: the user's module, what was returned for it, or one around it."""
+    found = attached(module)
+    if found is not None:
+        return found
+    return next((one for one in prepared() if one.outer is module), None)
+
+
+def register(one: Prepared) -> None:
+    """Remember a model for as long as it lives."""
+    attach(one)
+    _live.prepared.append(weakref.ref(one))
+
+
+def next_number() -> int:
+    """For a model or an optimizer; the same on all ranks, as preparing is."""
+    _live.numbers += 1
+    return _live.numbers - 1
+
+
+def last_number() -> int:
+    """How many numbers this rank has given."""
+    return _live.numbers
+
+
+def agree_on_numbers(told: Iterable[int]) -> None:
+    """Go on after the largest of all ranks' `last_number`.
+
+    A rank that has replaced another would begin with 0, and its models would be taken for older
+    ones that somebody on another rank still holds.
+    """
+    _live.numbers = max(told)
+
+
+def layout_of(parameter: torch.Tensor) -> TensorLayout | None:
+    """How a parameter of a prepared model lies; None for any other tensor."""
+    for one in prepared():
+        name = one.current_name_of(parameter)
+        if name is not None:
+            return (
+                fsdp1_state.layout_of_piece(one) if fsdp1_state.is_flat(one) else one.layouts[name]
+            )
+    return None
+
+
+def bound(optimizer: Optimizer) -> Bound:
+    """What is known of an optimizer."""
+    return _live.bound.setdefault(optimizer, Bound(next_number()))
+
+
+def bound_optimizers() -> list[Optimizer]:
+    """Those that live."""
+    return list(_live.bound)
+
+
+def is_bound(optimizer: Optimizer) -> bool:
+    """Whether an optimizer was bound."""
+    return optimizer in _live.bound
+
+
+def names_in(optimizer: Optimizer) -> dict[str, tuple[Prepared, str, torch.Tensor]]:
+    """The parameters of prepared models in an optimizer's groups, in their order.
+
+    Returns:
+        A name that no other parameter has -> (model, first name in it, what is in the group).
+    """
+    found = {}
+    known = prepared()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for place, one in enumerate(known):
+                name = one.name_of(parameter)
+                if name is not None:
+                    found[unique_name(place, name)] = (one, name, parameter)
+                    break
+    return found
+
+
+def unique_name(place: int, name: str) -> str:
+    """A parameter's name among those of all models; in the first one its own."""
+    return f"model {place + 1}: {name}" if place else name
+
+
+def state_side(built: Built, name: str) -> Side:
+    """How an optimizer's state of a parameter lies."""
+    side = built.side(name)
+    if "zero1" not in steps_of(built.job.choice):
+        return side
+    owner = owner_names(built)[name]
+    return Side(replace(side.layout, ranks=frozenset({owner})), side.degrees)
+
+
+def owner_names(built: Built) -> dict[str, int]:
+    """Who steps each parameter under zero1, by first name."""
+    if _OWNERS not in built.job.kept:
+        layouts = {name: built.layouts[name] for name in built.parameter_names}
+        built.job.kept[_OWNERS] = zero1.owners(layouts, world_size())
+    found: dict[str, int] = built.job.kept[_OWNERS]
+    return found
+
+
+def _key(choice: Choice) -> tuple[bool, Degrees]:
+    return choice.name == "single", choice.degrees

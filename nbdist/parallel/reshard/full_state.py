@@ -1,0 +1,235 @@
+"""Whole values of models and optimizers under any strategy: for saving, loading, looking."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from nbdist.errors import NbdistError
+from nbdist.parallel import build
+from nbdist.parallel.consensus import world_size
+from nbdist.parallel.dp import fsdp, fsdp1_state
+from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.registry import device, names_in, state_side
+from nbdist.parallel.reshard.optimizer_state import AgreedState, Entry, agree, plan, read, write
+from nbdist.parallel.reshard.redistribute import Move, exchange
+from nbdist.strategy.tensor_layout import Side
+
+_NAMED = 3
+
+
+def full_state(one: Prepared) -> dict[str, torch.Tensor]:
+    """Whole parameters and buffers, by first name, on every rank. Collective: every rank.
+
+    Some may be the model's own tensors: do not change them.
+    """
+    if fsdp1_state.is_flat(one):
+        return fsdp1_state.values(one)
+    fsdp.settle(one.built.job.root)
+    local = local_values(one)
+    moves = [
+        Move(name, dtype, one.side(name), one.whole(name)) for name, dtype in dtypes_of(one).items()
+    ]
+    return exchange(moves, local, one.built.job.device)
+
+
+def load_full(one: Prepared, values: Mapping[str, torch.Tensor]) -> None:
+    """Put values into a model, in place. Every rank, with equal ones; collective under fsdp1.
+
+    Args:
+        one: The model.
+        values: Whole tensors by first name; what is not in them stays.
+
+    Raises:
+        NbdistError: A name or a shape is not the model's; nothing was changed.
+    """
+    wrong = [
+        f"{name} {tuple(value.shape)}"
+        for name, value in values.items()
+        if name not in one.layouts or one.layouts[name].shape != tuple(value.shape)
+    ]
+    if wrong:
+        raise NbdistError(
+            f"{type(one.base).__name__} has no {', '.join(wrong[:_NAMED])}"
+            + (f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else "")
+        )
+    if fsdp1_state.is_flat(one):
+        fsdp1_state.load(one, values)
+        return
+    fsdp.settle(one.built.job.root)
+    rank = one.built.job.grid.rank
+    local = local_values(one)
+    with torch.no_grad():
+        for name, value in values.items():
+            part = build.part_of(value, one.layouts[name], one.degrees, rank)
+            if part is not None:
+                local[name].copy_(part)
+
+
+def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's whole state, by parameters' names, on every rank. Collective: every rank.
+
+    Returns:
+        `state`: name -> key -> value; `param_groups`: each with names as its `params`; both as in
+        torch's Optimizer.state_dict, but for the names. Some may be the optimizer's own tensors.
+    """
+    names, others = names_in(optimizer), _others(optimizer)
+    if (pieces := fsdp1_state.only(names, others)) is not None:
+        return fsdp1_state.optimizer_state(pieces[0], optimizer, pieces[1])
+    before = {key: parameter for key, (_, _, parameter) in names.items()}
+    local = read(optimizer, before)
+    (agreed,) = agree([local])
+    old = {key: state_side(one.built, name) for key, (one, name, _) in names.items()}
+    new = {key: one.whole(name) for key, (one, name, _) in names.items()}
+    tensors = exchange(plan(agreed, old, new), local.tensors, _home(names))
+    shells = {key: _shell(new[key]) for key in names}
+    shadow = _shadow(optimizer)
+    shadow.state.update({p: optimizer.state[p] for p in before.values() if p in optimizer.state})
+    write(shadow, agreed, tensors, before, shells, new)
+    found = {key: shadow.state[one] for key, one in shells.items() if one in shadow.state}
+    found |= {key: optimizer.state[p] for key, p in others.items() if p in optimizer.state}
+    by_id = {id(p): key for key, p in (before | others).items()}
+    return {
+        "state": found,
+        "param_groups": [
+            {**group, "params": [by_id[id(p)] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Take over what `full_optimizer_state` gave. Every rank, alike; collective under fsdp1.
+
+    The optimizer, its groups and its lists stay the same objects.
+
+    Raises:
+        NbdistError: Groups or parameters are not those of the state; nothing was changed.
+        OptionError: There is state that cannot be laid out as the strategy needs it.
+    """
+    names, others = names_in(optimizer), _others(optimizer)
+    after = {key: parameter for key, (_, _, parameter) in names.items()}
+    _check_groups(optimizer, after | others, state)
+    if (pieces := fsdp1_state.only(names, others)) is not None:
+        fsdp1_state.load_optimizer_state(pieces[0], optimizer, pieces[1], state)
+        return
+    new = {key: state_side(one.built, name) for key, (one, name, _) in names.items()}
+    old = {key: one.whole(name) for key, (one, name, _) in names.items()}
+    shells = {key: _shell(old[key]) for key in names}
+    shadow = _shadow(optimizer)
+    given = copy.deepcopy({key: own for key, own in state["state"].items() if key in others})
+    shadow.state.update({shells[k]: dict(own) for k, own in state["state"].items() if k in shells})
+    place(shadow, shells, after, old, new)
+    for parameter in (after | others).values():
+        optimizer.state.pop(parameter, None)
+    optimizer.state.update(shadow.state)
+    optimizer.state.update({others[key]: own for key, own in given.items()})
+    for group, settings in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({key: value for key, value in settings.items() if key != "params"})
+
+
+def place(
+    optimizer: Optimizer,
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    old: Mapping[str, Side],
+    new: Mapping[str, Side],
+) -> None:
+    """Cut whole state, which every rank has, to this rank's part. This rank alone.
+
+    Args:
+        optimizer: Has state under `before`; afterwards under `after`.
+        before: Parameters by name, whole.
+        after: This rank's, by name.
+        old: All of each parameter, on every rank.
+        new: How its state lies then.
+    """
+    local = read(optimizer, before)
+    if not local.entries:
+        return
+    agreed = AgreedState(local.optimizer, local.number, local.names, everywhere(local.entries))
+    plan(agreed, old, new)  # refuses what cannot be cut
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    parts = {}
+    for spot in local.entries:
+        label, side = agreed.label(spot), new[spot[0]]
+        if label not in local.tensors:
+            continue
+        part = build.part_of(local.tensors[label], side.layout, side.degrees, rank)
+        if part is not None:
+            parts[label] = part.to(build.local_of(after[spot[0]]).device, copy=True)
+    write(optimizer, agreed, parts, before, after, new)
+
+
+def local_values(one: Prepared) -> dict[str, torch.Tensor]:
+    """This rank's part of each parameter and buffer that it holds, by first name."""
+    found = {**build.buffers_of(one.base), **one.parameters}
+    local = {name: build.local_of(found[name]) for name in one.layouts}
+    return {name: tensor for name, tensor in local.items() if not tensor.is_meta}
+
+
+def dtypes_of(one: Prepared) -> dict[str, torch.dtype]:
+    """Of each parameter and buffer, by first name."""
+    found = {**build.buffers_of(one.base), **one.parameters}
+    return {name: found[name].dtype for name in one.layouts}
+
+
+def everywhere(entries: Mapping[tuple[str, str], Entry]) -> dict[tuple[str, str], Entry]:
+    """The same entries, as those that every rank has."""
+    ranks = frozenset(range(world_size()))
+    return {spot: replace(entry, ranks=ranks) for spot, entry in entries.items()}
+
+
+def _others(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Parameters of no prepared model, by their place in the groups."""
+    known = {id(parameter) for _, _, parameter in names_in(optimizer).values()}
+    return {
+        f"group {number}, parameter {at}": parameter
+        for number, group in enumerate(optimizer.param_groups)
+        for at, parameter in enumerate(group["params"])
+        if id(parameter) not in known
+    }
+
+
+def _check_groups(
+    optimizer: Optimizer, own: Mapping[str, torch.Tensor], state: Mapping[str, Any]
+) -> None:
+    by_id = {id(parameter): key for key, parameter in own.items()}
+    here = [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    there = [list(group["params"]) for group in state["param_groups"]]
+    if here != there:
+        name = type(optimizer).__name__
+        odd = sorted({n for g in here for n in g} ^ {n for g in there for n in g})
+        detail = f"{', '.join(odd[:_NAMED])} differ" if odd else "their order differs"
+        raise NbdistError(
+            f"The state is of {len(there)} groups of {sum(map(len, there))} parameters, this "
+            f"{name} has {len(here)} of {sum(map(len, here))}: {detail}. Make the optimizer as it "
+            "was made when the state was saved."
+        )
+
+
+def _shadow(optimizer: Optimizer) -> Optimizer:
+    """The same groups with a state of their own: what is written there changes nothing else."""
+    shadow = object.__new__(type(optimizer))
+    vars(shadow).update(state=defaultdict(dict), param_groups=optimizer.param_groups)
+    return shadow
+
+
+def _shell(side: Side) -> torch.Tensor:
+    """Something of a parameter's shape, on the host, that needs no memory."""
+    return torch.zeros(()).expand(side.layout.shape)
+
+
+def _home(names: Mapping[str, Any]) -> torch.device:
+    """Where an optimizer's state lies."""
+    for one, _, _ in names.values():
+        job = one.built.job
+        return fsdp.parameter_device(job.choice, job.device)
+    return device()

@@ -1,0 +1,348 @@
+"""An optimizer's state, taken apart into named tensors that can be moved, and put back.
+
+local = read(optimizer, before)                           # this rank
+(agreed,) = agree([local])                                # collective
+moves = plan(agreed, old, new, world_size)                # this rank, alike on all; may refuse
+tensors = exchange(moves, local.tensors, device)          # collective
+write(optimizer, agreed, tensors, before, after, new)     # this rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from nbdist.core.ranks import rank_label
+from nbdist.errors import NbdistError, OptionError
+from nbdist.parallel.consensus import gathered
+from nbdist.parallel.reshard.redistribute import Move
+from nbdist.strategy.tensor_layout import Side, is_same, missing, runs
+
+# (Parameter's name, key in the optimizer's state of it.)
+Place = tuple[str, str]
+
+# Values that are the same object for everybody.
+_PLAIN = (int, float, complex, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing that an optimizer remembers of one parameter, without its elements.
+
+    Attributes:
+        kind: "tensor": lies as the parameter does. "number": a number or a 0-dim tensor, the
+            same on all ranks. "other": anything else, which only its optimizer understands.
+        dtype: Of the tensor; None for what is no tensor.
+        value: The number; for others a description.
+        is_on_device: A 0-dim tensor on the parameter's device, which is not the CPU.
+        ranks: Which ranks have it.
+    """
+
+    kind: str
+    dtype: torch.dtype | None = None
+    value: Any = None
+    is_on_device: bool = False
+    ranks: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """What one rank's optimizer remembers.
+
+    Attributes:
+        optimizer: Its class's name.
+        number: Which one, of several that are switched together; part of the labels.
+        names: Of the parameters that were asked for.
+        entries: By place; parameters without state have none.
+        tensors: Local parts of the entries of kind "tensor", by label: `exchange`'s `held`.
+    """
+
+    optimizer: str
+    number: int
+    names: tuple[str, ...]
+    entries: dict[Place, Entry]
+    tensors: dict[str, torch.Tensor]
+
+    def label(self, place: Place) -> str:
+        """The name under which an entry's tensor is."""
+        return _label(self.number, place)
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedState:
+    """What all ranks' optimizers together remember. Equal on all ranks.
+
+    Attributes:
+        optimizer, number, names: As of LocalState.
+        entries: Of all ranks, by place.
+    """
+
+    optimizer: str
+    number: int
+    names: tuple[str, ...]
+    entries: dict[Place, Entry]
+
+    def label(self, place: Place) -> str:
+        """The name under which an entry's tensor moves."""
+        return _label(self.number, place)
+
+
+def read(
+    optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], number: int = 0
+) -> LocalState:
+    """Take an optimizer's state apart. Nothing is changed; the tensors are the optimizer's own.
+
+    Collective only where a state's placements differ from its parameter's (SGD's momentum
+    begins as a gradient, which tp may leave as partial sums): it is laid out as the parameter.
+
+    Args:
+        optimizer: torch's own object, not Accelerate's wrapper.
+        parameters: Name -> what the optimizer's groups hold for it on this rank; in the same
+            order on all ranks. State of other parameters is left alone.
+        number: Of this optimizer among those that are switched together.
+    """
+    entries: dict[Place, Entry] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            entry = entries[name, key] = _entry(value, parameter)
+            if entry.kind == "tensor":
+                tensors[_label(number, (name, key))] = _laid_out(value, parameter)
+    return LocalState(type(optimizer).__name__, number, tuple(parameters), entries, tensors)
+
+
+def agree(local: Sequence[LocalState]) -> list[AgreedState]:
+    """What all ranks together remember, one for each optimizer. Collective: every rank.
+
+    Raises:
+        NbdistError: Ranks differ in the number or classes of optimizers, in a dtype, or in a
+            number such as the step. Raised on all ranks.
+    """
+    own = [(one.optimizer, one.number, one.names, one.entries) for one in local]
+    everyone = gathered(own)
+    classes = [[(optimizer, names) for optimizer, _, names, _ in theirs] for theirs in everyone]
+    for rank, theirs in enumerate(classes):
+        if theirs != classes[0]:
+            raise NbdistError(
+                f"Optimizers differ: rank 0 has {_described(classes[0])}, rank {rank} has "
+                f"{_described(theirs)}. Make the same ones on all ranks, in the same order."
+            )
+    return [
+        AgreedState(
+            optimizer, number, names, _merged(optimizer, [each[at][3] for each in everyone])
+        )
+        for at, (optimizer, number, names, _) in enumerate(everyone[0])
+    ]
+
+
+def plan(agreed: AgreedState, old: Mapping[str, Side], new: Mapping[str, Side]) -> list[Move]:
+    """What moves so that the state lies as `new` says. This rank alone; the same on all.
+
+    Args:
+        agreed: From `agree`.
+        old: How each parameter's state lies, by name. Which of these ranks have it is known.
+        new: How it will lie: as the parameter, under zero1 with `ranks`.
+
+    Raises:
+        OptionError: There is state that cannot be laid out anew (Adafactor's factors, LBFGS's
+            history) and a parameter's layout changes.
+        NbdistError: A part of a state is on no rank.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    _refuse_others(agreed, old, new, world_size)
+    moves = []
+    for place, entry in agreed.entries.items():
+        if entry.kind != "tensor":
+            continue
+        assert entry.dtype is not None
+        name, key = place
+        before, after = _on_ranks(old[name], entry.ranks), new[name]
+        if lacking := missing(before, after, world_size):
+            raise NbdistError(
+                f"{agreed.optimizer} has {key!r} of {name} on rank {rank_label(entry.ranks)} only, "
+                f"and a part of it that rank {rank_label(lacking)} would get is nowhere. Run one "
+                "step in which every rank's part has a gradient, then switch."
+            )
+        moves.append(Move(agreed.label(place), entry.dtype, before, after))
+    return moves
+
+
+def write(
+    optimizer: Optimizer,
+    agreed: AgreedState,
+    tensors: Mapping[str, torch.Tensor],
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    new: Mapping[str, Side],
+) -> None:
+    """Put the state under the new parameters. This rank alone; the groups are not touched.
+
+    `optimizer.state` stays the same dict. The old parameters' dicts in it are not changed, so
+    a `dict(optimizer.state)` from before is all that is needed to go back.
+
+    Args:
+        optimizer: The one that was read.
+        agreed: From `agree`.
+        tensors: From `exchange`, by label.
+        before: Name -> the parameter that had the state.
+        after: Name -> the parameter that gets it; in the groups already, or still the old one.
+        new: As in `plan`.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    capturable = _with_step_on_device(optimizer, before, after)
+    fresh: dict[str, dict[str, Any]] = {}
+    for (name, key), entry in agreed.entries.items():
+        if runs(new[name].layout, new[name].degrees, rank) is None:
+            continue
+        own = fresh.setdefault(name, {})
+        if entry.kind == "tensor":
+            own[key] = _like(tensors[agreed.label((name, key))], after[name])
+        elif entry.kind == "number":
+            own[key] = _number(entry, after[name], _is_there(key, entry, name in capturable))
+        elif rank in entry.ranks:
+            own[key] = optimizer.state[before[name]][key]
+    for name in agreed.names:
+        optimizer.state.pop(before[name], None)
+    for name, own in fresh.items():
+        optimizer.state[after[name]] = own
+
+
+def _entry(value: Any, parameter: torch.Tensor) -> Entry:
+    if isinstance(value, _PLAIN):
+        return Entry("number", None, value)
+    if not isinstance(value, torch.Tensor):
+        return Entry("other", None, type(value).__name__)
+    if value.ndim == 0:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        is_there = value.device == parameter.device and value.device.type != "cpu"
+        return Entry("number", value.dtype, whole.item(), is_there)
+    # A DTensor's shape is the whole one. Some optimizers keep plain tensors beside DTensors.
+    is_plain = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
+    wanted = parameter.to_local().shape if is_plain else parameter.shape  # type: ignore[attr-defined]
+    if value.shape == wanted:
+        return Entry("tensor", value.dtype)
+    return Entry("other", value.dtype, f"shape {tuple(value.shape)}, not {tuple(wanted)}")
+
+
+def _laid_out(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A state's local part, as its parameter lies."""
+    if not isinstance(value, DTensor):
+        return value
+    if isinstance(parameter, DTensor) and value.placements != parameter.placements:
+        value = value.redistribute(placements=parameter.placements)
+    with torch.no_grad():  # a tenth of the time
+        local: torch.Tensor = value.to_local()
+    return local
+
+
+def _merged(optimizer: str, by_rank: Sequence[Mapping[Place, Entry]]) -> dict[Place, Entry]:
+    """All ranks' entries, each with the ranks that have it.
+
+    Raises:
+        NbdistError: Two ranks have different numbers or dtypes.
+    """
+    merged: dict[Place, Entry] = {}
+    for rank, entries in enumerate(by_rank):
+        for place, entry in entries.items():
+            first = merged.setdefault(place, entry)
+            if _gist(first) != _gist(entry):
+                name, key = place
+                raise NbdistError(
+                    f"{optimizer}'s {key!r} of {name} differs: {_told(first)} on rank "
+                    f"{min(first.ranks)}, {_told(entry)} on rank {rank}. Ranks that have not "
+                    "made the same steps cannot be switched; load a checkpoint on all."
+                )
+            merged[place] = replace(first, ranks=first.ranks | {rank})
+    return merged
+
+
+def _gist(entry: Entry) -> tuple[Any, ...]:
+    """What is equal on all ranks. Numbers by their text: not-a-number differs from itself."""
+    return entry.kind, entry.dtype, entry.kind == "number" and repr(entry.value)
+
+
+def _refuse_others(
+    agreed: AgreedState, old: Mapping[str, Side], new: Mapping[str, Side], world_size: int
+) -> None:
+    """Raise for state that only its optimizer understands, unless every layout stays.
+
+    Every parameter's, as a history such as LBFGS's is of all of them though one holds it.
+    """
+    for (holder, key), entry in agreed.entries.items():
+        if entry.kind != "other":
+            continue
+        before = {**old, holder: _on_ranks(old[holder], entry.ranks)}
+        changed = [n for n in agreed.names if not is_same(before[n], new[n], world_size)]
+        if changed:
+            raise OptionError(
+                f"{agreed.optimizer} keeps {key!r} of {holder} in its own form ({entry.value}), "
+                f"which cannot be laid out anew, and {changed[0]} is to lie otherwise. Use AdamW, "
+                "Adam, SGD or another optimizer whose state has its parameters' shapes, or forget "
+                "the state first: optimizer.state.clear()."
+            )
+
+
+def _on_ranks(side: Side, ranks: Iterable[int]) -> Side:
+    return Side(replace(side.layout, ranks=frozenset(ranks)), side.degrees)
+
+
+def _with_step_on_device(
+    optimizer: Optimizer, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> set[str]:
+    """Names of parameters whose group wants its step on the device. Source: torch.optim.Adam."""
+    found = {
+        id(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if group.get("fused") or group.get("capturable")
+    }
+    return {name for name in after if id(after[name]) in found or id(before[name]) in found}
+
+
+def _is_there(key: str, entry: Entry, wants_step: bool) -> bool:
+    """Whether a 0-dim tensor goes to the parameter's device. A fused option may have changed."""
+    return wants_step if key == "step" else entry.is_on_device
+
+
+def _number(entry: Entry, parameter: torch.Tensor, is_there: bool) -> Any:
+    if entry.dtype is None:
+        return entry.value
+    device = parameter.device if is_there else torch.device("cpu")
+    return torch.tensor(entry.value, dtype=entry.dtype, device=device)
+
+
+def _like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A local part as a state of this parameter: a DTensor where it is one."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _label(number: int, place: Place) -> str:
+    name, key = place
+    return f"{number}:{name} [{key}]"
+
+
+def _told(entry: Entry) -> str:
+    if entry.kind == "other":
+        return str(entry.value)
+    value = "a tensor" if entry.kind == "tensor" else repr(entry.value)
+    return f"{value} of {entry.dtype}" if entry.dtype else value
+
+
+def _described(optimizers: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+    told = [f"{name} of {len(names)} parameters" for name, names in optimizers]
+    return ", ".join(told) or "none"

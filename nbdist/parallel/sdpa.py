@@ -1,0 +1,141 @@
+"""The kernel that runs scaled_dot_product_attention: chosen by name, or refused by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from nbdist.errors import OptionError
+from nbdist.parallel.transform import Job
+
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def refuse_backend(job: Job) -> None:
+    """Refuse a backend that this device or model would not run. No rank is met.
+
+    Raises:
+        OptionError: Names the backends that the device has.
+    """
+    wanted = job.choice.options.sdpa
+    if not wanted:
+        return
+    there = _available(job.device)
+    if wanted not in there:
+        name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "the CPU"
+        raise OptionError(
+            f"--sdpa {wanted}: {name} has no such kernel here. Use {' or '.join(there)}, or "
+            "leave it out."
+        )
+    is_half = job.choice.options.precision != "fp32" or any(
+        parameter.dtype in _HALVES for parameter in job.base.parameters()
+    )
+    if job.device.type == "cuda" and wanted in ("flash", "cudnn") and not is_half:
+        raise OptionError(
+            f"--sdpa {wanted}: this kernel computes in bf16 or fp16 only, and the model is fp32. "
+            "Add --bf16 or --fp16, or use efficient or math."
+        )
+    _refuse_own_attention(job, wanted)
+
+
+def choose_backend(root: torch.nn.Module, name: str, *, is_checked: bool) -> None:
+    """Let all attention of a module's forward run on a backend. Sets `root.forward`.
+
+    Args:
+        root: What is called: a pipeline's stage, or the model.
+        name: Of the backend.
+        is_checked: See at the first forward in training that there is attention to choose for.
+    """
+    run = root.forward
+    # No closure: copy.deepcopy makes a partial's bound method one of the copy.
+    called: Any = functools.partial(_chosen, root, run, name, [is_checked])
+    root.forward = functools.update_wrapper(called, run)
+
+
+def with_backend(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `run` returns, with its attention on a backend."""
+    with sdpa_kernel(_BACKENDS[name]):
+        return run(*args, **kwargs)
+
+
+def _chosen(
+    root: torch.nn.Module,
+    run: Callable[..., Any],
+    name: str,
+    is_unseen: list[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    # Evaluation may take torch's fast path, which needs no such call.
+    if not (is_unseen[0] and root.training and torch.is_grad_enabled()):
+        return with_backend(name, run, *args, **kwargs)
+    with _refused_without_attention(root, name):
+        outputs = with_backend(name, run, *args, **kwargs)
+    is_unseen[0] = False
+    return outputs
+
+
+class _Sees(TorchFunctionMode):
+    """Notes whether scaled_dot_product_attention is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_seen = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.has_seen = True
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _refused_without_attention(root: torch.nn.Module, name: str) -> Iterator[None]:
+    with _Sees() as sees:
+        yield
+    if not sees.has_seen:
+        raise OptionError(
+            f"--sdpa {name}: the forward of {type(root).__name__} never calls "
+            "torch.nn.functional.scaled_dot_product_attention, so there is no kernel to choose. "
+            "Leave --sdpa out, or let the model use that function."
+        )
+
+
+def _available(device: torch.device) -> tuple[str, ...]:
+    """The backends that this device has, by name."""
+    if device.type != "cuda":
+        return ("flash", "math")
+    capability = torch.cuda.get_device_capability(device)
+    is_there = {
+        # Compute capability 8.0 (Ampere): torch's sdp_utils.cpp, check_sm_version.
+        "flash": torch.backends.cuda.is_flash_attention_available() and capability >= (8, 0),
+        "efficient": capability >= (5, 0),
+        "math": True,
+        "cudnn": torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+        and capability >= (8, 0),
+    }
+    return tuple(name for name, there in is_there.items() if there)
+
+
+def _refuse_own_attention(job: Job, wanted: str) -> None:
+    """A Hugging Face model says which attention it uses; only sdpa's kernel can be chosen."""
+    config = getattr(job.base, "config", None)
+    own = getattr(config, "_attn_implementation", None)
+    if own not in (None, "sdpa"):
+        raise OptionError(
+            f"--sdpa {wanted}: {type(job.base).__name__} uses its attention '{own}', not torch's. "
+            'Load it with attn_implementation="sdpa", or leave --sdpa out.'
+        )

@@ -1,0 +1,234 @@
+"""torch.nn.MultiheadAttention split by heads: its forward on a rank's own heads.
+
+The weights of query, key and value are one parameter; a rank has its parts of the three side by
+side. torch's own forward takes the whole, and so do the paths in C++ that it and torch's encoder
+take in evaluation: none of them is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn import functional
+
+from nbdist.errors import OptionError
+from nbdist.parallel.tp.rng import Streams
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one attention is split.
+
+    Attributes:
+        mesh: The tp mesh.
+        streams: The ranks' random numbers.
+        sequence_dim: The dim along which its query, and what it returns, is split; None where
+            they are whole.
+    """
+
+    mesh: DeviceMesh
+    streams: Streams
+    sequence_dim: int | None
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        """Itself: a copy of the model is split along the same mesh."""
+        return self
+
+
+class SplitAttention(ParallelStyle):
+    """Splits a torch.nn.MultiheadAttention by its heads."""
+
+    DIMS: ClassVar = {
+        "in_proj_weight": 0, "in_proj_bias": 0,
+        "q_proj_weight": 0, "k_proj_weight": 0, "v_proj_weight": 0,
+    }  # fmt: skip
+    PARTS: ClassVar = {"in_proj_weight": 3, "in_proj_bias": 3}
+
+    def __init__(self, streams: Streams, sequence_dim: int | None) -> None:
+        super().__init__()
+        self._streams = streams
+        self._sequence_dim = sequence_dim
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        assert isinstance(module, torch.nn.MultiheadAttention)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            split = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
+            fresh = torch.nn.Parameter(split, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, fresh)
+        output = Replicate() if self._sequence_dim is None else Shard(self._sequence_dim)
+        style = RowwiseParallel(output_layouts=output)
+        parallelize_module(module.out_proj, device_mesh, style, src_data_rank=None)
+        place = Place(device_mesh, self._streams, self._sequence_dim)
+        forward: Any = functools.partial(_forward, module, place)
+        module.forward = functools.update_wrapper(forward, module.forward)  # type: ignore[method-assign]
+        return module
+
+
+def close_fast_paths(base: torch.nn.Module) -> None:
+    """Let torch's encoders run layer by layer in evaluation, too; by attributes of theirs.
+
+    Their path in C++ asks for all weights at once and knows nothing of ranks. They look whether
+    these are plain tensors in a way that lets DTensors pass.
+    """
+    for module in base.modules():
+        if isinstance(module, torch.nn.TransformerEncoder):
+            vars(module)["use_nested_tensor"] = False
+        elif isinstance(module, torch.nn.TransformerEncoderLayer):
+            vars(module)["activation_relu_or_gelu"] = 0
+
+
+def check_attention(module: torch.nn.Module, name: str) -> None:
+    """Refuse what its forward on own heads does not do.
+
+    Raises:
+        OptionError: It has a bias or zeros among its keys and values.
+    """
+    assert isinstance(module, torch.nn.MultiheadAttention)
+    if module.bias_k is not None or module.add_zero_attn:
+        raise OptionError(
+            f"{name} was made with add_bias_kv or add_zero_attn, which tensor parallelism does not "
+            "split. Leave these out, or give a plan that leaves it whole: model.tp_plan = {...}"
+        )
+
+
+def _forward(  # noqa: PLR0913, PLR0917  # torch's own arguments
+    module: torch.nn.MultiheadAttention,
+    place: Place,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_padding_mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: torch.Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As torch's, with this rank's heads. Collective along tp: the sum over all heads."""
+    if is_causal and attn_mask is None:
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    is_batched = query.dim() == 3
+    query, key, value = _inputs(place, query, key, value)
+    q, k, v = _projections(module, place, query, key, value)
+    if place.sequence_dim is None:  # else the whole block draws this rank's own numbers
+        place.streams.enter(id(module))
+    # As torch does: kernels that know what causal is are faster than with a mask.
+    is_causal = is_causal and key_padding_mask is None and not need_weights
+    mask = None if is_causal else _mask(attn_mask, key_padding_mask, place, q)
+    dropout = module.dropout if module.training else 0.0
+    weights = None
+    if need_weights:
+        weights = _weights(q, k, mask)
+        mixed = functional.dropout(weights, dropout) @ v
+    else:
+        mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+    if place.sequence_dim is None:
+        place.streams.leave()
+    result = module.out_proj(_joined(mixed, is_batched, module.batch_first))
+    if weights is None:
+        return result, None
+    told = _told(weights, module, place, average_attn_weights)
+    return result, told if is_batched else told.squeeze(0)
+
+
+def _inputs(
+    place: Place, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The inputs, whole; their gradients are summed over the ranks, once for each tensor."""
+    whole = {id(query): _whole(place, query, place.sequence_dim)}
+    for one in (key, value):
+        if id(one) not in whole:
+            whole[id(one)] = _whole(place, one, None)
+    return whole[id(query)], whole[id(key)], whole[id(value)]
+
+
+def _whole(place: Place, given: torch.Tensor, sequence_dim: int | None) -> torch.Tensor:
+    before = Replicate() if sequence_dim is None else Shard(sequence_dim)
+    split = DTensor.from_local(given, place.mesh, [before], run_check=False)
+    gathered = split.redistribute(placements=[Replicate()])
+    return gathered.to_local(grad_placements=[Partial()])
+
+
+def _projections(
+    module: torch.nn.MultiheadAttention, place: Place, *inputs: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Query, key and value of the own heads, (batch, heads, length, width of a head)."""
+    n_heads = module.num_heads // place.mesh.size()
+    packed: torch.Tensor | None = module.in_proj_weight
+    if packed is not None:
+        weights = _local(packed).chunk(3)
+    else:
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        weights = tuple(_local(getattr(module, name)) for name in names)
+    biases: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if module.in_proj_bias is not None:
+        biases = _local(module.in_proj_bias).chunk(3)
+    heads = []
+    for given, weight, bias in zip(inputs, weights, biases, strict=True):
+        projected = functional.linear(given, weight, bias)
+        if projected.dim() == 2:
+            projected = projected.unsqueeze(0)
+        elif not module.batch_first:
+            projected = projected.transpose(0, 1)
+        heads.append(projected.view(*projected.shape[:2], n_heads, -1).transpose(1, 2))
+    return tuple(heads)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _mask(
+    attn_mask: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    place: Place,
+    query: torch.Tensor,
+) -> torch.Tensor | None:
+    """Both masks as one that is added to the scores, for the own heads; None for none."""
+    n_batch, n_heads = query.shape[:2]
+    masks = []
+    if attn_mask is not None:
+        if attn_mask.dim() == 3:  # one for each head of each sample
+            attn_mask = attn_mask.view(n_batch, -1, *attn_mask.shape[1:])
+            attn_mask = attn_mask.narrow(1, place.mesh.get_local_rank() * n_heads, n_heads)
+        masks.append(_added(attn_mask, query.dtype))
+    if key_padding_mask is not None:
+        masks.append(_added(key_padding_mask.reshape(n_batch, 1, 1, -1), query.dtype))
+    return sum(masks[1:], masks[0]) if masks else None
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+
+
+def _weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    return torch.softmax(scores if mask is None else scores + mask, dim=-1)
+
+
+def _joined(mixed: torch.Tensor, is_batched: bool, is_batch_first: bool) -> torch.Tensor:
+    """The own heads side by side, as the input lay."""
+    joined = mixed.transpose(1, 2).flatten(2)
+    if not is_batched:
+        return joined.squeeze(0)
+    return joined if is_batch_first else joined.transpose(0, 1)
+
+
+def _told(
+    weights: torch.Tensor, module: torch.nn.MultiheadAttention, place: Place, is_averaged: bool
+) -> torch.Tensor:
+    """The weights of attention, of all heads."""
+    if not is_averaged:
+        split = DTensor.from_local(weights, place.mesh, [Shard(1)], run_check=False)
+        return split.redistribute(placements=[Replicate()]).to_local()
+    mean = weights.sum(dim=1) / module.num_heads
+    part = DTensor.from_local(mean, place.mesh, [Partial()], run_check=False)
+    return part.redistribute(placements=[Replicate()]).to_local()

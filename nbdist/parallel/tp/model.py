@@ -1,0 +1,165 @@
+"""What tensor parallelism has to know of a model: its layers, widths and heads.
+
+Depends on shapes and attributes alone: equal on all ranks, also for parameters on meta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nbdist.errors import OptionError
+from nbdist.parallel.blocks import candidates
+from nbdist.strategy.tp_names import HEAD_COUNTS, HEAD_SIZES, KV_COUNTS, WIDTHS
+from nbdist.strategy.tp_plan import Layer, Plan
+
+# Modules without parameters that compute each element by itself.
+_POINTWISE = tuple(
+    getattr(torch.nn, name)
+    for name in (
+        "CELU", "Dropout", "ELU", "GELU", "Hardsigmoid", "Hardswish", "Hardtanh", "Identity",
+        "LeakyReLU", "LogSigmoid", "Mish", "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softplus",
+        "Softsign", "Tanh",
+    )
+)  # fmt: skip
+
+
+def layers_of(base: torch.nn.Module) -> dict[str, Layer]:
+    """Every module of a model by name, but what is in a torch.nn.MultiheadAttention."""
+    modules = dict(base.named_modules())
+    found = [module for blocks in candidates(base) for module in blocks.modules]
+    blocks = {id(module) for module in found}
+    inside = {id(inner) for module in found for inner in module.modules()}
+    weights = _first_names(base)
+    hidden = {id(m) for one in modules.values() if is_attention(one) for m in one.children()}
+    return {
+        name: _layer(module, weights, id(module) in blocks, id(module) in inside)
+        for name, module in modules.items()
+        if id(module) not in hidden
+    }
+
+
+def is_conv1d(module: torch.nn.Module) -> bool:
+    """Whether it is Hugging Face's Conv1D: a linear layer whose weight is (inputs, outputs)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_attention(module: torch.nn.Module) -> bool:
+    """Whether it is torch's own attention, with its own forward."""
+    return isinstance(module, torch.nn.MultiheadAttention)
+
+
+def divided(
+    module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int
+) -> dict[str, int]:
+    """A module's attributes for heads and widths on one rank: name -> value.
+
+    Args:
+        module: It splits heads.
+        name: Its name.
+        plan: May say which attributes are divided.
+        columns: Its colwise layers, by name.
+        degree: Of tp.
+
+    Raises:
+        OptionError: There is no such attribute, or it cannot be divided.
+    """
+    found = vars(module)
+    style = plan.get(name)
+    if style is not None and style.kind == "divide":
+        return {key: _share(found.get(key), f"{name}.{key}", degree) for key in style.attributes}
+    widths = {_width(module, name, column) // plan[column].parts for column in columns}
+    counts = {key: found[key] for key in (*HEAD_COUNTS, *KV_COUNTS) if _is_count(found.get(key))}
+    sizes = {key: found[key] for key in WIDTHS if found.get(key) in widths and key not in counts}
+    return {
+        key: _share(value, f"{name}.{key}", degree) for key, value in {**counts, **sizes}.items()
+    }
+
+
+def _layer(
+    module: torch.nn.Module, weights: Mapping[int, str], is_block: bool, is_in_block: bool
+) -> Layer:
+    found = vars(module)
+    n_in, n_out = _sizes(module)
+    weight = getattr(module, "weight", None)
+    heads = next((found[key] for key in HEAD_COUNTS if _is_count(found.get(key))), None)
+    size = next((found[key] for key in HEAD_SIZES if _is_count(found.get(key))), None)
+    return Layer(
+        kind=_kind(module),
+        n_in=n_in,
+        n_out=n_out,
+        weight=weights.get(id(weight), ""),
+        n_own=sum(parameter.numel() for parameter in module.parameters(recurse=False)),
+        heads=heads,
+        kv_heads=next((found[key] for key in KV_COUNTS if _is_count(found.get(key))), None),
+        head_size=size,
+        is_block=is_block,
+        is_in_block=is_in_block,
+    )
+
+
+def _kind(module: torch.nn.Module) -> str:
+    return next((kind for kind, is_one in _KINDS if is_one(module)), "other")
+
+
+def is_norm(module: torch.nn.Module) -> bool:
+    """Whether it is a norm over the last dim: its name says so, and its parameters are vectors."""
+    own = list(module.parameters(recurse=False))
+    return (
+        "Norm" in type(module).__name__
+        and not isinstance(module, torch.nn.modules.batchnorm._NormBase)  # noqa: SLF001  # no other name
+        and not isinstance(module, torch.nn.GroupNorm)
+        and not any(True for _ in module.children())
+        and all(parameter.dim() == 1 for parameter in own)
+    )
+
+
+def _sizes(module: torch.nn.Module) -> tuple[int, int]:
+    if isinstance(module, torch.nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, torch.nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    own = list(module.parameters(recurse=False))
+    if is_conv1d(module):
+        return tuple(own[0].shape)  # type: ignore[return-value]
+    return (0, own[0].shape[-1]) if own and own[0].dim() else (0, 0)
+
+
+def _first_names(base: torch.nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in base.named_parameters()}
+
+
+def _width(owner: torch.nn.Module, name: str, column: str) -> int:
+    return _sizes(owner.get_submodule(column.removeprefix(f"{name}.")))[1]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_table(module: torch.nn.Module) -> bool:
+    # The others look at the whole table, or at all words of a batch.
+    return isinstance(module, torch.nn.Embedding) and not (
+        module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+    )
+
+
+_KINDS: tuple[tuple[str, Callable[[torch.nn.Module], bool]], ...] = (
+    ("linear", lambda module: isinstance(module, torch.nn.Linear) or is_conv1d(module)),
+    ("embedding", _is_table),
+    ("attention", is_attention),
+    ("sequential", lambda module: isinstance(module, torch.nn.Sequential)),
+    ("pointwise", lambda module: isinstance(module, _POINTWISE)),
+    ("norm", is_norm),
+)
+
+
+def _share(value: Any, place: str, degree: int) -> int:
+    if not _is_count(value):
+        raise OptionError(f"tp_plan: {place} is to be divided, and is {value!r}, not a number.")
+    if value % degree:
+        raise OptionError(f"tp={degree} does not divide {place} = {value}. Use a divisor of it.")
+    share: int = value // degree
+    return share

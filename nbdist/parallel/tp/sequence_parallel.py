@@ -1,0 +1,134 @@
+"""Sequence parallelism: what of a model is split along the sequence, between its split layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from nbdist.errors import OptionError
+from nbdist.parallel.blocks import Blocks, candidates, find_blocks
+from nbdist.parallel.tp.model import is_attention
+from nbdist.parallel.transform import Job, Layouts
+from nbdist.strategy.tp_plan import Layers, Plan, attentions
+
+_WITHOUT = "Go without --sequence-parallel."
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """What goes through blocks split along the sequence.
+
+    Attributes:
+        lists: Names of the own stage's blocks, list by list, in order. It is split before the
+            first and whole after the last.
+        blocks: Names of all blocks.
+        norms: Layers with parameters in blocks that are not split themselves.
+        dim: The sequence's.
+    """
+
+    lists: tuple[tuple[str, ...], ...] = ()
+    blocks: frozenset[str] = frozenset()
+    norms: tuple[str, ...] = ()
+    dim: int = 1
+
+    def has(self, name: str) -> bool:
+        """Whether a module is in a block."""
+        return any(name.startswith(f"{block}.") for block in self.blocks)
+
+
+def plan_sequence(job: Job, plan: Plan, layers: Layers, layouts: Layouts) -> Sequence:
+    """What is split along the sequence; nothing without the option.
+
+    Raises:
+        OptionError: The model has no list of blocks with split layers, or in the blocks is
+            something with parameters that is no norm, or whose input may be whole or split.
+    """
+    if not job.choice.options.has_sequence_parallel:
+        return Sequence()
+    lists = _lists(job, plan)
+    names = [[blocks.block_name(index) for index in range(len(blocks.modules))] for blocks in lists]
+    found = Sequence(
+        lists=tuple(filter(None, (_own(job, blocks, layouts) for blocks in names))),
+        blocks=frozenset(name for blocks in names for name in blocks),
+        dim=_dim(job.base),
+    )
+    _refuse_flat(found, plan, layers)
+    norms = _norms(found, plan, layers)
+    return Sequence(found.lists, found.blocks, norms, found.dim)
+
+
+def _lists(job: Job, plan: Plan) -> list[Blocks]:
+    """The outermost lists of blocks that have split layers in them."""
+    wanted = job.choice.options.blocks
+    found = [find_blocks(job.base, wanted)] if wanted else list(candidates(job.base))
+    lists: list[Blocks] = []
+    for blocks in found:
+        has_split = all(
+            any(name.startswith(f"{blocks.block_name(index)}.") for name in plan)
+            for index in range(len(blocks.modules))
+        )
+        is_inner = any(_is_in(blocks.container, outer.container) for outer in lists)
+        if has_split and not is_inner:
+            lists.append(blocks)
+    if not lists:
+        raise OptionError(
+            f"{type(job.base).__name__} has no list of blocks with split layers, between which "
+            f"hidden states could be split along the sequence. {_WITHOUT}"
+        )
+    for blocks in lists:
+        if len(set(blocks.modules)) < len(blocks.modules):
+            raise OptionError(
+                f"{blocks.name} has a block several times, so that none is its first. {_WITHOUT}"
+            )
+    return lists
+
+
+def _is_in(module: torch.nn.Module, outer: torch.nn.Module) -> bool:
+    return any(module is inner for inner in outer.modules())
+
+
+def _own(job: Job, blocks: Iterable[str], layouts: Layouts) -> tuple[str, ...]:
+    """The blocks of this rank's stage."""
+    stage = job.grid.coordinate.pp
+
+    def is_own(block: str) -> bool:
+        stages = [layout.stages for name, layout in layouts.items() if name.startswith(f"{block}.")]
+        return all(one is None or stage in one for one in stages)
+
+    return tuple(block for block in blocks if is_own(block))
+
+
+def _dim(base: torch.nn.Module) -> int:
+    attention = [module for module in base.modules() if is_attention(module)]
+    return 0 if any(not module.batch_first for module in attention) else 1
+
+
+def _refuse_flat(found: Sequence, plan: Plan, layers: Layers) -> None:
+    """Refuse blocks that split heads themselves: they see a part of the sequence."""
+    for attention in attentions(plan, layers):
+        if attention.owner in found.blocks:
+            raise OptionError(
+                f"{attention.owner} computes attention in the block itself, with whole sequences. "
+                f"Put it into a module of its own. {_WITHOUT}"
+            )
+
+
+def _norms(found: Sequence, plan: Plan, layers: Layers) -> tuple[str, ...]:
+    owners = {name.rpartition(".")[0] for name, style in plan.items() if style.kind == "colwise"}
+    owners -= found.blocks
+    norms = []
+    for name, layer in layers.items():
+        is_in_block = name in found.blocks or found.has(name)
+        if name in plan or not layer.n_own or not is_in_block:
+            continue
+        owner = next((one for one in owners if name == one or name.startswith(f"{one}.")), None)
+        if layer.kind != "norm" or owner is not None:
+            raise OptionError(
+                f"{name} has parameters of its own{f' inside {owner}' if owner else ''}, and "
+                "sequence parallelism splits only norms between a block's attention and its "
+                f"feed-forward part. {_WITHOUT}"
+            )
+        norms.append(name)
+    return tuple(norms)

@@ -1,0 +1,246 @@
+"""Tensor parallelism: each layer's matrices are split over ranks that see the same data.
+
+Between a colwise and a rowwise layer each rank computes with its own heads or hidden units; the
+rowwise one adds up what the ranks have. Two sums per block in forward and two in backward. With
+sequence parallelism norms and dropout, too, are split, along the sequence: the same bytes go
+over the wire, and activations between layers take a part of the memory.
+
+Which layers are split is in a plan (strategy/tp_plan.py): found by usual names, or the user's own,
+`model.tp_plan = {"layers.*.attn.wq": "colwise", ...}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from nbdist.errors import OptionError
+from nbdist.parallel.accelerator.foreach_by_mesh import step_by_mesh
+from nbdist.parallel.tp.attention import check_attention, close_fast_paths
+from nbdist.parallel.tp.attention_check import Fit, fit, is_tryable
+from nbdist.parallel.tp.hooks import Between, split_blocks, sum_gradient, watch_owner
+from nbdist.parallel.tp.model import divided, layers_of
+from nbdist.parallel.tp.rng import Streams
+from nbdist.parallel.tp.sequence_parallel import Sequence, plan_sequence
+from nbdist.parallel.tp.styles import (
+    Surroundings,
+    norm_style,
+    split_dims,
+    split_layout,
+    torch_style,
+)
+from nbdist.parallel.transform import Job, Layouts, Step
+from nbdist.strategy.tp_plan import (
+    Attention,
+    Layers,
+    Plan,
+    attentions,
+    check_counts,
+    counts,
+    find_plan,
+)
+from nbdist.strategy.tp_user_plan import headless, incomplete, read_plan, unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What planning leaves for laying out.
+
+    Attributes:
+        plan: Module -> style.
+        owners: Module with split heads -> what changes in it.
+        sequence: What is split along the sequence.
+    """
+
+    plan: Plan
+    owners: Mapping[str, Fit]
+    sequence: Sequence
+
+
+def _plan(job: Job, layouts: Layouts) -> Layouts:
+    """Find the plan and try it out on shapes, heads and code; lay out what it splits."""
+    layers = layers_of(job.base)
+    plan = _plan_of(job, layers)
+    needed = counts(plan, layers)
+    check_counts(needed, job.grid.degrees.tp, job.choice.world_size)
+    for name, style in plan.items():
+        if style.kind == "attention":
+            check_attention(job.base.get_submodule(name), name)
+    owners = _owners(job, plan, layers)
+    sequence = plan_sequence(job, plan, layers, layouts)
+    job.kept["tp"] = Kept(plan, owners, sequence)
+    return _split_layouts(job.base, plan, layouts)
+
+
+def _lay_out(job: Job) -> None:
+    """Make meta DTensors of what is split; set hooks on layers, attention, blocks and the root."""
+    kept: Kept = job.kept["tp"]
+    base = job.base
+    streams = Streams(job.grid, job.device, base)
+    between = Between(job.grid.submesh("tp"), streams)
+    ties = [names for names in _names(base) if len(names) > 1]
+    for name, style in kept.plan.items():
+        if style.kind != "divide":
+            _split(base, name, kept, between, streams)
+    sequence = kept.sequence
+    for name in sequence.norms:
+        norm = norm_style(sequence.dim)
+        parallelize_module(base.get_submodule(name), between.mesh, norm, src_data_rank=None)
+    _tie(base, ties)
+    for name, owner in kept.owners.items():
+        vars(base.get_submodule(name)).update(owner.values)
+    _watch_owners(base, kept, between)
+    for blocks in sequence.lists:
+        modules = [base.get_submodule(name) for name in blocks]
+        split_blocks(modules, between, streams, sequence.dim)
+    close_fast_paths(base)
+    streams.attach(job.root)
+    step_by_mesh()
+
+
+def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+    for parameter in job.base.parameters():
+        if isinstance(parameter, DTensor) and not parameter.is_meta:
+            sum_gradient(parameter)
+    return outer
+
+
+def _plan_of(job: Job, layers: Layers) -> Plan:
+    base = job.base
+    # A class's own, but no property: some libraries have one of this name.
+    given = vars(base).get("tp_plan", getattr(type(base), "tp_plan", None))
+    if isinstance(given, Mapping) and given:
+        return read_plan(given, layers)
+    model = type(base).__name__
+    found = find_plan(layers, job.grid.degrees.tp)
+    if not found.plan:
+        raise OptionError(unknown(model))
+    if found.headless:
+        raise OptionError(headless(found.headless[0]))
+    if found.missed:
+        raise OptionError(incomplete(model, found.plan, found.missed))
+    return found.plan
+
+
+def _owners(job: Job, plan: Plan, layers: Layers) -> dict[str, Fit]:
+    """What changes in modules that split heads; modules that are alike are tried out once."""
+    base, degree = job.base, job.grid.degrees.tp
+    owners = {
+        name: Fit(divided(base.get_submodule(name), name, plan, (), degree))
+        for name, style in plan.items()
+        if style.kind == "divide"
+    }
+    alike: dict[object, list[Attention]] = {}
+    for one in attentions(plan, layers):
+        shapes = tuple(layers[name].n_out for name in one.columns)
+        alike.setdefault(
+            (type(base.get_submodule(one.owner)), layers[one.owner].heads, shapes), []
+        ).append(one)
+    for group in alike.values():
+        # On each rank the same outcome, whichever stage it is.
+        tried = next((o for o in group if is_tryable(base.get_submodule(o.owner))), group[0])
+        found = fit(base.get_submodule(tried.owner), tried.owner, plan, tried.columns, degree)
+        owners |= {one.owner: found for one in group}
+    return owners
+
+
+def _split_layouts(base: torch.nn.Module, plan: Plan, layouts: Layouts) -> Layouts:
+    """The layouts with what the plan splits.
+
+    Raises:
+        OptionError: Tied parameters are not all split alike.
+    """
+    names = _names(base)
+    first = {name: one[0] for one in names for name in one}
+    found = {}
+    for path, style in plan.items():
+        for key, dim in split_dims(base.get_submodule(path), style).items():
+            name = _join(path, key)
+            found[name] = split_layout(layouts[first[name]], key, dim, style)
+    changed = {}
+    for tied in names:
+        ways = {found.get(name) for name in tied if not _is_mirror(name, tied, found)}
+        if len(ways) > 1:
+            raise OptionError(
+                f"{' and '.join(tied)} are one parameter, which the plan splits in different ways. "
+                "Name all of them in model.tp_plan, as embedding and head for example, or none."
+            )
+        changed[tied[0]] = ways.pop() or layouts[tied[0]]
+    return {**layouts, **changed}
+
+
+def _is_mirror(name: str, tied: Iterable[str], found: Mapping[str, object]) -> bool:
+    """Whether a module only shows a parameter of a split layer inside it, as BERT's head does."""
+    owner = name.rpartition(".")[0]
+    return name not in found and any(
+        other in found and other.startswith(f"{owner}.") for other in tied
+    )
+
+
+def _split(
+    base: torch.nn.Module, name: str, kept: Kept, between: Between, streams: Streams
+) -> None:
+    """Split one layer of the plan, and watch what goes in and out."""
+    module, style = base.get_submodule(name), kept.plan[name]
+    sequence = kept.sequence
+    dim = sequence.dim if sequence.has(name) else None
+    torchs = torch_style(module, style, Surroundings(streams, dim))
+    parallelize_module(module, between.mesh, torchs, src_data_rank=None)
+    owner = name.rpartition(".")[0]
+    if style.kind == "colwise":
+        # Elsewhere the module that it is in has gathered its input.
+        is_split = dim is not None and owner in sequence.blocks
+        between.watch_column(module, Shard(sequence.dim) if is_split else Replicate())
+        if dim is None:
+            between.draw_own(module, base.get_submodule(owner))
+    elif style.kind == "rowwise":
+        between.watch_row(module)
+        if dim is None:
+            between.draw_alike(module)
+
+
+def _watch_owners(base: torch.nn.Module, kept: Kept, between: Between) -> None:
+    """Let modules with colwise layers see their input whole, and as wide as their forward needs."""
+    sequence = kept.sequence
+    inside = {
+        name.rpartition(".")[0]: None
+        for name, style in kept.plan.items()
+        if style.kind == "colwise" and sequence.has(name)
+    }
+    for name in {**inside, **dict.fromkeys(kept.owners)}:
+        owner = kept.owners.get(name)
+        n_shown = None if owner is None else owner.n_shown
+        if name in sequence.blocks:
+            continue
+        place = Shard(sequence.dim) if sequence.has(name) else Replicate()
+        if n_shown is not None or place != Replicate():
+            watch_owner(base.get_submodule(name), between, place, n_shown)
+
+
+def _names(base: torch.nn.Module) -> list[tuple[str, ...]]:
+    """All names of each parameter; several where it is tied."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in found.values()]
+
+
+def _tie(base: torch.nn.Module, names: Iterable[tuple[str, ...]]) -> None:
+    """Make tied parameters one again, after each of their layers has been split."""
+    for tied in names:
+        own = [base.get_parameter(name) for name in tied]
+        shared = next((one for one in own if isinstance(one, DTensor)), own[0])
+        for name in tied:
+            path, _, key = name.rpartition(".")
+            base.get_submodule(path).register_parameter(key, shared)
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+STEP = Step(_plan, _lay_out, _wrap)

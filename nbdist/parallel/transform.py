@@ -1,0 +1,73 @@
+"""What one axis or option does to a model: the same three functions for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nbdist.parallel.mesh import Grid
+from nbdist.strategy.choice import Choice
+from nbdist.strategy.tensor_layout import TensorLayout
+
+# Name (as in base.named_parameters and named_buffers, the first one of tied weights) -> layout.
+Layouts = dict[str, TensorLayout]
+
+
+@dataclass(slots=True)
+class Job:
+    """One model that is being put under a strategy on this rank.
+
+    Attributes:
+        base: The user's module. It stays the same object.
+        choice: The strategy.
+        grid: Its mesh.
+        device: Where parameters lie.
+        root: What is called in base's place by further steps; a pipeline stage, else base.
+        kept: What a step leaves for its own later calls, by step.
+        accelerator: Whose model it is, for the scaler; None in tests of a step alone.
+    """
+
+    base: torch.nn.Module
+    choice: Choice
+    grid: Grid
+    device: torch.device
+    root: torch.nn.Module = field(init=False)
+    kept: dict[str, Any] = field(default_factory=dict)
+    accelerator: Any = None
+
+    def __post_init__(self) -> None:
+        self.root = self.base
+
+
+def _same(_job: Job, layouts: Layouts) -> Layouts:
+    return layouts
+
+
+def _nothing(_job: Job) -> None:
+    pass
+
+
+def _as_it_is(_job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+    return outer
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an axis or an option does to a model, in this order.
+
+    Attributes:
+        plan: Says how parameters and buffers will lie: takes and returns layouts. Nothing is
+            changed and no rank is met; base may be real or meta. Raises OptionError, alike on
+            all ranks, where the model does not allow it.
+        lay_out: Changes modules. Every parameter is on meta and whole (several steps: as the
+            one before has left it); afterwards it is a meta DTensor where it is split. No
+            rank is met; real values are filled in later, by the caller.
+        wrap: Parameters are real now. Returns what the user calls. No rank is met.
+    """
+
+    plan: Callable[[Job, Layouts], Layouts] = _same
+    lay_out: Callable[[Job], None] = _nothing
+    wrap: Callable[[Job, torch.nn.Module], torch.nn.Module] = _as_it_is

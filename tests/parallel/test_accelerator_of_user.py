@@ -1,0 +1,155 @@
+"""Whose Accelerator it is: ours, made lazily, Accelerate's own; and DeepSpeed's engine under it."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.torch_ranks import TorchRanks
+from tests.support.training import MODEL
+
+pytestmark = pytest.mark.engine
+
+IS_THERE = importlib.util.find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(
+    not IS_THERE, reason="deepspeed is not installed (the extra `deepspeed`)"
+)
+
+OWN = """
+    import contextlib, io
+    import accelerate
+    from accelerate.utils import AutocastKwargs, FullyShardedDataParallelPlugin
+    from torch.distributed.device_mesh import DeviceMesh
+    from nbdist.parallel.accelerator.accelerator import LazyAccelerator
+
+    def refusal(function, *args, **kwargs):
+        try:
+            function(*args, **kwargs)
+        except NbdistError as error:
+            return str(error)
+        return ""
+
+    lazy = LazyAccelerator()
+    is_lazy = isinstance(lazy, accelerate.Accelerator) and not vars(lazy)
+    refused = [
+        refusal(Accelerator, fsdp_plugin=object()),
+        refusal(Accelerator, dynamo_backend="inductor"),
+    ]
+    use("fsdp")
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        mine = accelerate.Accelerator(mixed_precision="bf16")
+        accelerate.Accelerator()
+        inner = accelerate.Accelerator(gradient_accumulation_steps=4)
+    plain = type(mine.prepare(torch.nn.Linear(2, 2))).__name__
+    names = [type(lazy).__name__, lazy.mixed_precision, lazy.gradient_accumulation_steps,
+             type(lazy).__name__, live.current().options.precision]
+    a = torch.ones(2, 2)
+    with lazy.autocast():
+        kinds = [str((a @ a).dtype)]
+    with lazy.autocast(AutocastKwargs(enabled=False)):
+        kinds.append(str((a @ a).dtype))
+    use("ddp")
+    with lazy.autocast():
+        kinds.append(str((a @ a).dtype))
+
+    seeded = Accelerator(
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7))
+    class Set(torch.utils.data.Dataset):
+        epochs = []
+        def __len__(self): return 16
+        def __getitem__(self, index): return torch.tensor(index)
+        def set_epoch(self, epoch): self.epochs.append(epoch)
+    loader = seeded.prepare(DataLoader(Set(), batch_size=2, shuffle=True))
+    def order(epoch):
+        loader.set_epoch(epoch)
+        return [x for batch in loader for x in seeded.gather(batch).tolist()]
+    orders = [order(0), order(3), order(0)]
+    objects = [type(one).__name__ for one in (loader, loader.batch_sampler)]
+    none = refusal(seeded.prepare, DataLoader(Set(), batch_size=None))
+    done(is_lazy=is_lazy, refused=refused, text=text.getvalue(), plain=plain, names=names,
+         kinds=kinds, orders=orders, is_loader=isinstance(loader, DataLoader), none=none)
+"""
+
+
+def test_ours_accelerates_and_the_lazy_one(tmp_path: Path) -> None:
+    """Accelerate's own says once that it means ddp; plugins are refused; seeds of epochs hold."""
+    with TorchRanks(tmp_path, 2, MODEL + OWN) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        assert result["is_lazy"]
+        assert "Accelerator(fsdp_plugin=...)" in result["refused"][0]
+        assert "%dist_strategy fsdp" in result["refused"][0]
+        assert "--compile" in result["refused"][1]
+        assert result["text"].count("The strategy is fsdp.") == 1
+        assert "from nbdist import Accelerator" in result["text"]
+        assert result["plain"] == "DistributedDataParallel"
+        # It takes over what the user's own says, as the shared state does.
+        assert result["names"] == ["LazyAccelerator", "bf16", 1, "Accelerator", "bf16"]
+        assert result["kinds"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
+        assert result["orders"][0] == result["orders"][2] != result["orders"][1]
+        assert sorted(result["orders"][0]) == list(range(16))
+        assert result["is_loader"]
+        assert "batch_size=None" in result["none"]
+    assert results[0]["orders"] == results[1]["orders"]
+
+
+DEEPSPEED = """
+    folder = os.environ["FOLDER"]
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    expected = {k: alone(k) for k in (1, 2)}
+    found = {}
+    for stage, k in ((2, 1), (2, 2), (3, 1)):
+        accelerator.gradient_accumulation_steps = k
+        use("deepspeed", stage=stage)
+        got = tried(cell, accelerator)
+        found[f"{stage} {k}"] = got if isinstance(got, str) else apart(got, expected[k])
+    accelerator.gradient_accumulation_steps = 1
+    net, optimizer, scheduler = make(0)
+    text = ""
+    try:
+        accelerator.prepare(net)
+    except NbdistError as error:
+        text = str(error)
+    model, optimizer = accelerator.prepare(net, optimizer)
+    accelerator.save_state(folder)
+    whole = accelerator.get_state_dict(model)
+    base = accelerator.unwrap_model(model) is net
+    del model, optimizer, net
+    use("ddp")
+    net, optimizer, scheduler = make(5)
+    model, optimizer = accelerator.prepare(net, optimizer)
+    accelerator.load_state(folder)
+    same = all(torch.equal(v, whole[k]) for k, v in accelerator.get_state_dict(model).items())
+    done(found=found, text=text, same=same, base=base)
+"""
+
+
+@needs_deepspeed
+def test_the_same_cell_trains_under_deepspeed(tmp_path: Path) -> None:
+    """Stages 2 and 3, accumulated too; what it saves is loaded under ddp, but for moments."""
+    with TorchRanks(tmp_path / "run", 2, MODEL + DEEPSPEED, FOLDER=str(tmp_path)) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        for row, difference in result["found"].items():
+            assert isinstance(difference, float), f"{row}\n{difference}"
+            assert difference < 2e-6, row
+        assert "Give both in one call" in result["text"]
+        assert result["same"]
+        assert result["base"]
+
+
+def test_wiring_is_listed() -> None:
+    """What Accelerate would take for a strategy is refused by name: each is an argument of it."""
+    import inspect
+
+    import accelerate
+
+    from nbdist.parallel.accelerator.guard import _PLUGINS
+
+    known = set(inspect.signature(accelerate.Accelerator).parameters)
+
+    assert set(_PLUGINS) <= known, json.dumps(sorted(set(_PLUGINS) - known))

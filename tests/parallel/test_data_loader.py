@@ -1,0 +1,249 @@
+"""Batches are shared out as by Accelerate; a loop goes on at the next sample over a switch."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler
+
+from nbdist.parallel.accelerator.batch_sampler import Feed, Settings, Shard, Share, share_of
+from nbdist.strategy.choice import choose
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+
+
+def own(
+    shard: Shard, feed: Feed[Any], share: Share, position: int = 0, n_steps: int | None = None
+) -> list[list[int]]:
+    """What one rank gets."""
+    return [list(one) for one in itertools.islice(shard._own(feed, position, share), n_steps)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("is_even", [False, True])
+@pytest.mark.parametrize("drops_last", [False, True])
+def test_each_rank_gets_what_accelerate_gives_it(
+    count: int, is_split: bool, is_even: bool, drops_last: bool
+) -> None:
+    """For all sizes up to 30 samples, Accelerate's own sampler being the reference."""
+    for n_samples, size in itertools.product(range(31), [1, 2, 3, 5]):
+        whole = size * count if is_split else size
+        batches = BatchSampler(range(n_samples), whole, drops_last)
+        shard = Shard(batches, Settings(None, is_split=is_split, is_even=is_even))
+        for index in range(count):
+            theirs = BatchSamplerShard(
+                batches, count, index, split_batches=is_split, even_batches=is_even
+            )
+            got = own(shard, Feed(batches, count), Share(count, index))
+
+            assert got == list(theirs), (n_samples, size, index)
+
+
+def test_one_rank_gets_the_batches_as_they_are() -> None:
+    """The last one stays short, as without Accelerate."""
+    batches = BatchSampler(range(7), 3, drop_last=False)
+    shard = Shard(batches, Settings(None))
+
+    assert own(shard, Feed(batches, 1), Share(1, 0)) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2), (2, 4), (1, 3), (3, 2)])
+def test_no_sample_is_lost_or_seen_twice_when_the_ranks_change(before: int, after: int) -> None:
+    """After each number of steps, what comes then begins with the first sample not yet seen."""
+    batches = BatchSampler(range(48), 2, drop_last=False)
+    shard = Shard(batches, Settings(None))
+    for n_steps in range(24 // before + 1):
+        seen = []
+        for index in range(before):
+            seen += own(shard, Feed(batches, 4), Share(before, index), 0, n_steps)
+        position = n_steps * before
+        for index in range(after):
+            feed: Feed[Any] = Feed(batches, 4)
+            feed.take(0, position + before)  # workers have drawn ahead
+            feed.forget(position)
+            seen += own(shard, feed, Share(after, index), position)
+
+        samples = sorted(itertools.chain.from_iterable(seen))
+        # A last round that is not full takes the epoch's first samples.
+        n_spare = len(samples) - 48
+        assert n_spare == -(24 - position) % after * 2
+        assert samples == sorted([*range(48), *range(n_spare)])
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "world", "indices"),
+    [
+        ("ddp", {}, 4, [0, 1, 2, 3]),
+        ("single", {}, 2, [0, 0]),
+        ("tp", {}, 2, [0, 0]),
+        ("tp", {"dp": 2}, 4, [0, 0, 1, 1]),
+        ("pp", {"dp": 2}, 4, [0, 1, 0, 1]),
+        ("fsdp", {"shard": "hybrid"}, 4, [0, 1, 2, 3]),
+    ],
+)
+def test_ranks_that_share_a_copy_of_the_model_have_the_same_part(
+    name: str, degrees: dict[str, object], world: int, indices: list[int]
+) -> None:
+    """By their place along the data-parallel axes."""
+    choice = choose(name, degrees, world)
+    shares = [share_of(choice, rank) for rank in range(world)]
+
+    assert [share.index for share in shares] == indices
+    assert {share.count for share in shares} == {max(indices) + 1}
+
+
+LOADERS = """
+    import random
+    from accelerate.utils import DataLoaderConfiguration
+    from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+    from nbdist.strategy.choice import choose
+    from nbdist.parallel.accelerator.accelerator import Accelerator
+    from nbdist.parallel import prepare as live
+
+    def use(name, **given):
+        live.set_choice(choose(name, given, n))
+
+    class Numbers(Dataset):
+        def __len__(self):
+            return 26
+        def __getitem__(self, index):
+            return torch.tensor([index])
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return (torch.tensor([index]) for index in range(26))
+
+    class Own(Sampler):
+        "Draws from a generator of Python's that nobody else can set."
+        def __iter__(self):
+            order = list(range(26))
+            random.Random(3).shuffle(order)
+            return iter(order)
+        def __len__(self):
+            return 26
+
+    accelerator = Accelerator()
+    kinds = {
+        "plain": dict(dataset=Numbers()),
+        "shuffled": dict(dataset=Numbers(), shuffle=True),
+        "workers": dict(dataset=Numbers(), shuffle=True, num_workers=2),
+        "persistent": dict(dataset=Numbers(), num_workers=1, persistent_workers=True),
+        "sampler": dict(dataset=Numbers(), sampler=Own()),
+        "stream": dict(dataset=Stream()),
+    }
+
+    def everyone(rows):
+        "What all parts of the data gave, in the order of the samples, one list per step."
+        every = [None] * n
+        dist.all_gather_object(every, (accelerator.process_index, rows))
+        return [row for _, row in sorted(every)]
+
+    def numbers(batch):
+        return batch.flatten().tolist()
+
+    def order_of(loader):
+        use("ddp")
+        return [sum(step, []) for step in zip(*everyone([numbers(b) for b in loader]))]
+
+    found = {}
+    for kind, arguments in kinds.items():
+        use("ddp")
+        torch.manual_seed(rank)  # ranks' own seeds do not matter
+        loader = accelerator.prepare(DataLoader(batch_size=2, **arguments))
+        same = id(loader)
+        epoch = iter(loader)
+        rows = [numbers(next(epoch)) for _ in range(2)]
+        before = torch.get_rng_state()
+        use("tp")
+        tp = [numbers(next(epoch)) for _ in range(3)]
+        use("ddp")
+        later = [numbers(batch) for batch in epoch]
+        drawn = torch.equal(before, torch.get_rng_state())
+        first, second, third = everyone(rows), everyone(tp), everyone(later)
+        seen = [x for step in zip(*first) for part in step for x in part]
+        seen += [x for part in second[0] for x in part]
+        seen += [x for step in zip(*third) for part in step for x in part]
+        found[kind] = dict(
+            seen=seen, alike=all(part == second[0] for part in second),
+            n_later=len(later), drawn=drawn, same=same == id(loader),
+            length=7 if kind == "stream" else len(loader), again=len(list(loader)))
+        del epoch
+    # One order for all ranks, and another one in the next epoch.
+    loader = accelerator.prepare(DataLoader(Numbers(), batch_size=2, shuffle=True))
+    epochs = [order_of(loader) for _ in range(2)]
+    flat = [[x for step in epoch for x in step] for epoch in epochs]
+    state = loader.epoch_state()
+    ahead = order_of(loader)
+    loader.set_epoch_state(state)
+    again = order_of(loader)
+    skipped = accelerator.skip_first_batches(loader, 2)
+    n_skipped = len(skipped), len(list(skipped))
+    leftover = iter(loader)
+    next(leftover)
+    middle = loader.epoch_state()
+    del leftover
+    references = len(accelerator.gradient_state.dataloader_references)
+    # Another loader goes on where one was, under the same strategy and under another.
+    resumed = {}
+    for kind, arguments in {**kinds, "own stream": dict(dataset=Stream())}.items():
+        use("ddp")
+        accelerator.dataloader_config.dispatch_batches = False if kind == "own stream" else None
+        def fresh():
+            return accelerator.prepare(DataLoader(batch_size=2, **arguments))
+        loader = fresh()
+        epoch = iter(loader)
+        for _ in range(2):
+            next(epoch)
+        where = loader.position_state()
+        rest = everyone([numbers(batch) for batch in epoch])
+        at_end = loader.position_state()["position"]
+        other = fresh()
+        other.resume(where)
+        kept = other.position_state()["position"]
+        before = torch.get_rng_state()
+        got = everyone([numbers(batch) for batch in other])
+        drawn = torch.equal(before, torch.get_rng_state())
+        length = len(list(other))
+        use("tp")
+        alone = fresh()
+        alone.resume(where)
+        alike = {x for batch in alone for x in numbers(batch)}
+        whole = {x for part in rest for step in part for x in step}  # and two that fill it up
+        resumed[kind] = dict(
+            same=got == rest, kept=kept, at_end=at_end, length=length, drawn=drawn,
+            alike=len(alike) == 18 and alike <= whole)
+    accelerator.dataloader_config.dispatch_batches = None
+    done(resumed=resumed, found=found, epochs=flat, replay=ahead == again, n_skipped=n_skipped,
+         references=references, mid=middle["iteration"])
+"""
+
+
+def test_live_loops_go_on_at_the_next_sample(tmp_path: Path) -> None:
+    """ddp, tp, ddp in one epoch: with workers, shuffled, with own samplers, streams."""
+    with TorchRanks(tmp_path, 2, LOADERS) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        for kind, one in result["found"].items():
+            assert sorted(one["seen"]) == list(range(26)), (kind, one)
+            assert one["alike"], kind
+            assert one["drawn"], kind
+            assert one["same"], kind
+            # 26 samples: 2 steps of 4, 3 of 2, and 3 of 4.
+            assert one["n_later"] == 3, (kind, one)
+            assert one["length"] == one["again"] == 7, kind
+        for kind, one in result["resumed"].items():
+            assert one == {
+                "same": True, "kept": 4, "at_end": 0, "length": 7, "drawn": True, "alike": True,
+            }, kind  # fmt: skip
+        for epoch in result["epochs"]:  # the last step is filled up with the first samples
+            assert sorted(epoch) == sorted([*range(26), *epoch[:2]])
+        assert result["epochs"][0] != result["epochs"][1]
+        assert result["replay"]
+        assert result["n_skipped"] == [5, 5]
+        assert result["references"] == 1
+    assert results[0]["epochs"] == results[1]["epochs"]

@@ -1,0 +1,308 @@
+"""FSDP2 and FSDP1 against one process at the same global batch; what they split and send."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.parity import TEXT
+from tests.support.torch_ranks import TorchRanks
+
+FP32 = 2e-6
+# Loss against fp32 of one process: what plain torch differs by, too.
+BF16, FP16 = 1.4e-3, 1.2e-4
+
+FSDP = (
+    TEXT
+    + """
+from nbdist.parallel import options, precision
+from nbdist.parallel.dp import fsdp, fsdp1
+
+STEPS = {
+    "fsdp": (options.STEP, fsdp.STEP, precision.STEP),
+    "fsdp1": (options.STEP, fsdp1.STEP, precision.STEP),
+}
+FULL, HYBRID = {"dp_shard": n}, {"dp_replicate": 2, "dp_shard": n // 2}
+
+def freeze(model):
+    model.words.requires_grad_(False)
+    model.layers[0].qkv.requires_grad_(False)
+    return model
+
+def put(name, degrees, base, **given):
+    return put_under(job_of(base, choose(name, degrees, **given)), *STEPS[name])
+
+def own_names(tensors):
+    return {key.replace("_fsdp_wrapped_module.", ""): tensor for key, tensor in tensors.items()}
+
+def flat_gradients(outer, base):
+    with outer.summon_full_params(outer, with_grads=True):
+        return own_names(gradients_of(outer, base))
+
+def flat_parameters(outer, base):
+    with outer.summon_full_params(outer):
+        return own_names(parameters_of(outer, base))
+
+def compare(name, degrees, how=lambda model: model, accumulate=1, made=None, **given):
+    "Largest differences of losses, gradients and parameters from one process with all data."
+    wanted = train(*[how(make(**(made or {})))] * 2)
+    base = how(make(**(made or {})))
+    outer = put(name, degrees, base, **given)
+    same = {"accumulate": accumulate, "scale": 1024.0 if given.get("precision") == "fp16" else 1.0}
+    if name == "fsdp":
+        found = train(outer, base, rank, n, no_sync=fsdp.no_sync, **same)
+    else:
+        found = train(outer, base, rank, n, no_sync=type(outer).no_sync,
+                      optimizer=adamw(base), gradients=flat_gradients,
+                      parameters=flat_parameters, **same)
+    return off(found, wanted)
+"""
+)
+
+TRAINS = (
+    FSDP
+    + """
+fp32 = {
+    "full": compare("fsdp", FULL),
+    "grad-op": compare("fsdp", FULL, shard="grad-op"),
+    "frozen": compare("fsdp", FULL, how=freeze),
+    "untied": compare("fsdp", FULL, made={"tied": False}),
+    "accumulated": compare("fsdp", FULL, accumulate=2),
+    "offload": compare("fsdp", FULL, offload="cpu"),
+    "no blocks": compare("fsdp", FULL, made={"depth": 1}),
+    "fsdp1": compare("fsdp1", FULL),
+    "fsdp1 grad-op": compare("fsdp1", FULL, shard="grad-op", accumulate=2),
+}
+LENGTH, LR = 65, 1e-3
+half = {name: {kind: compare(name, FULL, precision=kind) for kind in ("bf16", "fp16")}
+        for name in ("fsdp", "fsdp1")}
+done(fp32=fp32, half=half)
+"""
+)
+
+
+def _check(results: list[dict[str, Any]]) -> None:
+    for one in results:
+        for name, differences in one["fp32"].items():
+            assert max(differences) < FP32, (name, differences)
+        for name, kinds in one["half"].items():
+            assert kinds["bf16"][0] < BF16, (name, kinds)
+            assert kinds["fp16"][0] < FP16, (name, kinds)
+
+
+def test_it_trains_as_one_process(tmp_path: Path) -> None:
+    """Loss, gradients and three AdamW steps; uneven, tied and frozen parameters; no block list."""
+    with TorchRanks(tmp_path, 2, TRAINS) as ranks:
+        results = ranks.results()
+
+    _check(results)
+
+
+MATRIX = (
+    FSDP
+    + """
+import itertools
+shard = os.environ["SHARD"]
+degrees = HYBRID if shard == "hybrid" else FULL
+fp32, half = {}, {}
+for checkpoint, accumulate, offload in itertools.product(
+    ("", "full", "selective", "2"), (1, 2), ("", "cpu")
+):
+    how = freeze if accumulate == 2 else (lambda model: model)
+    fp32[f"{checkpoint} {accumulate} {offload}"] = compare(
+        "fsdp", degrees, how, accumulate, shard=shard, checkpoint=checkpoint, offload=offload)
+for accumulate in (1, 2):
+    fp32[f"fsdp1 {accumulate}"] = compare("fsdp1", degrees, accumulate=accumulate, shard=shard)
+LENGTH, LR = 65, 1e-3
+for name, checkpoint in itertools.product(("fsdp", "fsdp1"), ("", "selective")):
+    half[f"{name} {checkpoint}"] = {
+        kind: compare(name, degrees, shard=shard, checkpoint=checkpoint, precision=kind)
+        for kind in ("bf16", "fp16")}
+done(fp32=fp32, half=half)
+"""
+)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("size", "shard"), [(2, "full"), (2, "grad-op"), (4, "full"), (4, "grad-op"), (4, "hybrid")]
+)
+def test_every_combination_trains_as_one_process(tmp_path: Path, size: int, shard: str) -> None:
+    """What is split, times checkpointing, accumulation, offload and precision; pieces of 0."""
+    with TorchRanks(tmp_path, size, MATRIX, SHARD=shard) as ranks:
+        results = ranks.results()
+
+    _check(results)
+
+
+SENT = (
+    FSDP
+    + """
+def sent(**given):
+    "Collectives of one step, by name, and when a gradient is there."
+    accumulate = given.pop("accumulate", 1)
+    base = make()
+    outer = put("fsdp", FULL, base, **given)
+    outer(batch(9, rank, n))                                     # torch sets itself up
+    fsdp.settle(base)
+    there = []
+    with Counted() as mode:
+        for number, piece in enumerate(batch(0, rank, n).chunk(accumulate)):
+            if number < accumulate - 1:
+                with fsdp.no_sync(outer):
+                    outer(piece).backward()
+            else:
+                outer(piece).backward()
+            there.append(base.head.weight.grad is not None)
+    return [mode.counts.get("_allgather_base_"), mode.counts.get("_reduce_scatter_base_"), there]
+
+def kinds(base):
+    return sorted({type(p.data).__name__ for p in base.parameters()})
+
+base = make()
+before = [id(base), id(base.layers[1]), [name for name, _ in base.named_parameters()]]
+job = job_of(base, choose("fsdp", FULL))
+outer = put_under(job, *STEPS["fsdp"])
+split = {name: list(p.to_local().shape) for name, p in base.named_parameters()}
+is_same = [outer is base, before == [id(base), id(base.layers[1]), list(split)],
+           base.head.weight is base.words.weight, base.scale.shape == (WIDTH,)]
+
+lower = make()
+put("fsdp", FULL, lower, precision="bf16", offload="cpu")
+inside = []
+lower.layers[1].mlp[1].register_forward_pre_hook(
+    lambda module, args: inside.extend([str(args[0].dtype),
+                                        str(lower.layers[1].mlp[0].weight.dtype)]))
+loss = lower(batch(0, rank, n))
+loss.backward()
+seen = {"inside": inside, "loss": str(loss.dtype),
+        "held": str(lower.head.weight.dtype), "gradient": str(lower.head.weight.grad.dtype),
+        "device": str(lower.head.weight.to_local().device)}
+
+evaluated = make()
+put("fsdp", FULL, evaluated, shard="grad-op")
+with torch.no_grad():
+    evaluated(batch(0))
+unsettled = kinds(evaluated)
+fsdp.settle(evaluated)
+
+class Norms(nn.Module):
+    "Batch norms keep fp32 statistics; here is no list of blocks and no attention."
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv1d(2, 6, 3), nn.BatchNorm1d(6), nn.ReLU(),
+                                    nn.Conv1d(6, 6, 3), nn.GroupNorm(2, 6), nn.PReLU())
+        self.head = nn.Linear(6, 1)
+        self.register_buffer("mean", torch.ones(6, 1))
+    def forward(self, x):
+        return self.head((self.layers(x) * self.mean).mean(-1)).square().mean()
+
+torch.manual_seed(0)
+norms = Norms()
+torch.manual_seed(0)
+x = torch.randn(8, 2, 12)
+alone = copy.deepcopy(norms)(x).item()
+job_of_norms = job_of(norms, choose("fsdp", FULL, precision="bf16"))
+put_under(job_of_norms, *STEPS["fsdp"])
+loss = norms(x)
+loss.backward()
+done(
+    sent={"one": sent(), "two": sent(accumulate=2), "grad-op": sent(shard="grad-op")},
+    split=split, is_same=is_same, seen=seen,
+    no_notes=job.kept["notes"],
+    evaluated=[unsettled, kinds(evaluated)],
+    norms=[loss.item() - alone, norms.layers[1].weight.grad.to_local().numel()],
+    notes=job_of_norms.kept["notes"],
+)
+"""
+)
+
+
+def test_it_splits_gathers_and_reduces_by_block(tmp_path: Path) -> None:
+    """Pieces by torch.chunk; collectives are counted; bf16 inside, fp32 held and returned."""
+    with TorchRanks(tmp_path, 2, SENT) as ranks:
+        results = ranks.results()
+
+    halves = [one["split"] for one in results]
+    assert [half["words.weight"] for half in halves] == [[19, 10], [18, 10]]
+    assert [half["layers.2.gain"] for half in halves] == [[2], [1]]
+    for one in results:
+        assert one["is_same"] == [True] * 4
+        # Three blocks and the root: the root is gathered once, each block again in backward.
+        assert one["sent"]["one"] == [7, 4, [True]]
+        assert one["sent"]["two"] == [14, 4, [False, True]]
+        assert one["sent"]["grad-op"] == [4, 4, [True]]
+        assert one["seen"] == {
+            "inside": ["torch.bfloat16", "torch.bfloat16"],
+            "loss": "torch.float32",
+            "held": "torch.float32",
+            "gradient": "torch.float32",
+            "device": "cpu",
+        }
+        assert one["evaluated"] == [["Tensor"], ["DTensor"]]
+        assert abs(one["norms"][0]) < 1e-2
+        assert one["norms"][1] == 3
+        assert "Norms has no list of blocks" in one["notes"][0]
+        assert one["no_notes"] == []
+
+
+REFUSED = (
+    FSDP
+    + """
+def trial(base, degrees=FULL, name="fsdp", **given):
+    before = {key: value for key, value in base.named_parameters()}
+    text = refusal(lambda: put(name, degrees, base, **given))
+    after = dict(base.named_parameters())
+    assert all(after[key] is value for key, value in before.items())
+    return text
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left = nn.ModuleList([Block(), Block()])
+        self.right = nn.ModuleList([Block(), Block()])
+
+scalar, mixed = make(), make()
+scalar.temperature = nn.Parameter(torch.tensor(1.0))
+mixed.layers[1].out.to(torch.bfloat16)
+
+class Shared(LM):
+    "The same block twice, a parameter of two blocks, and one of a block and the root."
+    def __init__(self):
+        super().__init__(depth=4)
+        self.layers.append(self.layers[0])
+        self.layers[2].norm = self.layers[1].norm
+        self.norm.weight = self.layers[3].norm.weight
+
+def shared(*_):
+    torch.manual_seed(0)
+    return Shared()
+job = job_of(shared(), choose("fsdp", FULL))
+units = fsdp.units_of(job)
+done(
+    scalar=trial(scalar), scalar1=trial(scalar, name="fsdp1"), mixed=trial(mixed),
+    nvme=trial(make(), offload="nvme"), offload1=trial(make(), name="fsdp1", offload="cpu"),
+    blocks=trial(make(), blocks="words"), towers=trial(Towers()),
+    units=[job.base.layers[0] is unit for unit in units],
+    shared=compare("fsdp", FULL, how=shared),
+)
+"""
+)
+
+
+def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path) -> None:
+    """Before anything changes; parameters that blocks share stay one parameter."""
+    with TorchRanks(tmp_path, 2, REFUSED) as ranks:
+        one, other = ranks.results()
+
+    assert one == other
+    assert "cannot split temperature" in one["scalar"]
+    assert "fsdp1 cannot split temperature" in one["scalar1"]
+    assert "layers.1.gain is torch.float32" in one["mixed"]
+    assert "layers.1.out.weight is torch.bfloat16" in one["mixed"]
+    assert "does not offload to nvme" in one["nvme"]
+    assert "Use fsdp." in one["offload1"]
+    assert "layers (3 x Block)" in one["blocks"]
+    assert "left (2 x Block), right (2 x Block)" in one["towers"]
+    assert one["units"] == [True]
+    assert max(one["shared"]) < FP32

@@ -1,0 +1,107 @@
+"""What a start does not import, and what stands for it meanwhile."""
+
+import asyncio
+import gc
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from nbdist.engine import ahead
+from tests.support.kernel import notebook_env
+
+HEAVY = ("sympy", "accelerate", "torch.distributed.tensor", "torch._dynamo")
+RANK = """
+    import json, sys
+    from pathlib import Path
+    from nbdist.engine import runtime
+    from nbdist.parallel.accelerator.lazy import LazyAccelerator
+
+    runtime.join_at_start(
+        Path(sys.argv[1]), {"world_size": 1, "backend": "auto", "deadline_s": 30, "gpus": []})
+    one, other, third, fourth = (LazyAccelerator() for _ in range(4))
+    heavy = [name for name in %r if name in sys.modules]
+    looked_at = dict(vars(one))
+    still = [name for name in %r if name in sys.modules]
+
+    import accelerate
+    is_one = isinstance(one, accelerate.Accelerator), isinstance(one, accelerate.Accelerator)
+    unused = not vars(one)
+    other.gradient_accumulation_steps = 3
+    print(json.dumps({
+        "heavy": heavy, "looked_at": looked_at, "still": still, "is_one": is_one, "unused": unused,
+        "steps": other.gradient_accumulation_steps,
+        "kind": type(other).__name__, "ranks": one.num_processes,
+        "dir": "prepare" in dir(third), "repr": repr(fourth).split(" ")[0],
+        "none": isinstance(third, dict),
+    }))
+"""
+
+
+def test_a_rank_joins_without_what_only_training_needs(tmp_path: Path) -> None:
+    """`accelerator` is there without Accelerate, and is one at whatever use comes first."""
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(RANK % (HEAVY, HEAVY)), str(tmp_path)],
+        env=notebook_env({"RANK": "0", "WORLD_SIZE": "1", "NBDIST_RUN": str(tmp_path)}),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout.splitlines()[-1])
+
+    assert told == {
+        "heavy": [],
+        "looked_at": {},
+        "still": [],
+        "is_one": [True, True],
+        "unused": True,
+        "steps": 3,
+        "kind": "Accelerator",
+        "ranks": 1,
+        "dir": True,
+        "repr": "<nbdist.parallel.accelerator.accelerator.LazyAccelerator",
+        "none": False,
+    }
+
+
+def test_modules_are_imported_one_by_one_and_cells_come_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell that arrives waits for one module; the objects of all are set aside at the end."""
+    for name in ("ahead_a", "ahead_b"):
+        (tmp_path / f"{name}.py").write_text("held = [[] for _ in range(1000)]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(ahead, "AFTER_S", 0.0)
+    seen: list[list[str]] = []
+
+    def loaded() -> list[str]:
+        return sorted(name for name in sys.modules if name.startswith("ahead_"))
+
+    async def idle(*, has_run: bool) -> None:
+        ahead.begin(lambda: has_run, ("ahead_a", "ahead_b"))
+        while len(loaded()) < 2:
+            seen.append(loaded())
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    before = gc.get_freeze_count()
+    try:
+        asyncio.run(idle(has_run=True))
+        with_cells = gc.get_freeze_count()
+        for name in loaded():
+            del sys.modules[name]
+        asyncio.run(idle(has_run=False))
+        without = gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+        for name in loaded():
+            del sys.modules[name]
+
+    assert ["ahead_a"] in seen
+    assert with_cells == before
+    assert without >= before + 2000

@@ -1,0 +1,78 @@
+"""A loss whose backward has run: it hands gradients on, in place where nobody needs them again."""
+
+import pytest
+import torch
+
+from nbdist.parallel.pp import loss_node
+
+
+def made(unscale: float = 1.0) -> tuple[torch.Tensor, list[torch.nn.Parameter], torch.Tensor]:
+    """A loss of 3, two parameters of which one has a gradient, and that gradient."""
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    gradient = torch.tensor([1.0, 2.0])
+    anchor = torch.zeros((), requires_grad=True)
+    loss = loss_node.SteppedLoss.apply(
+        torch.tensor(3.0), unscale, [gradient, None], anchor, *parameters
+    )  # type: ignore[no-untyped-call]
+    return loss, parameters, gradient
+
+
+@pytest.mark.parametrize(("factor", "unscale"), [(1.0, 1.0), (0.25, 1.0), (2.0, 0.125)])
+def test_a_parameter_gets_the_very_gradient(factor: float, unscale: float) -> None:
+    """Times the loss's own gradient, and no second copy of it."""
+    loss, parameters, gradient = made(unscale)
+    address = gradient.data_ptr()
+    del gradient
+    (loss * factor).backward()
+
+    assert parameters[0].grad is not None
+    assert parameters[0].grad.tolist() == [1.0 * factor * unscale, 2.0 * factor * unscale]
+    assert parameters[0].grad.data_ptr() == address
+    assert parameters[1].grad is None
+    assert loss.item() == 3.0
+
+
+def test_gradients_add_up_over_steps() -> None:
+    """A second loss's are added to the first one's."""
+    first, parameters, _ = made()
+    first.backward()
+    second = loss_node.SteppedLoss.apply(
+        torch.tensor(1.0), 1.0, [torch.ones(2), torch.ones(2)],
+        torch.zeros((), requires_grad=True), *parameters,
+    )  # fmt: skip  # type: ignore[no-untyped-call]
+    (second / 2).backward()
+
+    assert [p.grad.tolist() for p in parameters if p.grad is not None] == [[1.5, 2.5], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("can_ask", [True, False])
+def test_retain_graph_lets_backward_run_again(
+    can_ask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where torch cannot be asked, no backward spoils the next one."""
+    if not can_ask:
+        monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    loss, parameters, gradient = made()
+    (2 * loss).backward(retain_graph=True)
+    loss.backward()
+
+    assert parameters[0].grad is not None
+    assert parameters[0].grad.tolist() == [3.0, 6.0]
+    assert gradient.tolist() == [1.0, 2.0]
+
+
+def test_a_second_backward_is_refused_as_torch_does() -> None:
+    """Nothing is added then."""
+    loss, parameters, _ = made()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+    assert parameters[0].grad is not None
+    assert parameters[0].grad.tolist() == [1.0, 2.0]
+
+
+def test_torch_can_be_asked() -> None:
+    """The private function is there in this version; outside of a backward it says no."""
+    assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    assert loss_node.is_graph_kept() is True or loss_node.is_graph_kept() is False

@@ -1,0 +1,35 @@
+"""How large a prepared model is, told by a rank that may have only a part of it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_switch import TRAINING
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+
+SIZES = """
+    from nbdist.parallel.model_sizes import sizes
+    told = {}
+    live.set_choice(pick("fsdp1"))  # which a live model cannot be switched from
+    flat = live.prepare_model(Net())
+    told["fsdp1"] = [counts for _, *counts in sizes()]
+    again = [flat]; again.append(again)  # a circle, which no variable holds afterwards
+    del flat, again; gc.unfreeze()
+    begin("ddp")
+    for name in ("ddp", "zero1", "fsdp", "tp", "pp"):
+        switch.switch(pick(name))
+        told[name] = [counts for _, *counts in sizes()]
+    own = sum(p.numel() for p in reference.parameters())
+    done(told=told, own=[own, sum(p.numel() * p.element_size() for p in reference.parameters())])
+"""
+
+
+def test_sizes_are_the_whole_models_under_each_strategy(tmp_path: Path) -> None:
+    """Parameters and bytes as one process counts them; the tied head and embedding once."""
+    with TorchRanks(tmp_path, 2, TRAINING + SIZES) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        assert {tuple(counts) for [counts] in result["told"].values()} == {tuple(result["own"])}

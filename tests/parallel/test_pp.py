@@ -1,0 +1,822 @@
+"""A pipeline against one process at the same global batch: losses, gradients, outputs, errors."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbdist.errors import OptionError
+from nbdist.parallel.mesh import Grid
+from nbdist.parallel.pp import partition
+from nbdist.parallel.transform import Job
+from nbdist.strategy.choice import Choice, Degrees, Options
+from nbdist.strategy.tensor_layout import TensorLayout
+from tests.support.parity import TEXT
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+
+FP32 = 2e-6
+
+PP = (
+    TEXT
+    + """
+import warnings
+from nbdist.parallel import options, precision, transforms as steps
+from nbdist.parallel.dp import fsdp
+from nbdist.parallel.pp import partition as pp
+warnings.simplefilter("ignore")
+
+def put(base, degrees=None, accelerator=None, **given):
+    job = job_of(base, choose("pp", degrees or {"pp": n}, **given))
+    job.accelerator = accelerator
+    axes = {"tp": job.grid.degrees.tp, "fsdp": job.grid.degrees.dp_shard}
+    wanted = ("pp", "tp", "options", "fsdp", "precision", "pipeline")
+    return put_under(job, *steps.named(name for name in wanted if axes.get(name) != 1))
+
+def gathered(outer, base, what):
+    "Every rank's own tensors as one model's; those that several hold are equal."
+    own = {name: whole(what(p)) for name, p in base.named_parameters()
+           if not p.is_meta and what(p) is not None}
+    everyone = [None] * n
+    dist.all_gather_object(everyone, own)
+    found = {}
+    for one in everyone:
+        for name, tensor in one.items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), name
+    return {name: found[name] for name, _ in base.named_parameters() if name in found}
+
+def pp_gradients(outer, base):
+    return gathered(outer, base, lambda p: p.grad)
+
+def pp_parameters(outer, base):
+    return gathered(outer, base, lambda p: p)
+
+def compare(degrees=None, how=lambda model: model, made=None, accumulate=1, **given):
+    "Largest differences of losses, gradients and parameters from one process with all data."
+    wanted = train(*[how(make(**(made or {})))] * 2, accumulate=accumulate)
+    base = how(make(**(made or {})))
+    outer = put(base, degrees, **given)
+    found = train(outer, base, accumulate=accumulate,
+                  gradients=pp_gradients, parameters=pp_parameters)
+    return off(found, wanted)
+
+class Plain(nn.Module):
+    "Each parameter is used once, so zero bubble can run its backward in two halves."
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 23), nn.GELU(), nn.Linear(23, WIDTH))
+    def forward(self, x):
+        h = self.mix(self.norm(x))
+        return x + self.mlp(x + h.cumsum(1) / h.shape[1])
+
+def plain(model):
+    torch.manual_seed(3)
+    for position in range(len(model.layers)):
+        model.layers[position] = Plain()
+    return model
+
+def freeze(model):
+    model.words.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    return model
+"""
+)
+
+TRAINS = (
+    PP
+    + """
+done(fp32={
+    "1f1b": compare(),
+    "gpipe": compare(schedule="gpipe", made={"tied": False}),
+    "interleaved": compare(schedule="interleaved", made={"depth": 5}),
+    "zb": compare(schedule="zb", made={"depth": 4}, how=plain),
+    "zb, twice used": compare(schedule="zb", made={"tied": False}),
+    "accumulated": compare(accumulate=2),
+    "two pieces": compare(microbatches=2),
+    "more pieces": compare(microbatches=8, schedule="interleaved", made={"depth": 4}),
+    "one piece": compare(microbatches=1),
+    "frozen": compare(how=freeze),
+    "first stage frozen": compare(how=freeze, made={"depth": 2, "tied": False}),
+    "checkpointed": compare(checkpoint="full"),
+},
+fp64=compare(how=lambda model: model.double()),
+half={kind: compare(precision=kind)[0] for kind in ("bf16", "fp16")})
+"""
+)
+
+
+def _check(results: list[dict[str, Any]], limit: float = FP32) -> None:
+    for one in results:
+        for name, differences in one["fp32"].items():
+            assert max(differences) < limit, (name, differences)
+
+
+def test_it_trains_as_one_process(tmp_path: Path) -> None:
+    """Every schedule: losses, each stage's gradients, three AdamW steps; tied and frozen ones."""
+    with TorchRanks(tmp_path, 2, TRAINS) as ranks:
+        results = ranks.results()
+
+    _check(results)
+    for one in results:
+        assert max(one["fp64"]) < 1e-14
+        # As far off as autocast is in one process, and off.
+        assert 0 < one["half"]["bf16"] < 5e-3
+        assert 0 < one["half"]["fp16"] < 5e-4
+
+
+MODELS = (
+    PP
+    + """
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+def tokens(step, size=8, length=6):
+    made = torch.Generator().manual_seed(step)
+    return torch.randint(0, WORDS, (size, length), generator=made)
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False))
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(
+        vocab_size=WORDS, n_embd=16, n_layer=3, n_head=4, n_positions=16, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0))
+
+class Encoder(nn.Module):
+    "torch's own encoder with a mask, a list inside a list's module, positions of its own."
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 16)
+        self.places = nn.Parameter(torch.randn(6, 16))
+        layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+        self.head = nn.Linear(16, WORDS)
+    def forward(self, x, *, padding, targets):
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        h = self.encoder(self.words(x) + self.places, mask=later, src_key_padding_mask=padding)
+        logits = self.head(h)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
+
+class Row(nn.Module):
+    "Blocks in a Sequential; batch norm before and after; a parameter that is used everywhere."
+    def __init__(self):
+        super().__init__()
+        self.before = nn.BatchNorm1d(16)
+        self.scale = nn.Parameter(torch.ones(1) * 0.7)
+        self.stack = nn.Sequential(*(
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(3)))
+        self.after = nn.BatchNorm1d(16)
+        self.unused = nn.Linear(3, 3)
+    def forward(self, pair, weight=1.0):
+        x, y = pair
+        h = self.stack(self.before(x) * self.scale)
+        return F.mse_loss(self.after(h * self.scale), y) * weight, h
+
+class Pairs(nn.Module):
+    "A block that takes and returns more than a tensor, and adds in place."
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+    def forward(self, state, extra):
+        h, count, (mask, total), name = state
+        h += 0.1
+        h = h + torch.tanh(self.inner(h)) * mask[..., None]
+        return h, count + 1, (~mask | (count > 1), total + h.mean((1, 2)) * extra), name
+
+class Carried(nn.Module):
+    "Blocks hand on tuples with integers and bools; the first number of a tuple is the loss."
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 16)
+        self.blocks = nn.ModuleList(Pairs() for _ in range(4))
+    def forward(self, x):
+        count, total = torch.zeros(len(x), 1, dtype=torch.int64), 0.0 * x.float().sum(1)
+        state = self.words(x) + 0.0, count, (x > 9, total), "a"
+        for block in self.blocks:
+            state = block(state, extra=0.5)
+        h, count, (mask, total), name = state
+        assert name == "a" and (count == 4).all()
+        logits = F.linear(h, self.words.weight)              # tied without a module that says so
+        return F.cross_entropy(logits.flatten(0, 1), x.flatten()) + total.mean(), logits, mask
+
+def call_hf(model, step, size=8):
+    x = tokens(step, size)
+    return model(x, labels=x)
+
+def call_encoder(model, step, size=8):
+    x = tokens(step, size)
+    return model(x, padding=torch.arange(6).expand(size, 6) >= 5, targets=x.roll(1, 1))
+
+def call_row(model, step, size=8):
+    made = torch.Generator().manual_seed(step)
+    pair = [torch.randn(size, 16, generator=made), torch.randn(size, 16, generator=made)]
+    return model(pair, weight=0.5)
+
+def call_carried(model, step, size=8):
+    return model(tokens(step, size))
+
+def loss_in(output):
+    if isinstance(output, dict):
+        return output["loss"]
+    return output[0] if isinstance(output, tuple) else output
+
+def close(a, b):
+    "The largest difference of two outputs of one form; infinite if the form differs."
+    if isinstance(b, torch.Tensor):
+        return (a.float() - b.float()).abs().max().item() if a.shape == b.shape else math.inf
+    if isinstance(b, dict):
+        keys = [key for key in b if key != "past_key_values"]
+        return max(close(a[key], b[key]) for key in keys) if type(a) is type(b) else math.inf
+    if isinstance(b, (list, tuple)):
+        return max(map(close, a, b)) if len(a) == len(b) else math.inf
+    return 0.0 if a == b else math.inf
+
+def follow(outer, base, call, gradients):
+    found = []
+    optimizer = torch.optim.AdamW(base.parameters(), lr=1e-3)
+    for step in range(3):
+        loss = loss_in(call(outer, step))
+        loss.backward()
+        found.append((loss.item(), gradients(outer, base)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+def in_pieces(model, call, count):
+    "The same in one process, a piece at a time: what batch norms see in a pipeline."
+    class Cut:
+        def __call__(self, pair, weight):
+            pieces = zip(*(one.chunk(count) for one in pair))
+            return sum(model(list(piece), weight)[0] for piece in pieces) / count
+    return Cut()
+
+import math
+CASES = {
+    "llama": (llama, call_hf), "gpt2": (gpt2, call_hf), "encoder": (Encoder, call_encoder),
+    "row": (Row, call_row), "carried": (Carried, call_carried),
+}
+fp32, outputs, forms = {}, {}, {}
+for name, (kind, call) in CASES.items():
+    torch.manual_seed(0)
+    alone = kind()
+    base = copy.deepcopy(alone)
+    schedule = "interleaved" if name == "carried" else "1f1b"
+    outer = put(base, schedule=schedule, microbatches=4)
+    reference = in_pieces(alone, call, 4) if name == "row" else alone
+    wanted = follow(reference, alone, call, gradients_of)
+    found = follow(outer, base, call, pp_gradients)
+    fp32[name] = [max(abs(a[0] - b[0]) for a, b in zip(found, wanted))]
+    for (_, own), (_, other) in zip(found, wanted):
+        assert own.keys() == other.keys(), (name, own.keys() ^ other.keys())
+        fp32[name] += [(own[key] - other[key]).abs().max().item() for key in own]
+    fp32[name] = [max(fp32[name])]
+    # Both hold the same numbers now, as far as a key's bias has any meaning.
+    forms[name] = type(call(outer, 9)).__name__ == type(call(alone, 9)).__name__
+    both = dict(base.named_buffers())
+    fp32[name + " buffers"] = [0.0] + [
+        (both[key].float() - b.float()).abs().max().item()
+        for key, b in alone.named_buffers()
+        if not both[key].is_meta and name != "row" and b.numel()]
+    outer.eval(), alone.eval()
+    if name == "row":
+        alone.load_state_dict({**alone.state_dict(), **gathered(outer, base, lambda p: p)})
+        everyone = [None] * n
+        dist.all_gather_object(everyone, {k: b for k, b in base.named_buffers() if not b.is_meta})
+        same = [torch.equal(b, everyone[1][k]) for k, b in everyone[0].items() if k in everyone[1]]
+        for one in everyone:
+            alone.load_state_dict({**alone.state_dict(), **one})
+        forms["outer buffers"] = len(same) == 6 and all(same)
+    # torch's nested tensors, in one process only, have zeros where padding is.
+    torch.backends.mha.set_fastpath_enabled(False)
+    with torch.no_grad():
+        # Also a batch that no schedule could cut.
+        wanted = [call(alone, 5, size) for size in (8, 3)]
+        torch.backends.mha.set_fastpath_enabled(True)
+        found = [call(outer, 5, size) for size in (8, 3)]
+        forms["fast path " + name] = torch.backends.mha.get_fastpath_enabled()
+        outputs[name] = [close(*pair) for pair in zip(found, wanted)]
+done(fp32=fp32, outputs=outputs, forms=forms)
+"""
+)
+
+
+def test_models_of_all_kinds(tmp_path: Path) -> None:
+    """Llama, tied GPT-2, torch's encoder, Sequential and tuples; eval gives all of the output."""
+    with TorchRanks(tmp_path, 2, MODELS) as ranks:
+        results = ranks.results()
+
+    _check(results)
+    for one in results:
+        for name, differences in one["outputs"].items():
+            assert max(differences) < 2e-5, (name, differences)
+        assert all(one["forms"].values()), one["forms"]
+
+
+LOSSES = (
+    PP
+    + """
+def alone(loss):
+    model = make()
+    loss(model).backward()
+    return gradients_of(model, model)
+
+def away(loss, other=None, **given):
+    "How far a pipeline's gradients are from those of one process."
+    base = make()
+    outer = put(base, **given)
+    (other or loss)(outer).backward()
+    found, wanted = pp_gradients(outer, base), alone(loss)
+    assert found.keys() == wanted.keys()
+    return max((found[name] - wanted[name]).abs().max().item() for name in wanted)
+
+def twice(model):
+    loss = model(batch(0))
+    loss.backward(retain_graph=True)
+    return 2 * loss
+
+def asked(model):
+    loss = model(batch(0))
+    own = [p for p in model.parameters() if not p.is_meta]
+    for p, g in zip(own, torch.autograd.grad(loss / 3, own)):
+        p.grad = g
+    return model(batch(1)) / 3
+
+class Scaler:
+    def is_enabled(self):
+        return True
+    def get_scale(self):
+        return 1024.0
+
+class Accelerator:
+    scaler = Scaler()
+
+seen, inside = [], []
+def watched(model):
+    "The largest gradient that a weight has had inside of the schedule."
+    for p in model.parameters():
+        if not p.is_meta:
+            p.register_hook(lambda g: seen.append(g.abs().max().item()))
+    loss = model(batch(0))
+    inside.extend([max(seen), loss.item()])
+    return loss * 1024 / 1024
+
+def sizes(model):
+    return sum(model(batch(step)[:size]) for step, size in enumerate((8, 6, 7, 8, 1)))
+
+differences = {
+    "divided": away(lambda model: model(batch(0)) / 4),
+    "used twice": away(lambda model: (lambda loss: loss + 0.1 * loss.square())(model(batch(0)))),
+    "two backwards": away(twice),
+    "two steps": away(lambda model: model(batch(0)) + model(batch(1)) / 2),
+    "autograd.grad": away(asked),
+    "scaled": away(lambda model: model(batch(0)), watched, accelerator=Accelerator()),
+    "sizes": away(sizes),
+}
+plain_seen = []
+model = make()
+for p in model.parameters():
+    p.register_hook(lambda g: plain_seen.append(g.abs().max().item()))
+loss = model(batch(0))
+loss.backward()
+scaled = [inside[0] / max(plain_seen), inside[1] - loss.item()]
+
+# A second backward without retain_graph, as torch refuses it elsewhere.
+again = put(make())(batch(0))
+again.backward()
+try:
+    again.backward()
+    refused = ""
+except RuntimeError as error:
+    refused = str(error)
+
+# Random numbers: the first step, which looks ahead, draws none that later ones do not.
+base = make(drop=0.5)
+outer = put(base)
+drawn = []
+for _ in range(3):
+    torch.manual_seed(5)
+    drawn.append(outer(batch(0)).item())
+torch.manual_seed(6)
+drawn.append(outer(batch(0)).item())
+outer.eval()
+evaluated = [outer(batch(0)).item() - make().eval()(batch(0)).item(), outer(batch(0)).requires_grad]
+
+# What a rank has of the model, and what stays as it was.
+base = make(tied=False)
+before = [id(base.layers[1]), list(base.state_dict())]
+outer = put(base, schedule="gpipe")
+held = {name: not p.is_meta for name, p in base.named_parameters()}
+names = [before == [id(base.layers[1]), list(base.state_dict())],
+         list(outer.state_dict()) == ["module." + name for name in base.state_dict()],
+         len(base.layers), all(isinstance(one, Block) for one in base.layers)]
+done(differences=differences, scaled=scaled, refused=refused, drawn=drawn, evaluated=evaluated,
+     held=held, names=names)
+"""
+)
+
+
+def test_a_loss_is_as_any_other(tmp_path: Path) -> None:
+    """Divided, added up, scaled, used twice; dropout draws as often; batches of other sizes."""
+    with TorchRanks(tmp_path, 2, LOSSES) as ranks:
+        results = ranks.results()
+
+    for rank, one in enumerate(results):
+        for name, difference in one["differences"].items():
+            assert difference < FP32, (name, difference)
+        # Of each of four micro-batches: a fourth of about the same, times 1024.
+        assert 128 < one["scaled"][0] < 1024
+        assert abs(one["scaled"][1]) < FP32
+        assert "second time" in one["refused"]
+        assert one["drawn"][0] == one["drawn"][1] == one["drawn"][2] != one["drawn"][3]
+        assert one["drawn"] == results[0]["drawn"]
+        assert abs(one["evaluated"][0]) < FP32
+        assert one["evaluated"][1] is False
+        assert one["names"] == [True, True, 3, True]
+        foreign = {"words", "layers.0", "layers.1"} if rank else {"layers.2", "head"}
+        for name, is_held in one["held"].items():
+            assert is_held != any(name.startswith(f"{other}.") for other in foreign), name
+
+
+FAILS = (
+    PP
+    + """
+def said(call):
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+class Biased(nn.Module):
+    "Each block gets the result of an embedding that stands outside."
+    def __init__(self):
+        super().__init__()
+        self.words, self.bias = nn.Embedding(WORDS, WIDTH), nn.Embedding(WORDS, WIDTH)
+        self.mixes = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+    def forward(self, x):
+        h, bias = self.words(x), self.bias(torch.arange(6))
+        for mix in self.mixes:
+            h = mix(h + bias)
+        return F.cross_entropy(self.head(h).flatten(0, 1), x.flatten())
+
+class Summed(Biased):
+    "Carries a sum past the blocks."
+    def forward(self, x):
+        h, extra = self.words(x), 0.0
+        for mix in self.mixes:
+            h = mix(h)
+            extra = extra + h.square().mean()
+        return F.cross_entropy(self.head(h).flatten(0, 1), x.flatten()) + extra
+
+class Around(Biased):
+    "Adds to what blocks return, outside of them."
+    def forward(self, x):
+        h = self.words(x)
+        for mix in self.mixes:
+            h = h + mix(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), x.flatten())
+
+class Logits(Biased):
+    def forward(self, x, is_short=False):
+        h = self.words(x)
+        for mix in (self.mixes[:1] if is_short else self.mixes):
+            h = mix(h)
+        return self.head(h)
+
+class Moody(nn.Module):
+    "A block that raises in forward or in backward when it is told to."
+    mood = ""
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+    def forward(self, h):
+        if self.mood == "forward":
+            raise ValueError("no more of this")
+        if self.mood == "backward":
+            h.register_hook(lambda g: 1 / 0)
+        if self.mood == "other shape":
+            h = torch.cat([h, h], 1)
+        return torch.tanh(self.mix(h))
+
+class Moods(Biased):
+    def __init__(self):
+        super().__init__()
+        self.mixes = nn.ModuleList(Moody() for _ in range(4))
+    def forward(self, x):
+        h = self.words(x)
+        for mix in self.mixes:
+            h = mix(h)
+        return F.cross_entropy(self.head(h[:, :6]).flatten(0, 1), x.flatten())
+
+def seeded(kind):
+    torch.manual_seed(0)
+    return kind()
+
+def tokens(step, size=8):
+    made = torch.Generator().manual_seed(step)
+    return torch.randint(0, WORDS, (size, 6), generator=made)
+
+told = {}
+told["embedding"] = said(lambda: put(seeded(Biased))(tokens(0)))
+told["sum"] = said(lambda: put(seeded(Summed))(tokens(0)))
+told["around"] = said(lambda: put(seeded(Around))(tokens(0)))
+told["no loss"] = said(lambda: put(seeded(Logits))(tokens(0)))
+told["ends early"] = said(lambda: put(seeded(Logits)).eval()(tokens(0), is_short=True))
+told["batches"] = said(lambda: put(seeded(Moods))(tokens(rank)))
+told["pieces"] = said(lambda: put(seeded(Moods), microbatches=4)(tokens(0, 6)))
+told["no batch"] = said(lambda: put(seeded(Logits))(3))
+told["gradient"] = said(lambda: put(seeded(Logits))(torch.ones(4, requires_grad=True)))
+told["lambda"] = said(lambda: put(seeded(Logits)).eval()([lambda: 1, open(os.devnull)]))
+
+kept = seeded(Biased)
+kept.pp_everywhere = ["bias"]
+outer = put(kept)
+loss = outer(tokens(0))
+loss.backward()
+alone = seeded(Biased)
+wanted = alone(tokens(0))
+wanted.backward()
+found, other = pp_gradients(outer, kept), gradients_of(alone, alone)
+everywhere = [abs(loss.item() - wanted.item())] + [
+    (found[name] - other[name]).abs().max().item() for name in other]
+
+# Errors of the model's own, in steps whose shape is known by then.
+base, alone = seeded(Moods), seeded(Moods)
+alone.mixes[0].mix.requires_grad_(False)
+base.mixes[0].mix.requires_grad_(False)
+outer = put(base)
+def step(number):
+    loss, wanted = outer(tokens(number)), alone(tokens(number))
+    loss.backward()
+    wanted.backward()
+    found, other = pp_gradients(outer, base), gradients_of(alone, alone)
+    return max([abs(loss.item() - wanted.item())]
+               + [(found[name] - other[name]).abs().max().item() for name in other])
+right = [step(0)]
+for mood in ("forward", "other shape"):
+    for place in (0, 1, 3):
+        base.mixes[place].mood = mood
+        told[f"{mood} {place}"] = said(lambda: outer(tokens(1)))
+        base.mixes[place].mood = ""
+        right.append(step(2))                       # gradients add up to what was there before
+with torch.no_grad():
+    base.mixes[1].mood = "forward"
+    told["eval"] = said(lambda: outer(tokens(1)))
+    base.mixes[1].mood = ""
+
+# In backward the others cannot know: they wait, are broken off and go on.
+base.mixes[2].mood = "backward"
+if rank == 1:
+    told["backward"] = said(lambda: outer(tokens(1)))
+    say("failed")
+else:
+    told["backward"] = [broken_off(lambda: outer(tokens(1)))[0], ""]
+wait_for("failed", [1])
+base.mixes[2].mood = ""
+groups.recover(1)
+for p in (*base.parameters(), *alone.parameters()):
+    p.grad = None
+right.append(step(3))
+done(told=told, everywhere=everywhere, right=right)
+"""
+)
+
+# What each rank is told: the class of the error, and what is said in it.
+TOLD: dict[str, tuple[tuple[str, str], ...]] = {
+    "embedding": (
+        ("NbdistError", r"stage 1, on rank 1, failed"),
+        ("NbdistError", r"forward uses bias.weight on stage 1 .*model.pp_everywhere = \['bias'\]"),
+    ),
+    "sum": (
+        ("NbdistError", r"on rank 1"),
+        ("NbdistError", r"uses what blocks before mixes.2 return"),
+    ),
+    "around": (
+        ("NbdistError", r"on rank 1"),
+        ("NbdistError", r"uses what blocks before mixes.2 return"),
+    ),
+    "no loss": (
+        ("NbdistError", r"on rank 1.*no loss"),
+        ("NbdistError", r"\(2, 6, 37\) and no loss"),
+    ),
+    "ends early": (
+        ("NbdistError", r"returned before mixes.1: .* every block"),
+        ("NbdistError", r"stage 0, on rank 0"),
+    ),
+    "batches": (("NbdistError", r"different batches"),) * 2,
+    "pieces": (("OptionError", r"batch of 6 .* 4 micro-batches.*--microbatches 1 or 2 or 3 or 6"),)
+    * 2,
+    "no batch": (("NbdistError", r"none of forward's arguments is a tensor"),) * 2,
+    "gradient": (("NbdistError", r"requires a gradient"),) * 2,
+    "lambda": (("NbdistError", r"cannot pass on a tuple"),) * 2,
+    "forward 0": (("ValueError", r"^no more of this$"), ("NbdistError", r"on rank 0.*no more")),
+    "forward 1": (("ValueError", r"^no more of this$"), ("NbdistError", r"on rank 0.*no more")),
+    "forward 3": (("NbdistError", r"on rank 1.*ValueError: no more"), ("ValueError", r"^no more")),
+    "other shape 1": (
+        ("NbdistError", r"mixes.1 returned torch.float32 \(2, 12, 10\), and before .*\(2, 6, 10\)"),
+        ("NbdistError", r"on rank 0, failed"),
+    ),
+    "eval": (("ValueError", r"^no more of this$"), ("NbdistError", r"on rank 0.*no more")),
+    "backward": (("RuntimeError", r""), ("ZeroDivisionError", r"division by zero")),
+}
+
+
+def test_what_goes_wrong_is_said_and_leaves_no_trace(tmp_path: Path) -> None:
+    """The user's error where it happened, its place on the others; the next step is right."""
+    with TorchRanks(tmp_path, 2, FAILS) as ranks:
+        results = ranks.results()
+
+    for rank, one in enumerate(results):
+        for name, expected in TOLD.items():
+            kind, text = one["told"][name]
+            assert kind == expected[rank][0], (rank, name, kind, text)
+            assert re.search(expected[rank][1], text, re.DOTALL), (rank, name, text)
+        assert max(one["everywhere"]) < FP32
+        # Seven steps without zero_grad in between.
+        assert max(one["right"]) < 2 * FP32, one["right"]
+
+
+class _Net(nn.Module):
+    def __init__(self, depth: int = 6, width: int = 4) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, width)
+        self.places = nn.Embedding(7, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.register_buffer("table", torch.ones(3))
+        self.head = nn.Linear(width, 11)
+
+
+def _layouts(model: nn.Module, ranks: int, **options: Any) -> dict[str, frozenset[int] | None]:
+    degrees = Degrees(pp=ranks)
+    choice = Choice("pp", degrees, ranks, Options(**options))
+    grid = Grid(degrees, 0, degrees.coordinate(0), None)
+    names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+    found = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    layouts = {
+        name: TensorLayout(tuple(getattr(module, name.rpartition(".")[2]).shape))
+        for name, module in found.items()
+    }
+    planned = partition.STEP.plan(Job(model, choice, grid, torch.device("cpu")), layouts)
+    return {name: layout.stages for name, layout in planned.items()}
+
+
+def test_what_each_stage_holds() -> None:
+    """Blocks in turn; embeddings first, the head last; the rest, and what is named, everywhere."""
+    model = _Net()
+    found = _layouts(model, 3)
+
+    assert found["words.weight"] == {0}
+    assert found["places.weight"] == {0, 2}  # no head has its rows: it might be one
+    assert found["head.weight"] == found["head.bias"] == {2}
+    assert found["norm.weight"] is found["table"] is None
+    assert [found[f"blocks.{n}.weight"] for n in range(6)] == [{0}, {0}, {1}, {1}, {2}, {2}]
+    looped = _layouts(model, 3, schedule="zb")
+    assert [looped[f"blocks.{n}.bias"] for n in range(6)] == [{0}, {1}, {2}] * 2
+    few = _layouts(_Net(5), 3, schedule="interleaved")
+    assert [few[f"blocks.{n}.bias"] for n in range(5)] == [{0}, {0}, {1}, {1}, {2}]
+    model.head.weight = model.words.weight
+    assert _layouts(model, 3)["words.weight"] == _layouts(model, 3)["head.bias"] == {0, 2}
+    model.pp_everywhere = ["words"]  # type: ignore[assignment]
+    assert _layouts(model, 3)["words.weight"] is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "text"),
+    [
+        (8, {}, r"6 blocks \(blocks\) cannot form 8 .* Use --pp 2 or 4"),
+        (7, {}, r"6 blocks \(blocks\) cannot form 7 .* Use another strategy"),
+        (2, {"schedule": "1f1b2"}, r"no pipeline schedule 1f1b2. Use one of gpipe, 1f1b, inter"),
+        (4, {"schedule": "zb", "microbatches": 9}, r"deal 9 .* 4 ranks .* --microbatches 8 or 12"),
+        (2, {"schedule": "zb", "checkpoint": "full"}, r"--checkpoint full does not allow"),
+        (2, {"schedule": "zb", "is_compiled": True}, r"--compile does not allow"),
+        (2, {"microbatches": 0}, r"--microbatches 0"),
+        (2, {"blocks": "words"}, r"--blocks words"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(
+    ranks: int, options: dict[str, Any], text: str
+) -> None:
+    """Before anything changes, without other ranks."""
+    with pytest.raises(OptionError, match=text):
+        _layouts(_Net(), ranks, **options)
+
+
+MATRIX = (
+    PP
+    + """
+import itertools
+fp32 = {}
+for schedule, depth, accumulate, microbatches in itertools.product(
+    ("gpipe", "1f1b", "interleaved", "zb"), (4, 9), (1, 2), (None, 4)
+):
+    if accumulate == 2 and microbatches and n == 4:
+        microbatches = 2
+    name = f"{schedule} {depth} {accumulate} {microbatches}"
+    fp32[name] = compare(made={"depth": depth}, accumulate=accumulate, schedule=schedule,
+                         microbatches=microbatches, how=plain if depth == 9 else freeze)
+for checkpoint in ("full", "selective", "2"):
+    fp32["checkpoint " + checkpoint] = compare(made={"depth": 5}, checkpoint=checkpoint,
+                                               schedule="interleaved")
+done(fp32=fp32)
+"""
+)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_schedule_trains_as_one_process(tmp_path: Path, size: int) -> None:
+    """Schedules, depths that stages divide or not, accumulation, micro-batches, checkpointing."""
+    with TorchRanks(tmp_path, size, MATRIX) as ranks:
+        results = ranks.results()
+
+    _check(results)
+
+
+PRODUCTS = (
+    PP
+    + """
+from tests.support import tp_models as T
+T.LAYERS, T.BATCH = 4, 8
+DEGREES, CASES = json.loads(os.environ["CASES"])
+
+def block():
+    return T.Block(T.GroupedAttention(), T.Gated())
+
+def follow(outer, base, gradients, part=0, parts=1):
+    optimizer, found = torch.optim.AdamW(base.parameters(), lr=1e-3), []
+    for step in range(3):
+        loss = outer(*(one.chunk(parts)[part] for one in T.batch(step)))
+        loss.backward()
+        mean = loss.detach().clone()
+        if parts > 1:
+            dist.all_reduce(mean)
+            mean /= n                               # tp and pp ranks have the same one
+        found.append([mean.item(), gradients(outer, base)])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+def compare(degrees, head, **given):
+    torch.manual_seed(0)
+    alone = T.Model(block, is_tied=head != "own")
+    if head == "tied, own bias":
+        alone.head.bias = nn.Parameter(torch.zeros(T.WORDS))
+    nn.init.normal_(alone.emb.weight, std=0.1)      # 1.0, torch's, makes logits of 30
+    base = copy.deepcopy(alone)
+    outer = put(base, degrees, **given)
+    place = job_of(base, choose("pp", degrees)).grid
+    wanted = follow(alone, alone, gradients_of)
+    found = follow(outer, base, pp_gradients, place.coordinate.dp_shard, place.degrees.dp)
+    differences = []
+    for (loss, own), (other_loss, other) in zip(found, wanted):
+        assert own.keys() == other.keys(), own.keys() ^ other.keys()
+        differences.append(abs(loss - other_loss))
+        differences += [(own[name] - other[name]).abs().max().item() for name in own]
+    alone.eval(), outer.eval()
+    with torch.no_grad():
+        differences.append((outer(*T.batch(5)) - alone(*T.batch(5))).abs().item())
+    return differences
+
+done(fp32={f"{given} {head}": compare(DEGREES, head, **given)
+           for given in CASES for head in ("own", "tied", "tied, own bias")})
+"""
+)
+ALL = [{"schedule": name} for name in ("gpipe", "1f1b", "interleaved", "zb")]
+SPLIT = {"has_sequence_parallel": True}
+SHARDED: list[dict[str, Any]] = [
+    {"schedule": "gpipe"},
+    {"shard": "grad-op"},
+    {"checkpoint": "full", "microbatches": 2},
+]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("degrees", "cases"),
+    [
+        ({"pp": 2, "tp": 2}, ALL),
+        ({"pp": 2, "tp": 2}, [SPLIT]),
+        ({"pp": 2, "dp_shard": 2}, SHARDED),
+        ({"pp": 2, "dp_shard": 2, "tp": 2}, [{}]),
+        ({"pp": 4, "tp": 2}, [{}]),
+    ],
+)
+def test_products_train_as_one_process(
+    tmp_path: Path, degrees: dict[str, int], cases: list[dict[str, Any]]
+) -> None:
+    """Stages whose layers are split, sharded or both, on 4 and 8 ranks; tied and not."""
+    size = math.prod(degrees.values())
+    with TorchRanks(tmp_path, size, PRODUCTS, CASES=json.dumps([degrees, cases])) as ranks:
+        results = ranks.results()
+
+    _check(results)

@@ -1,0 +1,49 @@
+"""What holds an old model or parameter: named where a person can change it, and only there."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from nbdist.parallel.reshard import rebind
+from nbdist.parallel.tp import hooks
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def user(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The user's variables: none at first."""
+    own: dict[str, Any] = {}
+    monkeypatch.setattr(rebind, "variables", lambda: own)
+    return own
+
+
+def test_partials_belong_to_who_wrote_the_function() -> None:
+    """tp's hooks are partials of its functions, and no hooks of the user's."""
+    assert rebind.is_internal(functools.partial(hooks._laid_out, ()))
+    assert not rebind.is_internal(functools.partial(lambda gradient: gradient))
+
+
+def test_a_bound_method_is_named_by_who_holds_it(user: dict[str, Any]) -> None:
+    """A variable with the old model's forward is named; a frame of a failed cell is not."""
+
+    class Holder:
+        pass
+
+    old, new = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    in_a_frame = old.forward  # as in the frames of an error that is shown
+    pair = [rebind.Pair(old, new, "model")]
+    assert rebind.rebind(pair).stale == []
+
+    user["call"] = user["trainer"] = None
+    user["call"] = old.forward
+    user["trainer"] = Holder()
+    user["trainer"].calls = [in_a_frame]
+    found = rebind.rebind([rebind.Pair(old, new, "model")])
+
+    assert sorted(found.stale) == [
+        "call.__self__ (model)",
+        "trainer.calls[0].__self__ (model)",
+    ]

@@ -1,0 +1,233 @@
+"""What tensor parallelism finds in a model before anything changes, and what it refuses."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from nbdist.errors import OptionError
+from nbdist.parallel.mesh import Grid
+from nbdist.parallel.tp import tp
+from nbdist.parallel.tp.attention_check import fit
+from nbdist.parallel.tp.model import layers_of
+from nbdist.parallel.transform import Job
+from nbdist.strategy.choice import Choice, Degrees, Options
+from nbdist.strategy.tensor_layout import TensorLayout
+from nbdist.strategy.tp_plan import attentions, find_plan
+from tests.support import tp_models
+
+pytestmark = pytest.mark.engine
+
+
+def planned(model, degree=2, world_size=None, **options):
+    """What planning says of a model, without ranks."""
+    degrees = Degrees(tp=degree)
+    choice = Choice("tp", degrees, world_size or degree, Options(**options))
+    job = Job(model, choice, Grid(degrees, 0, degrees.coordinate(0), None), torch.device("cpu"))
+    shapes = {name: TensorLayout(tuple(p.shape)) for name, p in model.named_parameters()}
+    return tp.STEP.plan(job, shapes)
+
+
+def test_layouts_say_what_is_split():
+    """Rows, columns, three parts of a fused weight; tied weights by their first name."""
+    layouts = planned(tp_models.MODELS["nano"]())
+    split = {name: (one.tp_dim, one.tp_parts) for name, one in layouts.items()}
+
+    assert split["emb.weight"] == (0, 1)
+    assert "head.weight" not in split
+    assert split["layers.0.attn.c_attn.weight"] == split["layers.0.attn.c_attn.bias"] == (0, 3)
+    assert split["layers.0.attn.c_proj.weight"] == (1, 1)
+    assert split["layers.0.attn.c_proj.bias"] == split["pos.weight"] == (None, 1)
+    assert planned(tp_models.MODELS["gpt2"]())[
+        "model.transformer.h.0.attn.c_attn.weight"
+    ] == TensorLayout((32, 96), tp_dim=1, tp_parts=3)
+    assert planned(nn.TransformerEncoderLayer(32, 4))["self_attn.in_proj_weight"].tp_parts == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: tp_models.llama(hidden_size=48, num_attention_heads=6),
+            r"the 6 heads of model\.model\.layers\.0\.self_attn\.q_proj\. .*tp=1 or 2 on 8 ranks",
+        ),
+        (
+            lambda: tp_models.llama(num_key_value_heads=4, intermediate_size=50),
+            "50 outputs of .*gate_proj.* tp=1 or 2 on 8",
+        ),
+        (lambda: nn.TransformerEncoderLayer(30, 3, 64), "3 heads of self_attn.*tp=1 on 8"),
+        (tp_models.MODELS["grouped"], "2 key and value heads of layers.0.attn"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_does(make, message):
+    """Heads, those of keys and values, hidden widths."""
+    with pytest.raises(OptionError, match=message):
+        planned(make(), 4, 8)
+
+
+def test_an_unknown_model_is_told_how_to_give_a_plan():
+    """The example is a plan that works where names are like these."""
+
+    class Strange(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.alpha, self.beta = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.beta(self.alpha(x).relu())
+
+    model = Strange()
+    with pytest.raises(OptionError, match=re.escape('model.tp_plan = {"layers.*.attn.wq"')):
+        planned(model)
+
+    model.tp_plan = {"alpha": "colwise", "beta": "rowwise"}
+    layouts = planned(model)
+    assert (layouts["alpha.weight"].tp_dim, layouts["beta.weight"].tp_dim) == (0, 1)
+
+    model.tp_plan = {"gamma": "colwise"}
+    with pytest.raises(OptionError, match=r"gamma names no module.*alpha, beta"):
+        planned(model)
+
+
+class Attention(nn.Module):
+    """Attention whose code decides whether it can be split."""
+
+    def __init__(self, heads=4, **more):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.heads = heads
+        vars(self).update(more)
+
+    def split(self, x):
+        """(batch, length, all heads) -> (batch, heads, length, one head)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def forward(self, x):
+        """Attention with whatever `split` makes of heads."""
+        q, k, v = (self.split(layer(x)) for layer in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+class ByWidth(Attention):
+    """Counts heads by what is there; its attribute is not to be divided."""
+
+    def split(self, x):
+        """As wide as the whole model says."""
+        return x.unflatten(-1, (-1, 32 // self.heads)).transpose(1, 2)
+
+
+class Elsewhere(Attention):
+    """Takes the number of heads from somewhere else: nothing divides it."""
+
+    def split(self, x):
+        """Four heads, of whatever width."""
+        return x.unflatten(-1, (4, -1)).transpose(1, 2)
+
+
+class Late(Elsewhere):
+    """The same with a width for which there is an attribute of another name."""
+
+    def split(self, x):
+        """As many heads as an unusual attribute says."""
+        return x.unflatten(-1, (self.many, -1)).transpose(1, 2)
+
+
+def block(attention):
+    """A model of two blocks with this attention."""
+    mlp = tp_models.Plain
+    return nn.Sequential(*(tp_models.Block(copy.deepcopy(attention), mlp()) for _ in range(2)))
+
+
+def found_fit(attention):
+    """How the first attention of a model has to be changed."""
+    model = block(attention)
+    layers = layers_of(model)
+    plan = find_plan(layers, 2).plan
+    first = attentions(plan, layers)[0]
+    return fit(model[0].attn, first.owner, plan, first.columns, 2)
+
+
+def test_attention_is_tried_out_before_it_is_split():
+    """An attribute is divided where the code needs it, and only there."""
+    assert found_fit(Attention()).values == {"heads": 2}
+    assert found_fit(ByWidth()).values == {}
+    nano = found_fit(tp_models.NanoAttention())
+    assert (nano.values, nano.n_shown) == ({"n_head": 2, "n_embd": 16}, 16)
+
+
+def test_attention_that_would_give_wrong_numbers_is_refused():
+    """Four heads of half the width have all the right shapes."""
+    with pytest.raises(OptionError, match="Elsewhere does not compute the same"):
+        planned(block(Elsewhere()))
+
+
+def test_a_plan_says_what_is_divided():
+    """Where the attribute has a name of its own."""
+    model = block(Late(many=4))
+    with pytest.raises(OptionError, match=r"Late does not compute the same.*divide:n_heads"):
+        planned(model)
+
+    model.tp_plan = {
+        **{f"*.attn.{name}": "colwise" for name in "qkv"}, "*.attn.o": "rowwise",
+        "*.attn": "divide:many",
+    }  # fmt: skip
+    assert planned(model)["0.attn.q.weight"].tp_dim == 0
+
+
+def test_a_half_known_model_is_refused_with_the_half():
+    """Attention is known, what follows is not: the plan so far is told, to be given as it is."""
+    strange = nn.ModuleDict({"alpha": nn.Linear(32, 64), "beta": nn.Linear(64, 32)})
+    model = nn.Sequential(*(tp_models.Block(Attention(), copy.deepcopy(strange)) for _ in range(2)))
+    with pytest.raises(OptionError, match=r"not known for \*\.mlp\.alpha, \*\.mlp\.beta") as told:
+        planned(model)
+
+    plan = re.search(r"model\.tp_plan = (\{.*?\})", str(told.value))
+    assert plan is not None
+    model.tp_plan = dict(re.findall(r"'(.*?)': '(.*?)'", plan[1]))
+    assert planned(model)["0.attn.o.weight"].tp_dim == 1
+
+
+def test_tied_weights_have_to_lie_alike():
+    """A plan of the user's that names only one of them."""
+    model = tp_models.Model(lambda: tp_models.Block(Attention(), tp_models.Gated()), is_tied=True)
+    parts = {f"layers.*.attn.{name}": "colwise" for name in "qkv"}
+    model.tp_plan = {**parts, "layers.*.attn.o": "rowwise", "emb": "embedding"}
+
+    with pytest.raises(OptionError, match=r"emb\.weight and head\.weight are one parameter"):
+        planned(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (tp_models.MODELS["flat"], "computes attention in the block itself"),
+        (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), "no list of blocks"),
+        (
+            lambda: nn.Sequential(
+                *(
+                    tp_models.Block(
+                        Attention(), nn.Sequential(nn.LayerNorm(32), *tp_models.Plain())
+                    )
+                    for _ in range(2)
+                )
+            ),
+            r"0\.mlp\.0 has parameters of its own inside 0\.mlp",
+        ),
+    ],
+)
+def test_sequence_parallelism_refuses_what_it_cannot_split(make, message):
+    """Before anything changes, with the way round."""
+    planned(make())
+    with pytest.raises(OptionError, match=f"{message}.*Go without --sequence-parallel"):
+        planned(make(), has_sequence_parallel=True)
+
+
+def test_attention_with_a_bias_among_its_keys_is_refused():
+    """Torch's own; rarely used."""
+    model = nn.Sequential(nn.MultiheadAttention(32, 4, add_bias_kv=True))
+
+    with pytest.raises(OptionError, match="add_bias_kv"):
+        planned(model)
