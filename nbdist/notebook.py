@@ -12,12 +12,13 @@ from typing import Any
 
 from IPython import get_ipython
 
-from nbdist.client import driving, outside, progress
+from nbdist.client import driving, progress
 from nbdist.client.recordings import Recordings
 from nbdist.client.request import CellRequest
 from nbdist.client.run import CellRun
 from nbdist.client.session import Session
-from nbdist.client.start import Started, StartOptions, start
+from nbdist.cluster.kernel import outside
+from nbdist.cluster.kernel.start import Started, StartOptions, start
 from nbdist.core.cells import CellResult
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
@@ -129,7 +130,7 @@ class Notebook:
 
         Raises:
             AlreadyRunning: If ranks run already.
-            OptionError, StartError: See client.start.
+            OptionError, StartError: See cluster.kernel.start.
             Interrupted: If the user interrupted the start; nothing is left of it.
         """
         if self.is_running:

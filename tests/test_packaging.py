@@ -166,7 +166,7 @@ def run_installed(site: Path, tmp_path: Path, program: str) -> str:
 def test_installed_wheel_finds_its_profiles(site: Path, tmp_path: Path) -> None:
     """nbdist from a wheel, away from any checkout, finds the profiles inside the package."""
     program = (
-        "import json, nbdist, nbdist.client.profiles as profiles\n"
+        "import json, nbdist, nbdist.cluster.kernel.profiles as profiles\n"
         "print(json.dumps([nbdist.__file__,"
         " {name: str(path) for name, path in profiles.available().items()}]))"
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.client.arrivals import silent
+from nbdist.cluster.kernel.registration import silent
 from nbdist.core.bandwidth import (
     LEAST_RUNS,
     OPS,

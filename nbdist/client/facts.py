@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from nbdist.client import gpus, launcher, rundir, runs
+from nbdist.cluster.kernel import gpus, launcher, run_dir, runs
 from nbdist.core import doctor, topology
 from nbdist.core.doctor_facts import UNLIMITED, Facts, GpuFacts, Space
 from nbdist.core.host import usable_cores
@@ -37,7 +37,7 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
     visible = gpus.chosen(tuple(one.gpu for one in known), os.environ.get("CUDA_VISIBLE_DEVICES"))
     count = topology.default_world_size(visible) if world_size is None else world_size
     cores = usable_cores()
-    given = launcher.local_environment(rundir.place(), count, max(1, cores // count), debug)
+    given = launcher.local_environment(run_dir.place(), count, max(1, cores // count), debug)
     if gpus_typed is not None:
         given["CUDA_VISIBLE_DEVICES"] = "" if gpus_typed.lower() == "none" else gpus_typed
     return Facts(

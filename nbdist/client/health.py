@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nbdist.client import causes, rundir
-from nbdist.client.cluster import Cluster
+from nbdist.cluster.kernel import postmortem, run_dir
+from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.core import blackbox, collectives
 from nbdist.core.calls import Box, Look, RankView
 from nbdist.core.topology import Topology
@@ -50,7 +50,7 @@ class Health:
         self._snapshots: dict[int, tuple[Future[tuple[float, bytes | None]], float]] = {}
         self._remote: dict[int, Box] = {}
         self._arrived: dict[int, tuple[float, tuple[float, bytes | None]]] = {}
-        self._watched: dict[int, tuple[int, causes.Watched]] = {}
+        self._watched: dict[int, tuple[int, postmortem.Watched]] = {}
         self._causes: dict[int, str] = {}
         self._last_words: dict[int, str] = {}
         self.watch_processes()
@@ -86,14 +86,14 @@ class Health:
     def is_stopped(self, rank: int) -> bool:
         """Whether the rank's process was stopped by a signal (seen on this host only)."""
         pid = self.pids().get(rank)
-        return pid is not None and causes.process_state(pid) == "T"
+        return pid is not None and postmortem.process_state(pid) == "T"
 
     def watch_processes(self) -> None:
         """Read what will be needed to tell how a rank ended. Once its process is there."""
         for rank, pid in self.pids().items():
             known = self._watched.get(rank)
             if known is None or known[0] != pid:
-                watched = causes.Watched(self._cluster.run_dir, rank, pid)
+                watched = postmortem.Watched(self._cluster.run_dir, rank, pid)
                 self._watched[rank] = pid, watched
                 self._causes.pop(rank, None)
 
@@ -214,7 +214,7 @@ class Health:
             call: Calls a function in a rank's main thread; all of them have to be idle.
         """
         self.generation += 1
-        rundir.release_reserve(self._cluster.run_dir)
+        run_dir.release_reserve(self._cluster.run_dir)
         living = [place.rank for place in self._topology.ranks if self.is_reachable(place.rank)]
         dead = tuple(place.rank for place in self._topology.ranks if place.rank not in living)
         return {rank: functions.recover(call, rank, self.generation, dead) for rank in living}
@@ -228,7 +228,7 @@ class Health:
         if pid is None or self.end_of(rank):
             return ""
         deadline_s = max(0.1, end_s - time.monotonic())
-        return causes.dump_stack(self._cluster.run_dir, rank, pid, deadline_s)
+        return postmortem.dump_stack(self._cluster.run_dir, rank, pid, deadline_s)
 
     def mismatches(self, run: int) -> tuple[str, ...]:
         """Calls of a cell that did not fit together, but ended, as sentences."""

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nbdist.client import outside
 from nbdist.client.exporter import Exporter
 from nbdist.client.sampler import PERIOD_S, Sampler, Samples
+from nbdist.cluster.kernel import outside
 from nbdist.core import monitor_rules
 from nbdist.core.exposition import exposition
 from nbdist.core.monitor import History

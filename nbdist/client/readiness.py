@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nbdist.client import outside
 from nbdist.client.ladder import BEGIN_S
 from nbdist.client.run import CellRun
+from nbdist.cluster.kernel import outside
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NotRunning, RankBusy, RankGone

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nbdist.client import gpus
 from nbdist.client.doings import Doings
+from nbdist.cluster.kernel import gpus
 from nbdist.core.monitor import Allocator, Answer, Sample
 from nbdist.core.nvml import GpuReading, GpuReadings, GpuWatch
 from nbdist.core.topology import RankPlace

@@ -15,11 +15,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from nbdist.client import driving, monitor, outside, shortages, states
+from nbdist.client import driving, monitor, shortages, states
 from nbdist.client.bandwidth import Bandwidth
 from nbdist.client.checkpoints import Checkpoints
-from nbdist.client.cluster import Cluster
-from nbdist.client.exits import WITHOUT_CONTROLLER, Exit
 from nbdist.client.health import Health
 from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
@@ -33,6 +31,9 @@ from nbdist.client.trace import Traces
 from nbdist.client.upkeep import RESTART_S, Upkeep
 from nbdist.client.variables import Variables
 from nbdist.client.watchdog import Watchdog
+from nbdist.cluster.kernel import outside
+from nbdist.cluster.kernel.cluster import Cluster
+from nbdist.cluster.kernel.exits import WITHOUT_CONTROLLER, Exit
 from nbdist.core import hints
 from nbdist.core.cells import CellResult
 from nbdist.core.failures import RankFailure, ranks_phrase

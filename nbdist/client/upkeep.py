@@ -9,10 +9,11 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import repair, rundir, states
+from nbdist.client import repair, states
 from nbdist.client.aftermath import Aftermath, Outcome
-from nbdist.client.arrivals import silent
 from nbdist.client.repair import Restarted
+from nbdist.cluster.kernel import run_dir
+from nbdist.cluster.kernel.registration import silent
 from nbdist.core import collectives
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.units import seconds
@@ -164,7 +165,7 @@ class Upkeep:
 
     def reserve(self) -> None:
         """Keep space on the disk for the next recovery; the last one has used it."""
-        rundir.reserve(self._session.cluster.run_dir)
+        run_dir.reserve(self._session.cluster.run_dir)
 
     def begin_comparison(self) -> dict[int, Future[Any]]:
         """Ask all living ranks, which have to be idle, for the checksums of their models."""

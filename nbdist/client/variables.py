@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.core import contents, floats, parcels, shm
+from nbdist.cluster import shm
+from nbdist.core import contents, floats, parcels
 from nbdist.core.contents import Contents
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores

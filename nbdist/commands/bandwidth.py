@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nbdist.client.bandwidth import BENCH_S, check_target, load, save
-from nbdist.client.start import StartOptions
+from nbdist.cluster import view as ranks_view
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.commands.running import START_OPTIONS
 from nbdist.core.bandwidth import OPS, Bench, parse_ops
 from nbdist.core.sizes import parse_sizes
@@ -17,7 +18,6 @@ from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import TERMINAL, Option, Verb, positive_number
 from nbdist.view import bandwidth as bandwidth_view
-from nbdist.view import ranks as ranks_view
 from nbdist.view.progress import ProgressLine
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from nbdist.client import facts, leftovers
+from nbdist.client import facts
+from nbdist.cluster.kernel import orphans
 from nbdist.commands import running
 from nbdist.core import doctor as checks
 from nbdist.core.doctor_facts import Facts
@@ -23,7 +24,7 @@ def examined(*, is_cleaning: bool) -> View:
     """The findings, and below them the ranks that run in this notebook."""
     done: tuple[str, ...] = ()
     if is_cleaning:
-        done = leftovers.clean() or ("nothing to clean: dead runs have left nothing",)
+        done = orphans.clean() or ("nothing to clean: dead runs have left nothing",)
     is_running = NOTEBOOK.is_running
     collected = _of_running_ranks() if is_running else facts.collect(None)
     view = doctor_view.findings(checks.examine(collected), done)

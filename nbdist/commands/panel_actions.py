@@ -13,6 +13,7 @@ from IPython.utils.capture import capture_output
 
 from nbdist.client.session import Session
 from nbdist.client.upkeep import RESTART_S
+from nbdist.cluster import view as ranks_view
 from nbdist.commands import checkpoint, compare
 from nbdist.core import panel_picker
 from nbdist.core.panel import BUTTONS
@@ -22,7 +23,6 @@ from nbdist.core.view import View
 from nbdist.notebook import NOTEBOOK, Record
 from nbdist.strategy.choice import Choice
 from nbdist.verbs import parse
-from nbdist.view import ranks as ranks_view
 from nbdist.view import strategy as strategy_view
 
 TRACES = Path("traces")

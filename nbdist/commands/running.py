@@ -7,7 +7,8 @@ from argparse import Namespace
 from dataclasses import replace
 
 from nbdist.client import strategy
-from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
+from nbdist.cluster import view as ranks_view
+from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.shown import is_stored
 from nbdist.core.view import View
@@ -21,7 +22,6 @@ from nbdist.verbs import (
     strategy_given,
     strategy_options,
 )
-from nbdist.view import ranks as ranks_view
 from nbdist.view.cells import publish
 from nbdist.view.progress import ProgressLine
 

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import nbdist
-from nbdist.client import leftovers, runs
+from nbdist.cluster import view as ranks_view
+from nbdist.cluster.kernel import orphans, runs
+from nbdist.cluster.run_owner import RUNNING, STOPPED, Run
 from nbdist.commands.running import START_OPTIONS, start_options
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.runs import RUNNING, STOPPED, Run
 from nbdist.core.view import View
 from nbdist.errors import NbdistError, NotRunning, OptionError
 from nbdist.notebook import NOTEBOOK, CellOptions
 from nbdist.rpc.kernel import functions
 from nbdist.verbs import TERMINAL, Option, Verb
 from nbdist.view import doctor as runs_view
-from nbdist.view import ranks as ranks_view
 
 TAKE_DEADLINE_S = 30.0
 
@@ -40,7 +40,7 @@ def stop(values: Namespace) -> View:
     """End the ranks of one cluster, or of all; their notebooks go on."""
     lines = []
     for run in _chosen(values.named, is_all=values.is_all):
-        leftovers.stop(run)
+        orphans.stop(run)
         ranks = ranks_phrase(range(len(run.hosts))) if run.hosts else "its processes"
         lines.append(f"{run.name}: {ranks} stopped")
         others = sorted(set(run.hosts) - {socket.gethostname()})

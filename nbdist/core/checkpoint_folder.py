@@ -22,8 +22,9 @@ from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 
-from nbdist.core import checkpoint, host, runs
-from nbdist.core.runs import Machine, Owner
+from nbdist.cluster import run_owner
+from nbdist.cluster.run_owner import Machine, Owner
+from nbdist.core import checkpoint, host
 from nbdist.errors import CheckpointError
 
 _LOCK, _NEW, _OLD = "lock", "new", "old"
@@ -35,7 +36,7 @@ _MAX_NAMED = 3
 _TURN_S, _PAUSE_S = 60, 0.02
 # To remove a folder into which others still write.
 _TRIES = 5
-_ENDED = (runs.DEAD, None)
+_ENDED = (run_owner.DEAD, None)
 # No file system allows longer names; ours are longer than the checkpoint's by this.
 _MAX_NAME_BYTES = 255 - len(f".{_MARK}lock")
 
@@ -252,10 +253,10 @@ def _saver(lock: Path, *, is_alone: bool) -> tuple[str | None, Owner | None]:
     except FileNotFoundError:
         return None, None
     except OSError:  # another user's
-        return runs.UNKNOWN, None
+        return run_owner.UNKNOWN, None
     except (ValueError, TypeError, KeyError):  # its writer ended over it, or is still writing
-        return (runs.DEAD if is_alone else runs.UNKNOWN), None
-    return runs.state(owner, host.this_machine(), host.started(owner.pid)), owner
+        return (run_owner.DEAD if is_alone else run_owner.UNKNOWN), None
+    return run_owner.state(owner, host.this_machine(), host.started(owner.pid)), owner
 
 
 def _busy(path: Path, owner: Owner | None) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from nbdist.core import memory, runs, shm, units, versions
+from nbdist.cluster import host_memory, run_owner, shm
+from nbdist.cluster.run_owner import Run
+from nbdist.core import units, versions
 from nbdist.core.doctor_facts import UNLIMITED, Facts, GpuFacts
 from nbdist.core.doctor_settings import settings
 from nbdist.core.finding import BAD, OK, WARN, Finding
-from nbdist.core.runs import Run
 from nbdist.errors import StartError
 
 # As in pyproject.toml; tests/test_packaging.py compares them. torch is judged by core.versions.
@@ -187,7 +188,7 @@ def machine(facts: Facts) -> Iterator[Finding]:
         yield Finding("cores", f"{cores} for {_ranks(n)}")
     found = f"{facts.available_bytes / 1e9:.1f} GB available"
     try:
-        memory.check(facts.available_bytes, n)
+        host_memory.check(facts.available_bytes, n)
     except StartError as error:
         yield Finding("memory", found, BAD, str(error))
     else:
@@ -295,7 +296,7 @@ def leftovers(facts: Facts) -> Iterator[Finding]:
     """Runs: those that live, and what dead ones have left."""
     for run in facts.runs:
         yield _run(run)
-    if not any(run.state == runs.DEAD for run in facts.runs):
+    if not any(run.state == run_owner.DEAD for run in facts.runs):
         yield Finding("leftovers", "none of dead runs")
 
 
@@ -306,26 +307,26 @@ def _run(run: Run) -> Finding:
         found += f", {len(run.shm_files)} of its files in /dev/shm"
     name = f"run {run.name}"
     kernel = "" if run.owner is None else f"kernel {run.owner.pid}"
-    if run.state == runs.RUNNING:
+    if run.state == run_owner.RUNNING:
         whose = f"{kernel} ({run.owner.where})" if run.owner else "whose kernel is not known"
         return Finding(name, f"{found}, {whose}")
     rows = {
-        runs.STOPPED: (
+        run_owner.STOPPED: (
             OK,
             "ended by nbdist stop; its notebook has not run a cell since",
             "nothing: the folder goes when the notebook notices, or ends",
         ),
-        runs.DEAD: (
+        run_owner.DEAD: (
             WARN,
             f"its notebook's {kernel} has ended, and its guardian too",
             "--clean ends and removes it",
         ),
-        runs.ELSEWHERE: (
+        run_owner.ELSEWHERE: (
             OK,
             "it belongs to another host or container, so it cannot be told whether it lives",
             f"if it does not, remove {run.folder} by hand",
         ),
-        runs.UNKNOWN: (
+        run_owner.UNKNOWN: (
             WARN,
             "nobody is written down as its owner, so it is left alone",
             _by_hand(run),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nbdist.core.runs import Run
+from nbdist.cluster.run_owner import Run
 from nbdist.core.topology import Gpu
 
 UNLIMITED = -1

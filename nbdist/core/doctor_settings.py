@@ -1,6 +1,6 @@
 """Environment variables that change what ranks do: where each comes from, and whether it is wise.
 
-NCCL's are judged from its documentation; what breaks an abort stands in `core.nccl`.
+NCCL's are judged from its documentation; what breaks an abort stands in `cluster.nccl_env`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nbdist.core import nccl
+from nbdist.cluster import nccl_env
 from nbdist.core.finding import BAD, OK, WARN, Finding
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
@@ -79,8 +79,8 @@ def _finding(name: str, typed: str | None, given: str | None, around: Around) ->
 
 
 def _kept(name: str, value: str) -> Judged:
-    """What core.nccl says of it."""
-    told = nccl.conflicts({name: value})
+    """What cluster.nccl_env says of it."""
+    told = nccl_env.conflicts({name: value})
     if not told:
         return FINE
     # `NAME=1 was kept. With it ... . Set it to 0, or remove it.`

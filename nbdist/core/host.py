@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from nbdist.core.runs import Machine
+from nbdist.cluster.run_owner import Machine
 
 
 def usable_cores() -> int:

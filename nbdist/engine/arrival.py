@@ -15,8 +15,8 @@ from pathlib import Path
 def soon() -> None:
     """Join once the engine's heart beats, unless this process replaces a rank.
 
-    ipyparallel runs it when it has made the engine's shell (client/launcher.py). In the place of
-    a rank that has ended it joins later, when the others make room for it.
+    ipyparallel runs it when it has made the engine's shell (cluster/kernel/launcher.py). In the
+    place of a rank that has ended it joins later, when the others make room for it.
     """
     if os.environ.pop("NBDIST_REPLACES", None) is None:
         asyncio.get_running_loop().call_soon(_join)

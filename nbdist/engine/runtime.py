@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbdist.core import nccl, topology
+from nbdist.cluster import nccl_env
+from nbdist.core import topology
 from nbdist.core.ranks import rank_label
 from nbdist.core.recovery import MadeGroup
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
@@ -158,7 +159,7 @@ def join(
     # ipyparallel's key: user code would hand it to every child process.
     os.environ.pop("IPP_CONNECTION_INFO", None)
     _set_torchrun_variables(place, plan)
-    os.environ.update(nccl.environment(os.environ))  # read when the group is made
+    os.environ.update(nccl_env.environment(os.environ))  # read when the group is made
     options: dict[str, Any] = {}
     if place.device != "cpu":
         torch.cuda.set_device(place.device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from nbdist.cluster.run_owner import Run
 from nbdist.core.finding import BAD, OK, WARN, Finding
-from nbdist.core.runs import Run
 from nbdist.core.shown import shown
 from nbdist.core.view import View, table
 

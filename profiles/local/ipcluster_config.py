@@ -6,7 +6,7 @@ A copy of this folder as profile_local in your IPython folder is used instead of
 c = get_config()  # noqa: F821
 
 # Gives every engine its rank, its GPU list and its threads before anything reports.
-c.Cluster.engine_launcher_class = "nbdist.client.launcher.RankEngineSetLauncher"
+c.Cluster.engine_launcher_class = "nbdist.cluster.kernel.launcher.RankEngineSetLauncher"
 
 # Controller and engines come up side by side; the engines wait for its connection file.
 c.Cluster.send_engines_connection_env = False

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
-from nbdist.client.cluster import Cluster
 from nbdist.client.health import Health
+from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.core.blackbox import SIZE_BYTES, Writer
 from nbdist.core.topology import Topology
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client import driving, outside
+from nbdist.client import driving
 from nbdist.client import monitor as monitors
 from nbdist.client.monitor import Monitor, Samples
 from nbdist.client.request import CellRequest
 from nbdist.client.run import CellRun
 from nbdist.client.session import Session
-from nbdist.client.start import StartOptions
+from nbdist.cluster.kernel import outside
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core.monitor import Sample
 from nbdist.errors import DistributedError, NotRunning, OptionError
 from tests.support.gpus import SMI, Driver

@@ -15,10 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.client import driving, repair, start
+from nbdist.client import driving, repair
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
-from nbdist.client.start import StartOptions
+from nbdist.cluster.kernel import start
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import (
     DistributedError,
     Interrupted,

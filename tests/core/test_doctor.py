@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from nbdist.core import doctor, runs
+from nbdist.cluster import run_owner
+from nbdist.cluster.run_owner import Machine, Owner, Process, Run
+from nbdist.core import doctor
 from nbdist.core.doctor import OLDEST, examine
 from nbdist.core.doctor_facts import UNLIMITED, Facts, GpuFacts, Space
 from nbdist.core.finding import BAD, OK, WARN, Finding
-from nbdist.core.runs import Machine, Owner, Process, Run
 from nbdist.core.topology import Gpu
 
 GIB = 2**30
@@ -189,7 +190,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
     ),
     (
         doctor.leftovers,
-        {"runs": (Run("/t/run-a", runs.DEAD, OWNER, processes=(Process(5, "1"),)),)},
+        {"runs": (Run("/t/run-a", run_owner.DEAD, OWNER, processes=(Process(5, "1"),)),)},
         "run run-a",
         WARN,
         "kernel 41 has ended",
@@ -197,7 +198,11 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
     ),
     (
         doctor.leftovers,
-        {"runs": (Run("/t/run-a", runs.UNKNOWN, processes=(Process(5, "1"), Process(6, "1"))),)},
+        {
+            "runs": (
+                Run("/t/run-a", run_owner.UNKNOWN, processes=(Process(5, "1"), Process(6, "1"))),
+            )
+        },
         "run run-a",
         WARN,
         "left alone",
@@ -233,18 +238,28 @@ _WELL: list[tuple[Check, Mapping[str, Any], str, str]] = [
     (doctor.leftovers, {}, "leftovers", "none of dead runs"),
     (
         doctor.leftovers,
-        {"runs": (Run("/t/run-a", runs.RUNNING, OWNER),)},
+        {"runs": (Run("/t/run-a", run_owner.RUNNING, OWNER),)},
         "run run-a",
         "running, 0 processes, kernel 41 (/notebooks/a.ipynb)",
     ),
     (
         doctor.leftovers,
-        {"runs": (Run("/t/run-a", runs.RUNNING),)},
+        {"runs": (Run("/t/run-a", run_owner.RUNNING),)},
         "run run-a",
         "running, 0 processes, whose kernel is not known",
     ),
-    (doctor.leftovers, {"runs": (Run("/t/run-a", runs.STOPPED, OWNER),)}, "run run-a", "stopped"),
-    (doctor.leftovers, {"runs": (Run("/t/run-a", runs.ELSEWHERE, OWNER),)}, "run run-a", "else"),
+    (
+        doctor.leftovers,
+        {"runs": (Run("/t/run-a", run_owner.STOPPED, OWNER),)},
+        "run run-a",
+        "stopped",
+    ),
+    (
+        doctor.leftovers,
+        {"runs": (Run("/t/run-a", run_owner.ELSEWHERE, OWNER),)},
+        "run run-a",
+        "else",
+    ),
 ]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbdist.core import nccl
+from nbdist.cluster import nccl_env
 from nbdist.core.doctor_settings import RULES, SHOWN_UNSET, settings
 from nbdist.core.finding import BAD, OK, WARN, Finding
 
@@ -107,7 +107,7 @@ def test_only_what_matters_is_listed() -> None:
 
 def test_what_the_launcher_gives_is_wise() -> None:
     """nbdist's own settings are not complained about."""
-    assert {one.verdict for one in judged({}, nccl.environment({})).values()} == {OK}
+    assert {one.verdict for one in judged({}, nccl_env.environment({})).values()} == {OK}
 
 
 def test_without_gpus_hiding_them_is_no_warning() -> None:

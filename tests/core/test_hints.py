@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbdist.core import memory
+from nbdist.cluster import host_memory
 from nbdist.core.failures import RankFailure, summary
 from nbdist.core.hints import Surroundings, explained
 from nbdist.errors import StartError
@@ -77,5 +77,5 @@ def test_a_mismatch_that_each_rank_tells_from_its_own_side_stands_once() -> None
 def test_more_ranks_than_memory_are_refused() -> None:
     """200 ranks at 0.25 GB need 50 GB; 20 GB hold 80."""
     with pytest.raises(StartError, match=r"200 ranks need about 50\.0 GB .*Use -n 80 or fewer"):
-        memory.check(20_000_000_000, 200)
-    memory.check(20_000_000_000, 80)
+        host_memory.check(20_000_000_000, 200)
+    host_memory.check(20_000_000_000, 80)

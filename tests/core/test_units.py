@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.core import shm, units, versions
+from nbdist.cluster import shm
+from nbdist.core import units, versions
 from nbdist.core.shown import PLACEHOLDER, is_stored, shown
 from nbdist.errors import StartError
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.client.start import StartOptions
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core.cells import CellResult
 from nbdist.errors import DistributedError
 from tests.support.ranks import session_of, temporary_folder

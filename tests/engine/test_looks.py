@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.client.start import StartOptions
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core.calls import CxxCall, Look, Place
 from nbdist.engine import looks
 from nbdist.rpc.kernel import functions

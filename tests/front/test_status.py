@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 # Asked from another thread of the notebook, as a panel would: the cell below runs meanwhile.
 _ASK_WHILE_IT_HANGS = """
 import threading, nbdist
-from nbdist.view import ranks
+from nbdist.cluster import view as ranks
 seen = []
 def ask():
     session = nbdist.session()

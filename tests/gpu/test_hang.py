@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.client.session import Session
-from nbdist.client.start import StartOptions
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import NbdistError
 from tests.support.ranks import session_of, temporary_folder
 

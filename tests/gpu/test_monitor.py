@@ -5,7 +5,7 @@ import time
 import pytest
 
 import nbdist
-from nbdist.client import gpus
+from nbdist.cluster.kernel import gpus
 from nbdist.core.nvml import QUERIES, parse_smi
 from nbdist.notebook import NOTEBOOK
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client import repair, rundir, start
+from nbdist.client import repair
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
-from nbdist.client.start import StartOptions
+from nbdist.cluster.kernel import run_dir, start
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core.cells import CellResult, Event
 from nbdist.rpc.kernel import functions
 from tests.support import processes
@@ -43,7 +44,7 @@ def temporary_folder(path: Path) -> Iterator[Path]:
     path.mkdir(exist_ok=True)
     tempfile.tempdir = str(path)
     try:
-        yield path / rundir.base().name
+        yield path / run_dir.base().name
     finally:
         tempfile.tempdir = before
 

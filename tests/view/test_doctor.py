@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from nbdist.core import runs
+from nbdist.cluster import run_owner
+from nbdist.cluster.run_owner import Machine, Owner, Run
 from nbdist.core.finding import BAD, WARN, Finding
-from nbdist.core.runs import Machine, Owner, Run
 from nbdist.core.view import View
 from nbdist.view.doctor import below, findings, running
 
@@ -61,7 +61,7 @@ def test_running() -> None:
     since = "2026-11-21 21:00:05"
     since_s = time.mktime(time.strptime(since, "%Y-%m-%d %H:%M:%S"))
     owner = Owner(41, "7", Machine("box", "b", "p"), since_s, "/notebooks")
-    view = running([Run("/t/run-a", runs.RUNNING, owner, ("box", "box"))])
+    view = running([Run("/t/run-a", run_owner.RUNNING, owner, ("box", "box"))])
 
     assert view.text == (
         "run    kernel  ranks  hosts  since                state    notebook\n"

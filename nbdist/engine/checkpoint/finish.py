@@ -17,9 +17,9 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
+from nbdist.cluster.run_owner import Machine
 from nbdist.core import checkpoint, checkpoint_folder, host
 from nbdist.core.checkpoint import Checkpoint, SavedFile
-from nbdist.core.runs import Machine
 from nbdist.core.saving import Saved
 from nbdist.engine.checkpoint import metadata, plain, staging, writing
 from nbdist.engine.checkpoint.contents import Contents

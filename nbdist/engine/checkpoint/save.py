@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import nbdist
+from nbdist.cluster.run_owner import Machine
 from nbdist.core import checkpoint_folder, host
 from nbdist.core.checkpoint import Checkpoint, Versions
-from nbdist.core.runs import Machine
 from nbdist.core.saving import Begun
 from nbdist.engine.checkpoint import finish, known, plain, staging, writing
 from nbdist.engine.checkpoint.contents import Contents, contents

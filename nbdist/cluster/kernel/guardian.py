@@ -159,7 +159,7 @@ def sweep_shm(run_dir: str, killed: set[int], shm: str = "/dev/shm") -> None:  #
     The run's own folders, and torch's files, which a DataLoader's worker removes as soon as it has
     made them: `torch_PID_...`.
     """
-    # As core/shm.py names them.
+    # As cluster/shm.py names them.
     prefix = f"nbdist-{os.getuid()}-{os.path.basename(run_dir)}-"
     of_killed = tuple(f"torch_{pid}_" for pid in killed)
     try:

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import psutil
 
-from nbdist.client import guardian, outside, rundir
-from nbdist.core import host, runs
-from nbdist.core.runs import Process, Run
+from nbdist.cluster import run_owner
+from nbdist.cluster.kernel import guardian, outside, run_dir
+from nbdist.cluster.run_owner import Process, Run
+from nbdist.core import host
 
 MARK = b"NBDIST_RUN="
 SHM = Path("/dev/shm")  # noqa: S108  # what is removed there is known to be a dead run's
@@ -63,7 +64,7 @@ def processes_of(run: Run) -> tuple[Process, ...]:
 
 
 def _folders() -> list[str]:
-    place = rundir.place()
+    place = run_dir.place()
     try:
         status = place.lstat()
     except FileNotFoundError:
@@ -73,14 +74,16 @@ def _folders() -> list[str]:
     return [str(path) for path in place.iterdir() if path.is_dir() and not path.is_symlink()]
 
 
-def _run(folder: Path, here: runs.Machine, *, is_guarded: bool) -> Run:
-    owner = rundir.owner(folder)
-    state = runs.state(owner, here, None if owner is None else _start_of(owner.pid))
-    if state == runs.UNKNOWN and is_guarded:
-        state = runs.RUNNING  # its folder was damaged, but a guardian does not outlive its kernel
-    if state == runs.RUNNING and outside.told(folder):
-        state = runs.STOPPED
-    return Run(str(folder), state, owner, rundir.hosts(folder), has_folder=folder.is_dir())
+def _run(folder: Path, here: run_owner.Machine, *, is_guarded: bool) -> Run:
+    owner = run_dir.owner(folder)
+    state = run_owner.state(owner, here, None if owner is None else _start_of(owner.pid))
+    if state == run_owner.UNKNOWN and is_guarded:
+        state = (
+            run_owner.RUNNING
+        )  # its folder was damaged, but a guardian does not outlive its kernel
+    if state == run_owner.RUNNING and outside.told(folder):
+        state = run_owner.STOPPED
+    return Run(str(folder), state, owner, run_dir.hosts(folder), has_folder=folder.is_dir())
 
 
 def _start_of(pid: int) -> str | None:
@@ -92,7 +95,7 @@ def _start_of(pid: int) -> str | None:
 
 def _with_processes(run: Run, seen: dict[int, Seen], spared: frozenset[int]) -> Run:
     folder = Path(run.folder)
-    known = rundir.pids(folder)
+    known = run_dir.pids(folder)
     # Of a leader that has gone, the number may long be a stranger's session.
     leaders = {pid for pid, start in known.items() if guardian.started(pid) == start}
     processes = tuple(
@@ -101,7 +104,7 @@ def _with_processes(run: Run, seen: dict[int, Seen], spared: frozenset[int]) -> 
         if one.pid not in spared
         and (run.folder in (one.mark, one.guards) or (not one.mark and one.session in leaders))
     )
-    files = _shm_files(processes, known, seen) if run.state == runs.DEAD else ()
+    files = _shm_files(processes, known, seen) if run.state == run_owner.DEAD else ()
     return Run(
         run.folder, run.state, run.owner, run.hosts, processes, files, has_folder=run.has_folder
     )
@@ -113,7 +116,9 @@ def _protected(known: Iterable[Run], seen: dict[int, Seen]) -> frozenset[int]:
     This one, the kernels that live, what these were started by, and their guardians: a notebook
     server that was started in a cell carries the mark of that cell's run.
     """
-    living = {run.folder: run for run in known if run.state in {runs.RUNNING, runs.STOPPED}}
+    living = {
+        run.folder: run for run in known if run.state in {run_owner.RUNNING, run_owner.STOPPED}
+    }
     kept = {os.getpid(), *(run.owner.pid for run in living.values() if run.owner)}
     for pid in tuple(kept):  # it grows
         one = seen.get(pid)
@@ -141,7 +146,7 @@ def _seen(pid: int) -> Seen | None:
     if fields is None or fields[0] in "ZX":
         return None
     marks = [value.removeprefix(MARK) for value in variables if value.startswith(MARK)]
-    is_guardian = any(word.endswith(b"/client/guardian.py") for word in words[:5])
+    is_guardian = any(word.endswith(b"/kernel/guardian.py") for word in words[:5])
     guards = [word for word in words if word][-1] if is_guardian else b""
     return Seen(
         pid, fields[19], int(fields[1]), int(fields[3]), _folder_of(marks), _folder_of([guards])
@@ -152,7 +157,7 @@ def _folder_of(named: list[bytes]) -> str:
     """The run's folder that is named; "" where it is none in TMPDIR, such as another job's."""
     folder = os.fsdecode(named[0]) if named else ""
     path = Path(folder)
-    return folder if path.name.startswith("run-") and path.parent == rundir.place() else ""
+    return folder if path.name.startswith("run-") and path.parent == run_dir.place() else ""
 
 
 def _shm_files(

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
-from nbdist.client import gpus, start
-from nbdist.client.launcher import RankEngineLauncher
-from nbdist.client.start import StartOptions
-from nbdist.core import shm, versions
+from nbdist.cluster import shm
+from nbdist.cluster.kernel import gpus, start
+from nbdist.cluster.kernel.launcher import RankEngineLauncher
+from nbdist.cluster.kernel.start import StartOptions
+from nbdist.core import versions
 from nbdist.core.topology import Gpu
 from nbdist.errors import NbdistError, OptionError, StartError
 from tests.support import processes

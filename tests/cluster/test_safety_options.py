@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from nbdist import commands, verbs
-from nbdist.client import launcher, start
-from nbdist.client.start import StartOptions
+from nbdist.cluster.kernel import launcher, start
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.commands import running
 from nbdist.errors import OptionError
 from tests.support.ranks import silent

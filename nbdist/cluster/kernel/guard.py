@@ -9,8 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-from nbdist.client import rundir
-from nbdist.client.guardian import started
+from nbdist.cluster.kernel import run_dir as cluster_run_dir
+from nbdist.cluster.kernel.guardian import started
 
 PROGRAM = Path(__file__).with_name("guardian.py")
 CLOSE_DEADLINE_S = 5.0
@@ -37,7 +37,7 @@ class Guard:
         """End this process's session too when the kernel goes."""
         with self._lock:
             self._pids.append((pid, started(pid) or ""))
-            rundir.note_pid(self._run_dir, *self._pids[-1])
+            cluster_run_dir.note_pid(self._run_dir, *self._pids[-1])
             self._tell(*self._pids[-1])
 
     def close(self) -> bool:

@@ -15,12 +15,14 @@ from typing import Any
 import psutil
 from traitlets.config import Config
 
-from nbdist.client import gpus, launcher, network, profiles, rundir, strategy
-from nbdist.client.cluster import Cluster, Progress, gives_ranks, installed_torch
+from nbdist.client import strategy
 from nbdist.client.request import CellRequest, Sink
 from nbdist.client.session import Session
 from nbdist.client.strategy import Asked
-from nbdist.core import memory, nccl, shm, topology, versions
+from nbdist.cluster import host_memory, nccl_env, shm
+from nbdist.cluster.kernel import gpus, launcher, network, profiles, run_dir
+from nbdist.cluster.kernel.cluster import Cluster, Progress, gives_ranks, installed_torch
+from nbdist.core import topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.core.topology import EngineReport, Gpu, Topology
@@ -111,7 +113,7 @@ def start(
         ]
         session = Session(cluster, plan, sink, grace_s=options.grace_s, seed=options.seed)
         session.strategy.began_with(options.strategy)
-        rundir.write_ranks(cluster.run_dir, [place.host for place in plan.ranks])
+        run_dir.write_ranks(cluster.run_dir, [place.host for place in plan.ranks])
     except BaseException:
         cluster.stop(grace_s=0)
         raise
@@ -170,11 +172,11 @@ def _check_shm(world_size: int, *, uses_nccl: bool) -> str:
 def _local_notes(expected: Topology, options: StartOptions) -> list[str]:
     """What is to be said of this machine, and of the environment that its ranks will have."""
     versions.check_torch(installed_torch(), sys.executable)
-    memory.check(psutil.virtual_memory().available, expected.world_size)
+    host_memory.check(psutil.virtual_memory().available, expected.world_size)
     uses_nccl = expected.backend == "nccl"
     notes = [_check_shm(expected.world_size, uses_nccl=uses_nccl)]
     if uses_nccl:
-        notes += nccl.conflicts(os.environ)
+        notes += nccl_env.conflicts(os.environ)
     return notes
 
 
@@ -202,7 +204,7 @@ def _configure_local(
         "deadline_s": options.deadline_s,
         "gpus": [(gpu.index, gpu.uuid, gpu.name) for gpu in chosen],
     }
-    rundir.write_notebook(cluster.run_dir, list(sys.path), start)
+    run_dir.write_notebook(cluster.run_dir, list(sys.path), start)
 
 
 def _local_plan(

@@ -13,7 +13,7 @@ import pytest
 from nbdist.client import driving, repair
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
-from nbdist.client.start import StartOptions
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import RankGone, StartError
 from tests.support import processes
 from tests.support.ranks import session_of, until

@@ -14,11 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client import facts, guardian, leftovers, rundir, runs
-from nbdist.client.guard import Guard
-from nbdist.client.start import StartOptions
-from nbdist.core import runs as states
-from nbdist.core.runs import Process, Run
+from nbdist.client import facts
+from nbdist.cluster import run_owner as states
+from nbdist.cluster.kernel import guardian, orphans, run_dir, runs
+from nbdist.cluster.kernel.guard import Guard
+from nbdist.cluster.kernel.start import StartOptions
+from nbdist.cluster.run_owner import Process, Run
 from nbdist.errors import NotRunning, StartError
 from tests.support import processes
 from tests.support.ranks import session_of, temporary_folder, until
@@ -105,7 +106,7 @@ def test_a_dead_run_is_removed_and_a_living_one_left_alone(base: Path, name: str
         other = run_in(living.cluster.run_dir)
         rank_file = Path(f"/dev/shm/torch_{left[1].pid}_{name}")
         before = {process.pid for process in processes.processes_of_run(str(folder))}
-        done = leftovers.clean()
+        done = orphans.clean()
 
         assert (found.state, other.state) == (states.DEAD, states.RUNNING)
         assert {process.pid for process in left} <= before
@@ -120,7 +121,7 @@ def test_a_dead_run_is_removed_and_a_living_one_left_alone(base: Path, name: str
         )
         assert stranger.exists()
         assert living.run("print(6 * 7)")[0].text == "42\n"
-        assert leftovers.clean() == ()
+        assert orphans.clean() == ()
     assert not base.exists()
 
 
@@ -133,7 +134,7 @@ def test_without_clean_nothing_is_touched(base: Path, name: str) -> None:
         assert found.state == states.DEAD
         assert all(processes.is_alive(process) for process in left)
         assert folder.is_dir()
-        assert leftovers.clean() != ()
+        assert orphans.clean() != ()
 
 
 def test_a_folder_of_an_unknown_owner_is_left_alone(base: Path) -> None:
@@ -142,7 +143,7 @@ def test_a_folder_of_an_unknown_owner_is_left_alone(base: Path) -> None:
     folder.mkdir(parents=True, mode=0o700)
     with subprocess.Popen(["sleep", "300"], env={"NBDIST_RUN": str(folder)}) as process:
         found = run_in(folder)
-        done = leftovers.clean()
+        done = orphans.clean()
         code = process.poll()
         process.kill()
 
@@ -158,7 +159,7 @@ def test_processes_without_their_folder_are_shown_and_left_alone(base: Path) -> 
     folder = base / "run-removed"
     with subprocess.Popen(["sleep", "300"], env={"NBDIST_RUN": str(folder)}) as process:
         found = run_in(folder)
-        done = leftovers.clean()
+        done = orphans.clean()
         code = process.poll()
         process.kill()
 
@@ -172,7 +173,7 @@ def test_a_run_whose_guardian_lives_is_running(base: Path) -> None:
     folder.mkdir(parents=True, mode=0o700)
     one = Guard(folder)
     found = until(lambda: run_in(folder).state == states.RUNNING)
-    done = leftovers.clean()
+    done = orphans.clean()
     is_there = folder.is_dir()
 
     assert one.close()
@@ -185,7 +186,8 @@ def test_a_living_kernel_with_a_dead_runs_mark_is_spared(base: Path) -> None:
     dead = base / "run-dead"
     dead.mkdir(parents=True, mode=0o700)
     program = (
-        "import sys, time; from nbdist.client import rundir; print(rundir.create(), flush=True); "
+        "import sys, time; from nbdist.cluster.kernel import run_dir; "
+        "print(run_dir.create(), flush=True); "
         "time.sleep(300)"
     )
     with (
@@ -202,7 +204,7 @@ def test_a_living_kernel_with_a_dead_runs_mark_is_spared(base: Path) -> None:
         written = json.loads((own / "owner.json").read_text())
         (dead / "owner.json").write_text(json.dumps({**written, "pid": ended.pid, "start": "1"}))
         found = {run.folder: run.state for run in runs.found()}
-        done = leftovers.clean()
+        done = orphans.clean()
         code = kernel.poll()
         kernel.kill()
 
@@ -216,13 +218,13 @@ def test_a_stranger_that_got_the_pid_again_gets_no_signal() -> None:
     with subprocess.Popen(["sleep", "300"]) as process:
         began = guardian.started(process.pid)
         assert began is not None
-        is_hit = leftovers.send(Process(process.pid, str(int(began) - 1)), leftovers.signal.SIGKILL)
+        is_hit = orphans.send(Process(process.pid, str(int(began) - 1)), orphans.signal.SIGKILL)
         code = process.poll()
-        is_meant = leftovers.send(Process(process.pid, began), leftovers.signal.SIGKILL)
+        is_meant = orphans.send(Process(process.pid, began), orphans.signal.SIGKILL)
 
     assert (is_hit, code, is_meant) == (False, None, True)
-    assert process.returncode == -leftovers.signal.SIGKILL
-    assert not leftovers.send(Process(process.pid, began), leftovers.signal.SIGKILL)
+    assert process.returncode == -orphans.signal.SIGKILL
+    assert not orphans.send(Process(process.pid, began), orphans.signal.SIGKILL)
 
 
 def test_a_run_that_is_stopped_from_outside(base: Path) -> None:
@@ -230,7 +232,7 @@ def test_a_run_that_is_stopped_from_outside(base: Path) -> None:
     with session_of(ONE) as session:
         pids = [*session.cluster.pids().values(), session.cluster.controller_pid()]
         left = [psutil.Process(pid) for pid in pids]
-        leftovers.stop(run_in(session.cluster.run_dir))
+        orphans.stop(run_in(session.cluster.run_dir))
 
         assert until(lambda: not any(processes.is_alive(process) for process in left))
         assert run_in(session.cluster.run_dir).state == states.STOPPED
@@ -260,13 +262,13 @@ def test_a_run_without_its_owner_is_never_seen(base: Path, monkeypatch: pytest.M
     write_text = Path.write_text
 
     def full(path: Path, text: str) -> int:
-        if path.name == rundir.OWNER:
+        if path.name == run_dir.OWNER:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_text(path, text)
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(StartError, match="No space left on device"):
-        rundir.create()
+        run_dir.create()
 
     assert not base.exists()
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client import guardian
-from nbdist.client.guard import Guard
-from nbdist.core import shm
+from nbdist.cluster import shm
+from nbdist.cluster.kernel import guardian
+from nbdist.cluster.kernel.guard import Guard
 from tests.support import processes
 from tests.support.ranks import until
 
@@ -139,7 +139,7 @@ def test_it_acts_when_the_kernel_is_killed_though_the_pipe_stays_open(
     code = f"""
         import os, sys, time
         from pathlib import Path
-        from nbdist.client.guard import Guard
+        from nbdist.cluster.kernel.guard import Guard
         guard = Guard(Path({str(run_dir)!r}))
         guard.watch({started().pid})
         if os.fork() == 0:

@@ -12,7 +12,7 @@ import ipyparallel
 from traitlets import TraitError
 from traitlets.config import Config
 
-from nbdist.client import launcher
+from nbdist.cluster.kernel import launcher
 from nbdist.errors import OptionError
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from nbdist.core import nccl
+from nbdist.cluster import nccl_env
 
 
 def test_every_variable_that_is_needed_is_given() -> None:
     """Without anything set a rank gets what keeps its process alive through an abort."""
-    assert nccl.environment({}) == {
+    assert nccl_env.environment({}) == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
@@ -19,14 +19,14 @@ def test_every_variable_that_is_needed_is_given() -> None:
 
 def test_every_row_has_a_reason() -> None:
     """No variable is set without a reason that a person can read."""
-    assert all(len(row.reason) > 30 for row in nccl.ENVIRONMENT)
-    assert len({row.name for row in nccl.ENVIRONMENT}) == len(nccl.ENVIRONMENT)
+    assert all(len(row.reason) > 30 for row in nccl_env.ENVIRONMENT)
+    assert len({row.name for row in nccl_env.ENVIRONMENT}) == len(nccl_env.ENVIRONMENT)
 
 
 @pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"])
 def test_the_users_value_wins(name: str) -> None:
     """A variable that is set is not given, under its older name either; the others are."""
-    given = nccl.environment({name: "3"})
+    given = nccl_env.environment({name: "3"})
 
     assert not any("ASYNC_ERROR_HANDLING" in one for one in given)
     assert given["TORCH_NCCL_ENABLE_MONITORING"] == "0"
@@ -34,13 +34,13 @@ def test_the_users_value_wins(name: str) -> None:
 
 def test_what_is_given_conflicts_with_nothing() -> None:
     """Neither nothing nor our own variables are complained about."""
-    assert nccl.conflicts({}) == ()
-    assert nccl.conflicts(nccl.environment({})) == ()
+    assert nccl_env.conflicts({}) == ()
+    assert nccl_env.conflicts(nccl_env.environment({})) == ()
 
 
 def test_a_value_that_breaks_abort_is_told() -> None:
     """Name, value, what it does and what to do about it are in one sentence each."""
-    (told,) = nccl.conflicts({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PATH": "/bin"})
+    (told,) = nccl_env.conflicts({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PATH": "/bin"})
 
     assert told.startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=3 was kept.")
     assert "cannot be aborted safely: torch ends the process" in told
@@ -66,7 +66,7 @@ def test_which_values_are_told(name: str, value: str, is_told: bool) -> None:
 
     A flight recorder without room is told, but breaks no abort.
     """
-    told = nccl.conflicts({name: value})
+    told = nccl_env.conflicts({name: value})
 
     assert bool(told) == is_told
     assert all(name in sentence for sentence in told)

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from nbdist.client import guardian, outside, rundir, runs
-from nbdist.core.runs import DEAD, Process, Run
+from nbdist.cluster.kernel import guardian, outside, run_dir, runs
+from nbdist.cluster.run_owner import DEAD, Process, Run
 from nbdist.errors import NbdistError
 
 END_DEADLINE_S = 10.0
@@ -53,7 +53,7 @@ def _remove(run: Run) -> list[str]:
         is_gone = not folder.exists()
         lines.append(f"removed {folder}" if is_gone else f"could not remove all of {folder}")
         with contextlib.suppress(OSError):  # others are in it
-            rundir.place().rmdir()
+            run_dir.place().rmdir()
     return lines
 
 
@@ -67,7 +67,7 @@ def stop(run: Run) -> None:
         NbdistError: If no word can be left for the notebook, or a process could not be ended.
     """
     outside.leave_note(Path(run.folder))
-    started = rundir.pids(Path(run.folder))
+    started = run_dir.pids(Path(run.folder))
     asked = [Process(pid, start) for pid, start in started.items()]
     for one in asked:
         send(one, signal.SIGTERM)

@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nbdist.client import guardian
+from nbdist.cluster.kernel import guardian
+from nbdist.cluster.run_owner import Machine, Owner
 from nbdist.core.host import this_machine
-from nbdist.core.runs import Machine, Owner
 from nbdist.errors import StartError
 from nbdist.rpc import wire
 

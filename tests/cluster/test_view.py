@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nbdist.cluster.view import started, status
 from nbdist.core.status import RankStatus, Status
 from nbdist.core.topology import RankPlace, Topology
-from nbdist.view.ranks import started, status
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,11 @@ from typing import Any
 from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
 from traitlets import Dict, Unicode
 
-from nbdist.core import nccl
+from nbdist.cluster import nccl_env
 
 # What an engine runs as soon as the controller knows of it, before anything is asked of it.
 JOIN = "__import__('nbdist.engine.arrival', fromlist=['soon']).soon()"
-ENGINE_PROGRAM = Path(__file__).resolve().parent.parent / "engine" / "__main__.py"
+ENGINE_PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "__main__.py"
 
 
 class RankEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
@@ -148,7 +148,7 @@ def local_environment(
         "LOCAL_WORLD_SIZE": str(world_size),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
-        **nccl.environment(os.environ),
+        **nccl_env.environment(os.environ),
     }
     if DEBUG_LEVELS[debug]:
         env["TORCH_DISTRIBUTED_DEBUG"] = DEBUG_LEVELS[debug]

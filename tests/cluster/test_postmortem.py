@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import causes
-from nbdist.client.causes import Watched
 from nbdist.client.session import Session
+from nbdist.cluster.kernel import postmortem
+from nbdist.cluster.kernel.postmortem import Watched
 from nbdist.core.exit_cause import CRASH_FILE, DUMP_SIGNAL
 from nbdist.errors import NbdistError
 from nbdist.rpc.wire import CELL_NUMBER
@@ -138,14 +138,14 @@ def test_the_state_of_a_process() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         process.send_signal(signal.SIGSTOP)
-        assert until(lambda: causes.process_state(process.pid) == "T")
+        assert until(lambda: postmortem.process_state(process.pid) == "T")
         process.send_signal(signal.SIGCONT)
-        assert until(lambda: causes.process_state(process.pid) in {"S", "R", "D"})
+        assert until(lambda: postmortem.process_state(process.pid) in {"S", "R", "D"})
     finally:
         process.kill()
         process.wait()
 
-    assert causes.process_state(process.pid) == ""
+    assert postmortem.process_state(process.pid) == ""
 
 
 @linux_only
@@ -154,13 +154,13 @@ def test_a_process_that_is_not_prepared_survives(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     (tmp_path / "stacks.0").touch()
     try:
-        assert causes.dump_stack(tmp_path, 0, process.pid, 1.0) == ""
+        assert postmortem.dump_stack(tmp_path, 0, process.pid, 1.0) == ""
         assert process.poll() is None
     finally:
         process.kill()
         process.wait()
 
-    assert causes.dump_stack(tmp_path, 0, process.pid, 1.0) == ""
+    assert postmortem.dump_stack(tmp_path, 0, process.pid, 1.0) == ""
 
 
 @linux_only
@@ -168,8 +168,8 @@ def test_a_stopped_process_costs_the_deadline_only(tmp_path: Path) -> None:
     """It cannot write its stack; nothing is told, and the wait has an end."""
     with rank_process(tmp_path, "") as process:
         process.send_signal(signal.SIGSTOP)
-        assert until(lambda: causes.process_state(process.pid) == "T")
-        text = causes.dump_stack(tmp_path, 0, process.pid, 0.2)
+        assert until(lambda: postmortem.process_state(process.pid) == "T")
+        text = postmortem.dump_stack(tmp_path, 0, process.pid, 0.2)
         process.send_signal(signal.SIGCONT)
 
     assert text == ""
@@ -229,7 +229,7 @@ class TestRanks:
         watched, cluster = cells.watched(0), cells.session.cluster
         pid = cluster.pids()[0]
         cells.run(0, "x = torch.ones(10)\ndist.all_reduce(x)", 12)
-        assert until(lambda: "all_reduce" in causes.dump_stack(cluster.run_dir, 0, pid, 1.0))
+        assert until(lambda: "all_reduce" in postmortem.dump_stack(cluster.run_dir, 0, pid, 1.0))
         tasks = Path(f"/proc/{pid}/task").iterdir()
         gloo = next(int(one.name) for one in tasks if "gloo" in (one / "comm").read_text())
         assert ctypes.CDLL(None).tgkill(pid, gloo, signal.SIGABRT) == 0
@@ -251,7 +251,7 @@ class TestRanks:
             try:
                 asked[-1].result(0.3)
             except TimeoutError:
-                found.append(causes.dump_stack(cluster.run_dir, 0, cluster.pids()[0], 1.0))
+                found.append(postmortem.dump_stack(cluster.run_dir, 0, cluster.pids()[0], 1.0))
             return bool(found)
 
         assert until(is_in_c_code)

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 from ipyparallel.cluster.launcher import LocalProcessLauncher, SSHLauncher
 
-from nbdist.client import guardian
+from nbdist.cluster.kernel import guardian
 
 POLL_S = 0.01
 # No process has this in its environment: variables have an equals sign.

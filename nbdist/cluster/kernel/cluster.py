@@ -18,12 +18,12 @@ import ipyparallel
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 from traitlets.config import Config
 
-from nbdist.client import controller, guardian, launcher, prepared, processes, rundir
-from nbdist.client.arrivals import POLL_S, Arrivals, Progress
-from nbdist.client.exits import Exit
-from nbdist.client.guard import Guard
-from nbdist.client.loop import cluster_loop
-from nbdist.client.prepared import gives_ranks, installed_torch
+from nbdist.cluster.kernel import controller, guardian, ipp_cluster, launcher, processes, run_dir
+from nbdist.cluster.kernel.event_loop import cluster_loop
+from nbdist.cluster.kernel.exits import Exit
+from nbdist.cluster.kernel.guard import Guard
+from nbdist.cluster.kernel.ipp_cluster import gives_ranks, installed_torch
+from nbdist.cluster.kernel.registration import POLL_S, Arrivals, Progress
 from nbdist.core.failures import ranks_phrase
 from nbdist.errors import OptionError, StartError
 from nbdist.rpc.kernel import sigint
@@ -49,8 +49,8 @@ class Cluster:
         Args:
             config: The profile's settings, with the launcher's own added.
         """
-        self.run_dir: Path = rundir.create()
-        rundir.reserve(self.run_dir)
+        self.run_dir: Path = run_dir.create()
+        run_dir.reserve(self.run_dir)
         self.exits: dict[int | None, Exit] = {}
         self.on_exit: Callable[[Exit], None] = lambda _: None
         self.channel: Channel | None = None
@@ -65,8 +65,10 @@ class Cluster:
         self._connection: controller.Connection | None = None
         self._guard = Guard(self.run_dir)
         try:
-            prepared.mark(config, self.run_dir)
-            self._cluster = prepared.cluster(config, self.run_dir, prepared.logger(self.run_dir))
+            ipp_cluster.mark(config, self.run_dir)
+            self._cluster = ipp_cluster.cluster(
+                config, self.run_dir, ipp_cluster.logger(self.run_dir)
+            )
         except BaseException:
             self._guard.close()
             raise
@@ -220,7 +222,7 @@ class Cluster:
             if engines is not None:
                 return sorted(known.intersection(engines))
             # Of those that join by themselves both is waited for: they do it side by side.
-            return sorted(known & rundir.joined(self.run_dir) if self.can_restart else known)
+            return sorted(known & run_dir.joined(self.run_dir) if self.can_restart else known)
 
         expected = tuple(range(world_size) if engines is None else engines)
         return Arrivals(self.run_dir, expected, exits, registered, self._output)
@@ -301,7 +303,7 @@ class Cluster:
 
     async def _start_again(self, engines: Collection[int], environment: Mapping[str, str]) -> None:
         for engine in engines:
-            rundir.forget(self.run_dir, engine)
+            run_dir.forget(self.run_dir, engine)
             self.exits.pop(engine, None)
             one = self._cluster.engine_set.start_one(engine, environment)
             self._watch_engine(engine, one)
@@ -362,7 +364,7 @@ class Cluster:
         if self._is_stopping or os.getpid() != self._owner:
             return
         self._is_stopping = True
-        prepared.silence(self._cluster)
+        ipp_cluster.silence(self._cluster)
         try:
             self._stop_processes(grace_s)
         finally:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from nbdist.client import rundir
+from nbdist.cluster.kernel import run_dir as cluster_run_dir
 from nbdist.core.failures import ranks_phrase
 from nbdist.errors import StartError
 
@@ -94,7 +94,7 @@ class Arrivals:
             return
         ended = sorted(exits, key=lambda engine: -1 if engine is None else engine)
         # The messages are the local launcher's case, where the engine's number is the rank.
-        written = {e: rundir.failure(self.run_dir, e) for e in ended if e is not None}
+        written = {e: cluster_run_dir.failure(self.run_dir, e) for e in ended if e is not None}
         for rank, failure in written.items():
             if failure is not None and not failure["message"].startswith("rank "):
                 reason = failure["message"]
@@ -113,7 +113,7 @@ class Arrivals:
     def _missing(self) -> list[int]:
         """The ranks for which the others wait: of local ones those that hold all back."""
         everybody = set(self.expected)
-        waiting = rundir.arrived(self.run_dir)
+        waiting = cluster_run_dir.arrived(self.run_dir)
         return sorted(everybody - waiting if waiting else ()) or sorted(
             everybody.difference(self.registered())
         )

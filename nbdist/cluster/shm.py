@@ -24,7 +24,8 @@ def folder_prefix(uid: int, run: str) -> str:
 
     Args:
         uid: Its owner.
-        run: The name of its run folder. client/guardian.py, which imports nothing, has the same.
+        run: The name of its run folder. cluster/kernel/guardian.py, which imports nothing, has the
+            same.
     """
     return f"nbdist-{uid}-{run}-"
 

@@ -18,7 +18,7 @@ def shipped() -> dict[str, Path]:
 
     A wheel carries them inside the package; a checkout has them beside it.
     """
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parents[2]
     for folder in (package / "profiles", package.parent / "profiles"):
         found = {path.parent.name: path.parent for path in folder.glob(f"*/{CONFIG_FILE}")}
         if found:

@@ -57,7 +57,7 @@ class Connection:
         """Write the files that a new controller reads.
 
         The list of engines is ipyparallel's own (9.2: `{"engines": {id: uuid}, "next_id": n}`);
-        tests/client/test_controller.py holds its form.
+        tests/cluster/test_controller.py holds its form.
 
         Args:
             gone: Engines that have ended; the controller could not hear of it.

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.client import cluster, profiles, start
 from nbdist.client.session import Session
-from nbdist.client.start import StartOptions
+from nbdist.cluster.kernel import cluster, profiles, start
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core import topology
 from nbdist.errors import DistributedError, OptionError, RankGone, StartError
 from nbdist.rpc.kernel.channel import Message, failure_of
