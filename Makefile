@@ -92,7 +92,7 @@ unit: $(INSTALLED) $(if $(BROWSER),$(LAB_INSTALLED)) | build/settings
 
 # -m "" takes what `make test` leaves out as well. The table is made anew from a run that passed.
 FAULTS := $(CURDIR)/build/faults.jsonl
-FAULTY := tests/faults tests/client/test_repair.py tests/cluster/test_controller.py \
+FAULTY := tests/faults tests/hang/test_restart.py tests/cluster/test_controller.py \
   tests/front/test_loaders.py tests/front/test_failures.py
 
 faults: export NBDIST_FAULTS_LOG = $(FAULTS)

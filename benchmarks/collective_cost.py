@@ -91,16 +91,16 @@ def _medians(folder: str, what: str, ranks: int) -> tuple[float, float]:
 def _rank(what: str, rank: int, ranks: int, folder: str) -> None:
     import torch.distributed as dist
 
-    from nbdist.engine import blackbox
+    from nbdist.hang.rank import call_log
 
     store = dist.FileStore(str(Path(folder) / what), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    box = blackbox.open_box(Path(folder), rank)
+    box = call_log.open_box(Path(folder), rank)
     measure = {"call": _calls, "step": _steps}[what]
 
     measure_once, rounds = measure()
     bare = _held()
-    blackbox.install(box)
+    call_log.install(box)
     wrapped = {place: _value(*place) for place in bare}
 
     def with_(functions: dict[tuple[Any, str], Any]) -> float:

@@ -78,8 +78,10 @@ def _no_process_left() -> Iterator[None]:
 def _shell_of_this_module_alone() -> Iterator[None]:
     """IPython's shell is one per process, and ipykernel's changes the environment (colours)."""
     before = dict(os.environ)
-    if "nbdist.engine.meeting" in sys.modules:  # an abort without its recovery refuses all calls
-        sys.modules["nbdist.engine.meeting"].forget_meetings()
+    if (
+        "nbdist.hang.rank.rendezvous" in sys.modules
+    ):  # an abort without its recovery refuses all calls
+        sys.modules["nbdist.hang.rank.rendezvous"].forget_meetings()
     yield
     if InteractiveShell.initialized():
         type(InteractiveShell.instance()).clear_instance()

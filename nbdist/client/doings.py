@@ -6,10 +6,11 @@ import zlib
 from typing import TYPE_CHECKING
 
 from nbdist.client import states
-from nbdist.client.health import BoxFiles
-from nbdist.core import blackbox, sentences, waits
-from nbdist.core.calls import Box, RankView
 from nbdist.core.monitor import Doing
+from nbdist.hang import call_log, wait_graph
+from nbdist.hang import text as hang_text
+from nbdist.hang.kernel.health import BoxFiles
+from nbdist.hang.records import Box, RankView
 
 if TYPE_CHECKING:
     from nbdist.client.session import Session
@@ -37,7 +38,7 @@ class Doings:
         session = self._session
         box = self._box(rank) if is_here else session.health.box(rank)
         look, looked_s = session.health.newest_look(rank)
-        is_new = looked_s >= waits.last_event_s(box) and now_s < looked_s + LOOK_S
+        is_new = looked_s >= wait_graph.last_event_s(box) and now_s < looked_s + LOOK_S
         view = RankView(rank, "running", "", box, look if is_new else None, looked_s)
         state, text = states.situation(session, rank, view)
         if state == "dead" and is_here and not session.health.end_of(rank):
@@ -58,7 +59,7 @@ class Doings:
         known = self._known.get(rank)
         if known is None or known[0] != check:
             try:
-                known = check, blackbox.read(memory)
+                known = check, call_log.read(memory)
             except ValueError:  # it is just being made
                 return None
             self._known[rank] = known
@@ -79,4 +80,4 @@ def _last_collective(box: Box | None, now_s: float) -> tuple[str, float | None]:
     if not ended:
         return "", None
     last = max(ended, key=lambda one: one.ended_s or 0.0)
-    return sentences.name_told(sentences.act_of(last)), max(0.0, now_s - (last.ended_s or now_s))
+    return hang_text.name_told(hang_text.act_of(last)), max(0.0, now_s - (last.ended_s or now_s))

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.client import remote_plan, states
-from nbdist.core import collectives
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.panel import RankRow, row_of
 from nbdist.core.panel_picker import Model
 from nbdist.core.panel_plan import Limit
 from nbdist.core.plan_live import LiveModel
+from nbdist.hang import diagnose
 from nbdist.rpc.kernel import functions
 from nbdist.strategy.choice import Choice, default_choice
 
@@ -44,7 +44,7 @@ def looked(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ...]]:
     rows = tuple(row_of(place, samples.get(place.rank), now_s) for place in session.topology.ranks)
     if all(row.kind != "waiting" for row in rows):
         return rows, ()
-    found = collectives.diagnose(list(states.views(session).values()), now_s, AFTER_S)
+    found = diagnose.diagnose(list(states.views(session).values()), now_s, AFTER_S)
     return rows, tuple(one.text for one in found)
 
 

@@ -55,7 +55,7 @@ class RankState:
     is_told: bool = False
 
 
-# A status of RankState or RankResult as the diagnosis calls it (core.calls.RankView).
+# A status of RankState or RankResult as the diagnosis calls it (hang.records.RankView).
 VIEWED = {
     "": "running",
     "unfinished": "running",

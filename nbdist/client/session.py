@@ -18,19 +18,15 @@ from typing import Any
 from nbdist.client import driving, monitor, shortages, states
 from nbdist.client.bandwidth import Bandwidth
 from nbdist.client.checkpoints import Checkpoints
-from nbdist.client.health import Health
 from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
 from nbdist.client.readiness import Readiness
-from nbdist.client.repair import Restarted
 from nbdist.client.request import CellRequest, Sink
 from nbdist.client.run import CellRun
 from nbdist.client.strategy import Strategies
 from nbdist.client.subjects import Subjects
 from nbdist.client.trace import Traces
-from nbdist.client.upkeep import RESTART_S, Upkeep
 from nbdist.client.variables import Variables
-from nbdist.client.watchdog import Watchdog
 from nbdist.cluster.kernel import outside
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.exits import WITHOUT_CONTROLLER, Exit
@@ -44,6 +40,10 @@ from nbdist.core.status import Status
 from nbdist.core.topology import Topology
 from nbdist.core.trace import Trace, TraceOptions
 from nbdist.errors import Interrupted, RankGone
+from nbdist.hang.kernel.health import Health
+from nbdist.hang.kernel.maintenance import RESTART_S, Upkeep
+from nbdist.hang.kernel.restart import Restarted
+from nbdist.hang.kernel.watchdog import Watchdog
 from nbdist.rpc.kernel import functions, gather, sigint
 from nbdist.rpc.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RECORDING, CELL_RUN
 
@@ -276,7 +276,7 @@ class Session(Subjects):
         return Watchdog(self.health, began_s, self.grace_s, is_quiet=is_quiet)
 
     def rank_states(self) -> dict[int, tuple[str, str]]:
-        """Every rank as far as no cell is asked: "busy" or "absent", as core.calls says it."""
+        """Every rank as far as no cell is asked: "busy" or "absent", as hang.records says it."""
         return {r: ("busy" if self.readiness.is_busy(r) else "absent", "") for r in self.ranks}
 
     def restart(

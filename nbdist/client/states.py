@@ -7,9 +7,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nbdist.core import collectives, sentences
-from nbdist.core.calls import RankView
 from nbdist.core.status import RankStatus, Status
+from nbdist.hang import diagnose
+from nbdist.hang import text as hang_text
+from nbdist.hang.records import RankView
 from nbdist.rpc.kernel import functions
 from nbdist.rpc.kernel.channel import failure_of
 
@@ -39,7 +40,7 @@ def status(session: Session, *, wants_stacks: bool = False) -> Status:
         if wants_stacks and seen:
             one = replace(one, stack=session.health.stack(rank, stacks.get(rank), end_s))
         shown.append(one)
-    findings = collectives.diagnose(list(seen.values()), time.monotonic(), 0.0)
+    findings = diagnose.diagnose(list(seen.values()), time.monotonic(), 0.0)
     waits = [one.text for one in findings]
     return Status(tuple(shown), (*waits, *session.checkpoints.status()))
 
@@ -95,7 +96,7 @@ def situation(session: Session, rank: int, view: RankView | None) -> tuple[str, 
     if cell is None:
         return "idle", "idle"
     state = "running a cell" if cell[0] is None else f"running cell [{cell[0]}]"
-    waits = "" if view is None else sentences.state_of(view.box, view)
+    waits = "" if view is None else hang_text.state_of(view.box, view)
     return ("waiting", f"{state}, {waits}") if waits else ("running", state)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from IPython.utils.capture import capture_output
 
 from nbdist.client.session import Session
-from nbdist.client.upkeep import RESTART_S
 from nbdist.cluster import view as ranks_view
 from nbdist.commands import checkpoint, compare
 from nbdist.core import panel_picker
@@ -20,6 +19,7 @@ from nbdist.core.panel import BUTTONS
 from nbdist.core.panel_board import Job
 from nbdist.core.panel_picker import Value
 from nbdist.core.view import View
+from nbdist.hang.kernel.maintenance import RESTART_S
 from nbdist.notebook import NOTEBOOK, Record
 from nbdist.strategy.choice import Choice
 from nbdist.verbs import parse

@@ -22,8 +22,8 @@ FOLLOWER_PATTERNS = (
     r"Watchdog caught collective operation timeout",
     r"monitoredBarrier",
     r"timed out after \d+ms in barrier",
-    r"until the wait was aborted",  # engine/meeting.py
-    r"the collectives of this rank were broken off",  # engine/recorder.py
+    r"until the wait was aborted",  # hang/rank/rendezvous.py
+    r"the collectives of this rank were broken off",  # hang/rank/recorder.py
 )
 _FOLLOWER = re.compile("|".join(FOLLOWER_PATTERNS))
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

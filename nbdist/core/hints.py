@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nbdist.core import mismatch
 from nbdist.core.failures import RankFailure
+from nbdist.hang import torch_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def explained(failure: RankFailure, around: Surroundings) -> RankFailure:
 
 def _readable(failure: RankFailure) -> RankFailure:
     """The failure with torch's message in one sentence, which reads the same on all ranks."""
-    told = mismatch.readable(failure.message)
+    told = torch_messages.readable(failure.message)
     traceback = tuple(line.replace(failure.message, told) for line in failure.traceback)
     return (
         failure if told == failure.message else replace(failure, message=told, traceback=traceback)

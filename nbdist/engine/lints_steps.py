@@ -18,10 +18,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbdist.core.calls import Place
-from nbdist.core.sentences import place_told
 from nbdist.engine import lints, lints_ddp
-from nbdist.engine.places import Places
+from nbdist.hang.rank.source_line import Places
+from nbdist.hang.records import Place
+from nbdist.hang.text import place_told
 
 # The last operation of a loss that is a mean, and nothing else: what else there may be is divided,
 # weighted, or not known.

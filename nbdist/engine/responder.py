@@ -16,9 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 from nbdist.core import stacks
-from nbdist.engine import blackbox, completion, looks, usage
+from nbdist.engine import completion, usage
 from nbdist.engine.checkpoint import jobs
 from nbdist.errors import StartError
+from nbdist.hang.rank import call_log, main_thread
 from nbdist.rpc import wire
 from nbdist.rpc.rank import crash_files, gc_pause, progress
 
@@ -36,7 +37,7 @@ def all_stacks() -> str:
         stacks.ThreadStack(
             names.get(ident, f"thread {ident}"),
             is_current=False,
-            frames=looks.with_sources(looks.frames_of(frame)),
+            frames=main_thread.with_sources(main_thread.frames_of(frame)),
         )
         for ident, frame in sys._current_frames().items()  # noqa: SLF001  # there is no other way
         if ident != own
@@ -53,16 +54,16 @@ def abort(generation: int) -> int:
     Raises:
         NbdistError: If NCCL refused. Gloo's connections have been ended even so.
     """
-    from nbdist.engine import abort as gloo  # these need runtime, which needs this module
-    from nbdist.engine import nccl
+    from nbdist.hang.rank import gloo_abort as gloo  # these need runtime, which needs this module
+    from nbdist.hang.rank import nccl_abort
 
     ended = gloo.abort(generation)
-    return 0 if ended is None else ended + nccl.abort()
+    return 0 if ended is None else ended + nccl_abort.abort()
 
 
 def snapshot() -> tuple[float, bytes | None]:
     """(now by this host's monotonic clock, this rank's black box)."""
-    return time.monotonic(), blackbox.snapshot()
+    return time.monotonic(), call_log.snapshot()
 
 
 # All that can be asked; nbdist/rpc/kernel/functions*.py have the same names. Nothing else is
@@ -70,8 +71,8 @@ def snapshot() -> tuple[float, bytes | None]:
 TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
         "ping": ping,
-        "look": looks.look,
-        "newest": looks.newest,
+        "look": main_thread.look,
+        "newest": main_thread.newest,
         "stacks": all_stacks,
         "abort": abort,
         "snapshot": snapshot,

@@ -25,21 +25,12 @@ import torch.distributed as dist
 from nbdist.cluster import nccl_env
 from nbdist.core import topology
 from nbdist.core.ranks import rank_label
-from nbdist.core.recovery import MadeGroup
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
-from nbdist.engine import (
-    ahead,
-    blackbox,
-    cells,
-    facts,
-    lints,
-    out_of_memory,
-    recorded,
-    responder,
-    scratch,
-)
+from nbdist.engine import ahead, cells, facts, lints, out_of_memory, recorded, responder, scratch
 from nbdist.errors import NbdistError, StartError
+from nbdist.hang.rank import call_log
+from nbdist.hang.recovery import MadeGroup
 from nbdist.parallel.accelerator.lazy import LazyAccelerator
 from nbdist.rpc.rank import crash_files
 
@@ -149,7 +140,7 @@ def join(
         rank: This process's.
         store: All ranks' common store.
         generation: How often the groups have been recovered once this is done.
-        made: The user's groups that the others have (core.recovery.merge_made).
+        made: The user's groups that the others have (hang.recovery.merge_made).
 
     Raises:
         NbdistError: With a generation, when other ranks do not come.
@@ -167,16 +158,16 @@ def join(
         # Bound to its device the communicator is made now and not in the first collective,
         # where it could not be aborted. torch does this for the GPU's half of the pair.
         options["device_id"] = torch.device(place.device)
-    from nbdist.engine import abort, checks, groups  # they need this module
+    from nbdist.hang.rank import debug_checks, gloo_abort, process_groups  # they need this module
 
     # All before the first group, which they are to know.
-    abort.install()
-    groups.install()
-    checks.install()
-    common = groups.generation_store(store, generation)
+    gloo_abort.install()
+    process_groups.install()
+    debug_checks.install()
+    common = process_groups.generation_store(store, generation)
     if generation:
-        groups.meet(common, rank, range(plan.world_size))
-        abort.outdate(generation)
+        process_groups.meet(common, rank, range(plan.world_size))
+        gloo_abort.outdate(generation)
     dist.init_process_group(
         TORCH_BACKENDS[plan.backend],
         store=common,
@@ -186,10 +177,10 @@ def join(
         **options,
     )
     _runtime = Runtime(place=place, topology=plan, store=store)
-    groups.rejoin(made)
+    process_groups.rejoin(made)
     run_dir = os.environ.get("NBDIST_RUN")  # not there on another host
-    blackbox.install(blackbox.open_box(Path(run_dir) if run_dir else None, rank))
-    blackbox.reset(generation)
+    call_log.install(call_log.open_box(Path(run_dir) if run_dir else None, rank))
+    call_log.reset(generation)
 
 
 def rejoin(plan: Topology, rank: int, generation: int, made: Sequence[MadeGroup]) -> None:
@@ -248,7 +239,7 @@ def prepare(seed: int | None = None) -> Topology:
     out_of_memory.install(shell.kernel)
     recorded.install(shell.kernel)
     lints.watch_cells(shell.kernel)
-    blackbox.watch_cells(shell)
+    call_log.watch_cells(shell)
     responder.install(shell.kernel)
     run_dir = Path(os.environ.get("NBDIST_RUN", ""))
     is_here = bool(run_dir.name) and run_dir.is_dir()  # not for an engine on another host

@@ -26,9 +26,10 @@ from nbdist.core import parcels, trace_names, trace_read
 from nbdist.core.parcels import Parcel
 from nbdist.core.trace import TraceOptions
 from nbdist.core.units import size
-from nbdist.engine import looks, recorded, runtime
+from nbdist.engine import recorded, runtime
 from nbdist.engine.profiling import QUIET, Steps, ended, is_profiling
 from nbdist.errors import TraceError
+from nbdist.hang.rank import main_thread
 from nbdist.parallel import registry
 from nbdist.rpc.rank import namespace, progress
 from nbdist.strategy import choice as strategy_choice
@@ -146,7 +147,7 @@ class _Recording:
             "ends": self.steps.ends,
             "skipped": int(has_warmup),
             "groups": {torch_name: name for name, torch_name in namespace.group_names().items()},
-            "calls": looks.issued(),
+            "calls": main_thread.issued(),
             **_expected(),
         }
 

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nbdist.core.recovery import HALVES, SHARDED
 from nbdist.errors import NbdistError
+from nbdist.hang.recovery import HALVES, SHARDED
 from nbdist.parallel import registry
 from nbdist.parallel.prepared import is_retired
 from nbdist.rpc.wire import CELL_FOR_ALL

@@ -4,11 +4,11 @@ import pickle
 
 import pytest
 
-from nbdist.client.aftermath import Outcome
 from nbdist.client.ending import Ending, is_by_interrupt, stuck_told, unreleased_told, waits_told
 from nbdist.core.cells import CellResult, RankResult
 from nbdist.core.failures import RankFailure
 from nbdist.errors import CellTimeout, Deadlock, DistributedError, Interrupted
+from nbdist.hang.kernel.group_recovery import Outcome
 
 LINE = "rank 0 waits in barrier at line 1 of cell [4]; rank 1 finished the cell without calling it"
 RELEASED = RankFailure(0, "RuntimeError", "[..] Connection closed by peer [127.0.0.1]:4711", ())

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.client import driving, repair
+from nbdist.client import driving
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import RankGone, StartError
+from nbdist.hang.kernel import restart
 from tests.support import processes
 from tests.support.ranks import session_of, until
 
@@ -52,12 +53,12 @@ def test_ranks_keep_their_variables_and_work_goes_on(pair: Session) -> None:
     notes = []
     for number in (signal.SIGKILL, signal.SIGTERM):
         end_controller(pair, number)
-        notes.append(repair.reconnect(pair))
+        notes.append(restart.reconnect(pair))
 
         assert texts(pair, SUM) == ["3.0\n"] * 2
         assert texts(pair, "print(kept)") == ["[0]\n", "[1]\n"]
         assert pair.cluster.pids() == pids
-        assert repair.reconnect(pair) == ""
+        assert restart.reconnect(pair) == ""
     keys = list(pair.cluster.run_dir.rglob("ipcontroller-*.json"))
     one = pair.begin(CellRequest("import time\ntime.sleep(300)", (0, 1)))
     one.press()
@@ -88,12 +89,12 @@ def test_a_cell_in_which_the_controller_ends_fails_at_once(
         with pytest.raises(RankGone, match="controller ended"):
             driving.wait(lambda: one)
     failed_s = time.monotonic() - began_s
-    note = repair.reconnect(pair)
+    note = restart.reconnect(pair)
     busy = pair.busy_ranks
     (tmp_path / "end").touch()
 
     def is_idle() -> bool:
-        repair.reconnect(pair)  # as each cell does
+        restart.reconnect(pair)  # as each cell does
         return not pair.busy_ranks
 
     assert failed_s < 3.0  # within a second; the rest is for a busy machine
@@ -140,11 +141,11 @@ def test_a_rank_that_ended_meanwhile_is_known_and_comes_back(pair: Session) -> N
     end_controller(pair)
     os.kill(pair.cluster.pids()[1], signal.SIGKILL)
     assert until(lambda: 1 in pair.cluster.exits)
-    texts_of_note = repair.reconnect(pair)
+    texts_of_note = restart.reconnect(pair)
     channel = pair.cluster.channel
     assert channel is not None
     registered = channel.engine_ids
-    done = repair.restart(pair, (1,), 60, lambda _: None)
+    done = restart.restart(pair, (1,), 60, lambda _: None)
 
     assert texts_of_note
     assert registered == (0,)
@@ -160,10 +161,10 @@ def test_without_the_list_of_engines_it_says_so_and_can_be_tried_again(pair: Ses
     end_controller(pair)
     path.write_text('{"other": {}}')
     with pytest.raises(StartError, match="list of engines"):
-        repair.reconnect(pair)
+        restart.reconnect(pair)
     is_known = None in pair.cluster.exits
     path.write_text(whole)
-    repair.reconnect(pair)
+    restart.reconnect(pair)
 
     assert set(json.loads(whole)) == {"engines", "next_id"}
     assert set(json.loads(whole)["engines"]) == {"0", "1"}
@@ -177,7 +178,7 @@ def test_a_stop_ends_a_new_controller_too(runs: Path) -> None:
     with session_of(StartOptions(world_size=1, gpus="none")) as session:
         first = processes.processes_of_run(str(session.cluster.run_dir))
         end_controller(session)
-        repair.reconnect(session)
+        restart.reconnect(session)
         everything = {*first, *processes.processes_of_run(str(session.cluster.run_dir))}
         session.stop()
 

@@ -164,7 +164,7 @@ def test_ranks_without_blocks_have_no_peak() -> None:
         ("/usr/lib/python3/dist-packages/x.py", False),
         ("/usr/lib/python3.11/contextlib.py", False),
         ("/src/torch/nn/modules/linear.py", False),
-        ("/src/nbdist/engine/recorder.py", False),
+        ("/src/nbdist/hang/rank/recorder.py", False),
         ("<frozen importlib._bootstrap>", False),
         ("<string>", False),
     ],

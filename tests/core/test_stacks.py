@@ -16,7 +16,7 @@ SHELL = [
 USER = [
     Frame(CELL, 3, "<module>", "step()"),
     Frame(CELL, 1, "step"),
-    Frame("/work/nbdist/engine/blackbox.py", 40, "call"),
+    Frame("/work/nbdist/hang/rank/call_log.py", 40, "call"),
     Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 3252, "all_reduce"),
 ]
 

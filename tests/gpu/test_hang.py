@@ -16,7 +16,7 @@ from tests.support.ranks import session_of, temporary_folder
 # Runs beside the cell, as the notebook's request does, once the cell is stuck.
 ABORT_LATER = """
 import threading, time
-from nbdist.engine import nccl
+from nbdist.hang.rank import nccl_abort as nccl
 told = {}
 def abort_later():
     time.sleep(2)

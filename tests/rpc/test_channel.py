@@ -11,9 +11,9 @@ import pytest
 from ipyparallel.error import RemoteError
 
 from nbdist.client.session import Session
-from nbdist.core.calls import Look
 from nbdist.core.failures import plain
 from nbdist.errors import NbdistError
+from nbdist.hang.records import Look
 from nbdist.rpc.kernel import functions
 from nbdist.rpc.kernel.channel import Channel, Message, failure_of
 from nbdist.rpc.wire import CELL_NUMBER

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nbdist.core.calls import Finding
-from nbdist.core.collectives import diagnose
+from nbdist.hang.diagnose import diagnose
+from nbdist.hang.records import Finding
 from tests.support.boxes import NOW_S, WORLD, call, found, view
 
 

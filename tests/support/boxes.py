@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nbdist.core.calls import Box, Call, CxxCall, Finding, Group, Look, Place, RankView
-from nbdist.core.collectives import diagnose
+from nbdist.hang.diagnose import diagnose
+from nbdist.hang.records import Box, Call, CxxCall, Finding, Group, Look, Place, RankView
 
 RUN = 5
 NOW_S = 100.0

@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client import repair
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
 from nbdist.cluster.kernel import run_dir, start
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core.cells import CellResult, Event
+from nbdist.hang.kernel import restart
 from nbdist.rpc.kernel import functions
 from tests.support import processes
 
@@ -78,9 +78,9 @@ def _two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 def pair(_two_ranks: Session) -> Session:
     """The same two ranks for each test, whole and without the names of the tests before."""
     session = _two_ranks
-    repair.reconnect(session)
+    restart.reconnect(session)
     if session.health.dead:
-        repair.restart(session, session.health.dead, RESTART_S, lambda _: None)
+        restart.restart(session, session.health.dead, RESTART_S, lambda _: None)
     session.grace_s = start.DEFAULT_GRACE_S
     assert until(lambda: not session.busy_ranks)
     told = [functions.names(session.call, rank).result(RESTART_S) for rank in session.ranks]

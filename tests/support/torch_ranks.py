@@ -46,8 +46,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from nbdist.core.recovery import merge_made
-from nbdist.engine import abort, groups, runtime
+from nbdist.hang.recovery import merge_made
+from nbdist.engine import runtime
+from nbdist.hang.rank import gloo_abort, process_groups
 from nbdist.parallel import live_models, sync_model as sync
 from nbdist.errors import NbdistError
 
@@ -95,7 +96,7 @@ def broken_off(call):
     count = []
     def watch():
         wait_asleep()
-        count.append(abort.abort())
+        count.append(gloo_abort.abort())
     thread = threading.Thread(target=watch)
     thread.start()
     try:

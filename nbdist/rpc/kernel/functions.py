@@ -10,28 +10,28 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from nbdist.core.bandwidth import Timing
-from nbdist.core.calls import CxxCall, Look
 from nbdist.core.comparison import Watched
 from nbdist.core.completion import Reply
 from nbdist.core.monitor import Answer
 from nbdist.core.parcels import Parcel
-from nbdist.core.recovery import MadeGroup, MadeMesh, Recovered
 from nbdist.core.shortage import Shortage
 from nbdist.core.snapshot import MemoryOptions
 from nbdist.core.switching import Switched
 from nbdist.core.topology import EngineReport, Topology
 from nbdist.core.trace import TraceOptions
+from nbdist.hang.records import CxxCall, Look
+from nbdist.hang.recovery import MadeGroup, MadeMesh, Recovered
 from nbdist.strategy.choice import Choice
 
 RUNTIME = "nbdist.engine.runtime"
 BANDWIDTH = "nbdist.engine.bandwidth"
-BLACKBOX = "nbdist.engine.blackbox"
+BLACKBOX = "nbdist.hang.rank.call_log"
 COMPARED = "nbdist.engine.compared"
 COMPLETION = "nbdist.engine.completion"
 FACTS = "nbdist.engine.facts"
-GROUPS = "nbdist.engine.groups"
+GROUPS = "nbdist.hang.rank.process_groups"
 MEMORY = "nbdist.engine.snapshot"
-MESHES = "nbdist.engine.meshes"
+MESHES = "nbdist.hang.rank.device_meshes"
 MODELS = "nbdist.parallel.live_models"
 NAMESPACE = "nbdist.rpc.rank.namespace"
 OUT_OF_MEMORY = "nbdist.engine.out_of_memory"

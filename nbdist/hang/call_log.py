@@ -1,0 +1,400 @@
+"""A rank's black box: one block of memory that the rank writes and others read, unasked.
+
+    header, 16 words | 256 channels of 8 words | text of the channels | ring of 256 records
+
+A word is 8 bytes in the host's order. The rank never waits for a reader and a reader never for
+the rank, so what is read can be half written. Words are whole by themselves. A record is whole
+when its sequence number is the same before and after the rest was copied: the number is taken
+away first and written last. All times are the host's monotonic clock, in seconds.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from mmap import mmap
+from time import monotonic
+
+from nbdist.core.ranks import pack_ranks, unpack_ranks
+from nbdist.hang.records import Box, Call, Group, Place
+
+WORD_BYTES = 8
+LAYOUT_VERSION = 1
+# Read with the other byte order it is another number, so such a box is refused as well.
+MAGIC = int.from_bytes(b"nbdbox\0" + bytes([LAYOUT_VERSION]), "little")
+MAX_CHANNELS = 256
+MAX_RECORDS = 256
+# More than this was written during a copy: the reader was put aside, and copies again.
+MOST_TORN = 8
+READ_TRIES = 5
+
+# Words of the header.
+_MAGIC, _RANK, _PID, _GENERATION, _RUN, _SINCE = range(6)
+_HEADER_WORDS = 16
+# Words of a channel. A dropped one keeps its text for the records that are still in the ring.
+_KIND, _COUNT, _TEXT, _TEXT_BYTES, _GROUP, _SOURCE, _DESTINATION = range(7)
+_CHANNEL_WORDS = 8
+_UNUSED, _IS_GROUP, _IS_TRANSFER, _DROPPED = range(4)
+_TEXT_SPACE_BYTES = 32_768
+# Words of a record, then two texts.
+_SEQUENCE, _STATE, _BEGAN, _ENDED, _NUMBER, _CALLED_IN = range(6)
+_WHAT_BYTES = 104
+_PLACE_BYTES = 208
+# state, began, ended, number, run, channel, peer, generation; what; place.
+_RECORD = struct.Struct(f"=QddQQqqQ{_WHAT_BYTES}s{_PLACE_BYTES}s")
+_pack_record = _RECORD.pack_into
+_RECORD_BYTES = WORD_BYTES + _RECORD.size
+_PLACE = struct.Struct("=qq")
+
+_CHANNELS_AT = _HEADER_WORDS * WORD_BYTES
+_TEXT_AT = _CHANNELS_AT + MAX_CHANNELS * _CHANNEL_WORDS * WORD_BYTES
+_RECORDS_AT = _TEXT_AT + _TEXT_SPACE_BYTES
+_RECORDS_WORD = _RECORDS_AT // WORD_BYTES
+_RECORD_WORDS = _RECORD_BYTES // WORD_BYTES
+SIZE_BYTES = _RECORDS_AT + MAX_RECORDS * _RECORD_BYTES
+
+CALL_STATES = ("waiting", "issued", "done", "raised")
+WAITING, ISSUED, DONE, RAISED = range(4)
+CELL_STATES = ("finished", "running", "raised")
+NO_CHANNEL = -1  # a call in a group that is not known
+NO_PEER = -1
+_NO_CELL = -1
+
+
+# A recorded call, as the writer needs it again to change it: sequence, number, generation,
+# channel, what, peer. A plain tuple: a collective is to cost less than 3 microseconds in all.
+Entry = tuple[int, int, int, int, bytes, int]
+
+
+class Writer:
+    """The writing end. Calls may come from several threads and from a signal handler.
+
+    Args:
+        memory: SIZE_BYTES, writable, all zero.
+        rank: The rank.
+        pid: Its process.
+    """
+
+    def __init__(self, memory: mmap | bytearray, rank: int, pid: int) -> None:
+        if len(memory) != SIZE_BYTES:
+            raise ValueError(f"a black box has {SIZE_BYTES} bytes, this memory has {len(memory)}")
+        self.memory = memoryview(memory)
+        self._words = self.memory.cast("Q")
+        self._doubles = self.memory.cast("d")
+        self._lock = threading.RLock()  # a signal handler may call while the lock is held
+        self._sequence = 0
+        self._run = 0
+        self._generation = 0
+        self._channels: dict[str | tuple[int, int, int], int] = {}
+        self._used = self._free_text = 0
+        self._dropped: list[int] = []
+        self._words[_RANK], self._words[_PID] = rank, pid
+        self._doubles[_SINCE] = monotonic()
+        self._words[_MAGIC] = MAGIC  # last: before this nobody reads it
+
+    @property
+    def generation(self) -> int:
+        """How often the groups have been recovered."""
+        return self._generation
+
+    def set_cell(self, run: int, state: str) -> None:
+        """Tell that cell run `run` is "running", "finished" or "raised"."""
+        self._run = run
+        self._doubles[_SINCE] = monotonic()
+        self._words[_RUN] = run * len(CELL_STATES) + CELL_STATES.index(state)
+
+    def reset(self, generation: int) -> None:
+        """Count from 0 again. Calls of an earlier generation are read as raised."""
+        with self._lock:
+            self._generation = generation
+            for channel in self._channels.values():
+                self._words[_channel_at(channel) + _COUNT] = 0
+            self._words[_GENERATION] = generation
+
+    def group(self, name: str, ranks: Sequence[int]) -> int:
+        """The channel of a group, made at its first call; NO_CHANNEL when there is no room."""
+        with self._lock:
+            found = self._channels.get(name)
+            text = name.encode() + b"\0" + pack_ranks(ranks)
+            return self._new_channel(name, (_IS_GROUP, 0, 0, 0), text) if found is None else found
+
+    def transfer(self, group: int, source: int, destination: int) -> int:
+        """The channel from one global rank to another; NO_CHANNEL when there is no room."""
+        key = (group, source, destination)
+        if key in self._channels or group == NO_CHANNEL:
+            return self._channels.get(key, NO_CHANNEL)
+        with self._lock:
+            return self._new_channel(key, (_IS_TRANSFER, *key), b"")
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Forget groups that were destroyed, and their transfers."""
+        with self._lock:
+            gone = {self._channels[name] for name in names if name in self._channels}
+            for key, channel in list(self._channels.items()):
+                if channel in gone or (isinstance(key, tuple) and key[0] in gone):
+                    del self._channels[key]
+                    self._words[_channel_at(channel) + _KIND] = _DROPPED
+                    self._dropped.append(channel)
+
+    def begin(
+        self,
+        channel: int,
+        what: bytes,
+        place: bytes,
+        peer: int = NO_PEER,
+        number: int | None = None,
+    ) -> Entry:
+        """Record that a call waits from now on, and count it in its channel.
+
+        A number is given for one that is not to be counted: 0, or that which it has already.
+        """
+        words = self._words
+        with self._lock:
+            if channel == NO_CHANNEL:
+                number = 0
+            elif number is None:
+                at = _HEADER_WORDS + channel * _CHANNEL_WORDS + _COUNT
+                number = words[at] = words[at] + 1
+            sequence = self._sequence = self._sequence + 1
+            generation = self._generation
+            # As in _write: a call less, in what every collective pays for.
+            at = _RECORD_WORDS * (sequence % MAX_RECORDS) + _RECORDS_WORD
+            words[at] = 0
+            _pack_record(
+                self.memory, (at + 1) * WORD_BYTES, WAITING, monotonic(), 0.0,
+                number, self._run, channel, peer, generation, what, place,
+            )  # fmt: skip
+            words[at] = sequence
+        return (sequence, number, generation, channel, what, peer)
+
+    def wait(self, entry: Entry, place: bytes) -> Entry:
+        """Record that an issued call is waited for from now on, at another place."""
+        sequence, number, _, channel, what, peer = entry
+        if self._words[_record_at(sequence)] != sequence:
+            # The ring has gone round: a new record, under its old number.
+            return self.begin(channel, what, place, peer, number)
+        with self._lock:
+            self._write(entry, place)
+        return entry
+
+    def end(self, entry: Entry, state: int) -> None:
+        """Record that a call is DONE, ISSUED or has RAISED."""
+        sequence, words = entry[0], self._words
+        at = _RECORD_WORDS * (sequence % MAX_RECORDS) + _RECORDS_WORD
+        if words[at] == sequence:
+            if state != ISSUED:
+                self._doubles[at + _ENDED] = monotonic()
+            words[at + _STATE] = state
+
+    def take_back(self, entry: Entry) -> None:
+        """Record that a call has RAISED, and do not count it: it was not made.
+
+        One that has ended, as when an interrupt comes just after it, stays as it is.
+        """
+        sequence, number, generation, channel, _, _ = entry
+        at = _record_at(sequence)
+        with self._lock:
+            if self._words[at] == sequence and self._words[at + _STATE] != WAITING:
+                return
+            self.end(entry, RAISED)
+            if number and generation == self._generation:
+                self._words[_channel_at(channel) + _COUNT] -= 1
+
+    def _write(self, entry: Entry, place: bytes) -> None:
+        sequence, number, generation, channel, what, peer = entry
+        words = self._words
+        at = _RECORD_WORDS * (sequence % MAX_RECORDS) + _RECORDS_WORD
+        words[at] = 0
+        start = (at + 1) * WORD_BYTES
+        fields = (number, self._run, channel, peer, generation, what, place)
+        _pack_record(self.memory, start, WAITING, monotonic(), 0.0, *fields)
+        words[at] = sequence
+
+    def _new_channel(
+        self, key: str | tuple[int, int, int], fields: tuple[int, int, int, int], text: bytes
+    ) -> int:
+        free = next(self._free_channels(len(text)), NO_CHANNEL)
+        if free == NO_CHANNEL:
+            return NO_CHANNEL
+        at = _channel_at(free)
+        start = self._words[at + _TEXT]
+        if self._words[at + _TEXT_BYTES] < len(text):
+            start = self._free_text
+            self._free_text += len(text)
+        self._forget_records(free)
+        self.memory[_TEXT_AT + start : _TEXT_AT + start + len(text)] = text
+        values = (0, start, len(text), *fields[1:])
+        for word, value in enumerate(values, _COUNT):
+            self._words[at + word] = value
+        self._words[at + _KIND] = fields[0]  # last: before this nobody reads it
+        self._channels[key] = free
+        return free
+
+    def _free_channels(self, text_bytes: int) -> Iterator[int]:
+        """Channels never used, then dropped ones of the same kind, the oldest first."""
+        has_space = self._free_text + text_bytes <= _TEXT_SPACE_BYTES
+        if has_space and self._used < MAX_CHANNELS:
+            self._used += 1
+            yield self._used - 1
+        for channel in list(self._dropped):
+            old_bytes = self._words[_channel_at(channel) + _TEXT_BYTES]
+            if (old_bytes > 0) == (text_bytes > 0) and (has_space or old_bytes >= text_bytes):
+                self._dropped.remove(channel)
+                yield channel
+
+    def _forget_records(self, channel: int) -> None:
+        """Leave out what a dropped channel recorded: it gets another name."""
+        if self._words[_channel_at(channel) + _KIND] == _UNUSED:
+            return
+        for slot in range(MAX_RECORDS):
+            at = _record_at(slot)
+            if _RECORD.unpack_from(self.memory, at * WORD_BYTES + WORD_BYTES)[5] == channel:
+                self._words[at] = 0
+
+
+def pack_what(op: str, detail: str) -> bytes:
+    """An operation and its detail as they stand in a record, cut to fit."""
+    return f"{op}\0{detail}".encode()[:_WHAT_BYTES]
+
+
+def pack_place(place: Place | None) -> bytes:
+    """A place as it stands in a record, its source cut to fit."""
+    if place is None:
+        return b""
+    cell = _NO_CELL if place.cell is None else place.cell
+    text = f"{place.file}\0{place.source}".encode()
+    return (_PLACE.pack(cell, place.line) + text)[:_PLACE_BYTES]
+
+
+def settled(source: bytes | memoryview | mmap) -> bytes:
+    """A copy of a box that may be written meanwhile, without its half-written records."""
+    if isinstance(source, bytes):
+        return source  # already one
+    slots = [_record_at(slot) for slot in range(MAX_RECORDS)]
+    for _ in range(READ_TRIES):
+        before = memoryview(bytes(source)).cast("Q")
+        words = memoryview(bytearray(source)).cast("Q")
+        after = memoryview(bytes(source)).cast("Q")
+        torn = [at for at in slots if before[at] != after[at]]
+        if len(torn) <= MOST_TORN:
+            break
+    for at in slots:
+        # An end is written before the state that tells of it: the later end is whole.
+        words[at], words[at + _STATE] = before[at], before[at + _STATE]
+    for at in torn:
+        words[at] = 0
+    return words.tobytes()
+
+
+def read(source: bytes | memoryview | mmap) -> Box:
+    """What a rank's black box says at this moment.
+
+    Raises:
+        ValueError: If it is no black box, or one of another version of nbdist.
+    """
+    if len(source) != SIZE_BYTES:
+        raise ValueError(f"a black box has {SIZE_BYTES} bytes, this has {len(source)}")
+    data = settled(source)
+    words = memoryview(data).cast("Q")
+    if words[_MAGIC] != MAGIC:
+        raise ValueError(
+            f"this is no black box of layout {LAYOUT_VERSION}: it begins with {data[:WORD_BYTES]!r}"
+        )
+    run, state = divmod(words[_RUN], len(CELL_STATES))
+    names, groups, transfers = _read_channels(data, words)
+    return Box(
+        rank=words[_RANK],
+        pid=words[_PID],
+        generation=words[_GENERATION],
+        run=run,
+        state=CELL_STATES[state],
+        since_s=memoryview(data).cast("d")[_SINCE],
+        groups=groups,
+        transfers=transfers,
+        calls=_read_calls(data, words, names),
+    )
+
+
+def newest_run(source: bytes | memoryview | mmap) -> int:
+    """The cell run of the call that was recorded last, without reading the others; 0 for none.
+
+    Of a box that is not written meanwhile.
+    """
+    words = memoryview(source).cast("Q")
+    newest = max(words[_RECORDS_WORD::_RECORD_WORDS].tolist())
+    return words[_record_at(newest) + _CALLED_IN] if newest else 0
+
+
+def _read_channels(
+    data: bytes, words: Sequence[int]
+) -> tuple[dict[int, str], dict[str, Group], dict[tuple[str, int, int], int]]:
+    """Channel -> name of its group (dropped ones too), and what `Box` tells of channels."""
+    names: dict[int, str] = {}
+    groups: dict[str, Group] = {}
+    transfers: dict[tuple[str, int, int], int] = {}
+    # A transfer's group has been made before it, but can stand behind it: groups first.
+    in_use = [c for c in range(MAX_CHANNELS) if words[_channel_at(c) + _KIND] != _UNUSED]
+    for channel in sorted(in_use, key=lambda c: not words[_channel_at(c) + _TEXT_BYTES]):
+        kind, count, start, size, group, source, destination = words[
+            _channel_at(channel) : _channel_at(channel) + _DESTINATION + 1
+        ]
+        if size:
+            text = data[_TEXT_AT + start : _TEXT_AT + start + size]
+            name, _, ranks = text.partition(b"\0")
+            names[channel] = name.decode()
+            if kind == _IS_GROUP:
+                groups[names[channel]] = Group(names[channel], unpack_ranks(ranks), count)
+        else:
+            names[channel] = names.get(group, "")
+            if kind == _IS_TRANSFER:
+                transfers[names[channel], source, destination] = count
+    return names, groups, transfers
+
+
+def _read_calls(data: bytes, words: Sequence[int], names: Mapping[int, str]) -> tuple[Call, ...]:
+    slots = [(words[_record_at(slot)], slot) for slot in range(MAX_RECORDS)]
+    return tuple(
+        _read_call(data, slot, names, words[_GENERATION])
+        for sequence, slot in sorted(slots)
+        if sequence and sequence % MAX_RECORDS == slot
+    )
+
+
+def _read_call(data: bytes, slot: int, names: Mapping[int, str], now: int) -> Call:
+    fields = _RECORD.unpack_from(data, (_record_at(slot) + 1) * WORD_BYTES)
+    state, began_s, ended_s, number, run, channel, peer, generation, what, place = fields
+    if state in (WAITING, ISSUED) and generation != now:
+        state = RAISED  # the groups have been replaced under it
+    op, _, detail = what.rstrip(b"\0").decode(errors="ignore").partition("\0")
+    return Call(
+        op=op,
+        detail=detail,
+        group=names.get(channel, ""),
+        number=number,
+        peer=None if peer == NO_PEER else peer,
+        place=_unpack_place(place),
+        run=run,
+        began_s=began_s,
+        ended_s=ended_s if ended_s and state in (DONE, RAISED) else None,
+        state=CALL_STATES[state],
+    )
+
+
+def _unpack_place(packed: bytes) -> Place | None:
+    cell, line = _PLACE.unpack_from(packed)
+    if not line:
+        return None
+    text = packed[_PLACE.size :].rstrip(b"\0").decode(errors="ignore")
+    file, _, source = text.partition("\0")
+    return Place(cell=None if cell == _NO_CELL else cell, file=file, line=line, source=source)
+
+
+def _channel_at(channel: int) -> int:
+    """Its first word."""
+    return _HEADER_WORDS + channel * _CHANNEL_WORDS
+
+
+def _record_at(sequence: int) -> int:
+    """The first word of the record with this sequence number."""
+    return _RECORDS_WORD + sequence % MAX_RECORDS * _RECORD_WORDS

@@ -1,0 +1,195 @@
+"""Who waits for whom: deadlocks and late ranks, from what the ranks' black boxes and looks say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from nbdist.core.failures import ranks_phrase
+from nbdist.hang.records import Box, Call, CxxCall, Finding, RankView
+from nbdist.hang.text import Need, act_of, at_told, blamed, last_call, line, name_told, place_told
+from nbdist.hang.wait_graph import OVER, Scene, count_in, is_transfer, last_event_s
+
+# A rank without flight recorder that sleeps in torch is spoken of after so many times `after_s`.
+_SLEEPS_LONG = 3.0
+
+
+def diagnose(views: Sequence[RankView], now_s: float, after_s: float = 1.0) -> tuple[Finding, ...]:
+    """Why ranks wait that have waited for at least `after_s`.
+
+    A finding is certain when none of its ranks can ever move again, whatever the other ranks do.
+
+    Args:
+        views: All ranks. A rank's state has to be older than its box, or as old.
+        now_s: The host's monotonic clock.
+        after_s: Shorter waits alone make no finding; beside a longer one they are told too.
+    """
+    scene = Scene(views)
+    stuck = set(scene.needs) - scene.movable
+    findings = []
+    for waiting, is_certain in ((stuck, True), (set(scene.needs) - stuck, False)):
+        for ranks in _together(waiting, scene.needs):
+            waits = [scene.waits[rank] for rank in sorted(ranks)]
+            if any(now_s - wait.since_s >= after_s for wait in waits):
+                missing = scene.never_come(ranks)
+                whom = blamed(waits, scene.needs) if is_certain else missing
+                text = line(waits, scene.needs)
+                marks = tuple(wait.key for wait in waits)
+                is_doomed = bool(missing) and not is_certain
+                findings.append(
+                    Finding(text, is_certain, tuple(sorted(ranks)), whom, marks, is_doomed)
+                )
+    return (*findings, *_sleepers(scene, now_s - _SLEEPS_LONG * after_s))
+
+
+def mismatches(boxes: Sequence[Box], run: int) -> tuple[str, ...]:
+    """Calls of one cell that ended on all ranks, but did not fit together.
+
+    In ops that need the same shape on every rank Gloo gives wrong data then, without an error.
+
+    Args:
+        boxes: Of all ranks.
+        run: The cell run.
+    """
+    made: dict[tuple[int, str, int], dict[int, Call]] = {}
+    for box in boxes:
+        for call in box.calls:
+            if call.run == run and call.number and call.peer is None and not is_transfer(call):
+                made.setdefault((box.generation, call.group, call.number), {})[box.rank] = call
+    told: dict[str, None] = {}
+    broken: set[str] = set()
+    for (_, group, _), calls in sorted(made.items()):
+        kinds = {act_of(call).kind for call in calls.values()}
+        if len(kinds) > 1 and group not in broken:
+            if len({call.op for call in calls.values()}) > 1:
+                broken.add(group)  # what follows is out of step in any case
+            if all(call.state == "done" for call in calls.values()):
+                told[f"{_mismatch(calls)}: the results are wrong"] = None
+    return tuple(told)
+
+
+def last_words(boxes: Sequence[Box], rank: int, *, is_abort: bool) -> str:
+    """What a rank that has ended was doing in torch.distributed; empty if nothing in this cell.
+
+    Gloo ends a process by SIGABRT that gets more bytes than its own part of a call has: then it
+    is told who called it with what. At once, as a recovery counts all calls anew.
+
+    Args:
+        boxes: Of all ranks, the ended one's too.
+        rank: The ended one.
+        is_abort: It ended by SIGABRT.
+    """
+    own = next((box for box in boxes if box.rank == rank), None)
+    if own is None or own.state != "running" or not any(c.run == own.run for c in own.calls[-1:]):
+        return ""
+    for call in reversed(own.calls if is_abort else ()):
+        if call.run == own.run and call.state in {"waiting", "issued"} and not is_transfer(call):
+            parts = {box.rank: part for box in boxes if (part := _part(box, own, call))}
+            if len({act_of(part).kind for part in parts.values()}) > 1:
+                return _mismatch(parts)
+    return last_call(own)
+
+
+def _part(box: Box, own: Box, call: Call) -> Call | None:
+    """A rank's part in another one's call, whatever became of it; None where it has none."""
+    key = (call.group, call.number, call.run)
+    parts = (one for one in reversed(box.calls) if (one.group, one.number, one.run) == key)
+    same = None if box.generation != own.generation else next(parts, None)
+    return None if same is None or is_transfer(same) else same
+
+
+def counts_differ(boxes: Sequence[Box], newest: Mapping[int, Mapping[str, CxxCall]]) -> bool:
+    """Whether members of a group have made different numbers of calls: it is out of step.
+
+    Args:
+        boxes: Of the living ranks.
+        newest: Rank -> its newest calls in the flight recorder; empty where there is none.
+    """
+    by_rank = {box.rank: box for box in boxes}
+    members: dict[str, set[int]] = {}
+    for box in boxes:
+        for group in box.groups.values():
+            members.setdefault(group.name, set()).update(set(group.ranks) & set(by_rank))
+    for name, ranks in members.items():
+        if len({count_in(by_rank[rank], name) for rank in ranks}) > 1:
+            return True
+    for box in boxes:
+        for channel, count in box.transfers.items():
+            _, source, destination = channel
+            other = by_rank.get(destination if box.rank == source else source)
+            if other is not None and other.transfers.get(channel, 0) != count:
+                return True
+    return _newest_differ(members, newest)
+
+
+def _newest_differ(
+    members: Mapping[str, set[int]], newest: Mapping[int, Mapping[str, CxxCall]]
+) -> bool:
+    names = {name for calls in newest.values() for name in calls}
+    for name in names:
+        known = {rank: calls[name].number for rank, calls in newest.items() if name in calls}
+        # A member whose recorder has other groups, but not this one, has made no call in it.
+        idle = [
+            rank for rank in members.get(name, ()) if newest.get(rank) and name not in newest[rank]
+        ]
+        if len(set(known.values())) > 1 or idle:
+            return True
+    return False
+
+
+def _sleepers(scene: Scene, until_s: float) -> Iterator[Finding]:
+    """Ranks that sleep in torch, with nothing to tell where, while all others are done."""
+    asleep = [rank for rank in scene.views if _is_asleep(scene, rank, until_s)]
+    others = sorted(set(scene.views) - set(asleep))
+    if not asleep or not others or any(scene.states[rank] not in OVER for rank in others):
+        return
+    by_place: dict[str, list[int]] = {}
+    for rank in sorted(asleep):
+        look = scene.views[rank].look
+        at = place_told(look.place) if look is not None else ""
+        by_place.setdefault(f"inside torch{' at ' if at else ''}{at}", []).append(rank)
+    told = [
+        f"{ranks_phrase(ranks)} sleep{'' if len(ranks) > 1 else 's'} {at}"
+        for at, ranks in by_place.items()
+    ]
+    who = f"{ranks_phrase(others)} {'have' if len(others) > 1 else 'has'}"
+    text = f"{'; '.join(told)}; {who} ended the cell, and may be waited for there"
+    yield Finding(text, is_certain=False, waiting=tuple(sorted(asleep)), blamed=())
+
+
+def _is_asleep(scene: Scene, rank: int, until_s: float) -> bool:
+    look = scene.views[rank].look
+    if look is None or scene.states[rank] != "running" or rank in scene.waits:
+        return False
+    is_blind = look.is_in_torch and look.is_asleep and not look.newest
+    return is_blind and last_event_s(scene.views[rank].box) <= until_s
+
+
+def _together(ranks: set[int], needs: Mapping[int, Sequence[Need]]) -> list[set[int]]:
+    """Waiting ranks by cause: two belong together that need the same rank, or one the other."""
+    found: list[tuple[set[int], set[int]]] = []
+    for rank in sorted(ranks):
+        waiting, linked = {rank}, {rank} | {need.rank for need in needs[rank]}
+        apart = []
+        for one in found:
+            if one[1] & linked:
+                waiting |= one[0]
+                linked |= one[1]
+            else:
+                apart.append(one)
+        found = [*apart, (waiting, linked)]
+    return sorted((waiting for waiting, _ in found), key=min)
+
+
+def _mismatch(calls: Mapping[int, Call]) -> str:
+    """`ranks 0-1 called all_reduce with different shapes: ..., ...`."""
+    ops = {call.op for call in calls.values()}
+    by_text: dict[str, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        act = act_of(call)
+        what = name_told(act) if len(ops) > 1 else act.detail
+        by_text.setdefault(f"{what}{at_told(act, with_source=False)}", []).append(rank)
+    shapes = {call.detail.partition("]")[0] for call in calls.values()}
+    what = "shapes" if len(shapes) > 1 else "arguments"
+    which = f"{ops.pop()} with different {what}" if len(ops) == 1 else "different collectives"
+    told = ", ".join(f"{text} ({ranks_phrase(ranks)})" for text, ranks in by_text.items())
+    return f"{ranks_phrase(sorted(calls))} called {which}: {told}"

@@ -1,0 +1,1 @@
+"""Watching cells from the kernel, and bringing groups and ended ranks back."""

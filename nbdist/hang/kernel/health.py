@@ -1,0 +1,321 @@
+"""What the notebook knows of its ranks without their main threads' help, and how it frees them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nbdist.cluster.kernel import postmortem, run_dir
+from nbdist.cluster.kernel.cluster import Cluster
+from nbdist.core.topology import Topology
+from nbdist.errors import NbdistError
+from nbdist.hang import call_log, diagnose
+from nbdist.hang.records import Box, Look, RankView
+from nbdist.rpc.kernel import functions
+from nbdist.rpc.kernel.channel import Channel
+
+T = TypeVar("T")
+
+# A rank that has not answered by then is asked again.
+ANSWER_S = 1.0
+# A rank that has answered is left alone for this long.
+LOOK_PAUSE_S = 0.5
+
+
+class Health:
+    """Black boxes, process states and looks of all ranks; abort and recovery of their groups.
+
+    Attributes:
+        generation: How often the groups have been made anew.
+        needs_recovery: They are broken, and could not be made anew yet.
+    """
+
+    def __init__(self, cluster: Cluster, topology: Topology):
+        self.generation = 0
+        self.needs_recovery = False
+        self._cluster = cluster
+        self._topology = topology
+        self._boxes = BoxFiles(cluster.run_dir / "boxes")
+        self._looks: dict[int, Look] = {}
+        self._asked: dict[int, tuple[Future[Any], float]] = {}
+        self._looked_s: dict[int, float] = {}
+        self._snapshots: dict[int, tuple[Future[tuple[float, bytes | None]], float]] = {}
+        self._remote: dict[int, Box] = {}
+        self._arrived: dict[int, tuple[float, tuple[float, bytes | None]]] = {}
+        self._watched: dict[int, tuple[int, postmortem.Watched]] = {}
+        self._causes: dict[int, str] = {}
+        self._last_words: dict[int, str] = {}
+        self.watch_processes()
+
+    def box(self, rank: int) -> Box | None:
+        """The rank's black box; of a rank on another host as it was at its last answer."""
+        box = self._boxes.read(rank)
+        if box is not None:
+            return box
+        self._take_snapshot(rank)
+        self._ask_snapshot(rank)
+        return self._remote.get(rank)
+
+    def close(self) -> None:
+        """Let go of the ranks' files; a map keeps its descriptor open."""
+        self._boxes.close()
+
+    def has_ended(self, rank: int, run: int, since_s: float) -> bool:
+        """Whether the rank has ended a cell, by its black box, at least so long ago."""
+        box = self.box(rank)
+        return (
+            box is not None
+            and box.run == run
+            and box.state != "running"
+            and time.monotonic() > box.since_s + since_s
+        )
+
+    def boxes(self) -> dict[int, Box]:
+        """The boxes of all ranks that have one."""
+        found = {place.rank: self.box(place.rank) for place in self._topology.ranks}
+        return {rank: box for rank, box in found.items() if box is not None}
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the rank's process was stopped by a signal (seen on this host only)."""
+        pid = self.pids().get(rank)
+        return pid is not None and postmortem.process_state(pid) == "T"
+
+    def watch_processes(self) -> None:
+        """Read what will be needed to tell how a rank ended. Once its process is there."""
+        for rank, pid in self.pids().items():
+            known = self._watched.get(rank)
+            if known is None or known[0] != pid:
+                watched = postmortem.Watched(self._cluster.run_dir, rank, pid)
+                self._watched[rank] = pid, watched
+                self._causes.pop(rank, None)
+
+    def note_exit(self, rank: int, code: int | None, *, is_ours: bool) -> None:
+        """Find out how a rank ended, at once: another process may take its place and its files."""
+        known = self._watched.get(rank)
+        if known is not None:
+            self._causes[rank] = known[1].cause(code, is_ours=is_ours)
+        self._last_words[rank] = diagnose.last_words(
+            list(self.boxes().values()), rank, is_abort=code == -signal.SIGABRT
+        )
+
+    def end_of(self, rank: int) -> str:
+        """How the rank's process ended; empty while it lives."""
+        end = self._cluster.exits.get(self._topology.engine_of_rank(rank))
+        return "" if end is None else self._causes.get(rank) or end.how
+
+    def last_words_of(self, rank: int) -> str:
+        """What an ended rank was doing in torch.distributed; empty if nothing in its cell."""
+        return self._last_words.get(rank, "")
+
+    def pids(self) -> dict[int, int]:
+        """Rank -> process of the living ranks that this kernel has started on its own host."""
+        pids = self._cluster.pids()
+        ranks = {place.engine_id: place.rank for place in self._topology.ranks}
+        return {ranks[engine]: pid for engine, pid in pids.items() if engine in ranks}
+
+    def ask_looks(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
+        """Ask ranks what they are doing, those that have been asked and are late aside.
+
+        Args:
+            ranks: Who is asked.
+            now_s: Monotonic clock.
+            newer_than_s: An answer to an older question will not do, however new it is.
+        """
+        for rank in ranks:
+            asked = self._asked.get(rank)
+            if asked is not None and not asked[0].done() and now_s < asked[1] + ANSWER_S:
+                continue
+            looked_s = self._looked_s.get(rank, 0.0)
+            is_new = newer_than_s <= looked_s and now_s < looked_s + LOOK_PAUSE_S
+            if rank in self._looks and is_new:
+                continue
+            future = self.ask(functions.look, rank)
+            if future is not None:
+                self._asked[rank] = (future, now_s)
+
+    def newest_look(self, rank: int) -> tuple[Look | None, float]:
+        """(the rank's newest answer that was taken in, when it was asked for). From any thread."""
+        return self._looks.get(rank), self._looked_s.get(rank, 0.0)
+
+    def take_looks(self) -> None:
+        """Take in the answers that have come."""
+        for rank, (future, asked_s) in list(self._asked.items()):
+            if future.done():
+                del self._asked[rank]
+                self._looked_s[rank] = asked_s
+                if future.exception() is None:
+                    self._looks[rank] = future.result()
+                else:  # an older answer would be about something else
+                    self._looks.pop(rank, None)
+
+    def forget_look(self, rank: int) -> None:
+        """Drop a rank's answer, and the one that it may be about to give."""
+        self._looks.pop(rank, None)
+        self._asked.pop(rank, None)
+
+    def forget_looks(self) -> None:
+        """Drop the answers: they are about an earlier cell."""
+        self._looks.clear()
+        self._asked.clear()
+
+    def ask(self, question: Callable[..., Future[T]], rank: int) -> Future[T] | None:
+        """An answer from the rank's control thread; None where it cannot be reached.
+
+        Args:
+            question: One of remote's control functions.
+            rank: Who is asked.
+        """
+        channel: Channel | None = self._cluster.channel
+        if channel is None or not self.is_reachable(rank):
+            return None
+        engine = self._topology.engine_of_rank(rank)
+        return question(lambda _rank, name, *args: channel.ask(engine, name, *args), rank)
+
+    def is_reachable(self, rank: int) -> bool:
+        """Whether the rank lives and is registered; which of both ends first differs."""
+        channel: Channel | None = self._cluster.channel
+        engine = self._topology.engine_of_rank(rank)
+        return (
+            channel is not None
+            and engine in channel.engine_ids
+            and engine not in self._cluster.exits
+        )
+
+    def ask_all(self, question: Callable[..., Future[T]]) -> dict[int, Future[T]]:
+        """The same from every rank that can be reached."""
+        asked = {place.rank: self.ask(question, place.rank) for place in self._topology.ranks}
+        return {rank: future for rank, future in asked.items() if future is not None}
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """The ranks whose processes have ended."""
+        return tuple(place.rank for place in self._topology.ranks if self.end_of(place.rank))
+
+    def abort(self) -> None:
+        """Break off every collective of every rank; their groups are of no use afterwards.
+
+        Nobody waits for the answers: a rank that cannot answer is released by its peers' abort.
+        """
+        self.needs_recovery = True
+        self.ask_all(lambda ask, rank: functions.abort(ask, rank, self.generation))
+
+    def begin_recovery(self, call: functions.Caller) -> dict[int, Future[Any]]:
+        """Make all groups anew, those with a dead rank aside, on all living ranks at once.
+
+        Args:
+            call: Calls a function in a rank's main thread; all of them have to be idle.
+        """
+        self.generation += 1
+        run_dir.release_reserve(self._cluster.run_dir)
+        living = [place.rank for place in self._topology.ranks if self.is_reachable(place.rank)]
+        dead = tuple(place.rank for place in self._topology.ranks if place.rank not in living)
+        return {rank: functions.recover(call, rank, self.generation, dead) for rank in living}
+
+    def stack(self, rank: int, asked: Future[str] | None, end_s: float) -> str:
+        """A rank's Python stacks: its own answer, or faulthandler's where C code holds the GIL."""
+        if asked is not None:
+            with contextlib.suppress(TimeoutError, NbdistError):
+                return asked.result(max(0.0, min(end_s - time.monotonic(), ANSWER_S)))
+        pid = self.pids().get(rank)
+        if pid is None or self.end_of(rank):
+            return ""
+        deadline_s = max(0.1, end_s - time.monotonic())
+        return postmortem.dump_stack(self._cluster.run_dir, rank, pid, deadline_s)
+
+    def mismatches(self, run: int) -> tuple[str, ...]:
+        """Calls of a cell that did not fit together, but ended, as sentences."""
+        ranks = [place.rank for place in self._topology.ranks]
+        if not any(self._boxes.may_have_called(rank, run) for rank in ranks):
+            return ()  # most cells call nothing, and every cell asks
+        return diagnose.mismatches(list(self.boxes().values()), run)
+
+    def views(self, states: Mapping[int, tuple[str, str]]) -> list[RankView]:
+        """All ranks as the diagnosis wants them.
+
+        Args:
+            states: What is known of ranks from their cells: rank -> (state, how) of RankView.
+        """
+        self.take_looks()
+        return [self._view(place.rank, *states[place.rank]) for place in self._topology.ranks]
+
+    def _view(self, rank: int, state: str, how: str) -> RankView:
+        end = self.end_of(rank)
+        if end:
+            state, how = "ended", end
+        elif state in {"running", "busy"} and self.is_stopped(rank):
+            state = "stopped"
+        # The box after the answer: what has happened meanwhile is in it.
+        look, looked_s = self._looks.get(rank), self._looked_s.get(rank, 0.0)
+        return RankView(rank, state, how, self.box(rank), look, looked_s)
+
+    def _ask_snapshot(self, rank: int) -> None:
+        now_s = time.monotonic()
+        asked, asked_s = self._snapshots.get(rank, (None, 0.0))
+        if asked is not None and not asked.done() and now_s < asked_s + ANSWER_S:
+            return
+        sent = self.ask(functions.snapshot, rank)
+        if sent is not None:
+            self._snapshots[rank] = (sent, now_s)
+            sent.add_done_callback(functools.partial(self._note_snapshot, rank))
+
+    def _note_snapshot(self, rank: int, sent: Future[tuple[float, bytes | None]]) -> None:
+        """Note when an answer came by our clock: its times are told by theirs."""
+        if sent.exception() is None:
+            # In one step: this is the client's thread, and the main thread takes it.
+            self._arrived[rank] = time.monotonic(), sent.result()
+
+    def _take_snapshot(self, rank: int) -> None:
+        if arrived := self._arrived.pop(rank, None):
+            came_s, (their_now_s, content) = arrived
+            if content is not None:
+                self._remote[rank] = call_log.read(content).shifted(came_s - their_now_s)
+
+
+class BoxFiles:
+    """The boxes that lie in this host's run folder."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._maps: dict[int, tuple[int, mmap.mmap]] = {}
+
+    def close(self) -> None:
+        """Unmap all; reading maps them again."""
+        self._maps.clear()
+
+    def read(self, rank: int) -> Box | None:
+        """The rank's box; None where it has none here."""
+        memory = self.memory(rank)
+        try:
+            return None if memory is None else call_log.read(memory)
+        except ValueError:  # it is just being made
+            return None
+
+    def may_have_called(self, rank: int, run: int) -> bool:
+        """Whether the rank has recorded a call in a cell run; also where that cannot be known."""
+        memory = self.memory(rank)
+        return memory is None or call_log.newest_run(memory) == run
+
+    def memory(self, rank: int) -> mmap.mmap | None:
+        """The rank's box as it is mapped here; None where it has none."""
+        path = self._folder / str(rank)
+        try:
+            inode = path.stat().st_ino
+        except OSError:
+            return None
+        known = self._maps.get(rank)
+        if known is None or known[0] != inode:  # a rank that replaces another has a new one
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                known = inode, mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            finally:
+                os.close(descriptor)
+            self._maps[rank] = known
+        return known[1]

@@ -1,0 +1,218 @@
+"""Keeps ranks fit for the next cell: groups made anew, ranks and controller replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from nbdist.client import states
+from nbdist.cluster.kernel import run_dir
+from nbdist.cluster.kernel.registration import silent
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.units import seconds
+from nbdist.errors import Interrupted, NbdistError, NotRunning, OptionError
+from nbdist.hang import diagnose
+from nbdist.hang.kernel import restart as hang_restart
+from nbdist.hang.kernel.group_recovery import Aftermath, Outcome
+from nbdist.hang.kernel.restart import Restarted
+from nbdist.rpc.kernel import functions, sigint
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+RESTART_S = 120.0
+# Between two looks at ranks that no cell watches any more.
+LOOK_PAUSE_S = 0.25
+POLL_S = 0.01
+# Ranks that fail for the same reason do so within this time of each other.
+RELEASE_S = 1.0
+
+
+class Upkeep:
+    """What is to be done for the ranks of one session between their cells.
+
+    Attributes:
+        ended_by_us: The ranks that are being ended on purpose.
+    """
+
+    def __init__(self, session: Session):
+        self.ended_by_us: set[int] = set()
+        self._session = session
+        self._given_up: set[int] = set()
+        self._notes: list[str] = []
+
+    def take_notes(self) -> list[str]:
+        """What was done and not told yet, a line each."""
+        notes, self._notes = self._notes, []
+        return notes + self._session.checkpoints.news()
+
+    def make_whole(self) -> None:
+        """Replace a controller that has ended, and ranks that the user gave up on.
+
+        Raises:
+            StartError: If the new one does not come.
+        """
+        self.reconnect()
+        if self._given_up and not self._session.is_stopped:
+            restarted = self.restart(sorted(self._given_up), RESTART_S, silent)
+            self._notes += [
+                f"{ranks_phrase(restarted.ranks)} replaced in {seconds(restarted.elapsed_s)}",
+                *restarted.notes,
+            ]
+
+    def reconnect(self) -> None:
+        """Replace a controller that has ended; the ranks keep all they have.
+
+        Raises:
+            StartError: If the new one does not come.
+            OptionError: If this profile's cannot be started again.
+        """
+        if not self._session.is_stopped:
+            told = hang_restart.reconnect(self._session)
+            self._notes += [told] if told else []
+            self._release_unheard()
+
+    def _release_unheard(self) -> None:
+        """Abort what can never end in a cell that ended for the notebook with its controller."""
+        session = self._session
+        found: set[str] | None = None
+        for _ in range(2):
+            unheard = session.cluster.unheard.intersection(session.busy_ranks)
+            if not unheard:
+                return
+            session.health.ask_looks(unheard, time.monotonic())
+            time.sleep(LOOK_PAUSE_S)
+            seen = diagnose.diagnose(list(states.views(session).values()), time.monotonic())
+            certain = {one.text for one in seen if one.is_certain}
+            found = certain if found is None else found & certain
+        if found:
+            session.health.abort()
+            self._notes += [f"{text}; aborted" for text in sorted(found)]
+
+    def restart(
+        self,
+        ranks: Sequence[int] | None,
+        deadline_s: float,
+        progress: Callable[[str], None],
+    ) -> Restarted:
+        """Put new processes in the place of ranks.
+
+        Args:
+            ranks: None for those that have ended.
+            deadline_s: For all of it.
+            progress: Told what is waited for.
+
+        Raises:
+            NotRunning: After the ranks were stopped.
+            OptionError: If none is named and none has ended; on other profiles than local.
+            RankBusy, StartError, NbdistError, Interrupted: See repair.restart.
+        """
+        session = self._session
+        if session.is_stopped:
+            raise NotRunning("These ranks were stopped. %dist_init starts new ones.")
+        chosen = session.health.dead if ranks is None else tuple(ranks)
+        if not chosen:
+            last = session.ranks[-1]
+            raise OptionError(
+                f"No rank has ended. %dist_restart {last} replaces rank {last}, whose variables "
+                "are then lost; %dist_reset starts all afresh."
+            )
+        self.ended_by_us |= set(chosen)
+        try:
+            restarted = hang_restart.restart(session, chosen, deadline_s, progress)
+        finally:
+            self.ended_by_us -= set(chosen)
+        self._given_up -= set(restarted.ranks)
+        self.ended_by_us -= set(restarted.ranks)  # those that an earlier cell gave up on, too
+        session.health.watch_processes()
+        return restarted
+
+    @property
+    def can_replace(self) -> bool:
+        """Whether ranks can be given up: not where other launchers than nbdist's start them."""
+        return self._session.cluster.can_restart
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """End ranks that take no interrupt; the next cell begins with their replacement."""
+        self._given_up |= set(ranks)
+        self.ended_by_us |= set(ranks)
+        engine = self._session.topology.engine_of_rank
+        self._session.cluster.end_engines([engine(rank) for rank in ranks])
+
+    def begin_recovery(self) -> dict[int, Future[Any]]:
+        """Make the groups anew on all living ranks, which have to be idle."""
+        return self._session.health.begin_recovery(self._session.call)
+
+    def release(self, futures: Sequence[Future[Any]]) -> None:
+        """Break off what ranks still wait in when another one of them has failed.
+
+        Args:
+            futures: What they were asked; those that answer soon by themselves are left alone.
+        """
+        end_s = time.monotonic() + RELEASE_S
+        try:
+            while not all(future.done() for future in futures):
+                if time.monotonic() > end_s:
+                    self._session.health.abort()
+                    return
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:  # whoever presses again does not want to wait
+            self._session.health.abort()
+            raise
+
+    def reserve(self) -> None:
+        """Keep space on the disk for the next recovery; the last one has used it."""
+        run_dir.reserve(self._session.cluster.run_dir)
+
+    def begin_comparison(self) -> dict[int, Future[Any]]:
+        """Ask all living ranks, which have to be idle, for the checksums of their models."""
+        session = self._session
+        living = [rank for rank in session.ranks if session.is_connected(rank)]
+        return {rank: functions.checksums(session.call, rank) for rank in living}
+
+    def recover(self, *, is_certain: bool = True) -> Outcome:
+        """Make the groups anew and wait for it.
+
+        Args:
+            is_certain: Otherwise only where the ranks have made different numbers of calls.
+
+        Raises:
+            Interrupted: If the user interrupted it; the next cell begins with it.
+        """
+        presses_or_answers: SimpleQueue[bool] = SimpleQueue()  # a signal handler may put
+        aftermath = Aftermath(self._session, time.monotonic(), is_certain=is_certain)
+        aftermath.on_answer = lambda: presses_or_answers.put(False)
+        with sigint.counted() as pressed:
+            pressed.send_to(lambda: presses_or_answers.put(True))
+            while (pause_s := aftermath.step(time.monotonic())) is not None:
+                with contextlib.suppress(Empty):
+                    if presses_or_answers.get(timeout=pause_s):
+                        aftermath.give_up()
+                        raise Interrupted("the groups are made anew before the next cell")
+        return aftermath.outcome or Outcome()
+
+    def settle(self) -> None:
+        """After collectives of nbdist's own that failed or were interrupted: back in step.
+
+        Raises:
+            Interrupted: If the user interrupts this as well; the next cell begins with it.
+        """
+        if not self._session.health.needs_recovery:  # else the next cell begins with it
+            self._notes += self.recover(is_certain=False).lines
+
+    def recover_if_needed(self) -> None:
+        """Do what an earlier cell could not: it was given back while a rank was still busy.
+
+        Raises:
+            NbdistError: If the groups cannot be made anew.
+            Interrupted: If the user interrupted it.
+        """
+        if self._session.health.needs_recovery and not self._session.busy_ranks:
+            outcome = self.recover()
+            if outcome.problem:
+                raise NbdistError(f"The cell was not run: {outcome.problem}.")
+            self._notes += outcome.lines

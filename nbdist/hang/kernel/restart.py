@@ -1,0 +1,341 @@
+"""Ranks and controller brought back while the others keep all they have."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbdist.cluster.kernel.cluster import Progress
+from nbdist.core.failures import ranks_are, ranks_phrase
+from nbdist.core.ranks import rank_label
+from nbdist.errors import Interrupted, NbdistError, OptionError, RankBusy, StartError
+from nbdist.hang.recovery import MadeGroup, merge_made
+from nbdist.rpc.kernel import functions, sigint
+from nbdist.rpc.kernel.channel import failure_of
+
+if TYPE_CHECKING:
+    from nbdist.client.session import Session
+
+# In the environment of an engine that takes another's place: it joins later, when it is told.
+REPLACES = "NBDIST_REPLACES"
+POLL_S = 0.01
+INTERRUPT_S = 2.0
+INTERRUPT_PAUSE_S = 0.1
+# What is sent to an engine before it has found a new controller is lost, so it is sent again.
+PING_PAUSE_S = 0.2
+RECONNECT_DEADLINE_S = 30.0
+# A rank whose cell's end was lost with the controller may be idle: it gets this long to say so.
+UNHEARD_S = 2.0
+SHOWN_NAMES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """What a restart did.
+
+    Attributes:
+        ranks: Those that have new processes.
+        elapsed_s: From the call until they could take a cell.
+        notes: What a person has to know, a sentence each.
+    """
+
+    ranks: tuple[int, ...]
+    elapsed_s: float
+    notes: tuple[str, ...]
+
+
+def restart(
+    session: Session, ranks: Sequence[int], deadline_s: float, progress: Progress
+) -> Restarted:
+    """Put new processes in the place of ranks, and make all groups whole again.
+
+    Ranks that have ended and were not named come back as well: no group of all ranks could be
+    formed without them. The others keep variables, groups and models. An interrupt, or a failure,
+    leaves the ranks ended that were to be replaced, and the next restart brings them.
+
+    Args:
+        session: Of the local profile. All ranks but the replaced ones have to be idle.
+        ranks: Living or not, idle or not.
+        deadline_s: For all of it.
+        progress: Told what is waited for.
+
+    Raises:
+        OptionError: On another profile than local.
+        RankBusy: If a rank that stays runs a cell.
+        StartError: If a new process does not come, with its exit code and last lines.
+        NbdistError: If the groups cannot be formed.
+        Interrupted: If the user interrupted it.
+    """
+    began_s = time.monotonic()
+    if not session.cluster.can_restart:
+        raise OptionError(
+            "Single ranks can be restarted in the profile local alone, whose processes nbdist "
+            "starts by itself. %dist_reset starts all ranks of this profile afresh, without their "
+            "variables."
+        )
+    told = reconnect(session)
+    replaced = tuple(sorted({*ranks, *session.health.dead}))
+    also = [rank for rank in replaced if rank not in ranks]
+    one = _Restart(session, replaced, began_s + deadline_s)
+    one.check_idle()
+    lacking = one.run(progress)
+    notes = [
+        told,
+        f"{ranks_phrase(also)} had ended too, and came back as well" if also else "",
+        _lacking_note(replaced, lacking),
+    ]
+    return Restarted(replaced, time.monotonic() - began_s, tuple(note for note in notes if note))
+
+
+class _Restart:
+    """The steps of one restart."""
+
+    def __init__(self, session: Session, replaced: tuple[int, ...], end_s: float):
+        self._session = session
+        self._cluster = session.cluster
+        self._replaced = replaced
+        self._staying = tuple(rank for rank in session.ranks if rank not in replaced)
+        self._end_s = end_s
+        self._is_interrupted = False
+
+    def check_idle(self) -> None:
+        """Refuse where a rank that stays cannot take part in forming the groups."""
+        busy = [rank for rank in self._session.busy_ranks if rank in self._staying]
+        if busy:
+            label = rank_label(sorted({*busy, *self._replaced}))
+            raise RankBusy(
+                f"{ranks_are(busy)} still running a cell, and the groups can only be formed again "
+                f"with all ranks. Wait, interrupt the cell, or restart all of them: "
+                f"%dist_restart {label}"
+            )
+
+    def run(self, progress: Progress) -> list[str]:
+        """Do it; the names that ranks who stay have, and the new ones lack."""
+        with sigint.counted() as pressed:
+            pressed.send_to(self._press)
+            made = merge_made(self._all(functions.groups_made, self._staying, "tell their groups"))
+            self._cluster.restart_engines(
+                [self._engine(rank) for rank in self._replaced],
+                {REPLACES: "1"},
+                self._left_s(),
+                progress,
+                self._check,
+            )
+            for rank in self._replaced:
+                self._session.free(rank)
+            try:
+                self._form(made, progress)
+                return self._lacking()
+            except BaseException:
+                self._session.health.needs_recovery = True
+                engines = [self._engine(rank) for rank in self._replaced]
+                self._cluster.end_engines(engines)
+                raise
+
+    def _form(self, made: tuple[MadeGroup, ...], progress: Progress) -> None:
+        """Form the groups on all ranks at once, and give the new ones their names."""
+        progress("forming the groups again")
+        health, topology = self._session.health, self._session.topology
+        health.generation += 1
+        new = self._replaced
+        folder = os.getcwd()  # noqa: PTH109  # a string for the wire
+        adopted = {
+            rank: functions.adopt_notebook(self._call, rank, list(sys.path), folder) for rank in new
+        }
+        futures: dict[int, Future[Any]] = {
+            rank: functions.recover(self._call, rank, health.generation, ())
+            for rank in self._staying
+        }
+        for rank in new:
+            futures[rank] = functions.rejoin(
+                self._call, rank, topology, rank, health.generation, made
+            )
+        try:
+            self._results(futures, "form the groups again")
+        except BaseException:
+            self._interrupt({rank: futures[rank] for rank in self._staying})
+            raise
+        self._results(adopted, "take the notebook's folder")
+        self._all(lambda c, rank: functions.prepare(c, rank, self._session.seed), new, "prepare")
+        self._take_strategy()
+        if self._staying:  # otherwise there is nobody to catch up with
+            variables: dict[str, str] = {}
+            for known in self._all(functions.group_names, self._staying, "tell their groups"):
+                variables.update(known)
+            self._all(lambda c, rank: functions.name_groups(c, rank, variables), new, "prepare")
+            meshes = self._all(functions.mesh_names, self._staying, "tell their meshes")
+            self._all(lambda c, rank: functions.name_meshes(c, rank, meshes), new, "prepare")
+            self._all(lambda c, rank: functions.catching_up(c, rank, True), new, "prepare")
+        health.needs_recovery = False
+
+    def _take_strategy(self) -> None:
+        """Let the new ranks prepare models as the others do."""
+        choice = self._session.strategy.last
+        if choice is None:
+            return  # nothing was chosen, so it is what every rank begins with
+        for told in self._all(functions.current_strategy, self._staying[:1], "tell the strategy"):
+            choice = told
+        self._all(
+            lambda c, rank: functions.set_strategy(c, rank, choice),
+            self._replaced,
+            "take a strategy",
+        )
+
+    def _interrupt(self, futures: Mapping[int, Future[Any]]) -> None:
+        """Break off what ranks are doing; again and again, as they ignore it before they begin."""
+        end_s = time.monotonic() + INTERRUPT_S
+        while late := [rank for rank, future in futures.items() if not future.done()]:
+            if time.monotonic() > end_s:
+                return  # it ends by its own deadline
+            for rank in late:
+                self._session.interrupt(rank)
+            time.sleep(INTERRUPT_PAUSE_S)
+
+    def _lacking(self) -> list[str]:
+        """In the order in which the first rank that stays has made them."""
+        there = self._all(functions.names, self._staying, "tell their names")
+        here = set(self._all(functions.names, self._replaced[:1], "tell their names")[0])
+        return list(dict.fromkeys(name for names in there for name in names if name not in here))
+
+    def _all(
+        self, function: Callable[..., Future[Any]], ranks: Iterable[int], what: str
+    ) -> list[Any]:
+        return self._results({rank: function(self._call, rank) for rank in ranks}, what)
+
+    def _results(self, futures: Mapping[int, Future[Any]], what: str) -> list[Any]:
+        while late := [rank for rank, future in futures.items() if not future.done()]:
+            self._check()
+            gone = [rank for rank in futures if self._engine(rank) in self._cluster.exits]
+            if gone:
+                raise NbdistError(
+                    f"{ranks_phrase(gone)} ended "
+                    f"({self._cluster.exits[self._engine(gone[0])].how}) while ranks were to {what}"
+                )
+            if self._left_s() <= 0:
+                raise NbdistError(f"{ranks_phrase(late)} did not {what} before the deadline")
+            if any(future.done() and future.exception() for future in futures.values()):
+                break  # the others would wait for it
+            time.sleep(POLL_S)
+        for rank, future in futures.items():
+            error = future.exception() if future.done() else None
+            if error is not None:
+                name, message, _ = failure_of(error) or ("", str(error), ())
+                raise NbdistError(f"rank {rank} could not {what}: {name}: {message}") from error
+        return [future.result() for future in futures.values()]
+
+    def _press(self) -> None:
+        self._is_interrupted = True
+
+    def _check(self) -> None:
+        if self._is_interrupted:
+            raise Interrupted(
+                f"{ranks_phrase(self._replaced)} not restarted; %dist_restart "
+                f"{rank_label(self._replaced)} begins again"
+            )
+
+    def _left_s(self) -> float:
+        return self._end_s - time.monotonic()
+
+    def _engine(self, rank: int) -> int:
+        return self._session.topology.engine_of_rank(rank)
+
+    def _call(self, rank: int, name: str, *args: Any) -> Future[Any]:
+        assert self._cluster.channel is not None
+        return self._cluster.channel.call(self._engine(rank), name, *args)
+
+
+def _lacking_note(replaced: Collection[int], lacking: Sequence[str]) -> str:
+    if not lacking:
+        return ""
+    shown = ", ".join(lacking[:SHOWN_NAMES])
+    if len(lacking) > SHOWN_NAMES:
+        shown += f" and {len(lacking) - SHOWN_NAMES} more"
+    verb = "lacks" if len(replaced) == 1 else "lack"
+    return (
+        f"{ranks_phrase(sorted(replaced))} {verb} {shown}: define what is needed again with "
+        f"%%rank [{rank_label(sorted(replaced))}], then %dist_sync_model"
+    )
+
+
+def reconnect(session: Session, deadline_s: float = RECONNECT_DEADLINE_S) -> str:
+    """Start a new controller where the old one has ended; what was done, or "" for nothing.
+
+    A rank that was in a cell goes on with it, unheard, and counts as busy until it has answered
+    again. Cheap to call when nothing has happened.
+
+    Raises:
+        OptionError: If this profile's controller cannot be started again.
+        StartError: If the new one, or a rank's connection to it, does not come.
+    """
+    cluster = session.cluster
+    end = cluster.exits.get(None)
+    if end is None:
+        _ping_unheard(session)
+        return ""
+    began_s = time.monotonic()
+    cluster.restart_controller(deadline_s)
+    cluster.unheard = {rank for rank in session.busy_ranks if rank in _living(session)}
+    _await_answers(session, began_s + deadline_s)
+    _await_unheard(session, time.monotonic() + UNHEARD_S)
+    kept = f"; {ranks_are(sorted(cluster.unheard))} still in a cell" if cluster.unheard else ""
+    return (
+        f"The cluster's controller had ended ({end.how}). A new one took its place in "
+        f"{time.monotonic() - began_s:.1f} s; the ranks have kept their variables{kept}."
+    )
+
+
+def _living(session: Session) -> list[int]:
+    engine = session.topology.engine_of_rank
+    return [rank for rank in session.ranks if engine(rank) not in session.cluster.exits]
+
+
+def _await_answers(session: Session, end_s: float) -> None:
+    """Return once every living rank that was idle has answered."""
+    waiting = set(_living(session)) - session.cluster.unheard
+    asked: list[tuple[int, Future[Any]]] = []
+    next_s = 0.0
+    while waiting:
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + PING_PAUSE_S
+            asked += [(rank, _ping(session, rank)) for rank in waiting]
+            _ping_unheard(session)
+        answered = {rank for rank, future in asked if future.done() and not future.exception()}
+        waiting = (waiting - answered).intersection(_living(session))
+        if time.monotonic() > end_s:
+            raise StartError(
+                f"{ranks_phrase(sorted(waiting))} did not find the new controller. %dist_reset "
+                "starts afresh."
+            )
+        time.sleep(POLL_S)
+
+
+def _await_unheard(session: Session, end_s: float) -> None:
+    """Give ranks that count as busy, and may not be, time to find the new controller."""
+    next_s = 0.0
+    while session.cluster.unheard.intersection(_living(session)) and time.monotonic() < end_s:
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + PING_PAUSE_S
+            _ping_unheard(session)
+        time.sleep(POLL_S)
+
+
+def _ping_unheard(session: Session) -> None:
+    """Ask ranks whose cell's end can no longer be heard; the answer comes when they are idle."""
+    unheard = session.cluster.unheard
+    for rank in unheard.intersection(session.ranks):
+
+        def heard(answer: Future[Any], rank: int = rank) -> None:
+            if rank in unheard and answer.exception() is None:
+                unheard.discard(rank)
+                session.free(rank)
+
+        _ping(session, rank).add_done_callback(heard)
+
+
+def _ping(session: Session, rank: int) -> Future[Any]:
+    return functions.memory_bytes(session.call, rank)

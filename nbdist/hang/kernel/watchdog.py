@@ -1,0 +1,219 @@
+"""Watches a running cell: who waits for whom, what to say of it, when to abort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from nbdist.client.ladder import NEVER_S
+from nbdist.core.failures import ranks_are, ranks_phrase
+from nbdist.hang import diagnose, text, wait_graph
+from nbdist.hang.kernel.health import Health
+from nbdist.hang.records import Finding, RankView
+
+# How often black boxes are read while a cell runs.
+PAUSE_S = 0.25
+# The same once the cell is being interrupted.
+URGENT_PAUSE_S = 0.1
+# A rank that has waited this long is looked at.
+AFTER_S = 1.0
+# Somebody who is only late is told of after this long, and again after LATE_AGAIN_S.
+LATE_S = 5.0
+LATE_AGAIN_S = 60.0
+
+States = Mapping[int, tuple[str, str]]
+
+
+class Watchdog:
+    """The waits of one cell."""
+
+    def __init__(self, health: Health, began_s: float, grace_s: float, *, is_quiet: bool = False):
+        """Watch from now on.
+
+        Args:
+            health: The ranks' boxes.
+            began_s: When it was sent.
+            grace_s: A certain deadlock is left alone this long after it was told.
+            is_quiet: Tell of deadlocks alone, not of what depends on time.
+        """
+        self._health = health
+        self._grace_s = grace_s
+        self._is_quiet = is_quiet
+        self._next_s = began_s + AFTER_S - PAUSE_S
+        self._was_urgent = False
+        self._views: list[RankView] = []
+        self._last: tuple[Finding, ...] = ()
+        self._found: dict[tuple[int, ...], tuple[Finding, float]] = {}
+        self._told: list[Finding] = []
+        self._told_stopped: set[int] = set()
+        self._told_s: float | None = None
+        self._late_s = NEVER_S
+        self._late_again_s = 0.0
+        self._states: dict[int, str] = {}
+        health.forget_looks()
+
+    @property
+    def next_s(self) -> float:
+        """When to look again."""
+        return self._next_s
+
+    @property
+    def deadlock(self) -> Finding | None:
+        """The certain deadlock as it stands now, once it has been told."""
+        if self._told_s is None:
+            return None
+        return next((one for one in self._last if one.is_certain), None)
+
+    @property
+    def abort_s(self) -> float:
+        """When the deadlock is to be aborted."""
+        return NEVER_S if self._told_s is None else self._told_s + self._grace_s
+
+    @property
+    def waiting(self) -> dict[int, str]:
+        """The ranks that are inside a collective now, each with where."""
+        return {
+            view.rank: told
+            for view in self._views
+            if (told := text.state_of(view.box, view)) and view.state == "running"
+        }
+
+    @property
+    def places(self) -> dict[int, str]:
+        """Where in the user's code ranks are, as far as they have answered."""
+        return {
+            view.rank: text.place_told(view.look.place)
+            for view in self._views
+            if view.look is not None and view.look.place is not None
+        }
+
+    @property
+    def stopped(self) -> frozenset[int]:
+        """The ranks whose process a signal has stopped."""
+        return frozenset(view.rank for view in self._views if view.state == "stopped")
+
+    def look(
+        self, now_s: float, states: Callable[[], States], *, is_urgent: bool = False
+    ) -> list[str]:
+        """Read the boxes if it is time, and return the lines that are to be told.
+
+        Args:
+            now_s: Monotonic clock.
+            states: What the cell knows of each rank.
+            is_urgent: Ask the ranks what they do, whether or not somebody seems to wait.
+        """
+        if is_urgent and not self._was_urgent:
+            self._next_s = now_s  # who waits now has to be known, not who waited a moment ago
+        self._was_urgent = is_urgent
+        if now_s < self._next_s:
+            return []
+        self._next_s = now_s + (URGENT_PAUSE_S if is_urgent else PAUSE_S)
+        known = states()
+        self._forget_older(known)
+        self._views = self._health.views(known)
+        findings = diagnose.diagnose(self._views, now_s, AFTER_S)
+        before, self._found = self._found, self._found_since(findings, now_s)
+        if is_urgent or findings or self._is_quiet_too_long(now_s):
+            asked = [view.rank for view in self._views if view.state != "ended"]
+            firm = [self._found[one.waiting][1] for one in findings if _is_firm(one)]
+            self._health.ask_looks(asked, now_s, newer_than_s=max(firm, default=0.0))
+        # Only what has been seen twice: a rank that begins to wait a moment later is in it.
+        steady = [one for one in findings if one.waiting in before and self._is_steady(one, now_s)]
+        self._last = findings
+        if not any(one.is_certain for one in findings):
+            self._told_s = None
+        return [*self._stopped(), *self._told_now(steady, now_s)]
+
+    def _forget_older(self, known: States) -> None:
+        """Of a rank that has ended its cell, only what it answers afterwards counts."""
+        for rank, (state, _) in known.items():
+            if state != self._states.get(rank) and state != "running":
+                self._health.forget_look(rank)
+            self._states[rank] = state
+
+    def _is_quiet_too_long(self, now_s: float) -> bool:
+        """Whether somebody is done, or nobody has made a call for a while: is it in C++?"""
+        since_s = [wait_graph.last_event_s(view.box) for view in self._views]
+        is_done = any(view.state != "running" for view in self._views)
+        return is_done or now_s - max(since_s, default=now_s) >= AFTER_S
+
+    def _found_since(
+        self, findings: Sequence[Finding], now_s: float
+    ) -> dict[tuple[int, ...], tuple[Finding, float]]:
+        """The findings by their ranks, each with since when it is just that."""
+        since = {}
+        for one in findings:
+            old, old_s = self._found.get(one.waiting, (None, now_s))
+            is_same = old is not None and _essence(one) == _essence(old)
+            since[one.waiting] = one, old_s if is_same else now_s
+        return since
+
+    def _is_steady(self, one: Finding, now_s: float) -> bool:
+        """Whether it stands since an earlier look, and rests on what is known for sure.
+
+        Boxes and answers are of different moments: put together they can show what never was.
+        But where all of them are the same before a moment and after it, so they were in it.
+        """
+        if not _is_firm(one):
+            return True
+        _, since_s = self._found[one.waiting]
+        ranks = {view.rank for view in self._views}
+        if self._is_all_in_boxes(one):  # else every recorder counts, also for what it lacks
+            ranks = {*one.waiting, *one.blamed}
+        needed = [v for v in self._views if v.rank in ranks and v.state != "ended"]
+        return since_s < now_s and all(v.look and v.looked_s >= since_s for v in needed)
+
+    def _is_all_in_boxes(self, one: Finding) -> bool:
+        return all(
+            view.box is not None and view.box.waiting is not None
+            for view in self._views
+            if view.rank in one.waiting
+        )
+
+    def _told_now(self, steady: Sequence[Finding], now_s: float) -> list[str]:
+        lines = []
+        for one in steady:
+            if one.is_certain:
+                self._told_s = now_s if self._told_s is None else self._told_s
+            if _is_firm(one) and not self._is_told(one):
+                self._told.append(one)
+                lines.append(one.text)
+        if any(one.is_certain for one in steady) or self._is_quiet:
+            return lines
+        return lines + self._late([one for one in steady if not _is_firm(one)], now_s)
+
+    def _is_told(self, one: Finding) -> bool:
+        """Whether it was told, maybe before further ranks began to wait as well."""
+        return any(
+            set(old.waiting) <= set(one.waiting) and set(old.blamed) >= set(one.blamed)
+            for old in self._told
+        )
+
+    def _late(self, steady: Sequence[Finding], now_s: float) -> list[str]:
+        """Who is only late; seldom, since a slow rank may be late in every step."""
+        if not steady:
+            self._late_s = NEVER_S
+            return []
+        self._late_s = min(self._late_s, now_s)
+        if now_s < self._late_s + LATE_S - AFTER_S or now_s < self._late_again_s:
+            return []
+        self._late_again_s = now_s + LATE_AGAIN_S
+        return [one.text for one in steady]
+
+    def _stopped(self) -> list[str]:
+        new = [v.rank for v in self._views if v.state == "stopped"]
+        told = [rank for rank in new if rank not in self._told_stopped]
+        self._told_stopped = set(new)
+        if not told:
+            return []
+        who = ranks_phrase(told)
+        return [f"{ranks_are(told)} stopped (SIGSTOP); kill -CONT lets {who} go on"]
+
+
+def _is_firm(one: Finding) -> bool:
+    """Whether it is told at once: it does not depend on time."""
+    return one.is_certain or one.is_doomed
+
+
+def _essence(one: Finding) -> tuple[object, ...]:
+    """What makes a finding the same one: where somebody computes meanwhile does not matter."""
+    return one.is_certain, one.is_doomed, one.blamed, one.marks

@@ -1,0 +1,1 @@
+"""The call log of a rank, aborting its collectives, and its groups made anew."""

@@ -1,0 +1,173 @@
+"""This rank's black box: where it lies, what is written into it, and when."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nbdist.hang.call_log import SIZE_BYTES, Writer, settled
+from nbdist.hang.rank import dataloader_workers, rendezvous
+from nbdist.hang.rank.recorder import Recorder
+from nbdist.hang.rank.rendezvous import cancel_meetings
+from nbdist.hang.rank.source_line import Places
+from nbdist.rpc.wire import CELL_RUN
+
+__all__ = [
+    "cancel_meetings",
+    "install",
+    "open_box",
+    "problem",
+    "reset",
+    "snapshot",
+    "uninstall",
+    "watch_cells",
+]
+
+FOLDER = "boxes"
+
+_recorder: Recorder | None = None
+_problem = ""
+
+
+def open_box(folder: Path | None, rank: int) -> Writer:
+    """A new, empty box: `folder`/boxes/RANK, or one in memory alone.
+
+    A process of that rank before this one keeps its own, which readers must open anew. All its
+    space is taken now: a disk that is full later would end the process at its first collective.
+    If there is none now, the box is in memory alone, and `problem` says so.
+
+    Args:
+        folder: The run's folder; None where it is on another host.
+        rank: Its rank.
+    """
+    global _problem  # noqa: PLW0603  # one box per process
+    _problem = ""
+    if folder is not None:
+        try:
+            return Writer(_map_file(folder / FOLDER, rank), rank, os.getpid())
+        except OSError as error:
+            _problem = (
+                f"rank {rank} could not make its black box of {SIZE_BYTES // 1024} KiB in "
+                f"{folder / FOLDER} ({error.strerror}): a hang on it is not explained. Make room "
+                "there, or point TMPDIR elsewhere, and restart the ranks."
+            )
+    return Writer(mmap.mmap(-1, SIZE_BYTES), rank, os.getpid())
+
+
+def problem() -> str:
+    """Why the notebook cannot read this rank's box, as a sentence; empty if it can."""
+    return _problem
+
+
+def install(box: Writer) -> None:
+    """Record this process's calls in the box from now on; a box before it gets no more."""
+    global _recorder  # noqa: PLW0603  # one per process
+    if _recorder is not None and _recorder.box is box:
+        return
+    shell = uninstall()
+    _recorder = Recorder(box, Places(shell))
+    _recorder.install()
+
+
+def uninstall() -> Any:
+    """Leave torch as it was before `install`, and return the shell that was watched."""
+    global _recorder
+    recorder, _recorder = _recorder, None
+    if recorder is None:
+        return None
+    recorder.uninstall()
+    return recorder.places.shell
+
+
+def snapshot() -> bytes | None:
+    """The box as it is now; None without one. From any thread."""
+    return None if _recorder is None else settled(_recorder.box.memory)
+
+
+def reset(generation: int) -> None:
+    """Count calls from 0 again, and read those of before as ended. After a recovery.
+
+    On every living rank, with the same generation, before its next call.
+    """
+    rendezvous.forget_meetings()
+    if _recorder is not None:
+        _recorder.reset()
+        _recorder.box.reset(generation)
+
+
+def watch_cells(shell: Any) -> None:
+    """Tell in the box when a cell begins and how it ended. Once per engine.
+
+    Around the kernel's `do_execute`, which each cell goes through: one with await, one with a
+    syntax error and an empty one too, for which IPython's own events differ.
+    """
+    if _recorder is not None:
+        _recorder.places.shell = shell
+    kernel = shell.kernel
+    if getattr(kernel.do_execute, "is_watched", False):
+        return
+    kernel.do_execute = _watched(kernel, kernel.do_execute)
+
+
+def _watched(kernel: Any, execute: Callable[..., Any]) -> Callable[..., Any]:
+    async def do_execute(*args: Any, **options: Any) -> Any:
+        run = kernel.get_parent("shell").get("metadata", {}).get(CELL_RUN)
+        if not isinstance(run, int):
+            return await execute(*args, **options)
+        _set_cell(run, "running")
+        state = "raised"
+        try:
+            reply = await execute(*args, **options)
+            if reply.get("status") == "ok":
+                state = "finished"
+        finally:
+            _set_cell(run, state)
+        if state == "raised":
+            _end_loaders()
+        return reply
+
+    do_execute.is_watched = True  # type: ignore[attr-defined]
+    return do_execute
+
+
+def _end_loaders() -> None:
+    try:
+        dataloader_workers.end_left(getattr(sys, "last_value", None))
+    except KeyboardInterrupt:
+        return  # one press more: the cell has ended already
+    except Exception as error:  # noqa: BLE001  # else the cell would get no reply at all
+        warnings.warn(f"DataLoader workers of this cell may be left: {error!r}", stacklevel=1)
+
+
+def _set_cell(run: int, state: str) -> None:
+    if _recorder is None:
+        return
+    if state == "running":
+        _recorder.begin_cell()
+    _recorder.box.set_cell(run, state)
+
+
+def _map_file(folder: Path, rank: int) -> mmap.mmap:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f".{rank}.{os.getpid()}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, SIZE_BYTES)
+        else:
+            os.write(descriptor, bytes(SIZE_BYTES))
+        mapped = mmap.mmap(descriptor, SIZE_BYTES)
+        path.replace(folder / str(rank))
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return mapped

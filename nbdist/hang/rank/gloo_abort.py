@@ -1,0 +1,332 @@
+"""End every Gloo collective of this process, however deep in C++ its threads wait.
+
+No call of torch ends a Gloo collective that waits for a rank that never comes. Shutting its
+connections down does: the waiting thread then raises within milliseconds, and so do the
+ranks at the other ends. A Gloo device keeps all its connections in one epoll descriptor, so
+whoever knows the epolls knows the connections. They are noted while devices are made, which
+is why `install` comes before the first group.
+
+A message of which a part has gone over is a trap: Gloo (tcp/pair.cc, `signalException`) tells
+everybody who waits on a connection that it has ended, but not those who wait for just that message,
+on either side. So no connection is shut down in the middle of one as long as it moves: from an
+abort on the recorder lets no new call begin, and what is under way is given time to arrive. Where a
+peer has died in the middle of a large message nothing helps (docs/limits.md).
+
+Without /proc (macOS) nothing can be ended: `is_supported` is False and `abort` returns 0.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import re
+import socket
+import stat
+import struct
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from nbdist.hang.rank import rendezvous
+
+_FDINFO = Path("/proc/self/fdinfo")
+# A line of it reads: tfd: 12 events: 19 data: 5649a39ed670 pos:0 ino:eb451 sdev:9
+_MEMBER = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)
+_EPOLL = "anon_inode:[eventpoll]"
+# Messages that are under way get so long to arrive: a gigabyte by way of the loopback.
+DRAIN_S = 1.5
+_DRAIN_PAUSE_S = 0.005
+# With nothing in its queues, a connection on which nothing came or went for so long is at rest.
+_QUIET_MS = 30
+# With something in them as well: its peer is stopped or gone.
+_STALLED_MS = 400
+# struct tcp_info (linux/tcp.h): milliseconds since data was sent, and since some came.
+_LAST_DATA_SENT, _LAST_DATA_RECEIVED, _TCP_INFO_BYTES = 44, 52, 104
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """A Gloo device's epoll descriptor.
+
+    The number alone says nothing once the device is gone and the number is used again. So the
+    device's listening socket stands beside it: epolls have no inode of their own, sockets have.
+    """
+
+    epoll: int
+    listener: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What this process knows of its Gloo devices."""
+
+    loops: list[_Loop] = field(default_factory=list)
+    shared: list[Any] = field(default_factory=list)
+    inherited: list[Any] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    generation: int = 0
+    ending: threading.Lock = field(default_factory=threading.Lock)
+    is_installed: bool = False
+
+
+_known = _Known()
+
+
+def install() -> None:
+    """Give every Gloo group made from now on this process's one device, and note all others.
+
+    Once per process, before its first group; later calls change nothing. One device for all
+    groups also keeps the count of descriptors and threads constant over recoveries.
+    """
+    if _known.is_installed or not dist.is_gloo_available():
+        return
+    _known.is_installed = True
+    # torch builds groups in several places (its own helper, the wrapper of debug mode, the user
+    # by hand), all through this class; wrapping its constructor keeps its type as it is.
+    gloo: Any = dist.ProcessGroupGloo
+    _wrap(gloo, "create_device", _noting)
+    _wrap(gloo, "create_default_device", _noting)
+    gloo.__init__ = _with_shared_device(gloo.__init__)
+    os.register_at_fork(after_in_child=_forget)
+
+
+def is_supported() -> bool:
+    """Whether a waiting collective of this process can be ended."""
+    return any(_members(loop) for loop in _known.loops)
+
+
+def abort(generation: int | None = None) -> int | None:
+    """Shut every connection of this process's Gloo groups down and return how many there were.
+
+    From any thread, also while the main thread is blocked in C++. All groups of this process
+    are unusable afterwards, until all ranks have been in `groups.recover`. Only connections
+    that a Gloo device holds are touched: no other socket of this process.
+
+    Args:
+        generation: Of the groups that are meant: a request can come late, when newer groups have
+            taken their place, and then nothing happens and None is returned. None: whichever.
+    """
+    with _known.ending:
+        if generation is not None and generation < _known.generation:
+            return None
+        # A new group's members meet through the store, where there is no connection to shut down.
+        rendezvous.cancel_meetings()
+        _drain()
+        return sum(_shut(number, inode) for number, inode in _connections())
+
+
+def _connections() -> set[tuple[int, int]]:
+    return {member for loop in tuple(_known.loops) for member in _members(loop)}
+
+
+def _drain() -> None:
+    """Return once no message is under way, or after DRAIN_S.
+
+    At once where all ranks wait: Gloo sends a message only when its receiver is ready for it, so
+    a call to which somebody does not come has no bytes under way.
+    """
+    end_s = time.monotonic() + DRAIN_S
+    while not all(_is_at_rest(*one) for one in _connections()) and time.monotonic() < end_s:
+        time.sleep(_DRAIN_PAUSE_S)
+
+
+def _is_at_rest(number: int, inode: int) -> bool:
+    """Whether nothing moves on a connection; also where it is none, or that cannot be known."""
+    with _held(number, inode) as connection:
+        if connection is None or not hasattr(socket, "TCP_INFO"):
+            return True
+        try:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            queued = [
+                int.from_bytes(fcntl.ioctl(number, request, bytes(4)), sys.byteorder)
+                for request in (termios.TIOCOUTQ, termios.FIONREAD)
+            ]
+        except OSError:  # the listener, and what has been shut down or closed
+            return True
+        if len(info) < _TCP_INFO_BYTES:
+            return True
+        still_ms = min(
+            struct.unpack_from("=I", info, at)[0] for at in (_LAST_DATA_SENT, _LAST_DATA_RECEIVED)
+        )
+        return bool(still_ms >= (_STALLED_MS if any(queued) else _QUIET_MS))
+
+
+def outdate(generation: int) -> None:
+    """Ignore requests to abort older groups than these from now on, and end what they wait in."""
+    with _known.ending:
+        _known.generation = generation
+    abort()
+
+
+def shared_devices() -> list[Any]:
+    """This process's Gloo device, or its devices where GLOO_SOCKET_IFNAME names several.
+
+    Made at the first call, by the rules that torch itself has.
+    """
+    with _known.lock:
+        if not _known.shared:
+            gloo: Any = dist.ProcessGroupGloo
+            names = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
+            _known.shared += [gloo.create_device(interface=name) for name in names] or [
+                gloo.create_default_device()
+            ]
+        return list(_known.shared)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replace a static method of torch's class; one that this torch lacks is left out."""
+    if made := getattr(owner, name, None):
+        setattr(owner, name, staticmethod(wrapper(made)))
+
+
+def _noting(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        with _note_new_loops():
+            return make(*args, **kwargs)
+
+    return made
+
+
+def _with_shared_device(construct: Callable[..., None]) -> Callable[..., None]:
+    """ProcessGroupGloo's constructor, with our device where the caller names none."""
+
+    @functools.wraps(construct)
+    def init(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
+        first = args[0] if args else kwargs.get("options", kwargs.get("timeout"))
+        if first is None or isinstance(first, timedelta):
+            options = _options(first)
+        elif first._devices:  # noqa: SLF001  # the only name it has
+            options = first
+        else:
+            first._devices = shared_devices()  # noqa: SLF001
+            options = first
+        construct(self, store, rank, size, options)
+
+    return init
+
+
+def _options(timeout: timedelta | None) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001  # the public name, Options, is the base class
+    options._devices = shared_devices()  # noqa: SLF001
+    if timeout is not None:
+        options._timeout = timeout  # noqa: SLF001
+    return options
+
+
+@contextmanager
+def _note_new_loops() -> Iterator[None]:
+    """Remember the epolls of the Gloo devices that are made meanwhile."""
+    with _known.lock:
+        before = _epolls()
+        yield
+        fresh = (_loop_of(number) for number in _epolls() - before)
+        alive = [loop for loop in _known.loops if _members(loop)]
+        _known.loops[:] = [*alive, *(loop for loop in fresh if loop is not None)]
+
+
+def _loop_of(epoll: int) -> _Loop | None:
+    """The device whose epoll this is; None for one that another thread made meanwhile.
+
+    A new device holds one socket, and that one listens.
+    """
+    sockets = [(number, inode) for number, inode in _read(epoll) if _is_socket(number, inode)]
+    if len(sockets) == 1 and _listens(*sockets[0]):
+        return _Loop(epoll, sockets[0])
+    return None
+
+
+def _epolls() -> set[int]:
+    if not _FDINFO.is_dir():
+        return set()
+    found = set()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # only names are wanted
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == _EPOLL:  # noqa: PTH115
+                found.add(int(name))
+        except OSError:  # closed meanwhile; the listing itself is one of them
+            continue
+    return found
+
+
+def _members(loop: _Loop) -> list[tuple[int, int]]:
+    """Descriptor and inode of what the device holds; empty when the device is gone."""
+    members = _read(loop.epoll)
+    return members if loop.listener in members else []
+
+
+def _read(epoll: int) -> list[tuple[int, int]]:
+    try:
+        text = (_FDINFO / str(epoll)).read_text()
+    except OSError:
+        return []
+    return [(int(number), int(inode, 16)) for number, inode in _MEMBER.findall(text)]
+
+
+def _shut(number: int, inode: int) -> bool:
+    """Shut one connection down; False where there is none any more.
+
+    A copy of the descriptor is held meanwhile and compared: after a fork the epoll still lists
+    sockets that this process has closed, under numbers that others may use by now.
+    """
+    with _held(number, inode) as connection:
+        if connection is None or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # its peer was faster
+            return False
+        return True
+
+
+def _is_socket(number: int, inode: int) -> bool:
+    with _held(number, inode) as found:
+        return found is not None
+
+
+def _listens(number: int, inode: int) -> bool:
+    with _held(number, inode) as found:
+        return found is not None and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+@contextmanager
+def _held(number: int, inode: int) -> Iterator[socket.socket | None]:
+    """A copy of the descriptor as a socket, while it is the one meant; None otherwise."""
+    try:
+        copy = os.dup(number)
+    except OSError:
+        yield None
+        return
+    try:
+        status = os.fstat(copy)
+        if not stat.S_ISSOCK(status.st_mode) or status.st_ino != inode:
+            yield None
+            return
+        # Given its family and type the constructor asks nothing that could fail and leak.
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=copy)
+        try:
+            yield connection
+        finally:
+            connection.detach()
+    finally:
+        os.close(copy)
+
+
+def _forget() -> None:
+    """In a forked child the devices have no threads: one that it needs is made anew."""
+    # Not dropped: a device's end waits for its thread.
+    _known.inherited += _known.shared
+    _known.shared.clear()
+    _known.loops.clear()
+    _known.lock, _known.ending = threading.RLock(), threading.Lock()

@@ -1,0 +1,274 @@
+"""What this rank's main thread is doing, seen from another thread of the process."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from IPython import get_ipython
+from torch._C import _distributed_c10d
+
+from nbdist.core import exit_cause, stacks
+from nbdist.core.stacks import Frame
+from nbdist.hang.rank import free_threads as hang_free_threads
+from nbdist.hang.rank.source_line import Places
+from nbdist.hang.records import CxxCall, Look
+from nbdist.rpc.rank import crash_files
+
+# A main thread that uses no processor time for this long, and is asleep before and after, is
+# taken to sleep.
+ASLEEP_S = 0.05
+TORCH = str(Path(torch.__file__).parent) + os.sep
+# How long it is believed that a call has not ended.
+PENDING_S = 1.0
+
+SOURCE_CHARACTERS = 80
+
+# The black box has its own, for the main thread.
+_places = Places()
+
+# torch's recorders: one for all backends, and NCCL's own in some versions.
+RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
+
+
+def look() -> Look:
+    """The main thread's place, stack and newest collectives. From any other thread, in 60 ms."""
+    asleep = _Sleep.begin()
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+    frames = frames_of(frame)
+    _places.shell = get_ipython()  # None before the engine runs
+    place = _places.find(frame)
+    # Who holds a frame holds its variables, and would free them in this thread.
+    del frame
+    shown = with_sources(stacks.user_part(frames))
+    is_asleep = asleep.end()
+    is_in_torch = place is not None and is_torch(frames[-1].file)
+    is_free, free_threads = hang_free_threads.free(_places, waits_inside=is_in_torch and is_asleep)
+    return Look(
+        place=place,
+        stack=tuple(stacks.frame_text(one, crash_files.cells) for one in shown),
+        is_in_torch=is_in_torch,
+        is_asleep=is_asleep,
+        # Last: a backend notes a call in a thread of its own, a moment after it was made.
+        newest=newest(),
+        is_free=is_free,
+        free_threads=free_threads,
+    )
+
+
+def is_torch(file: str) -> bool:
+    """Whether a file is torch's, or one of nbdist's that stand around torch's functions."""
+    return file.startswith(TORCH) or stacks.is_ours(file)
+
+
+def with_sources(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """The frames with the text of the lines that are the user's."""
+    return tuple(
+        replace(one, source=linecache.getline(one.file, one.line).strip()[:SOURCE_CHARACTERS])
+        if not (stacks.is_library(one.file) or one.file.startswith((TORCH, "<")))
+        else one
+        for one in frames
+    )
+
+
+def frames_of(frame: FrameType | None) -> tuple[Frame, ...]:
+    """A thread's frames, innermost last."""
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        found.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sleep:
+    """Watches whether the main thread sleeps all the time between `begin` and `end`."""
+
+    cpu_s: float | None
+    state: str
+    began_s: float
+
+    @classmethod
+    def begin(cls) -> _Sleep:
+        return cls(_main_cpu_s(), _main_state(), time.monotonic())
+
+    def end(self) -> bool:
+        if self.cpu_s is None or self.state != "S":
+            return False
+        time.sleep(max(0.0, self.began_s + ASLEEP_S - time.monotonic()))
+        return _main_state() == "S" and _main_cpu_s() == self.cpu_s
+
+
+def _main_cpu_s() -> float | None:
+    """Processor time of the main thread; None where the system does not tell (macOS)."""
+    clock_of = getattr(time, "pthread_getcpuclockid", None)
+    ident = threading.main_thread().ident
+    return None if clock_of is None or ident is None else time.clock_gettime(clock_of(ident))
+
+
+def _main_state() -> str:
+    try:
+        # The main thread's number is the process's.
+        stat = Path(f"/proc/self/task/{os.getpid()}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    return exit_cause.process_state(stat)
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """One of torch's flight recorders, read whole only when there is something new in it."""
+
+    dump: Callable[[bool, bool, bool], bytes]
+    mark: int = -1
+    base: dict[int, int] = field(default_factory=dict)
+    status: Any = None
+    read_s: float = 0.0
+    calls: dict[str, CxxCall] = field(default_factory=dict)
+    # A recovery in the main thread, a look in the control thread.
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def entries(self) -> list[dict[str, Any]]:
+        # A pickle that torch made in this process.
+        dump: dict[str, Any] = pickle.loads(self.dump(True, False, False))  # noqa: S301
+        entries: list[dict[str, Any]] = dump.get("entries", [])
+        return entries
+
+    def newest(self) -> dict[str, CxxCall]:
+        with self.lock:
+            # 0.1 ms; with its 2000 entries it is 20.
+            status = pickle.loads(self.dump(False, False, False)).get("pg_status")  # noqa: S301
+            if status is None or status != self.status or self._is_old():
+                entries = self.entries()
+                self.calls = newest_of(entries, self.mark, self.base)
+                self.status = status if is_complete(status, entries) else None
+                self.read_s = time.monotonic()
+            return self.calls
+
+    def _is_old(self) -> bool:
+        # An end can be noted after the status.
+        is_pending = any(one.is_pending for one in self.calls.values())
+        return is_pending and time.monotonic() > self.read_s + PENDING_S
+
+    def mark_recovered(self) -> None:
+        with self.lock:
+            entries = self.entries()
+            self.mark = max((one.get("record_id", -1) for one in entries), default=-1)
+            self.base = {
+                one["pg_id"]: one["collective_seq_id"] for one in entries if not one["is_p2p"]
+            }
+            self.status = None
+
+
+def is_complete(status: Any, entries: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the entries hold every call that the status counts; in doubt not.
+
+    Sends are counted and leave no entry, so it can be that this is never so.
+    """
+    noted: dict[str, int] = {}
+    for one in entries:
+        noted[str(one["pg_id"])] = one.get("op_id", -1)
+    return all(
+        noted.get(str(backend), 0) >= counts.get("last_enqueued_collective", 0)
+        for backend, counts in (status or {}).items()
+    )
+
+
+def newest_of(
+    entries: Iterable[Mapping[str, Any]], mark: int, base: Mapping[int, int]
+) -> dict[str, CxxCall]:
+    """Group name -> its newest collective among a flight recorder's entries, oldest first.
+
+    Args:
+        entries: As torch dumps them.
+        mark: Entries up to this record are from before the last recovery.
+        base: torch's number of a backend -> the calls that it had made by then. A recovery
+            makes new backends, which begin again at 1; one that was left keeps counting.
+    """
+    found = {}
+    for one in entries:
+        name = one["process_group"][0]
+        # A backend that was put in by hand has no name until it is given one.
+        if one["is_p2p"] or not name or one.get("record_id", mark + 1) <= mark:
+            continue
+        found[name] = CxxCall(
+            op=one["profiling_name"].rpartition(":")[2],
+            detail=_detail(one),
+            number=one["collective_seq_id"] - base.get(one["pg_id"], 0),
+            is_pending=not one["retired"],
+        )
+    return found
+
+
+def _detail(entry: Mapping[str, Any]) -> str:
+    if not entry["input_sizes"]:
+        return ""
+    name = entry["input_dtypes"][0] if entry["input_dtypes"] else ""
+    return f"{_dtype_name(name)}{entry['input_sizes'][0]}"
+
+
+# The recorder has C++'s names of types; those that are not Python's in small letters.
+_DTYPES = {
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Half": "float16",
+    "Float": "float32",
+    "Double": "float64",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}
+
+
+def _dtype_name(name: str) -> str:
+    return _DTYPES.get(name, name.lower())
+
+
+# Private: torch has no public way to read its flight recorder from inside the process. Without
+# these functions nothing is known of calls made by C++ (torch 2.11 to 2.13 have the first).
+_recorders = [
+    _Recorder(dump)
+    for name in RECORDERS
+    if (dump := getattr(_distributed_c10d, name, None)) is not None
+]
+
+
+def newest() -> dict[str, CxxCall]:
+    """Group name -> newest collective, C++ callers included; empty without a recorder."""
+    return {name: call for one in _recorders for name, call in one.newest().items()}
+
+
+def issued() -> list[tuple[str, int, str, list[list[int]]]]:
+    """(name, when in ns since 1970, group, sizes) of what the flight recorders hold, oldest first.
+
+    Empty without a recorder. Of thousands of calls only the newest are left.
+    """
+    return [
+        (
+            one["profiling_name"],
+            one["time_created_ns"],
+            one["process_group"][0],
+            [list(sizes) for sizes in one["input_sizes"]],
+        )
+        for recorder in _recorders
+        for one in recorder.entries()
+    ]
+
+
+def mark_recovered() -> None:
+    """Count collectives from here on: every rank has new backends in its groups."""
+    for one in _recorders:
+        one.mark_recovered()

@@ -1,0 +1,193 @@
+"""NCCL on a rank: abort hung calls, void the cell's results, and put new backends in place.
+
+Written from torch's documentation and source (2.11 to 2.13). Not verified on a GPU: what has run
+is everything up to the first call of NCCL itself.
+
+Collectives are queued on the GPU, so that a hang is met later, in the first call that waits for
+the GPU (`.item()`, `.cpu()`, `torch.cuda.synchronize()`). Once NCCL is aborted that call returns
+without an error and with whatever was in memory: therefore `abort` calls `void` first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from nbdist.errors import NbdistError
+from nbdist.hang.rank import debug_checks
+
+ABORT_DEADLINE_S = 10.0
+CUDA = torch.device("cuda")
+# The name of the function in which IPython runs the code of a cell.
+CELL_FUNCTION = "run_code"
+
+
+class Void(RuntimeError):
+    """Raised in a cell whose NCCL calls were aborted; what it has computed since is void."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "NCCL calls of this rank hung and were aborted. What this cell received from other "
+            "ranks since then is void: compute it again."
+        )
+
+
+def backend(group: dist.ProcessGroup) -> Any | None:
+    """The group's NCCL backend, or None if it has none.
+
+    With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a checking backend around it, which is left out.
+    """
+    if not dist.is_nccl_available():
+        return None
+    try:
+        # Private, but torch has no other way to a group's backends, and uses it itself.
+        found: Any = group._get_backend(CUDA)  # noqa: SLF001
+    except RuntimeError:  # the group has nothing for this kind of device
+        return None
+    while isinstance(found, c10d._ProcessGroupWrapper):  # noqa: SLF001
+        found = found.wrapped_pg
+    return found if isinstance(found, c10d.ProcessGroupNCCL) else None
+
+
+def backends() -> list[Any]:
+    """The NCCL backends of all groups of this rank, the newest group's first."""
+    # Private: torch lists its groups nowhere else. In this order torch aborts them itself.
+    world = c10d._world  # noqa: SLF001
+    groups = sorted(world.pg_names, key=lambda group: world.pg_names[group], reverse=True)
+    return [found for group in groups if (found := backend(group)) is not None]
+
+
+def abort(deadline_s: float = ABORT_DEADLINE_S) -> int:
+    """Void the running cell, abort the NCCL calls of every group, and return how many groups.
+
+    Not the main thread, which hangs. On every rank: peers stay in their calls otherwise. The
+    groups cannot be used before `renew`. Without NCCL nothing happens, and the result is 0.
+
+    Raises:
+        NbdistError: If NCCL did not return in time, or refused.
+    """
+    found = backends()
+    if not found:
+        return 0
+    void()
+    errors: list[BaseException] = []
+
+    def abort_all() -> None:
+        try:
+            _abort_together(found)
+        except BaseException as error:  # noqa: BLE001  # handed on below
+            errors.append(error)
+
+    # torch waits for NCCL as long as the group's timeout, without a way to stop it.
+    thread = threading.Thread(target=abort_all, name="nbdist-nccl-abort", daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    if thread.is_alive():
+        raise NbdistError(
+            f"NCCL did not abort the calls of {len(found)} group(s) within {deadline_s:g} s. "
+            "%dist_restart replaces this rank."
+        )
+    if errors:
+        raise NbdistError(
+            f"NCCL could not be aborted: {errors[0]}. %dist_restart replaces this rank."
+        ) from errors[0]
+    return len(found)
+
+
+def _abort_together(found: list[Any]) -> None:
+    # One by one, an abort can wait for a communicator that is aborted after it (pytorch issue
+    # 119797). torch's own _abort_process_group does this, but forgets the groups as well.
+    found[0]._group_start()  # noqa: SLF001
+    try:
+        for one in found:
+            one.abort()
+    finally:
+        found[0]._group_end()  # noqa: SLF001
+
+
+def void(error: type[BaseException] = Void) -> bool:
+    """Let the running cell fail with `error` as soon as it is back in Python.
+
+    From another thread than the main one, before NCCL is aborted. Returns False, and does
+    nothing, if no cell is running. The interpreter raises it between two steps of Python code,
+    so that `y = x.item()` never binds the garbage that it returned.
+
+    An exception of our own and not SIGINT: that would look like an interrupt by the user, is
+    ignored by ipykernel when it comes early, and cannot be taken back.
+
+    Args:
+        error: A class that needs no arguments; the interpreter makes the instance.
+    """
+    if not _in_cell():
+        return False
+    _raise_in_main(error)
+    if _in_cell():
+        return True
+    # The cell ended between the two looks: nothing outside of it is to be hit.
+    _raise_in_main(None)
+    return False
+
+
+def _in_cell() -> bool:
+    """Whether the main thread is inside the code of a cell."""
+    # Documented as for debugging: there is no other way to another thread's frames.
+    frame = sys._current_frames().get(_main_thread())  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code.co_name == CELL_FUNCTION and "IPython" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _raise_in_main(error: type[BaseException] | None) -> None:
+    raised = ctypes.py_object(error) if error is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(_main_thread()), raised)
+
+
+def _main_thread() -> int:
+    identifier = threading.main_thread().ident
+    assert identifier is not None
+    return identifier
+
+
+def renew(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -> None:
+    """Put a new NCCL backend in the place of the group's old one, connected and ready.
+
+    Collective: every member, in the main thread, after `abort`. Nothing happens for a group
+    without NCCL. The group object stays, and with it DDP, FSDP, meshes and the user's names.
+
+    Args:
+        group: Any group of this rank.
+        store: New for this recovery, with the group's own prefix.
+        timeout: For its calls.
+
+    Raises:
+        torch.AcceleratorError, RuntimeError: If the abort left the GPU in an error from which
+            CUDA does not come back: the rank must be replaced.
+        torch.distributed.DistBackendError: If a member did not come, or NCCL refused.
+    """
+    old = backend(group)
+    if old is None:
+        return
+    device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.synchronize(device)  # what the abort broke on the GPU comes out here
+    store = dist.PrefixStore("cuda/", store)
+    # No split_from: the parent's communicator is as dead as this one.
+    options = c10d.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = old.options.is_high_priority_stream
+    options.config = old.options.config
+    options.global_ranks_in_group = old.options.global_ranks_in_group
+    options.group_name = old.options.group_name
+    options._timeout = timeout  # noqa: SLF001  # as in init_process_group
+    new = c10d.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    new._set_sequence_number_for_group()  # noqa: SLF001  # as in init_process_group
+    checked = debug_checks.around(new, group, store, timeout)
+    group._register_backend(CUDA, debug_checks.unused_type(group), checked)  # noqa: SLF001
+    checked.eager_connect_single_device(device)

@@ -1,0 +1,354 @@
+"""Process groups that survive: the same objects get new connections.
+
+torch's ProcessGroup object only hands calls on to a backend. A recovery connects a new backend
+and registers it in the object's place for the old one, so everything that holds the object
+(DDP's reducer, FSDP2, meshes, DTensors, the user's variables) goes on. The new backends meet
+under the store prefixes that `init_process_group` and `new_group` use, so a new process can
+take a dead rank's place with plain calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from nbdist.core.ranks import rank_label
+from nbdist.engine import runtime
+from nbdist.errors import NbdistError
+from nbdist.hang.rank import call_log, debug_checks, gloo_abort, main_thread, nccl_abort
+from nbdist.hang.recovery import DEADLINE_S, MadeGroup, Recovered
+from nbdist.rpc.rank import gc_pause
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is remembered of this process's groups.
+
+    Attributes:
+        made: The groups that the user's code made, in order.
+        stores: ProcessGroup -> the stores of its backends; C++ keeps these alive no more than
+            half, and the backends that were replaced stay in the object.
+        is_installed: Whether torch's helper is wrapped.
+    """
+
+    made: list[MadeGroup] = field(default_factory=list)
+    stores: dict[Any, list[dist.Store]] = field(default_factory=dict)
+    is_installed: bool = False
+
+
+_kept = _Kept()
+
+
+class _Hurried(dist.Store):
+    """A store in which a rank waits no longer than the deadline, whatever it asks for.
+
+    Gloo waits for the others as long as a collective may take, half an hour, and needs that
+    number at construction: a shorter one would later end the user's send and recv.
+    """
+
+    def __init__(self, store: dist.Store, deadline_s: float) -> None:
+        super().__init__()
+        self._store = store
+        self._until_s = time.monotonic() + deadline_s
+
+    def set(self, key: str, value: Any) -> None:
+        """Hand the value on."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Hand the question on."""
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Hand the question on."""
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait in small steps, so that an interrupt ends it."""
+        pause_s = 0.001
+        while not self._store.check(keys):
+            if time.monotonic() > self._until_s:
+                raise NbdistError(f"nobody has written {', '.join(keys)} for {DEADLINE_S:.0f} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+
+
+def install() -> None:
+    """Note every group that is made from now on. Once per process, before its first group."""
+    if _kept.is_installed:
+        return
+    _kept.is_installed = True
+    # Below new_group, init_device_mesh and the rest; nothing public sees the chosen name.
+    helper = c10d._new_process_group_helper  # noqa: SLF001
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = helper(*args, **kwargs)
+        _note(result[0], args, kwargs)
+        return result
+
+    c10d._new_process_group_helper = noting  # noqa: SLF001
+
+
+def generation_store(store: dist.Store, generation: int) -> dist.Store:
+    """The part of the ranks' common store in which groups of a generation meet."""
+    return dist.PrefixStore(f"group/{generation}", store)
+
+
+@gc_pause.put_off()  # all ranks would wait for one's finalizer
+def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
+    """Give every process group without a dead member new connections, and reset models.
+
+    Collective: every living rank, in its main thread, with the same arguments; a rank that
+    takes a dead one's place calls `runtime.join` with the generation meanwhile. Connections
+    of the old groups, and what still waits in them, are ended once all ranks have come.
+
+    Args:
+        generation: Higher than ever before, the same on every rank.
+        dead: Global ranks that do not come.
+
+    Raises:
+        NbdistError: A rank has not come or connected within DEADLINE_S, named; a call with a
+            higher generation can be tried. Or a group has been recovered 249 times, which is
+            all that torch allows.
+    """
+    state = runtime.current()
+    world = _world()
+    groups = {pg: tuple(world.pg_group_ranks[pg]) for pg in world.pg_map}
+    whole = [pg for pg, ranks in groups.items() if not set(ranks) & set(dead)]
+    for pg in whole:
+        debug_checks.unused_type(pg)
+    _forget_closed(world)
+    living = [r for r in range(state.topology.world_size) if r not in dead]
+    store = generation_store(state.store, generation)
+    meet(store, state.place.rank, living)
+    # Also when nothing waits: the old connections would stay open as long as the objects. Not
+    # earlier: a rank that has not come yet may be connecting, and would fail by it.
+    gloo_abort.outdate(generation)
+    nccl_abort.abort()  # a communicator can only be renewed once the old one is gone
+    fresh = [_connect(pg, store) for pg in whole]
+    for one in fresh:
+        _register(world, one)
+    # What an aborted cell had begun with torch's coalescing manager would fail the next one.
+    world.pg_coalesce_state.clear()
+    from nbdist.parallel import (
+        live_models,  # half a second of torch, which no start should wait for
+    )
+
+    found = live_models.find()  # all of Python's objects are looked at, so once
+    reset = live_models.reset(found)
+    call_log.reset(generation)
+    main_thread.mark_recovered()
+    return Recovered(
+        generation=generation,
+        renewed=tuple(str(world.pg_names[pg]) for pg in whole),
+        skipped={str(world.pg_names[pg]): groups[pg] for pg in groups if pg not in whole},
+        models=tuple(reset),
+        gradients=reset,
+        checksums=live_models.checksums(found),
+    )
+
+
+def meet(store: dist.Store, rank: int, living: Sequence[int]) -> None:
+    """Wait until all living ranks are here. Collective: each of them.
+
+    It comes before anything is connected, so that a rank that is missing is named.
+
+    Raises:
+        NbdistError: After DEADLINE_S, naming who is missing.
+    """
+    keys = {other: f"here/{other}" for other in living}
+    store.set(keys[rank], "here")
+    try:
+        _Hurried(store, DEADLINE_S).wait(list(keys.values()))
+    except NbdistError as error:
+        missing = [other for other, key in keys.items() if not store.check([key])]
+        raise NbdistError(
+            f"rank {rank} waited {DEADLINE_S:.0f} s to recover the process groups, and rank(s) "
+            f"{rank_label(missing)} did not come. Their cell may still run: %dist_status shows "
+            "it, and %dist_restart replaces them."
+        ) from error
+
+
+def groups_made() -> tuple[MadeGroup, ...]:
+    """The groups that the user's code made on this rank, in order, also as no member of them."""
+    world = _world()
+    names = {str(name) for name in world.pg_names.values()}
+    return tuple(
+        replace(one, is_open=one.name in names if one.is_member else True) for one in _kept.made
+    )
+
+
+def rejoin(made: Iterable[MadeGroup]) -> tuple[str, ...]:
+    """Make the groups that others made before this process came, and return their names.
+
+    On a rank that takes a dead one's place, while the others are in `recover`; once the
+    default group is formed. It waits for the members of each group and for nobody else.
+
+    Args:
+        made: `merge_made` of the survivors' `groups_made`.
+    """
+    world = _world()
+    rank = dist.get_rank()
+    own = []
+    for one in made:
+        _kept.made.append(replace(one, is_member=rank in one.ranks))
+        if one.is_open and rank in one.ranks:
+            _make(world, one, rank)
+            own.append(one.name)
+        # Groups made later must get the same names on all ranks.
+        world.group_count = max(world.group_count, one.count)
+    return tuple(own)
+
+
+def _make(world: Any, one: MadeGroup, rank: int) -> None:
+    """Make one group as new_group does, by a given name and without meeting non-members."""
+    default = world.default_pg
+    noted = list(_kept.made)
+    pg, _ = c10d._new_process_group_helper(  # noqa: SLF001  # see install
+        len(one.ranks),
+        one.ranks.index(rank),
+        list(one.ranks),
+        c10d.Backend(one.backend),
+        world.pg_map[default][1],
+        one.name,  # type: ignore[arg-type]  # a NewType of str in newer versions
+        timeout=timedelta(seconds=one.timeout_s),
+        pg_tag=one.tag or None,
+        device_id=default.bound_device_id,
+        group_desc=one.description,
+    )
+    _kept.made[:] = noted
+    world.pg_group_ranks[pg] = {member: place for place, member in enumerate(one.ranks)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Fresh:
+    """A group's new backends, connected and not yet in use."""
+
+    pg: Any
+    store: dist.Store
+    backends: dict[str, Any]
+    kept: list[dist.Store]
+
+
+def _connect(pg: Any, store: dist.Store) -> _Fresh:
+    """Connect new backends for a group. Collective: its members."""
+    world = _world()
+    # new_group nests a group's prefix in the default group's, and so must we: a new rank uses it.
+    default = world.default_pg
+    outer = store if pg is default else dist.PrefixStore(f"{world.pg_names[default]}/", store)
+    own = dist.PrefixStore(f"{world.pg_names[pg]}/", outer)
+    kinds = c10d.BackendConfig(c10d.Backend(world.pg_backend_config[pg])).get_device_backend_map()
+    fresh = _Fresh(pg, own, {}, [])
+    for device, kind in kinds.items():
+        if kind == c10d.Backend.GLOO:
+            hurried = _Hurried(own, DEADLINE_S)
+            backend = _gloo(pg, dist.PrefixStore(f"{device}/", hurried), device)
+            fresh.kept.append(hurried)
+        else:
+            # In this place, as a new rank makes one group after the other, and each whole.
+            _renew_other(pg, own, device, kind)
+            continue
+        # One kind for all devices: torch makes it once, under the first device's prefix.
+        if len(set(kinds.values())) == 1:
+            fresh.backends.update(dict.fromkeys(kinds, backend))
+            break
+        fresh.backends[device] = backend
+    return fresh
+
+
+def _gloo(pg: Any, store: dist.Store, device: str) -> Any:
+    """A connected Gloo backend like the group's old one: same timeout, same name."""
+    world = _world()
+    old = pg._get_backend(torch.device(device))  # noqa: SLF001  # the only way to it
+    inner = getattr(old, "wrapped_pg", old)
+    timeout = inner.options._timeout  # noqa: SLF001
+    name = world.pg_names[pg]
+    try:
+        backend: Any = dist.ProcessGroupGloo(store, pg.rank(), pg.size(), timeout=timeout)
+        backend.options.global_ranks_in_group = list(world.pg_group_ranks[pg])
+        backend.options.group_name = name
+        backend._set_sequence_number_for_group()  # noqa: SLF001  # as torch's helper does
+        if inner is not old:  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            backend = c10d._create_process_group_wrapper(  # noqa: SLF001
+                wrapped_pg=backend,
+                store_prefix=name,
+                store=store,
+                rank=pg.rank(),
+                world_size=pg.size(),
+                timeout=timeout,
+            )
+    except (RuntimeError, NbdistError) as error:
+        raise NbdistError(
+            f"group {name} (ranks {rank_label(world.pg_group_ranks[pg])}) could not be connected "
+            f"again within {DEADLINE_S:.0f} s: {str(error).splitlines()[0]}"
+        ) from error
+    return backend
+
+
+def _renew_other(pg: Any, store: dist.Store, device: str, kind: str) -> None:
+    """Connect a backend that is not Gloo's and put it in its place; others than NCCL stay."""
+    if kind != "nccl":
+        return
+    old = pg._get_backend(torch.device(device))  # noqa: SLF001
+    nccl_abort.renew(pg, store, getattr(old, "wrapped_pg", old).options._timeout)  # noqa: SLF001
+
+
+def _register(world: Any, fresh: _Fresh) -> None:
+    """Put the new backends in the old ones' place."""
+    pg = fresh.pg
+    kinds: dict[int, Any] = {}
+    for device, backend in fresh.backends.items():
+        if id(backend) not in kinds:
+            kinds[id(backend)] = debug_checks.unused_type(pg)
+        # The default backend stays a name, "gloo": an unknown number there fails DDP.
+        pg._register_backend(torch.device(device), kinds[id(backend)], backend)  # noqa: SLF001
+    # The helper tells the backends too, and torch's flight recorder shows what they know.
+    pg._set_group_name(world.pg_names[pg])  # noqa: SLF001
+    pg._set_group_desc(pg.group_desc)  # noqa: SLF001
+    world.pg_map[pg] = (world.pg_map[pg][0], fresh.store)
+    _kept.stores.setdefault(pg, []).extend(fresh.kept)
+
+
+def _forget_closed(world: Any) -> None:
+    """Let go of groups that the user destroyed."""
+    for pg in [pg for pg in _kept.stores if pg not in world.pg_map]:
+        del _kept.stores[pg]
+
+
+def _note(pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Remember a group, from what torch's helper was called with."""
+    names = ("size", "rank", "ranks", "backend", "store", "name")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not given["ranks"]:  # the default group: every rank makes it by itself, and first
+        _kept.made.clear()
+        return
+    world = _world()
+    name = str(given["name"])
+    if any(one.name == name and one.is_open for one in groups_made()):
+        return  # same tag and ranks: torch hands out the group that there is
+    timeout: timedelta = given.get("timeout") or c10d.default_pg_timeout
+    _kept.made.append(
+        MadeGroup(
+            name=name,
+            ranks=tuple(given["ranks"]),
+            backend=str(given["backend"]),
+            timeout_s=timeout.total_seconds(),
+            description=given.get("group_desc") or "undefined",
+            tag=given.get("pg_tag") or "",
+            count=int(world.group_count),
+            is_member=pg is not dist.GroupMember.NON_GROUP_MEMBER,
+            is_open=True,
+        )
+    )
+
+
+def _world() -> Any:
+    """The table of torch's process groups; nothing public lists them."""
+    return c10d._world  # noqa: SLF001

@@ -1,0 +1,290 @@
+"""Wraps torch.distributed's functions, so that each call of the user is in the black box.
+
+Only the outermost call of a thread is recorded. What C++ calls by itself (DDP's reducer, compiled
+graphs) does not come through Python: torch's flight recorder knows it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
+from torch.distributed import distributed_c10d as c10d
+
+from nbdist.core.ranks import rank_label
+from nbdist.hang.call_log import DONE, ISSUED, NO_CHANNEL, NO_PEER, RAISED, Entry, Writer, pack_what
+from nbdist.hang.rank import recv_anysource, rendezvous
+from nbdist.hang.rank.describe_call import (
+    GROUP_CALLS,
+    TRANSFERS,
+    Describer,
+    group_name,
+    living_groups,
+    tensor_label,
+)
+from nbdist.hang.rank.source_line import Places
+
+Function = Callable[..., Any]
+MAX_PENDING = 1024
+# Its table maps torch's own functions to functional ones; with ours in it torch.compile would
+# not know the others.
+KEEPS_ORIGINALS = "torch.distributed._functional_collectives"
+
+
+# What a call raises between an abort and the recovery (core/failures.py knows it).
+BROKEN_OFF = "{op} was not called: the collectives of this rank were broken off"
+
+# Within a wrapped call that has no record (yet).
+_INSIDE: Entry = (0, 0, 0, NO_CHANNEL, b"", NO_PEER)
+
+
+class _Thread(threading.local):
+    """What one thread is in.
+
+    Attributes:
+        entry: The record of the call that it is in; None outside of all.
+    """
+
+    entry: Entry | None = None
+
+
+class Recorder:
+    """Records the calls of this process in a box, from `install` to `uninstall`."""
+
+    def __init__(self, box: Writer, places: Places) -> None:
+        self.box = box
+        self.places = places
+        self.channels: dict[str, int] = {}
+        self._thread = _Thread()
+        # Work takes no attributes: id -> (weak reference, record). Bounded, the oldest go first.
+        self._pending: dict[int, tuple[weakref.ref[Any], Entry]] = {}
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def install(self) -> None:
+        """Put the wrappers in place. Functions that this torch lacks are passed over."""
+        import torch.distributed._functional_collectives as functional
+
+        for op in (*GROUP_CALLS, *TRANSFERS):
+            self._replace(c10d, op, functools.partial(self._recorded, op))
+        for name in ("init_process_group", "destroy_process_group"):
+            self._replace(c10d, name, self._then_know_groups)
+        self._replace(c10d, "split_group", functools.partial(self._met, "split_group"))
+        # Everything that makes a group by new_group comes through this private function, also
+        # torch's modules that hold new_group itself, as init_device_mesh does.
+        has_one = hasattr(c10d, "_new_group_with_tag")
+        name = "_new_group_with_tag" if has_one else "new_group"
+        self._replace(c10d, name, functools.partial(self._met, "new_group"))
+        self._replace(dist.ProcessGroup, "recv_anysource", recv_anysource.noting)
+        self._replace(dist.Work, "wait", lambda wait: self._waited(recv_anysource.abortable(wait)))
+        # DTensor waits here.
+        self._replace(functional, "wait_tensor", self._waited)
+        self.know_groups()
+
+    def uninstall(self) -> None:
+        """Put torch's own functions back."""
+        while self._replaced:
+            owner, name, original = self._replaced.pop()
+            setattr(owner, name, original)
+
+    def reset(self) -> None:
+        """Forget what was issued before a recovery."""
+        self._pending.clear()
+
+    def begin_cell(self) -> None:
+        """A new cell: what an interrupt has cut short in this thread is over."""
+        self.places.forget()
+        self._take_back()
+        self._thread.entry = None
+
+    def know_groups(self) -> None:
+        """Give each group a channel, before its first call, and drop those destroyed."""
+        living = living_groups()
+        gone = [name for name in self.channels if name not in living]
+        self.box.drop(gone)
+        for name in gone:
+            del self.channels[name]
+        for name, group in living.items():
+            if name not in self.channels:
+                ranks = dist.get_process_group_ranks(group)
+                self.channels[name] = self.box.group(name, ranks)
+
+    def channel(self, name: str) -> int:
+        """The channel of the group with this name."""
+        if name not in self.channels:
+            self.know_groups()
+        return self.channels.get(name, NO_CHANNEL)
+
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Function], Function]) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+        wrapper = wrap(original)
+        for place, held_as in _holders(owner, name, original):
+            self._replaced.append((place, held_as, original))
+            setattr(place, held_as, wrapper)
+
+    def _recorded(self, op: str, original: Function) -> Function:
+        describe = Describer(self, op, original).describe
+        thread, box, packed = self._thread, self.box, self.places.packed
+        begin, end, frame = box.begin, box.end, sys._getframe  # noqa: SLF001
+        is_broken_off = rendezvous.is_broken_off
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling() or thread.entry is not None:
+                return original(*args, **kwargs)
+            if is_broken_off():
+                raise RuntimeError(BROKEN_OFF.format(op=op))
+            thread.entry = _INSIDE
+            try:
+                described = describe(args, kwargs)
+                if described is None:
+                    return original(*args, **kwargs)
+                channel, what, peer, number = described
+                thread.entry = entry = begin(channel, what, packed(frame(1)), peer, number)
+                result = original(*args, **kwargs)
+                if result is not None and isinstance(result, dist.Work):
+                    self._remember(result, entry)
+                    end(entry, ISSUED)
+                else:
+                    end(entry, DONE)
+            except BaseException:
+                self._take_back()
+                raise
+            finally:
+                thread.entry = None
+            return result
+
+        return call
+
+    def _take_back(self) -> None:
+        entry = self._thread.entry
+        if entry is not None and entry is not _INSIDE:
+            self.box.take_back(entry)
+
+    def _remember(self, work: dist.Work, entry: Entry) -> None:
+        while len(self._pending) >= MAX_PENDING:
+            self._pending.pop(next(iter(self._pending)), None)
+        self._pending[id(work)] = (weakref.ref(work), entry)
+
+    def _waited(self, original: Function) -> Function:
+        """For Work.wait and wait_tensor: the call that it waits for, else one named "wait"."""
+        thread = self._thread
+
+        @functools.wraps(original)
+        def wait(awaited: Any, *args: Any, **kwargs: Any) -> Any:
+            if thread.entry is not None or is_dynamo_compiling():
+                return original(awaited, *args, **kwargs)
+            thread.entry = _INSIDE
+            try:
+                place = self.places.packed(sys._getframe(1))  # noqa: SLF001
+                work, entry = self._pending.get(id(awaited), (None, None))
+                if entry is not None and work is not None and work() is awaited:
+                    entry = self.box.wait(entry, place)
+                else:
+                    entry = self.box.begin(NO_CHANNEL, _waited_for(awaited), place)
+                thread.entry = entry
+                result = original(awaited, *args, **kwargs)
+                self.box.end(entry, DONE)
+                self._pending.pop(id(awaited), None)
+            except BaseException:
+                if thread.entry is not _INSIDE:
+                    self.box.end(thread.entry, RAISED)  # it was issued, so it counts
+                raise
+            finally:
+                thread.entry = None
+            return result
+
+        return wait
+
+    def _then_know_groups(self, original: Function) -> Function:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.know_groups()
+
+        return call
+
+    def _met(self, op: str, original: Function) -> Function:
+        """For what forms groups: blocked in the store in C++, nothing would end the wait."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            ranks = None if self._thread.entry is not None else _who_meets(op, given)
+            if ranks is None:
+                return original(*args, **kwargs)
+            self._thread.entry = _INSIDE
+            try:
+                place = self.places.packed(sys._getframe(1))  # noqa: SLF001
+                entry = self._begin_meeting(op, ranks, given.get("ranks") or ranks, place)
+                rendezvous.meet(ranks, self.box.generation, given.get("timeout"), op)
+                result = original(*args, **kwargs)
+                self.know_groups()
+                self.box.end(entry, DONE)
+            except BaseException:
+                self._take_back()
+                raise
+            finally:
+                self._thread.entry = None
+            return result
+
+        return call
+
+    def _begin_meeting(
+        self, op: str, meeting_ranks: Sequence[int], ranks: Sequence[int], place: bytes
+    ) -> Entry:
+        # One that not all ranks come to is not counted: the others' counts would differ.
+        number = None if len(meeting_ranks) == dist.get_world_size() else 0
+        world = group_name(None)
+        channel = NO_CHANNEL if world is None else self.channel(world)
+        what = pack_what(op, f"ranks {rank_label(ranks)}")
+        entry = self._thread.entry = self.box.begin(channel, what, place, number=number)
+        return entry
+
+
+def _who_meets(op: str, given: Mapping[str, Any]) -> Sequence[int] | None:
+    """The global ranks that have to come before a group can be formed; None: torch says what."""
+    if not dist.is_initialized():
+        return None
+    if op == "split_group":
+        return dist.get_process_group_ranks(given.get("parent_pg"))
+    if not given.get("use_local_synchronization"):
+        return range(dist.get_world_size())
+    ranks: Sequence[int] | None = given.get("ranks")
+    return ranks if ranks is not None and dist.get_rank() in ranks else None
+
+
+def _holders(owner: Any, name: str, original: Any) -> list[tuple[Any, str]]:
+    """Where torch holds this function: its module, torch.distributed, and who imported it."""
+    if not isinstance(owner, ModuleType) or owner.__name__ == KEEPS_ORIGINALS:
+        return [(owner, name)]
+    loaded = [
+        module
+        for title, module in list(sys.modules.items())
+        if title.startswith("torch.distributed") and title != KEEPS_ORIGINALS
+    ]
+    return [
+        (module, held_as)
+        for module in loaded
+        for held_as, value in list(getattr(module, "__dict__", {}).items())
+        if value is original
+    ]
+
+
+def _waited_for(awaited: Any) -> bytes:
+    if isinstance(awaited, torch.Tensor):
+        return pack_what("wait", tensor_label(awaited))
+    return pack_what("wait", "")

@@ -1,0 +1,97 @@
+"""Lets an abort end a wait for a message from whichever rank sends one.
+
+Such a wait in Gloo hangs on no connection, so shutting the connections down does not end it, and
+nothing in Python can: is_completed() stays False until wait() returns, and wait() with a timeout
+closes the group. So a thread of its own waits in C++, and the caller beside it, in Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from nbdist.hang.rank import rendezvous
+
+Function = Callable[..., Any]
+# How often a caller looks whether its wait was aborted. A message wakes it at once.
+LOOK_S = 0.02
+
+# What is awaited -> the age of the groups in which it was issued.
+_issued: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def noting(original: Function) -> Function:
+    """For ProcessGroup.recv_anysource: remember what it returns."""
+
+    @functools.wraps(original)
+    def recv_anysource(*args: Any, **kwargs: Any) -> Any:
+        work = original(*args, **kwargs)
+        _issued[work] = rendezvous.age()
+        return work
+
+    return recv_anysource
+
+
+def abortable(original: Function) -> Function:
+    """For Work.wait: the same, but an abort ends it where it waits for any source.
+
+    It then raises a RuntimeError. The thread that waits in C++ stays, at most for the group's
+    timeout, and keeps the tensor alive, into which a late message would be written. An interrupt
+    is raised at the wait's end, as it is where the caller waits in C++: before, a message that
+    comes later would be lost to the next receive.
+    """
+
+    @functools.wraps(original)
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        age = _issued.get(work)
+        if age is None:
+            return original(work, *args, **kwargs)
+        return _Wait(functools.partial(original, work, *args, **kwargs), age).result()
+
+    return wait
+
+
+class _Wait:
+    """One wait, in a thread of its own."""
+
+    def __init__(self, call: Callable[[], Any], age: int) -> None:
+        self._call = call
+        self._age = age
+        self._ended = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._interrupt: KeyboardInterrupt | None = None
+
+    def result(self) -> Any:
+        """Wait, and return or raise what torch does."""
+        thread = threading.Thread(target=self._run, name="nbdist recv", daemon=True)
+        self._held(thread.start)
+        while not self._ended.is_set():
+            self._held(functools.partial(self._ended.wait, LOOK_S))
+            if rendezvous.is_over(self._age) and not self._ended.is_set():
+                raise self._interrupt or RuntimeError(
+                    "This rank waited for a message from any rank until the wait was aborted. "
+                    "Another rank has to send one."
+                )
+        error = self._error or self._interrupt
+        if error is not None:
+            raise error
+        return self._result
+
+    def _held(self, step: Callable[[], object]) -> None:
+        """Keep an interrupt for the end."""
+        try:
+            step()
+        except KeyboardInterrupt as interrupt:
+            self._interrupt = interrupt
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+            self._error = error
+        finally:
+            self._ended.set()

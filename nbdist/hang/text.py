@@ -1,0 +1,355 @@
+"""Calls, places and waits in words: what the diagnosis has found, as one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nbdist.core.failures import ranks_phrase
+from nbdist.hang.records import Box, Call, CxxCall, Place, RankView
+
+# A line of source longer than this is cut.
+SOURCE_CHARACTERS = 80
+# More different clauses than this are told with less detail, and what is left over in one.
+MANY_CLAUSES = 4
+
+# In these every rank has to give the same shape, kind of number, source and destination.
+_ALIKE = frozenset(
+    {
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "broadcast",
+        "gather",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+    }
+)
+# What is said of a rank whose part is missing: of one rank, and of several.
+_MISSING = {
+    "finished": ("finished the cell without {calling}",) * 2,
+    "raised": ("raised {how} before {it}",) * 2,
+    "ended": ("ended{how} before {it}",) * 2,
+    "absent": ("does not run this cell", "do not run this cell"),
+    "stopped": ("is stopped (SIGSTOP)", "are stopped (SIGSTOP)"),
+    "busy": ("still runs an earlier cell", "still run an earlier cell"),
+    "running": (
+        "has not come to {it} yet (still running{at})",
+        "have not come to {it} yet (still running{at})",
+    ),
+    "threaded": (
+        "has not come to {it} yet, but may in the background ({how})",
+        "have not come to {it} yet, but may in the background ({how})",
+    ),
+    "waiting": ("waits in {theirs}", "wait in {theirs}"),
+    "unknown": (
+        "may have called {it} or not: its calls cannot be read",
+        "may have called {it} or not: their calls cannot be read",
+    ),
+    "instead": ("called {theirs} instead",) * 2,
+    "unlike": ("called {it} with {theirs}",) * 2,
+    "earlier": ("called {theirs} instead of {mine} before",) * 2,
+    "raised in": ("raised {how} in {theirs}",) * 2,
+    "ended in": ("ended{how} in {theirs}",) * 2,
+}
+# What they called, where too many called too different things.
+_VAGUE = {"instead": "other collectives", "unlike": "other arguments"}
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """A call as far as it is told.
+
+    Attributes:
+        op: "all_reduce".
+        detail: "float32[3]".
+        place: Where; None where that is not known.
+        is_inside: It was issued by C++ somewhere inside that line.
+    """
+
+    op: str
+    detail: str
+    place: Place | None
+    is_inside: bool = False
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """What has to be equal in the parts of all ranks of one call."""
+        return self.op, self.detail if self.op in _ALIKE else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank that waits.
+
+    Attributes:
+        rank: The rank.
+        key: Equal for ranks that wait in the same call.
+        act: The call.
+        members: The ranks of a group that is not the world; else empty.
+        partner: "a send to" or "a recv from" for a transfer: what the other rank owes this one.
+        since_s: The host's monotonic clock; a C++ wait may have begun later.
+    """
+
+    rank: int
+    key: tuple[str, ...]
+    act: Act
+    members: tuple[int, ...]
+    partner: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A rank's part in a call for which another rank waits.
+
+    Attributes:
+        rank: Whose part.
+        kind: Why it is missing.
+        how: Its exception, or how its process ended.
+        at: Where it is now.
+        theirs: What it called or waits in instead.
+        mine: What it should have called.
+        is_open: It may still come, whatever state the rank is in.
+    """
+
+    rank: int
+    kind: str
+    how: str = ""
+    at: Place | None = None
+    theirs: Act | None = None
+    mine: Act | None = None
+    is_open: bool = False
+
+
+def act_of(call: Call) -> Act:
+    """A recorded call."""
+    return Act(call.op, call.detail, call.place)
+
+
+def act_inside(call: CxxCall, place: Place | None) -> Act:
+    """A call that C++ issued."""
+    return Act(call.op, call.detail, place, is_inside=True)
+
+
+def place_told(place: Place | None, *, with_source: bool = True) -> str:
+    """`line 7 of cell [12]: dist.all_reduce(x)`; empty where the place is not known."""
+    if place is None:
+        return ""
+    where = f"cell [{place.cell}]" if place.cell is not None else place.file
+    source = place.source.strip().removesuffix(":")
+    if len(source) > SOURCE_CHARACTERS:
+        source = source[: SOURCE_CHARACTERS - 3] + "..."
+    told = f"line {place.line}" + (f" of {where}" if where else "")
+    return f"{told}: {source}" if with_source and source else told
+
+
+def name_told(act: Act) -> str:
+    """`all_reduce(float32[3])`."""
+    return f"{act.op}({act.detail})"
+
+
+def act_told(act: Act, *, with_source: bool = True, of: str = "") -> str:
+    """`all_reduce(float32[3]) at line 7 of cell [12]: dist.all_reduce(x)`."""
+    return f"{name_told(act)}{of}{at_told(act, with_source=with_source)}"
+
+
+def last_call(box: Box) -> str:
+    """What a dead rank did last in torch.distributed; empty if it made no call."""
+    if not box.calls:
+        return ""
+    call = box.waiting or box.calls[-1]
+    end = {"waiting": "it was still in it", "issued": "not waited for"}
+    told = act_told(act_of(call), with_source=False)
+    return f"its last call was {told} ({end.get(call.state, 'which was over')})"
+
+
+def state_of(box: Box | None, view: RankView) -> str:
+    """`waiting in all_reduce(float32[3]) at line 7 of cell [12]`; empty if it does not wait.
+
+    For a call that C++ issued this is likely, not certain: the recorder sees some never end.
+    """
+    call = None if box is None or box.state != "running" else box.waiting
+    if call is not None:
+        return f"waiting in {act_told(act_of(call), with_source=False)}"
+    look = view.look
+    if view.state == "running" and look is not None and look.is_in_torch and look.is_asleep:
+        for pending in [one for one in look.newest.values() if one.is_pending]:
+            return f"waiting in {act_told(act_inside(pending, look.place), with_source=False)}"
+    return ""
+
+
+def line(waits: Sequence[Wait], needs: Mapping[int, Sequence[Need]]) -> str:
+    """Who waits where, and for what, in one line.
+
+    Args:
+        waits: Those that are told together, by rank.
+        needs: What each of them lacks.
+    """
+    told = _with_causes(waits, needs)
+    blocks: dict[frozenset[Need], list[Wait]] = {}
+    for main, own in told:
+        blocks.setdefault(own, []).extend(main)
+    is_cycle = not any(own for _, own in told)
+    clauses = [
+        *(text for own, block in blocks.items() if own for text in _block(block, own)),
+        *_consequences(blocks.get(frozenset(), []), needs, is_cycle=is_cycle),
+    ]
+    return "; ".join(clauses)
+
+
+def blamed(waits: Sequence[Wait], needs: Mapping[int, Sequence[Need]]) -> tuple[int, ...]:
+    """The ranks that the line gives as the reason; in a circle all that are waited for."""
+    causes = {need.rank for _, own in _with_causes(waits, needs) for need in own}
+    return tuple(sorted(causes or {need.rank for wait in waits for need in needs[wait.rank]}))
+
+
+def _with_causes(
+    waits: Sequence[Wait], needs: Mapping[int, Sequence[Need]]
+) -> list[tuple[list[Wait], frozenset[Need]]]:
+    """Those in each call that are told as waiting, with the reasons that are told."""
+    calls: dict[tuple[str, ...], list[Wait]] = {}
+    for wait in waits:
+        calls.setdefault(wait.key, []).append(wait)
+    here = {wait.rank for wait in waits}
+    mains = [_main(same) for same in calls.values()]
+    return [(main, _causes(main, needs, here)) for main in mains]
+
+
+def _main(same: Sequence[Wait]) -> list[Wait]:
+    """Those in one call that do what most of them do; the others are told as a reason."""
+    kinds = [wait.act.kind for wait in same]
+    most = max(kinds, key=kinds.count)  # the lowest rank's where two are as many
+    return [wait for wait in same if wait.act.kind == most]
+
+
+def _causes(
+    main: Sequence[Wait], needs: Mapping[int, Sequence[Need]], here: set[int]
+) -> frozenset[Need]:
+    """What these lack, ranks aside that are told as waiting themselves."""
+    return frozenset(
+        need
+        for wait in main
+        for need in needs[wait.rank]
+        if need.kind != "waiting" or need.rank not in here
+    )
+
+
+def _block(waits: Sequence[Wait], causes: Iterable[Need]) -> list[str]:
+    """Ranks that wait for the same reasons, then the reasons."""
+    it, calling = _it(waits)
+    place = waits[0].act.place
+
+    def reasons(*, is_short: bool) -> dict[tuple[str, str], list[int]]:
+        told: dict[tuple[str, str], set[int]] = {}
+        for need in sorted(causes, key=lambda need: need.rank):
+            fields = _fields(need, place, is_short=is_short) | {"it": it, "calling": calling}
+            if need.kind == "unlike" and it != "it":
+                fields["it"] = "its own"
+            one, many = (text.format(**fields) for text in _MISSING[need.kind])
+            told.setdefault((one, many), set()).add(need.rank)
+        return {texts: sorted(ranks) for texts, ranks in told.items()}
+
+    found = reasons(is_short=False)
+    if len(found) > MANY_CLAUSES:
+        found = reasons(is_short=True)
+    return _clauses(waits) + _few(
+        [(ranks, texts[len(ranks) > 1]) for texts, ranks in found.items()], "are needed as well"
+    )
+
+
+def _consequences(
+    waits: Sequence[Wait], needs: Mapping[int, Sequence[Need]], *, is_cycle: bool
+) -> list[str]:
+    """Ranks that wait for others of this line alone."""
+    if is_cycle:
+        return [*_clauses(waits), "they wait for each other"]
+    return _clauses(
+        waits,
+        {
+            wait.rank: f" for {ranks_phrase(sorted({need.rank for need in needs[wait.rank]}))}"
+            for wait in waits
+        },
+    )
+
+
+def _clauses(waits: Sequence[Wait], whom: Mapping[int, str] | None = None) -> list[str]:
+    """`ranks 0-2 wait in all_reduce(float32[3]) at line 7 of cell [12]: ...`, for each call."""
+
+    def told(wait: Wait, *, is_short: bool) -> str:
+        act = wait.act
+        if is_short:
+            return f" in {act.op}{at_told(act)}"
+        of = f" of {ranks_phrase(wait.members)}" if wait.members else ""
+        return f"{(whom or {}).get(wait.rank, '')} in {act_told(act, of=of)}"
+
+    def by_text(*, is_short: bool) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for wait in sorted(waits, key=lambda wait: wait.rank):
+            found.setdefault(told(wait, is_short=is_short), []).append(wait.rank)
+        return found
+
+    found = by_text(is_short=False)
+    if len(found) > MANY_CLAUSES:
+        found = by_text(is_short=True)
+    return _few(
+        [(ranks, f"wait{'' if len(ranks) > 1 else 's'}{text}") for text, ranks in found.items()],
+        "wait too",
+    )
+
+
+def _few(clauses: Sequence[tuple[list[int], str]], rest_text: str) -> list[str]:
+    """The clauses with their ranks, those above MANY_CLAUSES in one."""
+    told = [f"{ranks_phrase(ranks)} {text}" for ranks, text in clauses[:MANY_CLAUSES]]
+    rest = sorted({rank for ranks, _ in clauses[MANY_CLAUSES:] for rank in ranks})
+    if len(clauses) == MANY_CLAUSES + 1:  # one more takes no more room than to say so
+        ranks, text = clauses[MANY_CLAUSES]
+        return [*told, f"{ranks_phrase(ranks)} {text}"]
+    return [*told, f"{ranks_phrase(rest)} {rest_text}"] if rest else told
+
+
+def _it(waits: Sequence[Wait]) -> tuple[str, str]:
+    """How these calls are named again: as they are, and after "without"."""
+    partners = {wait.partner for wait in waits}
+    if len(partners) == 1 and waits[0].partner:
+        whose = ranks_phrase(sorted({wait.rank for wait in waits}))
+        return (f"{waits[0].partner} {whose}",) * 2
+    it = "it" if len({wait.key for wait in waits}) == 1 else "them"
+    return it, f"calling {it}"
+
+
+def _fields(need: Need, near: Place | None, *, is_short: bool) -> dict[str, str]:
+    """What the texts of _MISSING are filled with."""
+    at = place_told(need.at)
+    how = {"raised": need.how or "an error", "raised in": need.how or "an error"}
+    how["threaded"] = need.how
+    return {
+        "how": how.get(need.kind, f" ({need.how})" if need.how else ""),
+        "at": f": {at}" if at and not is_short else "",
+        "theirs": _theirs(need, near, is_short=is_short),
+        "mine": name_told(need.mine) if need.mine else "",
+    }
+
+
+def _theirs(need: Need, near: Place | None, *, is_short: bool) -> str:
+    act = need.theirs
+    if act is None:
+        return "it"
+    if is_short and need.kind in _VAGUE:
+        return _VAGUE[need.kind]
+    what = act.detail or "()" if need.kind == "unlike" else name_told(act)
+    return what if is_short else what + at_told(act, near, with_source=need.kind == "waiting")
+
+
+def at_told(act: Act, near: Place | None = None, *, with_source: bool = True) -> str:
+    """` at line 7 of cell [12]: ...`, to be put behind; only the line if `near` is as near."""
+    place = act.place
+    if place is None:
+        return ""
+    if near is not None and (near.cell, near.file) == (place.cell, place.file):
+        told = f"line {place.line}"
+    else:
+        told = place_told(place, with_source=with_source)
+    return f" {'inside' if act.is_inside else 'at'} {told}"

@@ -1,0 +1,398 @@
+"""What ranks that wait need from each other, from their black boxes and looks.
+
+Every rank that waits needs the parts of other ranks in its call. A rank can be needed that will
+never come (it has finished), one that waits itself, and one that may still come. From the ranks
+that may still come one goes back: whoever needs such a rank, or needs somebody who does, can
+still move. Those who wait and are not reached can not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nbdist.hang.records import Box, Call, CxxCall, RankView
+from nbdist.hang.text import Act, Need, Wait, act_inside, act_of
+
+# Ranks in these states make no further call in this cell.
+OVER = frozenset({"finished", "raised", "ended", "absent"})
+# The reasons for which a call of other ranks can never be made whole.
+NEVER_COME = frozenset({"finished", "absent", "instead"})
+# What one of a transfer's two ranks needs from the other.
+_PARTNERS = {True: "a recv from", False: "a send to"}
+
+
+class Scene:
+    """All ranks at one moment.
+
+    Attributes:
+        states: The ranks' states, those of their boxes where these are newer.
+        waits: Ranks that wait.
+        needs: What they wait for; ranks that lack nothing and can go on are left out.
+        movable: Waiting ranks that may still be released.
+    """
+
+    def __init__(self, views: Sequence[RankView]):
+        self.views = {view.rank: view for view in views}
+        self.run = max(
+            (v.box.run for v in views if v.box is not None and v.state not in {"absent", "busy"}),
+            default=0,
+        )
+        self._known: dict[tuple[int, str], _Made] = {}
+        self.states = {view.rank: self._state(view) for view in views}
+        found = ((view.rank, self._wait(view)) for view in views)
+        self.waits = {rank: wait for rank, wait in found if wait is not None}
+        needs = {rank: tuple(self._needs(rank)) for rank in self.waits}
+        others = {rank: self._in_other_threads(rank) for rank in self.waits}
+        self.needs = {r: lacks for r, lacks in needs.items() if lacks and all(others[r])}
+        # What would release a rank's other threads could release the rank.
+        self._links = {r: [*self.needs[r], *(n for o in others[r] for n in o)] for r in self.needs}
+        self.movable = self._movable()
+
+    def never_come(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Whose part in the calls of these ranks will be missing, whatever the others do."""
+        found = {
+            need.rank
+            for rank in ranks
+            if not self._is_at_work(rank)
+            for need in self.needs[rank]
+            if need.kind in NEVER_COME and not need.is_open
+        }
+        return tuple(sorted(found))
+
+    def _state(self, view: RankView) -> str:
+        box = view.box
+        if box is not None and box.run == self.run and view.state != "ended":
+            if view.state == "running" and box.state in {"finished", "raised"}:
+                return box.state  # its reply is still on its way
+            if view.state in {"finished", "raised"} and box.state == "running":
+                return "running"  # the box is the older one: what it counts is not the end
+        return view.state
+
+    def _wait(self, view: RankView) -> Wait | None:
+        if self.states[view.rank] != "running":
+            return None
+        call = self._call(view.rank)
+        if call is None:
+            return self._inner_wait(view)
+        partner = _PARTNERS["send" in call.op] if is_transfer(call) else ""
+        members = () if partner else self._told_members(call.group)
+        ends = (str(view.rank), str(call.peer)) if partner else ()
+        key = ("call", call.group, str(call.number), *ends)
+        return Wait(view.rank, key, act_of(call), members, partner, call.began_s)
+
+    def _call(self, rank: int) -> Call | None:
+        """The call from Python in which it waits; a box of another cell counts as nothing."""
+        box = self.views[rank].box
+        if box is None or box.run != self.run or box.state != "running":
+            return None
+        call = box.waiting
+        # Work that C++ has issued is waited for without a number: the recorder knows which it is.
+        return None if call is not None and call.op == "wait" and not call.number else call
+
+    def _in_other_threads(self, rank: int) -> list[tuple[Need, ...]]:
+        """What further calls lack in which the rank is at the same time."""
+        told, box = self._call(rank), self.views[rank].box
+        if told is None or box is None:
+            return []
+        calls = [one for one in box.calls if one.state == "waiting" and one is not told]
+        return [tuple(self._call_needs(rank, one)) for one in calls]
+
+    def _inner_wait(self, view: RankView) -> Wait | None:
+        """A wait in a call that C++ issued.
+
+        The recorder never sees some calls end. So a pending one is waited in only if the main
+        thread sleeps and somebody's part is missing.
+        """
+        for group, pending, _ in self._pending(view.rank):
+            act = act_inside(pending, view.look.place if view.look else None)
+            key = ("inner", group, str(pending.number))
+            return Wait(view.rank, key, act, self._told_members(group), "", last_event_s(view.box))
+        return None
+
+    def _pending(self, rank: int) -> list[tuple[str, CxxCall, bool]]:
+        """Calls in which somebody's part is missing, and whether it may sleep elsewhere."""
+        view = self.views[rank]
+        look, box = view.look, view.box
+        if look is None or not (look.is_in_torch and look.is_asleep):
+            return []
+        # Python has issued a call there and does not wait for it: this may be it.
+        issued = {
+            call.group
+            for call in (() if box is None else box.calls)
+            if call.state == "issued" and call.run == self.run
+        }
+        found = []
+        for group, call in look.newest.items():
+            others = [self._newest(q, group) for q in self._members(group) if q != rank]
+            if call.is_pending and any(
+                one is None or one.number < call.number or _differ(one, call) for one in others
+            ):
+                found.append((group, call, group in issued))
+        return [one for one in found if not one[2]] or found
+
+    def _needs(self, rank: int) -> Iterator[Need]:
+        call = self._call(rank)
+        if call is None:
+            for group, pending, is_open in self._pending(rank):
+                for q in self._members(group):
+                    if q != rank and (need := self._inner_need(q, group, pending)):
+                        yield replace(need, is_open=need.is_open or is_open)
+        else:
+            yield from self._call_needs(rank, call)
+
+    def _call_needs(self, rank: int, call: Call) -> Iterator[Need]:
+        if is_transfer(call):
+            yield from self._transfer_needs(rank, call)
+        elif call.number:
+            yield from self._collective_needs(rank, call)
+
+    def _inner_need(self, q: int, group: str, call: CxxCall) -> Need | None:
+        theirs = self._newest(q, group)
+        if theirs is None or theirs.number < call.number:
+            look = self.views[q].look
+            # A recorder that knows other groups, but not this one, has seen no call in it.
+            is_known = self.states[q] in OVER or (look is not None and bool(look.newest))
+            return self._missing(q, is_open=not is_known)
+        if _differ(theirs, call):
+            wait = self.waits.get(q)
+            place = wait.act.place if wait is not None else None
+            act = Act(theirs.op, theirs.detail, place)
+            return Need(q, "instead" if theirs.op != call.op else "unlike", theirs=act)
+        if theirs.number == call.number and theirs.is_pending and self.states[q] == "ended":
+            return self._need(q, "ended in", is_open=True)  # its part may have been done
+        return None
+
+    def _collective_needs(self, rank: int, call: Call) -> Iterator[Need]:
+        mine = self.views[rank].box
+        others = [q for q in self._members(call.group) if q != rank]
+        found = [need for q in others if (need := self._part(q, rank, call)) is not None]
+        if not found and mine is not None:  # all have come: only an earlier mistake can explain it
+            earlier = (self._earlier(q, mine, call, is_open=True) for q in others)
+            found = [need for need in earlier if need is not None]
+        # Who ended after it had issued the call may have done its part: no reason beside others.
+        firm = [need for need in found if need.kind != "ended in" or not need.is_open]
+        yield from firm or found
+
+    def _part(self, q: int, rank: int, call: Call) -> Need | None:
+        """Why q's part in this call is missing; None where it is there."""
+        mine, box = self.views[rank].box, self.views[q].box
+        if box is None or mine is None:
+            return self._missing(q, is_open=True)
+        is_same = box.generation == mine.generation
+        if not is_same or count_in(box, call.group) < call.number:
+            broken = self._broken_in(box, call)
+            if broken is not None:
+                return self._unfit(q, act_of(call), broken)
+            earlier = None if q in self.waits else self._earlier(q, mine, call)
+            return (earlier if is_same else None) or self._missing(q)
+        theirs = self._made(box, call.group).calls.get(call.number)
+        return None if theirs is None else self._unfit(q, act_of(call), theirs)
+
+    def _broken_in(self, box: Box, call: Call) -> Call | None:
+        """A rank's call of this number in this cell that raised, for which it is not counted."""
+        same = (self.run, call.group, call.number, "raised")
+        calls = (one for one in reversed(box.calls) if not is_transfer(one))
+        return next(
+            (one for one in calls if (one.run, one.group, one.number, one.state) == same), None
+        )
+
+    def _unfit(self, q: int, mine: Act, theirs: Call, *, fits_any: bool = False) -> Need | None:
+        """Why q's call of the same number is no part in this one; None where it is."""
+        act, state = act_of(theirs), self.states[q]
+        differs = not fits_any and act.kind != mine.kind
+        if state == "ended" and theirs.state in {"waiting", "issued"}:
+            is_open = theirs.state == "issued" and not differs  # its part may have been done
+            return self._need(q, "ended in", act if differs else None, is_open=is_open)
+        if theirs.state == "raised":
+            return self._need(q, "raised in", act if differs else None)
+        if differs:
+            kind = "instead" if act.op != mine.op else "unlike"
+            return Need(q, kind, theirs=act)
+        if state == "stopped" and theirs.state != "done":
+            return self._need(q, "stopped")
+        return None
+
+    def _earlier(self, q: int, mine: Box, call: Call, *, is_open: bool = False) -> Need | None:
+        """The first number before this at which q called another op, in this cell."""
+        box = self.views[q].box
+        if box is None or box.generation != mine.generation:
+            return None
+        own, theirs = self._made(mine, call.group), self._made(box, call.group)
+        if own.ops == theirs.ops:  # nearly always
+            return None
+        for number, made in own.calls.items():
+            other = theirs.calls.get(number)
+            if number < call.number and made.run == self.run and other and other.op != made.op:
+                acts = act_of(other), act_of(made)
+                return Need(q, "earlier", theirs=acts[0], mine=acts[1], is_open=is_open)
+        return None
+
+    def _made(self, box: Box, group: str) -> _Made:
+        if (box.rank, group) not in self._known:
+            self._known[box.rank, group] = _made_in(box, group)
+        return self._known[box.rank, group]
+
+    def _transfer_needs(self, rank: int, call: Call) -> Iterator[Need]:
+        if call.peer is None:
+            yield from self._any_needs(rank, call)
+            return
+        is_send = "send" in call.op
+        ends = (rank, call.peer) if is_send else (call.peer, rank)
+        mine = self.views[rank].box
+        view = self.views.get(call.peer)
+        if view is None or mine is None or not call.number:
+            return
+        box = view.box
+        if box is None:
+            yield self._missing(call.peer, is_open=True)
+        elif (
+            box.generation != mine.generation
+            or box.transfers.get((call.group, *ends), 0) < call.number
+        ):
+            yield self._missing(call.peer)
+        else:
+            theirs = _other_end(box, call, rank)
+            need = theirs and self._unfit(call.peer, act_of(call), theirs, fits_any=True)
+            if need:
+                yield need
+
+    def _any_needs(self, rank: int, call: Call) -> Iterator[Need]:
+        """A recv from any rank: none is needed for sure, but all until one has sent."""
+        mine = self.views[rank].box
+        others = [q for q in self._members(call.group) if q != rank]
+        boxes = [self.views[q].box for q in others]
+        for q, box in zip(others, boxes, strict=True):
+            channel = (call.group, q, rank)
+            sent = 0 if box is None else box.transfers.get(channel, 0)
+            if mine is not None and sent > mine.transfers.get(channel, 0):
+                return
+        for q, box in zip(others, boxes, strict=True):
+            yield self._missing(q, is_open=box is None)
+
+    def _missing(self, q: int, *, is_open: bool = False) -> Need:
+        """That q has not come, and what it does instead."""
+        state = self.states[q]
+        is_done = q in self.waits or state in {"finished", "raised"}
+        if is_done and (threads := self._free_threads(q)):
+            return Need(q, "threaded", ", ".join(threads), is_open=True)
+        if state == "running" and q in self.waits:
+            return Need(q, "waiting", theirs=self.waits[q].act, is_open=is_open)
+        if is_open and state in OVER:
+            state = "unknown"
+        return self._need(q, state, is_open=is_open)
+
+    def _need(self, q: int, kind: str, theirs: Act | None = None, *, is_open: bool = False) -> Need:
+        view = self.views[q]
+        at = view.look.place if view.look is not None and kind == "running" else None
+        return Need(q, kind, view.how, at, theirs, is_open=is_open)
+
+    def _members(self, group: str) -> tuple[int, ...]:
+        """The ranks of a group, as far as anybody's box knows it; else those that name it."""
+        for view in self.views.values():
+            if view.box is not None and group in view.box.groups:
+                ranks = view.box.groups[group].ranks
+                return tuple(rank for rank in ranks if rank in self.views)
+        if group in {"", "0"}:  # torch's name of the world
+            return tuple(self.views)
+        looks = {rank: view.look for rank, view in self.views.items()}
+        return tuple(rank for rank, look in looks.items() if look and group in look.newest)
+
+    def _told_members(self, group: str) -> tuple[int, ...]:
+        members = self._members(group)
+        return () if set(members) == set(self.views) else members
+
+    def _newest(self, rank: int, group: str) -> CxxCall | None:
+        look = self.views[rank].look
+        return None if look is None else look.newest.get(group)
+
+    def _free_threads(self, rank: int) -> tuple[str, ...]:
+        """The rank's threads beside the main one that may still make a call."""
+        view = self.views[rank]
+        return () if view.look is None else view.look.free_threads
+
+    def _is_at_work(self, rank: int) -> bool:
+        """Whether it is not the main thread that waits: that one may still end the cell."""
+        view = self.views[rank]
+        is_new = view.looked_s >= last_event_s(view.box)
+        return view.look is not None and is_new and view.look.is_free
+
+    def _has_thread_in_call(self, rank: int) -> bool:
+        """Whether it has ended the cell with a thread left in a call, after which it may go on."""
+        box = self.views[rank].box
+        return self.states[rank] != "ended" and box is not None and box.waiting is not None
+
+    def _movable(self) -> set[int]:
+        """Waiting ranks from which a chain of needs leads to a rank that may still come."""
+        movable = {rank for rank in self.needs if self._is_at_work(rank)}
+        over = {rank for rank, state in self.states.items() if state in OVER}
+        fixed = {r for r in over if not self._has_thread_in_call(r)} | set(self.needs)
+        while True:
+            more = {
+                rank
+                for rank, needs in self._links.items()
+                if rank not in movable
+                and any(n.is_open or n.rank not in fixed or n.rank in movable for n in needs)
+            }
+            if not more:
+                return movable
+            movable |= more
+
+
+def is_transfer(call: Call) -> bool:
+    """Whether it is a send or a recv, also one from any rank."""
+    return "send" in call.op or "recv" in call.op
+
+
+def count_in(box: Box, group: str) -> int:
+    """Collectives that the rank has made in the group."""
+    return box.groups[group].calls if group in box.groups else 0
+
+
+def last_event_s(box: Box | None) -> float:
+    """When the rank was last seen to do something; a wait that C++ began is younger."""
+    if box is None:
+        return 0.0
+    times = [box.since_s, *(call.ended_s or call.began_s for call in box.calls[-1:])]
+    return max(times)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A rank's collectives in one group since the last recovery, by number, and their ops."""
+
+    calls: Mapping[int, Call]
+    ops: tuple[tuple[int, str], ...]
+
+
+def _made_in(box: Box, group: str) -> _Made:
+    count = count_in(box, group)
+    found = {
+        call.number: call  # the newest of a number: older ones were before a recovery
+        for call in box.calls
+        if call.group == group and 0 < call.number <= count and not is_transfer(call)
+    }
+    calls = dict(sorted(found.items()))
+    return _Made(calls, tuple((number, call.op) for number, call in calls.items()))
+
+
+def _other_end(box: Box, call: Call, rank: int) -> Call | None:
+    """The call of the same number at the other end of a transfer."""
+    is_send = "send" in call.op
+    return next(
+        (
+            other
+            for other in reversed(box.calls)
+            if (other.group, other.number, other.peer) == (call.group, call.number, rank)
+            and is_transfer(other)
+            and ("send" in other.op) != is_send
+        ),
+        None,
+    )
+
+
+def _differ(one: CxxCall, other: CxxCall) -> bool:
+    """Whether two calls of one number do not fit together."""
+    if one.number != other.number:
+        return False
+    return act_inside(one, None).kind != act_inside(other, None).kind

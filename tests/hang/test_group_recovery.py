@@ -1,0 +1,221 @@
+"""After a failed cell: groups that are out of step are made anew, others are left alone."""
+
+from concurrent.futures import Future
+from typing import Any, cast
+
+from nbdist.client.session import Session
+from nbdist.hang.kernel.group_recovery import COUNT_S, LOOK_S, RECOVER_S, Aftermath
+from nbdist.hang.records import Box, Group
+from nbdist.hang.recovery import Recovered
+
+RECOVERED = Recovered(1, ("0",), {}, ("model",), {"model": 2}, {"model": "aa/bb"})
+
+
+def box(rank: int, calls: int) -> Box:
+    return Box(rank, 1, 0, 3, "raised", 0.0, {"0": Group("0", (0, 1), calls)}, {}, ())
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class FakeHealth:
+    """Two ranks that have made so many calls."""
+
+    def __init__(self, *calls: int):
+        self.needs_recovery = False
+        self.calls = calls
+        self.newest: dict[int, Future[Any]] = {rank: done({}) for rank in range(len(calls))}
+        self.lost: set[int] = set()
+
+    def is_reachable(self, rank: int) -> bool:
+        """Until the test lets it end."""
+        return rank not in self.lost
+
+    def ask_all(self, _question: object) -> dict[int, Future[Any]]:
+        """As the test has set it."""
+        return self.newest
+
+    def boxes(self) -> dict[int, Box]:
+        """By rank."""
+        return {rank: box(rank, calls) for rank, calls in enumerate(self.calls)}
+
+
+class FakeSession:
+    """Counts recoveries."""
+
+    def __init__(self, *calls: int, busy: tuple[int, ...] = ()):
+        self.health = FakeHealth(*calls)
+        self.busy_ranks = busy
+        self.recoveries: list[dict[int, Future[Any]]] = []
+        self.interrupted: list[int] = []
+        self.upkeep = self
+        self.checksums: dict[int, dict[str, str]] = {}
+
+    def interrupt(self, rank: int) -> None:
+        """Note it."""
+        self.interrupted.append(rank)
+
+    def reserve(self) -> None:
+        """Nothing."""
+
+    def begin_comparison(self) -> dict[int, Future[Any]]:
+        """What the test has set."""
+        return {rank: done(one) for rank, one in self.checksums.items()}
+
+    def begin_recovery(self) -> dict[int, Future[Any]]:
+        """Futures that the test completes."""
+        self.recoveries.append({rank: Future() for rank in {0, 1} - self.health.lost})
+        return self.recoveries[-1]
+
+
+def begin(session: FakeSession, *, is_certain: bool = False) -> Aftermath:
+    return Aftermath(cast("Session", session), 100.0, is_certain=is_certain)
+
+
+def test_groups_in_step_are_left_alone() -> None:
+    """Both ranks have made the same calls: over at once."""
+    session = FakeSession(3, 3)
+    aftermath = begin(session)
+
+    assert aftermath.step(100.0) is None
+    assert aftermath.outcome is not None
+    assert not aftermath.outcome.is_recovered
+    assert session.recoveries == []
+
+
+def test_groups_out_of_step_are_made_anew() -> None:
+    """One rank has made a call more; what the ranks say of it is told."""
+    session = FakeSession(3, 4)
+    aftermath = begin(session)
+    woken: list[int] = []
+    aftermath.on_answer = lambda: woken.append(1)
+    pause_s = aftermath.step(100.0)
+    for future in session.recoveries[0].values():
+        future.set_result(RECOVERED)
+
+    assert pause_s == LOOK_S
+    assert len(woken) == 2
+    assert aftermath.step(100.2) is None
+    assert aftermath.outcome is not None
+    assert aftermath.outcome.is_recovered
+    assert "model" in " ".join(aftermath.outcome.lines)
+    assert not session.health.needs_recovery
+
+
+def test_ranks_that_do_not_tell_their_counts_are_not_waited_for() -> None:
+    """A rank without a flight recorder's answer costs a second at most."""
+    session = FakeSession(3, 3)
+    session.health.newest[1] = Future()
+    aftermath = begin(session)
+
+    assert aftermath.step(100.0) == COUNT_S
+    assert aftermath.step(100.0 + COUNT_S) is None
+
+
+def test_an_abort_recovers_without_counting() -> None:
+    """The connections are gone in any case."""
+    session = FakeSession(3, 3)
+    begin(session, is_certain=True)
+
+    assert len(session.recoveries) == 1
+
+
+def test_a_busy_rank_puts_the_recovery_off() -> None:
+    """It takes all ranks: the next cell begins with it."""
+    session = FakeSession(3, 3, busy=(1,))
+    aftermath = begin(session, is_certain=True)
+
+    assert aftermath.step(100.0) is None
+    assert aftermath.outcome is not None
+    assert "once rank 1 is back" in aftermath.outcome.problem
+    assert session.health.needs_recovery
+    assert session.recoveries == []
+
+
+def test_a_recovery_that_fails_is_told_and_tried_again_later() -> None:
+    """With the rank and its reason, also where it never answers."""
+    failed, silent = FakeSession(3, 4), FakeSession(3, 4)
+    first, second = begin(failed), begin(silent)
+    first.step(100.0)
+    second.step(100.0)
+    failed.recoveries[0][0].set_result(RECOVERED)
+    failed.recoveries[0][1].set_exception(RuntimeError("no store"))
+
+    assert first.step(100.1) is None
+    assert second.step(100.1) is not None
+    assert second.step(100.0 + RECOVER_S) is None
+    assert first.outcome is not None
+    assert second.outcome is not None
+    assert "rank 1 could not make the groups anew (rank 1: no store)" in first.outcome.problem
+    assert "ranks 0-1 could not" in second.outcome.problem
+    assert failed.health.needs_recovery
+    assert silent.health.needs_recovery
+
+
+def test_a_death_during_the_recovery_begins_another_without_that_rank() -> None:
+    """The others are interrupted, who would wait for it; what they raise then is no problem."""
+    session = FakeSession(3, 4)
+    aftermath = begin(session, is_certain=True)
+    session.health.lost.add(1)
+    pause_s = aftermath.step(100.1)
+    session.recoveries[0][0].set_exception(KeyboardInterrupt())
+    aftermath.step(100.2)
+    session.recoveries[1][0].set_result(RECOVERED)
+
+    assert pause_s == LOOK_S
+    assert session.interrupted == [0]
+    assert aftermath.step(100.3) is None
+    assert [set(one) for one in session.recoveries] == [{0, 1}, {0}]
+    assert aftermath.outcome is not None
+    assert aftermath.outcome.is_recovered
+    assert not session.health.needs_recovery
+
+
+def test_with_nobody_left_there_is_nothing_to_recover() -> None:
+    """All ranks have ended: the cell fails with that alone."""
+    session = FakeSession(3, 4)
+    aftermath = begin(session, is_certain=True)
+    session.health.lost |= {0, 1}
+
+    assert aftermath.step(100.1) is None
+    assert aftermath.outcome is not None
+    assert not aftermath.outcome.problem
+
+
+def test_giving_up_leaves_the_rest_to_the_next_cell() -> None:
+    """The notebook is given back in time."""
+    session = FakeSession(3, 4)
+    aftermath = begin(session, is_certain=True)
+    aftermath.give_up()
+
+    assert aftermath.step(100.1) is None
+    assert session.health.needs_recovery
+
+
+def test_parameters_that_differ_are_told_although_the_calls_are_in_step() -> None:
+    """An interrupt came after one rank's step and before the other's."""
+    session = FakeSession(3, 3)
+    session.checksums = {0: {"model": "aa/b", "same": "c/d"}, 1: {"model": "ee/b", "same": "c/x"}}
+    aftermath = begin(session)
+    aftermath.step(100.0)
+
+    assert aftermath.step(100.1) is None
+    assert aftermath.outcome is not None
+    assert not aftermath.outcome.is_recovered
+    (line,) = aftermath.outcome.lines
+    assert line.startswith("model: the parameters of rank 0 and rank 1 differ")
+    assert "%dist_sync_model" in line
+
+
+def test_models_are_not_compared_where_nobody_has_made_a_call() -> None:
+    """A failure before any training costs nothing."""
+    session = FakeSession(0, 0)
+    session.checksums = {0: {"model": "aa/b"}, 1: {"model": "ee/b"}}
+    aftermath = begin(session)
+
+    assert aftermath.step(100.0) is None
+    assert aftermath.outcome is not None
+    assert aftermath.outcome.lines == ()

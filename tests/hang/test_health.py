@@ -1,0 +1,103 @@
+"""What the notebook knows of a rank whose black box is on another host."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+from nbdist.cluster.kernel.cluster import Cluster
+from nbdist.core.topology import Topology
+from nbdist.hang.call_log import SIZE_BYTES, Writer
+from nbdist.hang.kernel.health import Health
+
+AHEAD_S = 5000.0
+
+
+class LateCallbacks(Future[Any]):
+    """Done a moment before those who wait for it are told, as every future may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callbacks: list[Callable[[Any], object]] = []
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """Keep it until `tell`."""
+        self.callbacks.append(fn)
+
+    def tell(self) -> None:
+        """Tell all."""
+        for callback in self.callbacks:
+            callback(self)
+
+
+class FakeChannel:
+    """One engine, which answers when the test says so."""
+
+    engine_ids = (0,)
+
+    def __init__(self) -> None:
+        self.asked: list[LateCallbacks] = []
+
+    def ask(self, _engine: int, _name: str) -> Future[Any]:
+        """A future that the test completes."""
+        self.asked.append(LateCallbacks())
+        return self.asked[-1]
+
+
+class FakeCluster:
+    """A rank on another host: no process of this machine, and no file."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.channel = FakeChannel()
+        self.exits: dict[int | None, object] = {}
+
+    def pids(self) -> dict[int, int]:
+        """None are here."""
+        return {}
+
+
+class OneRank:
+    """Rank 0 is engine 0."""
+
+    class Place:
+        """Where it is."""
+
+        rank = engine_id = 0
+
+    ranks = (Place(),)
+
+    def engine_of_rank(self, rank: int) -> int:
+        """The same number."""
+        return rank
+
+
+def content() -> bytes:
+    """A box of another host, whose clock is ahead."""
+    box = Writer(bytearray(SIZE_BYTES), 0, 77)
+    box.set_cell(3, "running")
+    box.end(box.begin(box.group("0", (0,)), b"barrier\0", b""), 2)
+    return bytes(box.memory)
+
+
+def test_an_answer_is_taken_once_it_is_noted_when_it_came(tmp_path: Path) -> None:
+    """In the moment in which it is done and not noted yet nothing is known, and nothing fails."""
+    cluster = FakeCluster(tmp_path)
+    health = Health(cast("Cluster", cluster), cast("Topology", OneRank()))
+    assert health.box(0) is None
+    (first,) = cluster.channel.asked
+    written = content()
+    asked_s = time.monotonic()
+    first.set_result((asked_s + AHEAD_S, written))
+    between = health.box(0)
+    first.tell()
+    noted_s = time.monotonic()
+    box = health.box(0)
+
+    assert between is None
+    assert box is not None
+    assert (box.rank, box.run, box.state) == (0, 3, "running")
+    # Their clock's times, told by ours: the box was written before it was sent.
+    assert asked_s - AHEAD_S - 60 < box.calls[0].began_s <= noted_s - AHEAD_S
+    assert len(cluster.channel.asked) == 2, "one that is on its way is not asked again"

@@ -1,0 +1,366 @@
+"""What a rank tells of itself while its main thread is somewhere: in torch, asleep, computing."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from nbdist.cluster.kernel.start import StartOptions
+from nbdist.hang.rank import main_thread
+from nbdist.hang.records import CxxCall, Look, Place
+from nbdist.rpc.kernel import functions
+from nbdist.rpc.kernel.channel import Channel
+from nbdist.rpc.wire import CELL_NUMBER
+from tests.support.ranks import session_of, temporary_folder, until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+DEADLINE_S = 20.0
+WORLD = "0"
+
+
+class Ranks:
+    """Two ranks, and cells that run on one of them."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._number = 100
+
+    def run(self, rank: int, code: str) -> Callable[[], Any]:
+        """Start a cell; the result waits for its end and fails the test if it raised."""
+        done: SimpleQueue[Any] = SimpleQueue()
+        self._number += 1
+        metadata = {CELL_NUMBER: self._number}
+        self.channel.execute(rank, code, metadata, lambda _: None, done.put)
+
+        def end() -> None:
+            reply = done.get(timeout=DEADLINE_S)
+            if isinstance(reply, BaseException):
+                raise reply
+
+        return end
+
+    def both(self, code: str) -> None:
+        """Run a cell on both ranks to its end."""
+        ends = [self.run(rank, code) for rank in (0, 1)]
+        for end in ends:
+            end()
+
+    @property
+    def cell(self) -> int:
+        """The number of the newest cell."""
+        return self._number
+
+    def look(self, rank: int) -> Look:
+        look = functions.look(self.channel.ask, rank).result(DEADLINE_S)
+        assert isinstance(look, Look)
+        return look
+
+    def look_when(self, rank: int, is_right: Callable[[Look], bool]) -> Look:
+        """The first look for which the condition holds."""
+        found: list[Look] = []
+
+        def is_there() -> bool:
+            found.append(self.look(rank))
+            return is_right(found[-1])
+
+        assert until(is_there), found[-1]
+        return found[-1]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two ranks that the tests of this file share."""
+    folder = tmp_path_factory.mktemp("looks")
+    with temporary_folder(folder / "tmp"), session_of(StartOptions(2, gpus="none")) as session:
+        assert session.cluster.channel is not None
+        yield Ranks(session.cluster.channel)
+
+
+def waits_in_torch(look: Look) -> bool:
+    return look.is_in_torch and look.is_asleep
+
+
+def waits_beyond(number: int) -> Callable[[Look], bool]:
+    """Whether a rank waits in torch, and more calls are noted (torch does so a moment later)."""
+    return lambda look: waits_in_torch(look) and number_of(look) > number
+
+
+def number_of(look: Look) -> int:
+    return look.newest[WORLD].number if WORLD in look.newest else 0
+
+
+def test_a_collective_that_waits(ranks: Ranks) -> None:
+    """Place and source line, torch's function innermost, and the call by its name and shape."""
+    before = number_of(ranks.look(1))
+    end = ranks.run(0, "x = torch.ones(3)\n\ndist.all_reduce(x)")
+    look = ranks.look_when(0, waits_beyond(before))
+    other = ranks.look(1)
+    ranks.run(1, "dist.all_reduce(torch.ones(3))")()
+    end()
+
+    assert look.place == Place(ranks.cell - 1, "", 3, "dist.all_reduce(x)")
+    assert look.stack[0] == f"cell [{ranks.cell - 1}], line 3: dist.all_reduce(x)"
+    assert "torch/distributed/distributed_c10d.py" in look.stack[-1]
+    assert look.newest[WORLD] == CxxCall("all_reduce", "float32[3]", before + 1, is_pending=True)
+    assert other.place is None
+    assert other.stack == ()
+    assert number_of(other) == before
+
+
+def test_an_asynchronous_collective_that_is_waited_for(ranks: Ranks) -> None:
+    """wait() has no Python frame of torch's own, and is a wait in torch even so."""
+    before = number_of(ranks.look(1))
+    end = ranks.run(0, "work = dist.all_reduce(torch.ones(2), async_op=True)\nwork.wait()")
+    look = ranks.look_when(0, waits_beyond(before))
+    ranks.run(1, "dist.all_reduce(torch.ones(2))")()
+    end()
+
+    assert look.place == Place(ranks.cell - 1, "", 2, "work.wait()")
+    assert look.newest[WORLD].is_pending
+
+
+def test_ddp_waits_in_backward(ranks: Ranks) -> None:
+    """What C++ calls inside of backward() is told by the recorder, one ahead of the peer's."""
+    ranks.both(
+        "m = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 5))\n"
+        "loss = m(torch.ones(2, 4)).sum()"
+    )
+    before = number_of(ranks.look(1))
+    end = ranks.run(0, "def step():\n    loss.backward()\n\nstep()")
+    look = ranks.look_when(0, waits_beyond(before))
+    other = ranks.look(1)
+    ranks.run(1, "loss.backward()")()
+    end()
+
+    assert look.place == Place(ranks.cell - 1, "", 2, "loss.backward()")
+    assert look.newest[WORLD] == CxxCall("all_reduce", "float32[25]", before + 1, is_pending=True)
+    assert number_of(other) == before
+
+
+def test_fsdp_waits_in_forward(ranks: Ranks) -> None:
+    """The sharded parameters' gather, with the cell's line and not FSDP's own."""
+    ranks.both(
+        "from torch.distributed.fsdp import fully_shard\nf = fully_shard(torch.nn.Linear(8, 8))"
+    )
+    before = number_of(ranks.look(1))
+    end = ranks.run(0, "y = f(torch.ones(2, 8))")
+    look = ranks.look_when(0, waits_beyond(before))
+    other = ranks.look(1)
+    ranks.run(1, "y = f(torch.ones(2, 8))")()
+    end()
+
+    assert look.place == Place(ranks.cell - 1, "", 1, "y = f(torch.ones(2, 8))")
+    assert look.newest[WORLD] == CxxCall("all_gather", "float32[36]", before + 1, is_pending=True)
+    assert number_of(other) == before
+
+
+def test_sleep_is_no_wait_in_torch(ranks: Ranks, tmp_path: Path) -> None:
+    """time.sleep sleeps, and torch has nothing to do with it."""
+    gate = tmp_path / "gate"
+    end = ranks.run(
+        0, f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(1)"
+    )
+    look = ranks.look_when(0, lambda one: one.is_asleep)
+    gate.touch()
+    end()
+
+    assert not look.is_in_torch
+    assert look.place == Place(ranks.cell, "", 3, "time.sleep(1)")
+
+
+def test_computing_is_not_asleep(ranks: Ranks, tmp_path: Path) -> None:
+    """A loop of matrix products is never taken to wait, however often it is looked at."""
+    gate = tmp_path / "gate"
+    end = ranks.run(
+        0,
+        "import os\na = torch.ones(300, 300)\n"
+        f"while not os.path.exists({str(gate)!r}):\n    b = a @ a",
+    )
+    ranks.look_when(0, lambda one: one.place is not None and one.place.line > 2)
+    seen = [ranks.look(0) for _ in range(20)]
+    gate.touch()
+    end()
+
+    assert not any(one.is_asleep for one in seen)
+    assert {one.place.line for one in seen if one.place} <= {3, 4}
+
+
+def test_waiting_for_a_data_loader(ranks: Ranks, tmp_path: Path) -> None:
+    """It sleeps, at the cell's line of the loop, and not in a collective."""
+    gate = tmp_path / "gate"
+    end = ranks.run(
+        0,
+        "import os, time\nclass D(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 1\n    def __getitem__(self, i):\n"
+        f"        while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n        return i\n"
+        "for x in torch.utils.data.DataLoader(D(), num_workers=1): pass",
+    )
+    look = ranks.look_when(0, lambda one: one.is_asleep and len(one.stack) > 1)
+    gate.touch()
+    end()
+
+    assert look.place is not None
+    assert look.place.line == 7
+    assert not look.is_in_torch
+
+
+def test_a_module_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
+    """The innermost line is in the user's file, which is named; the cell is in the stack."""
+    gate = tmp_path / "gate"
+    (tmp_path / "users_module.py").write_text(
+        "import os, time\ndef wait(path):\n    while not os.path.exists(path):\n"
+        "        time.sleep(0.2)\n"
+    )
+    end = ranks.run(
+        0,
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport users_module\n"
+        f"users_module.wait({str(gate)!r})",
+    )
+    look = ranks.look_when(0, lambda one: one.is_asleep and one.place is not None)
+    gate.touch()
+    end()
+
+    assert look.place == Place(None, "users_module.py", 4, "time.sleep(0.2)")
+    assert look.stack[0].startswith(f"cell [{ranks.cell}], line 3")
+
+
+# New backends inside the same ProcessGroup, as a recovery makes them; one process.
+SWAP = """
+import json, sys, tempfile
+import torch, torch.distributed as dist
+from nbdist.hang.rank import main_thread as looks
+
+def told():
+    return {name: [c.op, c.number] for name, c in looks.newest().items()}
+
+folder = tempfile.mkdtemp(dir=sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/0", 1), rank=0, world_size=1)
+kept = dist.new_group([0])
+found = [told()]
+for _ in range(3):
+    dist.all_reduce(torch.ones(2))
+dist.barrier(group=kept)
+found.append(told())
+world = dist.group.WORLD
+backend = dist.ProcessGroupGloo(dist.FileStore(folder + "/1", 1), 0, 1)
+world._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType(7), backend)
+world._set_group_name(world.group_name)
+looks.mark_recovered()
+found.append(told())
+dist.all_reduce(torch.ones(2))
+dist.all_reduce(torch.ones(2), group=kept)
+found.append(told())
+print(json.dumps(found))
+"""
+
+
+def test_numbers_count_from_the_last_recovery(tmp_path: Path) -> None:
+    """After it there is nothing, then 1: in a group with a new backend and in one without."""
+    done = subprocess.run(
+        [sys.executable, "-c", SWAP, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    start, before, marked, after = json.loads(done.stdout)
+
+    assert start == {}
+    assert before == {"0": ["all_reduce", 3], "1": ["barrier", 1]}
+    assert marked == {}
+    assert after == {"0": ["all_reduce", 1], "1": ["all_reduce", 1]}
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    """One entry of the flight recorder."""
+    return {
+        "record_id": 5,
+        "pg_id": 0,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": 4,
+        "is_p2p": False,
+        "profiling_name": "nccl:_all_gather_base",
+        "input_sizes": [[2, 3], [4]],
+        "input_dtypes": ["BFloat16", "Float"],
+        "retired": False,
+        **changes,
+    }
+
+
+def test_entries_that_do_not_count() -> None:
+    """Sends, groups without a name, and what was before the mark."""
+    others = [
+        entry(is_p2p=True),
+        entry(process_group=("", "")),
+        entry(record_id=3),
+    ]
+
+    assert main_thread.newest_of(others, mark=3, base={}) == {}
+    assert main_thread.newest_of([*others, entry()], mark=3, base={0: 1}) == {
+        "0": CxxCall("_all_gather_base", "bfloat16[2, 3]", 3, is_pending=True)
+    }
+
+
+def test_what_was_counted_and_not_yet_noted_is_read_again() -> None:
+    """The entries are kept only when they hold every call of the status."""
+    status = {"0": {"last_enqueued_collective": 4}, "1": {"last_enqueued_collective": 2}}
+    noted = [entry(op_id=4), entry(pg_id=1, op_id=2)]
+
+    assert main_thread.is_complete(status, noted)
+    assert not main_thread.is_complete(status, noted[:1])
+    assert not main_thread.is_complete(status, [entry(op_id=3), noted[1]])
+
+
+def test_a_barrier_has_no_detail() -> None:
+    """Without tensors there is nothing to say, and the last one of a group counts."""
+    found = main_thread.newest_of(
+        [entry(), entry(profiling_name="gloo:barrier", input_sizes=[], input_dtypes=[])], -1, {}
+    )
+
+    assert dataclasses.astuple(found["0"]) == ("barrier", "", 4, True)
+
+
+def test_without_a_recorder_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another torch may have none: no error, and a look without numbers."""
+    monkeypatch.setattr(main_thread, "_recorders", [])
+    main_thread.mark_recovered()
+
+    assert main_thread.newest() == {}
+
+
+class _Kept:
+    """Something whose end can be seen."""
+
+
+def test_a_look_frees_nothing_of_the_main_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a function holds goes when it returns, also while a look at it is under way."""
+    is_watching, may_end = threading.Event(), threading.Event()
+
+    def end(_: object) -> bool:
+        is_watching.set()
+        return may_end.wait(DEADLINE_S)
+
+    monkeypatch.setattr(main_thread._Sleep, "end", end)
+
+    def looked_at() -> weakref.ref[_Kept]:
+        kept = _Kept()
+        thread.start()
+        assert is_watching.wait(DEADLINE_S)
+        return weakref.ref(kept)
+
+    thread = threading.Thread(target=main_thread.look)
+    kept = looked_at()
+
+    assert kept() is None
+
+    may_end.set()
+    thread.join(DEADLINE_S)

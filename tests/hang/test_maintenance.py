@@ -1,0 +1,110 @@
+"""Ranks that wait for one that failed are freed, again if need be; a press ends a recovery."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+from nbdist.client.session import Session
+from nbdist.errors import DistributedError, Interrupted, NbdistError
+from nbdist.hang.kernel.maintenance import RELEASE_S, Upkeep
+
+# Rank 0 fails while it packs this, when rank 1 waits for what it sends.
+UNSENDABLE = """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+optimizer.state[model.module.weight]["hook"] = lambda: None
+"""
+# What follows meets in the store, where there is no connection to shut down.
+CAUGHT = """
+if rank == 0:
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        dist.new_group([0, 1])
+"""
+
+
+class FakeHealth:
+    """Ranks that never answer a recovery."""
+
+    needs_recovery = False
+    aborts = 0
+
+    def begin_recovery(self, _call: object) -> dict[int, Future[Any]]:
+        """Nobody completes it."""
+        return {0: Future()}
+
+    def is_reachable(self, _rank: int) -> bool:
+        """It lives."""
+        return True
+
+    def abort(self) -> None:
+        """Count."""
+        self.aborts += 1
+
+
+class FakeSession:
+    """One idle rank."""
+
+    busy_ranks = ()
+    call = None
+
+    def __init__(self) -> None:
+        self.health = FakeHealth()
+        self.upkeep = Upkeep(cast("Session", self))
+
+
+def test_ranks_that_answer_by_themselves_are_not_broken_off() -> None:
+    """An abort would cost the gradients of all models."""
+    session, late = FakeSession(), Future[Any]()
+    timer = threading.Timer(RELEASE_S / 10, late.set_result, [None])
+    timer.start()
+    session.upkeep.release([late])
+    timer.join()
+
+    assert session.health.aborts == 0
+    session.upkeep.release([Future()])
+    assert session.health.aborts == 1
+
+
+def test_a_press_ends_a_recovery_that_hangs() -> None:
+    """It is left to the next cell."""
+    session = FakeSession()
+    timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+    began_s = time.monotonic()
+    timer.start()
+    with pytest.raises(Interrupted, match="before the next cell"):
+        session.upkeep.recover()
+    timer.join()
+
+    assert time.monotonic() - began_s < 3.0
+    assert session.health.needs_recovery
+
+
+@pytest.mark.cluster
+@pytest.mark.engine
+def test_a_rank_that_fails_to_send_its_model_leaves_no_rank_waiting(pair: Session) -> None:
+    """Said with its reason; then all groups work."""
+    pair.run(UNSENDABLE)
+    with pytest.raises(NbdistError, match=r"rank 0: .*lambda"):
+        pair.sync_model(0)
+    result = pair.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())", timeout_s=20)
+
+    assert [one.text.strip() for one in result.ranks] == ["2.0", "2.0"]
+
+
+@pytest.mark.cluster
+@pytest.mark.engine
+def test_a_rank_that_catches_the_abort_and_waits_again_is_aborted_again(pair: Session) -> None:
+    """The cell ends with the first reason; then all groups work."""
+    pair.grace_s = 0.5
+    with pytest.raises(DistributedError, match=r"rank 0 waits in all_reduce"):
+        pair.run(CAUGHT, timeout_s=30)
+    result = pair.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())", timeout_s=20)
+
+    assert [one.text.strip() for one in result.ranks] == ["2.0", "2.0"]

@@ -1,0 +1,157 @@
+"""NCCL on a rank, as far as it goes without a GPU: finding backends, and voiding a cell."""
+
+import contextlib
+import io
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbdist.errors import NbdistError
+from nbdist.hang.rank import debug_checks, nccl_abort
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Any]:
+    """A group of one rank, with Gloo."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_without_nccl_nothing_happens(group: Any, tmp_path: Path) -> None:
+    """A group without NCCL is neither aborted nor renewed, and works as before."""
+    before = group._get_backend(torch.device("cpu"))
+    nccl_abort.renew(group, dist.FileStore(str(tmp_path / "new"), 1), timedelta(seconds=5))
+    total = torch.ones(3)
+    dist.all_reduce(total)
+
+    assert nccl_abort.backend(group) is None
+    assert nccl_abort.backends() == []
+    assert nccl_abort.abort() == 0
+    assert group._get_backend(torch.device("cpu")) is before
+    assert total.tolist() == [1.0, 1.0, 1.0]
+
+
+class FakeNccl:
+    """Records what is called, in order; its abort takes as long as it is told."""
+
+    def __init__(self, name: str, calls: list[str], hang: threading.Event | None = None) -> None:
+        self.name, self.calls, self.hang = name, calls, hang
+
+    def _group_start(self) -> None:
+        self.calls.append("start")
+
+    def _group_end(self) -> None:
+        self.calls.append("end")
+
+    def abort(self) -> None:
+        self.calls.append(self.name)
+        if self.hang is not None:
+            self.hang.wait(20)
+        if self.name == "broken":
+            raise RuntimeError("unhandled system error")
+
+
+def test_all_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cell is voided first; the aborts stand between one start and one end, and are counted."""
+    calls: list[str] = []
+    found = [FakeNccl("newest", calls), FakeNccl("world", calls)]
+    monkeypatch.setattr(nccl_abort, "backends", lambda: found)
+    monkeypatch.setattr(nccl_abort, "void", lambda: calls.append("void"))
+
+    assert nccl_abort.abort() == 2
+    assert calls == ["void", "start", "newest", "world", "end"]
+
+
+def test_an_abort_that_fails_is_told_and_the_group_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's reason is in the message, and NCCL is not left inside a group of calls."""
+    calls: list[str] = []
+    monkeypatch.setattr(nccl_abort, "backends", lambda: [FakeNccl("broken", calls)])
+    with pytest.raises(NbdistError, match=r"unhandled system error.*%dist_restart"):
+        nccl_abort.abort()
+
+    assert calls == ["start", "broken", "end"]
+
+
+def test_an_abort_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller comes back at the deadline with the number of groups."""
+    hang = threading.Event()
+    monkeypatch.setattr(nccl_abort, "backends", lambda: [FakeNccl("world", [], hang)])
+    began_s = time.monotonic()
+    try:
+        with pytest.raises(NbdistError, match=r"1 group\(s\) within 0.2 s"):
+            nccl_abort.abort(deadline_s=0.2)
+    finally:
+        hang.set()
+
+    assert time.monotonic() - began_s < 5
+
+
+# Blocks in C, as a wait for the GPU does, until the test opens the gate; then it would bind.
+CELL = "result = None\nreached.set()\nresult = gate.acquire(timeout=30)\nafter = True"
+
+
+def run_cell(code: str, beside: Any) -> Any:
+    """Run a cell in this thread, with `beside` in another one meanwhile; its result."""
+    shell = InteractiveShell.instance()
+    names = {"reached": threading.Event(), "gate": threading.Semaphore(0)}
+    shell.user_ns.update(names, after=False)
+    other = threading.Thread(target=beside, args=(names["reached"], names["gate"]))
+    other.start()
+    with contextlib.redirect_stdout(io.StringIO()):  # the shell shows the failure there
+        result = shell.run_cell(code)
+    other.join()
+    return shell.user_ns, result
+
+
+def test_a_voided_cell_fails_and_binds_nothing() -> None:
+    """The call that was blocked returns, but what it returned is never bound."""
+    answers = []
+
+    def beside(reached: threading.Event, gate: threading.Semaphore) -> None:
+        assert reached.wait(20)
+        answers.append(nccl_abort.void())
+        gate.release()
+
+    names, result = run_cell(CELL, beside)
+
+    assert answers == [True]
+    assert isinstance(result.error_in_exec, nccl_abort.Void)
+    assert "is void" in str(result.error_in_exec)
+    assert names["result"] is None
+    assert names["after"] is False
+
+
+def test_without_a_cell_nobody_is_hit() -> None:
+    """Outside of a cell void says no, and no exception comes later."""
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(nccl_abort.void()))
+    thread.start()
+    thread.join()
+    for _ in range(1000):
+        pass
+
+    assert answers == [False]
+
+
+def test_types_are_given_from_above_and_never_twice(group: Any) -> None:
+    """Each new backend of a group gets a type that it has not had."""
+    seen = []
+    for _ in range(3):
+        kind = debug_checks.unused_type(group)
+        seen.append(int(kind))
+        backend = group._get_backend(torch.device("cpu"))
+        group._register_backend(torch.device("cpu"), kind, backend)
+
+    assert seen == [255, 254, 253]

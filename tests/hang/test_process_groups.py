@@ -1,0 +1,268 @@
+"""Process groups come back after hangs and deaths, as the same objects."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from nbdist.errors import NbdistError
+from nbdist.hang.rank import debug_checks
+from nbdist.hang.recovery import MadeGroup, Recovered, merge_made
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+
+# DDP and FSDP2 train; between steps rank 0 hangs in each way, is broken off, and all go on.
+HANGS = """
+    torch.manual_seed(0)
+    L = torch.nn.Linear
+    def net():
+        return torch.nn.Sequential(L(8, 16), torch.nn.ReLU(), L(16, 8))
+    sub = dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (n,))
+    flat = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("a", "b"))
+    ddp, fs = DDP(net()), net()
+    for layer in (fs[0], fs[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(fs, mesh=mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (ddp, fs)]
+    data = torch.ones(4, 8) * (rank + 1)
+    sheet = distribute_tensor(torch.arange(16.0).reshape(4, 4), flat, [Shard(0), Shard(1)])
+
+    def steps():
+        losses = []
+        for m, o in zip((ddp, fs), optimizers):
+            loss = m(data).pow(2).mean()
+            loss.backward()
+            o.step()
+            o.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    hangs = {
+        "ddp": lambda: ddp(data).sum().backward(),
+        "fsdp forward": lambda: fs(data),
+        "fsdp backward": lambda: fs(data).pow(2).mean().backward(),
+        "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
+        "barrier": dist.barrier,
+        "subgroup": lambda: dist.all_reduce(torch.ones(3), group=sub),
+        "object": lambda: dist.all_gather_object([None] * n, {"a": 1}),
+        "recv": lambda: dist.recv(torch.ones(3), 1),
+    }
+    curve, told, right, spent = [steps(), steps()], {}, [], []
+    fds = []
+    for generation, (kind, hang) in enumerate(hangs.items(), 1):
+        if os.environ["FAULT"] == "1":
+            if rank == 0:
+                told[kind], _ = broken_off(hang)
+                say(f"out{generation}")
+            else:
+                if kind == "fsdp backward":
+                    fs(data)
+                wait_for(f"out{generation}", [0])
+            began = time.monotonic()
+            back = groups.recover(generation)
+            spent.append(time.monotonic() - began)
+            later = dist.new_group([0, 1])
+            right.append([total(), total(sub) if rank < 2 else 3.0,
+                          total(later) if rank < 2 else 3.0,
+                          sheet.full_tensor().sum().item(),
+                          sheet.redistribute(placements=[Replicate()] * 2).to_local().sum().item()])
+            gathered = [None] * n
+            dist.all_gather_object(gathered, rank)
+            right[-1].append(sum(gathered))
+            dist.barrier()
+            dist.monitored_barrier()
+            fds.append(counts()[0])
+        curve.append(steps())
+    done(curve=curve, told=told, right=right, spent=spent, fds=fds,
+         checksums=models.checksums(), names=[model.name for model in models.find()])
+"""
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.faults), 4])
+def test_eight_ways_to_hang_leave_the_loss_curve_as_it_was(tmp_path: Path, size: int) -> None:
+    """After each, groups made before and after it, meshes and DTensors give right numbers."""
+    with TorchRanks(tmp_path / "calm", size, HANGS, FAULT="0") as ranks:
+        calm = ranks.results()
+    with TorchRanks(tmp_path / "storm", size, HANGS, FAULT="1") as ranks:
+        storm = ranks.results()
+
+    assert [one["curve"] for one in storm] == [one["curve"] for one in calm]
+    assert len(set(map(str, calm[0]["curve"]))) == 10
+    assert list(storm[0]["told"].values()) == ["RuntimeError"] * 8
+    everyone = size * (size + 1) / 2
+    for one in storm:
+        assert one["right"] == [[everyone, 3.0, 3.0, 120.0, 120.0, sum(range(size))]] * 8
+        assert one["names"] == ["ddp", "fs"]
+        assert one["checksums"]["fs"] == "sharded"
+        assert max(one["spent"]) < 10
+    assert len({one["checksums"]["ddp"] for one in storm}) == 1
+    # Each round makes one more group, with a connection per peer that the aborted ones give back.
+    assert storm[0]["fds"][-1] - storm[0]["fds"][0] <= 7 * 2 + 2
+
+
+MANY = """
+    own = dist.new_group([0, 1])
+    ddp = DDP(torch.nn.Linear(4, 4))
+    rows, right = [], True
+    for generation in range(1, int(os.environ["TIMES"]) + 1):
+        groups.recover(generation)
+        right = right and total() == 3.0 and total(own) == 3.0
+        ddp(torch.ones(2, 4)).sum().backward()
+        rows.append(counts())
+    used = Path("/proc/self/status").read_text()
+    done(right=right, rows=rows, rss=used.split("VmRSS:")[1].split()[0])
+"""
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.faults)])
+def test_recoveries_in_a_row_leave_no_descriptor(tmp_path: Path, times: int) -> None:
+    """Sums stay right; descriptors do not grow, threads by the workers of each new backend."""
+    with TorchRanks(tmp_path, 2, MANY, TIMES=str(times)) as ranks:
+        results = ranks.results()
+
+    for one in results:
+        fds, threads = zip(*one["rows"], strict=True)
+        assert one["right"]
+        assert max(fds) - fds[0] <= 2
+        # Two groups; torch keeps a group's old backends, with their two sleeping threads each.
+        assert threads[-1] - threads[0] == (times - 1) * 2 * 2
+
+
+REPLACED = """
+    if is_new:
+        known = {str(name): pg for pg, name in c10d._world.pg_names.items()}
+        first = known.get("1")
+        local = next((pg for name, pg in known.items() if len(name) > 3), None)
+    else:
+        from datetime import timedelta
+        # First of all: torch names it by how many groups the members are in.
+        local = dist.new_group([1, n - 1], use_local_synchronization=True) if n > 2 else None
+        first = dist.new_group([0, 1], timeout=timedelta(seconds=77), group_desc="mine")
+        closed = dist.new_group([0, 1])
+        dist.new_group([0])
+        dist.destroy_process_group(closed) if rank < 2 else None
+        assert total() == n * (n + 1) / 2
+        say("made", pickle.dumps((runtime.current().topology, groups.groups_made())))
+        wait_for("dead", [1])
+        broken = groups.recover(1, (1,))
+        alone = [str(name) for name in broken.skipped]
+        say("again")
+        back = groups.recover(2)
+    later = dist.new_group(list(range(n)))
+    result = {"world": total(), "later": total(later), "name": later.group_name}
+    if rank < 2:
+        result["first"] = total(first)
+        result["desc"] = first.group_desc
+        result["timeout"] = first._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    if n > 2 and rank in (1, n - 1):
+        result["local"] = total(local)
+    dist.barrier()
+    if not is_new:
+        result.update(skipped=alone, renewed=back.renewed)
+    done(**result, made=len(groups.groups_made()))
+"""
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.faults), 4])
+def test_a_new_process_takes_a_dead_ranks_place(tmp_path: Path, size: int) -> None:
+    """Its world, the user's groups with their timeouts, and names of groups made later all fit."""
+    with TorchRanks(tmp_path, size, REPLACED) as ranks:
+        said = {r: pickle.loads(ranks.wait_for("made", r)) for r in range(size) if r != 1}
+        ranks.wait_for("made", 1)
+        ranks.kill(1)
+        (tmp_path / "dead.1").touch()
+        for rank in said:
+            ranks.wait_for("again", rank)
+        made = merge_made(groups for _, groups in said.values())
+        ranks.replace(1, 2, said[0][0], made)
+        results = ranks.results()
+
+    everyone = size * (size + 1) / 2
+    assert [(one["world"], one["later"]) for one in results] == [(everyone, everyone)] * size
+    assert len({one["name"] for one in results}) == 1
+    for one in results[:2]:
+        assert (one["first"], one["desc"], one["timeout"]) == (3.0, "mine", 77.0)
+    if size > 2:
+        assert [results[r]["local"] for r in (1, size - 1)] == [2.0 + size] * 2
+    assert set(results[0]["skipped"]) >= {"0", "1"}
+    assert {"0", "1"} <= set(results[0]["renewed"])
+
+
+MISSING = """
+    groups.DEADLINE_S = 1.0
+    text = ""
+    if rank == 0:
+        try:
+            groups.recover(1)
+        except NbdistError as error:
+            text = str(error)
+        say("tried")
+    else:
+        wait_for("tried", [0])
+    groups.DEADLINE_S = 30.0
+    groups.recover(2)
+    done(text=text, total=total())
+"""
+
+
+def test_a_rank_that_does_not_come_is_named_and_all_can_try_again(tmp_path: Path) -> None:
+    """After its deadline, not after half an hour; the next generation works."""
+    with TorchRanks(tmp_path, 2, MISSING) as ranks:
+        results = ranks.results()
+
+    assert "rank 0 waited 1 s" in results[0]["text"]
+    assert "rank(s) 1 did not come" in results[0]["text"]
+    assert [one["total"] for one in results] == [3.0, 3.0]
+
+
+DETAIL = """
+    own = dist.new_group([0, 1])
+    name = ""
+    if rank == 0:
+        name, _ = broken_off(lambda: dist.all_reduce(torch.ones(3)))
+        say("out")
+    else:
+        wait_for("out", [0])
+    groups.recover(1)
+    sums = [total(), total(own)]
+    wrong = ""
+    try:
+        dist.all_reduce(torch.ones(3 + rank))
+    except RuntimeError as error:
+        wrong = str(error)
+    done(name=name, sums=sums, wrong=wrong)
+"""
+
+
+def test_torchs_own_checks_go_on_after_a_recovery(tmp_path: Path) -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL two different shapes are refused before and after."""
+    with TorchRanks(tmp_path, 2, DETAIL, TORCH_DISTRIBUTED_DEBUG="DETAIL") as ranks:
+        results = ranks.results()
+
+    assert results[0]["name"] == "RuntimeError"
+    assert [one["sums"] for one in results] == [[3.0, 3.0]] * 2
+    assert all("mismatch" in one["wrong"] for one in results)
+
+
+def test_a_group_that_has_used_every_number_says_how_to_go_on() -> None:
+    """torch binds each of 249 numbers to one backend for good."""
+
+    class Spent:
+        group_name = "3"
+
+        def _backend_id(self, kind: dist.ProcessGroup.BackendType) -> int:
+            return 1
+
+    with pytest.raises(NbdistError, match=r"group 3 has been recovered 249 times.*%dist_reset"):
+        debug_checks.unused_type(Spent())
+
+
+def test_an_answer_crosses_the_wire() -> None:
+    """Records of a recovery are equal after pickling."""
+    made = MadeGroup("1", (0, 1), "gloo", 60.0, "mine", "", 2, is_member=True, is_open=True)
+    back = Recovered(3, ("0",), {"1": (0, 1)}, ("model",), {"model": 2}, {"model": "a/b"})
+
+    assert pickle.loads(pickle.dumps((made, back))) == (made, back)

@@ -1,0 +1,153 @@
+"""What black boxes tell after a cell: wrong shapes, counts out of step, the last call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nbdist.hang.diagnose import counts_differ, last_words, mismatches
+from nbdist.hang.records import Box, Call, RankView
+from nbdist.hang.text import last_call, place_told, state_of
+from tests.support.boxes import REDUCE, RUN, WORLD, at, box, call, inner, look, reduce, view
+
+PAIR = {WORLD: (0, 1)}
+PLACE = at(3, "loss.backward()")
+
+
+def test_wrong_shapes_that_ended_are_told_afterwards() -> None:
+    """Gloo adds 3 and 4 floats without a word."""
+    boxes = [
+        box(0, reduce(place=at(2)), groups=PAIR, state="finished"),
+        box(1, reduce(detail="float32[4]", place=at(3)), groups=PAIR, state="finished"),
+    ]
+
+    (one,) = mismatches(boxes, RUN)
+    assert one == (
+        "ranks 0-1 called all_reduce with different shapes: "
+        "float32[3] at line 2 of cell [12] (rank 0), "
+        "float32[4] at line 3 of cell [12] (rank 1): the results are wrong"
+    )
+    assert mismatches(boxes, RUN + 1) == ()
+
+
+def test_different_ops_that_ended_are_told_once() -> None:
+    """What follows is out of step as well, and not told."""
+    ops = ("reduce", "broadcast", "barrier")
+    boxes = [
+        box(0, *(call(op) for op in ops), groups=PAIR),
+        box(1, *(call(op) for op in reversed(ops)), groups=PAIR),
+    ]
+
+    (one,) = mismatches(boxes, RUN)
+    assert one == (
+        "ranks 0-1 called different collectives: reduce() at line 7 of cell [12] (rank 0), "
+        "barrier() at line 7 of cell [12] (rank 1): the results are wrong"
+    )
+
+
+def test_calls_that_fit_are_no_mismatch() -> None:
+    """Equal ones, sizes of objects, calls that did not end, sends against recvs."""
+    pairs = [
+        (reduce(), reduce()),
+        (call("gather_object", "a"), call("gather_object", "b")),
+        (reduce(), reduce("raised", detail="float32[4]")),
+        (call("send", "float32[3]", peer=1), call("recv", "float32[3], src=0", peer=0)),
+    ]
+
+    for one, other in pairs:
+        assert mismatches([box(0, one, groups=PAIR), box(1, other, groups=PAIR)], RUN) == ()
+
+
+@pytest.mark.parametrize("state", ["waiting", "raised"])
+def test_a_rank_that_gloo_ended_is_told_with_both_shapes(state: str) -> None:
+    """Its peer still waits, or has raised, for which its call does not count."""
+    boxes = [
+        box(0, reduce("waiting", place=at(2)), groups=PAIR),
+        box(1, reduce(state, detail="float32[900]", place=at(3)), groups=PAIR, state="raised"),
+    ]
+
+    assert last_words(boxes, 0, is_abort=True) == (
+        "ranks 0-1 called all_reduce with different shapes: "
+        "float32[3] at line 2 of cell [12] (rank 0), float32[900] at line 3 of cell [12] (rank 1)"
+    )
+    assert "it was still in it" in last_words(boxes, 0, is_abort=False)
+
+
+def test_last_words_are_of_the_cell_that_ran() -> None:
+    """Nothing is told of an idle rank, of an earlier cell's calls, or without a box."""
+    old = replace(box(0, reduce(), groups=PAIR), run=RUN + 1)
+
+    assert "which was over" in last_words([box(0, reduce(), groups=PAIR)], 0, is_abort=True)
+    assert last_words([old], 0, is_abort=True) == ""
+    assert last_words([box(0, reduce(), groups=PAIR, state="finished")], 0, is_abort=True) == ""
+    assert last_words([], 0, is_abort=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_different"),
+    [
+        ((reduce(),), (reduce(),), False),
+        ((reduce(),), (), True),
+        ((call("send", peer=1),), (call("recv", peer=0),), False),
+        ((call("send", peer=1),), (), True),
+        ((), (call("recv", peer=0),), True),
+    ],
+)
+def test_counts_that_differ(
+    one: tuple[Call, ...], other: tuple[Call, ...], is_different: bool
+) -> None:
+    """Collectives per group; sends against the other side's recvs."""
+    assert (
+        counts_differ([box(0, *one, groups=PAIR), box(1, *other, groups=PAIR)], {}) is is_different
+    )
+
+
+def test_a_dead_rank_counts_for_nothing_in_the_counts() -> None:
+    """Its sends and calls are not compared: only the living are given."""
+    alive = box(0, reduce(), call("send", peer=1), groups=PAIR)
+
+    assert not counts_differ([alive], {0: {WORLD: inner("all_reduce", "", 3)}})
+
+
+def test_counts_of_the_flight_recorder_are_compared() -> None:
+    """Where it is there: equal, different, none at all, none in this group."""
+    boxes: list[Box] = [box(rank, groups=PAIR) for rank in (0, 1)]
+    three, four = ({WORLD: inner("all_reduce", "", number)} for number in (3, 4))
+
+    assert not counts_differ(boxes, {0: three, 1: three})
+    assert counts_differ(boxes, {0: three, 1: four})
+    assert not counts_differ(boxes, {0: three, 1: {}})
+    assert counts_differ(boxes, {0: three, 1: {"7": inner("barrier", "", 1)}})
+
+
+def test_the_last_call_of_a_dead_rank() -> None:
+    """In it, or over before, or none."""
+    where = "its last call was all_reduce(float32[3]) at line 7 of cell [12]"
+
+    assert last_call(box(0, reduce("waiting"), groups=PAIR)) == f"{where} (it was still in it)"
+    assert last_call(box(0, reduce(), groups=PAIR)) == f"{where} (which was over)"
+    assert last_call(box(0, groups=PAIR)) == ""
+
+
+def test_the_state_of_a_rank_that_waits() -> None:
+    """In a call from Python or from C++; nothing when it does not wait."""
+    waiting, idle = view(0, "running", reduce("waiting")), view(0, "running", reduce())
+    inside = view(0, "running", look=look(PLACE, g0=inner("all_reduce", "float32[20]", 4)))
+
+    assert state_of(waiting.box, waiting) == (
+        "waiting in all_reduce(float32[3]) at line 7 of cell [12]"
+    )
+    assert state_of(inside.box, inside) == (
+        "waiting in all_reduce(float32[20]) inside line 3 of cell [12]"
+    )
+    assert state_of(idle.box, idle) == ""
+    assert state_of(None, RankView(0, "running")) == ""
+
+
+def test_a_place_in_words() -> None:
+    """In a cell, in a file, unknown."""
+    assert place_told(at(7, REDUCE)) == f"line 7 of cell [12]: {REDUCE}"
+    assert place_told(replace(at(7), cell=None, file="train.py")) == "line 7 of train.py"
+    assert place_told(at(7, "for x in loader:")) == "line 7 of cell [12]: for x in loader"
+    assert place_told(None) == ""

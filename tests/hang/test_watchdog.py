@@ -1,0 +1,263 @@
+"""The watchdog tells a deadlock once, in time, and never takes a slow rank for one."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from nbdist.hang.kernel.health import LOOK_PAUSE_S, Health
+from nbdist.hang.kernel.watchdog import AFTER_S, LATE_S, PAUSE_S, Watchdog
+from nbdist.hang.records import Box, Call, CxxCall, Group, Look, Place, RankView
+
+RUN = 7
+WORLD = Group("0", (0, 1), 0)
+GRACE_S = 5.0
+
+
+def box(rank: int, state: str = "running", waits_since_s: float | None = None) -> Box:
+    """A rank that has made no call, or waits in its first one."""
+    calls: tuple[Call, ...] = ()
+    if waits_since_s is not None:
+        place = Place(12, "", 7, "dist.all_reduce(x)")
+        calls = (
+            Call(
+                "all_reduce", "float32[3]", "0", 1, None, place, RUN, waits_since_s, None, "waiting"
+            ),
+        )
+    group = Group("0", (0, 1), len(calls))
+    return Box(rank, 100 + rank, 0, RUN, state, 0.0, {"0": group}, {}, calls)
+
+
+class FakeHealth:
+    """Boxes that the test writes."""
+
+    def __init__(self, boxes: Mapping[int, Box]):
+        self.boxes = dict(boxes)
+        self.asked: list[int] = []
+        self.stopped: set[int] = set()
+        self.answers: dict[int, Look] = {}
+        self.looks: dict[int, tuple[Look, float]] = {}
+        self.is_deaf = False
+
+    def forget_looks(self) -> None:
+        """Nothing."""
+
+    def forget_look(self, _rank: int) -> None:
+        """Nothing."""
+
+    def ask_looks(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
+        """Note who was asked; the answer is there at the next look, and kept for half a second."""
+        for rank in ranks:
+            self.asked.append(rank)
+            _, looked_s = self.looks.get(rank, (None, 0.0))
+            if not self.is_deaf and not newer_than_s <= looked_s > now_s - LOOK_PAUSE_S:
+                self.looks[rank] = self.answers.get(rank, Look(None, (), False, False)), now_s
+
+    def views(self, states: Mapping[int, tuple[str, str]]) -> list[RankView]:
+        """As Health does, without processes."""
+        return [
+            RankView(
+                r,
+                "stopped" if r in self.stopped else states[r][0],
+                states[r][1],
+                one,
+                *self.looks.get(r, ()),
+            )
+            for r, one in self.boxes.items()
+        ]
+
+
+class Watch:
+    """A watchdog, its boxes, and a clock that goes forward in its own pauses."""
+
+    def __init__(self, boxes: Mapping[int, Box], *, is_quiet: bool = False):
+        self.health = FakeHealth(boxes)
+        self.states: dict[int, tuple[str, str]] = dict.fromkeys(boxes, ("running", ""))
+        self.dog = Watchdog(cast("Health", self.health), 0.0, GRACE_S, is_quiet=is_quiet)
+        self.told: list[tuple[float, str]] = []
+
+    def until(self, end_s: float) -> None:
+        """Let the time pass."""
+        while self.dog.next_s <= end_s:
+            now_s = self.dog.next_s
+            self.told += [(now_s, line) for line in self.dog.look(now_s, lambda: self.states)]
+
+
+def test_a_missing_call_is_told_once_within_two_seconds() -> None:
+    """By the line, and after the grace it is due to be aborted."""
+    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
+    watch.states[1] = "finished", ""
+    watch.until(20.0)
+    (told_s, line), *others = watch.told
+
+    assert others == []
+    assert line == (
+        "rank 0 waits in all_reduce(float32[3]) at line 7 of cell [12]: dist.all_reduce(x); "
+        "rank 1 finished the cell without calling it"
+    )
+    assert 0.1 + AFTER_S <= told_s <= 2.1
+    assert watch.dog.abort_s == pytest.approx(told_s + GRACE_S)
+    assert watch.dog.deadlock is not None
+    assert list(watch.dog.waiting) == [0]
+
+
+def test_a_slow_peer_is_told_late_and_never_aborted() -> None:
+    """It may still come: no deadlock, and a line only after a while."""
+    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1)})
+    watch.until(LATE_S - PAUSE_S)
+    early = list(watch.told)
+    watch.until(LATE_S + 3 * PAUSE_S)
+    told = list(watch.told)
+    watch.until(50.0)
+
+    assert early == []
+    assert len(told) == 1
+    assert "rank 1 has not come to it yet" in told[0][1]
+    assert watch.told == told
+    assert watch.dog.deadlock is None
+    assert watch.dog.abort_s == float("inf")
+
+
+def test_stored_outputs_have_no_line_that_depends_on_time() -> None:
+    """A slow rank is not told; a deadlock is."""
+    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1)}, is_quiet=True)
+    watch.until(30.0)
+    slow = list(watch.told)
+    watch.states[1] = "raised", "ValueError"
+    watch.health.boxes[1] = box(1, "raised")
+    watch.until(32.0)
+
+    assert slow == []
+    assert len(watch.told) == 1
+    assert "rank 1 raised ValueError before it" in watch.told[0][1]
+
+
+def test_a_call_that_comes_in_the_grace_takes_the_abort_back() -> None:
+    """A peer that was thought to be done makes the call from another thread."""
+    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
+    watch.states[1] = "finished", ""
+    watch.until(3.0)
+    was_due = watch.dog.abort_s
+    watch.health.boxes = {0: box(0), 1: box(1, "finished")}
+    watch.until(4.0)
+
+    assert was_due < 10.0
+    assert watch.dog.abort_s == float("inf")
+    assert watch.dog.deadlock is None
+
+
+def test_a_stopped_rank_is_told_at_once_and_again_when_it_stops_again() -> None:
+    """By its process state: it does not answer, and it is not aborted."""
+    watch = Watch({0: box(0), 1: box(1)})
+    watch.health.stopped = {1}
+    watch.until(1.5)
+    first = [line for _, line in watch.told]
+    watch.health.stopped = set()
+    watch.until(2.0)
+    watch.health.stopped = {1}
+    watch.until(3.0)
+
+    assert len(first) == 1
+    assert first[0].startswith("rank 1 is stopped (SIGSTOP)")
+    assert len(watch.told) == 2
+    assert watch.dog.deadlock is None
+
+
+def test_ranks_are_asked_when_nobody_makes_a_call_or_somebody_is_done() -> None:
+    """A cell whose ranks make calls all the time is not disturbed."""
+    watch = Watch({0: box(0), 1: box(1)})
+    for tenths in range(100):
+        now_s = tenths / 10
+        watch.health.boxes = {r: replace(box(r), since_s=now_s) for r in (0, 1)}
+        watch.until(now_s)
+    quiet = list(watch.health.asked)
+    watch.until(13.0)
+
+    assert quiet == []
+    assert set(watch.health.asked) == {0, 1}
+
+
+def test_an_old_answer_beside_a_new_box_is_no_deadlock() -> None:
+    """Rank 1 may have left its call since it answered; only a new answer tells."""
+    pending = CxxCall("all_gather", "float32[3]", 1, is_pending=True)
+    watch = Watch({0: box(0), 1: box(1)})
+    watch.health.answers[0] = Look(None, (), False, False, {"0": replace(pending, number=0)})
+    watch.health.answers[1] = Look(None, (), True, True, {"0": pending})
+    watch.until(1.0)  # asked, as nobody makes a call
+    watch.health.is_deaf = True
+    watch.health.boxes[0] = box(0, "finished")
+    watch.states[0] = "finished", ""
+    watch.until(4.0)
+    old = list(watch.told)
+    watch.health.is_deaf = False
+    watch.until(5.0)
+
+    assert old == []
+    assert [line.partition(" in ")[0] for _, line in watch.told] == ["rank 1 waits"]
+
+
+def test_a_deadlock_is_told_only_when_its_ranks_have_answered_since() -> None:
+    """Else nobody knows whether a rank that has ended the cell has a thread that goes on."""
+    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
+    watch.states[1] = "finished", ""
+    watch.health.is_deaf = True
+    watch.until(8.0)
+    deaf = list(watch.told)
+    watch.health.is_deaf = False
+    watch.until(10.0)
+
+    assert deaf == []
+    assert len(watch.told) == 1
+
+
+def test_a_rank_whose_other_thread_goes_on_is_only_late() -> None:
+    """It has finished the cell, and may make the call all the same."""
+    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
+    watch.states[1] = "finished", ""
+    watch.health.answers[1] = Look(None, (), False, False, free_threads=("loader",))
+    watch.until(30.0)
+
+    (told_s, line), *others = watch.told
+    assert others == []
+    assert line.endswith("rank 1 has not come to it yet, but may in the background (loader)")
+    assert told_s >= LATE_S
+    assert watch.dog.deadlock is None
+
+
+def test_the_next_call_of_the_same_line_is_another_finding() -> None:
+    """In a loop the words are the same: only one that lasts is told."""
+    watch = Watch({0: box(0, waits_since_s=0.0), 1: box(1, "finished")})
+    watch.states[1] = "finished", ""
+    for number in range(1, 40):
+        call = replace(box(0, waits_since_s=0.0).calls[0], number=number)
+        group = Group("0", (0, 1), number)
+        own = replace(watch.health.boxes[0], calls=(call,), groups={"0": group})
+        watch.health.boxes[0] = own
+        watch.until(number * PAUSE_S)
+
+    assert watch.told == []
+
+
+def test_a_call_that_nobody_can_complete_is_told_before_the_last_rank_is_there() -> None:
+    """And aborted only then: the rank that computes is left alone."""
+    boxes = {0: box(0, waits_since_s=0.1), 1: box(1, "finished"), 2: box(2)}
+    world = {"0": Group("0", (0, 1, 2), 0)}
+    boxes = {r: replace(one, groups=world) for r, one in boxes.items()}
+    boxes[0] = replace(boxes[0], groups={"0": Group("0", (0, 1, 2), 1)})
+    watch = Watch(boxes)
+    watch.states[1] = "finished", ""
+    watch.until(20.0)
+    told = list(watch.told)
+    abort_s = watch.dog.abort_s
+    watch.health.boxes[2] = replace(boxes[0], rank=2)
+    watch.until(30.0)
+
+    assert len(told) == 1
+    assert told[0][0] <= 2.1
+    assert "rank 1 finished the cell without calling it" in told[0][1]
+    assert "rank 2 has not come to it yet" in told[0][1]
+    assert abort_s == float("inf")
+    assert watch.told == told
+    assert watch.dog.deadlock is not None
+    assert watch.dog.abort_s < 30.0
