@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
     from nbdist.core.view import View
     from nbdist.parallel.accelerator.accelerator import Accelerator as Accelerator
     from nbdist.view.config import CheckView

@@ -12,8 +12,8 @@ from IPython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist import commands
-from nbdist.client import completion
-from nbdist.core.completion import Reply, reply_of, reply_with, shifted
+from nbdist.cells.completion import Reply, reply_of, reply_with, shifted
+from nbdist.cells.kernel import completion
 from nbdist.errors import OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK
 from nbdist.routing import Destination, destination

@@ -12,20 +12,20 @@ from typing import Any
 
 from IPython import get_ipython
 
-from nbdist.client import driving, progress
+from nbdist.cells.kernel import progress, wait
+from nbdist.cells.kernel.cell_request import CellRequest
+from nbdist.cells.kernel.cell_run import CellRun
+from nbdist.cells.kernel.session import Session
+from nbdist.cells.outputs import CellResult
+from nbdist.cells.view.live_cell import LiveCell, publish
 from nbdist.client.recordings import Recordings
-from nbdist.client.request import CellRequest
-from nbdist.client.run import CellRun
-from nbdist.client.session import Session
 from nbdist.cluster.kernel import outside
 from nbdist.cluster.kernel.start import Started, StartOptions, start
-from nbdist.core.cells import CellResult
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.shown import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
-from nbdist.view.cells import LiveCell, publish
 from nbdist.view.progress import ShownProgress
 
 LOCAL = "local"
@@ -187,13 +187,13 @@ class Notebook:
         """Run a distributed cell and block until it ends."""
         options = self.before_cell(code, options)
         with self._recorded(options.record):
-            return driving.wait(self.request(code, options))
+            return wait.wait(self.request(code, options))
 
     async def run_async(self, code: str, options: CellOptions) -> CellResult:
         """Run a distributed cell and leave the kernel's loop free meanwhile."""
         options = self.before_cell(code, options)
         with self._recorded(options.record):
-            return await driving.wait_async(self.request(code, options))
+            return await wait.wait_async(self.request(code, options))
 
     @contextlib.contextmanager
     def _recorded(self, record: Record | None) -> Iterator[None]:

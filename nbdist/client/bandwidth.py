@@ -31,7 +31,7 @@ from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 BENCH_S = 10.0
 # Connections are made in the first call; beyond this, and what the runs themselves may take, a

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.client import progress
+from nbdist.cells.kernel import progress
 from nbdist.client import remote_checkpoint as remote
 from nbdist.core import checkpoint_folder
 from nbdist.core.failures import ranks_phrase
@@ -22,7 +22,7 @@ from nbdist.errors import CheckpointError, Interrupted, NbdistError, RankGone
 from nbdist.rpc.kernel import gather
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 # Agreeing on what is saved, and a copy of it in the hosts' memory.
 BEGIN_S = 600.0

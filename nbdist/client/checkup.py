@@ -10,7 +10,7 @@ from nbdist.core.checkup import Checkup
 from nbdist.errors import OptionError
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 # Every element of every tensor is read once, on a GPU in milliseconds for a GB.
 LOOK_S = 300.0

@@ -16,12 +16,12 @@ from nbdist.rpc.kernel import functions
 from nbdist.strategy.choice import Choice, described
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 # A large model is copied to the host, and back.
 KEEP_S = 300.0
 WATCH_S = 60.0
-# How client.ending says that nbdist has refused the cell's model or batch on all ranks.
+# How cells.kernel.cell_outcome says that nbdist has refused the cell's model or batch on all ranks.
 _REFUSED = re.compile(r"^ranks? [\d,-]+ raised (?:OptionError|NbdistError): (.*)$", re.DOTALL)
 RECORDED = TraceOptions()
 _NOT_BACK = (

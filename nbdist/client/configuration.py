@@ -10,7 +10,7 @@ from nbdist.core.config_emit import SCRIPT, Setting
 from nbdist.rpc.kernel.functions import Caller
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 ASK_S = 30.0
 _CLASSES = "nbdist.engine.block_classes:block_classes"

@@ -12,7 +12,7 @@ from nbdist.errors import NbdistError, OptionError
 from nbdist.rpc.kernel import gather
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 DESCRIBE_S = 60.0
 # Two steps, on a CPU under torch's profiler.

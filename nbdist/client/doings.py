@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING
 
-from nbdist.client import states
+from nbdist.cells.kernel import status
 from nbdist.core.monitor import Doing
 from nbdist.hang import call_log, wait_graph
 from nbdist.hang import text as hang_text
@@ -13,7 +13,7 @@ from nbdist.hang.kernel.health import BoxFiles
 from nbdist.hang.records import Box, RankView
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 # An answer about a wait that C++ began is believed for this long.
 LOOK_S = 2.0
@@ -40,7 +40,7 @@ class Doings:
         look, looked_s = session.health.newest_look(rank)
         is_new = looked_s >= wait_graph.last_event_s(box) and now_s < looked_s + LOOK_S
         view = RankView(rank, "running", "", box, look if is_new else None, looked_s)
-        state, text = states.situation(session, rank, view)
+        state, text = status.situation(session, rank, view)
         if state == "dead" and is_here and not session.health.end_of(rank):
             # As while a controller that has ended is replaced.
             state, text = "unknown", "its process lives, its connection is lost"

@@ -13,7 +13,7 @@ from nbdist.errors import OptionError, SnapshotError
 from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 COST = "What the recording itself needs is not in it: torch's allocators do not serve the profiler."
 

@@ -23,7 +23,7 @@ from nbdist.core.monitor_rules import MonitorFinding
 from nbdist.errors import NotRunning, OptionError
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 __all__ = ["Listener", "Monitor", "Samples"]
 

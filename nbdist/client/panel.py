@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import remote_plan, states
+from nbdist.cells.kernel import status
+from nbdist.client import remote_plan
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.panel import RankRow, row_of
 from nbdist.core.panel_picker import Model
@@ -20,8 +21,8 @@ from nbdist.rpc.kernel import functions
 from nbdist.strategy.choice import Choice, default_choice
 
 if TYPE_CHECKING:
-    from nbdist.client.run import CellRun
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.cell_run import CellRun
+    from nbdist.cells.kernel.session import Session
 
 # Who has waited for less is in step with the others.
 AFTER_S = 1.0
@@ -44,7 +45,7 @@ def looked(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ...]]:
     rows = tuple(row_of(place, samples.get(place.rank), now_s) for place in session.topology.ranks)
     if all(row.kind != "waiting" for row in rows):
         return rows, ()
-    found = diagnose.diagnose(list(states.views(session).values()), now_s, AFTER_S)
+    found = diagnose.diagnose(list(status.views(session).values()), now_s, AFTER_S)
     return rows, tuple(one.text for one in found)
 
 

@@ -10,14 +10,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from nbdist.client import progress
-from nbdist.client.progress import Tell
+from nbdist.cells.kernel import progress
+from nbdist.cells.kernel.progress import Tell
 from nbdist.core import contents
 from nbdist.core.parcels import Parcel
 from nbdist.errors import Interrupted, NbdistError
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 # A rank's first profiler loads CUPTI.
 BEGIN_S = 60.0

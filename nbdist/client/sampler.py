@@ -19,7 +19,7 @@ from nbdist.core.usage import Usage, Usages
 from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 PERIOD_S = 1.0
 # Ranks of this host are asked for torch's allocator alone, which changes slowly.

@@ -10,7 +10,7 @@ from nbdist.core.shortage import Shortage
 from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 # The rank has looked already, before its reply: what is asked for lies ready.
 ASK_S = 10.0

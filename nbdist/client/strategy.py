@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbdist.client import progress
+from nbdist.cells.kernel import progress
 from nbdist.core.comparison import Comparison
 from nbdist.core.ranks import rank_label
 from nbdist.core.switched import together
@@ -18,7 +18,7 @@ from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy.choice import Choice
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 CURRENT_S = 30.0
 # A large model crosses a slow network.

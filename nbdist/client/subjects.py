@@ -24,7 +24,7 @@ from nbdist.core.trace import Trace
 from nbdist.core.weights import Exported
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 
 class Subjects:

@@ -17,7 +17,7 @@ from nbdist.errors import TraceError
 from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 COPY_BYTES = 2**22
 FOLDER = "traces"  # as nbdist.engine.trace has it

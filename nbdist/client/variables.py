@@ -27,7 +27,7 @@ from nbdist.errors import Interrupted, NbdistError, TransferError
 from nbdist.rpc.kernel import functions, sigint
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 ASK_S = 30.0
 # Tens of gigabytes over a disk, where /dev/shm is small.

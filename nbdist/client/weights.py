@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.client import progress, remote_weights
+from nbdist.cells.kernel import progress
+from nbdist.client import remote_weights
 from nbdist.core import checkpoint_folder
 from nbdist.core.weights import Exported
 from nbdist.errors import CheckpointError, Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import gather
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 # A large model crosses a slow network and goes to a slow disk, and is read back.
 EXPORT_S = 7200.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
+from nbdist.cells.view.live_cell import publish
 from nbdist.client.comparison import Comparing
 from nbdist.commands.training import strategy_asked
 from nbdist.core.view import View
@@ -14,7 +15,6 @@ from nbdist.strategy.options import listed
 from nbdist.strategy.table import ROWS
 from nbdist.verbs import Option, Verb
 from nbdist.view import comparison as comparison_view
-from nbdist.view.cells import publish
 
 
 def compared(

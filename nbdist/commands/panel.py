@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 from IPython import get_ipython
 from IPython.display import DisplayHandle, display
 
+from nbdist.cells.kernel import progress
+from nbdist.cells.view.live_cell import publish
 from nbdist.client import panel as ranks_panel
-from nbdist.client import progress
 from nbdist.client.panel import Known
 from nbdist.commands import panel_actions, panel_plans
 from nbdist.commands.panel_actions import Chosen, Shows
@@ -35,10 +36,9 @@ from nbdist.notebook import NOTEBOOK, SHOWN, CellOptions
 from nbdist.strategy.choice import Choice, described
 from nbdist.verbs import Verb
 from nbdist.view import panel as panel_view
-from nbdist.view.cells import publish
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
     from nbdist.view.panel_widgets import PanelWidgets
 
 TICK_S = 1.0

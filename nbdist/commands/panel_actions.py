@@ -11,7 +11,7 @@ from typing import Any
 
 from IPython.utils.capture import capture_output
 
-from nbdist.client.session import Session
+from nbdist.cells.kernel.session import Session
 from nbdist.cluster import view as ranks_view
 from nbdist.commands import checkpoint, compare
 from nbdist.core import panel_picker

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from nbdist.cells.kernel.session import Session
 from nbdist.client import panel as ranks_panel
 from nbdist.client.panel import Known
-from nbdist.client.session import Session
 from nbdist.commands.plan import device_of_ranks
 from nbdist.core import panel_picker, panel_plan
 from nbdist.core.panel import Plan

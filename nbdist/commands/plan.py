@@ -17,7 +17,7 @@ from typing import Any
 
 from IPython import get_ipython
 
-from nbdist.client import progress
+from nbdist.cells.kernel import progress
 from nbdist.client.described import live_model
 from nbdist.client.fake import FakeEngine
 from nbdist.commands.plan_check import checked

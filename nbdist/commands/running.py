@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 
+from nbdist.cells.view.live_cell import publish
 from nbdist.client import strategy
 from nbdist.cluster import view as ranks_view
 from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
@@ -22,7 +23,6 @@ from nbdist.verbs import (
     strategy_given,
     strategy_options,
 )
-from nbdist.view.cells import publish
 from nbdist.view.progress import ProgressLine
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from nbdist.core.bars import percent
+from nbdist.cells.tqdm_bars import percent
 from nbdist.core.monitor import Sample
 from nbdist.core.topology import RankPlace
 

@@ -4,9 +4,9 @@ How work reports, a checkpoint for example:
 
     on a rank         with progress.during("checkpoint"):                 # nbdist.rpc.rank.progress
                           progress.tell("writing", done_bytes, total_bytes, "bytes")
-    the notebook      with progress.of_ranks(session, "checkpoint"):      # nbdist.client.progress
+    the notebook      with progress.of_ranks(session, "checkpoint"):      # cells.kernel
     waits for ranks       session.call_all(...)
-    the notebook      with progress.during("plan") as tell:               # nbdist.client.progress
+    the notebook      with progress.during("plan") as tell:               # cells.kernel
     itself works          tell("counting fsdp", 3, 9, "strategies")
 
 That is all: the cell's output and the panel show it, after half a second, and take it away at the

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nbdist.core.completion import Reply, told
+from nbdist.cells.completion import Reply, told
 
 _NOTHING = object()
 # Where a torch module keeps what its attributes show.

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from IPython import get_ipython
 from IPython.display import DisplayHandle, display
 
+from nbdist.cells.view.live_cell import publish
 from nbdist.core.progress import Progress
 from nbdist.core.shown import is_stored
 from nbdist.core.view import View
-from nbdist.view.cells import publish
 
 
 class ProgressLine:
@@ -47,7 +47,7 @@ class ProgressLine:
 class ShownProgress:
     """What takes long, as one line of the cell that waits for it; taken away at the end.
 
-    A listener of client.progress. In a terminal there is a line for each thing that is done.
+    A listener of cells.kernel.progress. In a terminal there is a line for each thing that is done.
     Stored outputs have nothing of it.
     """
 

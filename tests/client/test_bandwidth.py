@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
+from nbdist.cells.kernel.session import Session
 from nbdist.client import bandwidth
 from nbdist.client.bandwidth import Bandwidth, load, next_cost_s, save, shares
-from nbdist.client.session import Session
 from nbdist.core.bandwidth import LEAST_RUNS, OPS, Bench, Timing
 from nbdist.core.sizes import DEFAULT_SIZES, parse_sizes
 from nbdist.core.topology import Gpu, Topology, local_reports, plan

@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client import driving
+from nbdist.cells.kernel import wait
+from nbdist.cells.kernel.cell_request import CellRequest
+from nbdist.cells.kernel.cell_run import CellRun
+from nbdist.cells.kernel.session import Session
 from nbdist.client import monitor as monitors
 from nbdist.client.monitor import Monitor, Samples
-from nbdist.client.request import CellRequest
-from nbdist.client.run import CellRun
-from nbdist.client.session import Session
 from nbdist.cluster.kernel import outside
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core.monitor import Sample
@@ -71,7 +71,7 @@ def begin(session: Session, code: str) -> CellRun:
 
 def end(one: CellRun) -> None:
     """Wait for the end of a cell that was begun."""
-    driving.wait(lambda: one)
+    wait.wait(lambda: one)
 
 
 def test_nothing_is_sampled_before_somebody_asks(session: Session) -> None:

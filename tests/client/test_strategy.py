@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
+from nbdist.cells.kernel.session import Session
 from nbdist.client.lints import Lints
-from nbdist.client.session import Session
 from nbdist.client.strategy import Asked, Strategies, asked, check, chosen
 from nbdist.core.switching import Switched
 from nbdist.core.topology import RankPlace, Topology

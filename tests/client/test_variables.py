@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbdist.client import driving, variables
-from nbdist.client.request import CellRequest
-from nbdist.client.session import Session
+from nbdist.cells.kernel import wait
+from nbdist.cells.kernel.cell_request import CellRequest
+from nbdist.cells.kernel.session import Session
+from nbdist.client import variables
 from nbdist.core import parcels
 from nbdist.errors import RankBusy, RankGone, TransferError
 from tests.support.ranks import until
@@ -100,7 +101,7 @@ def test_a_busy_rank_is_refused_before_anything_is_copied(
         pulled = pair.pull("a", ranks="0")
         pair.interrupt(1)
         with pytest.raises(BaseException, match="KeyboardInterrupt"):
-            driving.wait(lambda: one)
+            wait.wait(lambda: one)
 
     assert pulled == "new"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.client import driving
-from nbdist.client.request import CellRequest
-from nbdist.client.session import Session
+from nbdist.cells.kernel import wait
+from nbdist.cells.kernel.cell_request import CellRequest
+from nbdist.cells.kernel.session import Session
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import RankGone, StartError
 from nbdist.hang.kernel import restart
@@ -63,7 +63,7 @@ def test_ranks_keep_their_variables_and_work_goes_on(pair: Session) -> None:
     one = pair.begin(CellRequest("import time\ntime.sleep(300)", (0, 1)))
     one.press()
     with pytest.raises(KeyboardInterrupt, match="ranks 0-1 are back"):
-        driving.wait(lambda: one)
+        wait.wait(lambda: one)
     os.kill(pids[1], signal.SIGKILL)
     channel = pair.cluster.channel
     assert channel is not None
@@ -87,7 +87,7 @@ def test_a_cell_in_which_the_controller_ends_fails_at_once(
         began_s = time.monotonic()
         end_controller(pair)
         with pytest.raises(RankGone, match="controller ended"):
-            driving.wait(lambda: one)
+            wait.wait(lambda: one)
     failed_s = time.monotonic() - began_s
     note = restart.reconnect(pair)
     busy = pair.busy_ranks
@@ -125,7 +125,7 @@ def test_ranks_that_hang_unheard_are_freed(pair: Session, tmp_path: Path) -> Non
     assert until(lambda: len(list(tmp_path.glob("runs.*"))) == 2)
     end_controller(pair)
     with pytest.raises(RankGone, match="controller ended"):
-        driving.wait(lambda: one)
+        wait.wait(lambda: one)
 
     def is_idle() -> bool:
         pair.upkeep.make_whole()  # as each cell does

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.client.session import Session
+from nbdist.cells.kernel.session import Session
 from nbdist.cluster.kernel import postmortem
 from nbdist.cluster.kernel.postmortem import Watched
 from nbdist.core.exit_cause import CRASH_FILE, DUMP_SIGNAL

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.client.session import Session
+from nbdist.cells.kernel.session import Session
 from nbdist.cluster.kernel import cluster, profiles, start
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core import topology

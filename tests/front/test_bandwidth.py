@@ -100,8 +100,8 @@ def test_a_mistake_is_an_ordinary_error(kernel: Kernel, code: str) -> None:
 
 _BUSY = """
 import nbdist
-from nbdist.client import driving
-from nbdist.client.request import CellRequest
+from nbdist.cells.kernel import wait as driving
+from nbdist.cells.kernel.cell_request import CellRequest
 one = nbdist.session().begin(CellRequest("import time; time.sleep(300)", (1,)))
 """
 _IDLE = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.client.session import Session
+from nbdist.cells.kernel.session import Session
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import NbdistError
 from tests.support.ranks import session_of, temporary_folder

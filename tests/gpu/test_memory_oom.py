@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import nbdist
-from nbdist.client.session import Session
+from nbdist.cells.kernel.session import Session
 from nbdist.errors import DistributedError
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.cluster]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.cells.outputs import CellResult
 from nbdist.cluster.kernel.start import StartOptions
-from nbdist.core.cells import CellResult
 from nbdist.errors import DistributedError
 from tests.support.ranks import session_of, temporary_folder
 

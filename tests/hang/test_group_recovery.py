@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from typing import Any, cast
 
-from nbdist.client.session import Session
+from nbdist.cells.kernel.session import Session
 from nbdist.hang.kernel.group_recovery import COUNT_S, LOOK_S, RECOVER_S, Aftermath
 from nbdist.hang.records import Box, Group
 from nbdist.hang.recovery import Recovered

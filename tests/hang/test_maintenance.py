@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from nbdist.client.session import Session
+from nbdist.cells.kernel.session import Session
 from nbdist.errors import DistributedError, Interrupted, NbdistError
 from nbdist.hang.kernel.maintenance import RELEASE_S, Upkeep
 

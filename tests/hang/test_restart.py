@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.client import driving
-from nbdist.client.request import CellRequest
-from nbdist.client.session import Session
+from nbdist.cells.kernel import wait
+from nbdist.cells.kernel.cell_request import CellRequest
+from nbdist.cells.kernel.session import Session
 from nbdist.cluster.kernel import start
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import (
@@ -326,7 +326,7 @@ def test_a_stopped_rank_is_told_as_stopped_by_an_interrupt(pair: Session) -> Non
         one = pair.begin(CellRequest("1", (0, 1)))
         one.press()
         with pytest.raises(KeyboardInterrupt, match=r"rank 1 is stopped \(SIGSTOP\)") as caught:
-            driving.wait(lambda: one)
+            wait.wait(lambda: one)
     finally:
         os.kill(pid, signal.SIGCONT)
 
@@ -341,7 +341,7 @@ def test_all_ranks_can_die_in_one_collective(pair: Session) -> None:
     assert until(lambda: all(box.state == "running" and box.calls for box in boxes().values()))
     kill(pair, 0, 1)
     with pytest.raises(DistributedError, match=r"signal SIGKILL.* all_reduce\(float32\[2\]\) at"):
-        driving.wait(lambda: one)
+        wait.wait(lambda: one)
 
 
 def test_a_rank_that_a_wrong_shape_killed_is_told_with_both_shapes(pair: Session) -> None:

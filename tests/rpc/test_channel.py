@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ipyparallel.error import RemoteError
 
-from nbdist.client.session import Session
+from nbdist.cells.kernel.session import Session
 from nbdist.core.failures import plain
 from nbdist.errors import NbdistError
 from nbdist.hang.records import Look

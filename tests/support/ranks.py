@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client.request import CellRequest
-from nbdist.client.session import Session
+from nbdist.cells.kernel.cell_request import CellRequest
+from nbdist.cells.kernel.session import Session
+from nbdist.cells.outputs import CellResult, Event
 from nbdist.cluster.kernel import run_dir, start
 from nbdist.cluster.kernel.start import StartOptions
-from nbdist.core.cells import CellResult, Event
 from nbdist.hang.kernel import restart
 from nbdist.rpc.kernel import functions
 from tests.support import processes

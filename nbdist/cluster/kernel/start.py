@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 from traitlets.config import Config
 
+from nbdist.cells.kernel.cell_request import CellRequest, Sink
+from nbdist.cells.kernel.session import Session
 from nbdist.client import strategy
-from nbdist.client.request import CellRequest, Sink
-from nbdist.client.session import Session
 from nbdist.client.strategy import Asked
 from nbdist.cluster import host_memory, nccl_env, shm
 from nbdist.cluster.kernel import gpus, launcher, network, profiles, run_dir

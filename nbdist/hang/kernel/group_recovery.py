@@ -13,7 +13,7 @@ from nbdist.hang.records import CxxCall
 from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 COUNT_S = 1.0
 COMPARE_S = 2.0

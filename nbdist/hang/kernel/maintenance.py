@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import states
+from nbdist.cells.kernel import status
 from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel.registration import silent
 from nbdist.core.failures import ranks_phrase
@@ -22,7 +22,7 @@ from nbdist.hang.kernel.restart import Restarted
 from nbdist.rpc.kernel import functions, sigint
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 RESTART_S = 120.0
 # Between two looks at ranks that no cell watches any more.
@@ -86,7 +86,7 @@ class Upkeep:
                 return
             session.health.ask_looks(unheard, time.monotonic())
             time.sleep(LOOK_PAUSE_S)
-            seen = diagnose.diagnose(list(states.views(session).values()), time.monotonic())
+            seen = diagnose.diagnose(list(status.views(session).values()), time.monotonic())
             certain = {one.text for one in seen if one.is_certain}
             found = certain if found is None else found & certain
         if found:

@@ -19,7 +19,7 @@ from nbdist.rpc.kernel import functions, sigint
 from nbdist.rpc.kernel.channel import failure_of
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 # In the environment of an engine that takes another's place: it joins later, when it is told.
 REPLACES = "NBDIST_REPLACES"

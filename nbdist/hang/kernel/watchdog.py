@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from nbdist.client.ladder import NEVER_S
+from nbdist.cells.kernel.interrupt import NEVER_S
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.hang import diagnose, text, wait_graph
 from nbdist.hang.kernel.health import Health

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from nbdist.cells.completion import Reply
 from nbdist.core.bandwidth import Timing
 from nbdist.core.comparison import Watched
-from nbdist.core.completion import Reply
 from nbdist.core.monitor import Answer
 from nbdist.core.parcels import Parcel
 from nbdist.core.shortage import Shortage

@@ -15,7 +15,7 @@ from nbdist.rpc.kernel import functions
 from nbdist.rpc.kernel.channel import failure_of
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 DEADLINE_S = 2.0
 

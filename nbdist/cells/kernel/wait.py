@@ -8,8 +8,8 @@ import functools
 import time
 from collections.abc import Callable
 
-from nbdist.client.run import CellRun
-from nbdist.core.cells import CellResult
+from nbdist.cells.kernel.cell_run import CellRun
+from nbdist.cells.outputs import CellResult
 from nbdist.rpc.kernel import sigint
 
 

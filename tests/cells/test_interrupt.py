@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbdist.client.ladder import GIVE_BACK_AGAIN_S, GIVE_BACK_S, NEVER_S, Ladder
+from nbdist.cells.kernel.interrupt import GIVE_BACK_AGAIN_S, GIVE_BACK_S, NEVER_S, Ladder
 
 
 def test_nothing_happens_before_a_press() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from nbdist.cells.outputs import CellResult
 from nbdist.core import failures as failing
-from nbdist.core.cells import CellResult
 from nbdist.core.failures import RankFailure, is_follower, ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.errors import CellTimeout, Deadlock, DistributedError, Interrupted, RankGone

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nbdist.core.cells import CellResult, RankResult
+from nbdist.cells.outputs import CellResult, RankResult
+from nbdist.cells.view.tabs import tabs
 from nbdist.core.failures import RankFailure
-from nbdist.view.tabs import tabs
 
 PNG = base64.b64encode(b"\x89PNG+/=").decode()
 

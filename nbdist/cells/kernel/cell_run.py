@@ -10,18 +10,31 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client.ending import Ending, is_by_interrupt, stuck_told, unreleased_told, waits_told
-from nbdist.client.ladder import NEVER_S, Ladder
-from nbdist.client.request import VIEWED, CellRequest, RankState, Sink, failure_in, result_of
+from nbdist.cells.kernel.cell_outcome import (
+    Ending,
+    is_by_interrupt,
+    stuck_told,
+    unreleased_told,
+    waits_told,
+)
+from nbdist.cells.kernel.cell_request import (
+    VIEWED,
+    CellRequest,
+    RankState,
+    Sink,
+    failure_in,
+    result_of,
+)
+from nbdist.cells.kernel.interrupt import NEVER_S, Ladder
+from nbdist.cells.line_merger import Line
+from nbdist.cells.outputs import CellFeed, CellResult, Event, elapsed_line
 from nbdist.core import failures as failing
-from nbdist.core.cells import CellFeed, CellResult, Event, elapsed_line
 from nbdist.core.failures import RankFailure, ranks_phrase
-from nbdist.core.lines import Line
 from nbdist.hang.kernel.group_recovery import Aftermath, Outcome
 from nbdist.rpc.kernel.channel import Message, failure_of
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 # The hub tells of a dead engine a little after its launcher; its last output comes between.
 LAST_WORDS_S = 1.0

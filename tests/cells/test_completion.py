@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbdist.core.completion import path_around, path_before, reply_of, reply_with, shifted, told
+from nbdist.cells.completion import path_around, path_before, reply_of, reply_with, shifted, told
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
-from nbdist.core.completion import Reply, path_around, path_before, reply_of, told
+from nbdist.cells.completion import Reply, path_around, path_before, reply_of, told
 from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nbdist.client.ladder import BEGIN_S
-from nbdist.client.run import CellRun
+from nbdist.cells.kernel.cell_run import CellRun
+from nbdist.cells.kernel.interrupt import BEGIN_S
 from nbdist.cluster.kernel import outside
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
@@ -16,7 +16,7 @@ from nbdist.errors import NotRunning, RankBusy, RankGone
 from nbdist.rpc.kernel.gather import END_KNOWN_S
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 BUSY_GRACE_S = 1.0
 # A reply follows the end of its cell within milliseconds.

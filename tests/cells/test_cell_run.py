@@ -6,14 +6,14 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-from nbdist.client.driving import wait
+from nbdist.cells.kernel.cell_request import CellRequest
+from nbdist.cells.kernel.cell_run import CellRun
+from nbdist.cells.kernel.session import Session
+from nbdist.cells.kernel.wait import wait
+from nbdist.cells.line_merger import Line
+from nbdist.cells.outputs import CellResult, Event
 from nbdist.client.lints import Lints
-from nbdist.client.request import CellRequest
-from nbdist.client.run import CellRun
-from nbdist.client.session import Session
-from nbdist.core.cells import CellResult, Event
 from nbdist.core.failures import RankFailure
-from nbdist.core.lines import Line
 from nbdist.errors import DistributedError, RankGone
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import progress
+from nbdist.cells.kernel import progress
 from nbdist.core.progress import Progress
 
 DEADLINE_S = 20.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, ClassVar
 
+from nbdist.cells.line_merger import Attachment, Bar, Line, LineMerger
 from nbdist.core.failures import RankFailure, ranks_phrase
-from nbdist.core.lines import Attachment, Bar, Line, LineMerger
 from nbdist.core.ranks import rank_label
 
 # A result with these types alone is text and is merged line by line like print().

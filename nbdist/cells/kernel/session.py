@@ -15,14 +15,18 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from nbdist.client import driving, monitor, shortages, states
+from nbdist.cells import hints
+from nbdist.cells.kernel import status as cells_status
+from nbdist.cells.kernel import wait
+from nbdist.cells.kernel.busy_ranks import Readiness
+from nbdist.cells.kernel.cell_request import CellRequest, Sink
+from nbdist.cells.kernel.cell_run import CellRun
+from nbdist.cells.outputs import CellResult
+from nbdist.client import monitor, shortages
 from nbdist.client.bandwidth import Bandwidth
 from nbdist.client.checkpoints import Checkpoints
 from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
-from nbdist.client.readiness import Readiness
-from nbdist.client.request import CellRequest, Sink
-from nbdist.client.run import CellRun
 from nbdist.client.strategy import Strategies
 from nbdist.client.subjects import Subjects
 from nbdist.client.trace import Traces
@@ -30,8 +34,6 @@ from nbdist.client.variables import Variables
 from nbdist.cluster.kernel import outside
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.exits import WITHOUT_CONTROLLER, Exit
-from nbdist.core import hints
-from nbdist.core.cells import CellResult
 from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.core.ranks import parse_ranks, rank_label
 from nbdist.core.shown import is_stored
@@ -139,7 +141,7 @@ class Session(Subjects):
             timeout_s=timeout_s,
             is_patient=is_stored(),
         )
-        return driving.wait(lambda: self.begin(request))
+        return wait.wait(lambda: self.begin(request))
 
     def begin(self, request: CellRequest) -> CellRun:
         """Send a cell to its ranks; `driving.wait` or `driving.wait_async` see it through.
@@ -244,8 +246,8 @@ class Session(Subjects):
         return "" if end is None else end.how
 
     def status(self, *, wants_stacks: bool = False) -> Status:
-        """What every rank does now, within seconds; see client.states."""
-        return states.status(self, wants_stacks=wants_stacks)
+        """What every rank does now, within seconds; see cells.kernel.status."""
+        return cells_status.status(self, wants_stacks=wants_stacks)
 
     def sync(self, deadline_s: float = CALL_DEADLINE_S) -> list[float]:
         """Wait until all ranks are idle and together; how long each waited, in seconds.

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from nbdist.core.cells import CellFeed, CellResult, Clear, Event, RankResult, Rich
-from nbdist.core.lines import Bar, Line
-from nbdist.view import cells
-from nbdist.view.cells import LiveCell, clear, publish
+from nbdist.cells.line_merger import Bar, Line
+from nbdist.cells.outputs import CellFeed, CellResult, Clear, Event, RankResult, Rich
+from nbdist.cells.view import live_cell
+from nbdist.cells.view.live_cell import LiveCell, clear, publish
 
 RESULT = CellResult((RankResult(0, "ok", 0.1),))
 
@@ -71,9 +71,9 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
 
     streams = SimpleNamespace(stdout=_Stream("stdout", book), stderr=_Stream("stderr", book))
     monkeypatch.delenv("NBDIST_TEST", raising=False)
-    monkeypatch.setattr(cells, "sys", streams)
-    monkeypatch.setattr(cells, "publish", publish)
-    monkeypatch.setattr(cells, "clear", clear)
+    monkeypatch.setattr(live_cell, "sys", streams)
+    monkeypatch.setattr(live_cell, "publish", publish)
+    monkeypatch.setattr(live_cell, "clear", clear)
     return book
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from nbdist.core.cells import (
+from nbdist.cells.line_merger import Bar, Line
+from nbdist.cells.outputs import (
     KEPT_TEXT_CHARACTERS,
     CellFeed,
     CellResult,
@@ -20,7 +21,6 @@ from nbdist.core.cells import (
     elapsed_line,
 )
 from nbdist.core.failures import RankFailure
-from nbdist.core.lines import Bar, Line
 
 PNG = {"image/png": "iVBORw0K", "text/plain": "<Figure>"}
 

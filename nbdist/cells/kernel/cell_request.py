@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nbdist.core.cells import CellFeed, CellResult, Event, RankResult
+from nbdist.cells.outputs import CellFeed, CellResult, Event, RankResult
 from nbdist.core.failures import RankFailure
 from nbdist.rpc.kernel.channel import failure_of
 

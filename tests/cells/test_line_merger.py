@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from nbdist.core.lines import (
+from nbdist.cells.line_merger import (
     BEHIND_S,
     Attachment,
     Bar,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from nbdist.core.lines import Line
+from nbdist.cells.line_merger import Line
 
 SHOWN_LINES = 500
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from nbdist.cells.hints import Surroundings, explained
 from nbdist.cluster import host_memory
 from nbdist.core.failures import RankFailure, summary
-from nbdist.core.hints import Surroundings, explained
 from nbdist.errors import StartError
 
 AROUND = Surroundings(python="/env/bin/python", has_name={"data"}.__contains__)

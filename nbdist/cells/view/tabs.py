@@ -9,9 +9,9 @@ from itertools import count
 from typing import Any
 from uuid import uuid4
 
-from nbdist.core.cells import CellResult, RankResult
-from nbdist.core.clip import SHOWN_LINES
-from nbdist.core.lines import overwritten
+from nbdist.cells.line_merger import overwritten
+from nbdist.cells.outputs import CellResult, RankResult
+from nbdist.cells.truncate import SHOWN_LINES
 from nbdist.core.shown import is_stored
 from nbdist.core.view import View
 

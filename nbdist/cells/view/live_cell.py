@@ -10,12 +10,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nbdist.core.cells import WIDGET_TYPE, CellResult, Clear, Event, Rich
-from nbdist.core.clip import SHOWN_LINES, Clip
-from nbdist.core.lines import Bar, Line
+from nbdist.cells.line_merger import Bar, Line
+from nbdist.cells.outputs import WIDGET_TYPE, CellResult, Clear, Event, Rich
+from nbdist.cells.truncate import SHOWN_LINES, Clip
+from nbdist.cells.view.output_file import OutputFile
+from nbdist.cells.view.tabs import tabs
 from nbdist.core.shown import shown
-from nbdist.view.output_file import OutputFile
-from nbdist.view.tabs import tabs
 
 # What nbdist itself tells goes where no reader takes it for an error.
 _NOTED = "stdout"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.client import completion
-from nbdist.client.request import CellRequest
-from nbdist.client.session import Session
-from nbdist.core.completion import Reply
+from nbdist.cells.completion import Reply
+from nbdist.cells.kernel import completion
+from nbdist.cells.kernel.cell_request import CellRequest
+from nbdist.cells.kernel.session import Session
 from tests.support.ranks import until
 
 pytestmark = pytest.mark.cluster

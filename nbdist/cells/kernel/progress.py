@@ -16,7 +16,7 @@ from nbdist.core.progress import Progress, together
 from nbdist.rpc.kernel.remote_progress import progress as newest_of_rank
 
 if TYPE_CHECKING:
-    from nbdist.client.session import Session
+    from nbdist.cells.kernel.session import Session
 
 SHOW_S = 0.5
 PERIOD_S = 0.25

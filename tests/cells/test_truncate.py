@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from nbdist.core.clip import SHOWN_LINES, Clip
-from nbdist.core.lines import Line
+from nbdist.cells.line_merger import Line
+from nbdist.cells.truncate import SHOWN_LINES, Clip
 
 
 def clipped(clip: Clip, count: int) -> tuple[list[str], io.StringIO]:

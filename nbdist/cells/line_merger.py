@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.core import bars
+from nbdist.cells import tqdm_bars
 from nbdist.core.ranks import rank_label
 
 BEHIND_S = 1.0
@@ -336,7 +336,7 @@ class LineMerger:
             elif not found:  # of prompts, which stand and do not count, the lowest rank's
                 text = labelled([lines.rank], part)
                 break
-        text = bars.together(found) or text
+        text = tqdm_bars.together(found) or text
         if text != self._bar:
             self._bar = text
             yield Bar(self.stream, text)

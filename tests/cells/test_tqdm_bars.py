@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.core.bars import percent, together
+from nbdist.cells.tqdm_bars import percent, together
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,14 @@ import pickle
 
 import pytest
 
-from nbdist.client.ending import Ending, is_by_interrupt, stuck_told, unreleased_told, waits_told
-from nbdist.core.cells import CellResult, RankResult
+from nbdist.cells.kernel.cell_outcome import (
+    Ending,
+    is_by_interrupt,
+    stuck_told,
+    unreleased_told,
+    waits_told,
+)
+from nbdist.cells.outputs import CellResult, RankResult
 from nbdist.core.failures import RankFailure
 from nbdist.errors import CellTimeout, Deadlock, DistributedError, Interrupted
 from nbdist.hang.kernel.group_recovery import Outcome
