@@ -216,10 +216,10 @@ class Trainer:
 def _ours(rank: int, folder: Path) -> None:
     import torch
 
-    from nbdist.engine.parallel import switch
     from nbdist.parallel import prepare
     from nbdist.parallel.accelerator.accelerator import Accelerator
     from nbdist.strategy.choice import choose
+    from nbdist.switch.rank import switch
 
     join_nbdist(RANKS, folder)
     memory, trainer = Memory(), Trainer(rank)

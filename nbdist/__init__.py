@@ -64,8 +64,8 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
         StartError: If a rank did not come up.
     """
     from nbdist import commands
-    from nbdist.client import strategy as strategies
     from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
+    from nbdist.switch import kernel as strategies
 
     deadline_s = DEFAULT_DEADLINE_S if timeout_s is None else timeout_s
     grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client.strategy import Asked, chosen
 from nbdist.core import comparison, trace_shares
 from nbdist.core.comparison import Comparison, Row, Watched
 from nbdist.core.trace import TraceOptions
 from nbdist.errors import DistributedError, Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import functions
 from nbdist.strategy.choice import Choice, described
+from nbdist.switch.kernel import Asked, chosen
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session

@@ -9,10 +9,10 @@ from dataclasses import replace
 from nbdist.core import lints
 from nbdist.core.lints import LINTS, Seen, Told
 from nbdist.core.shown import is_stored
-from nbdist.core.switching import Switched
 from nbdist.errors import OptionError
 from nbdist.rpc.kernel.channel import Message
 from nbdist.rpc.wire import SEEN
+from nbdist.switch.report import Switched
 
 
 class Lints:

@@ -22,8 +22,8 @@ from nbdist.core.view import View
 from nbdist.hang.kernel.maintenance import RESTART_S
 from nbdist.notebook import NOTEBOOK, Record
 from nbdist.strategy.choice import Choice
+from nbdist.switch import view as strategy_view
 from nbdist.verbs import parse
-from nbdist.view import strategy as strategy_view
 
 TRACES = Path("traces")
 CHECKPOINTS = Path("checkpoints")

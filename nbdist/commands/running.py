@@ -7,7 +7,6 @@ from argparse import Namespace
 from dataclasses import replace
 
 from nbdist.cells.view.live_cell import publish
-from nbdist.client import strategy
 from nbdist.cluster import view as ranks_view
 from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
@@ -15,6 +14,7 @@ from nbdist.core.shown import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK
+from nbdist.switch import kernel as switch_kernel
 from nbdist.verbs import (
     Option,
     Verb,
@@ -45,7 +45,7 @@ def start_options(values: Namespace) -> StartOptions:
         deadline_s=values.timeout_s,
         grace_s=values.grace_s,
         debug=values.debug,
-        strategy=strategy.asked(values.strategy, strategy_given(values)),
+        strategy=switch_kernel.asked(values.strategy, strategy_given(values)),
     )
 
 

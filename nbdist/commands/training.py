@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from nbdist.client import strategy
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.strategy.choice import choose
 from nbdist.strategy.options import listed
 from nbdist.strategy.table import ROWS
+from nbdist.switch import kernel as switch_kernel
+from nbdist.switch import view as strategy_view
 from nbdist.verbs import Option, Verb, parse, rank_number, strategy_given, strategy_options
-from nbdist.view import strategy as strategy_view
 
 
 def dist_sync_model(values: Namespace) -> View:
@@ -21,7 +21,7 @@ def dist_sync_model(values: Namespace) -> View:
     return View(f"all ranks have rank {values.source}'s {', '.join(names)}")
 
 
-def strategy_asked(text: str) -> strategy.Asked:
+def strategy_asked(text: str) -> switch_kernel.Asked:
     """A strategy with its options, in one text: `fsdp --bf16`.
 
     Raises:
@@ -34,7 +34,7 @@ def strategy_asked(text: str) -> strategy.Asked:
             'into quotation marks: "fsdp --bf16" ddp'
         )
     name = values.named[0] if values.named else None
-    asked = strategy.asked(name, strategy_given(values))
+    asked = switch_kernel.asked(name, strategy_given(values))
     if asked is None or (name is not None and name not in ROWS):
         choose(name, {}, 1)  # says which there are
     assert asked is not None
@@ -47,7 +47,7 @@ def dist_strategy(values: Namespace) -> View:
     if len(values.named) > 1:
         raise OptionError(f"%dist_strategy: choose one of {', '.join(values.named)}.")
     name = values.named[0] if values.named else None
-    if strategy.asked(name, given) is None:
+    if switch_kernel.asked(name, given) is None:
         return strategy_view.current(strategies.current())
     return strategy_view.switched(strategies.switch(name, **given))
 

@@ -25,7 +25,6 @@ from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from nbdist.core.comparison import Held, Watched
-from nbdist.engine.parallel.commit import called
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import registry
 from nbdist.parallel.build import local_of
@@ -35,6 +34,7 @@ from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.full_state import local_values
 from nbdist.rpc.rank import namespace
 from nbdist.strategy.choice import label, rows_of
+from nbdist.switch.rank.commit import called
 
 _PROC = Path("/proc/self")
 # Written to clear_refs: the highest resident memory counts from now on (man 5 proc).

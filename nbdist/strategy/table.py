@@ -1,7 +1,7 @@
 """Every strategy as a row of a table: what is split over which axis, its needs, when to use it.
 
 Nothing here runs anything. `strategy.choice` reads the rows to make a choice, `strategy.footprint`
-to count bytes, `view.strategy` to show them.
+to count bytes, `switch.view` to show them.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_switch import PRODUCTS, TRAINING
 from tests.support.torch_ranks import TorchRanks
+from tests.switch.test_rank import PRODUCTS, TRAINING
 
 pytestmark = pytest.mark.engine
 

@@ -137,7 +137,7 @@ CHANGES = """
         known.finding.variable_names = lambda *_: (["other"], ["names"])
 
     def another_strategy(parts):
-        from nbdist.engine.parallel import switch
+        from nbdist.switch.rank import switch
         switch.switch(choose("fsdp", {}, n))
 
     def nothing(parts):

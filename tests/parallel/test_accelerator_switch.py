@@ -11,7 +11,7 @@ from tests.support.training import MODEL
 pytestmark = pytest.mark.engine
 
 GOES_ON = """
-    from nbdist.engine.parallel.switch import switch
+    from nbdist.switch.rank.switch import switch
 
     accelerator = Accelerator(
         gradient_accumulation_steps=2,
@@ -57,7 +57,7 @@ GOES_ON = """
 """
 # The scaler is kept while fp16 is, and accumulation follows the option.
 SCALES = """
-    from nbdist.engine.parallel.switch import switch
+    from nbdist.switch.rank.switch import switch
 
     use("ddp", precision="fp16", accumulate=4)
     other = Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=64.0, growth_interval=1)])

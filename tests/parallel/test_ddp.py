@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_switch import TRAINING
 from tests.support.torch_ranks import TorchRanks
+from tests.switch.test_rank import TRAINING
 
 pytestmark = pytest.mark.engine
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 LIMITS = {"loss": EXACT, "parameters": EXACT, "moments": 1e-5}
 
 
-@pytest.mark.parity  # engine/test_switch has every pair of a smaller model
+@pytest.mark.parity  # switch/test_rank has every pair of a smaller model
 @pytest.mark.parametrize("n", WALKED)
 def test_a_walk_through_strategies(tmp_path: Path, n: int) -> None:
     """Each once, there and back: losses, rates, parameters and moments of an uninterrupted run."""

@@ -6,7 +6,7 @@ from tests.support.training import MODEL
 COMMON = """
     import functools
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from nbdist.engine.parallel import switch
+    from nbdist.switch.rank import switch
     from nbdist.parallel.dp import fsdp1_state
     from nbdist.parallel.reshard.redistribute import Move, exchange
     from nbdist.parallel.accelerator.clip_grad import _laid_out

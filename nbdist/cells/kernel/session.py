@@ -27,7 +27,6 @@ from nbdist.client.bandwidth import Bandwidth
 from nbdist.client.checkpoints import Checkpoints
 from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
-from nbdist.client.strategy import Strategies
 from nbdist.client.subjects import Subjects
 from nbdist.client.trace import Traces
 from nbdist.client.variables import Variables
@@ -48,6 +47,7 @@ from nbdist.hang.kernel.restart import Restarted
 from nbdist.hang.kernel.watchdog import Watchdog
 from nbdist.rpc.kernel import functions, gather, sigint
 from nbdist.rpc.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RECORDING, CELL_RUN
+from nbdist.switch.kernel import Strategies
 
 GRACE_S = 5.0
 SYNC_MODEL_S = 300.0

@@ -17,8 +17,6 @@ from traitlets.config import Config
 
 from nbdist.cells.kernel.cell_request import CellRequest, Sink
 from nbdist.cells.kernel.session import Session
-from nbdist.client import strategy
-from nbdist.client.strategy import Asked
 from nbdist.cluster import host_memory, nccl_env, shm
 from nbdist.cluster.kernel import gpus, launcher, network, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster, Progress, gives_ranks, installed_torch
@@ -29,6 +27,8 @@ from nbdist.core.topology import EngineReport, Gpu, Topology
 from nbdist.errors import OptionError, StartError
 from nbdist.rpc.kernel import functions
 from nbdist.strategy.choice import described
+from nbdist.switch import kernel as switch_kernel
+from nbdist.switch.kernel import Asked
 
 DEFAULT_DEADLINE_S = 120.0
 DEFAULT_GRACE_S = 5.0
@@ -151,14 +151,14 @@ def _expected(
     if not is_local:
         # Of another cluster's machines only its engines can tell what they have.
         if options.strategy is not None:
-            strategy.check(options.strategy, world_size)
+            switch_kernel.check(options.strategy, world_size)
         options = StartOptions()
     reports = topology.local_reports(
         world_size, hostname=socket.gethostname(), gpus=chosen, cores=usable_cores()
     )
     expected = topology.plan(reports, options.backend)
     if options.strategy is not None:
-        strategy.chosen(options.strategy, expected)
+        switch_kernel.chosen(options.strategy, expected)
     return expected
 
 
@@ -267,7 +267,7 @@ def _begin_strategy(
     """Let all ranks prepare models under what was asked for; what there is to say of it."""
     if options.strategy is None:
         return []
-    choice = strategy.chosen(options.strategy, plan)
+    choice = switch_kernel.chosen(options.strategy, plan)
     call = _caller(cluster)
     answers = {p.engine_id: functions.set_strategy(call, p.engine_id, choice) for p in plan.ranks}
     _all(answers, end_s, "take the strategy")

@@ -14,8 +14,6 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.core.checkpoint import SavedModel, SavedOptimizer, SavedTensor
-from nbdist.engine.parallel import switch
-from nbdist.engine.parallel.commit import Stepper
 from nbdist.errors import CheckpointError
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
@@ -26,6 +24,8 @@ from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.full_state import dtypes_of, full_optimizer_state, local_values
 from nbdist.parallel.reshard.rebind import names_for
 from nbdist.strategy.tensor_layout import Side
+from nbdist.switch.rank import switch
+from nbdist.switch.rank.commit import Stepper
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -20,8 +20,6 @@ from torch.optim import Optimizer
 from nbdist.engine.checkpoint import found as finding
 from nbdist.engine.checkpoint.contents import MODEL, Contents, state_path
 from nbdist.engine.checkpoint.found import Found, Model, Stepping
-from nbdist.engine.parallel import switch
-from nbdist.engine.parallel.commit import Stepper
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.build import Built
@@ -30,6 +28,8 @@ from nbdist.parallel.dp import fsdp
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.full_state import local_values
 from nbdist.parallel.reshard.optimizer_state import AgreedState, Entry, LocalState, Place
+from nbdist.switch.rank import switch
+from nbdist.switch.rank.commit import Stepper
 
 # (The how manieth optimizer, key of its states) -> the number.
 Numbers = dict[tuple[int, str], Any]

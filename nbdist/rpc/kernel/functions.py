@@ -16,12 +16,12 @@ from nbdist.core.monitor import Answer
 from nbdist.core.parcels import Parcel
 from nbdist.core.shortage import Shortage
 from nbdist.core.snapshot import MemoryOptions
-from nbdist.core.switching import Switched
 from nbdist.core.topology import EngineReport, Topology
 from nbdist.core.trace import TraceOptions
 from nbdist.hang.records import CxxCall, Look
 from nbdist.hang.recovery import MadeGroup, MadeMesh, Recovered
 from nbdist.strategy.choice import Choice
+from nbdist.switch.report import Switched
 
 RUNTIME = "nbdist.engine.runtime"
 BANDWIDTH = "nbdist.engine.bandwidth"
@@ -38,7 +38,7 @@ OUT_OF_MEMORY = "nbdist.engine.out_of_memory"
 SCRIPT = "nbdist.engine.script"
 SIZES = "nbdist.parallel.model_sizes"
 STRATEGY = "nbdist.parallel.prepare"
-SWITCH = "nbdist.engine.parallel.switch"
+SWITCH = "nbdist.switch.rank.switch"
 SYNC = "nbdist.parallel.sync_model"
 TRACE = "nbdist.engine.trace"
 VARIABLES = "nbdist.engine.variables"

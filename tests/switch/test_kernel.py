@@ -10,12 +10,12 @@ import pytest
 
 from nbdist.cells.kernel.session import Session
 from nbdist.client.lints import Lints
-from nbdist.client.strategy import Asked, Strategies, asked, check, chosen
-from nbdist.core.switching import Switched
 from nbdist.core.topology import RankPlace, Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import functions
 from nbdist.strategy.choice import Choice, choose, default_choice
+from nbdist.switch.kernel import Asked, Strategies, asked, check, chosen
+from nbdist.switch.report import Switched
 
 Reply = Callable[[Choice], Any]
 CPU = Topology(

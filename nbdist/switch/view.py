@@ -6,13 +6,13 @@ import html
 from collections.abc import Iterable
 
 from nbdist.core import units
-from nbdist.core.switching import Switched
 from nbdist.core.view import View, table
 from nbdist.errors import OptionError
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Choice, choose, described, rows_of
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.table import HELD, ROWS, Row
+from nbdist.switch.report import Switched
 
 _NOTHING = "-"
 

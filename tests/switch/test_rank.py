@@ -17,7 +17,7 @@ SAME = "fsdp with these options is the current strategy; nothing was done"
 TRAINING = """
     import copy, gc, random, weakref
     from nbdist.strategy.choice import choose
-    from nbdist.engine.parallel import switch
+    from nbdist.switch.rank import switch
     from nbdist.parallel import build, prepare as live
     gc.collect(); gc.freeze()  # what torch brings is not looked at again and again
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.core.switched import together
-from nbdist.core.switching import Switched
 from nbdist.strategy.choice import Choice, choose, default_choice
 from nbdist.strategy.table import ROWS
-from nbdist.view.strategy import current, switched
+from nbdist.switch.report import Switched
+from nbdist.switch.switched import together
+from nbdist.switch.view import current, switched
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nbdist.core.switching import Switched
-from nbdist.engine.parallel.commit import WHAT, Brought, Commit, Moving, Stepper, called
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import build, defaults, live_models, registry
 from nbdist.parallel.consensus import (
@@ -43,6 +41,8 @@ from nbdist.parallel.transform import Job
 from nbdist.rpc.rank import progress
 from nbdist.strategy.choice import Choice, label, rows_of, steps_of
 from nbdist.strategy.tensor_layout import pieces
+from nbdist.switch.rank.commit import WHAT, Brought, Commit, Moving, Stepper, called
+from nbdist.switch.report import Switched
 
 # Of what is told while it lasts.
 NAME = "switch"

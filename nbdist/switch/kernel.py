@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from nbdist.cells.kernel import progress
 from nbdist.core.comparison import Comparison
 from nbdist.core.ranks import rank_label
-from nbdist.core.switched import together
-from nbdist.core.switching import Switched
 from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import functions, gather
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy.choice import Choice
+from nbdist.switch.report import Switched
+from nbdist.switch.switched import together
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nbdist.core.ranks import rank_label
-from nbdist.core.switching import Switched
+from nbdist.switch.report import Switched
 
 
 def together(told: Sequence[Switched]) -> Switched:

@@ -1,1 +1,0 @@
-"""Strategies on a rank: one file for each, and what they share."""
