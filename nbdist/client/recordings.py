@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nbdist.cells.kernel import progress
 from nbdist.cells.kernel.progress import Tell
-from nbdist.core import contents
-from nbdist.core.parcels import Parcel
 from nbdist.errors import Interrupted, NbdistError
+from nbdist.variables import unpack
+from nbdist.variables.pack import Parcel
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
@@ -184,7 +184,7 @@ class Recordings(Generic[Options, Result]):
         if isinstance(answer, str):
             return {"problem": answer}
         try:
-            return contents.opened(answer)
+            return unpack.opened(answer)
         except NbdistError as error:
             return {"problem": f"Its {self._subject.noun} did not arrive: {error}"}
 

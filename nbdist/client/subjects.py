@@ -13,7 +13,6 @@ from nbdist.client.checkpoints import Checkpoints
 from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
 from nbdist.client.trace import Traces
-from nbdist.client.variables import Moved, Variables
 from nbdist.core.bandwidth import Bench
 from nbdist.core.checkup import Checkup
 from nbdist.core.config_emit import SCRIPT
@@ -22,6 +21,7 @@ from nbdist.core.saving import Loaded, Saved, Started
 from nbdist.core.snapshot import Snapshot
 from nbdist.core.trace import Trace
 from nbdist.core.weights import Exported
+from nbdist.variables.kernel import Moved, Variables
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
@@ -40,13 +40,13 @@ class Subjects:
     def push(
         self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
     ) -> Moved:
-        """Give ranks copies of values under these names; see client.variables."""
+        """Give ranks copies of values under these names; see variables.kernel."""
         return self.variables.push(variables, ranks)
 
     def pull(
         self, name: str, ranks: str | Sequence[int] | None = None, *, is_whole: bool = False
     ) -> Any:
-        """A variable's value on one rank, or a list in rank order; see client.variables."""
+        """A variable's value on one rank, or a list in rank order; see variables.kernel."""
         return self.variables.pull([name], ranks, is_whole=is_whole).values[name]
 
     def trace(self) -> Trace:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.client.perfetto import Page
 from nbdist.client.recordings import FINISH_S, Recordings, Subject
-from nbdist.core import contents, trace_clocks, trace_merge, trace_read
+from nbdist.core import trace_clocks, trace_merge, trace_read
 from nbdist.core.trace import Trace, TraceOptions, empty
 from nbdist.core.trace_read import Recording
 from nbdist.errors import TraceError
 from nbdist.rpc.kernel import functions
+from nbdist.variables import unpack
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
@@ -110,7 +111,7 @@ class Traces(Recordings[TraceOptions, Trace]):
             return None
         try:
             future = functions.trace_text(self._session.call, rank, ())
-            content = contents.opened(future.result(FINISH_S))["text"]
+            content = unpack.opened(future.result(FINISH_S))["text"]
         except Exception:  # noqa: BLE001  # it recorded nothing, or ended: its trace says so
             return None
         with gzip.open(target, "wb", trace_merge.LEVEL) as packed:

@@ -7,11 +7,11 @@ from typing import Any
 
 from IPython import get_ipython
 
-from nbdist.client.variables import Moved
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.variables import check_known, check_names, described, described_list
 from nbdist.core.view import View
 from nbdist.notebook import NOTEBOOK
+from nbdist.variables.kernel import Moved
+from nbdist.variables.names import check_known, check_names, described, described_list
 from nbdist.verbs import Option, Verb
 
 

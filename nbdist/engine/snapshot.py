@@ -19,8 +19,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from nbdist.core import parcels
-from nbdist.core.parcels import Parcel
 from nbdist.core.snapshot import MemoryOptions, RankMemory, empty
 from nbdist.engine import owners, recorded, runtime, snapshot_cpu, snapshot_cuda
 from nbdist.engine.owners import Owner
@@ -32,6 +30,8 @@ from nbdist.errors import SnapshotError
 from nbdist.parallel import registry
 from nbdist.rpc.rank import progress
 from nbdist.strategy import choice
+from nbdist.variables import pack
+from nbdist.variables.pack import Parcel
 
 NOTHING = "Nothing was recorded on this rank."
 
@@ -207,7 +207,7 @@ def finish(folders: Sequence[str]) -> Parcel:
     """What the last recording of this rank holds, as {"memory": RankMemory, "strategy": text}.
 
     Args:
-        folders: As core.parcels.send takes them.
+        folders: As variables.pack.send takes them.
 
     Raises:
         SnapshotError: If nothing was recorded.
@@ -242,7 +242,7 @@ def taken(found: Iterable[Owner], before: Mapping[str, Any] | None = None) -> Ra
 def sent(memory: RankMemory, folders: Sequence[str]) -> Parcel:
     """A rank's memory on its way to the notebook, with the strategy."""
     told = choice.described(registry.current()) if registry.prepared() else ""
-    return parcels.send(parcels.pack({"memory": memory, "strategy": told}), folders)
+    return pack.send(pack.pack({"memory": memory, "strategy": told}), folders)
 
 
 def _device() -> str:

@@ -22,8 +22,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nbdist.core import parcels, trace_names, trace_read
-from nbdist.core.parcels import Parcel
+from nbdist.core import trace_names, trace_read
 from nbdist.core.trace import TraceOptions
 from nbdist.core.units import size
 from nbdist.engine import recorded, runtime
@@ -34,6 +33,8 @@ from nbdist.parallel import registry
 from nbdist.rpc.rank import namespace, progress
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy import footprint
+from nbdist.variables import pack
+from nbdist.variables.pack import Parcel
 
 FOLDER = "traces"
 
@@ -182,7 +183,7 @@ def finish(folders: Sequence[str]) -> Parcel:
     """What the last recording of this rank holds, as {"recording": Recording}.
 
     Args:
-        folders: As core.parcels.send takes them.
+        folders: As variables.pack.send takes them.
 
     Raises:
         TraceError: If nothing was recorded, or it has no room.
@@ -198,7 +199,7 @@ def finish(folders: Sequence[str]) -> Parcel:
         found = trace_read.read(recording.path, runtime.current().place.rank)
     if recording.problem:
         found = found.told(recording.problem)
-    return parcels.send(parcels.pack({"recording": found}), folders)
+    return pack.send(pack.pack({"recording": found}), folders)
 
 
 def text(folders: Sequence[str]) -> Parcel:
@@ -211,7 +212,7 @@ def text(folders: Sequence[str]) -> Parcel:
     if recording is None or not recording.path.exists():
         raise TraceError("Nothing was recorded on this rank.")
     content = np.fromfile(recording.path, np.uint8)
-    return parcels.send(parcels.pack({"text": content}), folders)
+    return pack.send(pack.pack({"text": content}), folders)
 
 
 def _expected() -> dict[str, Any]:

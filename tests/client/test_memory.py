@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from nbdist.client.memory import COST, Memories
-from nbdist.core import parcels
 from nbdist.core.snapshot import MemoryOptions, RankMemory, no_blocks
 from nbdist.errors import SnapshotError
+from nbdist.variables import pack
 from tests.client.test_trace import Ranks, given
 
 
 def parcel(rank: int, duration_ns: int = 5, strategy: str = "ddp") -> Future[Any]:
     one = RankMemory(rank, f"host {rank}", "cpu", no_blocks(), duration_ns=duration_ns)
-    return given(parcels.send(parcels.pack({"memory": one, "strategy": strategy}), ()))
+    return given(pack.send(pack.pack({"memory": one, "strategy": strategy}), ()))
 
 
 def memories(answers: dict[int, Callable[[], Future[Any]]]) -> tuple[Memories, Ranks]:
@@ -30,7 +30,7 @@ def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
         1: Future,
         2: Future,
         3: lambda: given(SnapshotError("Nothing was recorded on this rank.")),
-        4: lambda: given(parcels.Parcel((3,), (), b"no", "")),
+        4: lambda: given(pack.Parcel((3,), (), b"no", "")),
     })  # fmt: skip
     ranks.gone, ranks.busy = {1}, {2}
     one.begin(MemoryOptions())

@@ -11,9 +11,9 @@ import pytest
 
 from nbdist.client import recordings
 from nbdist.client.trace import Traces
-from nbdist.core import parcels
 from nbdist.core.trace import COMPUTE, TraceOptions
 from nbdist.errors import Interrupted, TraceError
+from nbdist.variables import pack
 from tests.support.traces import Did, rank_trace, recorded
 
 
@@ -29,7 +29,7 @@ def given(value: Any) -> Future[Any]:
 
 def parcel(rank: int) -> Future[Any]:
     one = recorded(rank_trace(rank, [Did(COMPUTE, 0, 1)]), 10**18)
-    return given(parcels.send(parcels.pack({"recording": one}), ()))
+    return given(pack.send(pack.pack({"recording": one}), ()))
 
 
 class Ranks:
@@ -79,7 +79,7 @@ def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
         1: Future,
         2: Future,
         3: lambda: given(TraceError("The trace could not be written.")),
-        4: lambda: given(parcels.Parcel((3,), (), b"no", "")),
+        4: lambda: given(pack.Parcel((3,), (), b"no", "")),
     })  # fmt: skip
     ranks.gone, ranks.busy = {1}, {2}
 

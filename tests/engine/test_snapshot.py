@@ -13,7 +13,6 @@ import torch
 from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint
 
-from nbdist.core import contents
 from nbdist.core.snapshot import (
     ACTIVATION,
     BACKWARD,
@@ -29,6 +28,7 @@ from nbdist.core.snapshot import (
 )
 from nbdist.engine import profiling, recorded, snapshot, snapshot_cpu
 from nbdist.errors import SnapshotError
+from nbdist.variables import unpack
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
@@ -450,14 +450,14 @@ def test_what_arrives_is_what_was_recorded(record: Record) -> None:
     one.start()
     kept = torch.ones(500)
     one.stop()
-    found = contents.opened(snapshot.finish(()))["memory"]
-    now = contents.opened(snapshot.now(()))["memory"]
+    found = unpack.opened(snapshot.finish(()))["memory"]
+    now = unpack.opened(snapshot.now(()))["memory"]
 
     assert kept.data_ptr() in found.blocks.address
     assert found.duration_ns > 0
     assert (now.duration_ns, now.rank) == (0, 0)
     assert kept.data_ptr() in now.blocks.address
-    assert contents.opened(snapshot.finish(()))["memory"].duration_ns == found.duration_ns
+    assert unpack.opened(snapshot.finish(()))["memory"].duration_ns == found.duration_ns
 
 
 RANKS = """

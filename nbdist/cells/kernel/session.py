@@ -29,7 +29,6 @@ from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
 from nbdist.client.subjects import Subjects
 from nbdist.client.trace import Traces
-from nbdist.client.variables import Variables
 from nbdist.cluster.kernel import outside
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.exits import WITHOUT_CONTROLLER, Exit
@@ -48,6 +47,7 @@ from nbdist.hang.kernel.watchdog import Watchdog
 from nbdist.rpc.kernel import functions, gather, sigint
 from nbdist.rpc.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RECORDING, CELL_RUN
 from nbdist.switch.kernel import Strategies
+from nbdist.variables.kernel import Variables
 
 GRACE_S = 5.0
 SYNC_MODEL_S = 300.0

@@ -13,7 +13,6 @@ from nbdist.cells.completion import Reply
 from nbdist.core.bandwidth import Timing
 from nbdist.core.comparison import Watched
 from nbdist.core.monitor import Answer
-from nbdist.core.parcels import Parcel
 from nbdist.core.shortage import Shortage
 from nbdist.core.snapshot import MemoryOptions
 from nbdist.core.topology import EngineReport, Topology
@@ -22,6 +21,7 @@ from nbdist.hang.records import CxxCall, Look
 from nbdist.hang.recovery import MadeGroup, MadeMesh, Recovered
 from nbdist.strategy.choice import Choice
 from nbdist.switch.report import Switched
+from nbdist.variables.pack import Parcel
 
 RUNTIME = "nbdist.engine.runtime"
 BANDWIDTH = "nbdist.engine.bandwidth"
@@ -41,7 +41,7 @@ STRATEGY = "nbdist.parallel.prepare"
 SWITCH = "nbdist.switch.rank.switch"
 SYNC = "nbdist.parallel.sync_model"
 TRACE = "nbdist.engine.trace"
-VARIABLES = "nbdist.engine.variables"
+VARIABLES = "nbdist.variables.rank"
 
 
 class Caller(Protocol):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from nbdist.core import floats
+from nbdist.variables import bfloat16
 
 # Bits -> value, from the tables of the OCP specification and of arXiv 2206.02915.
 _KNOWN = {
@@ -21,12 +21,12 @@ _KNOWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", floats.BITS)
+@pytest.mark.parametrize("name", bfloat16.BITS)
 def test_known_patterns_have_their_values(name: str) -> None:
     """The largest, the smallest, one, infinities and NaN of each type."""
     known = _KNOWN[name]
-    bits = np.array(list(known), floats.BITS[name])
-    values = floats.to_float32(bits, name)
+    bits = np.array(list(known), bfloat16.BITS[name])
+    values = bfloat16.to_float32(bits, name)
 
     assert values.dtype == np.float32
     np.testing.assert_array_equal(values, np.array(list(known.values()), np.float32))
@@ -35,13 +35,13 @@ def test_known_patterns_have_their_values(name: str) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (1, 1), (2, 3)])
 def test_the_shape_stays(shape: tuple[int, ...]) -> None:
     """Arrays without dims or elements too."""
-    for name, kind in floats.BITS.items():
-        assert floats.to_float32(np.zeros(shape, kind), name).shape == shape
+    for name, kind in bfloat16.BITS.items():
+        assert bfloat16.to_float32(np.zeros(shape, kind), name).shape == shape
 
 
 def test_a_negative_zero_is_kept() -> None:
     """Where the type has one."""
     for name, bits in {"float8_e4m3fn": 0x80, "float8_e5m2": 0x80, "bfloat16": 0x8000}.items():
-        value = floats.to_float32(np.array([bits], floats.BITS[name]), name)
+        value = bfloat16.to_float32(np.array([bits], bfloat16.BITS[name]), name)
 
         assert (value[0], np.signbit(value[0])) == (0, True)

@@ -16,9 +16,9 @@ import pytest
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.cells.kernel.session import Session
-from nbdist.client import variables
-from nbdist.core import parcels
 from nbdist.errors import RankBusy, RankGone, TransferError
+from nbdist.variables import kernel as variables_kernel
+from nbdist.variables import pack
 from tests.support.ranks import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -53,7 +53,7 @@ def test_what_does_not_fit_into_shared_memory_goes_over_the_disk(
         is_shm = str(folder).startswith("/dev/shm")
         return SimpleNamespace(free=1_000_000 if is_shm else 10**12)
 
-    monkeypatch.setattr(parcels.shutil, "disk_usage", usage)
+    monkeypatch.setattr(pack.shutil, "disk_usage", usage)
     pushed = pair.push({"large": LARGE})
     pair.run(
         "import shutil\nkept = shutil.disk_usage\nfrom types import SimpleNamespace\n"
@@ -77,7 +77,7 @@ def test_ranks_elsewhere_get_large_values_over_the_wire(
     """They see no file of this host: none is made."""
     away = tuple(replace(place, host="elsewhere") for place in pair.topology.ranks)
     monkeypatch.setattr(pair, "topology", replace(pair.topology, ranks=away))
-    monkeypatch.setattr(variables.tempfile, "mkdtemp", None)
+    monkeypatch.setattr(variables_kernel.tempfile, "mkdtemp", None)
     pair.push({"far": LARGE})
 
     assert all(np.array_equal(one, LARGE) for one in pair.pull("far"))
@@ -92,7 +92,7 @@ def test_a_busy_rank_is_refused_before_anything_is_copied(
     with contextlib.closing(one):
         assert until((tmp_path / "runs").exists)
         with monkeypatch.context() as patched:
-            patched.setattr(parcels, "pack", None)
+            patched.setattr(pack, "pack", None)
             with pytest.raises(RankBusy, match="rank 1 is still running"):
                 pair.push({"a": LARGE})
         with pytest.raises(RankBusy, match="rank 1 is still running"):
@@ -124,7 +124,9 @@ def test_a_failure_in_one_rank_frees_what_the_others_received(pair: Session) -> 
     """Nothing large is kept for a push that has failed."""
     with pytest.raises(TransferError, match=r"^rank 1: .*ZeroDivisionError.*Nothing was pushed"):
         pair.push({"half": [_OnRankOne(), LARGE]})
-    pair.run("from nbdist.engine import variables\nassert not variables._received")
+    pair.run(
+        "from nbdist.variables import rank as variables_rank\nassert not variables_rank._received"
+    )
     pair.run("assert 'half' not in dir()")
 
 

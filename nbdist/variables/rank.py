@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from nbdist.core import contents, parcels
-from nbdist.core.parcels import Parcel
-from nbdist.core.variables import close_to
 from nbdist.rpc.rank import namespace
+from nbdist.variables import pack, unpack
+from nbdist.variables.names import close_to
+from nbdist.variables.pack import Parcel
 
 PART = "DTensors come as each rank's own part; --whole gathers them"
 
@@ -50,7 +50,7 @@ def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bo
         parts.append(tensor)
         return _own_part(tensor)
 
-    packed = parcels.pack(
+    packed = pack.pack(
         {name: known[name] for name in names},
         torch,
         plain=plain,
@@ -59,7 +59,7 @@ def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bo
     )
     if not keeps:
         return Parcel((), (), b"", "")
-    return parcels.send(replace(packed, remarks=(PART,) if parts else ()), folders)
+    return pack.send(replace(packed, remarks=(PART,) if parts else ()), folders)
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def receive(token: str, parcel: Parcel) -> None:
         TransferError: If that fails; no variable has changed.
     """
     _received.clear()
-    _received[token] = contents.opened(parcel, torch)
+    _received[token] = unpack.opened(parcel, torch)
 
 
 def bind(token: str) -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist.core import contents, floats, parcels
-from nbdist.core.variables import described
-from nbdist.engine import variables
 from nbdist.errors import TransferError
+from nbdist.variables import bfloat16, pack, unpack
+from nbdist.variables import rank as variables_rank
+from nbdist.variables.names import described
 
 pytestmark = pytest.mark.engine
 
@@ -47,8 +47,8 @@ def bits(dtype: torch.dtype) -> torch.Tensor:
 
 
 def there_and_back(value: object, torch_module: Any = torch) -> Any:
-    parcel = parcels.send(parcels.pack({"x": value}, torch), [])
-    return contents.opened(pickle.loads(pickle.dumps(parcel)), torch_module)["x"]
+    parcel = pack.send(pack.pack({"x": value}, torch), [])
+    return unpack.opened(pickle.loads(pickle.dumps(parcel)), torch_module)["x"]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -85,7 +85,7 @@ def test_without_torch_each_type_becomes_an_array_of_the_same_values(dtype: torc
             there_and_back(value, None)
         return
     array = there_and_back(value, None)
-    lacks = str(dtype).removeprefix("torch.") in floats.BITS
+    lacks = str(dtype).removeprefix("torch.") in bfloat16.BITS
     expected = value.float().numpy() if lacks else value.numpy()
 
     assert isinstance(array, np.ndarray)
@@ -139,8 +139,8 @@ def test_without_torch_a_size_is_a_tuple_and_a_module_is_refused() -> None:
     """The kernel loads torch for nobody."""
 
     def opened(value: object) -> Any:
-        parcel = parcels.send(parcels.pack({"x": value}, torch), [])
-        return contents.opened(parcel, None, refused={"torch": "`import torch`"})["x"]
+        parcel = pack.send(pack.pack({"x": value}, torch), [])
+        return unpack.opened(parcel, None, refused={"torch": "`import torch`"})["x"]
 
     assert opened(torch.Size([1, 2])) == (1, 2)
     with pytest.raises(
@@ -152,8 +152,8 @@ def test_without_torch_a_size_is_a_tuple_and_a_module_is_refused() -> None:
 def test_only_the_part_of_a_storage_that_is_seen_is_sent() -> None:
     """A small view does not take the large tensor along; two views arrive as two tensors."""
     large = torch.zeros(1_000_000)
-    packed = parcels.pack({"x": [large[:2], large[:2]]}, torch)
-    made = contents.opened(parcels.send(packed, []), torch)["x"]
+    packed = pack.pack({"x": [large[:2], large[:2]]}, torch)
+    made = unpack.opened(pack.send(packed, []), torch)["x"]
     made[0].add_(1)
 
     assert packed.size_bytes < 1000
@@ -179,7 +179,7 @@ def test_a_copy_can_be_resized() -> None:
 def test_tensors_of_other_kinds_are_refused(value: torch.Tensor, told: str) -> None:
     """The variable is named, and what to do."""
     with pytest.raises(TransferError, match=f"^x cannot be sent: .*{told}"):
-        parcels.pack({"x": value}, torch)
+        pack.pack({"x": value}, torch)
 
 
 def test_kinds_are_told_of_tensors() -> None:
@@ -200,14 +200,14 @@ def user_ns() -> Iterator[dict[str, Any]]:
 def test_a_push_is_bound_only_when_it_is_said(user_ns: dict[str, Any]) -> None:
     """Received, dropped and received again, the user's variable changes with `bind`."""
 
-    def parcel(value: object) -> parcels.Parcel:
-        return parcels.send(parcels.pack({"loss": value}, torch), [])
+    def parcel(value: object) -> pack.Parcel:
+        return pack.send(pack.pack({"loss": value}, torch), [])
 
-    variables.receive("one", parcel(1))
-    variables.drop("one")
-    variables.receive("two", parcel(2))
+    variables_rank.receive("one", parcel(1))
+    variables_rank.drop("one")
+    variables_rank.receive("two", parcel(2))
     before = user_ns["loss"]
-    variables.bind("two")
+    variables_rank.bind("two")
 
     assert torch.equal(before, torch.ones(3))
     assert user_ns["loss"] == 2
@@ -215,10 +215,10 @@ def test_a_push_is_bound_only_when_it_is_said(user_ns: dict[str, Any]) -> None:
 
 def test_a_rank_sends_what_it_has(user_ns: dict[str, Any], tmp_path: Path) -> None:
     """And tells what it lacks, with close names."""
-    parcel = variables.send(["loss", "weights"], [str(tmp_path)], True, False)
-    made = contents.opened(parcel, torch)
+    parcel = variables_rank.send(["loss", "weights"], [str(tmp_path)], True, False)
+    made = unpack.opened(parcel, torch)
 
-    assert variables.lacking(["loss", "los", "rank9"]) == {"los": ("loss",), "rank9": ()}
+    assert variables_rank.lacking(["loss", "los", "rank9"]) == {"los": ("loss",), "rank9": ()}
     assert parcel.path
     assert torch.equal(made["loss"], user_ns["loss"])
     assert torch.equal(made["weights"][0], user_ns["weights"][0])

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from nbdist.core import floats, madvise
-from nbdist.core.parcels import STEP_BYTES, Parcel, TensorRecord, memory_of, one_line, tensor_at
+from nbdist.core import madvise
 from nbdist.errors import TransferError
+from nbdist.variables import bfloat16
+from nbdist.variables.pack import STEP_BYTES, Parcel, TensorRecord, memory_of, one_line, tensor_at
 
 # From here on page faults cost more than the copy (500 MB: 0.41 s, with large pages 0.20 s).
 LARGE_PAGES_BYTES = 4 * 2**20
@@ -167,13 +168,13 @@ def _tensor(record: TensorRecord, fill: Fill, torch: Any) -> Any:
 
 
 def _array(record: TensorRecord, fill: Fill) -> np.ndarray:
-    if record.dtype not in _SAME_IN_NUMPY and record.dtype not in floats.BITS:
+    if record.dtype not in _SAME_IN_NUMPY and record.dtype not in bfloat16.BITS:
         raise TransferError(
             f"numpy has no type for torch.{record.dtype}: `import torch` in the notebook first"
         )
-    array = np.empty(record.shape, floats.BITS.get(record.dtype, record.dtype))
+    array = np.empty(record.shape, bfloat16.BITS.get(record.dtype, record.dtype))
     fill(array.reshape(-1).view(np.uint8).data)
-    return array if record.dtype in _SAME_IN_NUMPY else floats.to_float32(array, record.dtype)
+    return array if record.dtype in _SAME_IN_NUMPY else bfloat16.to_float32(array, record.dtype)
 
 
 def lacking_types(parcel: Parcel) -> list[str]:

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import shm
-from nbdist.core import contents, floats, parcels
-from nbdist.core.contents import Contents
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
-from nbdist.core.parcels import Parcel
-from nbdist.core.variables import check_held, check_names
 from nbdist.errors import Interrupted, NbdistError, TransferError
 from nbdist.rpc.kernel import functions, sigint
+from nbdist.variables import bfloat16, pack, unpack
+from nbdist.variables.names import check_held, check_names
+from nbdist.variables.pack import Parcel
+from nbdist.variables.unpack import Contents
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
@@ -81,10 +81,10 @@ class Variables:
         session.upkeep.make_whole()
         session.readiness.check(chosen)  # before a large value is copied
         with _all_or_nothing("pushed"):
-            packed = parcels.pack(variables, sys.modules.get("torch"))
+            packed = pack.pack(variables, sys.modules.get("torch"))
             token = uuid.uuid4().hex
             with self.folders(chosen) as folders:
-                parcel = parcels.send(packed, folders)
+                parcel = pack.send(packed, folders)
                 try:
                     self._call(functions.receive, token, parcel, ranks=chosen)
                 except (NbdistError, KeyboardInterrupt):
@@ -182,8 +182,8 @@ class Variables:
         """What the ranks said, each once, and types that became others, once in a session."""
         remarks = dict.fromkeys(remark for parcel in came for remark in parcel.remarks)
         if "torch" not in sys.modules:
-            lacking = {name for parcel in came for name in contents.lacking_types(parcel)}
-            for name in sorted((lacking & set(floats.BITS)) - self._told):
+            lacking = {name for parcel in came for name in unpack.lacking_types(parcel)}
+            for name in sorted((lacking & set(bfloat16.BITS)) - self._told):
                 self._told.add(name)
                 remarks[
                     f"numpy has no {name}: it comes as float32, with the same values. After "
@@ -203,7 +203,7 @@ def _opened(came: Mapping[int, Parcel]) -> list[dict[str, Any]]:
             raise TransferError("it was broken off")
 
     def read(parcel: Parcel) -> Contents:
-        memory = contents.read(parcel, sys.modules.get("torch"), check)
+        memory = unpack.read(parcel, sys.modules.get("torch"), check)
         if parcel.path:
             Path(parcel.path).unlink(missing_ok=True)  # its memory, too, is free now
         return memory
@@ -215,7 +215,7 @@ def _opened(came: Mapping[int, Parcel]) -> list[dict[str, Any]]:
             for rank, one in reading.items():
                 try:
                     # Values are made here: that runs the sender's classes.
-                    values.append(contents.made(one.result(), parcels.OURS | refused))
+                    values.append(unpack.made(one.result(), pack.OURS | refused))
                 except TransferError as error:
                     where = f"in the notebook, from {ranks_phrase([rank])}"
                     raise TransferError(f"{where}: {error}") from error

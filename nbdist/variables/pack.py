@@ -30,7 +30,10 @@ SPARE_BYTES = 16 * 2**20
 # One system call copies so much: between two of them an interrupt is seen.
 STEP_BYTES = 64 * 2**20
 # What means something on a rank alone -> why it is refused.
-OURS = {"nbdist.engine": "it belongs to its rank. Pull what it holds, such as a state_dict()"}
+OURS = dict.fromkeys(
+    ("nbdist.parallel", "nbdist.engine"),
+    "it belongs to its rank. Pull what it holds, such as a state_dict()",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,8 @@ class Parcel:
 
 
 def tensor_at(number: int) -> Any:
-    """Stands in a pickle for the tensor of this number; core/contents.py gives it."""
-    raise TransferError(f"tensor {number} is not in its pickle: use nbdist.core.contents.opened")
+    """Stands in a pickle for the tensor of this number; variables/unpack.py gives it."""
+    raise TransferError(f"tensor {number} is not in its pickle: use nbdist.variables.unpack.opened")
 
 
 class _Packer(pickle.Pickler):

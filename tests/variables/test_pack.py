@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbdist.core import contents, parcels
-from nbdist.core.parcels import Parcel, TensorRecord
 from nbdist.errors import TransferError
+from nbdist.variables import pack, unpack
+from nbdist.variables.pack import Parcel, TensorRecord
 
 _ARRAYS = {
     "plain": np.arange(12.0).reshape(3, 4),
@@ -56,14 +56,12 @@ def folders(tmp_path: Path) -> list[Path]:
 
 def sent(value: object, folders: list[Path] | None = None) -> Parcel:
     """The parcel of a value, as it arrives after the wire."""
-    made: Parcel = pickle.loads(
-        pickle.dumps(parcels.send(parcels.pack({"x": value}), folders or []))
-    )
+    made: Parcel = pickle.loads(pickle.dumps(pack.send(pack.pack({"x": value}), folders or [])))
     return made
 
 
 def there_and_back(value: object, folders: list[Path] | None = None) -> Any:
-    return contents.opened(sent(value, folders))["x"]
+    return unpack.opened(sent(value, folders))["x"]
 
 
 def files(folders: list[Path]) -> list[Path]:
@@ -82,7 +80,7 @@ def test_arrays_come_back_equal_and_their_own(
     kind: str, through: str, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values, type and shape; what is written into the copy changes nothing."""
-    monkeypatch.setattr(parcels, "LARGE_BYTES", 0)
+    monkeypatch.setattr(pack, "LARGE_BYTES", 0)
     array = _ARRAYS[kind].copy() if kind != "not contiguous" else _ARRAYS[kind]
     copy = there_and_back(array, folders if through == "a file" else None)
     before = copy.tobytes() if array.dtype != object else None
@@ -107,16 +105,16 @@ def test_an_array_that_cannot_be_written_stays_so() -> None:
 def test_the_same_object_twice_stays_one() -> None:
     """Within a value, and between variables that are sent together."""
     array = np.zeros(5000)
-    packed = parcels.pack({"a": [array, array], "b": array})
-    made = contents.opened(parcels.send(packed, []))
+    packed = pack.pack({"a": [array, array], "b": array})
+    made = unpack.opened(pack.send(packed, []))
 
     assert made["a"][0] is made["a"][1] is made["b"]
 
 
 def test_a_large_value_goes_through_a_file_of_its_owner(folders: list[Path]) -> None:
     """From a million bytes on, in the first folder, with nothing of it in the call."""
-    small = sent(np.zeros(parcels.LARGE_BYTES - 1000, np.uint8), folders)
-    large = sent(np.zeros(parcels.LARGE_BYTES, np.uint8), folders)
+    small = sent(np.zeros(pack.LARGE_BYTES - 1000, np.uint8), folders)
+    large = sent(np.zeros(pack.LARGE_BYTES, np.uint8), folders)
     [path] = files(folders)
 
     assert (small.path, large.path, large.data) == ("", str(path), b"")
@@ -131,7 +129,7 @@ def test_without_room_it_goes_through_the_next_folder_and_says_so(
     """The remark has both numbers; what was written is read as ever."""
     free = {folders[0]: 10_000_000, folders[1]: 10**12}
     monkeypatch.setattr(
-        parcels.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder])
+        pack.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder])
     )
     array = np.arange(500_000)
     parcel = sent(array, folders)
@@ -143,7 +141,7 @@ def test_without_room_it_goes_through_the_next_folder_and_says_so(
             f"free in {folders[0].parent}"
         ),
     )
-    np.testing.assert_array_equal(contents.opened(parcel)["x"], array)
+    np.testing.assert_array_equal(unpack.opened(parcel)["x"], array)
 
 
 def test_without_room_anywhere_nothing_is_left(
@@ -154,7 +152,7 @@ def test_without_room_anywhere_nothing_is_left(
     def full(_descriptor: int, _data: memoryview) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(parcels.os, "write", full)
+    monkeypatch.setattr(pack.os, "write", full)
 
     with pytest.raises(TransferError, match=r"no room for 4\.0 MB .*first.*No space.*second"):
         sent(np.arange(500_000), folders)
@@ -169,7 +167,7 @@ def test_an_interrupt_while_it_is_written_leaves_no_file(
     def interrupted(_descriptor: int, _data: memoryview) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parcels.os, "write", interrupted)
+    monkeypatch.setattr(pack.os, "write", interrupted)
 
     with pytest.raises(KeyboardInterrupt):
         sent(np.arange(500_000), folders)
@@ -179,11 +177,11 @@ def test_an_interrupt_while_it_is_written_leaves_no_file(
 def test_what_cannot_be_pickled_is_named() -> None:
     """The variable, of several the one that it is, and the reason."""
     with pytest.raises(TransferError, match=r"^bad cannot be sent: .*generator"):
-        parcels.pack({"good": 1, "bad": (n for n in [1]), "fine": 2})
+        pack.pack({"good": 1, "bad": (n for n in [1]), "fine": 2})
     with pytest.raises(TransferError, match=r"^lock cannot be sent: TypeError: .*lock"):
-        parcels.pack({"lock": threading.Lock()})
+        pack.pack({"lock": threading.Lock()})
     with pytest.raises(TransferError, match=r"^good, bad cannot be sent: "):
-        parcels.pack({"good": 1, "bad": threading.Lock()}, finds_culprit=False)
+        pack.pack({"good": 1, "bad": threading.Lock()}, finds_culprit=False)
 
 
 def test_what_cannot_be_made_anew_is_told() -> None:
@@ -206,18 +204,18 @@ def only_here() -> Iterator[type]:
 def test_a_class_of_a_cell_is_sent_by_name(only_here: type) -> None:
     """It is found where a cell has defined it too, and asked for where not."""
     parcel = sent(only_here())
-    found = contents.opened(parcel)["x"]
+    found = unpack.opened(parcel)["x"]
     del sys.modules["__main__"].OnlyHere  # type: ignore[attr-defined]
 
     assert type(found) is only_here
     with pytest.raises(TransferError, match="OnlyHere is in it, which a cell has defined: run"):
-        contents.opened(parcel)
+        unpack.opened(parcel)
 
 
 def test_a_package_that_must_not_be_loaded_is_refused() -> None:
     """The error names it and what to do."""
     with pytest.raises(TransferError, match=r"fractions\.Fraction is in it: `import fractions` in"):
-        contents.opened(
+        unpack.opened(
             sent(__import__("fractions").Fraction(1, 2)),
             refused={"fractions": "`import fractions` in"},
         )
@@ -230,7 +228,7 @@ def test_missing_bytes_are_told(folders: list[Path]) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
     with pytest.raises(TransferError, match="10 bytes are missing"):
-        contents.opened(parcel)
+        unpack.opened(parcel)
 
 
 def test_a_file_that_is_not_seen_is_told(folders: list[Path]) -> None:
@@ -238,28 +236,28 @@ def test_a_file_that_is_not_seen_is_told(folders: list[Path]) -> None:
     parcel = replace(sent(np.arange(500_000), folders), path="/nowhere/at/all")
 
     with pytest.raises(TransferError, match="FileNotFoundError"):
-        contents.opened(parcel)
+        unpack.opened(parcel)
 
 
 def test_a_type_that_numpy_cannot_even_hold_asks_for_torch() -> None:
     """Nothing is guessed."""
     record = TensorRecord("float4_e2m1fn_x2", (1,))
-    packed = parcels.pack({"x": 1})
+    packed = pack.pack({"x": 1})
     parcel = replace(
-        parcels.send(packed, []),
+        pack.send(packed, []),
         sizes=(packed.pieces[0].nbytes, 1),
         tensors=(record,),
         data=bytes(packed.pieces[0]) + b"\0",
     )
 
     with pytest.raises(TransferError, match=r"no type for torch\.float4_e2m1fn_x2: `import torch`"):
-        contents.opened(parcel)
+        unpack.opened(parcel)
 
 
 def test_a_number_outside_its_pickle_is_refused() -> None:
     """`tensor_at` is a name, not a function to call."""
     with pytest.raises(TransferError, match="tensor 3"):
-        parcels.tensor_at(3)
+        pack.tensor_at(3)
 
 
 def test_messages_have_no_addresses() -> None:
@@ -268,4 +266,4 @@ def test_messages_have_no_addresses() -> None:
     nameless = eval("lambda: 1", vars(main))
 
     with pytest.raises(TransferError, match=r"^f cannot be sent: .*<lambda> at 0x\.\.\.>"):
-        parcels.pack({"f": nameless})
+        pack.pack({"f": nameless})
