@@ -249,7 +249,7 @@ def step() -> None:
     For %%dist_profile and %%dist_memory. On any rank, at any time; it does nothing where no cell
     is being recorded. From the first call on, optimizers no longer end the steps of that cell.
     """
-    recorded = sys.modules.get("nbdist.engine.recorded")  # a rank has it
+    recorded = sys.modules.get("nbdist.recording.rank.cell_hook")  # a rank has it
     if recorded is not None:
         recorded.step()
 

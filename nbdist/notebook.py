@@ -18,7 +18,6 @@ from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.kernel.session import Session
 from nbdist.cells.outputs import CellResult
 from nbdist.cells.view.live_cell import LiveCell, publish
-from nbdist.client.recordings import Recordings
 from nbdist.cluster.kernel import outside
 from nbdist.cluster.kernel.start import Started, StartOptions, start
 from nbdist.core.failures import ranks_are, ranks_phrase
@@ -26,6 +25,7 @@ from nbdist.core.ranks import rank_label
 from nbdist.core.shown import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
+from nbdist.recording.kernel import Recordings
 from nbdist.view.progress import ShownProgress
 
 LOCAL = "local"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client.recordings import Recordings, Subject
 from nbdist.core import snapshot_file
 from nbdist.core.snapshot import MemoryOptions, Snapshot, empty
 from nbdist.errors import OptionError, SnapshotError
+from nbdist.recording.kernel import Recordings, Subject
 from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:

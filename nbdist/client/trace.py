@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.client.perfetto import Page
-from nbdist.client.recordings import FINISH_S, Recordings, Subject
 from nbdist.core import trace_clocks, trace_merge, trace_read
 from nbdist.core.trace import Trace, TraceOptions, empty
 from nbdist.core.trace_read import Recording
 from nbdist.errors import TraceError
+from nbdist.recording.kernel import FINISH_S, Recordings, Subject
 from nbdist.rpc.kernel import functions
 from nbdist.variables import unpack
 

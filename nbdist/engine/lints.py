@@ -109,7 +109,8 @@ def collect() -> list[Seen]:
 def watch_cells(kernel: Any) -> None:
     """Send what each of the notebook's cells has shown. Once per engine, before it is watched.
 
-    Around the kernel's `do_execute`, as engine/recorded.py: it has to come before the reply.
+    Around the kernel's `do_execute`, as recording/rank/cell_hook.py: it has to come before the
+    reply.
     """
     execute: Callable[..., Any] = kernel.do_execute
     if getattr(execute, "is_linted", False):

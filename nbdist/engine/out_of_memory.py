@@ -57,8 +57,8 @@ def note(error: BaseException) -> None:
 def install(kernel: Any) -> None:
     """Note the shortages of this engine's cells. Once per engine, before it is watched.
 
-    Around the kernel's `do_execute`, as engine/recorded.py: looking at the memory belongs to the
-    cell, and is over before the notebook hears of the failure.
+    Around the kernel's `do_execute`, as recording/rank/cell_hook.py: looking at the memory belongs
+    to the cell, and is over before the notebook hears of the failure.
     """
     execute: Callable[..., Any] = kernel.do_execute
     if getattr(execute, "is_noted", False):

@@ -1,8 +1,8 @@
 """Records what a cell allocates on this rank, and whose it is.
 
-`begin` arms the next cell (engine/recorded.py); `finish` gives what came of it; `now` says whose
-the memory is at this moment. Objects are asked whose memory they hold before and after the cell,
-and around each step of an optimizer.
+`begin` arms the next cell (recording/rank/cell_hook.py); `finish` gives what came of it; `now` says
+whose the memory is at this moment. Objects are asked whose memory they hold before and after the
+cell, and around each step of an optimizer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from torch.optim.optimizer import (
 )
 
 from nbdist.core.snapshot import MemoryOptions, RankMemory, empty
-from nbdist.engine import owners, recorded, runtime, snapshot_cpu, snapshot_cuda
+from nbdist.engine import owners, runtime, snapshot_cpu, snapshot_cuda
 from nbdist.engine.owners import Owner
-from nbdist.engine.profiling import Steps, ended
 from nbdist.engine.snapshot_cpu import CpuRecorder
 from nbdist.engine.snapshot_cuda import CudaRecorder
 from nbdist.engine.snapshot_marks import Marks
 from nbdist.errors import SnapshotError
 from nbdist.parallel import registry
+from nbdist.recording.rank import cell_hook
+from nbdist.recording.rank.steps import Steps, ended
 from nbdist.rpc.rank import progress
 from nbdist.strategy import choice
 from nbdist.variables import pack
@@ -194,13 +195,13 @@ class _Noted:
 
 def keep(found: RankMemory) -> None:
     """Let `finish` give what was in use when memory ran out; a recording that runs tells more."""
-    if recorded.state.running is None:
+    if cell_hook.state.running is None:
         _kept.last = _Noted(found)
 
 
 def begin(options: MemoryOptions, token: str) -> None:
     """Record the cell that brings this token; what was recorded before is forgotten."""
-    recorded.state.armed = _kept.last = _Recording(options, token)
+    cell_hook.state.armed = _kept.last = _Recording(options, token)
 
 
 def finish(folders: Sequence[str]) -> Parcel:
@@ -214,8 +215,8 @@ def finish(folders: Sequence[str]) -> Parcel:
     """
     if _kept.last is None:
         raise SnapshotError(f"{NOTHING[:-1]}: its process has replaced another.")
-    if recorded.state.armed is _kept.last:  # its cell was never sent
-        recorded.state.armed = None
+    if cell_hook.state.armed is _kept.last:  # its cell was never sent
+        cell_hook.state.armed = None
         raise SnapshotError(NOTHING)
     with progress.during(NOUN):
         progress.tell("sorting what was allocated")

@@ -21,10 +21,10 @@ from nbdist.core.snapshot_categories import Claim, categorised, with_foreign
 from nbdist.core.snapshot_pairs import Event, paired
 from nbdist.engine import snapshot_tree
 from nbdist.engine.owners import Owner, live_storages
-from nbdist.engine.profiling import QUIET, is_profiling
 from nbdist.engine.snapshot_ends import Ends
 from nbdist.engine.snapshot_marks import Marks, merged
 from nbdist.engine.snapshot_tree import MARK, History
+from nbdist.recording.rank.steps import QUIET, is_profiling
 from nbdist.rpc.rank import crash_files
 
 DEVICE = "cpu"

@@ -1,8 +1,8 @@
 """Records a cell with torch.profiler on this rank, and reads what came of it.
 
-`begin` arms the next cell; the profiler runs while that cell does (engine/recorded.py). `finish`
-gives what was recorded. A step ends at `optimizer.step()`, or at `nbdist.step()` where that is
-called.
+`begin` arms the next cell; the profiler runs while that cell does (recording/rank/cell_hook.py).
+`finish` gives what was recorded. A step ends at `optimizer.step()`, or at `nbdist.step()` where
+that is called.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from nbdist.core import trace_names, trace_read
 from nbdist.core.trace import TraceOptions
 from nbdist.core.units import size
-from nbdist.engine import recorded, runtime
-from nbdist.engine.profiling import QUIET, Steps, ended, is_profiling
+from nbdist.engine import runtime
 from nbdist.errors import TraceError
 from nbdist.hang.rank import main_thread
 from nbdist.parallel import registry
+from nbdist.recording.rank import cell_hook
+from nbdist.recording.rank.steps import QUIET, Steps, ended, is_profiling
 from nbdist.rpc.rank import namespace, progress
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy import footprint
@@ -172,11 +173,11 @@ def begin(options: TraceOptions, token: str) -> None:
         TraceError: If its file has no place.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
-    recorded.state.armed = None
+    cell_hook.state.armed = None
     folder = _folder()
     for left in folder.glob(f"rank{runtime.current().place.rank}.json*"):
         left.unlink()
-    recorded.state.armed = _kept.last = _Recording(options, folder, token)
+    cell_hook.state.armed = _kept.last = _Recording(options, folder, token)
 
 
 def finish(folders: Sequence[str]) -> Parcel:
@@ -188,7 +189,7 @@ def finish(folders: Sequence[str]) -> Parcel:
     Raises:
         TraceError: If nothing was recorded, or it has no room.
     """
-    recorded.state.armed = None  # its cell was never sent
+    cell_hook.state.armed = None  # its cell was never sent
     recording = _kept.last
     if recording is None:
         raise TraceError("Nothing was recorded on this rank: its process has replaced another.")

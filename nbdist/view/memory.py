@@ -23,7 +23,7 @@ from nbdist.core.snapshot_levels import Level
 from nbdist.core.snapshot_peak import RankPeak, Site, peaks, when, worst
 from nbdist.core.snapshot_places import written
 from nbdist.core.view import View, table
-from nbdist.view.frame import MOST_BYTES, MOST_NAME, clipped
+from nbdist.recording.view.iframe import MOST_BYTES, MOST_NAME, clipped
 from nbdist.view.memory_colours import ORDER
 from nbdist.view.memory_page import height_px, packed, page
 from nbdist.view.memory_png import MOST_RANKS, png

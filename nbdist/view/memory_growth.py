@@ -11,7 +11,7 @@ from nbdist.core.snapshot import CATEGORIES
 from nbdist.core.snapshot_growth import Amount, Change, Growth
 from nbdist.core.snapshot_places import written
 from nbdist.core.view import View, table
-from nbdist.view.frame import clipped
+from nbdist.recording.view.iframe import clipped
 
 MOST_ROWS = 20
 _MOST_NAME = 40

@@ -21,8 +21,8 @@ from nbdist.core.snapshot_curve import codes, lives, telling
 from nbdist.core.snapshot_levels import Level, level
 from nbdist.core.snapshot_peak import RankPeak, when
 from nbdist.core.snapshot_places import innermost_library, is_own, written
-from nbdist.view import frame
-from nbdist.view.frame import MOST_BYTES, clipped
+from nbdist.recording.view import iframe as recording_iframe
+from nbdist.recording.view.iframe import MOST_BYTES, clipped
 from nbdist.view.memory_colours import COLOURS, LAYERS, PALER
 from nbdist.view.memory_png import scales
 
@@ -67,8 +67,8 @@ def packed(
 
 def page(image: bytes, alt: str, data: str, height_px: int) -> str:
     """The image with the live picture over it, as HTML: see `frame.over`."""
-    live = frame.Live("memory.html", SCRIPTS, "memory of each rank over time", data)
-    return frame.over(image, alt, live, height_px)
+    live = recording_iframe.Live("memory.html", SCRIPTS, "memory of each rank over time", data)
+    return recording_iframe.over(image, alt, live, height_px)
 
 
 def height_px(snapshot: Snapshot) -> int:
@@ -128,7 +128,7 @@ def _packed(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> by
         "heldTime": _joined(_distances(time_ns) for time_ns, _ in held),
         "held": _joined(size_bytes for _, size_bytes in held),
     }
-    return frame.packed(head, columns)
+    return recording_iframe.packed(head, columns)
 
 
 def _rank(rank: RankMemory, peak: RankPeak | None, marks: int) -> dict[str, object]:

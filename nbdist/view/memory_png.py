@@ -23,8 +23,8 @@ from nbdist.core.snapshot_curve import (
     totals,
 )
 from nbdist.core.snapshot_peak import RankPeak, when
-from nbdist.view import image
-from nbdist.view.image import (
+from nbdist.recording.view import png as recording_png
+from nbdist.recording.view.png import (
     BACK,
     FONT_PT,
     HEAD,
@@ -129,7 +129,7 @@ def png(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> bytes:
         top = layout.area(place)
         pixels[top - layout.header : top] = rgb(HEAD)
         pixels[top : top + layout.panel] = _panel(rank, layout)
-    with image.drawing(height) as (figure, axes):
+    with recording_png.drawing(height) as (figure, axes):
         unit, name = _unit(shared)
         whole = shared.end_ns if shared.has_history else shared.most_bytes
         axes.imshow(
@@ -138,7 +138,7 @@ def png(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> bytes:
         axes.set_xlabel(name, fontsize=FONT_PT)
         _texts(axes, snapshot, {one.rank: one for one in peaks}, layout)
         _legend(figure, snapshot)
-        return image.written(figure)
+        return recording_png.written(figure)
 
 
 def _chosen(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> tuple[RankMemory, ...]:
@@ -306,8 +306,8 @@ def _texts(axes: Axes, snapshot: Snapshot, peaks: dict[int, RankPeak], layout: _
     for place, rank in enumerate(snapshot.ranks):
         top, peak = layout.area(place), peaks.get(rank.rank)
         y = top - layout.header / 2
-        image.left(axes, y, f"rank {rank.rank}", weight="bold")
-        image.inside(axes, y, short(_told(rank, peak), 150))
+        recording_png.left(axes, y, f"rank {rank.rank}", weight="bold")
+        recording_png.inside(axes, y, short(_told(rank, peak), 150))
         if not layout.shared.has_history:
             continue
         if layout.panel >= 5 * READABLE:
@@ -339,7 +339,7 @@ def _bytes_axis(axes: Axes, shared: Scales, top: int, high: int) -> None:
     power = 10 ** int(np.floor(np.log10(max(least, 1))))
     step = next(one for one in (power, 2 * power, 5 * power, 10 * power) if one >= least)
     for at in range(0, shared.most_bytes + 1, step):
-        image.left(
+        recording_png.left(
             axes,
             top + high - at * high / shared.most_bytes,
             units.exact_size(at).replace(".0 ", " "),
@@ -366,7 +366,7 @@ def _legend(figure: Figure, snapshot: Snapshot) -> None:
     if not entries:
         figure.text(0.5, 0.5, "no memory was recorded", ha="center", fontsize=FONT_PT + 2)
         return
-    image.legend(figure, entries)
+    recording_png.legend(figure, entries)
     figure.text(
         0.985,
         0.004,

@@ -14,7 +14,7 @@ from nbdist.core.trace_findings import Spot, TraceFinding
 from nbdist.core.trace_levels import Items, Laid, laid
 from nbdist.core.trace_shares import RankShares, Shares
 from nbdist.core.view import View, table
-from nbdist.view.frame import MOST_NAME, clipped
+from nbdist.recording.view.iframe import MOST_NAME, clipped
 from nbdist.view.trace_page import height_px, packed, page, steps_of_each
 from nbdist.view.trace_png import png
 

@@ -10,8 +10,8 @@ import numpy as np
 from nbdist.core.trace import KINDS, Integers, Trace
 from nbdist.core.trace_findings import TraceFinding
 from nbdist.core.trace_levels import Items, Laid, finest, full
-from nbdist.view import frame
-from nbdist.view.frame import MOST_BYTES, clipped
+from nbdist.recording.view import iframe as recording_iframe
+from nbdist.recording.view.iframe import MOST_BYTES, clipped
 from nbdist.view.trace_png import COLOURS, span_ns
 
 # In the order in which they stand in the page.
@@ -52,8 +52,8 @@ def packed(trace: Trace, events: Laid, findings: Sequence[TraceFinding] = ()) ->
 
 def page(image: bytes, alt: str, data: str, height_px: int) -> str:
     """The image with the live timeline over it, as HTML: see `frame.over`."""
-    live = frame.Live("timeline.html", SCRIPTS, "timeline of the trace", data)
-    return frame.over(image, alt, live, height_px)
+    live = recording_iframe.Live("timeline.html", SCRIPTS, "timeline of the trace", data)
+    return recording_iframe.over(image, alt, live, height_px)
 
 
 def height_px(ranks: int, rows: int) -> int:
@@ -89,7 +89,7 @@ def _packed(head: dict[str, object], trace: Trace, events: Laid, items: Items) -
         "from": begin_ns,
         "to": end_ns,
     }
-    return frame.packed(own_head, columns)
+    return recording_iframe.packed(own_head, columns)
 
 
 def _head(trace: Trace, events: Laid) -> dict[str, object]:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from nbdist.core.trace import KINDS, Integers, RankTrace, Trace
 from nbdist.core.trace_levels import Laid
-from nbdist.view import image
-from nbdist.view.image import (
+from nbdist.recording.view import png as recording_png
+from nbdist.recording.view.png import (
     BACK,
     FONT_PT,
     HEAD,
@@ -79,15 +79,15 @@ def png(trace: Trace, events: Laid) -> bytes:
     begin_ns, end_ns = span_ns(trace)
     bands = _bands(trace, events)
     unit_ns, unit = next(u for u in UNITS_NS if end_ns - begin_ns >= u[0])
-    pixels = _image(trace, events, bands, image.INNER)
-    with image.drawing(bands.height) as (figure, axes):
+    pixels = _image(trace, events, bands, recording_png.INNER)
+    with recording_png.drawing(bands.height) as (figure, axes):
         extent = (begin_ns / unit_ns, end_ns / unit_ns, bands.height, 0)
         axes.imshow(pixels, extent=extent, aspect="auto", interpolation="nearest")
         axes.set_xlabel(unit, fontsize=FONT_PT)
         _texts(axes, trace, events, bands)
         _step_labels(axes, trace, bands, unit_ns)
         _legend(figure, events)
-        return image.written(figure)
+        return recording_png.written(figure)
 
 
 def span_ns(trace: Trace) -> tuple[int, int]:
@@ -198,15 +198,15 @@ def _texts(axes: Axes, trace: Trace, events: Laid, bands: _Bands) -> None:
     every = max(1, -(-READABLE // max(bands.head + bands.row, 1)))
     for place, (rank, y) in enumerate(zip(trace.ranks, bands.heads, strict=True)):
         if place % every == 0:
-            image.left(axes, y + bands.head / 2, f"rank {rank.rank}", weight="bold")
+            recording_png.left(axes, y + bands.head / 2, f"rank {rank.rank}", weight="bold")
         if rank.problem and bands.head >= READABLE:
-            image.inside(axes, y + bands.head / 2, short(rank.problem, 120))
+            recording_png.inside(axes, y + bands.head / 2, short(rank.problem, 120))
     if bands.row < READABLE:
         return
     for row, y in zip(events.rows, bands.rows, strict=True):
         if row.depth == 0:
             lane = trace.ranks[row.place].lanes[row.lane].name
-            image.left(axes, y + bands.row / 2, short(lane, 22))
+            recording_png.left(axes, y + bands.row / 2, short(lane, 22))
 
 
 def _step_labels(axes: Axes, trace: Trace, bands: _Bands, unit_ns: float) -> None:
@@ -234,6 +234,6 @@ def _step_labels(axes: Axes, trace: Trace, bands: _Bands, unit_ns: float) -> Non
 def _legend(figure: Figure, events: Laid) -> None:
     present = np.unique(events.kind)
     if len(present):
-        image.legend(figure, [(COLOURS[KINDS[kind]], KINDS[kind]) for kind in present])
+        recording_png.legend(figure, [(COLOURS[KINDS[kind]], KINDS[kind]) for kind in present])
     else:
         figure.text(0.5, 0.5, "no events were recorded", ha="center", fontsize=FONT_PT + 2)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import recordings
 from nbdist.client.trace import Traces
 from nbdist.core.trace import COMPUTE, TraceOptions
 from nbdist.errors import Interrupted, TraceError
+from nbdist.recording import kernel as recording_kernel
 from nbdist.variables import pack
 from tests.support.traces import Did, rank_trace, recorded
 
@@ -100,8 +100,8 @@ def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
 
 def test_a_rank_that_ends_or_is_too_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first at once, the second at the deadline."""
-    monkeypatch.setattr(recordings, "FINISH_S", 0.05)
-    monkeypatch.setattr(recordings, "POLL_S", 0.01)
+    monkeypatch.setattr(recording_kernel, "FINISH_S", 0.05)
+    monkeypatch.setattr(recording_kernel, "POLL_S", 0.01)
     ranks = Ranks({0: Future, 1: Future})
 
     def ending() -> Future[Any]:

@@ -26,8 +26,9 @@ from nbdist.core.snapshot import (
     MemoryOptions,
     RankMemory,
 )
-from nbdist.engine import profiling, recorded, snapshot, snapshot_cpu
+from nbdist.engine import snapshot, snapshot_cpu
 from nbdist.errors import SnapshotError
+from nbdist.recording.rank import cell_hook, steps
 from nbdist.variables import unpack
 from tests.support.torch_ranks import TorchRanks
 
@@ -46,7 +47,7 @@ class Place:
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
     """Records a call in this process, which is no rank; nothing is left on afterwards."""
-    monkeypatch.setenv("KINETO_LOG_LEVEL", profiling.QUIET)
+    monkeypatch.setenv("KINETO_LOG_LEVEL", steps.QUIET)
     monkeypatch.setattr(snapshot.runtime, "current", Place)
     gc.collect()
     before = dict(optimizers._global_optimizer_post_hooks)
@@ -62,7 +63,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
         return one.memory()
 
     yield run
-    assert not profiling.is_profiling(unknown=True)
+    assert not steps.is_profiling(unknown=True)
     assert dict(optimizers._global_optimizer_post_hooks) == before
     assert not optimizers._global_optimizer_pre_hooks
 
@@ -367,7 +368,7 @@ def test_another_profiler_is_told_and_left_alone(record: Record) -> None:
     own.start()
     with pytest.raises(SnapshotError, match="Another profiler runs on this rank"):
         record(lambda: None)
-    assert profiling.is_profiling(unknown=False)
+    assert steps.is_profiling(unknown=False)
     own.stop()
 
     def cell() -> None:
@@ -440,12 +441,12 @@ def test_what_arrives_is_what_was_recorded(record: Record) -> None:
     with pytest.raises(SnapshotError, match="Nothing was recorded"):
         snapshot.finish(())
     snapshot.begin(MemoryOptions(), "mine")
-    assert recorded.state.armed is not None
+    assert cell_hook.state.armed is not None
     with pytest.raises(SnapshotError, match="Nothing was recorded"):
         snapshot.finish(())
-    assert recorded.state.armed is None
+    assert cell_hook.state.armed is None
     snapshot.begin(MemoryOptions(), "mine")
-    one, recorded.state.armed = recorded.state.armed, None
+    one, cell_hook.state.armed = cell_hook.state.armed, None
     assert one is not None
     one.start()
     kept = torch.ones(500)

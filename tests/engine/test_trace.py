@@ -11,8 +11,10 @@ import torch
 from torch.optim import optimizer as optimizers
 
 import nbdist
-from nbdist.engine import profiling, recorded, trace
-from nbdist.engine.profiling import Steps
+from nbdist.engine import trace
+from nbdist.recording.rank import cell_hook
+from nbdist.recording.rank import steps as recording_steps
+from nbdist.recording.rank.steps import Steps
 from nbdist.rpc.wire import CELL_RECORDING
 
 
@@ -54,11 +56,11 @@ def test_an_explicit_step_counts_alone() -> None:
 
 def test_an_explicit_step_costs_nothing_where_nothing_is_recorded() -> None:
     """It finds no recording, and calls nothing."""
-    assert recorded.state.running is None
+    assert cell_hook.state.running is None
 
     nbdist.step()
 
-    assert recorded.state.running is None
+    assert cell_hook.state.running is None
 
 
 class Place:
@@ -71,7 +73,7 @@ class Place:
 @pytest.fixture
 def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trace._Recording:
     """A recording of this process, which is no rank."""
-    monkeypatch.setenv("KINETO_LOG_LEVEL", profiling.QUIET)
+    monkeypatch.setenv("KINETO_LOG_LEVEL", recording_steps.QUIET)
     monkeypatch.setattr(trace.runtime, "current", Place)
     monkeypatch.setattr(trace._Recording, "_header", lambda self: {"ends": self.steps.ends})
     return trace._Recording(trace.TraceOptions(steps=1), tmp_path, "token")
@@ -150,10 +152,10 @@ def test_a_profiler_of_the_cell_ends_the_recording_and_is_told(
 
 def test_whether_a_profiler_runs_is_known() -> None:
     """torch's own function still tells it."""
-    assert not profiling.is_profiling(unknown=True)
+    assert not recording_steps.is_profiling(unknown=True)
     with own_profiler():
-        assert profiling.is_profiling(unknown=True)
-    assert not profiling.is_profiling(unknown=True)
+        assert recording_steps.is_profiling(unknown=True)
+    assert not recording_steps.is_profiling(unknown=True)
 
 
 class Kernel:
@@ -163,8 +165,8 @@ class Kernel:
         self.metadata: dict[str, object] = {}
         self.shell = SimpleNamespace(showtraceback=self.format_error)
         self.at_error: list[str] = []
-        recorded.install(self)
-        recorded.install(self)
+        cell_hook.install(self)
+        cell_hook.install(self)
 
     def get_parent(self, _channel: str) -> dict[str, object]:
         return {"metadata": self.metadata}
@@ -174,10 +176,10 @@ class Kernel:
             raise KeyboardInterrupt
         if code == "error":
             self.shell.showtraceback()
-        return f"{code} {recorded.state.running is not None}"
+        return f"{code} {cell_hook.state.running is not None}"
 
     def format_error(self) -> None:
-        one = recorded.state.running
+        one = cell_hook.state.running
         self.at_error = list(one.told) if isinstance(one, Noted) else []
 
     def run(self, code: str, token: str | None = None) -> str:
@@ -206,9 +208,9 @@ class Noted:
 @pytest.fixture
 def noted() -> Iterator[Noted]:
     """A recording that waits for its cell."""
-    recorded.state.armed = one = Noted("mine")
+    cell_hook.state.armed = one = Noted("mine")
     yield one
-    recorded.state.armed = None
+    cell_hook.state.armed = None
 
 
 def test_only_the_cell_that_is_meant_is_recorded_and_only_once(noted: Noted) -> None:
@@ -245,5 +247,5 @@ def test_a_recording_ends_with_a_cell_that_fails(noted: Noted) -> None:
         kernel.run("fail", "mine")
 
     assert noted.told == ["start", "stop"]
-    assert recorded.state.running is None
+    assert cell_hook.state.running is None
     assert kernel.run("after", "mine") == "after False"

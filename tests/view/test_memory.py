@@ -30,7 +30,9 @@ from nbdist.core.snapshot import (
 )
 from nbdist.core.snapshot_peak import peaks
 from nbdist.core.view import View
-from nbdist.view import frame, image, memory_png
+from nbdist.recording.view import iframe as recording_iframe
+from nbdist.recording.view import png as recording_png
+from nbdist.view import memory_png
 from nbdist.view.memory import remembered
 from nbdist.view.memory_colours import COLOURS
 from tests.support import pages
@@ -299,7 +301,7 @@ def test_any_snapshot_is_drawn(snapshot: Snapshot) -> None:
     head = data_of(view)
 
     assert view.text.startswith("memory of ")
-    assert imread(io.BytesIO(view.png)).shape[1] == image.WIDTH
+    assert imread(io.BytesIO(view.png)).shape[1] == recording_png.WIDTH
     assert head["to"] > 0
     assert head["most"] > 0
     assert len(head["size"]) == sum(len(rank.blocks) for rank in snapshot.ranks)
@@ -318,8 +320,8 @@ def test_names_cannot_end_the_script_that_holds_them() -> None:
     assert "alert(1)" not in inner
     assert len(re.findall("<script", inner)) == len(re.findall("</script", inner)) == 2
     assert set(data_of(view)["names"]) >= set(STRANGE[:2])
-    assert max(map(len, data_of(view)["names"])) == frame.MOST_NAME
-    assert max(map(len, data_of(view)["lines"])) == frame.MOST_NAME
+    assert max(map(len, data_of(view)["names"])) == recording_iframe.MOST_NAME
+    assert max(map(len, data_of(view)["lines"])) == recording_iframe.MOST_NAME
     assert max(map(len, view.text.splitlines())) < 500
 
 
@@ -356,8 +358,12 @@ def test_only_what_is_equal_everywhere_is_shown_where_outputs_are_stored(
 def pixels_of(snapshot: Snapshot) -> np.ndarray:
     """The drawn area of the first rank, (rows, columns, 3)."""
     drawn = imread(io.BytesIO(memory_png.png(snapshot, peaks(snapshot))))
-    top = image.TOP + memory_png.HEADER
-    area = drawn[top : top + memory_png.PANEL, image.LEFT : image.LEFT + image.INNER, :3]
+    top = recording_png.TOP + memory_png.HEADER
+    area = drawn[
+        top : top + memory_png.PANEL,
+        recording_png.LEFT : recording_png.LEFT + recording_png.INNER,
+        :3,
+    ]
     return (area * 255).round().astype(int)
 
 
@@ -371,14 +377,18 @@ def test_the_image_stacks_each_category_in_its_colour() -> None:
     rows_per_mb = memory_png.PANEL / 106
 
     def share(category: int, column: int) -> float:
-        return float((area[:, column] == image.rgb(COLOURS[CATEGORIES[category]])).all(-1).sum())
+        return float(
+            (area[:, column] == recording_png.rgb(COLOURS[CATEGORIES[category]])).all(-1).sum()
+        )
 
     assert share(PARAMETER, 100) == pytest.approx(30 * rows_per_mb, abs=2)
     assert share(ACTIVATION, 100) == 0
     assert share(PARAMETER, 1200) == pytest.approx(30 * rows_per_mb, abs=2)
     assert share(ACTIVATION, 1200) == pytest.approx(70 * rows_per_mb, abs=2)
-    begins = np.flatnonzero([share(ACTIVATION, column) > 0 for column in range(image.INNER)])[0]
-    assert begins == pytest.approx(image.INNER / 2, abs=1)
+    begins = np.flatnonzero(
+        [share(ACTIVATION, column) > 0 for column in range(recording_png.INNER)]
+    )[0]
+    assert begins == pytest.approx(recording_png.INNER / 2, abs=1)
 
 
 def test_the_image_has_stripes_where_a_category_is_guessed() -> None:
@@ -387,7 +397,7 @@ def test_the_image_has_stripes_where_a_category_is_guessed() -> None:
     def pure(*, is_exact: bool) -> float:
         piece = Piece(30 * MB, 0, STAYS, ACTIVATION, is_exact=is_exact)
         area = pixels_of(Snapshot((rank_memory(0, [piece]),)))[50:250]
-        return float((area == image.rgb(COLOURS["activations"])).all(-1).mean())
+        return float((area == recording_png.rgb(COLOURS["activations"])).all(-1).mean())
 
     assert pure(is_exact=True) == 1
     assert pure(is_exact=False) == pytest.approx(2 / 3, abs=0.01)
@@ -397,7 +407,7 @@ def test_a_peak_of_a_nanosecond_is_in_the_image() -> None:
     """As high as it was, one column wide."""
     pieces = [Piece(10 * MB), Piece(90 * MB, 5 * 10**8, 5 * 10**8 + 1, ACTIVATION)]
     area = pixels_of(Snapshot((rank_memory(0, pieces, 10**9),)))
-    high = (area == image.rgb(COLOURS["activations"])).all(-1).sum(axis=0)
+    high = (area == recording_png.rgb(COLOURS["activations"])).all(-1).sum(axis=0)
 
     assert high.max() == pytest.approx(90 / 106 * memory_png.PANEL, abs=3)
     assert (high > 0).sum() == 1

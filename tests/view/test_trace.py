@@ -21,7 +21,9 @@ from nbdist.core.trace_findings import Spot, TraceFinding
 from nbdist.core.trace_levels import laid
 from nbdist.core.trace_shares import Operation, RankShares, Shares, Slowest, Traffic
 from nbdist.core.view import View
-from nbdist.view import frame, image, trace_png
+from nbdist.recording.view import iframe as recording_iframe
+from nbdist.recording.view import png as recording_png
+from nbdist.view import trace_png
 from nbdist.view.trace import traced
 from tests.support import pages
 from tests.support.drawn_traces import events, made, rank_trace, training
@@ -244,7 +246,7 @@ def test_any_trace_is_drawn(trace: Trace) -> None:
     head = data_of(view)
 
     assert view.text.startswith("trace of ")
-    assert imread(io.BytesIO(view.png)).shape[1] == image.WIDTH
+    assert imread(io.BytesIO(view.png)).shape[1] == recording_png.WIDTH
     assert head["to"] > head["from"]
     assert sum(head["count"]) == sum(len(rank.events) for rank in trace.ranks)
     assert [tag for tag, _ in Tags(view.html).tags if tag in {"script", "iframe", "img"}] == [
@@ -262,7 +264,7 @@ def test_names_cannot_end_the_script_that_holds_them() -> None:
     assert "alert(1)" not in inner
     assert len(re.findall("<script", inner)) == len(re.findall("</script", inner)) == 2
     assert data_of(view)["names"][:2] == list(STRANGE[:2])
-    assert max(map(len, data_of(view)["names"])) == frame.MOST_NAME
+    assert max(map(len, data_of(view)["names"])) == recording_iframe.MOST_NAME
 
 
 def test_what_a_rank_lacks_is_told() -> None:
@@ -345,8 +347,8 @@ def test_the_image_shows_each_kind_in_its_colour_and_idle_as_the_lane() -> None:
     one = events([(0, 50), (75, 25)], kind=[COMPUTE, COMMUNICATION])
     trace = Trace((rank_trace(0, one),))
     pixels = imread(io.BytesIO(trace_png.png(trace, laid(trace, 10))))
-    y = image.TOP + trace_png.HEADER + trace_png.ROW // 2
-    line = (pixels[y, image.LEFT : -image.RIGHT, :3] * 255).round().astype(int)
+    y = recording_png.TOP + trace_png.HEADER + trace_png.ROW // 2
+    line = (pixels[y, recording_png.LEFT : -recording_png.RIGHT, :3] * 255).round().astype(int)
     colours = {
         "compute": (0x00, 0x72, 0xB2),
         "idle": (0xF0, 0xF0, 0xF0),

@@ -91,7 +91,7 @@ def packed(head: Mapping[str, object], columns: Mapping[str, npt.NDArray[np.inte
 
 
 def _resource(name: str) -> str:
-    return files("nbdist.view").joinpath(name).read_text(encoding="utf-8")
+    return files("nbdist.recording.view").joinpath(name).read_text(encoding="utf-8")
 
 
 def _planes(column: npt.NDArray[np.integer]) -> npt.NDArray[np.uint8]:

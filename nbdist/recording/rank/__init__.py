@@ -1,0 +1,1 @@
+"""Starts and stops recordings with a cell, and counts its training steps."""

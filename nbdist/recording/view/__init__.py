@@ -1,0 +1,1 @@
+"""Pages in a frame of their own and pictures as PNG, with the script of both viewers."""
