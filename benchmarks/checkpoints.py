@@ -184,7 +184,7 @@ class Rank:
         """A save beside training: how long that stands still, and how much longer steps take."""
         import torch.distributed as dist
 
-        from nbdist.engine.checkpoint import jobs, save
+        from nbdist.checkpoint.rank import jobs, save
 
         token, count = self._token(), 0
         self.step()  # training is under way: its files of before have long been removed
@@ -218,7 +218,7 @@ class Rank:
         return time.perf_counter() - began_s
 
     def _save_ours(self, path: str) -> None:
-        from nbdist.engine.checkpoint import jobs, save
+        from nbdist.checkpoint.rank import jobs, save
 
         token = self._token()
         save.begin(path, token, is_async=False)
@@ -226,7 +226,7 @@ class Rank:
         assert told.state == "done", told
 
     def _load_ours(self, path: str) -> None:
-        from nbdist.engine.checkpoint import load
+        from nbdist.checkpoint.rank import load
 
         load.load(path)
 

@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nbdist.client import checkup, configuration, weights
+from nbdist.checkpoint import weights_kernel
+from nbdist.checkpoint.kernel import Checkpoints
+from nbdist.checkpoint.results import Loaded, Saved, Started
+from nbdist.checkpoint.safetensors import Exported
+from nbdist.client import checkup, configuration
 from nbdist.client.bandwidth import BENCH_S, Bandwidth
-from nbdist.client.checkpoints import Checkpoints
 from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
 from nbdist.client.trace import Traces
@@ -17,10 +20,8 @@ from nbdist.core.bandwidth import Bench
 from nbdist.core.checkup import Checkup
 from nbdist.core.config_emit import SCRIPT
 from nbdist.core.config_launch import Configured, configured
-from nbdist.core.saving import Loaded, Saved, Started
 from nbdist.core.snapshot import Snapshot
 from nbdist.core.trace import Trace
-from nbdist.core.weights import Exported
 from nbdist.variables.kernel import Moved, Variables
 
 if TYPE_CHECKING:
@@ -74,16 +75,16 @@ class Subjects:
         return self.memories.last_or_now()
 
     def save(self, path: str | os.PathLike[str], asynchronous: bool = False) -> Saved | Started:
-        """Save models, optimizers and all that goes with them; see client.checkpoints."""
+        """Save models, optimizers and all that goes with them; see checkpoint.kernel."""
         return self.checkpoints.save(path, asynchronous=asynchronous)
 
     def load(self, path: str | os.PathLike[str], models_only: bool = False) -> Loaded:
-        """Load a checkpoint into what is prepared; see client.checkpoints."""
+        """Load a checkpoint into what is prepared; see checkpoint.kernel."""
         return self.checkpoints.load(path, models_only=models_only)
 
     def export_weights(self, path: str | Path, model: str = "") -> Exported:
-        """Write a model's weights into one safetensors file; see client.weights."""
-        return weights.export(cast("Session", self), path, model)
+        """Write a model's weights into one safetensors file; see checkpoint.weights_kernel."""
+        return weights_kernel.export(cast("Session", self), path, model)
 
     def check(self) -> Checkup:
         """Compare the models of all ranks, and look for NaN and inf; see client.checkup."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from nbdist.checkpoint import view as checkpoint_view
+from nbdist.checkpoint import weights_view
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK, show
 from nbdist.strategy.options import listed
 from nbdist.verbs import Option, Verb
-from nbdist.view import checkpoint as checkpoint_view
-from nbdist.view import weights as weights_view
 
 
 def saved(path: str, *, is_async: bool) -> View:
     """Save, and say what is there now, or what goes on.
 
     Raises:
-        CheckpointError, NbdistError, Interrupted: See client.checkpoints.
+        CheckpointError, NbdistError, Interrupted: See checkpoint.kernel.
     """
     checkpoints = NOTEBOOK.session.checkpoints
     done = checkpoints.save(path, asynchronous=is_async)
@@ -50,7 +50,7 @@ def exported(path: str, model: str, *, is_async: bool) -> View:
 
     Raises:
         OptionError: Which model is not clear, or `--async` was typed as well.
-        CheckpointError, NbdistError, Interrupted: See client.weights.
+        CheckpointError, NbdistError, Interrupted: See checkpoint.weights_kernel.
     """
     if is_async:
         raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
+from nbdist.checkpoint.rank import jobs
 from nbdist.core import stacks
 from nbdist.engine import completion, usage
-from nbdist.engine.checkpoint import jobs
 from nbdist.errors import StartError
 from nbdist.hang.rank import call_log, main_thread
 from nbdist.rpc import wire

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.core import checkpoint, checkpoint_folder
+from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
+from nbdist.checkpoint import manifest
 from tests.faults.test_resources import _own_mount
 from tests.support.cells import Cell
 from tests.support.faults import BACK_S, DEATH_TOLD_S, GONE_S, Measured, Ranks, record
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 long = pytest.mark.faults
 _MODEL = """%%distributed
 import gc, resource
-from nbdist.engine.checkpoint import writing
+from nbdist.checkpoint.rank import write as writing
 plain_write = getattr(writing._Stream, 'plain_write', writing._Stream.write)
 writing._Stream.plain_write = plain_write
 
@@ -87,8 +88,8 @@ def _refused(cell: Cell, name: str, *texts: str) -> None:
 
 def _is_whole(folder: Path) -> None:
     """Every byte is as its manifest says."""
-    checkpoint_folder.recover(folder)
-    checkpoint.check_files(folder, checkpoint.read(folder), reads_all=True)
+    checkpoint_checkpoint_folder.recover(folder)
+    manifest.check_files(folder, manifest.read(folder), reads_all=True)
 
 
 def _goes_on(ranks: Ranks, total: float, case: str, back_s: float, told_s: float | None) -> None:
@@ -185,7 +186,7 @@ def test_a_rank_is_killed_before_it_writes(
     ranks = ranks_of(n)
     total = _begun(ranks)
     ranks.ok(
-        f"%%rank[{dead}]\nfrom nbdist.engine.checkpoint import save as saving\n"
+        f"%%rank[{dead}]\nfrom nbdist.checkpoint.rank import save as saving\n"
         "saving._take = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
     )
     began_s = time.monotonic()
@@ -239,7 +240,7 @@ def test_the_kernel_is_killed_while_it_saves(
     record(Measured(f"kernel killed while it saves{more}", "checkpoint", n, None, gone_s))
     assert (ranks.folder / ".one.nbdist-new").is_dir()
     _is_whole(path)
-    assert checkpoint_folder.sweep(ranks.folder) == ("one",)
+    assert checkpoint_checkpoint_folder.sweep(ranks.folder) == ("one",)
     assert [one.name for one in ranks.folder.glob(".one*")] == []
     _is_whole(path)
 

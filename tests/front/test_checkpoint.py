@@ -33,7 +33,7 @@ _WRONG = {
 
 # Until nothing of the save beside training runs on rank 0 any more, which hears of the others.
 _OVER = """%%rank[0]
-from nbdist.engine.checkpoint import jobs
+from nbdist.checkpoint.rank import jobs
 assert all(one.is_over.wait(20) for one in jobs._jobs.values())
 """
 
@@ -100,7 +100,7 @@ def test_it_is_saved_beside_training(trained: Kernel) -> None:
 def test_a_failure_beside_training_is_told(trained: Kernel, shared_folder: Path) -> None:
     """At the next cell, once; the checkpoint of before is whole."""
     code = """%%rank[1]
-from nbdist.engine.checkpoint import writing
+from nbdist.checkpoint.rank import write as writing
 is_equal = writing._is_equal
 writing._is_equal = lambda data, wanted: False
 """
@@ -153,7 +153,7 @@ def test_a_wrong_use_is_an_ordinary_error(
 
 _HELD = """%%rank[1]
 import threading
-from nbdist.engine.checkpoint import writing
+from nbdist.checkpoint.rank import write as writing
 compare, go_on, waiting = writing._compare, threading.Event(), threading.Event()
 def held(*given):
     waiting.set()

@@ -8,8 +8,8 @@ CHECKPOINTS = (
     MODEL
     + COMMON
     + """
-    from nbdist.core.saving import DONE
-    from nbdist.engine.checkpoint import jobs, load, save
+    from nbdist.checkpoint.results import DONE
+    from nbdist.checkpoint.rank import jobs, load, save
 
     folder, EPOCH, BEFORE, AFTER = Path(os.environ["FOLDER"]), 2, 3, 3
     KIND = os.environ["KIND"]

@@ -9,13 +9,8 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import (
-    configuration,
-    remote_check,
-    remote_checkpoint,
-    remote_plan,
-    remote_weights,
-)
+from nbdist.checkpoint import remote_checkpoint, remote_weights
+from nbdist.client import configuration, remote_check, remote_plan
 from nbdist.engine import responder
 from nbdist.rpc import wire
 from nbdist.rpc.kernel import functions, remote_progress

@@ -18,8 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nbdist.core import checkpoint, checkpoint_folder
-from nbdist.core.checkpoint import Checkpoint, SavedFile, Versions
+from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
+from nbdist.checkpoint import manifest
+from nbdist.checkpoint.manifest import Checkpoint, SavedFile, Versions
 from nbdist.strategy.choice import choose
 
 _DATA = "__0_0.distcp"
@@ -30,28 +31,28 @@ _STOPPED = 9
 
 def save(path: Path, step: int) -> None:
     """A checkpoint of some bytes."""
-    new = checkpoint_folder.prepare(path)
+    new = checkpoint_checkpoint_folder.prepare(path)
     content = f"values of step {step}".encode() * step
     (new / _DATA).write_bytes(content)
     (new / ".metadata").write_bytes(b"what torch writes")
     files = tuple(
-        SavedFile(name, (new / name).stat().st_size, checkpoint.checksum(new / name))
+        SavedFile(name, (new / name).stat().st_size, manifest.checksum(new / name))
         for name in (_DATA, ".metadata")
     )
     saved = Checkpoint(
         (), (), Versions("0", "2", "1", "3"), 1, choose("ddp", {}, 1), 0.0, files, step=step
     )
-    (new / checkpoint.MANIFEST).write_text(checkpoint.text(saved))
-    checkpoint_folder.commit(new, path)
+    (new / manifest.MANIFEST).write_text(manifest.text(saved))
+    checkpoint_checkpoint_folder.commit(new, path)
 
 
 def found(path: Path) -> tuple[int, bool]:
     """The step of the checkpoint that a reader finds (0 without one), and whether it is whole."""
-    checkpoint_folder.recover(path)
+    checkpoint_checkpoint_folder.recover(path)
     if not path.exists():
         return 0, True
-    saved = checkpoint.read(path)
-    checkpoint.check_files(path, saved, reads_all=True)
+    saved = manifest.read(path)
+    manifest.check_files(path, saved, reads_all=True)
     return saved.step, True
 
 

@@ -22,9 +22,9 @@ from nbdist.cells.kernel.busy_ranks import Readiness
 from nbdist.cells.kernel.cell_request import CellRequest, Sink
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.outputs import CellResult
+from nbdist.checkpoint.kernel import Checkpoints
 from nbdist.client import monitor, shortages
 from nbdist.client.bandwidth import Bandwidth
-from nbdist.client.checkpoints import Checkpoints
 from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
 from nbdist.client.subjects import Subjects

@@ -1,0 +1,334 @@
+"""Checkpoints of a session's models: saved, also beside training, and loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nbdist.cells.kernel import progress
+from nbdist.checkpoint import folder
+from nbdist.checkpoint import remote_checkpoint as remote
+from nbdist.checkpoint.results import DONE, FAILED, RUNNING, Loaded, Saved, Saving, Started
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.progress import BYTES
+from nbdist.core.units import size
+from nbdist.errors import CheckpointError, Interrupted, NbdistError, RankGone
+from nbdist.rpc.kernel import gather
+
+if TYPE_CHECKING:
+    from nbdist.cells.kernel.session import Session
+
+# Agreeing on what is saved, and a copy of it in the hosts' memory.
+BEGIN_S = 600.0
+# A large checkpoint on a slow disk.
+LOAD_S = 3600.0
+# A rank's control thread answers at once; one whose C code holds the GIL, later.
+ANSWER_S = 1.0
+SILENT_S = 300.0
+STOP_S = 3.0
+POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save whose end is not known yet.
+
+    Attributes:
+        token: Names it on the ranks.
+        path: Where it will be.
+        heard_s: When rank 0 last said anything, by the monotonic clock.
+        is_stopping: A rank cannot write its part any more, and rank 0 has been told.
+    """
+
+    token: str
+    path: Path
+    heard_s: float
+    is_stopping: bool = False
+
+
+class Checkpoints:
+    """What a session saves and loads."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._pending: _Pending | None = None
+        self._untold: list[str] = []
+        self._before: list[str] = []
+        self._ended: list[str] = []
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        asynchronous: bool = False,
+    ) -> Saved | Started:
+        """Save models, optimizers and all that goes with them, compared with what was written.
+
+        What was at the path before is whole until the new one is. A save that is still going on
+        is waited for first.
+
+        Args:
+            path: A folder; relative to the notebook's. One that is a checkpoint is replaced.
+            asynchronous: Return once everything is copied to the hosts' memory; how it ends is
+                told at the next cell or verb, and by `wait`.
+
+        Raises:
+            CheckpointError: It cannot be saved; what was there before is as it was.
+            RankGone, RankBusy, NotRunning, NbdistError: As for a cell.
+            Interrupted: If the user interrupted it; likewise.
+        """
+        target = folder.resolved(path)
+        self._wait_before()
+        began_s = time.monotonic()
+        self._session.upkeep.recover_if_needed()
+        token = uuid.uuid4().hex
+        pending = self._pending = _Pending(token, target, time.monotonic())
+        try:
+            with progress.during("saving") as tell:
+                tell("all ranks agree on what it holds")
+                told = self._session.call_all(
+                    remote.begin_save, str(target), token, asynchronous,
+                    deadline_s=BEGIN_S, is_collective=True,
+                )  # fmt: skip
+        except BaseException as error:
+            self._stop(pending, "not all ranks have begun")
+            self._pending = None
+            raise _own(error, f"{target} was not saved") from error
+        begun = Started(
+            str(target), told[0].models, told[0].optimizers,
+            sum(one.own_bytes for one in told), told[0].notes, max(one.stall_s for one in told),
+        )  # fmt: skip
+        if asynchronous:
+            return begun
+        try:
+            saved = self._finish(pending)
+        except KeyboardInterrupt as error:
+            raise self._interrupted(pending) from error
+        return replace(saved, notes=begun.notes, elapsed_s=time.monotonic() - began_s)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        models_only: bool = False,
+    ) -> Loaded:
+        """Read a checkpoint into the models and optimizers that the ranks have prepared.
+
+        Saved on any number of ranks, under any strategy. A save that is still going on is waited
+        for first. All is read and compared with its checksums before anything changes.
+
+        Args:
+            path: Of a checkpoint; relative to the notebook's folder.
+            models_only: Leave optimizers, schedulers, loaders and random generators as they are.
+
+        Raises:
+            CheckpointError: There is none, or it does not fit; nothing was changed.
+            RankGone, RankBusy, NotRunning, NbdistError: As for a cell.
+            Interrupted: If the user interrupted it.
+        """
+        source = folder.resolved(path)
+        self._wait_before()
+        self._session.upkeep.recover_if_needed()
+        try:
+            with progress.of_ranks(self._session, "loading") as tell:
+                tell("every rank reads and checks its part")
+                told: list[Loaded] = self._session.call_all(
+                    remote.load_checkpoint, str(source), models_only,
+                    deadline_s=LOAD_S, is_collective=True,
+                )  # fmt: skip
+        except BaseException as error:
+            raise _own(error, f"{source} was not loaded") from error
+        return replace(
+            told[0],
+            read_bytes=sum(one.read_bytes for one in told),
+            elapsed_s=max(one.elapsed_s for one in told),
+            notes=tuple(dict.fromkeys(note for one in told for note in one.notes)),
+        )
+
+    def wait(self) -> Saved | None:
+        """Wait for a save that goes on beside training; None without one.
+
+        Raises:
+            CheckpointError: It has failed.
+            Interrupted: The user interrupted the wait; the save goes on.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        try:
+            return self._finish(pending)
+        except KeyboardInterrupt as error:
+            raise Interrupted(f"{pending.path} is still being saved") from error
+
+    def told_before(self) -> list[str]:
+        """What became of an earlier save beside training, for the verb that waited for it; once."""
+        told, self._before = self._before, []
+        return told
+
+    def news(self) -> list[str]:
+        """What is to be told of a save beside training that has failed; once. Returns soon."""
+        if self._pending is not None:
+            with contextlib.suppress(CheckpointError):  # `_untold` has it
+                if (saved := self._look(self._pending)) is not None:
+                    self._ended = [f"{saved.path} was saved at step {saved.step}"]
+        told, self._untold = self._untold, []
+        return told
+
+    def status(self) -> list[str]:
+        """Where the last save beside training is, and what `news` tells."""
+        if (told := self.news()) or self._pending is None:
+            return [*told, *self._ended]
+        done, total, phases = _far(self._states(self._pending))
+        share = f"{100 * done // total} % of {size(total)}" if total else "0 %"
+        return [f"saving {self._pending.path}: {share} written and compared ({phases})"]
+
+    def end(self) -> list[str]:
+        """Wait for a save beside training before the ranks end; an interrupt gives it up.
+
+        Returns:
+            What became of it.
+        """
+        pending = self._pending
+        try:
+            self._wait_before()
+        except KeyboardInterrupt:
+            assert pending is not None
+            self._stop(pending, "the ranks are being stopped")
+            self._pending = None
+            self._before.append(f"{pending.path} was given up; what was there before is whole")
+        return self.told_before()
+
+    def _wait_before(self) -> None:
+        """Let an earlier save end first. That it has failed is told, and hinders nothing."""
+        self._before = [*self.news(), *self._ended]
+        self._ended = []
+        try:
+            earlier = self.wait()
+        except CheckpointError as error:
+            self._before.append(str(error))
+            return
+        if earlier is not None:
+            self._before.append(f"{earlier.path} was saved at step {earlier.step}")
+
+    def _finish(self, pending: _Pending) -> Saved:
+        """Wait for the end of a save, and tell it: raised here, it is not told again."""
+        try:
+            with progress.during("saving") as tell:
+                while (saved := self._look(pending, tell)) is None:
+                    time.sleep(POLL_S)
+        except CheckpointError:
+            self._untold.clear()
+            raise
+        return saved
+
+    def _look(self, pending: _Pending, tell: progress.Tell | None = None) -> Saved | None:
+        """The checkpoint once it is in its place; None while it is not.
+
+        Raises:
+            CheckpointError: It has failed, which `_untold` has then as well.
+        """
+        states = self._states(pending)
+        first, now_s = states.get(0), time.monotonic()
+        if first is not None:
+            pending.heard_s = now_s
+        gone = [rank for rank in self._session.ranks if not self._session.is_connected(rank)]
+        failure = ""
+        if 0 in gone:
+            failure = f"rank 0 {self._how(0)}; it puts the checkpoint in its place"
+        elif first is not None and first.state == FAILED:
+            failure = first.failure
+        elif now_s - pending.heard_s > SILENT_S:
+            failure = f"rank 0 has not answered for {SILENT_S:.0f} s"
+        if failure:
+            self._pending = None
+            self._stop(pending, failure)  # the others would go on with what nobody puts in place
+            text = (
+                f"{pending.path} was not saved: {failure}. What was at that path before is whole."
+            )
+            self._untold.append(text)
+            raise CheckpointError(text)
+        if first is not None and first.state == DONE and first.saved is not None:
+            self._pending = None
+            return first.saved
+        self._stop_in_vain(pending, gone, states)
+        if states and tell is not None:
+            done, total, phases = _far(states)
+            tell(phases, done, total, BYTES)
+        return None
+
+    def _stop_in_vain(self, pending: _Pending, gone: list[int], states: dict[int, Saving]) -> None:
+        """Tell rank 0 of a rank that cannot write its part any more, where it may not know."""
+        why = [f"rank {rank} {self._how(rank)}" for rank in gone]
+        why += [one.failure for rank, one in states.items() if rank and one.state == FAILED]
+        if why and not pending.is_stopping:
+            pending.is_stopping = True
+            self._stop(pending, why[0])
+
+    def _how(self, rank: int) -> str:
+        exit_ = self._session.exit_of(rank)
+        return "cannot be reached" if exit_ is None else f"ended ({exit_.how})"
+
+    def _states(self, pending: _Pending) -> dict[int, Saving]:
+        """How far each rank is that answers soon."""
+        asked = self._session.health.ask_all(
+            lambda ask, rank: remote.save_state(ask, rank, pending.token)
+        )
+        end_s = time.monotonic() + ANSWER_S
+        found = {}
+        for rank, future in asked.items():
+            with contextlib.suppress(TimeoutError, NbdistError):
+                found[rank] = future.result(max(0.0, end_s - time.monotonic()))
+        return found
+
+    def _stop(self, pending: _Pending, why: str) -> dict[int, Future[bool]]:
+        """Let all ranks end a save; by rank, whether it will end so."""
+        return self._session.health.ask_all(
+            lambda ask, rank: remote.stop_save(ask, rank, pending.token, why)
+        )
+
+    def _interrupted(self, pending: _Pending) -> Interrupted:
+        """Let the ranks end a save, and say what becomes of it. At most STOP_S."""
+        told = self._stop(pending, "the user interrupted it").get(0)
+        end_s = time.monotonic() + STOP_S
+        is_stopped = False
+        with contextlib.suppress(TimeoutError, NbdistError):
+            is_stopped = told is not None and told.result(ANSWER_S)
+        states = self._states(pending)
+        while time.monotonic() < end_s and any(one.state == RUNNING for one in states.values()):
+            time.sleep(POLL_S)
+            states = self._states(pending)
+        if is_stopped or (0 in states and states[0].state == FAILED):
+            self._pending = None
+            return Interrupted(f"{pending.path} was not saved; what was there before is whole")
+        if 0 in states and states[0].state == DONE:
+            self._pending = None
+            return Interrupted(f"{pending.path} had been saved already")
+        return Interrupted(f"{pending.path} is being put in its place; %dist_status says when")
+
+
+def _far(states: dict[int, Saving]) -> tuple[int, int, str]:
+    """How many bytes of all of them are written and compared, and what ranks do now."""
+    done = sum(one.done_bytes for one in states.values())
+    total = sum(one.total_bytes for one in states.values())
+    phases: dict[str, list[int]] = {}
+    for rank, one in states.items():
+        phases.setdefault(one.phase, []).append(rank)
+    told = "; ".join(f"{ranks_phrase(ranks)} {phase}" for phase, ranks in phases.items())
+    return done // 2, total // 2, told  # what is written counts once, what is compared again
+
+
+def _own(error: BaseException, what: str) -> BaseException:
+    """The error of a call to all ranks, as a checkpoint's."""
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted(f"{what}; {error}" if str(error) else what)
+    if (refused := gather.refusal(error, CheckpointError)) is not None:
+        return refused
+    if type(error) is NbdistError:  # a rank has ended meanwhile, or raised what nobody foresaw
+        return CheckpointError(f"{what}: {error}")
+    return RankGone(f"{what}: {error}") if isinstance(error, RankGone) else error

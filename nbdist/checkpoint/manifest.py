@@ -1,0 +1,277 @@
+"""What a checkpoint holds, as its file `nbdist.json` tells it.
+
+The values themselves lie beside it, in torch.distributed.checkpoint's files. This file is
+written last: a folder with a readable one, and with all files that it lists, is a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nbdist.checkpoint import other_formats, typed_json
+from nbdist.errors import CheckpointError
+from nbdist.strategy.choice import Choice
+from nbdist.strategy.options import listed
+
+MANIFEST = "nbdist.json"
+# Raised when an older nbdist could not make sense of it. Fields with defaults can be added without.
+FORMAT = 1
+_FORMAT_KEY = "nbdist_checkpoint"
+_MAX_NAMED = 3
+_PIECE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A parameter or buffer.
+
+    Attributes:
+        name: As in the user's module.
+        shape: Of the whole tensor.
+        dtype: As torch names it, without `torch.`: `float32`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """A model.
+
+    Attributes:
+        kind: Its class's name.
+        tensors: Each once, in the module's order.
+        tied: Further names of a tensor -> the name under which it is among `tensors`.
+    """
+
+    kind: str
+    tensors: tuple[SavedTensor, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedOptimizer:
+    """An optimizer.
+
+    Attributes:
+        kind: Its class's name.
+        names: Of the parameters of each group, as the models name them.
+        numbers: Of each group: learning rate and the like.
+        states: What it remembers of a parameter: `exp_avg`, `step`; empty before its first step.
+    """
+
+    kind: str
+    names: tuple[tuple[str, ...], ...]
+    numbers: tuple[Mapping[str, Any], ...]
+    states: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """A file beside the manifest.
+
+    Attributes:
+        name: In the folder, with slashes where it lies deeper.
+        size_bytes: Its length.
+        checksum: `crc32:` and eight hexadecimal digits.
+    """
+
+    name: str
+    size_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What has written a checkpoint."""
+
+    nbdist: str
+    torch: str
+    accelerate: str
+    python: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All of a checkpoint but the values.
+
+    Attributes:
+        models: In the order in which they were prepared.
+        optimizers: Likewise.
+        schedulers: Their states, likewise.
+        scaler: The gradient scaler's state; None without one.
+        loaders: Where each data loader is.
+        random: States of random generators, by rank: name -> text.
+        step: How many steps were made.
+        versions: Of nbdist, torch, Accelerate and Python.
+        world_size: How many ranks have saved it.
+        strategy: Under which it was saved.
+        saved_s: When, in Unix time.
+        files: All beside the manifest.
+        extra: Whatever else was saved, by name.
+    """
+
+    models: tuple[SavedModel, ...]
+    optimizers: tuple[SavedOptimizer, ...]
+    versions: Versions
+    world_size: int
+    strategy: Choice
+    saved_s: float
+    files: tuple[SavedFile, ...]
+    schedulers: tuple[Mapping[str, Any], ...] = ()
+    scaler: Mapping[str, Any] | None = None
+    loaders: tuple[Mapping[str, Any], ...] = ()
+    random: tuple[Mapping[str, Any], ...] = ()
+    step: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files beside the manifest."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def text(checkpoint: Checkpoint) -> str:
+    """A checkpoint as JSON, which `parse` reads.
+
+    Raises:
+        CheckpointError: Something in it is no plain value; nothing is turned into text for it.
+    """
+    try:
+        return json.dumps({_FORMAT_KEY: FORMAT, **asdict(checkpoint)}, indent=1) + "\n"
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The checkpoint's description cannot be written: {error}. States of schedulers and "
+            "loaders have to be numbers, texts, lists and dicts."
+        ) from error
+
+
+def parse(written: str, where: str) -> Checkpoint:
+    """What `text` has written.
+
+    Args:
+        written: All of the manifest.
+        where: Its path, for the messages.
+
+    Raises:
+        CheckpointError: It is torn, of another format, or no manifest at all; says which.
+    """
+    try:
+        found = json.loads(written)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where} is damaged: {error}. {len(written)} characters are there; the end may be "
+            "missing. Load another checkpoint."
+        ) from error
+    number = found.get(_FORMAT_KEY) if isinstance(found, dict) else None
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise CheckpointError(f"{where} is no manifest of nbdist: it has no {_FORMAT_KEY!r}.")
+    if number != FORMAT:
+        by = "a newer nbdist" if number > FORMAT else "an nbdist of before the first release"
+        raise CheckpointError(
+            f"{where} has format {number}, written by {by} (nbdist {_version(found)}); this one "
+            f"reads format {FORMAT}. "
+            + (
+                "Upgrade nbdist to load it."
+                if number > FORMAT
+                else "Load it with that version and save it again."
+            )
+        )
+    del found[_FORMAT_KEY]
+    try:
+        return typed_json.record(Checkpoint, found)
+    except typed_json.Misfit as error:
+        raise CheckpointError(f"{where} is damaged: {error}. Load another checkpoint.") from error
+
+
+def read(folder: Path) -> Checkpoint:
+    """The manifest of a folder; its files are not looked at.
+
+    Raises:
+        CheckpointError: There is no readable one; says what is there instead.
+    """
+    path = folder / MANIFEST
+    try:
+        written = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        told = other_formats.instead(folder, MANIFEST)
+        raise CheckpointError(f"{folder} is no checkpoint of nbdist: {told}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{path} is damaged: it is no text. Load another checkpoint."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    return parse(written, str(path))
+
+
+def check_files(folder: Path, checkpoint: Checkpoint, *, reads_all: bool = False) -> None:
+    """Refuse a checkpoint of which files are missing, short or changed.
+
+    Args:
+        folder: Where it lies.
+        checkpoint: Its manifest.
+        reads_all: Also read every byte and compare checksums; otherwise only lengths.
+
+    Raises:
+        CheckpointError: Names the files, and what is wrong with each.
+    """
+    wrong = []
+    for file in checkpoint.files:
+        told = _file_problem(folder / file.name, file, reads_all)
+        if told:
+            wrong.append(f"{file.name} {told}")
+    if wrong:
+        raise CheckpointError(
+            f"{folder} is not whole: {first_few(wrong, '; ')}. Of {len(checkpoint.files)} files "
+            f"{len(wrong)} cannot be used. Load another checkpoint, or copy this one again."
+        )
+
+
+def _file_problem(path: Path, file: SavedFile, reads_all: bool) -> str:
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes != file.size_bytes:
+            return f"has {size_bytes:,} bytes instead of {file.size_bytes:,}"
+        if reads_all and (found := checksum(path)) != file.checksum:
+            return f"has changed ({found} instead of {file.checksum})"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return ""
+
+
+def checksum(path: Path) -> str:
+    """`crc32:` and eight digits, of a file; it finds damage, not malice."""
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            value = zlib.crc32(piece, value)
+    return checksum_text(value)
+
+
+def checksum_text(crc32: int) -> str:
+    """A running zlib.crc32 as `SavedFile.checksum`."""
+    return f"crc32:{crc32 & 0xFFFFFFFF:08x}"
+
+
+def first_few(phrases: Sequence[str], between: str = ", ") -> str:
+    """The first three, and how many more there are."""
+    told = between.join(phrases[:_MAX_NAMED])
+    more = len(phrases) - _MAX_NAMED
+    if more <= 0:
+        return listed(phrases) if between == ", " else told
+    return f"{told} and {more} more"
+
+
+def _version(found: Mapping[str, Any]) -> str:
+    versions = found.get("versions")
+    return str(versions.get("nbdist", "unknown")) if isinstance(versions, dict) else "unknown"

@@ -1,0 +1,118 @@
+"""What of a checkpoint does not fit the models and optimizers that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbdist.checkpoint.manifest import Checkpoint, SavedModel, SavedOptimizer, first_few
+from nbdist.core.finding import BAD, WARN, Finding
+
+
+def mismatches(
+    saved: Checkpoint, models: Sequence[SavedModel], optimizers: Sequence[SavedOptimizer]
+) -> tuple[Finding, ...]:
+    """Everything that differs, each kind of difference once; empty where all fits.
+
+    Args:
+        saved: The checkpoint.
+        models: Those that are prepared now, in the order in which they were.
+        optimizers: Likewise.
+
+    Returns:
+        Findings that are BAD where the state cannot be taken over, WARN where it can be and
+        changes on the way (a dtype that is rounded).
+    """
+    found = _counts("model", saved.models, models)
+    found += _counts("optimizer", saved.optimizers, optimizers)
+    for number, (old, new) in enumerate(zip(saved.models, models, strict=False)):
+        found += _model(old, new, _label(new.kind, number, len(models)))
+    for number, (one, other) in enumerate(zip(saved.optimizers, optimizers, strict=False)):
+        found += _optimizer(one, other, _label(other.kind, number, len(optimizers)))
+    return tuple(found)
+
+
+def _counts(
+    what: str,
+    saved: Sequence[SavedModel | SavedOptimizer],
+    live: Sequence[SavedModel | SavedOptimizer],
+) -> list[Finding]:
+    if len(saved) == len(live):
+        return []
+    kinds = ", ".join(one.kind for one in saved) or "none"
+    here = ", ".join(one.kind for one in live) or "none"
+    return [
+        Finding(
+            f"{what}s",
+            f"{len(saved)} in the checkpoint ({kinds}), {len(live)} here ({here})",
+            BAD,
+            "they are told apart by their order",
+            f"prepare as many {what}s as were saved, in the same order",
+        )
+    ]
+
+
+def _label(kind: str, number: int, count: int) -> str:
+    return f"{kind} (number {number})" if count > 1 else kind
+
+
+def _model(saved: SavedModel, live: SavedModel, label: str) -> list[Finding]:
+    old = {one.name: one for one in saved.tensors}
+    new = {one.name: one for one in live.tensors}
+    # A tied tensor has been saved under one of its names, which may not be the first one here.
+    for names, tied in ((old, saved.tied), (new, live.tied)):
+        names.update({name: names[first] for name, first in tied.items() if first in names})
+    both = [(old[one.name], one) for one in live.tensors if one.name in old]
+    shapes = [_told(b.name, a.shape, b.shape) for a, b in both if a.shape != b.shape]
+    dtypes = [_told(b.name, a.dtype, b.dtype) for a, b in both if a.dtype != b.dtype]
+    missing = [one.name for one in live.tensors if one.name not in old]
+    surplus = [one.name for one in saved.tensors if one.name not in new]
+    rows = (
+        ("shapes", shapes, BAD, "the model has other sizes", "make it as it was when it was saved"),
+        ("dtypes", dtypes, WARN, "values are converted, and may be rounded", ""),
+        ("missing", [f"{n} is not in the checkpoint" for n in missing], BAD,
+         "it would keep the value that it has", "make the model as it was when it was saved"),
+        ("surplus", [f"{n} is in the checkpoint alone" for n in surplus], BAD,
+         "its value would be lost", "make the model as it was when it was saved"),
+    )  # fmt: skip
+    return [
+        Finding(f"{label}: {name}", first_few(told, "; "), verdict, why, what)
+        for name, told, verdict, why, what in rows
+        if told
+    ]
+
+
+def _told(name: str, old: object, new: object) -> str:
+    return f"{name} is {old} in the checkpoint and {new} here"
+
+
+def _optimizer(saved: SavedOptimizer, live: SavedOptimizer, label: str) -> list[Finding]:
+    found = []
+    if saved.kind != live.kind:
+        states = ", ".join(saved.states) or "nothing"
+        found.append(
+            Finding(
+                f"{label}: class",
+                f"{saved.kind} in the checkpoint, {live.kind} here",
+                BAD,
+                f"{saved.kind} remembers {states}, which {live.kind} does not understand",
+                f"prepare {_article(saved.kind)} {saved.kind}",
+            )
+        )
+    sizes, here = [len(one) for one in saved.names], [len(one) for one in live.names]
+    before, now = set().union(*saved.names), set().union(*live.names)
+    odd = [f"{n} is not in the checkpoint" for n in sorted(now - before)]
+    odd += [f"{n} is in the checkpoint alone" for n in sorted(before - now)]
+    if not odd and sizes != here:
+        odd = [f"groups of {sizes} parameters in the checkpoint, of {here} here"]
+    if odd:
+        found.append(
+            Finding(
+                f"{label}: parameters", first_few(odd, "; "), BAD, "it would step others",
+                "make the optimizer of the same parameters, in the same groups",
+            )
+        )  # fmt: skip
+    return found
+
+
+def _article(word: str) -> str:
+    return "an" if word[:1] in "AEIOU" else "a"

@@ -1,0 +1,1 @@
+"""Saving and loading on a rank through torch's distributed checkpoints."""

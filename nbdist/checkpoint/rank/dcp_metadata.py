@@ -1,0 +1,112 @@
+"""`.metadata`, a pickle, is read without running anything but the classes that belong in it."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from nbdist.checkpoint.manifest import Checkpoint
+from nbdist.errors import CheckpointError
+
+FILE = ".metadata"
+_DCP = "torch.distributed.checkpoint"
+# All that torch's writer puts into it (torch 2.11 to 2.13); none of them does anything when it is
+# made. Two are private to torch: without them such a file cannot be read at all.
+_CLASSES: Mapping[tuple[str, str], Any] = {
+    **{
+        (f"{_DCP}.metadata", name): getattr(metadata, name, None)
+        for name in (
+            "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        )
+    },
+    (f"{_DCP}.filesystem", "_StorageInfo"): getattr(filesystem, "_StorageInfo", None),
+    ("torch.serialization", "_get_layout"): getattr(torch.serialization, "_get_layout", None),
+    ("torch", "Size"): torch.Size,
+}  # fmt: skip
+_ERRORS = (
+    pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError,
+    MemoryError, TypeError, ValueError, OverflowError, RuntimeError, AssertionError,
+)  # fmt: skip
+
+
+class _Restricted(pickle.Unpickler):
+    """Makes what torch's metadata consists of, and refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _CLASSES.get((module, name))
+        if (
+            found is None
+            and module == "torch"
+            and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            found = getattr(torch, name)
+        if found is None:
+            raise CheckpointError(
+                f"its {FILE} names {module}.{name}, which has no place in it: it was made by "
+                "somebody else, and nothing of it was run"
+            )
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise CheckpointError(f"its {FILE} refers to something outside of the file")
+
+
+def loads(data: bytes) -> Metadata:
+    """Metadata of a pickle that may come from anybody.
+
+    Raises:
+        CheckpointError: It is damaged, or holds anything else.
+    """
+    try:
+        found = _Restricted(io.BytesIO(data)).load()
+    except _ERRORS as error:
+        raise CheckpointError(f"its {FILE} is damaged ({type(error).__name__}: {error})") from error
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"its {FILE} is a {type(found).__name__}")
+    return found
+
+
+def read(folder: Path, saved: Checkpoint) -> Metadata:
+    """The metadata of a checkpoint whose manifest is known and whose files are whole.
+
+    Raises:
+        CheckpointError: It is damaged, or does not go with the manifest and its files.
+    """
+    try:
+        found = loads((folder / FILE).read_bytes())
+        _check(found, {file.name: file.size_bytes for file in saved.files})
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} cannot be used: {error}. Load another one.") from error
+    except OSError as error:
+        raise CheckpointError(f"{folder / FILE} cannot be read: {error.strerror}.") from error
+    except _ERRORS as error:
+        raise CheckpointError(
+            f"{folder} cannot be used: its {FILE} is damaged ({type(error).__name__}: {error})."
+        ) from error
+    return found
+
+
+def _check(found: Metadata, files: Mapping[str, int]) -> None:
+    """Every box is in one of the files, and all boxes of a tensor are the whole of it."""
+    stored = found.storage_data
+    for name, one in found.state_dict_metadata.items():
+        if not isinstance(one, TensorStorageMetadata):
+            raise CheckpointError(f"{name} in its {FILE} is no tensor")
+        for chunk in one.chunks:
+            place = stored[MetadataIndex(name, chunk.offsets)]
+            if place.offset + place.length > files.get(place.relative_path, -1):
+                raise CheckpointError(f"{name} is not in its file {place.relative_path}")
+        count = sum(math.prod(chunk.sizes) for chunk in one.chunks)
+        if count != math.prod(one.size):
+            raise CheckpointError(
+                f"{name} has {math.prod(one.size)} elements and {count} are in its files"
+            )

@@ -1,0 +1,238 @@
+"""What torch's own writer and reader of checkpoints (DCP) are asked for: boxes of tensors.
+
+torch plans for tensors and DTensors. Packed layers, pipeline stages and states that one rank has
+are neither, so plans are made of `checkpoint.chunks`. What comes out is an ordinary DCP checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from nbdist.checkpoint.chunks import Chunk, Part
+from nbdist.core.progress import BYTES
+from nbdist.rpc.rank import progress
+
+# A box of one tensor: (name, offsets).
+Spot = tuple[str, tuple[int, ...]]
+
+
+class Tensors:
+    """What is saved of each tensor, by its name in the checkpoint: shape, dtype, path, aliases.
+
+    Attributes:
+        shapes, dtypes: Of the whole tensors.
+        paths: Where each stands in the nested dict that torch's converter makes.
+        aliases: Further names of the same tensor, of tied weights.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.paths: dict[str, tuple[str, ...]] = {}
+        self.aliases: dict[str, tuple[str, ...]] = {}
+
+    def add(
+        self,
+        path: tuple[str, ...],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        aliases: Iterable[tuple[str, ...]] = (),
+    ) -> str:
+        """Add one; its name."""
+        name = ".".join(path)
+        self.shapes[name], self.dtypes[name] = tuple(shape), dtype
+        others = {".".join(one): one for one in aliases}
+        self.paths |= {name: path, **others}
+        self.aliases[name] = tuple(others)
+        return name
+
+    def properties(self, name: str) -> TensorProperties:
+        """What DCP notes beside the shape."""
+        return TensorProperties(dtype=self.dtypes[name])
+
+
+class Writer(FileSystemWriter):
+    """torch's writer, for one rank's file, without a word of where it was written."""
+
+    def __init__(self, folder: Path) -> None:
+        """For files in a folder that there is."""
+        super().__init__(folder, sync_files=True, thread_count=1)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Nothing: the folder gets another name once it is whole."""
+        return StorageMeta()
+
+
+class Saver(SavePlanner):
+    """Plans one rank's part of a save. Meets no rank: all make the same plan."""
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        parts: Sequence[Part],
+        rank: int,
+        value: Callable[[Spot], torch.Tensor],
+    ) -> None:
+        """Plan.
+
+        Args:
+            tensors: Of all ranks.
+            parts: Of all ranks.
+            rank: Whose part is written here.
+            value: Gives a box that this rank holds, contiguous, on the host.
+        """
+        self._tensors, self._parts, self._rank, self._value = tensors, parts, rank, value
+
+    def set_up_planner(
+        self,
+        state_dict: Mapping[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Nothing: what is saved was given."""
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's boxes."""
+        return SavePlan([self._item(one) for one in self._parts if one.writer == self._rank])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The plans as they are, and what is known of all tensors, under each of their names."""
+        tensors = self._tensors
+        boxes: dict[str, list[ChunkStorageMetadata]] = {}
+        for one in self._parts:
+            boxes.setdefault(one.name, []).append(_box(one.chunk))
+        known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for name, shape in tensors.shapes.items():
+            told = TensorStorageMetadata(tensors.properties(name), torch.Size(shape), boxes[name])
+            known |= dict.fromkeys((name, *tensors.aliases[name]), told)
+        return all_plans, Metadata(known, planner_data=dict(tensors.paths))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The values of a box."""
+        return self._value(spot(write_item.index))
+
+    def _item(self, one: Part) -> WriteItem:
+        size = torch.Size(self._tensors.shapes[one.name])
+        data = TensorWriteData(_box(one.chunk), self._tensors.properties(one.name), size)
+        index = MetadataIndex(one.name, one.chunk.offsets)
+        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+class Loader(LoadPlanner):
+    """Plans one rank's reading: what its boxes have in common with those that were saved."""
+
+    def __init__(self, wanted: Mapping[str, tuple[torch.Tensor, Sequence[Chunk]]]) -> None:
+        """Plan.
+
+        Args:
+            wanted: Name -> (this rank's local tensor, which is filled in place, and the boxes of
+                the whole that it consists of).
+        """
+        self._wanted = wanted
+        self._metadata: Metadata | None = None
+        self._total_bytes = sum(tensor.nbytes for tensor, _ in wanted.values())
+        self._done_bytes = 0
+
+    def set_up_planner(
+        self,
+        state_dict: Mapping[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take in what was saved."""
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads; each element of its boxes once, where the saved ones are whole."""
+        assert self._metadata is not None
+        items = []
+        for name, (_, own) in self._wanted.items():
+            saved: Any = self._metadata.state_dict_metadata[name]
+            for chunk in own:
+                items += [i for one in saved.chunks if (i := _common(name, one, chunk)) is not None]
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Never: there are tensors alone."""
+        raise AssertionError(read_item)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Where a box is copied to, in the local tensor."""
+        target, _ = self._wanted[read_item.dest_index.fqn]
+        for dim, (start, n) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            target = target.narrow(dim, start, n)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """It was copied in place: tell how far it is."""
+        self._done_bytes += tensor.nbytes
+        progress.tell("reading", self._done_bytes, self._total_bytes, BYTES)
+
+
+def spot(index: MetadataIndex) -> Spot:
+    """Which box an index of DCP's names."""
+    return index.fqn, tuple(index.offset or ())
+
+
+def _box(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+
+
+def _common(name: str, saved: ChunkStorageMetadata, own: Chunk) -> ReadItem | None:
+    """What a saved box and one of this rank's have in common."""
+    begin = [max(a, b) for a, b in zip(saved.offsets, own.offsets, strict=True)]
+    ends = zip(saved.offsets, saved.sizes, own.offsets, own.sizes, strict=True)
+    end = [min(a + m, b + n) for a, m, b, n in ends]
+    lengths = [last - first for first, last in zip(begin, end, strict=True)]
+    if any(length <= 0 for length in lengths):
+        return None
+    local = [at + first - off for at, first, off in zip(own.local, begin, own.offsets, strict=True)]
+    inside = [first - off for first, off in zip(begin, saved.offsets, strict=True)]
+    return ReadItem(
+        LoadItemType.TENSOR,
+        MetadataIndex(name, torch.Size(begin)),
+        torch.Size(local),
+        MetadataIndex(name, saved.offsets),
+        torch.Size(inside),
+        torch.Size(lengths),
+    )

@@ -1,0 +1,289 @@
+"""A model's weights in one file that transformers and other programs read.
+
+ every rank: its parts of a batch of tensors --> rank 0: whole tensors, written one by one
+ rank 0: the file is on disk, is read back, and compared with the model, which is gathered again
+ rank 0: configs come beside it, then the file gets its name
+
+What rank 0 does with files is in checkpoint/rank/safetensors_file.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.checkpoint import safetensors
+from nbdist.checkpoint.rank.safetensors_file import WeightsFile, configs_of
+from nbdist.checkpoint.safetensors import Exported, Weight
+from nbdist.engine import described
+from nbdist.errors import CheckpointError, OptionError
+from nbdist.parallel import build, prepare
+from nbdist.parallel.accelerator.model_state import portable
+from nbdist.parallel.consensus import rank, together
+from nbdist.parallel.dp import deepspeed_engine, fsdp, fsdp1_state
+from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.reshard import full_state
+from nbdist.parallel.reshard.redistribute import Move, exchange
+from nbdist.rpc.rank import namespace, progress
+
+# Rank 0 has this much of the model at once, beside its own part; or the largest tensor.
+BATCH_BYTES = 64 << 20
+
+T = TypeVar("T")
+Gather = Callable[[Sequence[Weight]], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the file will hold; the same on every rank.
+
+    Attributes:
+        model: The class of the user's module.
+        found: In the order of the file, each tensor once.
+        tied: Further names -> the name in the file.
+        left_out: Names of its state that are no tensors.
+    """
+
+    model: str
+    found: tuple[Weight, ...]
+    tied: Mapping[str, str]
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A model whose weights are asked for, as this rank sees it.
+
+    Attributes:
+        base: The user's module.
+        names: Of what is in its state: name -> the first name of that tensor; None of no tensor.
+        values: Gives whole tensors on rank 0, by names in the file. Collective: every rank.
+        like: Gives shape and dtype of a whole tensor, by first name.
+    """
+
+    base: torch.nn.Module
+    names: Mapping[str, str | None]
+    values: Gather
+    like: Callable[[str], tuple[tuple[int, ...], torch.dtype]]
+
+
+def export_weights(name: str, path: str) -> Exported:
+    """Write a model's weights into one safetensors file. Collective: every rank.
+
+    Args:
+        name: A variable that is a model, or a path from one; empty for the only one.
+        path: As for `export_model`.
+
+    Returns:
+        What was written; the same on every rank.
+
+    Raises:
+        OptionError: There is no such model, or there are several; lists them.
+        CheckpointError, NbdistError: As `export_model`.
+    """
+    gc.collect()  # models of cells that were run again are not meant
+    found: list[torch.nn.Module] = []
+    together("Finding the model", lambda: found.append(_model(name)))
+    return export_model(found[0], Path(path))
+
+
+def export_model(model: torch.nn.Module, path: Path) -> Exported:
+    """The same of a model itself. Collective: every rank.
+
+    Rank 0 writes, tensor by tensor, and has no more than a batch of them beside its own part;
+    under fsdp1 and DeepSpeed every rank has all of them for a time. The file gets its name once
+    it was read back and every value is the model's.
+
+    Args:
+        model: What `prepare` returned, the user's module, or one that no strategy knows.
+        path: Absolute. A file that ends in .safetensors, or the folder of a `model.safetensors`.
+
+    Raises:
+        OptionError: It is only a part of a prepared model.
+        CheckpointError: It cannot be written, or what was read back differs; what was at the
+            path stays.
+        NbdistError: It failed on another rank.
+    """
+    began_s = time.monotonic()
+    target = safetensors.file_of(path)
+    what = f"Writing {target}"
+    source = _source(model)
+    contents = _alike(what, together(what, lambda: _contents(source)))
+    file = WeightsFile(target, contents.found, contents.tied, configs_of(source.base))
+    try:
+        with progress.during("exporting"):
+            _on_rank_0(what, file.begin)
+            for batch, values in _passing(source, contents, "writing"):
+                _on_rank_0(what, functools.partial(file.write, batch, values))
+            _on_rank_0(what, file.end)
+            for batch, values in _passing(source, contents, "comparing"):
+                _on_rank_0(what, functools.partial(file.compare, batch, values))
+            size_bytes, configs = _on_rank_0(what, file.commit)
+    finally:
+        file.abandon()
+    return Exported(
+        str(target), contents.model, len(contents.found), size_bytes, tuple(contents.tied),
+        contents.left_out, configs, time.monotonic() - began_s,
+    )  # fmt: skip
+
+
+def _on_rank_0(what: str, function: Callable[[], T]) -> T:
+    """What it returns there, on every rank. Collective: every rank."""
+    told = together(what, lambda: function() if rank() == 0 else None)[0]
+    return cast(T, told)
+
+
+def _passing(
+    source: _Source, contents: Contents, doing: str
+) -> Iterator[tuple[Sequence[Weight], Mapping[str, torch.Tensor]]]:
+    """All tensors in the order of the file, so many at once, whole on rank 0. Collective."""
+    done = 0
+    for batch in safetensors.batches(contents.found, BATCH_BYTES):
+        values = source.values(batch)
+        progress.tell(doing, done, len(contents.found), "tensors")
+        yield batch, values
+        done += len(batch)
+
+
+def _model(name: str) -> torch.nn.Module:
+    """A variable's model; without a name the only one, prepared ones first. This rank alone."""
+    if name:
+        return described.model_of(name)
+    known = namespace.values_of(torch.nn.Module)
+    ours = {key: one for key, one in known.items() if _is_prepared(one)} or known
+    bases = {id(_base(one)): one for one in ours.values()}
+    if len(bases) == 1:
+        return next(iter(bases.values()))
+    alone = prepare.prepared()
+    if not bases and len(alone) == 1:  # no variable of its own: in an object, such as a trainer
+        return alone[0].outer
+    told = ", ".join(f"{key} ({type(one).__name__})" for key, one in ours.items())
+    raise OptionError(
+        f"Which model? There are {len(bases)}: {told}. Name one of these variables."
+        if bases
+        else "No variable on the ranks is a model. Name one, or a path from one: trainer.model."
+    )
+
+
+def _is_prepared(model: torch.nn.Module) -> bool:
+    return prepare.prepared_of(model) is not None or deepspeed_engine.is_engine(model)
+
+
+def _base(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's module inside what is called."""
+    known = prepare.prepared_of(model)
+    if known is not None:
+        return known.base
+    is_wrapper = isinstance(model, DistributedDataParallel) or deepspeed_engine.is_engine(model)
+    return cast(torch.nn.Module, model.module) if is_wrapper else model
+
+
+def _source(model: torch.nn.Module) -> _Source:
+    """Collective under fsdp1 and DeepSpeed, which gather the whole model on every rank."""
+    known = prepare.prepared_of(model)
+    if known is None and not deepspeed_engine.is_engine(model):
+        return _plain(_base(model))
+    own = portable(model)
+    names = {name: own.firsts.get(name) for name in own.listed()}
+    if known is not None and not fsdp1_state.is_flat(known):
+        return _Source(own.base, names, functools.partial(_gathered, known), _likes(known))
+    whole = own.values()
+    return _Source(
+        own.base,
+        names,
+        lambda batch: {one.name: whole[own.firsts[one.name]] for one in batch},
+        lambda first: (tuple(whole[first].shape), whole[first].dtype),
+    )
+
+
+def _likes(known: Prepared) -> Callable[[str], tuple[tuple[int, ...], torch.dtype]]:
+    dtypes = full_state.dtypes_of(known)
+    return lambda first: (known.layouts[first].shape, dtypes[first])
+
+
+def _gathered(known: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
+    """Some tensors of a prepared model, whole on rank 0. Collective: every rank."""
+    fsdp.settle(known.built.job.root)
+    first_of = {
+        name: first for first, names in build.names_of(known.base).items() for name in names
+    }
+    local, dtypes = full_state.local_values(known), full_state.dtypes_of(known)
+    firsts = {one.name: first_of[one.name] for one in batch}
+    moves = [
+        Move(f, dtypes[f], known.side(f), known.whole(f, frozenset({0}))) for f in firsts.values()
+    ]
+    brought = exchange(moves, local, known.built.job.device)
+    return {name: brought[first] for name, first in firsts.items() if first in brought}
+
+
+def _plain(base: torch.nn.Module) -> _Source:
+    """A model that no strategy knows: rank 0's, or sharded by the user's own code."""
+    tensors = build.tensors_of(base)
+    parts = [name for name, one in tensors.items() if prepare.layout_of(one) is not None]
+    if parts:
+        raise OptionError(
+            f"{type(base).__name__} is a part of a prepared model ({parts[0]} belongs to it). "
+            "Name the whole model."
+        )
+    first_of = {name: first for first, names in build.names_of(base).items() for name in names}
+
+    def values(batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
+        found = {one.name: tensors[one.name].detach() for one in batch}
+        return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+
+    return _Source(
+        base,
+        {name: first_of.get(name) for name in base.state_dict(keep_vars=True)},
+        values,
+        lambda first: (tuple(tensors[first].shape), tensors[first].dtype),
+    )
+
+
+def _contents(source: _Source) -> Contents:
+    """What the file will hold. This rank alone."""
+    found: dict[str, Weight] = {}
+    tied = {}
+    for name, first in source.names.items():
+        if first is None:
+            continue
+        if first in found:
+            tied[name] = found[first].name
+            continue
+        shape, dtype = source.like(first)
+        found[first] = Weight(name, shape, str(dtype).removeprefix("torch."))
+    safetensors.check(found.values())
+    if not found:
+        raise OptionError(f"{_title(source.base)} has no parameters and no buffers to save.")
+    return Contents(
+        _title(source.base),
+        tuple(safetensors.in_file_order(found.values())),
+        tied,
+        tuple(name for name, first in source.names.items() if first is None),
+    )
+
+
+def _title(base: torch.nn.Module) -> str:
+    """The user's class, which FSDP2 replaces by one of its own."""
+    return next(one for one in type(base).__mro__ if not issubclass(one, FSDPModule)).__name__
+
+
+def _alike(what: str, told: Sequence[Contents]) -> Contents:
+    for number, one in enumerate(told):
+        if one != told[0]:
+            odd = set(told[0].found) ^ set(one.found)
+            detail = f": {min(w.name for w in odd)}" if odd else ""
+            raise CheckpointError(
+                f"{what}: the model of rank {number} is another one than rank 0's{detail}. "
+                "Name a variable that is the same model on all ranks."
+            )
+    return told[0]

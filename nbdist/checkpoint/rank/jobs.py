@@ -1,0 +1,168 @@
+"""The saves that this rank's threads make: how far each is, and how it is stopped.
+
+The control thread looks in here; nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from nbdist.checkpoint.results import DONE, FAILED, RUNNING, Saved, Saving
+from nbdist.errors import CheckpointError
+
+# Between the last rename and the end of all that runs.
+_JOIN_S = 2.0
+
+
+class Cancelled(CheckpointError):
+    """The save is to end, as somebody asked for."""
+
+
+class Meter:
+    """How far a rank is, for others to read; and whether it is to stop.
+
+    Attributes:
+        phase: What is done now, for people.
+        done_bytes, total_bytes: Written and compared; each byte counts twice.
+    """
+
+    def __init__(self, total_bytes: int = 0) -> None:
+        self.phase = "beginning"
+        self.done_bytes = 0
+        self.total_bytes = total_bytes
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._is_final = False
+        self._why = ""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is to stop."""
+        return self._stop.is_set()
+
+    def stop(self, why: str) -> bool:
+        """Let it end: then it will not be there. From any thread.
+
+        Returns:
+            False where it is too late: it is being put in its place.
+        """
+        with self._lock:
+            if not self._is_final:
+                self._why = self._why or why
+                self._stop.set()
+            return not self._is_final
+
+    def make_final(self) -> None:
+        """From here on it cannot be stopped any more. Raises Cancelled if it is to stop."""
+        with self._lock:
+            self.check()
+            self._is_final = True
+
+    def check(self) -> None:
+        """Raises Cancelled once it is to stop."""
+        if self._stop.is_set():
+            raise Cancelled(self._why)
+
+    def wait(self, pause_s: float) -> None:
+        """Wait a while, or until it is to stop."""
+        self._stop.wait(pause_s)
+        self.check()
+
+
+@dataclass(slots=True)
+class Job:
+    """One save on this rank.
+
+    Attributes:
+        token: Names it, the same on all ranks.
+        path: Where the checkpoint will be.
+        meter: How far it is.
+        is_over: Set once nothing of it runs any more.
+        failure: Why it failed.
+        saved: On rank 0, once it is in its place.
+    """
+
+    token: str
+    path: str
+    meter: Meter
+    is_over: threading.Event = field(default_factory=threading.Event)
+    failure: str = ""
+    saved: Saved | None = None
+
+
+_jobs: dict[str, Job] = {}
+# What the thread is to do: one for all saves, as a new one begins after milliseconds.
+_todo: SimpleQueue[tuple[Job, Callable[[], None]]] = SimpleQueue()
+
+
+def keep(job: Job, run: Callable[[], None]) -> None:
+    """Let a save be the one that can be asked for, and a thread run the rest of it.
+
+    From here on that thread wants the interpreter for itself.
+
+    Args:
+        job: What others know of it.
+        run: Raises nothing.
+    """
+    _jobs.clear()
+    _jobs[job.token] = job
+    _thread()
+    _todo.put((job, run))
+
+
+@functools.cache
+def _thread() -> threading.Thread:
+    thread = threading.Thread(target=_work, name="nbdist-save", daemon=True)
+    thread.start()
+    return thread
+
+
+def _work() -> None:
+    while True:
+        job, run = _todo.get()
+        try:
+            run()
+        finally:
+            job.is_over.set()
+            del job, run  # what was saved is not held until the next one comes
+
+
+def state(token: str) -> Saving:
+    """How far a save is on this rank. From any thread; no rank is met."""
+    job = _jobs.get(token)
+    if job is None:
+        return Saving(FAILED, failure="this rank knows of no such save: it has been replaced")
+    is_running = not (job.is_over.is_set() or job.failure or job.saved)
+    kind = RUNNING if is_running else FAILED if job.failure else DONE
+    meter = job.meter
+    return Saving(kind, meter.phase, meter.done_bytes, meter.total_bytes, job.failure, job.saved)
+
+
+def stop(token: str, why: str) -> bool:
+    """Let a save end that is not over. From any thread.
+
+    Returns:
+        Whether it will end so: on rank 0, that the checkpoint will not be there.
+    """
+    job = _jobs.get(token)
+    return job is None or (job.saved is None and job.meter.stop(why))
+
+
+def wait(token: str) -> Saving:
+    """Wait until a save is over on this rank. No rank is met."""
+    _jobs[token].is_over.wait()
+    return state(token)
+
+
+def refuse_if_running() -> None:
+    """Raises a CheckpointError while a save is going on."""
+    for job in _jobs.values():
+        is_ending = state(job.token).state != RUNNING or job.meter.is_stopped
+        if not job.is_over.wait(_JOIN_S if is_ending else 0.0):
+            raise CheckpointError(
+                f"{job.path} is still being saved ({job.meter.phase}). Wait until it is there."
+            )

@@ -1,0 +1,280 @@
+"""A checkpoint is loaded into live models and optimizers, whatever the ranks and the strategy.
+
+First the manifest, files, names and shapes, and every rank's parts, read into memory of their own:
+all of this may fail. Then all ranks agree that they have them, and values are put in place. SIGINT
+waits; nothing there depends on another rank, but FSDP1's own scattering.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
+from nbdist.checkpoint import manifest
+from nbdist.checkpoint.chunks import own_chunks
+from nbdist.checkpoint.manifest import Checkpoint
+from nbdist.checkpoint.mismatch import mismatches
+from nbdist.checkpoint.rank import dcp_metadata, plain_state, restore
+from nbdist.checkpoint.rank.dcp_planners import Loader
+from nbdist.checkpoint.rank.jobs import refuse_if_running
+from nbdist.checkpoint.rank.live_objects import Found, Model, Stepping, look
+from nbdist.checkpoint.results import Loaded
+from nbdist.core.finding import BAD
+from nbdist.errors import CheckpointError, NbdistError
+from nbdist.parallel import registry
+from nbdist.parallel.consensus import (
+    Ballot,
+    interrupts_held,
+    raise_failures,
+    rank,
+    same_random,
+    sentence,
+    together,
+    world_size,
+)
+from nbdist.rpc.rank import progress
+from nbdist.strategy.tensor_layout import Side, local_shape
+
+T = TypeVar("T")
+U = TypeVar("U", Model, Stepping)
+
+
+@dataclass(slots=True)
+class Read:
+    """What a rank has read.
+
+    Attributes:
+        saved: The manifest.
+        known: Where each tensor lies.
+        states: Everything that is no large tensor.
+        values: Name in the checkpoint -> this rank's part of it.
+    """
+
+    saved: Checkpoint
+    known: Metadata
+    states: dict[str, Any]
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def load(path: str, is_models_only: bool = False) -> Loaded:
+    """Read a checkpoint into the models and optimizers that are prepared. Collective: every rank.
+
+    Gradients are cleared. Models, parameters, optimizers, groups and schedulers stay the same
+    objects.
+
+    Args:
+        path: Absolute; every rank reads there.
+        is_models_only: Leave optimizers, schedulers, loaders, random generators as they are.
+
+    Raises:
+        CheckpointError: There is none, it is torn, foreign or of another format, or it does not
+            fit; says which tensor and which shape. Nothing was changed.
+        NbdistError: It failed on another rank. Nothing was changed.
+    """
+    began_s = time.perf_counter()
+    what, folder = f"Loading {path}", Path(path)
+    together(what, refuse_if_running)
+    together(what, lambda: _recover(folder))
+    told = together(what, lambda: manifest.read(folder))
+    with same_random(), progress.during("loading"):
+        found = look(what)
+        together(what, lambda: _same(folder, told))
+        saved = told[rank()]
+        together(what, lambda: _check_files(folder, saved))
+        if is_models_only:
+            found.optimizers, found.accelerators = [], []
+            saved = replace(saved, optimizers=(), extra={**saved.extra, "optimizers": []})
+        made: list[tuple[Read, restore.Plan]] = []
+        together(what, lambda: made.append(_prepared(folder, saved, found)))
+        ((read, plan),) = made
+        _put(what, plan)
+    notes = list(plan.notes)
+    if not is_models_only:
+        notes += restore.generators(read.states, saved)
+    return Loaded(
+        path=path,
+        models=tuple(model.name for model in found.models),
+        optimizers=tuple(stepping.name for stepping in found.optimizers),
+        step=saved.step,
+        saved_as=saved.strategy,
+        loaded_as=registry.current(),
+        saved_size=saved.world_size,
+        read_bytes=sum(tensor.nbytes for tensor in read.values.values()),
+        notes=tuple(notes),
+        elapsed_s=time.perf_counter() - began_s,
+    )
+
+
+def _prepared(folder: Path, saved: Checkpoint, found: Found) -> tuple[Read, restore.Plan]:
+    """All that can fail. This rank alone."""
+    matched = _matched(folder, saved, found)
+    one = Read(saved, dcp_metadata.read(folder, saved), plain_state.read(folder))
+    shapes = {
+        name: tuple(stored.size)
+        for name, stored in one.known.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+    _fill(folder, one, restore.wanted(one.states, matched, shapes))
+    return one, restore.plan(one.states, one.values, matched)
+
+
+def _put(what: str, plan: restore.Plan) -> None:
+    """Put all in place, where every rank can. Collective: every rank.
+
+    Raises:
+        NbdistError: A rank cannot; nothing was changed. Or putting it in place failed here.
+    """
+    ballot = Ballot(str(together(what, time.time_ns)[0]))
+    try:
+        together(what, lambda: restore.objects(plan))
+        with interrupts_held():
+            _vote(what, ballot)
+            _commit(what, plan)
+    except BaseException:
+        restore.objects_back(plan)
+        raise
+
+
+def _vote(what: str, ballot: Ballot) -> None:
+    """All ranks go on, or none does, also where an abort reaches only some of them."""
+    try:
+        together(what, lambda: None)
+    except BaseException as error:
+        ballot.answer(sentence(error), is_waiting=False)  # some may have gone on
+        raise
+    raise_failures(what, ballot.answer(""))
+
+
+def _commit(what: str, plan: restore.Plan) -> None:
+    try:
+        restore.commit(plan)
+    except Exception as error:
+        raise NbdistError(
+            f"{what} failed on rank {rank()} while values were put in place, so models hold some "
+            f"of them: {sentence(error)}. Load again, this checkpoint or another one."
+        ) from error
+
+
+def _recover(folder: Path) -> bool:
+    return rank() == 0 and checkpoint_checkpoint_folder.recover(folder)
+
+
+def _same(folder: Path, told: list[Checkpoint]) -> None:
+    odd = [number for number, one in enumerate(told) if one != told[0]]
+    if odd:
+        raise CheckpointError(
+            f"rank {odd[0]} finds another checkpoint at {folder} than rank 0. Load from a folder "
+            "that all hosts share."
+        )
+
+
+def _check_files(folder: Path, saved: Checkpoint) -> None:
+    """Each file is read by one rank and compared with its checksum; lengths by all."""
+    progress.tell("comparing files with their checksums")
+    manifest.check_files(folder, saved)
+    own = replace(saved, files=saved.files[rank() :: world_size()])
+    manifest.check_files(folder, own, reads_all=True)
+
+
+def _matched(folder: Path, saved: Checkpoint, found: Found) -> restore.Matched:
+    """Which live object takes over which saved one.
+
+    Raises:
+        CheckpointError: Something does not fit; the first few of it, and how many there are.
+    """
+    pairs = {
+        what: _paired(
+            [str(n) for n in saved.extra.get(what, ())], [one.name for one in live], what, folder
+        )
+        for what, live in (("models", found.models), ("optimizers", found.optimizers))
+    }
+    models = _chosen(pairs["models"], saved.extra["models"], saved.models, found.models)
+    steps = _chosen(
+        pairs["optimizers"], saved.extra["optimizers"], saved.optimizers, found.optimizers
+    )
+    there = {model.name: old for old, _, model in models}
+    wrong = mismatches(
+        replace(
+            saved,
+            models=tuple(one for _, one, _ in models),
+            optimizers=tuple(one for _, one, _ in steps),
+        ),
+        [model.saved() for _, _, model in models],
+        [one.saved(there) for _, _, one in steps],
+    )
+    bad = [one for one in wrong if one.verdict == BAD]
+    if bad:
+        told = " ".join(f"{one.name}: {one.found}." for one in bad[:3])
+        more = f" And {len(bad) - 3} more kinds of differences." if len(bad) > 3 else ""
+        raise CheckpointError(
+            f"{folder} does not fit: {told}{more} {_sentence(bad[0].what)}. Nothing was changed."
+        )
+    notes = tuple(f"{one.name}: {one.found}; {one.why}" for one in wrong if one.verdict != BAD)
+    return restore.Matched(
+        found,
+        [(old, model) for old, _, model in models],
+        [(old, one) for old, _, one in steps],
+        notes,
+    )
+
+
+def _chosen(
+    pairs: Sequence[tuple[str, str]], names: Sequence[str], records: Sequence[T], live: Sequence[U]
+) -> list[tuple[str, T, U]]:
+    """(name there, the manifest's record of it, live one), in the order of the live ones."""
+    there = dict(zip(names, records, strict=True))
+    old = {here: name for name, here in pairs}
+    return [(old[one.name], there[old[one.name]], one) for one in live]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
+
+
+def _paired(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple[str, str]]:
+    """(name there, name here): by names, or the only one with the only one."""
+    if sorted(old) == sorted(new):
+        return [(one, one) for one in old]
+    if len(old) == len(new) == 1:
+        return [(old[0], new[0])]
+    raise CheckpointError(
+        f"{folder} does not fit: it has the {what} {', '.join(old) or 'none'}, and here are "
+        f"{', '.join(new) or 'none'}. Give the variables the same names, or prepare as many as "
+        "were saved. Nothing was changed."
+    )
+
+
+def _fill(folder: Path, one: Read, wanted: Mapping[str, Side]) -> None:
+    """Read this rank's part of each tensor, from whichever files it is in."""
+    asked = {}
+    for name, side in wanted.items():
+        stored = one.known.state_dict_metadata.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"{folder} has no {name}, which its manifest names.")
+        if tuple(stored.size) != side.layout.shape:
+            raise CheckpointError(
+                f"{folder} does not fit: {name} has shape {tuple(stored.size)} there and "
+                f"{side.layout.shape} here. Nothing was changed."
+            )
+        shape = local_shape(side.layout, side.degrees, rank())
+        if shape is None:
+            continue
+        one.values[name] = torch.empty(shape, dtype=stored.properties.dtype)
+        asked[name] = (one.values[name], own_chunks(side, world_size(), rank()))
+    planner, reader = Loader(asked), FileSystemReader(folder)
+    planner.set_up_planner({}, one.known)
+    reader.set_up_storage_reader(one.known, is_coordinator=False)
+    try:
+        reader.read_data(planner.create_local_plan(), planner).wait()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: {error.strerror or error} ({error.filename})."
+        ) from error

@@ -1,0 +1,190 @@
+"""What is no large tensor: groups, schedulers, scaler, loaders, own objects, random generators.
+
+All of it is one file of torch.save's, which torch.load reads with `weights_only`: it can hold
+numbers, texts, lists, dicts and tensors, and nothing that runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nbdist.checkpoint.rank.live_objects import Found
+from nbdist.checkpoint.rank.tensors import entries_of
+from nbdist.errors import CheckpointError
+
+FILE = "states.pt"
+# What is never changed, so that a copy is the same object.
+_SINGLE = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """The states of a rank's random generators, as they are told to other ranks.
+
+    Attributes:
+        python, numpy: As `random` and `numpy.random` give them.
+        torch: Likewise, as an array: a tensor takes a millisecond to send.
+        cuda: Of its GPU, if it has been used.
+    """
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: NDArray[np.uint8]
+    cuda: NDArray[np.uint8] | None
+
+    def saved(self) -> dict[str, Any]:
+        """As they are in the file: long lists of numbers are tensors."""
+        version, words, gauss = self.python
+        kind, keys, *rest = self.numpy
+        found = {
+            "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+            "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+            "torch": torch.from_numpy(self.torch),
+        }
+        return found if self.cuda is None else {**found, "cuda": torch.from_numpy(self.cuda)}
+
+
+def own_random() -> Generators:
+    """The states of this rank's random generators."""
+    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return Generators(
+        random.getstate(),
+        np.random.get_state(),  # type: ignore[arg-type]  # noqa: NPY002  # Accelerate seeds it
+        torch.random.get_rng_state().numpy(),
+        torch.cuda.get_rng_state().numpy() if has_gpu else None,
+    )
+
+
+def set_random(state: Mapping[str, Any]) -> None:
+    """Put this rank's random generators back."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    torch.random.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def states(found: Found) -> dict[str, Any]:
+    """All plain states but random generators', as they are here; copies, so that they may change.
+
+    Raises:
+        CheckpointError: Something in it is no plain data; says where.
+    """
+    return {
+        "optimizers": {
+            one.name: {
+                "groups": copied(one.groups(), f"optimizers.{one.name}.groups"),
+                "entries": entries_of(one),
+            }
+            for one in found.optimizers
+        },
+        "accelerators": [
+            copied(_accelerator(one), f"accelerators.{at}")
+            for at, one in enumerate(found.accelerators)
+        ],
+    }
+
+
+def copied(value: Any, where: str) -> Any:
+    """A copy of plain data; where it stands is for messages.
+
+    Raises:
+        CheckpointError: Something in it is no plain data; says where.
+    """
+
+    def inner(key: object, one: Any) -> Any:
+        return one if type(one) in _SINGLE else copied(one, f"{where}.{key}")
+
+    kind = type(value)
+    if kind is dict:
+        return {key: inner(key, one) for key, one in value.items()}
+    if kind is list or kind is tuple:
+        return kind([inner(at, one) for at, one in enumerate(value)])
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping | list | tuple | set):  # of a class of its own
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            inner(key, one)
+    elif kind not in _SINGLE and not isinstance(value, int | float | complex | str | bytes):
+        place = f"{where} ({kind.__module__}.{kind.__qualname__})"
+        raise CheckpointError(
+            f"{place} cannot be saved: a checkpoint holds numbers, texts, lists, dicts and "
+            "tensors alone, so that loading one runs nothing. Let state_dict() give such values."
+        )
+    return copy.deepcopy(value)
+
+
+def as_bytes(states: Mapping[str, Any], generators: Sequence[Generators]) -> bytes:
+    """The file, of what `states` gave, and `own_random` of each rank."""
+    file = io.BytesIO()
+    torch.save({**states, "random": [one.saved() for one in generators]}, file)
+    return file.getvalue()
+
+
+def loads(data: bytes) -> dict[str, Any]:
+    """What `as_bytes` gave; nothing in it is run.
+
+    Raises:
+        CheckpointError: It is something else.
+    """
+    try:
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{FILE} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{FILE} holds a {type(found).__name__}")
+    return found
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The plain states of a checkpoint.
+
+    Raises:
+        CheckpointError: They are damaged.
+    """
+    try:
+        return loads((folder / FILE).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{folder / FILE} cannot be read: {error.strerror}.") from error
+
+
+def steps_made(states: Mapping[str, Any]) -> int:
+    """The largest step number that an optimizer keeps, of what `states` gave; 0 without one."""
+    steps = [
+        int(entry["value"])
+        for one in states["optimizers"].values()
+        for entry in one["entries"]
+        if entry["key"] == "step" and entry["value"] is not None
+    ]
+    return max(steps, default=0)
+
+
+def _accelerator(one: Any) -> dict[str, Any]:
+    return {
+        "step": one.step,
+        "schedulers": [(_kind(s.scheduler), s.state_dict()) for s in one._schedulers],  # noqa: SLF001
+        "scaler": None if one.scaler is None else one.scaler.state_dict(),
+        "loaders": [
+            loader.position_state() if hasattr(loader, "position_state") else None
+            for loader in one._dataloaders  # noqa: SLF001
+        ],
+        "objects": [(_kind(o), o.state_dict()) for o in one._custom_objects],  # noqa: SLF001
+    }
+
+
+def _kind(one: object) -> str:
+    return type(one).__name__

@@ -1,0 +1,336 @@
+"""One rank's part of a save: written, read back, compared.
+
+No rank is met, so it can run beside training, in a thread; ranks tell each other through small
+files in the same folder.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nbdist.checkpoint.manifest import SavedFile, checksum_text
+from nbdist.checkpoint.rank.dcp_planners import Saver, Spot, Writer, spot
+from nbdist.checkpoint.rank.jobs import Meter
+from nbdist.checkpoint.rank.tensors import Contents
+from nbdist.core.units import exact_size
+from nbdist.errors import CheckpointError
+
+# A rank's failure is written over what is in this file: that needs no room on a full disk.
+_TOLD_BYTES = 4096
+_PIECE_BYTES = 1 << 22
+_PAUSE_S = 0.02
+
+
+class _Stream(io.RawIOBase):
+    """A file that is written, with its checksum.
+
+    torch's zip writer must not meet an error in the middle: what fails is raised by `flush`,
+    which torch calls after each tensor.
+    """
+
+    def __init__(self, path: Path, meter: Meter) -> None:
+        super().__init__()
+        self._file = path.open("wb", buffering=0)
+        self._meter = meter
+        self._held = bytearray()
+        self._error: BaseException | None = None
+        self.size_bytes = 0
+        self.crc32 = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        # torch gives a tensor in pieces of some kB.
+        self._held += data
+        count = memoryview(data).nbytes
+        self.size_bytes += count
+        if len(self._held) >= _PIECE_BYTES:
+            self._put()
+        return count
+
+    def flush(self) -> None:
+        self._put()
+        if self._error is not None:
+            raise self._error
+
+    def _put(self) -> None:
+        """Write what is held; a failure is kept."""
+        self.crc32 = zlib.crc32(self._held, self.crc32)
+        at = 0
+        with memoryview(self._held) as view:
+            while at < len(view) and self._error is None:
+                try:
+                    self._meter.check()
+                    at += self._file.write(view[at : at + _PIECE_BYTES])
+                except BaseException as error:  # noqa: BLE001  # raised by `flush`
+                    self._error = error
+        self._held.clear()
+
+    def tell(self) -> int:
+        return self.size_bytes
+
+    def fileno(self) -> int:
+        self.flush()
+        return self._file.fileno()
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+            super().close()
+
+
+class _Files(FileSystem):
+    """Where torch's writer opens its files."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.written: dict[str, _Stream] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as other:
+                yield other
+            return
+        stream = self.written[Path(path).name] = _Stream(Path(path), self._meter)
+        try:
+            yield stream
+        finally:
+            stream.close()
+
+
+def write(
+    folder: Path,
+    contents: Contents,
+    rank: int,
+    value: Callable[[Spot], torch.Tensor],
+    meter: Meter,
+) -> dict[str, Any]:
+    """Write a rank's boxes into a folder, read them back, and compare them bit for bit.
+
+    Args:
+        folder: Empty, or with other ranks' files.
+        contents: All that is saved.
+        rank: This one.
+        value: Gives a box, contiguous, on the host.
+        meter: Is told how far it is.
+
+    Returns:
+        Plain data: `files`, name -> (bytes, checksum); `boxes`, each with name, offsets, file and
+        where it lies in that.
+
+    Raises:
+        OSError: A file could not be written or read.
+        CheckpointError: What was read is not what was written.
+        Cancelled: `meter` has been stopped.
+    """
+
+    def taken(box: Spot) -> torch.Tensor:
+        tensor = value(box)
+        meter.done_bytes += tensor.nbytes
+        return tensor
+
+    saver = Saver(contents.tensors, contents.parts, rank, taken)
+    writer, files = Writer(folder), _Files(meter)
+    writer.fs = files
+    plan = saver.create_local_plan()
+    meter.phase = "writing"
+    if not plan.items:
+        return {"files": {}, "boxes": []}
+    plan = writer.prepare_global_plan([*[SavePlan([])] * rank, plan])[rank]
+    results = writer.write_data(plan, saver).wait()
+    meter.phase = "comparing"
+    for name, stream in files.written.items():
+        found = [one for one in results if one.storage_data.relative_path == name]
+        _compare(folder / name, stream.size_bytes, stream.crc32, found, value, meter)
+    written = {n: (s.size_bytes, checksum_text(s.crc32)) for n, s in files.written.items()}
+    return {"files": written, "boxes": [_box(one) for one in results]}
+
+
+def _compare(
+    path: Path,
+    size_bytes: int,
+    crc32: int,
+    results: list[WriteResult],
+    value: Callable[[Spot], torch.Tensor],
+    meter: Meter,
+) -> None:
+    """Read a file from the disk and compare it with what was to be in it."""
+    found = 0
+    at = 0
+    with path.open("rb") as file:
+        # From the disk, as far as the system does what it is asked for: not from its own memory.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for one in sorted(results, key=lambda one: one.storage_data.offset):
+            meter.check()
+            data = file.read(one.storage_data.length)
+            found, at = zlib.crc32(data, found), at + len(data)
+            name, offsets = spot(one.index)
+            wanted = value((name, offsets))
+            if not _is_equal(data, wanted):
+                raise CheckpointError(
+                    f"{name} from {list(offsets)} is not in {path} as it was written there: the "
+                    "disk, or memory, has lost bits. Nothing of this save is kept."
+                )
+            meter.done_bytes += wanted.nbytes
+        rest = file.read()
+        found, at = zlib.crc32(rest, found), at + len(rest)
+    if (at, found) != (size_bytes, crc32):
+        raise CheckpointError(
+            f"{path} has {at:,} bytes and {checksum_text(found)}, and {size_bytes:,} bytes with "
+            f"{checksum_text(crc32)} were written. Nothing of this save is kept."
+        )
+
+
+def _is_equal(data: bytes, wanted: torch.Tensor) -> bool:
+    """Whether a saved tensor has the same type, shape and bits."""
+    try:
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001  # whatever damage does to it
+        return False
+    return (
+        (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+        and found.is_contiguous()
+        and bool(torch.equal(_bits(found), _bits(wanted)))
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+
+
+def _box(one: WriteResult) -> list[Any]:
+    stored = one.storage_data
+    name, offsets = spot(one.index)
+    return [name, list(offsets), stored.relative_path, stored.offset, stored.length]
+
+
+# How ranks tell each other.
+
+
+def reserve(folder: Path, rank: int) -> None:
+    """Make the file in which this rank says that it has failed."""
+    _told(folder, rank).write_bytes(b" " * _TOLD_BYTES)
+
+
+def tell(folder: Path, rank: int, result: Mapping[str, Any]) -> None:
+    """Say what this rank has written."""
+    path = _result(folder, rank)
+    new = path.with_name(f"{path.name}.new")  # not with_suffix: the rank is the suffix
+    new.write_text(json.dumps(result))
+    new.rename(path)
+
+
+def tell_failure(folder: Path, rank: int, text: str) -> None:
+    """Say that this rank has failed; where even that fails, its rank's state has it."""
+    data = text.encode()[: _TOLD_BYTES // 2]
+    try:
+        with _told(folder, rank).open("r+b") as file:
+            file.write(data)
+    except OSError:
+        return
+
+
+def results(
+    folder: Path,
+    world_size: int,
+    meter: Meter,
+    is_gone: Callable[[int], str],
+    stall_s: float,
+) -> list[dict[str, Any]]:
+    """What all ranks have written, once they have. The others' files are looked at.
+
+    Args:
+        folder: Of the save.
+        world_size: How many ranks write.
+        meter: Of this rank.
+        is_gone: Says that a rank's process has ended, or nothing.
+        stall_s: How long a rank may write nothing.
+
+    Raises:
+        CheckpointError: A rank has failed, or has ended, or writes nothing any more; says which.
+        Cancelled: `meter` has been stopped.
+    """
+    watched = [_Watched(folder, rank, is_gone, stall_s) for rank in range(world_size)]
+    while True:
+        found = [one.look(time.monotonic()) for one in watched]
+        missing = [str(rank) for rank, result in enumerate(found) if result is None]
+        if not missing:
+            return [result for result in found if result is not None]
+        meter.phase = f"waiting for rank {', '.join(missing)}"
+        meter.wait(_PAUSE_S)
+
+
+class _Watched:
+    """What one rank writes, seen from another."""
+
+    def __init__(
+        self, folder: Path, rank: int, is_gone: Callable[[int], str], stall_s: float
+    ) -> None:
+        self._folder, self._rank, self._is_gone, self._stall_s = folder, rank, is_gone, stall_s
+        self._result: dict[str, Any] | None = None
+        self._size_bytes = -1
+        self._since_s = 0.0
+
+    def look(self, now_s: float) -> dict[str, Any] | None:
+        """What it has written, once it has.
+
+        Raises:
+            CheckpointError: It has failed, has ended, or writes nothing any more.
+        """
+        if self._result is None and _result(self._folder, self._rank).exists():
+            self._result = json.loads(_result(self._folder, self._rank).read_text())
+        if self._result is None:
+            self._check(now_s)
+        return self._result
+
+    def _check(self, now_s: float) -> None:
+        failure = _told(self._folder, self._rank).read_bytes().strip()
+        if why := failure.decode(errors="replace") or self._is_gone(self._rank):
+            raise CheckpointError(why)
+        size_bytes = sum(one.stat().st_size for one in self._folder.glob(f"__{self._rank}_*"))
+        if size_bytes != self._size_bytes:
+            self._size_bytes, self._since_s = size_bytes, now_s
+        elif now_s - self._since_s > self._stall_s:
+            raise CheckpointError(
+                f"rank {self._rank} has written nothing for {self._stall_s:.0f} s, "
+                f"{exact_size(size_bytes)} before that"
+            )
+
+
+def clear(folder: Path, world_size: int) -> None:
+    """Remove what ranks told each other."""
+    for rank in range(world_size):
+        _told(folder, rank).unlink(missing_ok=True)
+        _result(folder, rank).unlink(missing_ok=True)
+
+
+def listed(results: list[dict[str, Any]]) -> list[SavedFile]:
+    """All ranks' files, for the manifest."""
+    return [
+        SavedFile(name, size_bytes, checksum)
+        for one in results
+        for name, (size_bytes, checksum) in one["files"].items()
+    ]
+
+
+def _told(folder: Path, rank: int) -> Path:
+    return folder / f".told.{rank}"
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f".done.{rank}"

@@ -1,0 +1,85 @@
+"""What was saved and loaded, as lines of text."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from nbdist.checkpoint.results import Loaded, Saved, Started
+from nbdist.core import units
+from nbdist.core.shown import shown
+from nbdist.core.view import View
+from nbdist.strategy.choice import described
+from nbdist.strategy.degrees import ranks
+
+
+def saved(done: Saved | Started, before: Sequence[str] = ()) -> View:
+    """What %dist_save prints.
+
+    Args:
+        done: A checkpoint that is there, or a save that goes on.
+        before: What became of an earlier save beside training.
+    """
+    return _lines(
+        [*before, *(_saved(done) if isinstance(done, Saved) else _begun(done)), *done.notes]
+    )
+
+
+def line(done: Saved) -> str:
+    """A checkpoint that is there, in one line."""
+    return " ".join(_saved(done)[:1])
+
+
+def loaded(done: Loaded, before: Sequence[str] = ()) -> View:
+    """What %dist_load prints; `before` as in `saved`."""
+    now, then = described(done.loaded_as), described(done.saved_as)
+    was = "" if now == then else f", saved under {then}"
+    took = f"{units.size(done.read_bytes)} read in {units.seconds(done.elapsed_s)}"
+    rate = _rate(done.read_bytes, done.elapsed_s)
+    lines = [
+        f"{_shown(done.path)} loaded at step {done.step}: {_held(done.models, done.optimizers)}",
+        f"{took} ({rate}), every file compared with its checksum; {now}{was}",
+    ]
+    return _lines([*before, *lines, *done.notes])
+
+
+def _begun(done: Started) -> list[str]:
+    stall = f"training stood still for {units.duration(done.stall_s * 1e9)}"
+    return [
+        f"{_shown(done.path)} is being saved: {_held(done.models, done.optimizers)}",
+        f"{units.size(done.copied_bytes)} copied to memory, {stall}",
+        "%dist_status says how far it is",
+    ]
+
+
+def _saved(done: Saved) -> list[str]:
+    took = f"{units.size(done.size_bytes)} in {units.seconds(done.elapsed_s)}"
+    files = f"{done.files} files of {ranks(done.strategy.world_size)}"
+    rate = _rate(done.size_bytes, done.elapsed_s)
+    return [
+        f"{_shown(done.path)} saved at step {done.step}: {took} ({rate}), {files}",
+        "read back and compared bit for bit; it loads on any number of ranks, under any strategy",
+    ]
+
+
+def _shown(path: str) -> str:
+    """A path, from the notebook's folder on where it lies in there."""
+    with contextlib.suppress(ValueError, OSError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
+
+
+def _held(models: Sequence[str], optimizers: Sequence[str]) -> str:
+    return ", ".join([*models, *optimizers])
+
+
+def _rate(size_bytes: int, elapsed_s: float) -> str:
+    return f"{shown(units.exact_size(size_bytes / max(elapsed_s, 1e-9)))}/s"
+
+
+def _lines(lines: Iterable[str]) -> View:
+    kept = list(lines)
+    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(one)}</div>' for one in kept)
+    return View("\n".join(kept), body)

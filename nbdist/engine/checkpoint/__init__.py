@@ -1,1 +1,0 @@
-"""Sharded checkpoints: every rank writes and reads its own parts, in torch's DCP format."""

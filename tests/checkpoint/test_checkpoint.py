@@ -1,0 +1,491 @@
+"""A checkpoint that any number of ranks has saved is loaded by any other, under any strategy."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.torch_ranks import TorchRanks
+from tests.support.training import MODEL, SAVED
+
+pytestmark = pytest.mark.engine
+CLOSE = 2e-6
+# Many saves in one cluster, each on the disk.
+LIMIT_S = 160.0
+
+PARTS = (
+    SAVED
+    + """
+    import functools
+    from nbdist.checkpoint.rank import jobs, load as loading, save as saving
+    folder = os.environ["FOLDER"]
+    gc.collect(); gc.freeze()  # what torch brings is not looked at again and again
+
+    def save(path, is_async=False):
+        "Saves, and waits on all ranks until rank 0 has put it in its place."
+        begun = saving.begin(path, path, is_async)
+        told = jobs.wait(path)
+        dist.barrier()
+        assert told.state == "done", told
+        return begun, told
+
+    def load(path, **given):
+        return loading.load(path, **given)
+
+    def tell(texts, what):
+        "Does it, and adds that it is done, or what it has raised."
+        try:
+            what()
+            texts.append("done")
+        except NbdistError as error:
+            texts.append(str(error))
+
+    def first(name, given, kind):
+        "Three steps, a checkpoint, and three more, with the random numbers that come after it."
+        use(name, **given)
+        parts = made(0, kind)
+        loop = iter(parts[3])
+        run(parts, (next(loop) for _ in range(3)))
+        save(f"{folder}/{name}{kind.__name__}")
+        drawn = torch.rand(3).tolist()
+        return run(parts, loop), drawn
+
+    def second(name, given, kind, source):
+        "Other weights, then the checkpoint, and the three steps that came after it."
+        use(name, **given)
+        parts = made(rank + 5, kind)
+        ids = [id(group) for group in parts[1].optimizer.param_groups]
+        parameters = [id(p) for p in parts[0].parameters()]
+        loaded = load(f"{folder}/{source}{kind.__name__}")
+        drawn = torch.rand(3).tolist()
+        assert ids == [id(group) for group in parts[1].optimizer.param_groups]
+        assert parameters == [id(p) for p in parts[0].parameters()]
+        assert parts[4].n == 3
+        return run(parts, parts[3]), drawn, loaded.notes
+
+    def pairs():
+        found = {}
+        for name, given, kind in json.loads(os.environ["SAVED"]):
+            found[f"{name}{kind}"] = tried(first, name, given, globals()[kind])
+        return found
+"""
+)
+# No nbdist: what anybody with torch can do.
+PLAIN = """
+import json, sys, torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+folder, out = sys.argv[1:]
+dcp_to_torch_save(folder, out)
+whole = torch.load(out, weights_only=True)
+name = "model.tied.blocks.0.up_proj.weight"
+one = {name: torch.empty(32, 16)}
+dcp.load(one, checkpoint_id=folder)
+model = whole["model"]["tied"]
+steps = whole["optimizer"]["adamw"]["tied"]
+assert "nbdist" not in sys.modules
+print(json.dumps({
+    "names": sorted(model), "tied": torch.equal(model["embed.weight"], model["head.weight"]),
+    "same": torch.equal(one[name], model["blocks.0.up_proj.weight"]),
+    "moments": sorted(steps["head.bias"]), "step": steps["head.bias"]["step"].item(),
+}))
+"""
+
+
+TWO = """
+    saved, loaded = pairs(), {}
+    for name, given, kind, source in json.loads(os.environ["LOADED"]):
+        found = tried(second, name, given, globals()[kind], source)
+        loaded[f"{name}{kind} {source}{kind}"] = found
+    done(saved=saved, loaded=loaded)
+"""
+
+
+def check(saved: dict[str, Any], loaded: dict[str, Any], *, is_same_size: bool) -> None:
+    """What was loaded goes on as what was saved did: losses, data, rates, random numbers."""
+    for row, found in loaded.items():
+        assert not isinstance(found, str), f"{row}\n{found}"
+        source = saved[row.split()[1]]
+        assert not isinstance(source, str), source
+        losses, drawn, notes = found
+        assert losses == pytest.approx(source[0], abs=CLOSE), row
+        if is_same_size:
+            assert drawn == source[1], row
+            assert notes == []
+        else:
+            assert notes[0].startswith("random generators are as they were: 2 ranks have saved")
+
+
+def test_a_checkpoint_goes_on_under_another_strategy(tmp_path: Path) -> None:
+    """Weights, moments, groups, rate, position in the data, own objects, generators; tied ones."""
+    saved = [("fsdp", {}, "Net"), ("pp", {}, "Tied"), ("zero1", {}, "Net")]
+    loaded = [
+        ("ddp", {}, "Net", "fsdp"),
+        ("zero1", {}, "Net", "fsdp"),
+        ("pp", {}, "Net", "fsdp"),
+        ("fsdp", {}, "Tied", "pp"),
+        ("tp", {}, "Net", "zero1"),
+        ("fsdp", {}, "Net", "zero1"),
+    ]
+    env = {"FOLDER": str(tmp_path / "states")}
+    asked = {"SAVED": json.dumps(saved), "LOADED": json.dumps(loaded)}
+    with TorchRanks(tmp_path / "run", 2, MODEL + PARTS + TWO, LIMIT_S, **env, **asked) as ranks:
+        for one in ranks.results():
+            check(one["saved"], one["loaded"], is_same_size=True)
+    _plain_torch_reads(tmp_path / "states" / "ppTied", tmp_path / "whole.pt")
+
+
+def _plain_torch_reads(folder: Path, out: Path) -> None:
+    """Without nbdist a process makes one file of it, and loads a tensor; tied names are there."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PLAIN, str(folder), str(out)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["tied"]
+    assert found["same"]
+    assert "spare" not in found["names"]
+    assert {"scale", "embed.weight", "head.weight", "blocks.3.k_proj.bias"} <= set(found["names"])
+    assert found["moments"] == ["exp_avg", "exp_avg_sq", "step"]
+    assert found["step"] == 3
+
+
+MANY = """
+    loaded = {}
+    for name, given, kind, source in json.loads(os.environ["LOADED"]):
+        found = tried(second, name, given, globals()[kind], source)
+        loaded[f"{name}{kind} {source}{kind}"] = found
+    done(loaded=loaded)
+"""
+
+
+@pytest.mark.parity
+def test_another_number_of_ranks_loads_it_and_plain_torch_too(tmp_path: Path) -> None:
+    """Saved on two ranks, loaded on four and on one; read whole without nbdist."""
+    env = {"FOLDER": str(tmp_path / "states")}
+    saved = [("fsdp", {}, "Net"), ("pp", {}, "Tied"), ("fsdp1", {}, "Net"), ("tp", {}, "Net")]
+    text = MODEL + PARTS + "\n    done(saved=pairs())"
+    with TorchRanks(tmp_path / "two", 2, text, LIMIT_S, **env, SAVED=json.dumps(saved)) as ranks:
+        first = ranks.results()[0]["saved"]
+    plans = {
+        4: [
+            ("fsdp", {"tp": 2}, "Net", "fsdp"),
+            ("fsdp", {"pp": 2}, "Tied", "pp"),
+            ("fsdp1", {}, "Net", "tp"),
+            ("zero1", {}, "Net", "fsdp1"),
+        ],
+        1: [("single", {}, "Net", "fsdp1"), ("single", {}, "Tied", "pp")],
+    }
+    for size, loaded in plans.items():
+        env["LOADED"] = json.dumps(loaded)
+        with TorchRanks(
+            tmp_path / f"run{size}", size, MODEL + PARTS + MANY, LIMIT_S, **env
+        ) as ranks:
+            for one in ranks.results():
+                check(first, one["loaded"], is_same_size=False)
+
+
+BESIDE = """
+    use("fsdp")
+    parts = made(0, Net)
+    run(parts, list(parts[3])[:2])
+    before = {k: v.clone() for k, v in accelerator.get_state_dict(parts[0]).items()}
+    begun = saving.begin(f"{folder}/beside", "one", True)
+    texts = []
+    try:
+        loading.load(f"{folder}/beside")
+        texts.append("loaded")
+    except NbdistError as error:
+        texts.append(str(error))
+    losses = run(parts, list(parts[3])[:2])
+    told = jobs.wait("one")
+    dist.barrier()
+    after = run(parts, [list(parts[3])[0]])
+    load(f"{folder}/beside")
+    same = all(torch.equal(v, before[k]) for k, v in accelerator.get_state_dict(parts[0]).items())
+
+    # What was there before stays whole where a save fails.
+    class Odd:
+        def state_dict(self):
+            return {"f": {"g": [1, Counter()]}}
+        def load_state_dict(self, state):
+            pass
+    odd = Odd()
+    accelerator.register_for_checkpointing(odd)
+    attempt = functools.partial(tell, texts)
+    attempt(lambda: saving.begin(f"{folder}/beside", "two", False))
+    del odd
+    gc.collect()
+    # A rank that is told to stop, and one that writes something else than it was given.
+    saving.begin(f"{folder}/beside", "three", False)
+    jobs.stop("three", "somebody asked for it") if rank == 1 else None
+    jobs.wait("three")
+    state = jobs.state("three")
+    dist.barrier()
+    from nbdist.checkpoint.rank import write as checkpoint_write
+    is_equal = checkpoint_write._is_equal
+    if rank == 1:
+        checkpoint_write._is_equal = lambda data, wanted: False
+    saving.begin(f"{folder}/beside", "four", False)
+    torn = jobs.wait("four")
+    checkpoint_write._is_equal = is_equal
+    dist.barrier()
+    attempt(lambda: load(f"{folder}/beside"))
+    left = sorted(one.name for one in Path(folder).iterdir())
+    beside = dict(texts=texts, told=told.state, same=same, state=[state.state, state.failure],
+                  torn=torn.failure, left=left)
+    del parts
+    gc.collect()
+"""
+
+
+def test_a_save_beside_training_and_saves_that_fail(broken: list[dict[str, Any]]) -> None:
+    """It holds what was there when it began; what fails leaves the earlier one whole."""
+    first, second = (one["beside"] for one in broken)
+
+    assert (first["told"], second["told"]) == ("done", "done")
+    assert first["same"]
+    assert second["same"]
+    assert first["left"] == ["beside"]
+    assert "objects.1.1.f.g.1 (__main__.Counter) cannot be saved" in first["texts"][1]
+    assert first["texts"][2] == "done"
+    if first["state"][0] == "failed":  # it may have been faster
+        assert "somebody asked for it" in first["state"][1]
+    assert "is not in" in first["torn"]
+    assert first["torn"] == second["torn"]
+    assert first["torn"].startswith("rank 1: ")
+
+
+OPTIMIZERS = """
+    O = torch.optim
+    kinds = {
+        "sgd": lambda p: O.SGD(p, lr=0.05, momentum=0.9),
+        "amsgrad": lambda p: O.Adam(p, lr=torch.tensor(0.01), amsgrad=True),
+        "adafactor": lambda p: O.Adafactor(p, lr=0.01),
+        "lbfgs": lambda p: O.LBFGS(p, lr=0.01),
+    }
+    def prepared(seed, kind):
+        torch.manual_seed(seed)
+        net = Net()
+        return accelerator.prepare(net, kinds[kind](net.parameters()))
+    def steps(parts, n=2):
+        model, optimizer = parts
+        def closure():
+            optimizer.zero_grad()
+            loss = model(tokens[:8], labels=labels[:8])
+            accelerator.backward(loss)
+            return loss
+        return [optimizer.step(closure).item() for _ in range(n)]
+    texts, same = {}, {}
+    for kind in kinds:
+        use("ddp")
+        parts = prepared(0, kind)
+        steps(parts)
+        try:
+            save(f"{folder}/{kind}")
+        except NbdistError as error:
+            texts[kind] = str(error)
+            continue
+        after = steps(parts)
+        for name in ("ddp", "zero1", "fsdp"):
+            del parts
+            gc.collect()
+            use(name)
+            parts = prepared(3, kind)
+            try:
+                load(f"{folder}/{kind}")
+                same[kind + name] = max(abs(a - b) for a, b in zip(after, steps(parts)))
+            except NbdistError as error:
+                texts[kind + name] = str(error)
+    done(texts=texts, same=same)
+"""
+
+
+SEVERAL = """
+    class Judge(Net):
+        pass
+    def several(seed, kinds):
+        torch.manual_seed(seed)
+        found = {}
+        for kind in kinds:
+            net = kind()
+            found[kind.__name__] = accelerator.prepare(net, O.AdamW(net.parameters(), lr=0.01))
+        bases = [accelerator.unwrap_model(model) for model, _ in found.values()]
+        both = [p for base in bases for p in base.parameters()]
+        found["both"] = accelerator.prepare(O.SGD(both, lr=0.01, momentum=0.9))
+        return found
+    def rounds(found):
+        losses = []
+        for kind in ("Net", "Judge"):
+            model, optimizer = found[kind]
+            loss = model(tokens[:8], labels=labels[:8])
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        found["both"].step()
+        for kind in ("Net", "Judge"):
+            found[kind][1].zero_grad()
+        return losses
+    O = torch.optim
+    use("fsdp")
+    found = several(0, (Net, Judge))
+    rounds(found)
+    save(folder + "/several")
+    wanted = [rounds(found), rounds(found)]
+    del found
+    gc.collect()
+    use("zero1")
+    found = several(5, (Net, Judge))
+    load(folder + "/several")
+    got = [rounds(found), rounds(found)]
+    names = {one["kind"]: one["names"][0][0] for one in
+             json.loads((Path(folder) / "several/nbdist.json").read_text())["optimizers"]}
+    done(wanted=wanted, got=got, names=names)
+"""
+
+
+@pytest.mark.parity
+def test_several_models_and_an_optimizer_of_both(tmp_path: Path) -> None:
+    """Each finds its own, by the names of models."""
+    env = {"FOLDER": str(tmp_path / "states")}
+    with TorchRanks(tmp_path / "run", 2, MODEL + PARTS + SEVERAL, LIMIT_S, **env) as ranks:
+        told = ranks.results()[0]
+
+    assert told["names"] == {"AdamW": "judge.embed.weight", "SGD": "net.embed.weight"}
+    for wanted, got in zip(told["wanted"], told["got"], strict=True):
+        assert got == pytest.approx(wanted, abs=CLOSE)
+
+
+@pytest.mark.parity
+def test_optimizers_of_every_form(tmp_path: Path) -> None:
+    """SGD's momentum, a rate that is a tensor; factors go where they can, a history nowhere."""
+    env = {"FOLDER": str(tmp_path / "states")}
+    with TorchRanks(tmp_path / "run", 2, MODEL + PARTS + OPTIMIZERS, LIMIT_S, **env) as ranks:
+        told = ranks.results()[0]
+
+    assert set(told["same"]) == {
+        *(kind + name for kind in ("sgd", "amsgrad") for name in ("ddp", "zero1", "fsdp")),
+        "adafactorddp", "adafactorzero1",
+    }  # fmt: skip
+    assert max(told["same"].values()) <= CLOSE
+    assert set(told["texts"]) == {"lbfgs", "adafactorfsdp"}
+    assert "LBFGS keeps" in told["texts"]["lbfgs"]
+    assert "cannot be saved in parts" in told["texts"]["lbfgs"]
+    assert "which cannot be split as the strategy asks" in told["texts"]["adafactorfsdp"]
+
+
+WRONG = """
+    def attempt(what):
+        try:
+            what()
+            texts.append("done")
+        except NbdistError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    texts = []
+    use("fsdp")
+    attempt(lambda: load(f"{folder}/nothing"))
+    parts = made(0, Net)
+    run(parts, list(parts[3])[:1])
+    where = f"{folder}/one"
+    save(where)
+    del parts
+    gc.collect()
+
+    def wide():
+        return Net(width=32)
+    parts = made(0, wide)
+    before = {k: v.clone() for k, v in accelerator.get_state_dict(parts[0]).items()}
+    attempt(lambda: load(where))
+    now = accelerator.get_state_dict(parts[0])
+    kept = [all(torch.equal(v, before[k]) for k, v in now.items())]
+    del parts
+    gc.collect()
+    parts = made(0, Tied)
+    attempt(lambda: load(where))
+    del parts
+    gc.collect()
+    net = Net()
+    parts = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    attempt(lambda: load(where))
+    attempt(lambda: loading.load(where, True))
+    attempt(lambda: load(f"{folder}/nothing"))
+    # What fails on one rank alone.
+    del parts, net
+    gc.collect()
+    parts = made(4, Net)
+    run(parts, list(parts[3])[:1])
+    before = {k: v.clone() for k, v in accelerator.get_state_dict(parts[0]).items()}
+    moments = accelerator.unwrap_model(parts[0]).head.weight
+    moments = parts[1].optimizer.state[moments]["exp_avg"].to_local().clone()
+    fill = loading._fill
+    def broken(*given):
+        fill(*given)
+        raise NbdistError("the cable is out")
+    if rank == 1:
+        loading._fill = broken
+    attempt(lambda: load(where))
+    loading._fill = fill
+    now = accelerator.get_state_dict(parts[0])
+    kept.append(all(torch.equal(v, before[k]) for k, v in now.items()))
+    state = parts[1].optimizer.state[accelerator.unwrap_model(parts[0]).head.weight]
+    kept.append(torch.equal(moments, state["exp_avg"].to_local()))
+    file = Path(where) / "__1_0.distcp"
+    data = file.read_bytes()
+    dist.barrier()
+    if rank == 0:
+        file.write_bytes(data[:-5] + b"abcde")
+    dist.barrier()
+    attempt(lambda: load(where))
+    if rank == 0:
+        file.write_bytes(data)
+        import pickle, zlib
+        class Bad:
+            def __reduce__(self):
+                return os.system, ("touch " + folder + "/ran",)
+        bad = pickle.dumps(Bad())
+        (Path(where) / ".metadata").write_bytes(bad)
+        manifest = json.loads((Path(where) / "nbdist.json").read_text())
+        for one in manifest["files"]:
+            if one["name"] == ".metadata":
+                one |= {"size_bytes": len(bad), "checksum": f"crc32:{zlib.crc32(bad):08x}"}
+        (Path(where) / "nbdist.json").write_text(json.dumps(manifest))
+    dist.barrier()
+    attempt(lambda: loading.load(where, True))
+    ran = os.path.exists(folder + "/ran")
+    done(beside=beside, texts=texts, ran=ran, kept=kept)
+"""
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks tell of saves and loads that fail."""
+    folder = tmp_path_factory.mktemp("broken")
+    env = {"FOLDER": str(folder / "states")}
+    with TorchRanks(folder / "run", 2, MODEL + PARTS + BESIDE + WRONG, LIMIT_S, **env) as ranks:
+        return ranks.results()
+
+
+def test_what_does_not_fit_is_refused_with_the_reason(broken: list[dict[str, Any]]) -> None:
+    """Shapes, names, classes, damage, a pickle that would run something: nothing is changed."""
+    first, second = broken
+    texts = first["texts"]
+    assert texts[0].startswith("CheckpointError: ")
+    assert "there is nothing" in texts[0] or "No model is prepared" in texts[0]
+    assert "embed.weight is (24, 16) in the checkpoint and (24, 32) here" in texts[1]
+    assert "Nothing was changed" in texts[1]
+    assert "scale is not in the checkpoint" in texts[2]
+    assert "AdamW in the checkpoint, SGD here" in texts[3]
+    assert texts[4] == "done"
+    assert "there is nothing" in texts[5]
+    assert "the cable is out" in texts[6]
+    assert "failed on rank 1, so no rank went on" in texts[6]
+    assert "__1_0.distcp has changed" in texts[7]
+    assert "posix.system" in texts[8]
+    assert first["kept"] == second["kept"] == [True, True, True]
+    assert not first["ran"]
+    assert "NbdistError: the cable is out" in second["texts"][6]

@@ -1,0 +1,226 @@
+"""Weights in one file, under every kind of strategy, as transformers and plain torch read them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.torch_ranks import TorchRanks
+from tests.support.training import MODEL
+
+pytestmark = pytest.mark.engine
+
+TEXT = """
+    from nbdist.checkpoint.rank import export_weights as weights
+    from nbdist.checkpoint.rank.safetensors_file import WeightsFile
+    from safetensors import safe_open
+    from safetensors.torch import load_file, load_model
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = Path(os.environ["FOLDER"])
+
+    def gpt2():
+        return GPT2LMHeadModel(GPT2Config(
+            vocab_size=96, n_positions=16, n_embd=32, n_layer=4, n_head=4,
+            bos_token_id=1, eos_token_id=2,
+        ))
+
+    def llama():
+        config = LlamaConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+            tie_word_embeddings=False,
+        )
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+    ids = torch.randint(96, (2, 8), generator=torch.Generator().manual_seed(1))
+
+    def exported(kind, name, given):
+        "A file that transformers loads, with every value of the model in one process."
+        use(name, **given)
+        torch.manual_seed(0)
+        alone = kind().eval()
+        wanted = alone.state_dict()
+        torch.manual_seed(rank)  # rank 0's values count
+        model = Accelerator().prepare(kind())
+        told = weights.export_model(model, folder / f"{kind.__name__}-{name}")
+        path = Path(told.path)
+        loaded = AutoModelForCausalLM.from_pretrained(path.parent).eval()
+        state = loaded.state_dict()
+        same = state.keys() == wanted.keys()
+        same = same and all(torch.equal(state[one], wanted[one]) for one in wanted)
+        with torch.no_grad():
+            logits = torch.equal(loaded(ids).logits, alone(ids).logits)
+        with safe_open(path, "pt") as file:
+            names, metadata = sorted(file.keys()), file.metadata()
+        return {
+            "type": type(loaded).__name__, "told": told.model, "same": same, "logits": logits,
+            "names": names, "metadata": metadata, "count": told.tensors, "tied": told.tied,
+            "dtype": str(next(loaded.parameters()).dtype),
+            "left": sorted(one.name for one in path.parent.iterdir()),
+            "size": told.size_bytes == path.stat().st_size,
+        }
+"""
+CASES = (("ddp", {}), ("fsdp", {}), ("tp", {}), ("pp", {}))
+
+
+def test_transformers_loads_what_was_exported_under_each_strategy(tmp_path: Path) -> None:
+    """A tied GPT-2 and a bf16 Llama: names, dtypes and every value are those of one process."""
+    text = TEXT + f"    done(found=[exported(k, *c) for c in {CASES!r} for k in (gpt2, llama)])\n"
+    env = {"FOLDER": str(tmp_path / "weights"), "HF_HUB_OFFLINE": "1"}
+    with TorchRanks(tmp_path / "run", 2, MODEL + text, **env) as ranks:
+        told = ranks.results()
+
+    assert told[0] == told[1]
+    for gpt2, llama in zip(told[0]["found"][::2], told[0]["found"][1::2], strict=True):
+        assert gpt2["type"] == "GPT2LMHeadModel"
+        assert llama["type"] == "LlamaForCausalLM"
+        assert gpt2["tied"] == ["lm_head.weight"]
+        assert gpt2["metadata"] == {"format": "pt", "lm_head.weight": "transformer.wte.weight"}
+        assert "lm_head.weight" not in gpt2["names"]
+        assert llama["tied"] == []
+        assert "lm_head.weight" in llama["names"]
+        assert (gpt2["dtype"], llama["dtype"]) == ("torch.float32", "torch.bfloat16")
+        for one in (gpt2, llama):
+            assert one["told"] == one["type"]
+            assert one["same"]
+            assert one["logits"]
+            assert one["size"]
+            assert one["count"] == len(one["names"])
+            assert one["left"] == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+OTHERS = """
+    weights.BATCH_BYTES = 2048
+    class Tied(Net):
+        "The head is the embedding; a buffer is saved and one is not."
+        def __init__(self):
+            super().__init__()
+            self.head.weight = self.embed.weight
+            self.register_buffer("scale", torch.ones(2) * 3)
+            self.register_buffer("count", torch.tensor(7))
+            self.register_buffer("spare", torch.ones(2), persistent=False)
+
+    class More(Tied):
+        "One state is no tensor, which no other program would understand."
+        def get_extra_state(self):
+            return {"a": 1}
+        def set_extra_state(self, state):
+            pass
+
+    def refused(function, *args):
+        try:
+            function(*args)
+        except NbdistError as error:
+            return str(error)
+        return "nothing was refused"
+
+    def plain(name):
+        "safetensors' own load_model puts every value, the tied ones too, into a new module."
+        torch.manual_seed(0)
+        net = wanted = More()
+        if name == "own DDP":
+            model = DDP(net)
+        elif name == "own FSDP":
+            torch.manual_seed(0)
+            model = fully_shard(More())
+        elif name == "none":
+            model = net
+        else:
+            use(name)
+            torch.manual_seed(0)
+            model = Accelerator().prepare(More())
+        told = weights.export_model(model, folder / f"{name}.safetensors")
+        fresh = Tied()
+        load_model(fresh, told.path)
+        same = {
+            one: bool((value == wanted.state_dict()[one]).all())
+            for one, value in fresh.state_dict().items() if one != "_extra_state"
+        }
+        return [all(same.values()), len(same), told.tied, told.left_out, told.configs]
+
+    def broken(change):
+        "What is refused after `change` has been done to the file's class; the old one stays."
+        plain_way = dict(vars(WeightsFile))
+        change()
+        told = refused(weights.export_model, model, folder / "ddp.safetensors")
+        for name in ("write", "_check_room", "end"):
+            setattr(WeightsFile, name, plain_way[name])
+        kept = load_file(folder / "ddp.safetensors")["scale"].tolist() == [3.0, 3.0]
+        return told, kept, sorted(one.name for one in folder.iterdir() if one.name[0] == ".")
+
+    def flipped():
+        ours = WeightsFile.write
+        def write(self, batch, values):
+            values = {k: v + 1 if k == "embed.weight" else v for k, v in values.items()}
+            ours(self, batch, values)
+        WeightsFile.write = write
+
+    def full():
+        def write(self, batch, values):
+            raise OSError(28, "No space left on device")
+        WeightsFile.write = lambda self, *args: inside(self, write, *args)
+
+    def inside(self, write, *args):
+        from nbdist.checkpoint.rank.safetensors_file import _told
+        with _told(self._target):
+            write(self, *args)
+
+    def small():
+        def usage(path):
+            return real(path)._replace(free=100)
+        import shutil
+        real = shutil.disk_usage
+        ours = WeightsFile._check_room
+        def check(self):
+            shutil.disk_usage = usage
+            try:
+                ours(self)
+            finally:
+                shutil.disk_usage = real
+        WeightsFile._check_room = check
+
+    def interrupted():
+        ours = WeightsFile.end
+        def end(self):
+            raise NbdistError("stopped here")
+        WeightsFile.end = end
+
+    kinds = ("single", "zero1", "fsdp1", "none", "own DDP", "own FSDP", "ddp")
+    found = {one: plain(one) for one in kinds}
+    use("ddp")
+    torch.manual_seed(0)
+    model = Accelerator().prepare(More())
+    broke = [broken(one) for one in (flipped, full, small, interrupted)]
+    odd = (
+        live.prepared_of(model).base.blocks, nn.Linear(2 + rank, 2), nn.ReLU(),
+        nn.Linear(2, 2).to(torch.complex128),
+    )
+    odd = [refused(weights.export_model, one, folder / "x.safetensors") for one in odd]
+    done(found=found, broke=broke, odd=odd)
+"""
+
+
+def test_any_other_model_is_exported_or_refused_with_a_reason(tmp_path: Path) -> None:
+    """What no strategy knows, what is sharded by the user's code, tied tensors, other states.
+
+    And a file that cannot be written, or is read back with another value, leaves the earlier one
+    and nothing else.
+    """
+    env = {"FOLDER": str(tmp_path / "weights"), "HF_HUB_OFFLINE": "1"}
+    with TorchRanks(tmp_path / "run", 2, MODEL + TEXT + OTHERS, **env) as ranks:
+        told, other = ranks.results()
+
+    for name, found in told["found"].items():
+        left_out = [] if name == "fsdp1" else ["_extra_state"]  # it lists tensors alone
+        assert found == [True, 69, ["head.weight"], left_out, []], name
+    texts = [text for text, *_ in told["broke"]]
+    assert "384 of 384 values of embed.weight are others than the model's" in texts[0]
+    assert "the disk is full" in texts[1]
+    assert "and 100 are free there" in texts[2]
+    assert all("failed on rank 0" in text for text, *_ in other["broke"])
+    assert all(kept and left == [] for _, kept, left in told["broke"])
+    assert "ModuleList is a part of a prepared model (0.norm1" in told["odd"][0]
+    assert "the model of rank 1 is another one than rank 0's: weight" in told["odd"][1]
+    assert "ReLU has no parameters" in told["odd"][2]
+    assert "weight is of complex128, which safetensors cannot hold" in told["odd"][3]
