@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import Row
-from nbdist.core.trace import KINDS, Trace
-from nbdist.core.trace_levels import laid
-from nbdist.core.trace_shares import Shares
-from nbdist.view.trace import MOST_ROWS, traced
+from nbdist.trace.breakdown import Shares
+from nbdist.trace.downsample import laid
+from nbdist.trace.trace import KINDS, Trace
+from nbdist.trace.view.report import MOST_ROWS, traced
 from tests.support.drawn_traces import training
 from tests.support.lab import browser_page
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks import Row
 from benchmarks.kernels import Notebook
-from nbdist.core import trace_clocks, trace_findings, trace_read, trace_shares
-from nbdist.view.trace import traced
+from nbdist.trace import breakdown, clock_sync, finding_records, read
+from nbdist.trace.view.report import traced
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "traces" / "ddp"
 RANKS = 2
@@ -117,7 +117,7 @@ def _long(rank: int, folder: Path) -> Path:
     head, *events = text.split(_EVENT)
     # The last holds the end of the file.
     body, tail = events[:-1], events[-1]
-    copies = -(-EVENTS // RANKS // (len(trace_read.read(short).trace.events) - 1))
+    copies = -(-EVENTS // RANKS // (len(read.read(short).trace.events) - 1))
     path = folder / f"rank{rank}.json"
     with path.open("w") as file:
         file.write(head)
@@ -133,15 +133,15 @@ def _long(rank: int, folder: Path) -> Path:
 
 def _read_s(path: Path) -> float:
     began_s = time.perf_counter()
-    trace_read.read(path)
+    read.read(path)
     return time.perf_counter() - began_s
 
 
 def _shown_s(paths: list[Path]) -> float:
-    trace = trace_clocks.joined([trace_read.read(path) for path in paths])
+    trace = clock_sync.joined([read.read(path) for path in paths])
     began_s = time.perf_counter()
-    counted = trace_shares.shares(trace)
-    view = traced(trace, counted, trace_findings.findings(trace, counted))
+    counted = breakdown.shares(trace)
+    view = traced(trace, counted, finding_records.findings(trace, counted))
     assert view._repr_mimebundle_()["text/html"]
     assert sum(len(one.events) for one in trace.ranks) >= EVENTS
     return time.perf_counter() - began_s

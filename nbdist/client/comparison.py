@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from nbdist.core import comparison, trace_shares
+from nbdist.core import comparison
 from nbdist.core.comparison import Comparison, Row, Watched
-from nbdist.core.trace import TraceOptions
 from nbdist.errors import DistributedError, Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import functions
 from nbdist.strategy.choice import Choice, described
 from nbdist.switch.kernel import Asked, chosen
+from nbdist.trace import breakdown
+from nbdist.trace.trace import TraceOptions
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
@@ -122,7 +123,7 @@ class Comparing:
         self._call(functions.watch_memory, WATCH_S)
         trace = session.profile(self._code, RECORDED)
         recorded: list[Watched] = self._call(functions.watched_memory, WATCH_S)
-        return comparison.row(text, choice, trace_shares.shares(trace), warm, recorded)
+        return comparison.row(text, choice, breakdown.shares(trace), warm, recorded)
 
     def _back(self, before: Choice) -> None:
         """Everything as it was before the strategy."""

@@ -15,13 +15,13 @@ from nbdist.client import checkup, configuration
 from nbdist.client.bandwidth import BENCH_S, Bandwidth
 from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
-from nbdist.client.trace import Traces
 from nbdist.core.bandwidth import Bench
 from nbdist.core.checkup import Checkup
 from nbdist.core.config_emit import SCRIPT
 from nbdist.core.config_launch import Configured, configured
 from nbdist.core.snapshot import Snapshot
-from nbdist.core.trace import Trace
+from nbdist.trace.kernel.recordings import Traces
+from nbdist.trace.trace import Trace
 from nbdist.variables.kernel import Moved, Variables
 
 if TYPE_CHECKING:

@@ -6,15 +6,15 @@ import argparse
 from argparse import Namespace
 from pathlib import Path
 
-from nbdist.client.trace import read_folder
 from nbdist.commands import cells
-from nbdist.core import trace_findings, trace_shares
-from nbdist.core.trace import Trace, TraceOptions
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK, CellOptions, Record, show
+from nbdist.trace import breakdown, finding_records
+from nbdist.trace.kernel.recordings import read_folder
+from nbdist.trace.trace import Trace, TraceOptions
+from nbdist.trace.view.report import traced
 from nbdist.verbs import Option, Verb
-from nbdist.view.trace import traced
 
 
 def dist_profile(values: Namespace, code: str) -> None:
@@ -50,12 +50,12 @@ def dist_trace(values: Namespace) -> View:
 
 def shown(trace: Trace) -> View:
     """What a trace says."""
-    shares = trace_shares.shares(trace)
-    return traced(trace, shares, trace_findings.findings(trace, shares))
+    shares = breakdown.shares(trace)
+    return traced(trace, shares, finding_records.findings(trace, shares))
 
 
 def read(folder: Path) -> Trace:
-    """The saved traces of a folder; see client.trace.read_folder."""
+    """The saved traces of a folder; see trace.kernel.recordings.read_folder."""
     return read_folder(folder.expanduser())
 
 

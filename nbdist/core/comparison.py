@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nbdist.core.trace_shares import RankShares, Shares
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Choice, described
+from nbdist.trace.breakdown import RankShares, Shares
 
-# Of a step, in the order in which they are drawn; core.trace_shares says what each is.
+# Of a step, in the order in which they are drawn; trace.breakdown says what each is.
 PARTS = ("compute", "communication", "copy", "data", "idle")
 
 

@@ -12,7 +12,7 @@ from nbdist.core import units
 from nbdist.core.comparison import PARTS, Comparison, Row
 from nbdist.core.shown import is_stored, shown
 from nbdist.core.view import View, table
-from nbdist.view.trace_png import COLOURS
+from nbdist.trace.view.image import COLOURS
 
 if TYPE_CHECKING:  # it takes half a second to import
     from matplotlib.axes import Axes

@@ -13,10 +13,10 @@ import pytest
 from matplotlib.image import imread
 from nbconvert import HTMLExporter
 
-from nbdist.core.trace import COMMUNICATION, KINDS
-from nbdist.core.trace_findings import Spot, TraceFinding
-from nbdist.core.trace_shares import Shares
-from nbdist.view.trace import traced
+from nbdist.trace.breakdown import Shares
+from nbdist.trace.finding_records import Spot, TraceFinding
+from nbdist.trace.trace import COMMUNICATION, KINDS
+from nbdist.trace.view.report import traced
 from tests.support.drawn_traces import training
 from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
 from tests.support.live import DEADLINE_MS, LivePicture
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL = (
-    "from nbdist.core.trace_shares import Shares\n"
-    "from nbdist.view.trace import traced\n"
+    "from nbdist.trace.breakdown import Shares\n"
+    "from nbdist.trace.view.report import traced\n"
     "from tests.support.drawn_traces import training\n"
     "traced(training(3000), Shares((), 0, None, (), (), 0.0), [])"
 )

@@ -10,7 +10,7 @@ from nbdist.client.memory import COST, Memories
 from nbdist.core.snapshot import MemoryOptions, RankMemory, no_blocks
 from nbdist.errors import SnapshotError
 from nbdist.variables import pack
-from tests.client.test_trace import Ranks, given
+from tests.trace.test_kernel import Ranks, given
 
 
 def parcel(rank: int, duration_ns: int = 5, strategy: str = "ddp") -> Future[Any]:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from nbdist.core.comparison import PARTS, Held, Watched, row
-from nbdist.core.trace import COMMUNICATION, COMPUTE, DATA
-from nbdist.core.trace_shares import Shares, shares
 from nbdist.strategy.choice import choose
+from nbdist.trace.breakdown import Shares, shares
+from nbdist.trace.trace import COMMUNICATION, COMPUTE, DATA
 from tests.support.traces import Did, rank_trace, trace
 
 KB = 1000

@@ -27,9 +27,9 @@ _RANKS = """
 [(r.rank, len(r.steps), len(r.events) > 0, r.problem) for r in nbdist.session().trace().ranks]
 """
 _RULES = """
-from nbdist.core import trace_findings, trace_shares
+from nbdist.trace import finding_records, breakdown as trace_shares
 told = nbdist.session().trace()
-{one.rule: one.ranks for one in trace_findings.findings(told, trace_shares.shares(told))}
+{one.rule: one.ranks for one in finding_records.findings(told, trace_shares.shares(told))}
 """
 _OFF = """%%distributed
 from torch.optim import optimizer as o
@@ -75,7 +75,7 @@ def test_so_many_steps_are_recorded_and_the_cell_goes_on(trained: Kernel) -> Non
     assert "end 4" in cell.visible
     assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
     calls = trained.run(
-        "from nbdist.core.trace import COMMUNICATION\n"
+        "from nbdist.trace.trace import COMMUNICATION\n"
         "[int((r.events.kind == COMMUNICATION).sum()) for r in nbdist.session().trace().ranks]"
     )
     assert calls.plain == ["[2, 2]"]
@@ -245,7 +245,7 @@ def test_it_works_from_python_and_inside_another_magic(trained: Kernel) -> None:
     inside = ranks(trained)
     ran(
         trained,
-        "from nbdist.core.trace import TraceOptions\n"
+        "from nbdist.trace.trace import TraceOptions\n"
         "one = nbdist.session().profile('for n in range(3): step()', TraceOptions(steps=1), [0])",
     )
 

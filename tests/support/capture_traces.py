@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 import nbdist
-from nbdist.core.trace import TraceOptions
 from nbdist.notebook import NOTEBOOK
+from nbdist.trace.trace import TraceOptions
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "traces"
 STRATEGIES = {"ddp": {}, "fsdp": {}, "tp": {}, "pp": {"microbatches": 2}}

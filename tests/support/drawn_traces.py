@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from nbdist.core.trace import (
+from nbdist.trace.trace import (
     COMMUNICATION,
     COMPUTE,
     COPY,

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from nbdist.core.trace import Events, Lane, RankTrace, Step, Trace
-from nbdist.core.trace_read import Recording
+from nbdist.trace.read import Recording
+from nbdist.trace.trace import Events, Lane, RankTrace, Step, Trace
 
 MS = 1_000_000
 ALL = "all ranks"

@@ -28,7 +28,6 @@ from nbdist.client.bandwidth import Bandwidth
 from nbdist.client.lints import Lints
 from nbdist.client.memory import Memories
 from nbdist.client.subjects import Subjects
-from nbdist.client.trace import Traces
 from nbdist.cluster.kernel import outside
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.exits import WITHOUT_CONTROLLER, Exit
@@ -38,7 +37,6 @@ from nbdist.core.shown import is_stored
 from nbdist.core.snapshot import MemoryOptions, Snapshot
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
-from nbdist.core.trace import Trace, TraceOptions
 from nbdist.errors import Interrupted, RankGone
 from nbdist.hang.kernel.health import Health
 from nbdist.hang.kernel.maintenance import RESTART_S, Upkeep
@@ -47,6 +45,8 @@ from nbdist.hang.kernel.watchdog import Watchdog
 from nbdist.rpc.kernel import functions, gather, sigint
 from nbdist.rpc.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RECORDING, CELL_RUN
 from nbdist.switch.kernel import Strategies
+from nbdist.trace.kernel.recordings import Traces
+from nbdist.trace.trace import Trace, TraceOptions
 from nbdist.variables.kernel import Variables
 
 GRACE_S = 5.0

@@ -16,11 +16,11 @@ from nbdist.core.monitor import Answer
 from nbdist.core.shortage import Shortage
 from nbdist.core.snapshot import MemoryOptions
 from nbdist.core.topology import EngineReport, Topology
-from nbdist.core.trace import TraceOptions
 from nbdist.hang.records import CxxCall, Look
 from nbdist.hang.recovery import MadeGroup, MadeMesh, Recovered
 from nbdist.strategy.choice import Choice
 from nbdist.switch.report import Switched
+from nbdist.trace.trace import TraceOptions
 from nbdist.variables.pack import Parcel
 
 RUNTIME = "nbdist.engine.runtime"
@@ -40,7 +40,7 @@ SIZES = "nbdist.parallel.model_sizes"
 STRATEGY = "nbdist.parallel.prepare"
 SWITCH = "nbdist.switch.rank.switch"
 SYNC = "nbdist.parallel.sync_model"
-TRACE = "nbdist.engine.trace"
+TRACE = "nbdist.trace.rank"
 VARIABLES = "nbdist.variables.rank"
 
 

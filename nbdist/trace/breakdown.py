@@ -1,0 +1,289 @@
+"""Where the time of a recorded cell went: shares, steps, the slowest rank, operations, traffic."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nbdist.strategy.footprint import CALLS
+from nbdist.trace import intervals, notes, straggler
+from nbdist.trace.intervals import Integers
+from nbdist.trace.match_collectives import matched
+from nbdist.trace.spans import Spans, common_steps, spans
+from nbdist.trace.trace import COMMUNICATION, KINDS, MARK, WAIT, Events, RankTrace, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class RankShares:
+    """How one rank spent the time that is looked at: its whole steps, or all where there are none.
+
+    compute + exposed + copy + data + idle = window: each nanosecond counts once, for the first
+    of these that goes on then.
+
+    Attributes:
+        rank: Whose.
+        window_ns: How long that is.
+        compute_ns: Something computes.
+        exposed_ns: Communication, and nothing computes.
+        copy_ns: Copies between host and device, and neither of these.
+        data_ns: The next batch is being fetched, and nothing of these.
+        idle_ns: Nothing of these.
+        overlap_ns: Communication while something computes; a part of compute_ns.
+        waited_ns: The part of exposed_ns before the last rank of a collective had come.
+        steps_ns: Duration of each step, in order.
+    """
+
+    rank: int
+    window_ns: int
+    compute_ns: int
+    exposed_ns: int
+    copy_ns: int
+    data_ns: int
+    idle_ns: int
+    overlap_ns: int
+    waited_ns: int
+    steps_ns: tuple[int, ...]
+
+    @property
+    def communication_ns(self) -> int:
+        """Collectives under way, whether something computes meanwhile or not."""
+        return self.exposed_ns + self.overlap_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """All calls of one name on all ranks.
+
+    Attributes:
+        name: As the profiler calls it.
+        kind: Place in trace.trace.KINDS.
+        count: Calls.
+        self_ns: Their time without that of events inside them on the same lane.
+        share: Of the self time of all operations; what only waits for others is none.
+    """
+
+    name: str
+    kind: int
+    count: int
+    self_ns: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One collective of one size in one group, per rank and step.
+
+    Attributes:
+        name: "all-reduce".
+        group: As the user calls it.
+        size_bytes: Of one message: the whole that all ranks of the group make or get.
+        count: Calls of a rank per step (of all, where there are no steps).
+        sent_bytes: What a rank sends for them per step on a ring (strategy.footprint.CALLS).
+        median_ns: Half of the calls took less, the wait for the last rank included.
+    """
+
+    name: str
+    group: str
+    size_bytes: int
+    count: float
+    sent_bytes: float
+    median_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slowest:
+    """The rank for which the others wait the longest.
+
+    Attributes:
+        rank: Which.
+        cost_ns: Per step: how much sooner the others could have gone on; see `trace_slowest.costs`.
+        share: The same of a step's duration: 0.12 is "without it a step would be 12 % faster".
+        is_alone: Whether no other rank costs half as much, so that it is this rank and not chance.
+    """
+
+    rank: int
+    cost_ns: int
+    share: float
+    is_alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What a trace says in numbers.
+
+    Attributes:
+        ranks: In rank order.
+        step_ns: Median over steps of the longest duration on any rank; 0 without steps.
+        slowest: None on one rank, or where nobody waits.
+        operations: The most expensive first, at most `TOP`.
+        traffic: The most bytes first.
+        sent_bytes: What a rank sends per step (of all, without steps), over all its traffic.
+        formula_bytes: What the strategy's formula gives for the same; None where it is unknown.
+        formula: The formula in words, a phrase each; empty where it is unknown.
+        notes: What the numbers leave out, as sentences.
+    """
+
+    ranks: tuple[RankShares, ...]
+    step_ns: int
+    slowest: Slowest | None
+    operations: tuple[Operation, ...]
+    traffic: tuple[Traffic, ...]
+    sent_bytes: float
+    formula_bytes: float | None = None
+    formula: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+# Operations that are listed.
+TOP = 12
+# Beside those of strategy.footprint, of which ranks send nothing, or as much as of a broadcast.
+_SENT = {"reduce": "broadcast", "gather": "broadcast", "scatter": "broadcast"}
+
+
+def shares(trace: Trace) -> Shares:
+    """Say in numbers where the time of a recorded cell went.
+
+    Only steps that all ranks have recorded are counted; without steps, all that was recorded.
+    Ranks of which there is nothing are left out, and named in the notes.
+    """
+    traces = [one for one in trace.ranks if len(one.events)]
+    n_steps = common_steps(trace)
+    spans_of = [spans(one, n_steps) for one in traces]
+    calls = matched(traces)
+    waited = straggler.waits(traces, calls)
+    ranks = tuple(
+        _rank(one, found, waited.get(place), n_steps)
+        for place, (one, found) in enumerate(zip(traces, spans_of, strict=True))
+    )
+    step_ns = _step_ns(ranks)
+    traffic = _traffic(traces, spans_of, n_steps)
+    return Shares(
+        ranks=ranks,
+        step_ns=step_ns,
+        slowest=_slowest(ranks, straggler.costs(traces, calls, spans_of), step_ns),
+        operations=_operations(traces, spans_of),
+        traffic=traffic,
+        sent_bytes=sum(one.sent_bytes for one in traffic),
+        formula_bytes=trace.formula_bytes,
+        formula=trace.formula,
+        notes=notes.notes(trace, [one.steps_ns for one in ranks]),
+    )
+
+
+def _rank(one: RankTrace, found: Spans, waited: Integers | None, n_steps: int) -> RankShares:
+    sets = [found.window, found.compute, found.communication, found.copy, found.data]
+    cut, (inside, computes, communicates, copies, fetches) = intervals.pieces(sets)
+    long_ns = cut[:, 1] - cut[:, 0]
+    rest = inside.copy()
+    parts_ns = []
+    for going_on in (computes, communicates, copies, fetches):
+        parts_ns.append(int(long_ns[rest & going_on].sum()))
+        rest &= ~going_on
+    waits = np.empty((0, 2), np.int64) if waited is None else waited
+    compute_ns, exposed_ns, copy_ns, data_ns = parts_ns
+    return RankShares(
+        rank=one.rank,
+        window_ns=intervals.length(found.window),
+        compute_ns=compute_ns,
+        exposed_ns=exposed_ns,
+        copy_ns=copy_ns,
+        data_ns=data_ns,
+        idle_ns=int(long_ns[rest].sum()),
+        overlap_ns=int(long_ns[inside & computes & communicates].sum()),
+        waited_ns=intervals.length(intervals.both(found.exposed, waits)),
+        steps_ns=tuple(step.end_ns - step.start_ns for step in one.steps[:n_steps]),
+    )
+
+
+def _step_ns(ranks: Sequence[RankShares]) -> int:
+    """The middle one of all steps, each as long as on the rank that took longest."""
+    longest = [max(each) for each in zip(*(one.steps_ns for one in ranks), strict=True)]
+    return int(np.median(longest)) if longest else 0
+
+
+def _slowest(ranks: Sequence[RankShares], costs: Mapping[int, int], step_ns: int) -> Slowest | None:
+    if not costs:
+        return None
+    place = max(costs, key=lambda one: costs[one])
+    n_steps = max(1, len(ranks[place].steps_ns))
+    whole_ns = step_ns or max(one.window_ns for one in ranks)
+    if not costs[place] or not whole_ns:
+        return None
+    others = max((cost for one, cost in costs.items() if one != place), default=0)
+    cost_ns = costs[place] // n_steps
+    return Slowest(ranks[place].rank, cost_ns, cost_ns / whole_ns, 2 * others < costs[place])
+
+
+def _inside(one: RankTrace, found: Spans) -> npt.NDArray[np.bool_]:
+    """Which events begin within the window."""
+    [[start, end]] = found.window.tolist()
+    inside: npt.NDArray[np.bool_] = (one.events.start_ns >= start) & (one.events.start_ns < end)
+    return inside
+
+
+def _operations(traces: Sequence[RankTrace], spans_of: Sequence[Spans]) -> tuple[Operation, ...]:
+    counts: Counter[tuple[str, int]] = Counter()
+    times_ns: Counter[tuple[str, int]] = Counter()
+    for one, found in zip(traces, spans_of, strict=True):
+        events = one.events
+        chosen = _inside(one, found) & ~np.isin(events.kind, (MARK, WAIT))
+        codes = events.name[chosen].astype(np.int64) * len(KINDS) + events.kind[chosen]
+        size = len(one.names) * len(KINDS)
+        counted = np.bincount(codes, minlength=size)
+        spent_ns = np.bincount(codes, self_ns(events)[chosen].astype(np.float64), minlength=size)
+        for code in np.flatnonzero(counted):
+            key = (one.names[code // len(KINDS)], int(code % len(KINDS)))
+            counts[key] += int(counted[code])
+            times_ns[key] += int(spent_ns[code])
+    whole_ns = max(1, sum(times_ns.values()))
+    return tuple(
+        Operation(name, kind, counts[name, kind], spent, spent / whole_ns)
+        for (name, kind), spent in times_ns.most_common(TOP)
+    )
+
+
+def self_ns(events: Events) -> Integers:
+    """The duration of each event without that of events right inside it on its lane."""
+    left = events.duration_ns.copy()
+    for lane in np.unique(events.lane):
+        on = np.flatnonzero(events.lane == lane)
+        depth = events.depth[on]
+        for level in range(1, int(depth.max(initial=0)) + 1):
+            inner, outer = on[depth == level], on[depth == level - 1]
+            around = np.searchsorted(outer, inner) - 1
+            has_outer = around >= 0
+            np.subtract.at(left, outer[around[has_outer]], events.duration_ns[inner[has_outer]])
+    return np.maximum(left, 0)
+
+
+def _traffic(
+    traces: Sequence[RankTrace], spans_of: Sequence[Spans], n_steps: int
+) -> tuple[Traffic, ...]:
+    durations_ns: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
+    for one, found in zip(traces, spans_of, strict=True):
+        events = one.events
+        for place in np.flatnonzero(_inside(one, found) & (events.kind == COMMUNICATION)):
+            group = int(events.group[place])
+            told = one.groups[group] if group >= 0 else ""
+            n = len(one.group_ranks[group]) if group >= 0 else len(traces)
+            key = (one.names[events.name[place]], told, int(events.size_bytes[place]), n)
+            durations_ns[key].append(int(events.duration_ns[place]))
+    per = max(1, n_steps) * max(1, len(traces))
+    rows = [
+        Traffic(
+            name, group, size_bytes, len(each) / per,
+            sent_share(name, n) * size_bytes * len(each) / per, int(np.median(each)),
+        )
+        for (name, group, size_bytes, n), each in durations_ns.items()
+    ]  # fmt: skip
+    return tuple(sorted(rows, key=lambda one: (-one.sent_bytes, one.name, one.size_bytes)))
+
+
+def sent_share(name: str, n: int) -> float:
+    """The share of a collective's message that one of n ranks sends, on a ring."""
+    call = CALLS.get(_SENT.get(name, name))
+    return call.share(n) if call is not None else 0.0

@@ -1,0 +1,203 @@
+"""What the collectives of a trace are: name, size and process group of each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbdist.trace import names as trace_trace_names
+
+# In the header of a rank's file: process groups, as torch's profiler writes them.
+INFO = "distributedInfo"
+# A thread of Gloo's begins a call after it was issued; clocks are read at different moments.
+SLACK_NS = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group.
+
+    Attributes:
+        name: As the user calls it.
+        ranks: Its members.
+        torch_name: As torch does.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    torch_name: str
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a collective, as some part of the trace has it.
+
+    Attributes:
+        name: As people write it.
+        start_ns: When it began, or was issued.
+        args: The profiler's notes.
+        lane: On which lane.
+        torch_group: torch's name of its group; empty where that is not told.
+    """
+
+    name: str
+    start_ns: int
+    args: Mapping[str, Any]
+    lane: int = -1
+    torch_group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a call turned out to be.
+
+    Attributes:
+        name: As people write it, of what the program has called.
+        size_bytes: The whole message, which all ranks of the group make or get.
+        group: Place in the groups; -1 where the trace does not tell.
+    """
+
+    name: str
+    size_bytes: int
+    group: int
+
+
+def groups_of(header: Mapping[str, Any], called: Mapping[str, str]) -> tuple[Group, ...]:
+    """The process groups of a file.
+
+    Args:
+        header: Its header.
+        called: torch's name of a group -> the user's.
+    """
+    info = header.get(INFO)
+    listed = info.get("pg_config") if isinstance(info, dict) else None
+    groups: list[Group] = []
+    for one in listed if isinstance(listed, list) else []:
+        torch_name = str(one.get("pg_name", len(groups)))
+        told = str(one.get("pg_desc") or "")
+        name = called.get(torch_name) or ("all ranks" if told == "default_pg" else told)
+        # The ranks are left out where the group is of all.
+        ranks = one.get("ranks") or range(int(one.get("pg_size") or 1))
+        groups.append(Group(name or f"group {torch_name}", tuple(map(int, ranks)), torch_name))
+    return tuple(groups)
+
+
+def of_nccl(call: Call, groups: Sequence[Group]) -> Meaning:
+    """A kernel of NCCL, by the notes that torch gives it (ParamCommsUtils.hpp)."""
+    args = call.args
+    name = trace_trace_names.collective(str(args.get("Collective name") or call.name))
+    place = _place(str(args.get("Process Group Name", "")), groups)
+    n = int(args.get("Group size") or (groups[place].size if place >= 0 else 1))
+    width = trace_trace_names.type_bytes(str(args.get("dtype", "")))
+    sizes = [int(args.get(key) or 0) for key in ("In msg nelems", "Out msg nelems")]
+    return Meaning(name, _whole(name, max(sizes) * width, n), place)
+
+
+def of_gloo(
+    calls: Sequence[Call], issued: Sequence[Call], recorded: Sequence[Call], groups: Sequence[Group]
+) -> list[Meaning]:
+    """Gloo's calls, by what was issued before each; the trace has no link between the two.
+
+    Gloo does some collectives by way of others (a reduce-scatter as an all-reduce): what the
+    program has called is told.
+
+    Args:
+        calls: Gloo's own, in the order of their starts.
+        issued: Operators c10d::*, likewise.
+        recorded: What torch's flight recorder has of the same time; may be empty.
+        groups: Of the trace.
+    """
+    group_of = _groups_of_lanes(calls, recorded, groups)
+    waiting = _Waiting(issued)
+    meanings = []
+    for call in calls:
+        place = group_of.get(call.lane, 0 if len(groups) == 1 else -1)
+        n = groups[place].size if place >= 0 else 1
+        elements = sum(_elements(call.args))
+        types = call.args.get("Input type") or [""]
+        width = trace_trace_names.type_bytes(str(types[0]))
+        partner = waiting.take(call, elements)
+        name = call.name if partner is None else partner.name
+        if partner is not None:
+            elements = max([elements, *_elements(partner.args)])
+        elif name == "all-gather":
+            elements *= n
+        meanings.append(Meaning(name, _whole(name, elements * width, n), place))
+    return meanings
+
+
+def _whole(name: str, size_bytes: int, n: int) -> int:
+    """An all-to-all's message is what all ranks give; of the others, the larger of in and out."""
+    return size_bytes * n if name == "all-to-all" else size_bytes
+
+
+def _place(torch_name: str, groups: Sequence[Group]) -> int:
+    names = [group.torch_name for group in groups]
+    return names.index(torch_name) if torch_name in names else -1
+
+
+def _elements(args: Mapping[str, Any]) -> list[int]:
+    """Elements of each input of an operator; a list of tensors counts as one."""
+    dims = args.get("Input Dims")
+    return [_count(one) for one in dims] if isinstance(dims, list) else []
+
+
+def _count(dims: Any) -> int:
+    if not isinstance(dims, list) or not dims:
+        return 0
+    if isinstance(dims[0], list):
+        return sum(map(_count, dims))
+    return math.prod(dims)
+
+
+# How Gloo does a collective where it has another name (torch 2.11 to 2.13, ProcessGroupGloo.cpp).
+_DONE_BY = {"reduce-scatter": {"all-reduce", "reduce-scatter"}}
+
+
+class _Waiting:
+    """Calls that were issued and not matched yet."""
+
+    def __init__(self, issued: Iterable[Call]):
+        self._by_name: dict[str, list[Call]] = defaultdict(list)
+        for call in issued:
+            for done in _DONE_BY.get(call.name, {call.name}):
+                self._by_name[done].append(call)
+        self._taken: set[int] = set()
+        self._first: Counter[str] = Counter()
+
+    def take(self, call: Call, elements: int) -> Call | None:
+        """The first that fits: issued before, and with an input of that many elements."""
+        line = self._by_name[call.name]
+        while (
+            self._first[call.name] < len(line) and id(line[self._first[call.name]]) in self._taken
+        ):
+            self._first[call.name] += 1
+        for one in line[self._first[call.name] :]:
+            if one.start_ns > call.start_ns + SLACK_NS:
+                return None
+            sizes = _elements(one.args)
+            if id(one) not in self._taken and (elements in sizes or not elements):
+                self._taken.add(id(one))
+                return one
+        return None
+
+
+def _groups_of_lanes(
+    calls: Sequence[Call], recorded: Sequence[Call], groups: Sequence[Group]
+) -> dict[int, int]:
+    """Lane -> group: each of Gloo's threads belongs to one, and most of its calls tell which."""
+    votes: dict[int, Counter[int]] = defaultdict(Counter)
+    waiting = _Waiting(recorded)
+    for call in calls:
+        one = waiting.take(call, sum(_elements(call.args)))
+        if one is not None:
+            votes[call.lane][_place(one.torch_group, groups)] += 1
+    return {lane: counted.most_common(1)[0][0] for lane, counted in votes.items()}

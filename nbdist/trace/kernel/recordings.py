@@ -1,0 +1,151 @@
+"""Recording a cell on ranks, and the traces that came of it."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import TraceError
+from nbdist.recording.kernel import FINISH_S, Recordings, Subject
+from nbdist.rpc.kernel import functions
+from nbdist.trace import chrome_writer, clock_sync, read
+from nbdist.trace.kernel.perfetto import Page
+from nbdist.trace.read import Recording
+from nbdist.trace.trace import Trace, TraceOptions, empty
+from nbdist.variables import unpack
+
+if TYPE_CHECKING:
+    from nbdist.cells.kernel.session import Session
+
+COPY_BYTES = 2**22
+FOLDER = "traces"  # as nbdist.trace.rank has it
+NAME = "rank{rank}.json"
+MERGED = "all_ranks.json.gz"
+
+
+def _nothing() -> TraceError:
+    return TraceError(
+        "Nothing has been recorded yet. Begin a cell with %%dist_profile, for example: "
+        "%%dist_profile --steps 3"
+    )
+
+
+SUBJECT = Subject("trace", "traces", functions.begin_trace, functions.finish_trace, _nothing)
+
+
+class Traces(Recordings[TraceOptions, Trace]):
+    """The traces of a session's ranks: one at a time, and the last one is kept."""
+
+    def __init__(self, session: Session):
+        super().__init__(session, SUBJECT)
+        self._page: Page | None = None
+
+    def _joined(self, found: dict[int, dict[str, Any]]) -> Trace:
+        recordings = [one["recording"] for one in found.values() if "recording" in one]
+        missing = [
+            empty(rank, self._host(rank), one["problem"])
+            for rank, one in found.items()
+            if "recording" not in one
+        ]
+        return clock_sync.joined(recordings, missing)
+
+    def page(self, trace: Trace) -> str:
+        """The address of a page of Perfetto with this trace, for browsers of this host.
+
+        It is served until another one is, or the ranks are stopped. Whoever has an account on
+        this host can read it meanwhile.
+
+        Raises:
+            OptionError, TraceError: See trace.kernel.perfetto.Page.
+        """
+        self.close()
+        run_dir = self._session.cluster.run_dir
+        path = run_dir / MERGED
+        try:
+            chrome_writer.write_merged(trace, path)
+        except OSError as error:
+            raise TraceError(f"{path} cannot be written: {error.strerror or error}.") from error
+        self._page = Page(path, run_dir, self._session.cluster.guard)
+        return self._page.url
+
+    def close(self) -> None:
+        """End what is served."""
+        page, self._page = self._page, None
+        if page is not None:
+            page.close()
+
+    def save(self, folder: Path) -> tuple[Path, ...]:
+        """Write a file per rank, as torch's profiler does, and one of all for Perfetto.
+
+        Args:
+            folder: Made where it is not there; files of the same names in it are replaced.
+
+        Raises:
+            TraceError: If nothing was recorded, or a file cannot be written.
+        """
+        trace = self.last
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            made = [path for rank in self._ranks if (path := self._save_rank(rank, folder))]
+            made.append(folder / MERGED)
+            chrome_writer.write_merged(trace, made[-1])
+        except OSError as error:
+            raise TraceError(
+                f"The traces cannot be written to {folder}: {error.strerror or error}."
+            ) from error
+        return tuple(made)
+
+    def _save_rank(self, rank: int, folder: Path) -> Path | None:
+        """The rank's own file, compressed; None where it is gone."""
+        name = NAME.format(rank=rank)
+        target = folder / f"{name}.gz"
+        source = self._session.cluster.run_dir / FOLDER / name
+        if source.exists():  # also where its rank has ended
+            with source.open("rb") as file, gzip.open(target, "wb", chrome_writer.LEVEL) as packed:
+                shutil.copyfileobj(file, packed, COPY_BYTES)
+            return target
+        if not self._session.is_connected(rank) or self._session.readiness.is_busy(rank):
+            return None
+        try:
+            future = functions.trace_text(self._session.call, rank, ())
+            content = unpack.opened(future.result(FINISH_S))["text"]
+        except Exception:  # noqa: BLE001  # it recorded nothing, or ended: its trace says so
+            return None
+        with gzip.open(target, "wb", chrome_writer.LEVEL) as packed:
+            packed.write(content)
+        return target
+
+
+def read_folder(folder: Path) -> Trace:
+    """The traces of a folder: one file per rank, as `save` or torch's profiler writes them.
+
+    Raises:
+        TraceError: If there is none, or none can be read.
+    """
+    paths = sorted(path for path in folder.glob("*.json*") if path.name != MERGED)
+    if not paths:
+        raise TraceError(
+            f"There are no traces in {folder.absolute()}: files *.json or *.json.gz, one per rank, "
+            "as %dist_trace --save writes them."
+        )
+    recordings: dict[int, Recording] = {}
+    problems: list[str] = []
+    for number, path in enumerate(paths):
+        try:
+            one = read.read(path, number)
+        except TraceError as error:
+            problems.append(str(error))
+            continue
+        if one.trace.rank in recordings:
+            raise TraceError(
+                f"{folder.absolute()} holds two traces of rank {one.trace.rank} ({path.name} is "
+                "one). Put each recording into a folder of its own."
+            )
+        recordings[one.trace.rank] = one
+    if not recordings:
+        raise TraceError(" ".join(problems))
+    trace = clock_sync.joined(list(recordings.values()))
+    return replace(trace, notes=(*problems, *trace.notes))

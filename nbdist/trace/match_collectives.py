@@ -1,0 +1,59 @@
+"""Which events of different ranks are the same collective."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nbdist.trace.trace import COMMUNICATION, RankTrace
+
+# Nobody is through before all have come. After a broadcast or a send some may be.
+TOGETHER = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "barrier"})
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Calls of one collective and size in one group, each on all of its ranks that recorded.
+
+    Attributes:
+        name: "all-reduce".
+        ranks: Places in the list of traces, at least two.
+        events: (rank, call): place of the event.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    events: npt.NDArray[np.int64]
+
+
+def matched(traces: Sequence[RankTrace]) -> list[Matched]:
+    """The same calls on different ranks: the k-th of a group with equal name and size.
+
+    Calls whose group is unknown are left out, and so are those that only some ranks recorded: a
+    recording that was cut off ends earlier.
+    """
+    known: dict[tuple[tuple[int, ...], str, int], dict[int, npt.NDArray[np.int64]]]
+    known = defaultdict(dict)
+    for place, trace in enumerate(traces):
+        events = trace.events
+        calls = np.flatnonzero((events.kind == COMMUNICATION) & (events.group >= 0))
+        if not len(calls):
+            continue
+        keys = np.stack([events.group[calls], events.name[calls], events.size_bytes[calls]])
+        distinct, of_call = np.unique(keys, axis=1, return_inverse=True)
+        for number, (group, name, size_bytes) in enumerate(distinct.T):
+            told = trace.names[name]
+            if told in TOGETHER:
+                key = (trace.group_ranks[group], told, int(size_bytes))
+                known[key][place] = calls[of_call.reshape(-1) == number]
+    found = []
+    for (_, name, _), calls_of in known.items():
+        count = min(map(len, calls_of.values()))
+        if len(calls_of) > 1 and count:
+            events_of = np.stack([calls[:count] for calls in calls_of.values()])
+            found.append(Matched(name, tuple(calls_of), events_of))
+    return found

@@ -1,0 +1,72 @@
+"""What the numbers of a trace leave out, as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import numpy as np
+
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.shown import is_stored
+from nbdist.trace.trace import COMMUNICATION, RankTrace, Trace
+
+# A first step this much longer than the others is no measure of them.
+FIRST_STEP = 1.5
+
+
+def notes(trace: Trace, steps_ns: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    """What there is to say of a trace before its numbers are read.
+
+    Args:
+        trace: All of it.
+        steps_ns: Of each rank that recorded something, the durations of the steps that count.
+    """
+    traces = [one for one in trace.ranks if len(one.events)]
+    told = [trace.notes, (f"Rank {o.rank}: {o.problem}" for o in trace.ranks if o.problem)]
+    if traces:
+        told += [_steps(traces), _first(steps_ns), _communication(traces)]
+    return tuple(chain.from_iterable(told))
+
+
+def _steps(traces: Sequence[RankTrace]) -> Iterator[str]:
+    counts = {one.rank: len(one.steps) for one in traces}
+    lacking = [rank for rank, count in counts.items() if not count]
+    if lacking:
+        where = "" if len(lacking) == len(counts) else f" on {ranks_phrase(lacking)}"
+        yield (
+            f"No step ended{where}, so the numbers are of all that was recorded. A step ends at "
+            "optimizer.step(), or where the cell calls nbdist.step()."
+        )
+    elif len(set(counts.values())) > 1:
+        told = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
+        first = min(counts.values())
+        yield f"Ranks made different numbers of steps ({told}); the first {first} are counted."
+
+
+def _first(steps_ns: Sequence[Sequence[int]]) -> Iterator[str]:
+    if is_stored():
+        return  # whether it is told depends on the machine's other work
+    later_ns = [ns for each in steps_ns for ns in each[1:]]
+    first_ns = max((each[0] for each in steps_ns if each), default=0)
+    if later_ns and first_ns > FIRST_STEP * np.median(later_ns):
+        yield (
+            f"The first step took {first_ns / np.median(later_ns):.1f} times as long as the "
+            "others: memory is allocated and kernels are chosen then. --steps leaves it out."
+        )
+
+
+def _communication(traces: Sequence[RankTrace]) -> Iterator[str]:
+    names = {one.names[name] for one in traces for name in _names(one)}
+    on_cpu = any(one.device == "cpu" for one in traces)
+    if not names:
+        yield "No collective was recorded."
+    if on_cpu:
+        yield "On a CPU, idle is also Python between two operators."
+    if on_cpu and "reduce-scatter" in names:
+        yield "Gloo does a reduce-scatter as an all-reduce, which sends twice as much as is told."
+
+
+def _names(one: RankTrace) -> list[int]:
+    names: list[int] = np.unique(one.events.name[one.events.kind == COMMUNICATION]).tolist()
+    return names

@@ -1,0 +1,252 @@
+"""Records a cell with torch.profiler on this rank, and reads what came of it.
+
+`begin` arms the next cell; the profiler runs while that cell does (recording/rank/cell_hook.py).
+`finish` gives what was recorded. A step ends at `optimizer.step()`, or at `nbdist.step()` where
+that is called.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from nbdist.core.units import size
+from nbdist.engine import runtime
+from nbdist.errors import TraceError
+from nbdist.hang.rank import main_thread
+from nbdist.parallel import registry
+from nbdist.recording.rank import cell_hook
+from nbdist.recording.rank.steps import QUIET, Steps, ended, is_profiling
+from nbdist.rpc.rank import namespace, progress
+from nbdist.strategy import choice as strategy_choice
+from nbdist.strategy import footprint
+from nbdist.trace import names, read
+from nbdist.trace.trace import TraceOptions
+from nbdist.variables import pack
+from nbdist.variables.pack import Parcel
+
+FOLDER = "traces"
+
+
+def _mark() -> None:
+    with record_function(names.STEP_END):
+        pass
+
+
+class _Recording:
+    """The recording of one cell."""
+
+    noun = "trace"
+
+    def __init__(self, options: TraceOptions, folder: Path, token: str):
+        self.token = token
+        self.problem = ""
+        self.path = folder / f"rank{runtime.current().place.rank}.json"
+        self._options = options
+        self.steps = Steps(options.steps, _mark)
+        self._profiler: profile | None = None
+        self._is_on = False
+        self._hook: Any = None
+
+    def start(self) -> None:
+        """Let the profiler run. A failure leaves the cell alone, and is told afterwards."""
+        activities = [ProfilerActivity.CPU]
+        if runtime.current().place.device != "cpu":
+            activities.append(ProfilerActivity.CUDA)
+        if is_profiling(unknown=False):
+            self.problem = (
+                "Another profiler runs on this rank, and torch has one at a time. End it first."
+            )
+            return
+        try:
+            # Without a schedule: one that is never reached leaves an empty trace.
+            self._profiler = profile(
+                activities=activities,
+                record_shapes=True,  # the sizes of collectives
+                profile_memory=self._options.has_memory,
+                with_stack=self._options.has_stacks,
+            )
+            self._profiler.start()
+        except Exception as error:  # noqa: BLE001  # the cell itself is to run
+            self.problem = f"The profiler could not start: {error}."
+            self._profiler = None
+            return
+        self._is_on = True
+        self._hook = register_optimizer_step_post_hook(self._after_optimizer)
+
+    def after_step(self) -> None:
+        """`nbdist.step()` was called."""
+        if self._is_on and self.steps.take_explicit():
+            self._end()
+
+    def stop(self) -> None:
+        """End the recording: its cell has ended, in whatever way."""
+        self.problem = ended(self._end) or self.problem
+
+    def export(self) -> None:
+        """Write the file, once.
+
+        Raises:
+            TraceError: If nothing was recorded, or there is no room for it.
+        """
+        if self._profiler is None:
+            if not self.path.exists():
+                raise TraceError(self.problem or "Nothing was recorded on this rank.")
+            return
+        profiler, self._profiler = self._profiler, None
+        try:
+            profiler.export_chrome_trace(str(self.path))
+        except (OSError, RuntimeError) as error:
+            raise TraceError(f"The trace could not be written: {error}.") from error
+        if not self.path.exists():  # libkineto only logs that it could not
+            free_bytes = shutil.disk_usage(self.path.parent).free
+            for part in self.path.parent.glob(f"{self.path.name}*"):
+                part.unlink()
+            raise TraceError(
+                f"The trace could not be written to {self.path.parent}, where "
+                f"{size(free_bytes)} are free. Free some, or record fewer steps (--steps)."
+            )
+        self.path.chmod(0o600)
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._is_on and self.steps.take_optimizer(id(optimizer)):
+            self._end()
+
+    def _end(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._is_on and self._profiler is not None:
+            self._is_on = False
+            if not is_profiling(unknown=True):
+                self.problem = (
+                    "The cell has used a profiler of its own, which ended the recording: torch has "
+                    "one at a time."
+                )
+                self._profiler = None
+                return
+            # What is added after the stop is not in the file.
+            self._profiler.add_metadata_json(read.OURS, json.dumps(self._header()))
+            self._profiler.stop()
+
+    def _header(self) -> dict[str, Any]:
+        has_warmup = self._options.steps is not None and len(self.steps.ends) > 1
+        return {
+            "rank": runtime.current().place.rank,
+            "host": socket.gethostname(),
+            "ends": self.steps.ends,
+            "skipped": int(has_warmup),
+            "groups": {torch_name: name for name, torch_name in namespace.group_names().items()},
+            "calls": main_thread.issued(),
+            **_expected(),
+        }
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The recording that was armed last, and where its file goes."""
+
+    last: _Recording | None = None
+    folder: Path | None = None
+    temporary: Any = None
+
+
+_kept = _Kept()
+
+
+def begin(options: TraceOptions, token: str) -> None:
+    """Record the cell that brings this token; what was recorded before is removed.
+
+    Raises:
+        TraceError: If its file has no place.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
+    cell_hook.state.armed = None
+    folder = _folder()
+    for left in folder.glob(f"rank{runtime.current().place.rank}.json*"):
+        left.unlink()
+    cell_hook.state.armed = _kept.last = _Recording(options, folder, token)
+
+
+def finish(folders: Sequence[str]) -> Parcel:
+    """What the last recording of this rank holds, as {"recording": Recording}.
+
+    Args:
+        folders: As variables.pack.send takes them.
+
+    Raises:
+        TraceError: If nothing was recorded, or it has no room.
+    """
+    cell_hook.state.armed = None  # its cell was never sent
+    recording = _kept.last
+    if recording is None:
+        raise TraceError("Nothing was recorded on this rank: its process has replaced another.")
+    with progress.during(recording.noun):
+        progress.tell("writing the file")
+        recording.export()
+        progress.tell("reading the file")
+        found = read.read(recording.path, runtime.current().place.rank)
+    if recording.problem:
+        found = found.told(recording.problem)
+    return pack.send(pack.pack({"recording": found}), folders)
+
+
+def text(folders: Sequence[str]) -> Parcel:
+    """The file of the last recording, as {"text": bytes in an array}.
+
+    Raises:
+        TraceError: If there is none.
+    """
+    recording = _kept.last
+    if recording is None or not recording.path.exists():
+        raise TraceError("Nothing was recorded on this rank.")
+    content = np.fromfile(recording.path, np.uint8)
+    return pack.send(pack.pack({"text": content}), folders)
+
+
+def _expected() -> dict[str, Any]:
+    """The strategy of the models, and what it sends in a step."""
+    choice = registry.current()
+    # Of the whole model, whatever this rank holds of it.
+    n_parameters = sum(
+        _count(one.layouts[name].shape) for one in registry.prepared() for name in one.parameters
+    )
+    is_half = choice.options.precision != "fp32" and choice.name.startswith("fsdp")
+    sent = footprint.sent_bytes(choice, n_parameters, parameter_bytes=2 if is_half else 4)
+    return {
+        "strategy": strategy_choice.described(choice) if n_parameters else "",
+        "formula": footprint.sent_phrases(choice) if n_parameters else (),
+        "formula_bytes": sent or None,
+    }
+
+
+def _count(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _folder() -> Path:
+    """Where this rank's file goes: the run's folder; on another host one that ends with it."""
+    if _kept.folder is None:
+        run_dir = Path(os.environ.get("NBDIST_RUN", ""))
+        if run_dir.name and run_dir.is_dir():
+            _kept.folder = run_dir / FOLDER
+        else:
+            _kept.temporary = tempfile.TemporaryDirectory(prefix="nbdist-traces-")
+            _kept.folder = Path(_kept.temporary.name)
+    try:
+        _kept.folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise TraceError(f"{_kept.folder} cannot be made: {error.strerror}.") from error
+    return _kept.folder

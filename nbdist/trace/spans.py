@@ -1,0 +1,83 @@
+"""When something of each kind went on, on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nbdist.trace import intervals
+from nbdist.trace.intervals import Integers
+from nbdist.trace.trace import COMMUNICATION, COMPUTE, COPY, DATA, WAIT, RankTrace, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Disjoint intervals in order, (n, 2), inside the window.
+
+    Attributes:
+        window: Where it begins and ends: one interval.
+        compute: Without what a lane only waits for inside an operator.
+        communication: Collectives under way.
+        copy: Copies between host and device.
+        data: The next batch is being fetched.
+    """
+
+    window: Integers
+    compute: Integers
+    communication: Integers
+    copy: Integers
+    data: Integers
+
+    @property
+    def exposed(self) -> Integers:
+        """Communication while nothing computes."""
+        return intervals.without(self.communication, self.compute)
+
+
+def common_steps(trace: Trace) -> int:
+    """How many steps all ranks have recorded that have recorded anything."""
+    return min((len(one.steps) for one in trace.ranks if len(one.events)), default=0)
+
+
+def spans(one: RankTrace, n_steps: int) -> Spans:
+    """What went on when, within the first steps of a rank; within everything where that is 0."""
+    window = window_of(one, n_steps)
+    return Spans(
+        window,
+        intervals.both(_computing(one), window),
+        *(intervals.both(_of_kind(one, kind), window) for kind in (COMMUNICATION, COPY, DATA)),
+    )
+
+
+def window_of(one: RankTrace, n_steps: int) -> Integers:
+    """From the first step's start to the last one's end; all that was recorded without steps."""
+    events = one.events
+    if n_steps:
+        return np.array([[one.steps[0].start_ns, one.steps[n_steps - 1].end_ns]])
+    if not len(events):
+        return np.empty((0, 2), np.int64)
+    return np.array([[events.start_ns.min(), (events.start_ns + events.duration_ns).max()]])
+
+
+def _of_kind(one: RankTrace, kind: int, lane: int | None = None) -> Integers:
+    events = one.events
+    chosen = events.kind == kind
+    if lane is not None:
+        chosen &= events.lane == lane
+    starts = events.start_ns[chosen]
+    return intervals.union(starts, starts + events.duration_ns[chosen])
+
+
+def _computing(one: RankTrace) -> Integers:
+    """A lane that waits inside an operator does not compute meanwhile."""
+    waiting = np.unique(one.events.lane[one.events.kind == WAIT])
+    lanes = np.unique(one.events.lane[one.events.kind == COMPUTE])
+    found = []
+    for lane in lanes:
+        computes = _of_kind(one, COMPUTE, lane)
+        is_waiting = lane in waiting
+        found.append(
+            intervals.without(computes, _of_kind(one, WAIT, lane)) if is_waiting else computes
+        )
+    return intervals.joined(found)

@@ -1,0 +1,70 @@
+"""Which rank the others wait for, and what that costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from nbdist.trace import intervals
+from nbdist.trace.intervals import Integers
+from nbdist.trace.match_collectives import Matched
+from nbdist.trace.spans import Spans
+from nbdist.trace.trace import RankTrace
+
+
+def waits(traces: Sequence[RankTrace], calls: Sequence[Matched]) -> dict[int, Integers]:
+    """Place of a rank -> when it was in a collective that another had not entered yet."""
+    found: dict[int, list[Integers]] = defaultdict(list)
+    for one in calls:
+        starts = _starts(traces, one)
+        last = starts.max(axis=0)
+        for place, own in zip(one.ranks, starts, strict=True):
+            found[place].append(intervals.union(own, last))
+    return {place: intervals.joined(each) for place, each in found.items()}
+
+
+def costs(
+    traces: Sequence[RankTrace], calls: Sequence[Matched], spans: Sequence[Spans]
+) -> dict[int, int]:
+    """Place of a rank -> how much sooner the others would have been through without it, in ns.
+
+    A rank that enters a collective last costs the others the time from the last of *them* to its
+    own arrival, and only as far as they do nothing else then:
+
+        cost(s) = min over others r of | U_k [max(a_rk, m_k), a_sk]  &  exposed_r |
+
+    over the collectives k that s entered last; a_rk is when r entered, m_k when the last rank but s
+    did, exposed_r when r communicates and computes nothing. The union counts time once where
+    several collectives wait at once; the minimum is over the ranks that meet s anywhere, as the
+    one that gains least still sets the pace.
+    """
+    lost: dict[int, dict[int, list[Integers]]] = defaultdict(lambda: defaultdict(list))
+    for one in calls:
+        starts = _starts(traces, one)
+        ordered = np.sort(starts, axis=0)
+        last, last_but_one = ordered[-1], ordered[-2]
+        who = np.argmax(starts, axis=0)
+        for number, late in enumerate(one.ranks):
+            is_late = who == number
+            for other, own in zip(one.ranks, starts, strict=True):
+                if other != late:
+                    begin = np.maximum(own, last_but_one)[is_late]
+                    lost[late][other].append(intervals.union(begin, last[is_late]))
+    exposed = {
+        place: spans[place].exposed for place in {place for one in calls for place in one.ranks}
+    }
+    return {
+        late: min(
+            intervals.length(intervals.both(intervals.joined(each), exposed[other]))
+            for other, each in others.items()
+        )
+        for late, others in lost.items()
+    }
+
+
+def _starts(traces: Sequence[RankTrace], calls: Matched) -> Integers:
+    """(rank, call): when it was entered."""
+    each = zip(calls.ranks, calls.events, strict=True)
+    return np.stack([traces[place].events.start_ns[events] for place, events in each])

@@ -1,0 +1,160 @@
+"""What the profilers of the ranks have recorded of one cell, as columns.
+
+Made by `trace.read` from the files that ranks write; judged by `trace.breakdown` and
+`trace.finding_records`; drawn by `trace.view.report`. Times are integers in nanoseconds since the
+beginning of the recording, the same zero on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+# What an event is, as `Events.kind` has it: its place in this tuple.
+COMPUTE, COMMUNICATION, COPY, DATA, WAIT, HOST, MARK = range(7)
+KINDS = (
+    "compute",  # kernels of a GPU; operators of the main thread and of autograd on a CPU
+    "communication",  # NCCL kernels; Gloo's own annotations on its threads
+    "copy",  # between host and device, and memory that is set
+    "data",  # the next batch: DataLoader iterations
+    "wait",  # the host waits for a collective or for the device
+    "host",  # Python, launches and operators of the host where a GPU computes
+    "mark",  # annotations of the user's: record_function
+)
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One row of a rank: a thread of the host, or a stream of a device.
+
+    Attributes:
+        name: As a person calls it: "main thread", "autograd", "gloo 1", "stream 7".
+        is_device: Whether its events ran on a GPU.
+    """
+
+    name: str
+    is_device: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What one rank did, an entry per event in each column, sorted by start.
+
+    Attributes:
+        start_ns: Since the beginning of the recording.
+        duration_ns: At least 0.
+        lane: Place in RankTrace.lanes.
+        depth: How many events of the same lane enclose it.
+        kind: Place in KINDS.
+        name: Place in RankTrace.names.
+        size_bytes: A collective's whole message, which all ranks make or get; 0 for all else.
+        group: Place in RankTrace.groups; -1 for all else, and where the trace does not tell.
+    """
+
+    start_ns: Integers
+    duration_ns: Integers
+    lane: npt.NDArray[np.int32]
+    depth: npt.NDArray[np.int16]
+    kind: npt.NDArray[np.int8]
+    name: npt.NDArray[np.int32]
+    size_bytes: Integers
+    group: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step.
+
+    Attributes:
+        number: From 0, as the rank counted them.
+        start_ns: Where the last one ended.
+        end_ns: After `optimizer.step()` or `nbdist.step()`.
+    """
+
+    number: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """What one rank has recorded.
+
+    Attributes:
+        rank: Whose.
+        host: Where it ran.
+        device: "cuda" or "cpu": which lanes compute.
+        lanes: In the order in which they are drawn.
+        names: Of events.
+        groups: Process groups, as the user calls them.
+        group_ranks: The ranks of each of them.
+        events: The columns.
+        steps: In order; empty where the cell made none.
+        problem: Why something lacks, as a sentence; empty when all is there.
+    """
+
+    rank: int
+    host: str
+    device: str
+    lanes: tuple[Lane, ...]
+    names: tuple[str, ...]
+    groups: tuple[str, ...]
+    group_ranks: tuple[tuple[int, ...], ...]
+    events: Events
+    steps: tuple[Step, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What is to be recorded.
+
+    Attributes:
+        steps: Stop after so many, one more of which comes first and is left out; None for all.
+        has_memory: Note what is allocated, for the saved files.
+        has_stacks: Note the lines of Python.
+    """
+
+    steps: int | None = None
+    has_memory: bool = False
+    has_stacks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What all ranks have recorded of one cell.
+
+    Attributes:
+        ranks: In rank order.
+        strategy: What models were under, as `strategy.choice.described` says it.
+        formula: What a rank sends in a step under it, as `strategy.footprint.sent_phrases` says it.
+        formula_bytes: The same in bytes, of parameters and gradients; None where it is unknown.
+        notes: What is skipped, merged or guessed, as sentences.
+    """
+
+    ranks: tuple[RankTrace, ...]
+    strategy: str = ""
+    formula: tuple[str, ...] = ()
+    formula_bytes: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def duration_ns(self) -> int:
+        """From the first event's start to the last one's end, over all ranks."""
+        ends = [int((r.events.start_ns + r.events.duration_ns).max(initial=0)) for r in self.ranks]
+        return max(ends, default=0)
+
+
+def empty(rank: int, host: str, problem: str) -> RankTrace:
+    """The trace of a rank of which there is nothing, and why."""
+    long, short = np.empty(0, np.int64), np.empty(0, np.int32)
+    depth, kind = np.empty(0, np.int16), np.empty(0, np.int8)
+    events = Events(long, long, short, depth, kind, short, long, short)
+    return RankTrace(rank, host, "cpu", (), (), (), (), events, (), problem)

@@ -1,0 +1,1 @@
+"""A trace as a report, as a page and as a picture."""

@@ -1,0 +1,121 @@
+"""The timeline of a trace as one piece of HTML: the data that timeline.js reads, and the page."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from nbdist.recording.view import iframe as recording_iframe
+from nbdist.recording.view.iframe import MOST_BYTES, clipped
+from nbdist.trace.downsample import Items, Laid, finest, full
+from nbdist.trace.finding_records import TraceFinding
+from nbdist.trace.trace import KINDS, Integers, Trace
+from nbdist.trace.view.image import COLOURS, span_ns
+
+# In the order in which they stand in the page.
+SCRIPTS = ("frame.js", "timeline_data.js", "timeline_draw.js", "timeline.js")
+# What a browser has to unpack at most.
+MOST_ITEMS = 150_000
+# Of each finding.
+MOST_SPOTS = 5
+# Marks of steps, of all ranks together.
+MOST_STEPS = 20_000
+# Of the timeline: legend, axis and hint; a rank's header; a row. timeline_draw.js has the same.
+_AROUND_PX, _RANK_PX, _ROW_PX = 68, 24, 15
+_LEAST_PX, _MOST_PX = 180, 620
+
+
+def steps_of_each(trace: Trace) -> int:
+    """How many steps of each rank are marked at most."""
+    return MOST_STEPS // max(len(trace.ranks), 1)
+
+
+def packed(trace: Trace, events: Laid, findings: Sequence[TraceFinding] = ()) -> tuple[Items, str]:
+    """The finest items of a trace that fit MOST_BYTES, and what timeline.js reads, as base64.
+
+    Where events have to be merged, half of the room is for a stretch that is kept in full.
+    """
+    head = _head(trace, events) | {"spots": list(_spots(trace, findings))}
+    most = MOST_ITEMS
+    items = finest(events, most)
+    while True:
+        if items.width_ns:
+            items = finest(events, most, full(trace, events, most // 2))
+        data = base64.b64encode(_packed(head, trace, events, items))
+        if len(data) <= MOST_BYTES or most <= 0:
+            return items, data.decode("ascii")
+        most = min(most * 3 // 4, len(items) - 1)
+        items = finest(events, most)
+
+
+def page(image: bytes, alt: str, data: str, height_px: int) -> str:
+    """The image with the live timeline over it, as HTML: see `frame.over`."""
+    live = recording_iframe.Live("timeline.html", SCRIPTS, "timeline of the trace", data)
+    return recording_iframe.over(image, alt, live, height_px)
+
+
+def height_px(ranks: int, rows: int) -> int:
+    """How high a timeline is that shows all rows at once, as far as a page has room for them."""
+    whole = _AROUND_PX + ranks * _RANK_PX + rows * _ROW_PX
+    return min(max(whole, _LEAST_PX), _MOST_PX)
+
+
+def _packed(head: dict[str, object], trace: Trace, events: Laid, items: Items) -> bytes:
+    """A JSON head with the texts, then the columns; all gzipped, equal for equal traces."""
+    used, name = np.unique(items.name, return_inverse=True)
+    firsts = np.searchsorted(items.row, np.arange(len(events.rows) + 1))
+    begin_ns, end_ns = span_ns(trace)
+    # Small numbers pack better: each start is told from the one before it in its row.
+    distance_ns = np.diff(items.start_ns, prepend=begin_ns)
+    inner = firsts[:-1]  # each row has an item
+    distance_ns[inner] = items.start_ns[inner] - begin_ns
+    columns: dict[str, Integers] = {
+        "start": distance_ns,
+        "busy": items.busy_ns,
+        "extent": (items.end_ns - items.start_ns)[items.count > 1],
+        "count": items.count,
+        "name": name,
+        "kind": items.kind,
+        "size": items.size_bytes,
+        "group": items.group + 1,
+    }
+    own_head = head | {
+        "names": [clipped(events.names[at]) for at in used],
+        "width": items.width_ns,
+        "full": items.full_ns,
+        "firsts": firsts.tolist(),
+        "from": begin_ns,
+        "to": end_ns,
+    }
+    return recording_iframe.packed(own_head, columns)
+
+
+def _head(trace: Trace, events: Laid) -> dict[str, object]:
+    most = steps_of_each(trace)
+    return {
+        "kinds": KINDS,
+        "colours": [COLOURS[kind] for kind in KINDS],
+        "groups": [clipped(group) for group in events.groups],
+        "rows": [
+            (row.place, clipped(trace.ranks[row.place].lanes[row.lane].name), row.depth)
+            for row in events.rows
+        ],
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "problem": clipped(rank.problem),
+                "steps": [(one.number, one.start_ns, one.end_ns) for one in rank.steps[:most]],
+            }
+            for rank in trace.ranks
+        ],
+    }
+
+
+def _spots(trace: Trace, findings: Sequence[TraceFinding]) -> Iterator[tuple[str, int, int, int]]:
+    """(rule, place of the rank, begin, end) of what findings point at."""
+    places = {rank.rank: place for place, rank in enumerate(trace.ranks)}
+    for one in findings:
+        for spot in one.spots[:MOST_SPOTS]:
+            yield clipped(one.rule), places[spot.rank], spot.start_ns, spot.end_ns

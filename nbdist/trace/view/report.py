@@ -1,0 +1,223 @@
+"""A trace as text with its numbers, as a picture, and as a timeline that can be moved."""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+
+from nbdist.core import units
+from nbdist.core.ranks import rank_label
+from nbdist.core.shown import PLACEHOLDER, is_stored, shown
+from nbdist.core.view import View, table
+from nbdist.recording.view.iframe import MOST_NAME, clipped
+from nbdist.trace.breakdown import RankShares, Shares
+from nbdist.trace.downsample import Items, Laid, laid
+from nbdist.trace.finding_records import Spot, TraceFinding
+from nbdist.trace.trace import KINDS, Trace
+from nbdist.trace.view.image import png
+from nbdist.trace.view.page import height_px, packed, page, steps_of_each
+
+# Rows of a picture that one can still take in; more where lanes and ranks alone make more.
+MOST_ROWS = 32
+MOST_TRAFFIC = 20
+_WIDEST_NAME = 60
+
+
+def traced(trace: Trace, shares: Shares, findings: Sequence[TraceFinding]) -> View:
+    """What %dist_trace shows: the timeline, where the time went, and what to do about it.
+
+    The text has every number. The HTML has the timeline above the same numbers and asks nothing
+    of the network; the whole stays below 2 MB for any trace. Where outputs are stored and
+    compared there is no HTML, which has the measured times in it.
+    """
+    events = laid(trace, MOST_ROWS)
+    items, data = packed(trace, events, findings)
+    parts = [
+        _lines([_head(trace, shares)]),
+        _lines(_found(findings)),
+        _ranks(shares),
+        _lines(_slowest(shares)),
+        _operations(shares),
+        _traffic(shares),
+        _lines(_notes(trace, shares, events, items)),
+    ]
+    shown_parts = [part for part in parts if part.text]
+    image = png(trace, events)
+    picture = ""
+    if not is_stored():
+        alt = f"Timeline: {_head(trace, shares)}. The numbers stand below it."
+        height = height_px(len(trace.ranks), len(events.rows))
+        picture = page(image, alt, data, height) + "".join(part.html for part in shown_parts)
+    return View("\n\n".join(part.text for part in shown_parts), picture, png=image)
+
+
+def _head(trace: Trace, shares: Shares) -> str:
+    ranks = f"trace of {_ranks_named([rank.rank for rank in trace.ranks])}"
+    counts = sorted({len(rank.steps) for rank in trace.ranks}) or [0]
+    steps = "-".join(str(count) for count in sorted({counts[0], counts[-1]}))
+    told = "no steps" if steps == "0" else f"{steps} {'step' if steps == '1' else 'steps'}"
+    if shares.step_ns:
+        told += f" of {units.duration(shares.step_ns)}"
+    strategy = [trace.strategy] if trace.strategy else []
+    return ", ".join([ranks, units.duration(trace.duration_ns), told, *strategy])
+
+
+def _ranks_named(ranks: Sequence[int]) -> str:
+    return {0: "no ranks", 1: "rank "}.get(len(ranks), "ranks ") + rank_label(ranks)
+
+
+def _found(findings: Sequence[TraceFinding]) -> Iterator[str]:
+    """A line for each finding; which ones there are differs from run to run."""
+    if is_stored():
+        yield f"findings: {PLACEHOLDER}"
+        return
+    if not findings:
+        yield "findings: none; no rule found anything that slows the cell down"
+        return
+    yield "findings, the most expensive first:"
+    for one in findings:
+        where = f"{_ranks_named(one.ranks)}, {_percent(one.share)} %"
+        yield f"- {_one_line(one.rule)} ({where}): {one.found}"
+        yield f"  why: {one.why}"
+        yield f"  do: {one.what}"
+        if one.spots:
+            yield f"  look at: {_place(one.spots[0])}"
+
+
+def _place(spot: Spot) -> str:
+    """Where a spot is, in milliseconds: durations alone would tell too few digits."""
+    return f"rank {spot.rank}, from {spot.start_ns / 1e6:.3f} to {spot.end_ns / 1e6:.3f} ms"
+
+
+def _ranks(shares: Shares) -> View:
+    """Where the time of each rank went."""
+    has_steps = any(one.steps_ns for one in shares.ranks)
+    what = "step" if has_steps else "recording"
+    if not shares.ranks:
+        return View("")
+    head = ["rank", f"{what}, ms", "compute", "communication", "copy", "data", "idle", "hidden"]
+    rows = [_rank_row(one) for one in shares.ranks]
+    legend = (
+        f"% of the {what}, each moment counted once: communication is what nothing computes "
+        "beside; hidden is the share of all communication that something computes beside"
+    )
+    return table(head, rows, after=[legend])
+
+
+def _rank_row(one: RankShares) -> list[str]:
+    took_ns = statistics.median(one.steps_ns) if one.steps_ns else one.window_ns
+    parts = (one.compute_ns, one.exposed_ns, one.copy_ns, one.data_ns, one.idle_ns)
+    shares = [_share(part, one.window_ns) for part in parts]
+    hidden = _share(one.overlap_ns, one.communication_ns)
+    return [str(one.rank), shown(f"{took_ns / 1e6:.2f}"), *shares, hidden]
+
+
+def _share(part: float, whole: float) -> str:
+    return _percent(part / whole) if whole else shown("-")
+
+
+def _percent(share: float) -> str:
+    return shown(f"{100 * share:.1f}")
+
+
+def _slowest(shares: Shares) -> list[str]:
+    """Which rank the others wait for, and what that costs."""
+    what = "a step" if shares.step_ns else "the cell"
+    one = shares.slowest
+    if is_stored():
+        return [f"slowest rank: {PLACEHOLDER}"] if len(shares.ranks) > 1 else []
+    if one is None:
+        return ["slowest rank: none, no rank waits for another"] if len(shares.ranks) > 1 else []
+    gain = f"{what} would be {_percent(one.share)} % faster ({units.duration(one.cost_ns)})"
+    others = "" if one.is_alone else "; others cost half as much or more, so it is not it alone"
+    return [f"slowest rank: {one.rank}; without it {gain}{others}"]
+
+
+def _operations(shares: Shares) -> View:
+    """The most expensive operations; which ones they are differs from run to run."""
+    head = ["operation", "kind", "calls", "ms", "%"]
+    rows = [
+        [
+            _one_line(one.name),
+            KINDS[one.kind],
+            str(one.count),
+            f"{one.self_ns / 1e6:.2f}",
+            _percent(one.share),
+        ]
+        for one in shares.operations
+    ]
+    if not rows:
+        return View("")
+    if is_stored():
+        rows = [[PLACEHOLDER] * len(head)]
+    return table(
+        head, rows, before=["most expensive operations, on all ranks, without what they call:"]
+    )
+
+
+def _traffic(shares: Shares) -> View:
+    """What a rank sends, and the strategy's formula for the same."""
+    per = "per step" if shares.step_ns else "in all"
+    total = f"a rank sends {units.size(shares.sent_bytes)} {per}"
+    if shares.formula_bytes is not None:
+        formula = f" ({', '.join(shares.formula)})" if shares.formula else ""
+        total += f"; the strategy's formula gives {units.size(shares.formula_bytes)}{formula}"
+    rows = [
+        [
+            _one_line(one.name),
+            _one_line(one.group),
+            units.size(one.size_bytes),
+            f"{one.count:.3g}",
+            units.size(one.sent_bytes),
+            units.duration(one.median_ns),
+        ]
+        for one in shares.traffic[:MOST_TRAFFIC]
+    ]
+    if not rows:
+        return _lines([total]) if shares.formula_bytes is not None else View("")
+    head = ["collective", "group", "size", f"calls {per}", f"sent {per}", "median time"]
+    left = len(shares.traffic) - len(rows)
+    more = [f"and {left} more that send less"] if left else []
+    return table(head, rows, after=[*more, total])
+
+
+def _notes(trace: Trace, shares: Shares, events: Laid, items: Items) -> Iterator[str]:
+    """What the picture and the numbers leave out."""
+    for rank in trace.ranks:
+        if rank.problem:
+            yield f"rank {rank.rank}: {_one_line(rank.problem, MOST_NAME)}"
+    if not is_stored():
+        yield from _left_out(trace, events, items)
+    yield from trace.notes
+    yield from shares.notes
+
+
+def _left_out(trace: Trace, events: Laid, items: Items) -> Iterator[str]:
+    """How the picture differs from the trace, as sentences."""
+    if items.merged:
+        begin_ns, end_ns = items.full_ns
+        yield (
+            f"In the picture events shorter than {units.duration(items.width_ns)} are merged with "
+            f"their neighbours ({items.merged:,} of {len(events):,}), but for the "
+            f"{units.duration(end_ns - begin_ns)} from {units.duration(begin_ns)} on."
+        )
+    if events.left_out:
+        levels = "level" if events.depth == 1 else "levels"
+        yield (
+            f"It shows {events.depth} {levels} of nested events; "
+            f"{events.left_out:,} deeper ones are left out."
+        )
+    most = steps_of_each(trace)
+    if any(len(rank.steps) > most for rank in trace.ranks):
+        yield f"It marks the first {most:,} steps of each rank."
+
+
+def _one_line(text: str, most: int = _WIDEST_NAME) -> str:
+    return clipped(" ".join(text.split()), most)
+
+
+def _lines(lines: Iterable[str]) -> View:
+    kept = list(lines)
+    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(line)}</div>' for line in kept)
+    return View("\n".join(kept), f'<div style="margin:0.5em 0">{body}</div>')

@@ -1,0 +1,315 @@
+"""Where the time went: against a count of single nanoseconds, and against small known traces."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from nbdist.strategy import choice as strategy_choice
+from nbdist.strategy import footprint
+from nbdist.trace.breakdown import self_ns, sent_share, shares
+from nbdist.trace.trace import (
+    COMMUNICATION,
+    COMPUTE,
+    COPY,
+    DATA,
+    HOST,
+    KINDS,
+    MARK,
+    WAIT,
+    Events,
+    Lane,
+    RankTrace,
+    Step,
+    Trace,
+    empty,
+)
+from tests.support.traces import MS, Did, rank_trace, trace
+
+_SPAN_NS = 400
+_PARTS = ("compute_ns", "exposed_ns", "copy_ns", "data_ns", "idle_ns", "overlap_ns", "waited_ns")
+
+
+def random_rank(rank: int, random: np.random.Generator, world_size: int) -> RankTrace:
+    """Random events on three lanes; all ranks make the same collectives in the same order."""
+    count, n_calls = int(random.integers(1, 40)), 5
+    calls = np.sort(random.integers(0, _SPAN_NS - 60, n_calls))
+    others = np.array([COMPUTE, COPY, DATA, WAIT, HOST, MARK])
+    start_ns = np.concatenate([calls, random.integers(0, _SPAN_NS - 60, count)])
+    kind = np.concatenate([np.full(n_calls, COMMUNICATION), random.choice(others, count)])
+    order = np.argsort(start_ns, kind="stable")
+    total = count + n_calls
+    group = np.where(kind == COMMUNICATION, 0, -1)
+    return RankTrace(
+        rank=rank,
+        host="one",
+        device="cpu",
+        lanes=(Lane("a"), Lane("b"), Lane("c")),
+        names=("all-reduce",),
+        groups=("all ranks",),
+        group_ranks=(tuple(range(world_size)),),
+        events=Events(
+            start_ns[order],
+            random.integers(0, 60, total),
+            random.integers(0, 3, total).astype(np.int32),
+            np.zeros(total, np.int16),
+            kind[order].astype(np.int8),
+            np.zeros(total, np.int32),
+            np.zeros(total, np.int64),
+            group[order].astype(np.int32),
+        ),
+        steps=(Step(0, 20, 150), Step(1, 150, 320)),
+    )
+
+
+def slow_shares(traces: list[RankTrace]) -> list[Counter[str]]:
+    """The same numbers by looking at every nanosecond of both steps, one by one."""
+    calls = [[i for i, k in enumerate(t.events.kind) if k == COMMUNICATION] for t in traces]
+    last = [
+        max(int(t.events.start_ns[own[k]]) for t, own in zip(traces, calls, strict=True))
+        for k in range(len(calls[0]))
+    ]
+    found = []
+    for one, own in zip(traces, calls, strict=True):
+        counted: Counter[str] = Counter()
+        e = one.events
+        spans = [
+            (int(a), int(a + d), int(k), int(lane))
+            for a, d, k, lane in zip(e.start_ns, e.duration_ns, e.kind, e.lane, strict=True)
+        ]
+        for now in range(20, 320):
+            on = [(kind, lane) for a, b, kind, lane in spans if a <= now < b]
+            kinds = {kind for kind, _ in on}
+            blocked = {lane for kind, lane in on if kind == WAIT}
+            computes = any(kind == COMPUTE and lane not in blocked for kind, lane in on)
+            waits = any(e.start_ns[i] <= now < end for i, end in zip(own, last, strict=True))
+            counted["overlap_ns"] += computes and COMMUNICATION in kinds
+            if computes:
+                counted["compute_ns"] += 1
+            elif COMMUNICATION in kinds:
+                counted["exposed_ns"] += 1
+                counted["waited_ns"] += waits
+            elif COPY in kinds:
+                counted["copy_ns"] += 1
+            elif DATA in kinds:
+                counted["data_ns"] += 1
+            else:
+                counted["idle_ns"] += 1
+        found.append(counted)
+    return found
+
+
+def test_shares_are_those_of_a_count_of_every_nanosecond() -> None:
+    """On random events that overlap in every way; the parts make up the whole."""
+    random = np.random.default_rng(1)
+    for _ in range(30):
+        world_size = int(random.integers(2, 5))
+        traces = [random_rank(rank, random, world_size) for rank in range(world_size)]
+
+        told = shares(Trace(tuple(traces)))
+
+        for one, slow in zip(told.ranks, slow_shares(traces), strict=True):
+            assert {part: getattr(one, part) for part in _PARTS} == {p: slow[p] for p in _PARTS}
+            assert one.window_ns == 300
+            assert one.steps_ns == (130, 170)
+            parts = (one.compute_ns, one.exposed_ns, one.copy_ns, one.data_ns, one.idle_ns)
+            assert sum(parts) == one.window_ns
+
+
+def test_a_rank_that_comes_late_costs_the_wait_of_the_others() -> None:
+    """Rank 2 comes 3 ms after rank 1, the last of the others: 3 of 10 ms."""
+    ranks = [
+        rank_trace(
+            rank,
+            [
+                Did(COMPUTE, 0, arrival, lane=0),
+                Did(COMMUNICATION, arrival, 9, "all-reduce", 1, 8),
+                Did(COMPUTE, 9, 10),
+            ],
+            [0, 10],
+            world_size=3,
+        )
+        for rank, arrival in enumerate((2, 5, 8))
+    ]
+
+    slowest = shares(trace(*ranks)).slowest
+
+    assert slowest is not None
+    assert (slowest.rank, slowest.cost_ns, slowest.share) == (2, 3 * MS, 0.3)
+    assert slowest.is_alone
+
+
+def test_a_wait_under_which_others_compute_costs_nothing() -> None:
+    """Rank 0 has begun its all-reduce long before rank 1, and computes until that has come."""
+    early = [Did(COMPUTE, 0, 8), Did(COMMUNICATION, 1, 9, "all-reduce", 1, 8)]
+    late = [Did(COMPUTE, 0, 8), Did(COMMUNICATION, 8, 9, "all-reduce", 1, 8)]
+
+    told = shares(trace(rank_trace(0, early, [0, 10]), rank_trace(1, late, [0, 10])))
+
+    assert told.slowest is None
+    assert told.ranks[0].waited_ns == 0
+
+
+def test_two_collectives_that_wait_at_once_count_once() -> None:
+    """Two buckets wait for rank 1 from 2 to 6 ms: that is 4 ms, and not 8."""
+    early = [
+        Did(COMMUNICATION, 2, 7, "all-reduce", 1, 8),
+        Did(COMMUNICATION, 2, 7, "all-gather", 1, 8),
+    ]
+    late = [
+        Did(COMPUTE, 0, 6),
+        Did(COMMUNICATION, 6, 7, "all-reduce", 1, 8),
+        Did(COMMUNICATION, 6, 7, "all-gather", 1, 8),
+    ]
+
+    slowest = shares(trace(rank_trace(0, early, [0, 8]), rank_trace(1, late, [0, 8]))).slowest
+
+    assert slowest is not None
+    assert (slowest.rank, slowest.cost_ns) == (1, 4 * MS)
+
+
+def test_two_ranks_that_are_late_in_turn_are_told_as_chance() -> None:
+    """Each costs the other as much."""
+    did = [
+        [
+            Did(COMMUNICATION, 1 + late, 3, "all-reduce", 1, 8),
+            Did(COMMUNICATION, 5 - late, 7, "all-reduce", 1, 8),
+        ]
+        for late in (0, 1)
+    ]
+
+    slowest = shares(trace(*(rank_trace(r, did[r], [0, 8]) for r in (0, 1)))).slowest
+
+    assert slowest is not None
+    assert not slowest.is_alone
+
+
+def test_self_time_is_the_duration_without_what_is_inside() -> None:
+    """The self times of nested operators add up to the time of the outermost."""
+    one = rank_trace(
+        0,
+        [
+            Did(COMPUTE, 0, 10, "outer"),
+            Did(COMPUTE, 1, 4, "middle"),
+            Did(COMPUTE, 2, 3, "inner"),
+            Did(COMPUTE, 5, 7, "middle"),
+            Did(COMPUTE, 0, 9, "elsewhere", lane=1),
+            Did(MARK, 11, 12, "mine"),
+        ],
+    )
+
+    operations = {o.name: (o.count, o.self_ns / MS) for o in shares(trace(one)).operations}
+
+    assert operations == {
+        "outer": (1, 5), "middle": (2, 4), "inner": (1, 1), "elsewhere": (1, 9),
+    }  # fmt: skip
+    assert self_ns(one.events).sum() == (10 + 9 + 1) * MS
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_bytes_of_a_strategy_are_those_of_its_formula(name: str, n: int) -> None:
+    """Ranks that send just what footprint says a strategy sends are told to have sent so."""
+    n_parameters = 1000 * n
+    size_bytes = 4 * n_parameters
+    did = {
+        "ddp": ["all-reduce"],
+        "fsdp": ["all-gather", "all-gather", "reduce-scatter"],
+    }[name]
+    steps = 3
+    ranks = [
+        rank_trace(
+            rank,
+            [
+                Did(COMMUNICATION, 10 * step + k, 10 * step + k + 1, one, 1, size_bytes)
+                for step in range(steps)
+                for k, one in enumerate(did)
+            ],
+            [0, 10, 20, 30],
+            world_size=n,
+        )
+        for rank in range(n)
+    ]
+
+    told = shares(trace(*ranks))
+
+    choice = strategy_choice.choose(name, {}, n)
+    assert told.sent_bytes == pytest.approx(footprint.sent_bytes(choice, n_parameters))
+    assert {one.name: one.count for one in told.traffic} == Counter(did)
+
+
+def test_every_collective_sends_what_a_ring_does() -> None:
+    """Of a message of 1; who only receives sends nothing."""
+    told = {name: sent_share(name, 4) for name in ("all-reduce", "reduce", "receive", "barrier")}
+
+    assert told == {"all-reduce": 1.5, "reduce": 0.75, "receive": 0.0, "barrier": 0.0}
+    assert sent_share("something else", 4) == 0.0
+
+
+def test_a_recording_without_steps_is_told_whole() -> None:
+    """From the first event's start to the last one's end, and a note says so."""
+    told = shares(trace(rank_trace(0, [Did(COMPUTE, 2, 4), Did(COMPUTE, 5, 7)])))
+
+    assert (told.step_ns, told.ranks[0].window_ns, told.ranks[0].idle_ns) == (0, 5 * MS, 1 * MS)
+    assert told.notes[0].startswith("No step ended, so the numbers are of all that was recorded.")
+    assert "No collective was recorded." in told.notes
+
+
+def test_ranks_with_different_numbers_of_steps_are_compared_by_those_of_both() -> None:
+    """The first two; a note has the numbers."""
+    did = [Did(COMPUTE, 0, 30)]
+    both = trace(rank_trace(0, did, [0, 10, 20, 30]), rank_trace(1, did, [0, 10, 20]))
+
+    told = shares(both)
+
+    assert [one.window_ns for one in told.ranks] == [20 * MS, 20 * MS]
+    assert told.notes[0] == (
+        "Ranks made different numbers of steps (rank 0: 3, rank 1: 2); the first 2 are counted."
+    )
+
+
+def test_a_rank_without_steps_lets_all_be_counted_whole() -> None:
+    """And is named."""
+    did = [Did(COMPUTE, 0, 30)]
+
+    told = shares(trace(rank_trace(0, did, [0, 10]), rank_trace(1, did)))
+
+    assert [one.window_ns for one in told.ranks] == [30 * MS, 30 * MS]
+    assert told.notes[0].startswith("No step ended on rank 1, so")
+
+
+def test_a_rank_of_which_there_is_nothing_is_named_with_its_reason() -> None:
+    """The others are counted."""
+    one = rank_trace(0, [Did(COMPUTE, 0, 2)], [0, 2])
+
+    told = shares(trace(one, empty(1, "one", "It ended before its trace was read.")))
+
+    assert [each.rank for each in told.ranks] == [0]
+    assert told.notes[0] == "Rank 1: It ended before its trace was read."
+
+
+def test_nothing_at_all_gives_no_numbers() -> None:
+    """Neither of no rank nor of ranks without events."""
+    for one in (trace(), trace(empty(0, "one", "Nothing was recorded."))):
+        told = shares(one)
+
+        assert (told.ranks, told.step_ns, told.slowest, told.operations) == ((), 0, None, ())
+
+
+def test_a_first_step_that_is_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With how many times as long it took; not where outputs are stored and compared."""
+    slow = trace(rank_trace(0, [Did(COMPUTE, 0, 50)], [0, 30, 40, 50]))
+
+    told = shares(slow)
+
+    assert told.step_ns == 10 * MS
+    assert told.notes[0].startswith("The first step took 3.0 times as long as the others")
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    assert not any("first step" in note for note in shares(slow).notes)
+
+
+def test_every_kind_has_a_place() -> None:
+    """The constants are places in KINDS."""
+    told = (COMPUTE, COMMUNICATION, COPY, DATA, WAIT, HOST, MARK)
+
+    assert [KINDS[one] for one in told] == list(KINDS)

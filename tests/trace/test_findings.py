@@ -1,0 +1,237 @@
+"""Each rule on a small trace that has what it looks for, and on one that nearly has it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from nbdist.trace.breakdown import shares
+from nbdist.trace.finding_records import RULES, TraceFinding, findings
+from nbdist.trace.kernel.recordings import read_folder
+from nbdist.trace.trace import COMMUNICATION, COMPUTE, COPY, DATA, HOST, MARK, Trace
+from tests.support.traces import MS, Did, rank_trace, trace
+
+_BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
+_REAL = Path(__file__).resolve().parents[1] / "data" / "traces"
+
+
+def found(one: Trace) -> dict[str, TraceFinding]:
+    return {each.rule: each for each in findings(one, shares(one))}
+
+
+def both(did: Iterable[Did], steps: Iterable[float] = (0, 100), strategy: str = "ddp") -> Trace:
+    """Two ranks that do the same."""
+    each = list(did)
+    return trace(*(rank_trace(r, each, list(steps)) for r in (0, 1)), strategy=strategy)
+
+
+def gpu(did: Iterable[Did], end: float = 100) -> Trace:
+    return trace(rank_trace(0, did, [0, end], device="cuda"))
+
+
+def busy(start: float, end: float, name: str = "gemm") -> Did:
+    return Did(COMPUTE, start, end, name, lane=1)
+
+
+def copies(count: int) -> Trace:
+    """A step of 100 ms on a GPU with so many reads of a value, each after a wait of 5 ms."""
+    did = [busy(0, 50)]
+    for number in range(count):
+        at = 50 + 10 * number
+        did += [
+            Did(HOST, at, at + 6, "aten::item"),
+            Did(COPY, at + 5, at + 5.5, "Memcpy DtoH (Device -> Pageable)", lane=1),
+            busy(at + 6, at + 10),
+        ]
+    return gpu(did)
+
+
+def casts(share: float) -> Trace:
+    """80 ms of compute, of which so much is copies from one type to another."""
+    return both([busy(0, 80 * (1 - share)), busy(80 * (1 - share), 80, "aten::_to_copy")])
+
+
+def late(by: float) -> Trace:
+    """Rank 1 computes longer before the one all-reduce."""
+    return trace(
+        *(
+            rank_trace(
+                rank,
+                [
+                    Did(COMPUTE, 0, 50 + rank * by),
+                    Did(COMMUNICATION, 50 + rank * by, 55 + by, "all-reduce", 1, 8),
+                    Did(COMPUTE, 55 + by, 100),
+                ],
+                [0, 100],
+            )
+            for rank in (0, 1)
+        )
+    )
+
+
+def communication(length: float, strategy: str = "ddp") -> Trace:
+    """An all-reduce that nothing goes on under; the rest computes."""
+    did = [
+        Did(COMPUTE, 0, 100 - length, _BACKWARD),
+        Did(COMMUNICATION, 100 - length, 100, "all-reduce", 1, 8),
+    ]
+    return both(did, strategy=strategy)
+
+
+def data(length: float) -> Trace:
+    loads = Did(DATA, 0, length, "enumerate(DataLoader)#_SingleProcess.__next__")
+    return both([loads, Did(COMPUTE, length, 100)])
+
+
+def gap(length: float) -> Trace:
+    return both([Did(COMPUTE, length, 100)])
+
+
+def small_kernels(length_us: float, pause_us: float) -> Trace:
+    period = (length_us + pause_us) / 1000
+    starts = [k * period for k in range(200)]
+    return gpu((busy(at, at + length_us / 1000) for at in starts), 200 * period)
+
+
+# Rule -> (a trace that has it, one that nearly has).
+_CASES = {
+    "device-to-host copies": (copies(3), copies(2)),
+    "dtype copies": (casts(0.12), casts(0.08)),
+    "data": (data(12), data(8)),
+    "nothing runs": (gap(12), gap(8)),
+    "much communication": (communication(55), communication(45)),
+    "one late rank": (late(6), late(4)),
+    "many small kernels": (small_kernels(6, 4), small_kernels(12, 4)),
+    "buckets that do not overlap": (communication(12), communication(8)),
+}
+
+
+def test_every_rule_has_its_case() -> None:
+    """And every rule says why and what to do."""
+    assert sorted(_CASES) == sorted(rule.name for rule in RULES)
+    for rule in RULES:
+        assert rule.why
+        assert rule.what
+        assert rule.look.__doc__
+
+
+@pytest.mark.parametrize("rule", sorted(_CASES))
+def test_a_rule_finds_what_it_looks_for(rule: str) -> None:
+    """Where it is over its threshold, with a place to look at inside the steps; not just below."""
+    has, has_not = _CASES[rule]
+
+    assert rule not in found(has_not)
+    one = found(has)[rule]
+    assert 0 < one.share <= 1
+    assert set(one.ranks) <= {0, 1}
+    assert all(0 <= spot.start_ns < spot.end_ns <= 100 * MS for spot in one.spots)
+    assert one.spots or rule == "one late rank"
+
+
+def test_findings_have_their_numbers() -> None:
+    """As clauses."""
+    assert found(late(20))["one late rank"].found == (
+        "the others wait for rank 1: without it a step would be 20% faster; it computes 20.0 ms "
+        "longer than they do"
+    )
+    assert found(copies(4))["device-to-host copies"].found == (
+        "4 copies from the GPU to the host per step on rank 0"
+    )
+    assert found(data(30))["data"].found == (
+        "rank 0 fetches data for 30.0 ms per step while nothing else goes on (30%)"
+    )
+    assert found(communication(60))["much communication"].found == (
+        "collectives, most of them all-reduce, take 60% of a step on rank 0 with nothing computed "
+        "meanwhile"
+    )
+    assert found(casts(0.25))["dtype copies"].found == (
+        "copies from one type to another are 25% of what rank 0 computes (1 per step)"
+    )
+    assert found(small_kernels(6, 4))["many small kernels"].found == (
+        "100% of 200 kernels per step on rank 0 are shorter than 10 us, and its GPU is idle for "
+        "40% of the time"
+    )
+    assert found(communication(12))["buckets that do not overlap"].found == (
+        "0% of the time in which gradients are sent goes on under the backward on rank 0, in 1 "
+        "calls per step"
+    )
+
+
+def test_the_largest_finding_is_first() -> None:
+    """By its share of a step."""
+    told = findings(communication(60), shares(communication(60)))
+
+    assert [one.share for one in told] == sorted((one.share for one in told), reverse=True)
+    assert len(told) == 2
+
+
+def test_a_rank_that_waits_for_a_late_one_does_not_communicate_much() -> None:
+    """60 ms of waiting are the late rank's, not the link's."""
+    told = found(late(45))
+
+    assert "one late rank" in told
+    assert "much communication" not in told
+    assert "buckets that do not overlap" not in told
+
+
+@pytest.mark.parametrize("strategy", ["tp, tp 2", "ddp x pp, dp 2 x pp 2", "cp, cp 2"])
+def test_activations_are_no_buckets(strategy: str) -> None:
+    """What the next operator needs cannot go on under others."""
+    assert "buckets that do not overlap" not in found(communication(30, strategy))
+
+
+def test_collectives_without_a_backward_are_no_buckets() -> None:
+    """The user's own, which carry no gradients."""
+    did = [Did(COMPUTE, 0, 70), Did(COMMUNICATION, 70, 100, "all-reduce", 1, 8)]
+
+    assert "buckets that do not overlap" not in found(both(did))
+
+
+def test_collectives_under_the_backward_are_fine() -> None:
+    """A bucket that goes on while the backward does."""
+    did = [Did(COMPUTE, 0, 100, _BACKWARD), Did(COMMUNICATION, 60, 95, "all-reduce", 1, 8)]
+
+    assert found(both(did)) == {}
+
+
+def test_what_an_optimizer_copies_is_not_the_users() -> None:
+    """Its counts of steps are tensors."""
+    did = [Did(COMPUTE, 0, 60, "aten::mm"), Did(MARK, 60, 100, "Optimizer.step#AdamW.step")]
+    did += [Did(COMPUTE, 60 + k, 61 + k, "aten::_to_copy") for k in range(40)]
+
+    assert "dtype copies" not in found(both(did))
+
+
+def test_a_step_in_which_nothing_runs_for_long_is_told() -> None:
+    """Where no DataLoader is used."""
+    did = [Did(COMPUTE, at, at + 80) for at in (20, 120)]
+
+    one = found(both(did, (0, 100, 200)))["nothing runs"]
+
+    assert one.found == ("nothing runs on rank 0 for 20.0 ms at one stretch in each step (20%)")
+    assert {(spot.start_ns, spot.end_ns) for spot in one.spots} == {
+        (0, 20 * MS), (100 * MS, 120 * MS),
+    }  # fmt: skip
+
+
+def test_little_or_nothing_gives_no_findings() -> None:
+    """No rank, no event, one rank, no step."""
+    assert found(trace()) == {}
+    assert found(trace(rank_trace(0, []))) == {}
+    assert found(trace(rank_trace(0, [Did(COMPUTE, 0, 5)]))) == {}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "pp"])
+def test_real_traces_give_findings_of_the_table(strategy: str) -> None:
+    """Two ranks with a tiny model that share two cores communicate or idle most of the time."""
+    one = read_folder(_REAL / strategy)
+
+    told = found(one)
+
+    assert told
+    assert set(told) <= {rule.name for rule in RULES}
+    assert "device-to-host copies" not in told
+    assert "many small kernels" not in told
+    for each in told.values():
+        for spot in each.spots:
+            assert spot.rank in each.ranks

@@ -1,0 +1,169 @@
+"""What a session takes in of its ranks' recordings, when some of them give nothing."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbdist.errors import Interrupted, TraceError
+from nbdist.recording import kernel as recording_kernel
+from nbdist.trace.kernel.recordings import Traces
+from nbdist.trace.trace import COMPUTE, TraceOptions
+from nbdist.variables import pack
+from tests.support.traces import Did, rank_trace, recorded
+
+
+def given(value: Any) -> Future[Any]:
+    """A call that has ended with a value, or raised it."""
+    future: Future[Any] = Future()
+    if isinstance(value, BaseException):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
+    return future
+
+
+def parcel(rank: int) -> Future[Any]:
+    one = recorded(rank_trace(rank, [Did(COMPUTE, 0, 1)]), 10**18)
+    return given(pack.send(pack.pack({"recording": one}), ()))
+
+
+class Ranks:
+    """A session whose ranks answer `finish` as they are told to."""
+
+    def __init__(self, answers: dict[int, Callable[[], Future[Any]]]):
+        self.answers = answers
+        self.gone: set[int] = set()
+        self.busy: set[int] = set()
+        self.interrupted: list[int] = []
+        self.health = SimpleNamespace(end_of=lambda rank: f"exit code {rank}")
+        self.readiness = SimpleNamespace(is_busy=lambda rank: rank in self.busy)
+        self.variables = SimpleNamespace(folders=self.folders)
+        places = [SimpleNamespace(host=f"host {rank}") for rank in answers]
+        self.topology = SimpleNamespace(ranks=places)
+
+    @contextlib.contextmanager
+    def folders(self, _ranks: object) -> Iterator[tuple[str, ...]]:
+        yield ()
+
+    def chosen(self, _ranks: object) -> tuple[int, ...]:
+        return tuple(self.answers)
+
+    def call_all(self, *_: object, **__: object) -> None:
+        """Ranks begin."""
+
+    def call(self, rank: int, _name: str, *_: object) -> Future[Any]:
+        return self.answers[rank]()
+
+    def is_connected(self, rank: int) -> bool:
+        return rank not in self.gone
+
+    def interrupt(self, rank: int) -> None:
+        self.interrupted.append(rank)
+
+
+def begun(ranks: Ranks) -> Traces:
+    traces = Traces(ranks)  # type: ignore[arg-type]
+    traces.begin(TraceOptions())
+    return traces
+
+
+def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
+    """One has ended, one still runs its cell, one raised, one sent what cannot be read."""
+    ranks = Ranks({
+        0: lambda: parcel(0),
+        1: Future,
+        2: Future,
+        3: lambda: given(TraceError("The trace could not be written.")),
+        4: lambda: given(pack.Parcel((3,), (), b"no", "")),
+    })  # fmt: skip
+    ranks.gone, ranks.busy = {1}, {2}
+
+    found = begun(ranks).finish()
+
+    assert [(one.rank, one.host, len(one.events)) for one in found.ranks] == [
+        (0, "one", 1), (1, "host 1", 0), (2, "host 2", 0), (3, "host 3", 0), (4, "host 4", 0),
+    ]  # fmt: skip
+    told = [one.problem for one in found.ranks]
+    assert told[:4] == [
+        "",
+        "It ended (exit code 1) before its trace was read.",
+        "It still runs its cell, so its trace is not read.",
+        "The trace could not be written.",
+    ]
+    assert told[4].startswith("Its trace did not arrive: ")
+
+
+def test_a_rank_that_ends_or_is_too_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first at once, the second at the deadline."""
+    monkeypatch.setattr(recording_kernel, "FINISH_S", 0.05)
+    monkeypatch.setattr(recording_kernel, "POLL_S", 0.01)
+    ranks = Ranks({0: Future, 1: Future})
+
+    def ending() -> Future[Any]:
+        ranks.gone.add(0)
+        return Future()
+
+    ranks.answers[0] = ending
+    traces = begun(ranks)
+
+    told = [one.problem for one in traces.finish().ranks]
+
+    assert told == [
+        "It ended while its trace was read.",
+        "Its trace was not there within 0 s.",
+    ]
+
+
+class Pressed(Future[Any]):
+    """A wait that the user interrupts."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_traces_are_read_ends_that() -> None:
+    """The ranks that still work on theirs are interrupted; what was there before stays."""
+    ranks = Ranks({0: lambda: parcel(0), 1: lambda: parcel(1)})
+    traces = begun(ranks)
+    before = traces.finish()
+    ranks.answers[1] = Pressed
+
+    with pytest.raises(Interrupted, match="were not read"):
+        traces.finish()
+
+    assert ranks.interrupted == [1]
+    assert traces.last is before
+
+
+def test_the_failure_of_a_recorded_cell_goes_first() -> None:
+    """Its trace is taken in, and where none can be, the cell's error is still what is raised."""
+    ranks = Ranks({0: lambda: parcel(0)})
+    traces = Traces(ranks)  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError), traces.recording(TraceOptions()):
+        _ = 1 / 0
+
+    assert traces.count == 1
+
+    def refuse(*_: object) -> Any:
+        raise TraceError("no folder")
+
+    ranks.variables.folders = refuse
+    with pytest.raises(ZeroDivisionError), traces.recording(TraceOptions()):
+        _ = 1 / 0
+    with pytest.raises(TraceError, match="no folder"), traces.recording(TraceOptions()):
+        pass
+
+
+def test_nothing_recorded_is_told_with_what_to_do(tmp_path: Path) -> None:
+    """Whether it is shown or saved."""
+    traces = Traces(Ranks({0: Future}))  # type: ignore[arg-type]
+
+    with pytest.raises(TraceError, match=r"recorded yet\..*%%dist_profile"):
+        _ = traces.last
+    with pytest.raises(TraceError, match="Nothing has been recorded yet"):
+        traces.save(tmp_path)

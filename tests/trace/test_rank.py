@@ -1,0 +1,251 @@
+"""What ends a step of a recorded cell, for one optimizer and several; the file on a full disk."""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.optim import optimizer as optimizers
+
+import nbdist
+from nbdist.recording.rank import cell_hook
+from nbdist.recording.rank import steps as recording_steps
+from nbdist.recording.rank.steps import Steps
+from nbdist.rpc.wire import CELL_RECORDING
+from nbdist.trace import rank as trace_rank
+
+
+def counted(told: str, wanted: int | None = None) -> tuple[list[int], int | None]:
+    """Optimizers by letter, and `.` for nbdist.step(): (marks that end steps, enough after)."""
+    made = itertools.count()
+    steps = Steps(wanted, lambda: next(made) and None)
+    for number, letter in enumerate(told):
+        is_enough = steps.take_explicit() if letter == "." else steps.take_optimizer(ord(letter))
+        if is_enough:
+            return steps.ends, number
+    assert next(made) == steps.marks
+    return steps.ends, None
+
+
+def test_each_step_of_one_optimizer_is_a_step() -> None:
+    """With two wanted, three are made: the first is left out."""
+    assert counted("aaa") == ([0, 1, 2], None)
+    assert counted("aaaaa", wanted=2) == ([0, 1, 2], 2)
+
+
+def test_several_optimizers_of_one_loop_make_one_step_together() -> None:
+    """It ends with the last of them; an odd one out is a step of its own."""
+    assert counted("abab") == ([1, 3], None)
+    assert counted("abcabcabc") == ([2, 5, 8], None)
+    assert counted("aab") == ([0, 2], None)
+
+
+def test_enough_is_not_before_the_last_optimizer_of_a_step() -> None:
+    """One wanted step of two optimizers: the fourth call ends it."""
+    assert counted("ababab", wanted=1) == ([1, 3], 3)
+
+
+def test_an_explicit_step_counts_alone() -> None:
+    """From the first on, whatever optimizers do before or after it."""
+    assert counted("aa.aa.a") == ([2, 3], None)
+    assert counted("a.a.a.", wanted=2) == ([1, 2, 3], 5)
+
+
+def test_an_explicit_step_costs_nothing_where_nothing_is_recorded() -> None:
+    """It finds no recording, and calls nothing."""
+    assert cell_hook.state.running is None
+
+    nbdist.step()
+
+    assert cell_hook.state.running is None
+
+
+class Place:
+    """Stands for where this rank is."""
+
+    class place:  # noqa: N801  # read as an attribute
+        rank, device = 0, "cpu"
+
+
+@pytest.fixture
+def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trace_rank._Recording:
+    """A recording of this process, which is no rank."""
+    monkeypatch.setenv("KINETO_LOG_LEVEL", recording_steps.QUIET)
+    monkeypatch.setattr(trace_rank.runtime, "current", Place)
+    monkeypatch.setattr(trace_rank._Recording, "_header", lambda self: {"ends": self.steps.ends})
+    return trace_rank._Recording(trace_rank.TraceOptions(steps=1), tmp_path, "token")
+
+
+def test_a_recording_ends_after_enough_steps_and_leaves_no_hook(
+    recording: trace_rank._Recording,
+) -> None:
+    """Inside the optimizer's step; the optimizer goes on."""
+    before = dict(optimizers._global_optimizer_post_hooks)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    recording.start()
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    assert recording.steps.ends == [0, 1]
+    assert dict(optimizers._global_optimizer_post_hooks) == before
+    recording.stop()
+    recording.export()
+    assert recording.path.stat().st_mode & 0o777 == 0o600
+    recording.export()  # a second time it is there already
+
+
+def test_a_trace_that_finds_no_room_is_told(
+    recording: trace_rank._Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libkineto leaves a part of the file and says nothing: no part stays, and the error tells."""
+    recording.start()
+    torch.ones(3).sum()
+    recording.stop()
+
+    def full(_profiler: object, path: str) -> None:
+        Path(f"{path}.tmp").write_text("{")
+
+    monkeypatch.setattr(trace_rank.profile, "export_chrome_trace", full)
+    with pytest.raises(trace_rank.TraceError, match=r"could not be written to .*are free.*--steps"):
+        recording.export()
+
+    assert list(recording.path.parent.iterdir()) == []
+
+
+def own_profiler() -> torch.profiler.profile:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+def test_a_profiler_that_runs_already_is_told_and_left_alone(
+    recording: trace_rank._Recording, tmp_path: Path
+) -> None:
+    """It goes on, and has its trace."""
+    own = own_profiler()
+    own.start()
+    recording.start()
+    recording.stop()
+    own.stop()
+    own.export_chrome_trace(str(tmp_path / "own.json"))
+
+    assert (tmp_path / "own.json").exists()
+    with pytest.raises(trace_rank.TraceError, match="Another profiler runs on this rank"):
+        recording.export()
+
+
+def test_a_profiler_of_the_cell_ends_the_recording_and_is_told(
+    recording: trace_rank._Recording, tmp_path: Path
+) -> None:
+    """torch has one at a time."""
+    recording.start()
+    with own_profiler():
+        torch.ones(3)
+    recording.stop()
+
+    with pytest.raises(trace_rank.TraceError, match="has used a profiler of its own"):
+        recording.export()
+
+
+def test_whether_a_profiler_runs_is_known() -> None:
+    """torch's own function still tells it."""
+    assert not recording_steps.is_profiling(unknown=True)
+    with own_profiler():
+        assert recording_steps.is_profiling(unknown=True)
+    assert not recording_steps.is_profiling(unknown=True)
+
+
+class Kernel:
+    """A kernel that runs cells with the metadata that they are given."""
+
+    def __init__(self) -> None:
+        self.metadata: dict[str, object] = {}
+        self.shell = SimpleNamespace(showtraceback=self.format_error)
+        self.at_error: list[str] = []
+        cell_hook.install(self)
+        cell_hook.install(self)
+
+    def get_parent(self, _channel: str) -> dict[str, object]:
+        return {"metadata": self.metadata}
+
+    async def do_execute(self, code: str) -> str:
+        if code == "fail":
+            raise KeyboardInterrupt
+        if code == "error":
+            self.shell.showtraceback()
+        return f"{code} {cell_hook.state.running is not None}"
+
+    def format_error(self) -> None:
+        one = cell_hook.state.running
+        self.at_error = list(one.told) if isinstance(one, Noted) else []
+
+    def run(self, code: str, token: str | None = None) -> str:
+        self.metadata = {} if token is None else {CELL_RECORDING: token}
+        return asyncio.run(self.do_execute(code))
+
+
+class Noted:
+    """A recording that notes what happens to it."""
+
+    noun = "trace"
+
+    def __init__(self, token: str):
+        self.token, self.told = token, []  # type: ignore[var-annotated]
+
+    def start(self) -> None:
+        self.told.append("start")
+
+    def stop(self) -> None:
+        self.told.append("stop")
+
+    def after_step(self) -> None:
+        self.told.append("step")
+
+
+@pytest.fixture
+def noted() -> Iterator[Noted]:
+    """A recording that waits for its cell."""
+    cell_hook.state.armed = one = Noted("mine")
+    yield one
+    cell_hook.state.armed = None
+
+
+def test_only_the_cell_that_is_meant_is_recorded_and_only_once(noted: Noted) -> None:
+    """Not one that comes before it, such as when its own was never sent; nor the next."""
+    kernel = Kernel()
+
+    told = [
+        kernel.run("a"),
+        kernel.run("b", "other"),
+        kernel.run("c", "mine"),
+        kernel.run("d", "mine"),
+    ]
+
+    assert told == ["a False", "b False", "c True", "d False"]
+    assert noted.told == ["start", "stop"]
+
+
+def test_a_recording_ends_before_an_error_is_formatted(noted: Noted) -> None:
+    """That is no part of the cell, and takes long where Python's calls are recorded."""
+    kernel = Kernel()
+
+    kernel.run("error", "mine")
+
+    assert kernel.at_error == ["start", "stop"]
+    kernel.run("error")
+    assert kernel.at_error == []
+
+
+def test_a_recording_ends_with_a_cell_that_fails(noted: Noted) -> None:
+    """An interrupt is one way."""
+    kernel = Kernel()
+
+    with pytest.raises(KeyboardInterrupt):
+        kernel.run("fail", "mine")
+
+    assert noted.told == ["start", "stop"]
+    assert cell_hook.state.running is None
+    assert kernel.run("after", "mine") == "after False"

@@ -1,0 +1,416 @@
+"""Traces from files: real ones of torch's profiler on two CPU ranks, and one by hand of a GPU."""
+
+import gzip
+import json
+from collections import Counter
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nbdist.errors import TraceError
+from nbdist.trace import chrome_trace
+from nbdist.trace.breakdown import shares
+from nbdist.trace.kernel.recordings import read_folder
+from nbdist.trace.names import collective, type_bytes
+from nbdist.trace.read import read
+from nbdist.trace.trace import (
+    COMMUNICATION,
+    COMPUTE,
+    COPY,
+    DATA,
+    HOST,
+    KINDS,
+    MARK,
+    WAIT,
+    RankTrace,
+)
+
+FOLDER = Path(__file__).resolve().parents[1] / "data" / "traces"
+STRATEGIES = ("ddp", "fsdp", "tp", "pp")
+# The captured model (tests/support/capture_traces.py): two blocks and a head, in fp32.
+_BLOCK_BYTES = 4 * (32 * 64 + 64 + 64 * 32 + 32)
+_HEAD_BYTES = 4 * (32 * 4 + 4)
+_BATCH_BYTES = 4 * 8 * 32
+
+
+_CALLS = ("gloo:", "c10d::", "_c10d_functional::")
+
+
+def calls(one: RankTrace) -> Counter[tuple[str, int]]:
+    """(name, bytes) of each collective -> how often."""
+    events = one.events
+    places = np.flatnonzero(events.kind == COMMUNICATION)
+    return Counter((one.names[events.name[p]], int(events.size_bytes[p])) for p in places)
+
+
+def parsed(path: Path) -> dict[str, Any]:
+    text = gzip.decompress(path.read_bytes())
+    # As floats, times since 1970 lose their last digit.
+    whole: dict[str, Any] = json.loads(text, parse_float=Decimal)
+    return whole
+
+
+def written(path: Path, whole: Any) -> Path:
+    path.write_text(json.dumps(whole, default=float))
+    return path
+
+
+# What two steps of the captured cell send, by arithmetic.
+_SENT = {
+    # One bucket holds all gradients, which is below DDP's first 1 MB. The broadcasts are those
+    # with which DDP rebuilds its buckets after the first backward.
+    "ddp": {("all-reduce", 2 * _BLOCK_BYTES + _HEAD_BYTES): 2},
+    # Blocks are gathered for forward and backward; the head, as the outermost, once.
+    "fsdp": {
+        ("all-gather", _BLOCK_BYTES): 2 * 2 * 2,
+        ("reduce-scatter", _BLOCK_BYTES): 2 * 2,
+        ("all-gather", _HEAD_BYTES): 2,
+        ("reduce-scatter", _HEAD_BYTES): 2,
+    },
+    # One for each block's output, and one for the gradient of the second block's input.
+    "tp": {("all-reduce", _BATCH_BYTES): 2 * 3},
+    # Two microbatches: half a batch there, and the gradient of it back.
+    "pp": {("send", _BATCH_BYTES // 2): 2 * 2, ("receive", _BATCH_BYTES // 2): 2 * 2},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_real_traces_hold_what_the_strategy_sends(strategy: str) -> None:
+    """Collectives of each rank by name and size, as the model's shapes say."""
+    trace = read_folder(FOLDER / strategy)
+
+    assert [one.rank for one in trace.ranks] == [0, 1]
+    assert trace.strategy.startswith(strategy)
+    for one in trace.ranks:
+        found = calls(one)
+
+        assert {key: found[key] for key in _SENT[strategy]} == _SENT[strategy]
+        assert one.groups == ("all ranks",)
+        assert one.group_ranks == ((0, 1),)
+        assert [step.number for step in one.steps] == [0, 1]
+        assert one.problem == ""
+        assert one.lanes[0].name == "main thread"
+        assert [lane.name.split()[0] for lane in one.lanes[1:]] == ["gloo"] * (len(one.lanes) - 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_real_file_is_read_as_json_reads_it(strategy: str, tmp_path: Path) -> None:
+    """Every event, its name, thread and times to the nanosecond; in another layout as well."""
+    path = FOLDER / strategy / "rank0.json.gz"
+    whole = parsed(path)
+    events = [one for one in whole["traceEvents"] if one["ph"] == "X"]
+
+    raw = chrome_trace.read(path)
+
+    heads = [raw.heads[number] for number in raw.head]
+    assert [(h.category, h.name, h.process, h.thread) for h in heads] == [
+        (e["cat"], e["name"], str(e["pid"]), str(e["tid"])) for e in events
+    ]
+    assert raw.start_ns.tolist() == [round(e["ts"] * 1000) for e in events]
+    assert raw.duration_ns.tolist() == [round(e["dur"] * 1000) for e in events]
+    assert all(events[place]["args"] == args for place, args in raw.args.items())
+    assert len(raw.args) == sum(e["name"].startswith(_CALLS) for e in events) > 0
+    compact = chrome_trace.read(written(tmp_path / "compact.json", whole))
+    assert abs(compact.start_ns - raw.start_ns).max() <= 1
+    assert dict(compact.args) == dict(raw.args)
+    assert dict(compact.threads) == dict(raw.threads)
+
+
+def test_a_real_file_is_read_in_pieces_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces end in the middle of events, names and numbers."""
+    path = FOLDER / "ddp" / "rank0.json.gz"
+    whole = chrome_trace.read(path)
+    for size in (3001, 4999, 100_003):
+        monkeypatch.setattr(chrome_trace, "CHUNK_BYTES", size)
+
+        pieces = chrome_trace.read(path)
+
+        assert pieces.start_ns.tolist() == whole.start_ns.tolist()
+        assert pieces.head.tolist() == whole.head.tolist()
+        assert pieces.args == whole.args
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_depths_of_real_traces_are_those_of_a_count(strategy: str) -> None:
+    """How many events of the lane are open when one begins."""
+    for one in read_folder(FOLDER / strategy).ranks:
+        events = one.events
+        for lane in range(len(one.lanes)):
+            open_ns: list[int] = []
+            for place in np.flatnonzero(events.lane == lane):
+                open_ns = [end for end in open_ns if end > events.start_ns[place]]
+
+                assert events.depth[place] == len(open_ns)
+                open_ns.append(events.start_ns[place] + events.duration_ns[place])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_shares_of_real_traces_make_up_the_steps(strategy: str) -> None:
+    """And the median step is one of them."""
+    told = shares(read_folder(FOLDER / strategy))
+
+    for one in told.ranks:
+        assert one.window_ns == sum(one.steps_ns)
+        assert one.window_ns == (
+            one.compute_ns + one.exposed_ns + one.copy_ns + one.data_ns + one.idle_ns
+        )
+        assert 0 < one.compute_ns < one.window_ns
+        assert 0 < one.communication_ns < one.window_ns
+        assert 0 <= one.waited_ns <= one.exposed_ns
+
+
+# Written by hand after the format of torch's traces on a GPU (no captured one was at hand): NCCL's
+# kernels with the notes of torch's ParamCommsUtils.hpp, copies, launches of the host.
+def gpu_trace() -> dict[str, Any]:
+    def event(category: str, name: str, place: tuple[int, int], *times: float, **args: Any) -> Any:
+        process, thread = place
+        start, end = times
+        return {
+            "ph": "X", "cat": category, "name": name, "pid": process, "tid": thread, "ts": start,
+            "dur": end - start, "args": args,
+        }  # fmt: skip
+
+    host, compute, nccl = (77, 77), (0, 7), (0, 20)
+    sent = {
+        "Collective name": "allreduce", "dtype": "BFloat16", "In msg nelems": 1000,
+        "Out msg nelems": 1000, "Group size": 2, "Process Group Name": "0",
+        "Process Group Description": "default_pg",
+    }  # fmt: skip
+    gathered = sent | {
+        "Collective name": "_allgather_base", "dtype": "Float", "In msg nelems": 50,
+        "Out msg nelems": 100, "Process Group Name": "3", "Process Group Description": "mesh_tp",
+    }  # fmt: skip
+    return {
+        "distributedInfo": {
+            "rank": 1, "world_size": 2, "pg_config": [
+                {"pg_name": "0", "pg_desc": "default_pg", "pg_size": 2, "ranks": []},
+                {"pg_name": "3", "pg_desc": "mesh_tp", "pg_size": 2, "ranks": [1, 0]},
+            ],
+        },
+        "baseTimeNanoseconds": 1_700_000_000_000_000_000,
+        "traceEvents": [
+            {"ph": "M", "name": "thread_name", "pid": 77, "tid": 77, "args": {"name": "python"}},
+            event("cpu_op", "aten::linear", host, 0, 20),
+            event("cuda_runtime", "cudaLaunchKernel", host, 5, 10),
+            event("cuda_runtime", "cudaStreamSynchronize", host, 200, 300),
+            event("user_annotation", "ProfilerStep#4", host, 0, 310),
+            event("gpu_user_annotation", "ProfilerStep#4", compute, 30, 300),
+            event("kernel", "ampere_bf16_s16816gemm", compute, 30, 130),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", compute, 250, 260),
+            event("gpu_memset", "Memset (Device)", compute, 261, 262),
+            event("kernel", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", nccl, 80, 230, **sent),
+            event("kernel", "ncclDevKernel_AllGather_RING_LL(x)", nccl, 231, 240, **gathered),
+        ],
+    }  # fmt: skip
+
+
+def test_a_gpu_trace_is_read_with_streams_and_collectives(tmp_path: Path) -> None:
+    """By hand, and without the host's launches as compute; its shares by arithmetic."""
+    one = read(written(tmp_path / "gpu.json", gpu_trace())).trace
+    events = one.events
+    kinds = {
+        one.names[name]: KINDS[kind] for name, kind in zip(events.name, events.kind, strict=True)
+    }
+
+    assert (one.rank, one.device) == (1, "cuda")
+    assert [(lane.name, lane.is_device) for lane in one.lanes] == [
+        ("main thread", False), ("stream 7", True), ("stream 20", True),
+    ]  # fmt: skip
+    assert kinds == {
+        "aten::linear": "host", "cudaLaunchKernel": "host", "cudaStreamSynchronize": "wait",
+        "ampere_bf16_s16816gemm": "compute", "all-reduce": "communication",
+        "all-gather": "communication", "Memcpy DtoH (Device -> Pageable)": "copy",
+        "Memset (Device)": "copy",
+    }  # fmt: skip
+    assert calls(one) == {("all-reduce", 2000): 1, ("all-gather", 400): 1}
+    groups = events.group[events.kind == COMMUNICATION]
+    assert [one.groups[group] for group in groups] == ["all ranks", "mesh_tp"]
+    assert one.group_ranks == ((0, 1), (1, 0))
+    assert [(step.number, step.start_ns, step.end_ns) for step in one.steps] == [(4, 0, 310_000)]
+    [own] = shares(read_folder(tmp_path)).ranks
+    told = (own.compute_ns, own.overlap_ns, own.exposed_ns, own.copy_ns, own.idle_ns)
+    assert told == (100_000, 50_000, 109_000, 11_000, 90_000)
+
+
+def test_names_of_all_backends_are_told_alike() -> None:
+    """Gloo's, c10d's operators, torch's notes and NCCL's kernels."""
+    told = {
+        "gloo:all_reduce": "all-reduce", "c10d::_allgather_base_": "all-gather",
+        "c10d::_reduce_scatter_base_": "reduce-scatter", "_reduce_scatter_base": "reduce-scatter",
+        "allreduce_coalesced": "all-reduce", "ncclDevKernel_SendRecv(x)": "send",
+        "ncclKernel_Broadcast_RING_LL_Sum_int8_t": "broadcast",
+        "c10d::alltoall_base_": "all-to-all",
+        "gloo:recv": "receive", "gloo:barrier": "barrier", "c10d::allreduce_": "all-reduce",
+        "ncclDevKernel_ReduceScatter_Sum_f32": "reduce-scatter", "something": "something",
+    }  # fmt: skip
+
+    assert {name: collective(name) for name in told} == told
+    assert [type_bytes(name) for name in ("float", "c10::BFloat16", "Half", "Long", "what")] == [
+        4, 2, 2, 8, 0,
+    ]  # fmt: skip
+
+
+def test_what_a_dataloader_does_is_data(tmp_path: Path) -> None:
+    """Operators inside its iteration too."""
+    whole = {
+        "traceEvents": [
+            {"ph": "X", "cat": c, "name": n, "pid": 1, "tid": 1, "ts": a, "dur": d}
+            for c, n, a, d in [
+                ("user_annotation", "enumerate(DataLoader)#_SingleProcess.__next__", 0, 10),
+                ("cpu_op", "aten::stack", 2, 5),
+                ("cpu_op", "aten::mm", 12, 5),
+                ("user_annotation", "my forward", 11, 8),
+            ]
+        ]
+    }
+
+    events = read(written(tmp_path / "data.json", whole)).trace.events
+
+    assert events.kind.tolist() == [DATA, DATA, MARK, COMPUTE]
+
+
+def test_threads_of_several_groups_are_told_apart_by_the_flight_recorder(tmp_path: Path) -> None:
+    """Gloo's own events tell no group; most of a thread's calls do."""
+    base = 1_000_000_000
+
+    def gloo(thread: int, start: float, n: int) -> dict[str, Any]:
+        args = {"Input Dims": [[n]], "Input type": ["float"]}
+        return {
+            "ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 1,
+            "tid": thread, "ts": start, "dur": 5, "args": args,
+        }  # fmt: skip
+
+    recorded = [
+        ["gloo:all_reduce", base + at * 1000 - 500, group, [[n]]]
+        for at, group, n in ((10, "0", 4), (20, "5", 8), (30, "0", 4), (31, "5", 4))
+    ]
+    whole = {
+        "distributedInfo": {
+            "rank": 0,
+            "pg_config": [
+                {"pg_name": "0", "pg_desc": "default_pg", "pg_size": 4, "ranks": [0, 1, 2, 3]},
+                {"pg_name": "5", "pg_desc": "mesh_dp", "pg_size": 2, "ranks": [0, 2]},
+            ],
+        },
+        "nbdist": {"calls": recorded, "groups": {"5": "pairs"}},
+        "baseTimeNanoseconds": base,
+        "traceEvents": [
+            {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 0, "dur": 3},
+            gloo(8, 10, 4), gloo(9, 20, 8), gloo(8, 30, 4), gloo(9, 31, 4),
+        ],
+    }  # fmt: skip
+
+    one = read(written(tmp_path / "groups.json", whole)).trace
+
+    assert one.groups == ("all ranks", "pairs")
+    assert one.events.group.tolist() == [-1, 0, 1, 0, 1]
+
+
+def test_a_file_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    """Plain and compressed; the problem says so."""
+    packed = (FOLDER / "ddp" / "rank0.json.gz").read_bytes()
+    plain = gzip.decompress(packed)
+    whole = len(chrome_trace.read(FOLDER / "ddp" / "rank0.json.gz"))
+    for name, content in (("a.json", plain[: len(plain) // 2]), ("b.json.gz", packed[:20_000])):
+        path = tmp_path / name
+        path.write_bytes(content)
+
+        one = read(path).trace
+
+        assert 100 < len(chrome_trace.read(path)) < whole
+        assert len(one.events) > 100
+        assert name in one.problem
+        assert "cut off" in one.problem
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    """With what it is, and what a trace would be."""
+    cases = {
+        "text.json": (b"no JSON at all", "is no trace"),
+        "other.json": (b'{"cells": []}', "no list `traceEvents`"),
+        "torn.json": (b'{"traceEvents":[{"ph":"X","ts":1', "cut off"),
+        "empty.json": (b"", "is no trace"),
+        "torn.json.gz": (gzip.compress(b'{"cells": 1}')[:12], "is no trace"),
+    }
+    for name, (content, told) in cases.items():
+        (tmp_path / name).write_bytes(content)
+
+        with pytest.raises(TraceError, match=name) as raised:
+            read(tmp_path / name)
+
+        assert told in str(raised.value)
+    with pytest.raises(TraceError, match="cannot be read: No such file"):
+        read(tmp_path / "absent.json")
+
+
+def test_a_trace_without_events_says_so(tmp_path: Path) -> None:
+    """Such as one of a schedule that was never reached."""
+    one = read(written(tmp_path / "none.json", {"traceEvents": []})).trace
+
+    assert len(one.events) == 0
+    assert one.problem == "Nothing was recorded: the trace holds no event."
+
+
+def test_a_trace_of_another_version_is_read_without_what_it_lacks(tmp_path: Path) -> None:
+    """No base time, ranks, groups, types or thread names; whole microseconds; a bare list."""
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 4, "tid": 4, "ts": 5, "dur": 7},
+        {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 4, "tid": 6,
+         "ts": 6, "dur": 2},
+        {"ph": "X", "name": "bare", "ts": 20},
+        {"ph": "i", "name": "instant"},
+        "nonsense",
+    ]  # fmt: skip
+
+    found = read(written(tmp_path / "rank3.json", events))
+
+    assert found.zero_ns == 0
+    assert found.trace.rank == 3
+    assert found.trace.events.start_ns.tolist() == [0, 1000, 15_000]
+    assert found.trace.events.kind.tolist() == [COMPUTE, COMMUNICATION, HOST]
+    assert calls(found.trace) == {("all-reduce", 0): 1}
+    assert found.trace.groups == ()
+
+
+def test_only_marks_that_end_a_step_count(tmp_path: Path) -> None:
+    """What nbdist has put into the file says which; steps before the wanted ones are cut away."""
+
+    def event(name: str, start: float, category: str = "user_annotation") -> dict[str, Any]:
+        return {
+            "ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": start, "dur": 1,
+        }  # fmt: skip
+
+    marks = [event("nbdist.step", at) for at in (9, 10, 19, 20, 29, 30)]
+    operators = [event("aten::mm", at, "cpu_op") for at in (0, 12, 22)]
+    ours = {"ends": [1, 3, 5], "skipped": 1}
+    whole = {"nbdist": ours, "traceEvents": operators + marks}
+
+    one = read(written(tmp_path / "steps.json", whole)).trace
+
+    assert [(step.number, step.start_ns, step.end_ns) for step in one.steps] == [
+        (0, 0, 10_000), (1, 10_000, 20_000),
+    ]  # fmt: skip
+    assert one.events.start_ns.tolist() == [1000, 11_000]
+    assert WAIT not in one.events.kind
+    assert COPY not in one.events.kind
+
+
+def test_a_folder_is_read_whole(tmp_path: Path) -> None:
+    """What cannot be read is told; two of one rank, and none at all, are refused."""
+    for rank in (0, 1):
+        source = FOLDER / "ddp" / f"rank{rank}.json.gz"
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    (tmp_path / "rank2.json").write_text("torn")
+
+    found = read_folder(tmp_path)
+
+    assert [one.rank for one in found.ranks] == [0, 1]
+    assert "rank2.json is no trace" in found.notes[0]
+    (tmp_path / "again.json.gz").write_bytes((tmp_path / "rank1.json.gz").read_bytes())
+    with pytest.raises(TraceError, match="two traces of rank 1"):
+        read_folder(tmp_path)
+    with pytest.raises(TraceError, match=r"no traces in .*absent.*--save"):
+        read_folder(tmp_path / "absent")

@@ -1,0 +1,418 @@
+"""A trace as text with its numbers, as an image, and as one piece of HTML, whatever is in it."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib import pyplot as plt
+from matplotlib.image import imread
+
+from nbdist.core.view import View
+from nbdist.recording.view import iframe as recording_iframe
+from nbdist.recording.view import png as recording_png
+from nbdist.trace.breakdown import Operation, RankShares, Shares, Slowest, Traffic
+from nbdist.trace.downsample import laid
+from nbdist.trace.finding_records import Spot, TraceFinding
+from nbdist.trace.trace import COMMUNICATION, COMPUTE, KINDS, Lane, RankTrace, Step, Trace
+from nbdist.trace.view import image as trace_image
+from nbdist.trace.view.report import traced
+from tests.support import pages
+from tests.support.drawn_traces import events, made, rank_trace, training
+from tests.support.pages import Tags, size_of
+
+MOST_BYTES = 2_000_000
+MS = 10**6
+
+FINDING = TraceFinding(
+    "one late rank",
+    "rank 1 starts 2 ms late",
+    "the others wait",
+    "give it less",
+    (1,),
+    0.12,
+    spots=(Spot(1, 1_234_499, 2_000_000), Spot(0, 5, 6)),
+)
+
+
+def rank_shares(rank: int, *, steps_ns: tuple[int, ...] = (8 * MS, 10 * MS, 9 * MS)) -> RankShares:
+    """A rank that computes for 60 % of its time."""
+    return RankShares(
+        rank, 20 * MS, 12 * MS, 3 * MS, MS, 2 * MS, 2 * MS, 6 * MS, MS, steps_ns=steps_ns
+    )
+
+
+SHARES = Shares(
+    (rank_shares(0), rank_shares(1)),
+    step_ns=10 * MS,
+    slowest=Slowest(1, 2 * MS, 0.125, is_alone=True),
+    operations=(Operation("aten::mm", COMPUTE, 120, 15 * MS, 0.4),),
+    traffic=(Traffic("all-reduce", "world", 4_000_000, 2.0, 8e6, 1_500_000),),
+    sent_bytes=8e6,
+    formula_bytes=8.5e6,
+    formula=("all-reduce gradients over dp",),
+    notes=("Clocks were aligned at 12 collectives.",),
+)
+NO_SHARES = Shares((), 0, None, (), (), 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBDIST_TEST", raising=False)
+
+
+def data_of(view: View) -> dict[str, Any]:
+    """What the page has packed."""
+    return pages.data_of(view, "trace")
+
+
+def test_the_text_has_all_numbers() -> None:
+    """Head, findings, a row for each rank, slowest rank, operations, traffic beside its formula."""
+    trace = replace(training(600), notes=("One file was torn.",))
+    text = traced(trace, SHARES, [FINDING]).text
+    lines = text.splitlines()
+
+    took = f"{trace.duration_ns / 1e6:.1f} ms"
+    assert lines[0] == f"trace of ranks 0-1, {took}, 6 steps of 10.0 ms, ddp, dp 2"
+    assert lines[2:7] == [
+        "findings, the most expensive first:",
+        "- one late rank (rank 1, 12.0 %): rank 1 starts 2 ms late",
+        "  why: the others wait",
+        "  do: give it less",
+        "  look at: rank 1, from 1.234 to 2.000 ms",
+    ]
+    assert lines[8].split("  ")[0] == "rank"
+    assert lines[9].split() == ["0", "9.00", "60.0", "15.0", "5.0", "10.0", "10.0", "66.7"]
+    assert "slowest rank: 1; without it a step would be 12.5 % faster (2.0 ms)" in lines
+    assert "aten::mm   compute    120  15.00  40.0" in lines
+    assert ["all-reduce", "world", "4.0", "MB", "2", "8.0", "MB", "1.5", "ms"] in [
+        line.split() for line in lines
+    ]
+    assert (
+        "a rank sends 8.0 MB per step; the strategy's formula gives 8.5 MB "
+        "(all-reduce gradients over dp)"
+    ) in lines
+    assert lines[-2:] == ["One file was torn.", "Clocks were aligned at 12 collectives."]
+
+
+def test_the_bundle_has_html_image_and_text() -> None:
+    """The HTML has the same image, described, below a sandboxed frame that covers it."""
+    view = traced(training(600), SHARES, [FINDING])
+    bundle = view._repr_mimebundle_()
+    tags = Tags(view.html)
+    picture, over = tags.one("img"), tags.one("iframe")
+
+    assert set(bundle) == {"text/plain", "text/html", "image/png"}
+    assert picture["src"] == f"data:image/png;base64,{bundle['image/png']}"
+    assert picture["alt"] == f"Timeline: {view.text.splitlines()[0]}. The numbers stand below it."
+    assert over["sandbox"] == "allow-scripts"
+    assert "position:absolute;inset:0" in over["style"]
+    assert "script" not in {tag for tag, _ in tags.tags}
+    for line in view.text.splitlines():
+        assert line.strip().split("  ")[0] in html.unescape(re.sub(r"<[^>]*>", "", view.html))
+
+
+def test_nothing_comes_from_the_network() -> None:
+    """No address stands in the page, and the frame's own policy forbids all of them."""
+    view = traced(training(600), SHARES, [])
+    inner = Tags(view.html).one("iframe")["srcdoc"]
+
+    assert "http:" not in view.html
+    assert "https:" not in view.html
+    assert "//cdn" not in inner
+    assert "default-src 'none'" in Tags(inner).tags[3][1]["content"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_page_packs_every_event(seed: int) -> None:
+    """Read back with plain Python: each event, where, what and when it is, its bytes and group."""
+    trace = made(300, ranks=2, seed=seed, depths=2)
+    head = data_of(traced(trace, NO_SHARES, []))
+    found = []
+    firsts = head["firsts"]
+    for row, (place, lane, depth) in enumerate(head["rows"]):
+        start = head["from"]
+        for i in range(firsts[row], firsts[row + 1]):
+            start = start + head["start"][i]
+            group = head["groups"][head["group"][i] - 1] if head["group"][i] else None
+            name, kind = head["names"][head["name"][i]], head["kinds"][head["kind"][i]]
+            found.append(
+                (place, lane, depth, kind, name, start, head["busy"][i], head["size"][i], group)
+            )
+    expected = []
+    for place, rank in enumerate(trace.ranks):
+        own = rank.events
+        for i in range(len(own)):
+            group = rank.groups[own.group[i]] if own.group[i] >= 0 else None
+            lane, kind, name = (
+                rank.lanes[own.lane[i]].name,
+                KINDS[own.kind[i]],
+                rank.names[own.name[i]],
+            )
+            numbers = map(int, (own.start_ns[i], own.duration_ns[i], own.size_bytes[i]))
+            expected.append((place, lane, int(own.depth[i]), kind, name, *numbers, group))
+
+    assert head["width"] == 0
+    assert sorted(found, key=str) == sorted(expected, key=str)
+
+
+def test_the_page_knows_where_findings_are() -> None:
+    """The rank by its place among those that have recorded."""
+    trace = training(300, ranks=3)
+    view = traced(Trace(trace.ranks[1:]), SHARES, [replace(FINDING, spots=FINDING.spots[:1])])
+
+    assert data_of(view)["spots"] == [["one late rank", 0, 1_234_499, 2_000_000]]
+
+
+def test_a_large_trace_is_merged_and_says_so() -> None:
+    """No event is lost; the bundle stays small although names and times cannot be compressed."""
+    trace = made(400_000, ranks=2, seed=1)
+    names = tuple(
+        f"{number:x}" * 40 for number in np.random.default_rng(0).integers(0, 2**60, 9000)
+    )
+    ranks = []
+    for rank in trace.ranks:
+        name = np.random.default_rng(rank.rank).integers(0, len(names), len(rank.events))
+        ranks.append(
+            replace(rank, names=names, events=replace(rank.events, name=name.astype(np.int32)))
+        )
+    view = traced(Trace(tuple(ranks)), SHARES, [])
+    head = data_of(view)
+
+    assert size_of(view) < MOST_BYTES
+    assert sum(head["count"]) == 400_000
+    assert sum(head["busy"]) == sum(int(rank.events.duration_ns.sum()) for rank in ranks)
+    merged = (
+        r"events shorter than [\d.]+ [nu]s are merged with their neighbours "
+        r"\([\d,]+ of 400,000\), but for the [\d.]+ ms from 1\d\.\d ms on\."
+    )
+    assert re.search(merged, view.text)
+
+
+def test_deep_events_that_have_no_room_are_told() -> None:
+    """How many levels are shown, and how many events are not."""
+    deep = events([(0, 100 - depth) for depth in range(20)], depth=list(range(20)))
+    view = traced(Trace((rank_trace(0, deep),)), NO_SHARES, [])
+
+    assert "It shows 8 levels of nested events; 12 deeper ones are left out." in view.text
+
+
+NOTHING = Trace((rank_trace(0, events([])), rank_trace(1, events([]), problem="no file")))
+MARKUP = "</script><script>alert(1)</script><!-- \"'&"
+STRANGE = (MARKUP, "ядро $x_1$ 核函数 \U0001f600", "n" * 5000, "two\nlines", "")
+BAD = {
+    "no ranks": Trace(()),
+    "no events": NOTHING,
+    "one event": Trace((rank_trace(0, events([(5, 7)])),)),
+    "one event of no duration": Trace((rank_trace(0, events([(0, 0)])),)),
+    "many ranks": Trace(tuple(rank_trace(r, events([(r, 5)])) for r in range(64))),
+    "steps without events": Trace((rank_trace(0, events([]), steps=(Step(0, 0, 50),)),)),
+    "steps of no duration": Trace(
+        (rank_trace(0, events([(0, 0)]), steps=(Step(0, 0, 0), Step(1, 0, 0))),)
+    ),
+    "before the beginning": Trace((rank_trace(0, events([(-50, 20), (3, 4)])),)),
+    "strange names": Trace(
+        (
+            rank_trace(
+                0,
+                events([(i * 10, 9) for i in range(5)], name=list(range(5))),
+                names=STRANGE,
+                lanes=(Lane(MARKUP + "$" + "核" * 50),),
+                problem=MARKUP + "\n" + "x" * 3000,
+            ),
+        ),
+        strategy=MARKUP,
+        notes=(MARKUP,),
+    ),
+    "one rank stopped": Trace(
+        (training(300).ranks[0], rank_trace(1, events([]), problem="rank 1 ended while recording"))
+    ),
+    "30 days": Trace((rank_trace(0, events([(0, 5), (30 * 24 * 3600 * 10**9, 5)])),)),
+}
+
+
+@pytest.mark.parametrize("trace", BAD.values(), ids=BAD)
+def test_any_trace_is_drawn(trace: Trace) -> None:
+    """Text, image and page of what is empty, tiny, huge or strangely named; no warnings either."""
+    view = traced(trace, NO_SHARES, [])
+    head = data_of(view)
+
+    assert view.text.startswith("trace of ")
+    assert imread(io.BytesIO(view.png)).shape[1] == recording_png.WIDTH
+    assert head["to"] > head["from"]
+    assert sum(head["count"]) == sum(len(rank.events) for rank in trace.ranks)
+    assert [tag for tag, _ in Tags(view.html).tags if tag in {"script", "iframe", "img"}] == [
+        "img",
+        "iframe",
+    ]
+    assert size_of(view) < MOST_BYTES / 4
+
+
+def test_names_cannot_end_the_script_that_holds_them() -> None:
+    """The frame has its own three scripts' text and the data, whatever events are called."""
+    view = traced(BAD["strange names"], NO_SHARES, [])
+    inner = Tags(view.html).one("iframe")["srcdoc"]
+
+    assert "alert(1)" not in inner
+    assert len(re.findall("<script", inner)) == len(re.findall("</script", inner)) == 2
+    assert data_of(view)["names"][:2] == list(STRANGE[:2])
+    assert max(map(len, data_of(view)["names"])) == recording_iframe.MOST_NAME
+
+
+def test_what_a_rank_lacks_is_told() -> None:
+    """In the text, in one line."""
+    assert "rank 1: no file" in traced(NOTHING, NO_SHARES, []).text.splitlines()
+
+
+def test_measured_numbers_are_placeholders_where_outputs_are_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two runs of one program print the same, whatever was slow; there is no HTML to compare."""
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    slower = replace(
+        SHARES,
+        ranks=(replace(rank_shares(0), compute_ns=0, overlap_ns=0), rank_shares(1)),
+        slowest=replace(SHARES.slowest, rank=0, is_alone=False),  # type: ignore[type-var]
+        operations=(Operation("aten::add", COMPUTE, 7, MS, 0.9), *SHARES.operations),
+        traffic=(replace(SHARES.traffic[0], median_ns=7),),
+    )
+    one = traced(training(600, seed=1), SHARES, [FINDING])
+    other = traced(training(600, seed=2), slower, [])
+
+    assert one.text == other.text
+    assert "trace of ranks 0-1, #, 6 steps of #, ddp, dp 2" in one.text
+    assert "slowest rank: #" in one.text
+    assert one.html == ""
+    assert set(one._repr_mimebundle_()) == {"text/plain", "image/png"}
+
+
+@pytest.mark.parametrize(
+    ("slowest", "told"),
+    [
+        (None, "slowest rank: none, no rank waits for another"),
+        (
+            Slowest(0, MS, 0.1, is_alone=False),
+            (
+                "slowest rank: 0; without it a step would be 10.0 % faster (1.0 ms); "
+                "others cost half as much or more, so it is not it alone"
+            ),
+        ),
+    ],
+)
+def test_the_slowest_rank_may_not_be_alone(slowest: Slowest | None, told: str) -> None:
+    """Or nobody waits."""
+    text = traced(training(100), replace(SHARES, slowest=slowest), []).text
+
+    assert told in text.splitlines()
+
+
+def test_many_collectives_are_counted() -> None:
+    """The largest stand in the table."""
+    many = tuple(replace(SHARES.traffic[0], size_bytes=size) for size in range(50))
+    text = traced(training(100), replace(SHARES, traffic=many), []).text
+
+    assert text.count("all-reduce  ") == 20
+    assert "and 30 more that send less" in text.splitlines()
+
+
+def test_each_pixel_has_the_share_of_each_kind() -> None:
+    """Against adding up the events one by one; overlapping events add up too."""
+    trace = made(500, ranks=2, seed=3, depths=2)
+    drawn = laid(trace, 100)
+    columns, end_ns = 40, trace.duration_ns
+    slow = np.zeros((len(drawn.rows), len(KINDS), columns))
+    edges = np.arange(columns + 1) * end_ns / columns
+    for row, kind, start, took in zip(
+        drawn.row, drawn.kind, drawn.start_ns, drawn.duration_ns, strict=True
+    ):
+        inside = np.minimum(edges[1:], start + took) - np.maximum(edges[:-1], start)
+        slow[row, kind] += np.maximum(inside, 0) * columns / end_ns
+    rows = slice(2, 7)
+    found = trace_image.shares(drawn, rows, (0, end_ns), columns)
+
+    np.testing.assert_allclose(found, slow[rows], atol=0.02)
+    assert slow[rows].max() > 0.5
+
+
+def test_the_image_shows_each_kind_in_its_colour_and_idle_as_the_lane() -> None:
+    """Half of a row computes, a quarter is idle, a quarter communicates."""
+    one = events([(0, 50), (75, 25)], kind=[COMPUTE, COMMUNICATION])
+    trace = Trace((rank_trace(0, one),))
+    pixels = imread(io.BytesIO(trace_image.png(trace, laid(trace, 10))))
+    y = recording_png.TOP + trace_image.HEADER + trace_image.ROW // 2
+    line = (pixels[y, recording_png.LEFT : -recording_png.RIGHT, :3] * 255).round().astype(int)
+    colours = {
+        "compute": (0x00, 0x72, 0xB2),
+        "idle": (0xF0, 0xF0, 0xF0),
+        "communication": (0xD5, 0x5E, 0x00),
+    }
+    shares = {name: (line == colour).all(axis=1).mean() for name, colour in colours.items()}
+
+    assert shares == pytest.approx({"compute": 0.5, "idle": 0.25, "communication": 0.25}, abs=0.01)
+
+
+def test_an_image_of_many_ranks_stays_small() -> None:
+    """Rows get lower, down to 3 pixels, so that all ranks are in it."""
+    ranks = tuple(rank_trace(rank, made(60, ranks=1).ranks[0].events) for rank in range(64))
+    trace = Trace(tuple(replace(rank, names=("x",) * 40, groups=("a", "b")) for rank in ranks))
+    drawn = trace_image.png(trace, laid(trace, 64))
+    height = imread(io.BytesIO(drawn)).shape[0]
+
+    assert 64 * 4 * 3 <= height <= 1400
+    assert len(drawn) < 300_000
+
+
+def test_drawing_leaves_matplotlib_as_it_is() -> None:
+    """No figure of pyplot's, the same backend and settings; the user's style does not matter."""
+    trace = training(300)
+    plain = trace_image.png(trace, laid(trace, 64))
+    with mpl.rc_context({"axes.facecolor": "black", "font.size": 30, "savefig.transparent": True}):
+        before = dict(mpl.rcParams)
+        again = trace_image.png(trace, laid(trace, 64))
+        after = dict(mpl.rcParams)
+
+    assert plt.get_fignums() == []
+    assert before == after
+    assert plain == again
+
+
+def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
+    """It takes long to load, and pyplot would choose a backend."""
+    program = (
+        "import sys\n"
+        "from nbdist.trace.trace import Trace\n"
+        "from nbdist.trace.breakdown import Shares\n"
+        "from nbdist.trace.view.report import traced\n"
+        "before = 'matplotlib' in sys.modules\n"
+        "traced(Trace(()), Shares((), 0, None, (), (), 0.0), [])\n"
+        "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
+    )
+
+    assert done.stdout.split() == ["False", "True", "False"]
+
+
+def test_the_same_trace_gives_the_same_bundle() -> None:
+    """No date, no random ids."""
+    once, again = (traced(training(300), SHARES, [FINDING])._repr_mimebundle_() for _ in range(2))
+
+    assert once == again
+
+
+def test_rows_of_a_rank_without_waiting_are_not_called_slow() -> None:
+    """One rank waits for nobody: there is no such line."""
+    one: tuple[RankTrace, ...] = training(100, ranks=1).ranks
+    text = traced(Trace(one), replace(SHARES, ranks=(rank_shares(0),), slowest=None), []).text
+
+    assert "slowest" not in text
+    assert text.startswith("trace of rank 0, ")
