@@ -14,12 +14,12 @@ from nbdist.checkpoint.safetensors import Exported
 from nbdist.client import checkup, configuration
 from nbdist.client.bandwidth import BENCH_S, Bandwidth
 from nbdist.client.lints import Lints
-from nbdist.client.memory import Memories
 from nbdist.core.bandwidth import Bench
 from nbdist.core.checkup import Checkup
 from nbdist.core.config_emit import SCRIPT
 from nbdist.core.config_launch import Configured, configured
-from nbdist.core.snapshot import Snapshot
+from nbdist.memory.kernel import Memories
+from nbdist.memory.snapshot import Snapshot
 from nbdist.trace.kernel.recordings import Traces
 from nbdist.trace.trace import Trace
 from nbdist.variables.kernel import Moved, Variables

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from nbdist.commands import cells
 from nbdist.commands.trace import step_count
-from nbdist.core import snapshot_file
-from nbdist.core.snapshot import MemoryOptions, Snapshot
-from nbdist.core.snapshot_growth import growth
 from nbdist.core.view import View
 from nbdist.errors import OptionError
+from nbdist.memory import file as memory_file
+from nbdist.memory.diff import growth
+from nbdist.memory.snapshot import MemoryOptions, Snapshot
+from nbdist.memory.view.diff import grew
+from nbdist.memory.view.report import remembered
 from nbdist.notebook import NOTEBOOK, CellOptions, Record, show
 from nbdist.verbs import Option, Verb
-from nbdist.view.memory import remembered
-from nbdist.view.memory_growth import grew
 
 
 def dist_memory_cell(values: Namespace, code: str) -> None:
@@ -48,7 +48,7 @@ def dist_memory(values: Namespace) -> View:
         NOTEBOOK.session.memories.keep(values.keep, snapshot)
         return View(f"kept as {values.keep}; %dist_memory --since {values.keep} shows what grew")
     if values.save is not None:
-        made = snapshot_file.write_folder(Path(values.save).expanduser(), snapshot)
+        made = memory_file.write_folder(Path(values.save).expanduser(), snapshot)
         return View("\n".join(f"written: {path}" for path in made))
     if values.since is not None:
         return _grown(values.since, snapshot)
@@ -58,7 +58,7 @@ def dist_memory(values: Namespace) -> View:
 def _asked(folder: Path | None, *, is_now: bool) -> Snapshot:
     """The saved snapshots of a folder, or of the ranks: of now, or what was recorded last."""
     if folder is not None:
-        return snapshot_file.read_folder(folder)
+        return memory_file.read_folder(folder)
     session = NOTEBOOK.session
     return session.memories.now() if is_now else session.memory()
 
@@ -74,8 +74,8 @@ def _grown(since: str, snapshot: Snapshot) -> View:
 
 
 def saved(folder: str) -> Snapshot:
-    """The snapshots that were saved into a folder; see core.snapshot_file.read_folder."""
-    return snapshot_file.read_folder(Path(folder).expanduser())
+    """The snapshots that were saved into a folder; see memory.file.read_folder."""
+    return memory_file.read_folder(Path(folder).expanduser())
 
 
 def _event_count(text: str) -> int:

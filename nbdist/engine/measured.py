@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from nbdist.core.plan_check import Measured
-from nbdist.engine import wrapped
 from nbdist.engine.fake.run import loss_of
 from nbdist.errors import NbdistError
+from nbdist.memory.rank import ddp_fsdp
 from nbdist.parallel.build import local_of
 from nbdist.recording.rank.steps import QUIET, is_profiling
 
@@ -101,7 +101,7 @@ def _tensors(subject: Subject) -> dict[str, int]:
     buckets = 0
     for module in subject.outer.modules():
         if isinstance(module, DistributedDataParallel) and not module.gradient_as_bucket_view:
-            buckets += sum(wrapped.bucket_sizes(module))
+            buckets += sum(ddp_fsdp.bucket_sizes(module))
     return {
         "parameters": _bytes(subject.base.parameters()),
         "optimizer": _bytes(

@@ -27,10 +27,11 @@ from nbdist.core import topology
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
-from nbdist.engine import ahead, cells, facts, lints, out_of_memory, responder, scratch
+from nbdist.engine import ahead, cells, facts, lints, responder, scratch
 from nbdist.errors import NbdistError, StartError
 from nbdist.hang.rank import call_log
 from nbdist.hang.recovery import MadeGroup
+from nbdist.memory.rank import oom_hook
 from nbdist.parallel.accelerator.lazy import LazyAccelerator
 from nbdist.recording.rank import cell_hook
 from nbdist.rpc.rank import crash_files
@@ -237,7 +238,7 @@ def prepare(seed: int | None = None) -> Topology:
         set_seed(seed)
     shell = get_ipython()
     cells.install(shell)
-    out_of_memory.install(shell.kernel)
+    oom_hook.install(shell.kernel)
     cell_hook.install(shell.kernel)
     lints.watch_cells(shell.kernel)
     call_log.watch_cells(shell)

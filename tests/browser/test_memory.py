@@ -13,9 +13,9 @@ import pytest
 from matplotlib.image import imread
 from nbconvert import HTMLExporter
 
-from nbdist.core.snapshot import ACTIVATION, CATEGORIES, OutOfMemory, Snapshot
-from nbdist.core.snapshot_curve import changes, curve, peak_ns, totals
-from nbdist.view.memory import remembered
+from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, OutOfMemory, Snapshot
+from nbdist.memory.timeline import changes, curve, peak_ns, totals
+from nbdist.memory.view.report import remembered
 from tests.support.drawn_memory import MB, Piece, million, rank_memory, training
 from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
 from tests.support.live import DEADLINE_MS, LivePicture
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL = (
-    "from nbdist.view.memory import remembered\n"
+    "from nbdist.memory.view.report import remembered\n"
     "from tests.support.drawn_memory import training\n"
     "remembered(training(device='cuda'))"
 )

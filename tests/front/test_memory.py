@@ -22,7 +22,7 @@ _RANKS = """
 """
 # Rank 0's bytes by category, at the end of the record, and the names of these owners.
 _BYTES = """
-from nbdist.core import snapshot as s
+from nbdist.memory import snapshot as s
 def mem_bytes(one, category):
     b = one.blocks
     there = (b.end_ns == s.STAYS) & b.is_exact & (b.category == category)

@@ -3,7 +3,7 @@
 import pytest
 
 import nbdist
-from nbdist.core.snapshot import (
+from nbdist.memory.snapshot import (
     ACTIVATION,
     BACKWARD,
     GRADIENT,

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import nbdist
-from nbdist.core import snapshot_file
-from nbdist.core.snapshot import Frame, RankMemory
+from nbdist.memory import file as memory_file
+from nbdist.memory.snapshot import Frame, RankMemory
 from nbdist.notebook import NOTEBOOK
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "memory"
@@ -68,7 +68,7 @@ def capture(strategy: str, options: dict[str, object], folder: Path) -> None:
             target.mkdir(parents=True, exist_ok=True)
             for rank in made.ranks:
                 path = target / f"rank{rank.rank}.pickle.gz"
-                snapshot_file.write(path, _anonymous(rank), made.strategy, made.notes)
+                memory_file.write(path, _anonymous(rank), made.strategy, made.notes)
     finally:
         NOTEBOOK.stop()
 

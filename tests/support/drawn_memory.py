@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from nbdist.core.snapshot import (
+from nbdist.memory.snapshot import (
     ACTIVATION,
     BACKWARD,
     BEFORE,
@@ -246,7 +246,7 @@ def _step(one: _Training, rank: int, step: int, weights: Sequence[str], width: i
 
 def _on_gpu(rank: RankMemory) -> RankMemory:
     """The same on a device that keeps what it has got."""
-    from nbdist.core.snapshot_curve import changes, totals
+    from nbdist.memory.timeline import changes, totals
 
     time_ns, total = totals(changes(rank.blocks))
     held = -(-np.maximum.accumulate(total) * 5 // 4 // (2 * MB)) * 2 * MB

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from nbdist.core.snapshot import (
+from nbdist.memory.snapshot import (
     BACKWARD,
     BEFORE,
     CATEGORIES,

@@ -23,10 +23,9 @@ from nbdist.cells.kernel.cell_request import CellRequest, Sink
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.outputs import CellResult
 from nbdist.checkpoint.kernel import Checkpoints
-from nbdist.client import monitor, shortages
+from nbdist.client import monitor
 from nbdist.client.bandwidth import Bandwidth
 from nbdist.client.lints import Lints
-from nbdist.client.memory import Memories
 from nbdist.client.subjects import Subjects
 from nbdist.cluster.kernel import outside
 from nbdist.cluster.kernel.cluster import Cluster
@@ -34,7 +33,6 @@ from nbdist.cluster.kernel.exits import WITHOUT_CONTROLLER, Exit
 from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.core.ranks import parse_ranks, rank_label
 from nbdist.core.shown import is_stored
-from nbdist.core.snapshot import MemoryOptions, Snapshot
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, RankGone
@@ -42,6 +40,9 @@ from nbdist.hang.kernel.health import Health
 from nbdist.hang.kernel.maintenance import RESTART_S, Upkeep
 from nbdist.hang.kernel.restart import Restarted
 from nbdist.hang.kernel.watchdog import Watchdog
+from nbdist.memory import shortages
+from nbdist.memory.kernel import Memories
+from nbdist.memory.snapshot import MemoryOptions, Snapshot
 from nbdist.rpc.kernel import functions, gather, sigint
 from nbdist.rpc.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RECORDING, CELL_RUN
 from nbdist.switch.kernel import Strategies

@@ -1,6 +1,6 @@
 """Lets a recording run while its cell does, and never longer.
 
-What records (trace/rank.py, engine/snapshot.py) is loaded when it is first asked for: a rank
+What records (trace/rank.py, memory/rank/record.py) is loaded when it is first asked for: a rank
 starts without it.
 """
 

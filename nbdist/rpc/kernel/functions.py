@@ -13,11 +13,11 @@ from nbdist.cells.completion import Reply
 from nbdist.core.bandwidth import Timing
 from nbdist.core.comparison import Watched
 from nbdist.core.monitor import Answer
-from nbdist.core.shortage import Shortage
-from nbdist.core.snapshot import MemoryOptions
 from nbdist.core.topology import EngineReport, Topology
 from nbdist.hang.records import CxxCall, Look
 from nbdist.hang.recovery import MadeGroup, MadeMesh, Recovered
+from nbdist.memory.oom_remedies import Shortage
+from nbdist.memory.snapshot import MemoryOptions
 from nbdist.strategy.choice import Choice
 from nbdist.switch.report import Switched
 from nbdist.trace.trace import TraceOptions
@@ -30,11 +30,11 @@ COMPARED = "nbdist.engine.compared"
 COMPLETION = "nbdist.engine.completion"
 FACTS = "nbdist.engine.facts"
 GROUPS = "nbdist.hang.rank.process_groups"
-MEMORY = "nbdist.engine.snapshot"
+MEMORY = "nbdist.memory.rank.record"
 MESHES = "nbdist.hang.rank.device_meshes"
 MODELS = "nbdist.parallel.live_models"
 NAMESPACE = "nbdist.rpc.rank.namespace"
-OUT_OF_MEMORY = "nbdist.engine.out_of_memory"
+OUT_OF_MEMORY = "nbdist.memory.rank.oom_hook"
 SCRIPT = "nbdist.engine.script"
 SIZES = "nbdist.parallel.model_sizes"
 STRATEGY = "nbdist.parallel.prepare"

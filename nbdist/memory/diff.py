@@ -1,0 +1,252 @@
+"""What memory has grown between two snapshots: which lines, which names, by how much.
+
+Compared is what is in use at the end of each. A block of the second was there in the first if one
+of the same address, size and stack was: addresses are used again, so none of these alone will do.
+A CPU's recording knows no stack of what was there when it began; such a block is the one of the
+same address and size, and counts under the lines that the other snapshot has of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nbdist.core.failures import ranks_are
+from nbdist.memory.call_site import is_own
+from nbdist.memory.snapshot import STAYS, Frame, RankMemory, Snapshot
+
+# `losses[17]` and `losses[18]` are of one list.
+_ITEM = re.compile(r"\[[^\]]*\]")
+NO_LINES = (
+    "No lines are known: a snapshot of one moment on a CPU has none. Record a cell with "
+    "%%dist_memory before and after to see which lines made what grew."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Blocks, and their bytes."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.count + other.count, self.size_bytes + other.size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What blocks have in common that count as one.
+
+    Attributes:
+        lines: The user's own lines that led to them, innermost first; the library's where there
+            are no others, and nothing where no stack is known.
+        category: Place in CATEGORIES.
+        name: With `[...]` for places in lists and dicts.
+        size_bytes: Of each, where nothing else tells them apart; 0 otherwise.
+    """
+
+    lines: tuple[Frame, ...]
+    category: int
+    name: str
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How much there was of one kind, and is.
+
+    Attributes:
+        kind: Of what.
+        before, after: At the end of the first and of the second.
+        new: Of those after, the blocks that were not there before.
+        ranks: Rank -> by how many bytes it grew there; ranks where it did not change are left out.
+    """
+
+    kind: Kind
+    before: Amount
+    after: Amount
+    new: Amount
+    ranks: Mapping[int, int]
+
+    @property
+    def grown_bytes(self) -> int:
+        """Bytes more; negative where it shrank."""
+        return self.after.size_bytes - self.before.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What has grown.
+
+    Attributes:
+        grown: The most bytes first.
+        shrunk: Likewise.
+        ranks: Rank -> all that was in use, before and after.
+        notes: What could not be compared, as sentences.
+    """
+
+    grown: tuple[Change, ...]
+    shrunk: tuple[Change, ...]
+    ranks: Mapping[int, tuple[Amount, Amount]]
+    notes: tuple[str, ...] = ()
+
+
+def growth(before: Snapshot, after: Snapshot) -> Growth:
+    """What is in use at the end of the second snapshot beyond what was at the end of the first."""
+    first = {one.rank: one for one in before.ranks if _is_there(one)}
+    second = {one.rank: one for one in after.ranks if _is_there(one)}
+    both = sorted(first.keys() & second.keys())
+    found: dict[Kind, list[tuple[int, Amount, Amount, Amount]]] = defaultdict(list)
+    totals = {}
+    for rank in both:
+        old, new = _alive(first[rank]), _alive(second[rank])
+        totals[rank] = (_amount(old), _amount(new))
+        for kind, amounts in _compared(old, new):
+            found[kind].append((rank, *amounts))
+    changes = [_merged(kind, rows) for kind, rows in found.items()]
+    return Growth(
+        tuple(sorted((c for c in changes if c.grown_bytes > 0), key=_order)),
+        tuple(sorted((c for c in changes if c.grown_bytes < 0), key=_order)),
+        totals,
+        (*_missing(before, "first"), *_missing(after, "second"), *_notes(first, second, changes)),
+    )
+
+
+def _is_there(one: RankMemory) -> bool:
+    return bool(len(one.blocks)) or not one.problem
+
+
+def _missing(snapshot: Snapshot, which: str) -> Iterator[str]:
+    for one in snapshot.ranks:
+        if not _is_there(one):
+            yield f"rank {one.rank} has nothing in the {which} snapshot: {one.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    kind: Kind
+    address: int
+    size_bytes: int
+    stack: tuple[Frame, ...]
+
+
+def _alive(memory: RankMemory) -> list[_Block]:
+    """What is in use at the end of a recording, or in one moment."""
+    b = memory.blocks
+    names = [_ITEM.sub("[...]", name) for name in memory.names]
+    lines = [_lines(stack) for stack in memory.stacks]
+    found = []
+    for place in np.flatnonzero(b.end_ns == STAYS).tolist():
+        stack, name, size = int(b.stack[place]), int(b.name[place]), int(b.size_bytes[place])
+        is_bare = stack < 0 and name < 0
+        kind = Kind(
+            lines[stack] if stack >= 0 else (),
+            int(b.category[place]),
+            names[name] if name >= 0 else "",
+            size if is_bare else 0,
+        )
+        whole = memory.stacks[stack] if stack >= 0 else ()
+        found.append(_Block(kind, int(b.address[place]), size, whole))
+    return found
+
+
+def _lines(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    return tuple(frame for frame in stack if is_own(frame)) or stack
+
+
+def _amount(blocks: Iterable[_Block]) -> Amount:
+    sizes = [one.size_bytes for one in blocks]
+    return Amount(len(sizes), sum(sizes))
+
+
+def _compared(
+    old: list[_Block], new: list[_Block]
+) -> Iterator[tuple[Kind, tuple[Amount, Amount, Amount]]]:
+    """Each kind with what there was, what is, and what is new of it."""
+    pairs = _pairs(old, new)
+    before, after, added = (
+        defaultdict[Kind, list[_Block]](list),
+        defaultdict[Kind, list[_Block]](list),
+        defaultdict[Kind, list[_Block]](list),
+    )
+    for one, other in pairs:
+        kind = _better(one, other)
+        if one is not None:
+            before[kind].append(one)
+        if other is not None:
+            after[kind].append(other)
+            if one is None:
+                added[kind].append(other)
+    for kind in dict.fromkeys((*before, *after)):
+        yield kind, (_amount(before[kind]), _amount(after[kind]), _amount(added[kind]))
+
+
+def _pairs(old: list[_Block], new: list[_Block]) -> Iterator[tuple[_Block | None, _Block | None]]:
+    """The same block in both, or one that is only in one of them."""
+    there: dict[tuple[int, int], list[_Block]] = defaultdict(list)
+    for one in old:
+        there[one.address, one.size_bytes].append(one)
+    for other in new:
+        known = there[other.address, other.size_bytes]
+        match = next((o for o in known if o.stack == other.stack), None) or next(
+            (o for o in known if not o.stack or not other.stack), None
+        )
+        if match is not None:
+            known.remove(match)
+        yield match, other
+    for left in there.values():
+        yield from ((one, None) for one in left)
+
+
+def _better(one: _Block | None, other: _Block | None) -> Kind:
+    """What a block is, by the snapshot that knows more of it; the second where both do."""
+    kinds = [block.kind for block in (other, one) if block is not None]
+    best = max(kinds, key=lambda kind: bool(kind.lines))
+    name = best.name or next((kind.name for kind in kinds if kind.name), "")
+    size = best.size_bytes if not best.lines and not name else 0
+    return replace(best, name=name, size_bytes=size)
+
+
+def _merged(kind: Kind, rows: list[tuple[int, Amount, Amount, Amount]]) -> Change:
+    before, after, new = Amount(), Amount(), Amount()
+    ranks = {}
+    for rank, one_before, one_after, one_new in rows:
+        before, after, new = before + one_before, after + one_after, new + one_new
+        if change := one_after.size_bytes - one_before.size_bytes:
+            ranks[rank] = change
+    return Change(kind, before, after, new, ranks)
+
+
+def _order(change: Change) -> tuple[object, ...]:
+    kind = change.kind
+    lines = tuple((frame.file, frame.line) for frame in kind.lines)
+    return (-abs(change.grown_bytes), kind.category, kind.name, lines)
+
+
+def _notes(
+    first: Mapping[int, RankMemory], second: Mapping[int, RankMemory], changes: list[Change]
+) -> Iterator[str]:
+    for ranks, where in (
+        (first.keys() - second.keys(), "first"),
+        (second.keys() - first.keys(), "second"),
+    ):
+        if ranks:
+            yield f"{ranks_are(sorted(ranks))} only in the {where} snapshot, and not compared."
+    for rank in sorted(first.keys() & second.keys()):
+        old, new = first[rank], second[rank]
+        if old.device != new.device:
+            yield (
+                f"rank {rank}: the first snapshot is of its {old.device}'s memory, the second of "
+                f"its {new.device}'s."
+            )
+        yield from (f"rank {rank}: {one.problem}" for one in (old, new) if one.problem)
+    grown = [one.kind for one in changes if one.grown_bytes > 0]
+    if grown and not any(kind.lines for kind in grown):
+        yield NO_LINES
+    elif any(kind.size_bytes for kind in grown):
+        yield "What has no line and no name is told apart by its size alone."

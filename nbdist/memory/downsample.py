@@ -1,0 +1,133 @@
+"""Memory with small blocks merged, so that a live picture of any snapshot is bounded.
+
+Blocks of at least `least_bytes` stay as they are, and so do the largest of those that are in use at
+the peak. Of all others the picture has what they make together of each category, at every moment at
+which a block that stays comes or goes, and at those that show how the total runs. So at each of
+these moments the sums are exact, and the peak is one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from nbdist.memory.snapshot import STAYS, Blocks, Integers, RankMemory
+from nbdist.memory.timeline import (
+    CLASSES,
+    Truths,
+    changes,
+    is_in_use,
+    lives,
+    sizes_at,
+    telling,
+    totals,
+)
+
+# Moments that show how the total runs where blocks are merged, of all ranks together.
+MOST_MOMENTS = 12_000
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """What a live picture shows of one rank.
+
+    Attributes:
+        blocks: Those that are shown alone.
+        time_ns: When what the merged blocks make together changes, sorted.
+        code: 2 x category + is_exact of what changes.
+        size_bytes: By how much; below 0 where it becomes less.
+        merged: How many blocks are shown together with others.
+    """
+
+    blocks: Blocks
+    time_ns: Integers
+    code: Integers
+    size_bytes: Integers
+    merged: int
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """All ranks of a picture.
+
+    Attributes:
+        least_bytes: Smaller blocks are merged, but for some that are in use at the peak.
+        ranks: In rank order.
+    """
+
+    least_bytes: int
+    ranks: tuple[Thinned, ...]
+
+    @property
+    def merged(self) -> int:
+        """Blocks that are shown together with others."""
+        return sum(one.merged for one in self.ranks)
+
+    @property
+    def n_items(self) -> int:
+        """Blocks that are shown alone, and changes of the others."""
+        return sum(len(one.blocks) + len(one.time_ns) for one in self.ranks)
+
+
+def level(ranks: Sequence[RankMemory], most_blocks: int) -> Level:
+    """About `most_blocks` blocks of all ranks together, those of at least 0, 1, 2, 5, 10 ... bytes.
+
+    A fifth of the room is for the blocks of the peaks.
+    """
+    at_peaks = most_blocks // 5 // max(len(ranks), 1)
+    every = np.sort(np.concatenate([np.zeros(0, np.int64), *(r.blocks.size_bytes for r in ranks)]))
+    room = most_blocks if most_blocks >= len(every) else most_blocks - at_peaks * len(ranks)
+    least = next(one for one in _sizes() if len(every) - np.searchsorted(every, one) <= room)
+    moments = min(MOST_MOMENTS, 2 * most_blocks) // max(len(ranks), 1)
+    return Level(least, tuple(thinned(rank, least, at_peaks, moments) for rank in ranks))
+
+
+def thinned(rank: RankMemory, least_bytes: int, at_peak: int, moments: int) -> Thinned:
+    """One rank; blocks below `least_bytes` merged but for the `at_peak` largest at the peak.
+
+    Args:
+        rank: Whose blocks.
+        least_bytes: See Level.
+        at_peak: How many smaller ones are shown alone.
+        moments: About so many show how the total runs.
+    """
+    blocks = rank.blocks
+    kept = blocks.size_bytes >= least_bytes
+    if kept.all():
+        none = np.zeros(0, np.int64)
+        return Thinned(blocks, none, none, none, 0)
+    made = changes(blocks)
+    time_ns, total = totals(made)
+    there = np.flatnonzero(is_in_use(blocks, int(time_ns[np.argmax(total)])) & ~kept)
+    largest = there[np.argsort(-blocks.size_bytes[there], kind="stable")[:at_peak]]
+    kept[largest] = True
+    told = [time_ns[telling(time_ns, total, moments)], *_edges(blocks, kept)]
+    at_ns = np.unique(np.concatenate(told))
+    sizes = sizes_at(changes(chosen(blocks, ~kept)), at_ns).reshape(len(at_ns), CLASSES)
+    steps = np.diff(sizes, axis=0, prepend=0)
+    moment, code = np.nonzero(steps)
+    return Thinned(
+        chosen(blocks, kept), at_ns[moment], code, steps[moment, code], int((~kept).sum())
+    )
+
+
+def chosen(blocks: Blocks, mask: Truths) -> Blocks:
+    """Those blocks alone."""
+    return Blocks(*(getattr(blocks, column.name)[mask] for column in fields(Blocks)))
+
+
+def _edges(blocks: Blocks, kept: Truths) -> list[Integers]:
+    """When the blocks that stay come and go."""
+    start_ns, end_ns = (column[kept] for column in lives(blocks))
+    return [start_ns, end_ns[end_ns != STAYS]]
+
+
+def _sizes() -> Iterator[int]:
+    """0, 1, 2, 5, 10, ... up to more than any block has."""
+    yield 0
+    power = 1
+    while power < 1 << 63:
+        yield from (power, 2 * power, 5 * power)
+        power *= 10

@@ -1,0 +1,211 @@
+"""Files of memory: the pickle that torch's `_dump_snapshot` writes and its viewer opens."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import pickle
+import re
+import secrets
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from nbdist.core import safe_pickle
+from nbdist.core.units import size
+from nbdist.errors import SnapshotError
+from nbdist.memory import json_fields, own_format
+from nbdist.memory.snapshot import RankMemory, Snapshot
+from nbdist.memory.torch_reader import of_torch, to_torch
+
+# torch's viewer reads protocols 2 to 4.
+PROTOCOL = 4
+NAME = "rank{rank}.pickle"
+_GZIP = b"\x1f\x8b"
+_RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,9})")
+_CHUNK_BYTES = 2**22
+
+
+def write(path: Path, memory: RankMemory, strategy: str = "", notes: Sequence[str] = ()) -> None:
+    """Write what a rank had allocated, for torch's viewers and for `read`.
+
+    Args:
+        path: Replaced at once, when all is written; compressed if it ends in `.gz`.
+        memory: Of one rank.
+        strategy: As in Snapshot.
+        notes: Likewise.
+
+    Raises:
+        SnapshotError: If it cannot be written; what was there is as it was.
+    """
+    made = to_torch(memory)
+    made[own_format.OURS] |= {"strategy": strategy, "notes": list(notes)}
+    half = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with half.open("xb") as file:
+            _dump(made, file, is_packed=path.suffix == ".gz")
+        half.replace(path)
+    except OSError as error:
+        half.unlink(missing_ok=True)
+        raise SnapshotError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _dump(made: dict[str, Any], file: BinaryIO, *, is_packed: bool) -> None:
+    if not is_packed:
+        pickle.dump(made, file, PROTOCOL)
+        return
+    with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6, filename="", mtime=0) as packed:
+        pickle.dump(made, packed, PROTOCOL)
+
+
+def read(path: Path, rank: int = 0) -> Snapshot:
+    """What one file says of one rank; nothing in it is run, whoever wrote it.
+
+    Args:
+        path: As `write`, or torch's `_dump_snapshot`, writes it; compressed or not.
+        rank: Whose it is, where neither the file nor its name tells.
+
+    Raises:
+        SnapshotError: If it cannot be read, or is no snapshot.
+    """
+    named = _RANK_IN_NAME.search(path.name)
+    try:
+        whole = safe_pickle.loads(_content(path))
+    except SnapshotError as error:
+        raise SnapshotError(f"{path} {error}.") from None
+    try:
+        memory = of_torch(
+            whole, rank=int(named.group(1)) if named else rank, device_index=_device(whole)
+        )
+        ours = whole.get(own_format.OURS, {})
+        strategy = json_fields.text_of(ours, "strategy", own_format.OURS, "")
+        notes = json_fields.texts(ours.get("notes", ()), f"{own_format.OURS}.notes")
+    except SnapshotError as error:
+        raise SnapshotError(f"{path} is no snapshot of memory: {error}") from None
+    return Snapshot((memory,), strategy, notes)
+
+
+def _content(path: Path) -> bytes:
+    """All of a file, unpacked if it is compressed."""
+    most = safe_pickle.MOST_BYTES
+    try:
+        with path.open("rb") as file:
+            first = file.read(len(_GZIP))
+            file.seek(0)
+            if first == _GZIP:
+                return _unpacked(file, most)
+            length = os.fstat(file.fileno()).st_size
+            if length > most:
+                raise SnapshotError(_too_large(length, most))
+            data = file.read(most + 1)
+    except OSError as error:
+        raise SnapshotError(f"cannot be read: {error.strerror or error}") from None
+    if len(data) > most:
+        raise SnapshotError(_too_large(len(data), most))
+    return data
+
+
+def _unpacked(file: BinaryIO, most: int) -> bytes:
+    made = io.BytesIO()
+    try:
+        with gzip.GzipFile(fileobj=file) as packed:
+            while chunk := packed.read(_CHUNK_BYTES):
+                made.write(chunk)
+                if made.tell() > most:
+                    raise SnapshotError(_too_large(made.tell(), most))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise SnapshotError(f"is cut off or damaged ({error})") from None
+    return made.getvalue()
+
+
+def _too_large(length: int, most: int) -> str:
+    return (
+        f"is too large: {size(length)} or more, and {size(most)} are read. Record fewer steps, or "
+        "without stacks"
+    )
+
+
+def _device(whole: Any) -> int:
+    """Which of a file's devices has a history, or else memory; 0 where none has."""
+    snapshot = json_fields.record(whole, "snapshot")
+    traces = json_fields.entries(snapshot.get("device_traces", ()), "device_traces")
+    with_history = [number for number, one in enumerate(traces) if type(one) is list and one]
+    if with_history:
+        return with_history[0]
+    segments = json_fields.records(snapshot.get("segments", ()), "segments")
+    used = [
+        json_fields.whole_of(one, "device", f"segments[{number}]", default=0, least=0)
+        for number, one in enumerate(segments)
+    ]
+    return min(used, default=0)
+
+
+def read_folder(folder: Path) -> Snapshot:
+    """The snapshots of a folder: one file per rank, *.pickle or *.pickle.gz.
+
+    A file that cannot be read is told in the notes if another one can.
+
+    Raises:
+        SnapshotError: If there is none, or none can be read, or two are of one rank.
+    """
+    if not folder.is_dir():
+        raise SnapshotError(f"{folder.absolute()} is no folder.")
+    paths = sorted(
+        path for path in folder.iterdir()
+        if path.name.endswith((".pickle", ".pickle.gz")) and not path.name.startswith(".")
+    )  # fmt: skip
+    if not paths:
+        raise SnapshotError(
+            f"There are no snapshots in {folder.absolute()}: files *.pickle or *.pickle.gz, one "
+            "per rank, as %dist_memory --save or torch.cuda.memory._dump_snapshot writes them."
+        )
+    ranks: dict[int, RankMemory] = {}
+    strategies: list[str] = []
+    notes: list[str] = []
+    problems: list[str] = []
+    for number, path in enumerate(paths):
+        try:
+            one = read(path, number)
+        except SnapshotError as error:
+            problems.append(str(error))
+            continue
+        (memory,) = one.ranks
+        if memory.rank in ranks:
+            raise SnapshotError(
+                f"{folder.absolute()} holds two snapshots of rank {memory.rank} ({path.name} is "
+                "one). Put each into a folder of its own."
+            )
+        ranks[memory.rank] = memory
+        strategies.append(one.strategy)
+        notes += one.notes
+    if not ranks:
+        raise SnapshotError(" ".join(problems))
+    return Snapshot(
+        tuple(ranks[rank] for rank in sorted(ranks)),
+        next(filter(None, strategies), ""),
+        tuple(dict.fromkeys((*problems, *notes))),
+    )
+
+
+def write_folder(folder: Path, snapshot: Snapshot) -> tuple[Path, ...]:
+    """Write a file per rank.
+
+    Args:
+        folder: Made where it is not there; files of the same names in it are replaced.
+        snapshot: Of all ranks.
+
+    Raises:
+        SnapshotError: If one cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SnapshotError(f"{folder} cannot be made: {error.strerror or error}.") from error
+    made = []
+    for one in snapshot.ranks:
+        path = folder / NAME.format(rank=one.rank)
+        write(path, one, snapshot.strategy, snapshot.notes)
+        made.append(path)
+    return tuple(made)

@@ -1,0 +1,293 @@
+"""What a rank knew when its memory ran out, and what would make room: a ladder of remedies.
+
+Gains are predicted from what was measured on that rank: states (parameters, gradients, optimizer)
+by the shares of strategy.footprint, which are exact; activations by the batch and by what computes
+them, which are estimates. docs/memory.md has each formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from nbdist.errors import OptionError
+from nbdist.memory.oom_message import DEVICE, UNKNOWN, Told
+from nbdist.memory.snapshot import (
+    ACTIVATION,
+    COMMUNICATION,
+    GRADIENT,
+    OPTIMIZER,
+    PARAMETER,
+    TEMPORARY,
+)
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import Choice, choose, steps_of
+from nbdist.strategy.table import HELD
+
+# Where a step was when it failed; empty outside of one.
+FORWARD, BACKWARD, STEPPING = "forward", "backward", "optimizer"
+# What a block needs of its input, of all that it keeps: 2 of 34 bytes for each number in it.
+# Source: https://arxiv.org/abs/2205.05198 section 4.1.
+_INPUT_SHARE = 2 / 34
+# Blocks that FSDP has whole at a time: one computes while the next is gathered.
+_GATHERED_BLOCKS = 2
+_CATEGORY = {"parameters": PARAMETER, "gradients": GRADIENT, "optimizer": OPTIMIZER}
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What holds memory.
+
+    Attributes:
+        name: The parameter, the variable; empty where it has none.
+        category: Place in memory.snapshot.CATEGORIES.
+        size_bytes: Of all blocks of it.
+        count: Blocks.
+    """
+
+    name: str
+    category: int
+    size_bytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What a rank knew when its memory ran out.
+
+    Attributes:
+        rank: Whose.
+        told: What the error said.
+        phase: FORWARD, BACKWARD, STEPPING, or empty.
+        categories: In use for each of memory.snapshot.CATEGORIES, in bytes.
+        holders: The largest first.
+        limit_bytes: What the device, or the host, has; 0 where it is not known.
+        free_bytes: Free of it for this process; UNKNOWN where it is not known.
+        choice: What models are under; None where none was prepared.
+        blocks: Like layers of the largest model; 0 where it has no list of them.
+        problem: Why something lacks, as a sentence.
+    """
+
+    rank: int
+    told: Told
+    phase: str
+    categories: tuple[int, ...]
+    holders: tuple[Holder, ...]
+    limit_bytes: int
+    free_bytes: int
+    choice: Choice | None
+    blocks: int = 0
+    problem: str = ""
+
+    @property
+    def activation_bytes(self) -> int:
+        """What a smaller batch makes smaller."""
+        return self.categories[ACTIVATION] + self.categories[TEMPORARY]
+
+    @property
+    def in_use_bytes(self) -> int:
+        """All that was found."""
+        return sum(self.categories)
+
+    @property
+    def scaled_bytes(self) -> int:
+        """The same, with what was asked for where the batch decides on that too."""
+        asks = self.phase in {FORWARD, BACKWARD} and self.told.asked_bytes > 0
+        return self.activation_bytes + (self.told.asked_bytes if asks else 0)
+
+    @property
+    def lacking_bytes(self) -> int:
+        """So much more has to be free; UNKNOWN where that cannot be said.
+
+        It failed: where enough seems to be free, it is so in pieces, or behind another limit.
+        """
+        if UNKNOWN in (self.told.asked_bytes, self.free_bytes):
+            return UNKNOWN
+        lacking = self.told.asked_bytes - self.free_bytes
+        return lacking if lacking > 0 else UNKNOWN
+
+    @property
+    def is_larger_than_all(self) -> bool:
+        """Whether more was asked for than there is, free or not."""
+        return 0 < self.limit_bytes < self.told.asked_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One remedy.
+
+    Attributes:
+        what: To do, as typed where it is an option.
+        gain_bytes: Predicted; UNKNOWN where there is nothing to predict from.
+        fits: Whether that would make room; None where it cannot be said.
+        why: What the number comes from, or why there is none.
+    """
+
+    what: str
+    gain_bytes: int
+    fits: bool | None
+    why: str
+
+
+def ladder(shortage: Shortage) -> tuple[Rung, ...]:
+    """Remedies in the order in which to try them: the cheap ones first. Taken ones are left out."""
+    return tuple(rung for step in _STEPS for rung in step(shortage))
+
+
+def _rung(shortage: Shortage, what: str, gain: float, why: str) -> Rung:
+    lacking = shortage.lacking_bytes
+    fits = None if UNKNOWN in (gain, lacking) else gain >= lacking
+    return Rung(what, round(gain), fits, why)
+
+
+_NONE_SEEN = "no activations were seen to predict from"
+
+
+def _batch(shortage: Shortage) -> Iterator[Rung]:
+    scaled = shortage.scaled_bytes
+    why = "half of the activations" if scaled else _NONE_SEEN
+    yield _rung(shortage, "half the batch", scaled / 2 if scaled else UNKNOWN, why)
+
+
+def _accumulation(shortage: Shortage) -> Iterator[Rung]:
+    times = 2 * (shortage.choice.options.accumulate if shortage.choice else 1)
+    scaled = shortage.scaled_bytes
+    why = "the same, and a step trains on as much as before" if scaled else _NONE_SEEN
+    what = f"half the batch with --accumulate {times}"
+    yield _rung(shortage, what, scaled / 2 if scaled else UNKNOWN, why)
+
+
+def _half_precision(shortage: Shortage) -> Iterator[Rung]:
+    choice = shortage.choice
+    if choice is not None and choice.options.precision != "fp32":
+        return
+    what = "--bf16"
+    if choice is None:
+        yield Rung(what, UNKNOWN, None, "no prepared model to predict from")
+        return
+    if not shortage.scaled_bytes:
+        yield Rung(what, UNKNOWN, None, _NONE_SEEN)
+        return
+    gathers = "fsdp" in steps_of(choice) or choice.name == "deepspeed"
+    # autocast keeps copies of the weights beside them; FSDP gathers them in half as many bytes.
+    copies = -shortage.categories[PARAMETER] if not gathers else shortage.categories[COMMUNICATION]
+    gain = max(0.0, (shortage.scaled_bytes + copies) / 2)
+    why = "half of the activations" + ("" if gathers else ", less copies of the weights")
+    yield _rung(shortage, what, gain, why)
+
+
+def _checkpoint(shortage: Shortage) -> Iterator[Rung]:
+    choice = shortage.choice
+    if choice is not None and choice.options.checkpoint:
+        return
+    what, kept = "--checkpoint full", shortage.activation_bytes
+    if not kept:
+        yield Rung(what, UNKNOWN, None, _NONE_SEEN)
+    elif shortage.blocks < 2:
+        yield Rung(what, UNKNOWN, None, "no list of two or more like layers was found")
+    else:
+        gain = max(0.0, kept * (1 - 1 / shortage.blocks - _INPUT_SHARE))
+        why = f"activations of one of {shortage.blocks} blocks, and inputs of all, are left"
+        yield _rung(shortage, what, gain, why)
+
+
+def _allocator(shortage: Shortage) -> Iterator[Rung]:
+    """Only where what the allocator holds and does not use would be enough."""
+    unused, asked = shortage.told.unused_bytes, shortage.told.asked_bytes
+    if shortage.told.memory == DEVICE and unused > 0 and 0 < asked <= unused:
+        yield _rung(
+            shortage,
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before %dist_init",
+            unused,
+            "held by the allocator in pieces that are too small",
+        )
+
+
+def _split(shortage: Shortage) -> Iterator[Rung]:
+    """Strategies under which a rank holds less of the states."""
+    choice = shortage.choice
+    if choice is None:
+        yield Rung("%dist_strategy fsdp", UNKNOWN, None, "no prepared model to predict from")
+        return
+    ranks = max(2, choice.world_size)
+    on = "" if ranks == choice.world_size else f" on {ranks} ranks (%dist_init -n {ranks})"
+    for name, own, what in (
+        ("deepspeed", {"stage": 2}, "%dist_strategy deepspeed --stage 2"),
+        ("fsdp", {}, "%dist_strategy fsdp"),
+    ):
+        other = _like(choice, name, own, ranks)
+        if other is None or (gain := _gain(shortage, choice, other)) <= 0:
+            continue
+        formula = footprint.held_formula(other)
+        yield _rung(shortage, f"{what}{_degrees(other)}{on}", gain, f"states as {formula}")
+
+
+def _offload(shortage: Shortage) -> Iterator[Rung]:
+    """Of a GPU alone: on a CPU the states lie in the host's memory already."""
+    choice = shortage.choice
+    if shortage.told.memory != DEVICE or (choice and choice.options.offload == "nvme"):
+        return
+    is_on_host = bool(choice and choice.options.offload)
+    for name, where, own in (
+        ("fsdp", "cpu", {}),
+        ("deepspeed", "nvme", {"stage": 3}),
+    ):
+        if where == "cpu" and is_on_host:
+            continue
+        words = "".join(f" --{key} {value}" for key, value in own.items())
+        what = f"%dist_strategy {name}{words} --offload {where}"
+        if choice is None:
+            yield Rung(what, UNKNOWN, None, "no prepared model to predict from")
+        elif is_on_host:
+            yield _rung(shortage, what, 0, "frees the host's memory, not the device's")
+        else:
+            gain = _states(shortage) - _gathered(shortage, choice)
+            yield _rung(shortage, what, max(0, gain), "all states leave the device, block by block")
+
+
+_STEPS: tuple[Callable[[Shortage], Iterator[Rung]], ...] = (
+    _batch, _accumulation, _half_precision, _checkpoint, _allocator, _split, _offload,
+)  # fmt: skip
+
+
+def _like(choice: Choice, name: str, own: Mapping[str, object], ranks: int) -> Choice | None:
+    """Another strategy with the degrees and options that are in use; None where it does not go."""
+    degrees = choice.degrees
+    kept = {word: n for word in ("tp", "pp", "cp") if (n := getattr(degrees, word)) > 1}
+    half = choice.options.precision
+    given = {**own, **kept, **({"precision": half} if half != "fp32" else {})}
+    try:
+        return choose(name, given, ranks)
+    except OptionError:
+        return None
+
+
+def _degrees(choice: Choice) -> str:
+    words = ((word, getattr(choice.degrees, word)) for word in ("tp", "pp", "cp"))
+    return "".join(f" --{word} {degree}" for word, degree in words if degree > 1)
+
+
+def _states(shortage: Shortage) -> int:
+    return sum(shortage.categories[_CATEGORY[what]] for what in HELD)
+
+
+def _gain(shortage: Shortage, now: Choice, other: Choice) -> float:
+    """Bytes of states less, without what is gathered meanwhile."""
+    gain = 0.0
+    for what in HELD:
+        held = shortage.categories[_CATEGORY[what]]
+        before, after = (
+            footprint.axes_size(one, footprint.split_axes(one, what)) for one in (now, other)
+        )
+        gain += held - held * before / after
+    is_gathered = footprint.split_axes(other, "parameters") and not footprint.split_axes(
+        replace(now), "parameters"
+    )
+    return gain - (_gathered(shortage, now) if is_gathered else 0)
+
+
+def _gathered(shortage: Shortage, now: Choice) -> float:
+    """Parameters that are whole at a time while their states are split."""
+    held = shortage.categories[PARAMETER]
+    whole = held * footprint.axes_size(now, footprint.split_axes(now, "parameters"))
+    return whole * min(1.0, _GATHERED_BLOCKS / shortage.blocks) if shortage.blocks else whole

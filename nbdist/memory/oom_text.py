@@ -1,0 +1,96 @@
+"""A shortage of memory in words: one block of text below the error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nbdist.core.units import size
+from nbdist.memory.oom_message import HOST, UNKNOWN, Told
+from nbdist.memory.oom_remedies import Rung, Shortage, ladder
+from nbdist.memory.snapshot import CATEGORIES, OPTIMIZER
+
+_PHASES = {
+    "forward": " in forward", "backward": " in backward", "optimizer": " in the optimizer's step",
+}  # fmt: skip
+_FITS = {True: "fits", False: "not enough", None: ""}
+MORE = "%dist_memory shows what was in use when it failed"
+
+
+def block(shortage: Shortage) -> str:
+    """What ran out, what held it, and the ladder of remedies; lines of text."""
+    return "\n".join((*_what(shortage), *_held(shortage), *_ladder(shortage), MORE))
+
+
+def unmeasured(rank: int, told: Told, why: str) -> str:
+    """The same where the rank could not be asked."""
+    return f"rank {rank} ran out of {_memory(told)}{_asked(told)}; what held it is not known: {why}"
+
+
+def _memory(told: Told) -> str:
+    if told.memory == HOST:
+        return "the host's memory"
+    number = f" {told.device}" if told.device != UNKNOWN else ""
+    return f"memory of its GPU{number}"
+
+
+def _asked(told: Told) -> str:
+    by = f" by {told.by}" if told.by not in {"CUDA", "HIP", "XPU", "CPU"} else ""
+    return f": {size(told.asked_bytes)} asked for{by}" if told.asked_bytes != UNKNOWN else by
+
+
+def _what(shortage: Shortage) -> Iterator[str]:
+    told = shortage.told
+    free = f"; {size(shortage.free_bytes)} free" if shortage.free_bytes != UNKNOWN else ""
+    limit = f" of {size(shortage.limit_bytes)}" if free and shortage.limit_bytes else ""
+    yield (
+        f"rank {shortage.rank} ran out of {_memory(told)}{_asked(told)}"
+        f"{_PHASES.get(shortage.phase, '')}{free}{limit}"
+    )
+    if told.others_bytes > 0:
+        yield f"other processes hold {size(told.others_bytes)} of it"
+    if told.unused_bytes > 0:
+        yield f"torch's allocator holds {size(told.unused_bytes)} that nothing uses"
+    if shortage.is_larger_than_all:
+        yield (
+            "one tensor larger than all there is: no strategy makes room for it. Look at its shape "
+            "in the line above"
+        )
+
+
+def _held(shortage: Shortage) -> Iterator[str]:
+    if shortage.problem:
+        yield shortage.problem
+    parts = [
+        f"{name} {size(bytes_)}"
+        for name, bytes_ in zip(CATEGORIES, shortage.categories, strict=True)
+        if bytes_
+    ]
+    if parts:
+        yield f"in use by tensors: {size(shortage.in_use_bytes)}: {', '.join(parts)}"
+    largest = [
+        f"{one.name or 'without a name'} {size(one.size_bytes)}"
+        + (f" in {one.count} blocks" if one.count > 1 else "")
+        + f" ({CATEGORIES[one.category]})"
+        for one in shortage.holders
+    ]
+    if largest:
+        yield f"the largest: {'; '.join(largest)}"
+
+
+def _ladder(shortage: Shortage) -> Iterator[str]:
+    rungs = ladder(shortage)
+    yield (
+        "what would help, cheap first; gains are predicted from what this rank held"
+        + (f", {size(shortage.lacking_bytes)} lack" if shortage.lacking_bytes > 0 else "")
+    )
+    rows = [(rung.what, _gain(rung), _FITS[rung.fits], rung.why) for rung in rungs]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width)
+        yield f"  {'  '.join(cells)}".rstrip()
+    if shortage.choice is not None and not shortage.categories[OPTIMIZER]:
+        yield "the optimizer has no state yet: its first step adds that to what is in use"
+
+
+def _gain(rung: Rung) -> str:
+    return "-" if rung.gain_bytes == UNKNOWN else f"-{size(rung.gain_bytes)}"

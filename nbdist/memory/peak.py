@@ -1,0 +1,287 @@
+"""When each rank had the most in use: for what, from which lines, and whose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nbdist.memory.call_site import innermost_library, innermost_own
+from nbdist.memory.snapshot import (
+    CATEGORIES,
+    FORWARD,
+    Blocks,
+    Frame,
+    Integers,
+    RankMemory,
+    Snapshot,
+)
+from nbdist.memory.timeline import Truths, codes, is_in_use, peak_ns, phase_at, reserved_at
+
+# Rows of places and of owners.
+MOST_SITES = 12
+MOST_OWNERS = 10
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+# What an optimizer keeps of a parameter: `0.weight: exp_avg`.
+_STATE = re.compile(r": \w+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of one category.
+
+    Attributes:
+        exact: Read off the object that owns them.
+        guessed: Concluded.
+    """
+
+    exact: int
+    guessed: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.exact + self.guessed
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What one place in the program has allocated of what is in use.
+
+    Attributes:
+        category: Place in CATEGORIES.
+        is_exact: Whether that was read off an owner.
+        operator: What allocated it; empty where it is not known.
+        own: The user's innermost line; None where there is none.
+        via: The library's innermost line.
+        count, size_bytes: Blocks, and their bytes.
+    """
+
+    category: int
+    is_exact: bool
+    operator: str
+    own: Frame | None
+    via: Frame | None
+    count: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What is in use of one name.
+
+    Attributes:
+        name: Of the layers that differ in their number alone, with `*` for it; of all that an
+            optimizer keeps of a parameter.
+        category: Place in CATEGORIES.
+        count, size_bytes: Blocks, and their bytes.
+    """
+
+    name: str
+    category: int
+    count: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankPeak:
+    """When a rank had the most in use.
+
+    Attributes:
+        rank: Whose.
+        time_ns: The first such moment.
+        phase: "forward", "backward", "optimizer"; empty for a snapshot of one moment.
+        step: The step that was under way, from 0; -1 after the last one, or without steps.
+        size_bytes: In use.
+        parts: Of each of CATEGORIES.
+        held: The same at the end of the recording.
+        sites: What allocated the most of it, the most first.
+        owners: Whose it is, the most first.
+        allocator_bytes: The allocator's own peak; 0 where it does not count.
+        reserved_bytes: What the allocator held at that moment; 0 where it is not known.
+        reserved_peak_bytes: The most that it held.
+        reserved_end_bytes: What it held at the end.
+        segment_bytes, free_bytes: Of the segments at the end: all, and what of it was not in use.
+        largest_free_bytes: The largest free part of one of them; one hole or several.
+        limit_bytes: What the device has; 0 where it is not known.
+    """
+
+    rank: int
+    time_ns: int
+    phase: str
+    step: int
+    size_bytes: int
+    parts: tuple[Bytes, ...]
+    held: tuple[Bytes, ...]
+    sites: tuple[Site, ...]
+    owners: tuple[Owner, ...]
+    allocator_bytes: int
+    reserved_bytes: int
+    reserved_peak_bytes: int
+    reserved_end_bytes: int
+    segment_bytes: int
+    free_bytes: int
+    largest_free_bytes: int
+    limit_bytes: int
+
+    @property
+    def unused_bytes(self) -> int:
+        """Held by the allocator at the peak, and not in use then."""
+        return max(0, self.reserved_bytes - self.size_bytes)
+
+    @property
+    def guessed_bytes(self) -> int:
+        """Bytes at the peak whose category is concluded."""
+        return sum(one.guessed for one in self.parts)
+
+    @property
+    def need_bytes(self) -> int:
+        """What the device has to have: what the allocator held at most, or what was in use."""
+        return max(self.size_bytes, self.allocator_bytes, self.reserved_peak_bytes)
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Bytes left to the device's limit; of use where there is one."""
+        return self.limit_bytes - self.need_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """In use at the end of the recording."""
+        return sum(one.total for one in self.held)
+
+
+def peaks(snapshot: Snapshot) -> tuple[RankPeak, ...]:
+    """Of every rank that has blocks, in rank order."""
+    return tuple(_peak(rank) for rank in snapshot.ranks if len(rank.blocks))
+
+
+def worst(found: Sequence[RankPeak]) -> RankPeak | None:
+    """The rank that needs most, the first of equals."""
+    return max(found, key=lambda one: one.size_bytes, default=None)
+
+
+def when(peak: RankPeak) -> str:
+    """`backward of step 3`; empty for a snapshot of one moment."""
+    step = f" of step {peak.step}" if peak.phase and peak.step >= 0 else ""
+    return f"{peak.phase}{step}"
+
+
+def _peak(rank: RankMemory) -> RankPeak:
+    time_ns = peak_ns(rank.blocks)
+    there = is_in_use(rank.blocks, time_ns)
+    held = is_in_use(rank.blocks, max(rank.duration_ns, _last_ns(rank.blocks)))
+    in_segments = sum(one.size_bytes for one in rank.segments)
+    return RankPeak(
+        rank=rank.rank,
+        time_ns=time_ns,
+        phase=phase_of(rank, time_ns),
+        step=step_at(rank, time_ns),
+        size_bytes=int(rank.blocks.size_bytes[there].sum()),
+        parts=_parts(rank.blocks, there),
+        held=_parts(rank.blocks, held),
+        sites=sites(rank, there),
+        owners=_owners(rank, there),
+        allocator_bytes=rank.allocator_peak_bytes,
+        reserved_bytes=reserved_at(rank.reserved, time_ns),
+        reserved_peak_bytes=max(
+            rank.reserved_peak_bytes, int(rank.reserved.size_bytes.max(initial=0))
+        ),
+        reserved_end_bytes=int(rank.reserved.size_bytes[-1]) if len(rank.reserved.time_ns) else 0,
+        segment_bytes=in_segments,
+        free_bytes=in_segments - sum(one.allocated_bytes for one in rank.segments),
+        largest_free_bytes=max(
+            (one.size_bytes - one.allocated_bytes for one in rank.segments), default=0
+        ),
+        limit_bytes=rank.limit_bytes,
+    )
+
+
+def _last_ns(blocks: Blocks) -> int:
+    """When the last change was: of what ends later than the recording nothing is held."""
+    ends_ns = blocks.end_ns[blocks.end_ns != np.iinfo(np.int64).max]
+    return int(max(ends_ns.max(initial=0), blocks.start_ns.max(initial=0)))
+
+
+def phase_of(rank: RankMemory, time_ns: int) -> str:
+    """The name of the phase at a moment; empty without a history."""
+    if not rank.duration_ns:
+        return ""
+    phase = phase_at(rank, time_ns)
+    return phase.kind if phase else FORWARD
+
+
+def step_at(rank: RankMemory, time_ns: int) -> int:
+    """The step that is under way at a moment, from 0; -1 after the last one, or without steps."""
+    done = int(np.searchsorted(np.array(rank.step_ends_ns, np.int64), time_ns, side="right"))
+    return done if done < len(rank.step_ends_ns) else -1
+
+
+def _parts(blocks: Blocks, chosen: Truths) -> tuple[Bytes, ...]:
+    """Bytes of the chosen blocks, of each of CATEGORIES."""
+    sums = [0] * (2 * len(CATEGORIES))
+    code, size_bytes = codes(blocks)[chosen], blocks.size_bytes[chosen]
+    for one in np.unique(code):  # bincount would add as floats
+        sums[one] = int(size_bytes[code == one].sum())
+    return tuple(Bytes(sums[2 * at + 1], sums[2 * at]) for at in range(len(CATEGORIES)))
+
+
+def sites(rank: RankMemory, chosen: Truths, most: int = MOST_SITES) -> tuple[Site, ...]:
+    """Where the chosen blocks were allocated, the most bytes first."""
+    blocks, places = rank.blocks, np.flatnonzero(chosen)
+    key = np.stack([codes(blocks)[places], blocks.operator[places], blocks.stack[places]])
+    found: dict[tuple[int, bool, str, Frame | None, Frame | None], list[int]] = {}
+    for (code, operator, stack), count, size_bytes in _grouped(key, blocks.size_bytes[places]):
+        frames = rank.stacks[stack] if stack >= 0 else ()
+        own, via = innermost_own(frames), innermost_library(frames)
+        name = rank.names[operator] if operator >= 0 else ""
+        sums = found.setdefault((code // 2, bool(code % 2), name, own, via), [0, 0])
+        sums[0] += count
+        sums[1] += size_bytes
+    every = (Site(*what, count, size_bytes) for what, (count, size_bytes) in found.items())
+    return tuple(sorted(every, key=lambda one: -one.size_bytes)[:most])
+
+
+def _owners(rank: RankMemory, chosen: Truths) -> tuple[Owner, ...]:
+    """Whose the chosen blocks are that have a name, the most bytes first."""
+    blocks = rank.blocks
+    places = np.flatnonzero(chosen & (blocks.name >= 0))
+    key = np.stack([blocks.category[places].astype(np.int64), blocks.name[places]])
+    found: dict[tuple[str, int], dict[str, list[int]]] = {}
+    for (category, number), count, size_bytes in _grouped(key, blocks.size_bytes[places]):
+        name = rank.names[number]
+        title = _NUMBER.sub("*", _STATE.sub("", name))
+        alike = found.setdefault((title, category), {})
+        sums = alike.setdefault(name, [0, 0])
+        sums[0] += count
+        sums[1] += size_bytes
+    every = (
+        Owner(
+            title if len({_STATE.sub("", one) for one in alike}) > 1 else _only(alike),
+            category,
+            sum(count for count, _ in alike.values()),
+            sum(size_bytes for _, size_bytes in alike.values()),
+        )
+        for (title, category), alike in found.items()
+    )
+    return tuple(sorted(every, key=lambda one: -one.size_bytes)[:MOST_OWNERS])
+
+
+def _only(alike: Iterable[str]) -> str:
+    """The one name; without the state's where there are several of them."""
+    first, *more = alike
+    return _STATE.sub("", first) if more else first
+
+
+def _grouped(key: Integers, size_bytes: Integers) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """(key, count, bytes) of each key, in order; `key` has a column for each size."""
+    if not len(size_bytes):
+        return
+    order = np.lexsort(key[::-1])
+    sorted_key = key[:, order]
+    firsts = np.concatenate([[0], np.flatnonzero(np.diff(sorted_key).any(axis=0)) + 1])
+    counts = np.diff(firsts, append=len(order))
+    sums = np.add.reduceat(size_bytes[order], firsts)
+    for column, count, size in zip(sorted_key[:, firsts].T, counts, sums, strict=True):
+        yield tuple(map(int, column)), int(count), int(size)

@@ -1,0 +1,195 @@
+"""Records what a cell allocates of the host's memory, by torch.profiler.
+
+torch's allocator for CPUs keeps no history of its own. The profiler sees what the thread of the
+cell allocates, and the backends' threads; not what other threads of Python do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from nbdist.memory.blocks import Event, paired
+from nbdist.memory.categories import Claim, categorised, with_foreign
+from nbdist.memory.rank import profiler_tree
+from nbdist.memory.rank.marks import Marks, merged
+from nbdist.memory.rank.owners import Owner, live_storages
+from nbdist.memory.rank.profiler_tree import MARK, History
+from nbdist.memory.rank.storage_frees import Ends
+from nbdist.memory.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
+from nbdist.recording.rank.steps import QUIET, is_profiling
+from nbdist.rpc.rank import crash_files
+
+DEVICE = "cpu"
+BUSY = "Another profiler runs on this rank, and torch has one at a time. End it first."
+TAKEN = (
+    "The cell has used a profiler of its own, which ended the recording: torch has one at a time."
+)
+NO_TREE = "This version of torch tells no stacks of allocations on a CPU."
+
+
+class CpuRecorder:
+    """Records from `start` to `stop`."""
+
+    def __init__(self, options: MemoryOptions) -> None:
+        self.problem = ""
+        self._options = options
+        self._numbers = itertools.count()
+        self._ends = Ends()
+        self._profiler: profile | None = None
+        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
+
+    def start(self) -> bool:
+        """Begin; whether that has worked, or else why not is in `problem`."""
+        if is_profiling(unknown=False):
+            self.problem = BUSY
+            return False
+        self._ends.watch(live_storages())
+        profiler = profile(
+            activities=[ProfilerActivity.CPU],
+            profile_memory=True,
+            with_stack=self._options.has_stacks,
+        )
+        profiler.start()
+        self._profiler = profiler
+        return True
+
+    def mark(self) -> int:
+        """Note this moment; what stands for it until the history is read."""
+        number = next(self._numbers)
+        with record_function(f"{MARK}{number}"):
+            pass
+        return number
+
+    def stop(self) -> None:
+        """End it. A second time does nothing."""
+        profiler, is_ours = self._profiler, is_profiling(unknown=True)
+        self._ends.leave()
+        if profiler is None:
+            return
+        if not is_ours:
+            self.problem, self._profiler = TAKEN, None
+            return
+        profiler.stop()
+
+    def read(self, marks: Marks, memory: RankMemory) -> RankMemory:
+        """What was recorded, beside what is known of the rank.
+
+        Args:
+            marks: What was seen at each.
+            memory: Who and where.
+        """
+        if self._profiler is None:
+            return memory
+        history = _history(self._profiler)
+        self._profiler = None
+        return assembled(history, marks, memory, self._ends.events(), self._options.most_events)
+
+
+def _history(profiler: profile) -> History:
+    """What the profiler has seen.
+
+    Private: the tree is the only place where allocations have their stacks. Without it they come
+    from the file for Chrome, which has none.
+    """
+    results = getattr(getattr(profiler, "profiler", None), "kineto_results", None)
+    ask = getattr(results, "experimental_event_tree", None)
+    if ask is not None:
+        return profiler_tree.read(ask(), crash_files.cells)
+    with tempfile.TemporaryDirectory(prefix="nbdist-memory-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        whole = json.loads(path.read_text())
+    return of_chrome(whole["traceEvents"], int(whole.get("baseTimeNanoseconds", 0)))
+
+
+def of_chrome(events: Iterable[Mapping[str, Any]], base_ns: int) -> History:
+    """What a trace for Chrome says of the CPU's memory: no stacks, and no operators.
+
+    Args:
+        events: The trace's.
+        base_ns: What is to be added to their times.
+    """
+    found, marks_ns, backwards = [], {}, []
+    for one in events:
+        name, args = str(one.get("name", "")), one.get("args", {})
+        time_ns = base_ns + round(float(one.get("ts", 0)) * 1000)
+        if name == "[memory]" and args.get("Device Type") == 0:
+            found.append(Event(time_ns, int(args["Addr"]), int(args["Bytes"])))
+        elif name.startswith(MARK):
+            marks_ns[int(name.removeprefix(MARK))] = time_ns
+        elif name.startswith("autograd::engine::evaluate_function"):
+            end_ns = time_ns + round(float(one.get("dur", 0)) * 1000)
+            backwards.append(Phase(BACKWARD, time_ns, end_ns))
+    found.sort(key=lambda one: one.time_ns)
+    return History(tuple(found), tuple(backwards), marks_ns, problem=NO_TREE)
+
+
+def assembled(
+    history: History,
+    marks: Marks,
+    memory: RankMemory,
+    ends: Sequence[Event],
+    most_events: int,
+) -> RankMemory:
+    """The rank's memory from what the profiler saw and what the objects claimed.
+
+    Args:
+        history: Of the profiler.
+        marks: What was seen at each.
+        memory: Who and where.
+        ends: Frees of what is older than the recording, by the host's clock.
+        most_events: The bound.
+    """
+    zero_ns = history.marks_ns.get(marks.first, 0)
+    times = {number: time_ns - zero_ns for number, time_ns in history.marks_ns.items()}
+    duration_ns = max([*times.values(), *(one.time_ns - zero_ns for one in history.events), 0])
+    events = [
+        Event(one.time_ns - zero_ns, one.address, one.size_bytes, one.stack, one.operator)
+        for one in history.events
+        if one.time_ns >= zero_ns
+    ]
+    before = [(one.address, one.size_bytes) for one in marks.before if one.device == DEVICE]
+    # Apart: by another clock a free may seem to come after the next allocation at its address.
+    gone_ns = {one.address: max(1, one.time_ns - zero_ns) for one in ends}
+    blocks, lost = paired(before, events, most_events, gone_ns)
+    claims = list(marks.claims(times, DEVICE))
+    backwards = [
+        Phase(one.kind, max(0, one.start_ns - zero_ns), max(0, one.end_ns - zero_ns))
+        for one in history.backwards
+    ]
+    found = RankMemory(
+        rank=memory.rank,
+        host=memory.host,
+        device=DEVICE,
+        blocks=blocks,
+        limit_bytes=memory.limit_bytes,
+        duration_ns=max(1, duration_ns),
+        stacks=history.stacks,
+        names=history.names,
+        phases=merged([*backwards, *marks.stepping(times)]),
+        step_ends_ns=marks.step_ends(times),
+        lost=lost,
+        version=memory.version,
+        problem=history.problem,
+    )
+    return categorised(with_foreign(found, claims), claims)
+
+
+def of_now(owners: Iterable[Owner], memory: RankMemory) -> RankMemory:
+    """Who owns the memory at this moment, without a history."""
+    own = [one for one in owners if one.device == DEVICE]
+    blocks, _ = paired([(one.address, one.size_bytes) for one in own], (), 0)
+    claims = [Claim(0, one.address, one.size_bytes, one.category, one.name) for one in own]
+    found = RankMemory(
+        memory.rank, memory.host, DEVICE, blocks,
+        limit_bytes=memory.limit_bytes, version=memory.version,
+    )  # fmt: skip
+    return categorised(found, claims)

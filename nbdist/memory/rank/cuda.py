@@ -1,0 +1,278 @@
+"""Records what a cell allocates on a GPU, by the history that torch's caching allocator keeps."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nbdist.engine import runtime
+from nbdist.memory.categories import Claim, categorised
+from nbdist.memory.rank.marks import Marks, merged
+from nbdist.memory.rank.owners import Owner
+from nbdist.memory.rank.stacks import shown
+from nbdist.memory.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
+from nbdist.memory.torch_reader import of_torch
+from nbdist.rpc.rank import crash_files
+
+US = 1000
+BUSY = (
+    "A recording of your own runs on this rank (torch.cuda.memory._record_memory_history), and "
+    "torch has one at a time. End it first: torch.cuda.memory._record_memory_history(enabled=None)."
+)
+NO_HISTORY = "This version of torch keeps no history of a GPU's memory."
+_BACKWARDS = ("backward", "grad")
+
+
+class CudaRecorder:
+    """Records from `start` to `stop`. The allocator's counts of its peaks begin anew with it."""
+
+    def __init__(self, options: MemoryOptions) -> None:
+        self.problem = ""
+        self._options = options
+        self._device = torch.device(runtime.current().place.device)
+        self._times_ns: list[int] = []
+        self._backwards = _Backwards()
+        self._counted = 0  # events of the allocator's whole life, at the beginning
+        self._snapshot: Mapping[str, Any] | None = None
+        self._rest: dict[str, Any] = {}  # fields of RankMemory that are known at the end
+        self._is_on = False
+
+    def start(self) -> bool:
+        """Begin; whether that has worked, or else why not is in `problem`."""
+        self.problem = _start(self._options)
+        if self.problem:
+            return False
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._counted = _event_count(torch.cuda.memory_stats(self._device))
+        self._backwards.watch()
+        self._is_on = True
+        return True
+
+    def mark(self) -> int:
+        """Note this moment; what stands for it until the history is read."""
+        self._times_ns.append(time.time_ns())
+        return len(self._times_ns) - 1
+
+    def stop(self) -> None:
+        """End it. A second time does nothing."""
+        if not self._is_on:
+            return
+        self._is_on = False
+        self._backwards.leave()
+        stats = torch.cuda.memory_stats(self._device)
+        self._rest = {
+            "allocator_peak_bytes": torch.cuda.max_memory_allocated(self._device),
+            "reserved_peak_bytes": torch.cuda.max_memory_reserved(self._device),
+        }
+        try:
+            self._snapshot = torch.cuda.memory._snapshot()  # noqa: SLF001
+        finally:
+            _stop()
+        made = _event_count(stats) - self._counted
+        kept = len(_trace(self._snapshot, self._device.index or 0))
+        self._rest["lost"] = max(0, made - kept) if kept >= self._options.most_events else 0
+
+    def read(self, marks: Marks, memory: RankMemory) -> RankMemory:
+        """What was recorded, beside what is known of the rank.
+
+        Args:
+            marks: What was seen at each.
+            memory: Who and where.
+        """
+        if self._snapshot is None:
+            return memory
+        snapshot, self._snapshot = self._snapshot, None
+        clock = Clock(self._times_ns[marks.first], tuple(self._times_ns), self._backwards.found)
+        known = replace(memory, **{**_described(self._device), **self._rest})
+        return assembled(snapshot, marks, known, clock, self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """When things were, by the host's clock, as the allocator's history has it.
+
+    Attributes:
+        zero_ns: The recording began.
+        marks_ns: Each mark.
+        backwards_ns: Start and end of each backward.
+    """
+
+    zero_ns: int
+    marks_ns: Sequence[int]
+    backwards_ns: Sequence[tuple[int, int]]
+
+    def times_ns(self) -> dict[int, int]:
+        """Mark -> time since the beginning."""
+        return {number: one - self.zero_ns for number, one in enumerate(self.marks_ns)}
+
+    def backwards(self) -> Iterator[Phase]:
+        """Those within the recording."""
+        for start, end in self.backwards_ns:
+            if end > self.zero_ns:
+                yield Phase(BACKWARD, max(0, start - self.zero_ns), end - self.zero_ns)
+
+
+class _Backwards:
+    """Notes when `torch.autograd.backward` and `grad` run, which `Tensor.backward` calls too.
+
+    These are public functions, replaced for as long as a cell is recorded. torch has no hook
+    around a backward; the allocator's history does not know of it.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int]] = []
+        self._depth = 0
+        self._own: dict[str, Callable[..., Any]] = {}
+        self._before: dict[str, Callable[..., Any]] = {}
+
+    def watch(self) -> None:
+        """From now on."""
+        for name in _BACKWARDS:
+            self._before[name] = getattr(torch.autograd, name)
+            self._own[name] = self._around(self._before[name])
+            setattr(torch.autograd, name, self._own[name])
+
+    def leave(self) -> None:
+        """Put back what was there, unless somebody else has replaced it meanwhile."""
+        for name, before in self._before.items():
+            if getattr(torch.autograd, name) is self._own[name]:
+                setattr(torch.autograd, name, before)
+
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:  # a part of the outer one, as checkpoints' own
+                return call(*args, **kwargs)
+            self._depth += 1
+            start = time.time_ns()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                self.found.append((start, time.time_ns()))
+
+        return run
+
+
+def _start(options: MemoryOptions) -> str:
+    """Let the allocator keep its history; why it cannot.
+
+    Private, as all of torch's recording is; its own tools and documentation use it so. Without it
+    a snapshot of the moment is all that there is.
+    """
+    record = getattr(torch.cuda.memory, "_record_memory_history", None)
+    if record is None:
+        return NO_HISTORY
+    is_on = getattr(torch._C, "_cuda_isHistoryEnabled", None)  # noqa: SLF001
+    if is_on is not None and is_on():
+        return BUSY
+    # Frames of C++ would need seconds to be named. The history of an earlier recording, which
+    # has ended, goes with this one's beginning.
+    context = "all" if options.has_stacks else None
+    record(
+        enabled="all", context=context, stacks="python", max_entries=options.most_events,
+        clear_history=True,
+    )  # fmt: skip
+    return ""
+
+
+def _stop() -> None:
+    torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
+
+
+def _event_count(stats: Mapping[str, Any]) -> int:
+    """Events that a history would have of the allocator's whole life, by its own counts.
+
+    Allocations; frees, which are noted as they are asked for and as they are done; segments.
+    """
+    names = (
+        "allocation.all.allocated", "allocation.all.freed", "active.all.freed",
+        "segment.all.allocated", "segment.all.freed",
+    )  # fmt: skip
+    return sum(int(stats.get(name, 0)) for name in names)
+
+
+def _trace(snapshot: Mapping[str, Any], index: int) -> list[Any]:
+    traces = snapshot.get("device_traces", [])
+    return list(traces[index]) if index < len(traces) else []
+
+
+def assembled(
+    snapshot: Mapping[str, Any],
+    marks: Marks,
+    memory: RankMemory,
+    clock: Clock,
+    device: torch.device,
+) -> RankMemory:
+    """The rank's memory from torch's snapshot and what the objects claimed.
+
+    Args:
+        snapshot: As torch gives it.
+        marks: What was seen at each.
+        memory: What is known beside it: who, where, peaks.
+        clock: When.
+        device: With its index.
+    """
+    times = clock.times_ns()
+    end_ns = clock.zero_ns + max(times.values(), default=0)
+    found = of_torch(
+        snapshot, rank=memory.rank, host=memory.host, device_index=device.index or 0,
+        start_us=clock.zero_ns // US, end_us=end_ns // US,
+    )  # fmt: skip
+    found = replace(
+        _with_cells(found),
+        device_name=memory.device_name,
+        limit_bytes=memory.limit_bytes,
+        allocator_peak_bytes=memory.allocator_peak_bytes,
+        reserved_peak_bytes=memory.reserved_peak_bytes,
+        lost=memory.lost,
+        version=memory.version,
+        phases=merged([*clock.backwards(), *marks.stepping(times)]),
+        step_ends_ns=marks.step_ends(times),
+    )
+    return categorised(found, list(marks.claims(times, str(device))))
+
+
+def of_now(
+    owners: Iterable[Owner], memory: RankMemory, before: Mapping[str, Any] | None = None
+) -> RankMemory:
+    """Whose the memory is at this moment, without a history.
+
+    Args:
+        owners: Of now.
+        memory: Who and where.
+        before: torch's snapshot of an earlier moment, to be used instead.
+    """
+    device = torch.device(runtime.current().place.device)
+    ask = getattr(torch.cuda.memory, "_snapshot", None)
+    empty: Mapping[str, Any] = {"segments": []}
+    taken = before or (empty if ask is None else ask())
+    snapshot = {**taken, "device_traces": []}
+    found = of_torch(snapshot, rank=memory.rank, host=memory.host, device_index=device.index or 0)
+    found = replace(_with_cells(found), **_described(device), version=memory.version)
+    return categorised(found, list(_claims(owners, str(device))))
+
+
+def _claims(owners: Iterable[Owner], device: str) -> Iterator[Claim]:
+    for one in owners:
+        if one.device == device:
+            yield Claim(0, one.address, one.size_bytes, one.category, one.name)
+
+
+def _described(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {"device_name": str(properties.name), "limit_bytes": int(properties.total_memory)}
+
+
+def _with_cells(memory: RankMemory) -> RankMemory:
+    """With stacks as they are shown: cells by their numbers, without lines that say nothing."""
+    stacks, places = shown(memory.stacks, crash_files.cells)
+    # The last entry stands for a place of -1: not known.
+    blocks = replace(memory.blocks, stack=places[memory.blocks.stack])
+    failures = tuple(replace(one, stack=int(places[one.stack])) for one in memory.failures)
+    return replace(memory, stacks=stacks, blocks=blocks, failures=failures)

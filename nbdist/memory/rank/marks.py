@@ -1,0 +1,76 @@
+"""Moments of a recording, and whose memory it was at each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nbdist.memory.categories import Claim
+from nbdist.memory.rank.owners import Owner
+from nbdist.memory.snapshot import BACKWARD, STEPPING, Phase
+
+
+@dataclass(slots=True)
+class Marks:
+    """What was noted, each under the number of its mark.
+
+    Attributes:
+        first: The mark at which the recording began.
+        before: Whose memory it was then.
+        owners: Whose it was at later ones.
+        steppings: First and last mark of each optimizer's step.
+        ends: Marks that end a step of training.
+    """
+
+    first: int = 0
+    before: tuple[Owner, ...] = ()
+    owners: list[tuple[int, tuple[Owner, ...]]] = field(default_factory=list)
+    steppings: list[tuple[int, int]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    def claims(self, times_ns: Mapping[int, int], device: str) -> Iterator[Claim]:
+        """What the owners of a device's memory claim."""
+        for number, owners in [(self.first, self.before), *self.owners]:
+            time_ns = times_ns.get(number)
+            if time_ns is None:
+                continue
+            for one in owners:
+                if one.device == device:
+                    yield Claim(time_ns, one.address, one.size_bytes, one.category, one.name)
+
+    def stepping(self, times_ns: Mapping[int, int]) -> Iterator[Phase]:
+        """When optimizers stepped."""
+        for first, last in self.steppings:
+            if first in times_ns and last in times_ns:
+                yield Phase(STEPPING, times_ns[first], times_ns[last])
+
+    def step_ends(self, times_ns: Mapping[int, int]) -> tuple[int, ...]:
+        """When steps of training ended."""
+        return tuple(times_ns[number] for number in self.ends if number in times_ns)
+
+
+def merged(phases: Iterable[Phase]) -> tuple[Phase, ...]:
+    """In order, none over another: a backward within an optimizer's step (a closure's) stays one.
+
+    A step of an optimizer within another's, or in a backward (hooks that step), is part of it.
+    """
+    found: list[Phase] = []
+    for one in sorted(phases, key=lambda one: (one.start_ns, -one.end_ns)):
+        if not found or one.start_ns >= found[-1].end_ns:
+            found.append(one)
+            continue
+        last = found[-1]
+        if one.kind == BACKWARD and last.kind == STEPPING and one.end_ns <= last.end_ns:
+            found[-1:] = _split(last, one)
+        elif one.end_ns > last.end_ns:
+            found[-1] = Phase(last.kind, last.start_ns, one.end_ns)
+    return tuple(found)
+
+
+def _split(around: Phase, inner: Phase) -> Sequence[Phase]:
+    parts = (
+        Phase(around.kind, around.start_ns, inner.start_ns),
+        inner,
+        Phase(around.kind, inner.end_ns, around.end_ns),
+    )
+    return [one for one in parts if one.end_ns > one.start_ns]

@@ -1,0 +1,113 @@
+"""Notices that a cell has failed because memory ran out, and keeps what held it.
+
+A GPU's allocator tells at the moment itself; what a CPU's tensors hold is looked at when the cell
+has ended, while the traceback still holds them. What looks at the memory
+(memory/rank/oom_report.py) is loaded when it is first needed: a rank starts without it. The
+shortage is kept until the next cell begins, the memory in the place of a recording
+(memory/rank/record.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nbdist.engine.cells import chain
+from nbdist.memory import oom_message
+from nbdist.memory.oom_remedies import Shortage
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What the last cell lacked.
+
+    Attributes:
+        shortage: None where its memory did not run out.
+        device: torch's snapshot of the GPU when an allocation of this cell failed last.
+        is_watching: The GPU's allocator tells.
+    """
+
+    shortage: Shortage | None = None
+    device: Mapping[str, Any] | None = None
+    is_watching: bool = False
+
+
+_kept = _Kept()
+
+
+def last() -> Shortage | None:
+    """What the last cell lacked; None where its memory did not run out."""
+    return _kept.shortage
+
+
+def note(error: BaseException) -> None:
+    """A cell has failed; nothing happens unless memory ran out, here or where it came from."""
+    for one in chain(error):
+        told = oom_message.told_by(type(one).__name__, str(one))
+        if told is not None:
+            from nbdist.memory.rank import oom_report
+
+            _kept.shortage = oom_report.noted(told, one, _kept.device)
+            return
+
+
+def install(kernel: Any) -> None:
+    """Note the shortages of this engine's cells. Once per engine, before it is watched.
+
+    Around the kernel's `do_execute`, as recording/rank/cell_hook.py: looking at the memory belongs
+    to the cell, and is over before the notebook hears of the failure.
+    """
+    execute: Callable[..., Any] = kernel.do_execute
+    if getattr(execute, "is_noted", False):
+        return
+
+    async def do_execute(*args: Any, **options: Any) -> Any:
+        _kept.shortage = _kept.device = None
+        watch_device()
+        before = getattr(sys, "last_value", None)
+        reply = await execute(*args, **options)
+        error = getattr(sys, "last_value", None)
+        if reply.get("status") == "error" and error is not None and error is not before:
+            _try_to_note(error)
+        _kept.device = None
+        return reply
+
+    do_execute.is_noted = True  # type: ignore[attr-defined]
+    kernel.do_execute = do_execute
+
+
+def watch_device() -> None:
+    """Let the GPU's allocator tell when it fails, once CUDA is in use. Once per process.
+
+    Private: nothing public is called at that moment. Without it the memory is looked at when the
+    cell has ended, without what C++ has let go of by then.
+    """
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)  # noqa: SLF001
+    if _kept.is_watching or attach is None or not _is_initialized():
+        return
+    _kept.is_watching = True
+    attach(_at_failure)
+
+
+def _is_initialized() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _at_failure(*_device_and_sizes: int) -> None:
+    """The allocator has failed, and raises its error after this; nothing may be raised here."""
+    ask = getattr(torch.cuda.memory, "_snapshot", None)
+    try:
+        _kept.device = None if ask is None else {**ask(), "device_traces": []}
+    except Exception:  # noqa: BLE001  # the cell's own error is the one to be seen
+        _kept.device = None
+
+
+def _try_to_note(error: BaseException) -> None:
+    try:
+        note(error)
+    except (Exception, KeyboardInterrupt):  # noqa: BLE001  # the cell has its own error, and gets its reply
+        _kept.shortage = None

@@ -1,0 +1,183 @@
+"""What held this rank's memory when a cell failed because it ran out.
+
+Frames of the traceback still hold their tensors when the cell has ended, and so do the graphs that
+hang on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+
+from nbdist.engine import runtime
+from nbdist.errors import OptionError
+from nbdist.memory.oom_message import HOST, UNKNOWN, Told
+from nbdist.memory.oom_remedies import BACKWARD, FORWARD, STEPPING, Holder, Shortage
+from nbdist.memory.rank import owners, record, saved_tensors
+from nbdist.memory.rank.owners import Owner
+from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, RankMemory
+from nbdist.memory.snapshot import UNKNOWN as NO_CATEGORY
+from nbdist.parallel import live_models, registry
+from nbdist.parallel.blocks import find_blocks
+
+MOST_HOLDERS = 5
+# In which of torch's files a frame is while a step does what; the innermost such frame counts.
+_PHASES = (
+    ("/torch/optim/", STEPPING),
+    ("/torch/autograd/", BACKWARD),
+    ("/torch/nn/modules/module.py", FORWARD),
+)
+
+
+def noted(told: Told, error: BaseException, before: Mapping[str, Any] | None = None) -> Shortage:
+    """What there is to say of a shortage; memory.rank.record keeps the memory as it is.
+
+    Args:
+        told: What the error said.
+        error: As it was raised, its traceback with it.
+        before: torch's snapshot of the GPU when the allocation failed; None where there is none.
+    """
+    limit, free = 0, told.free_bytes
+    try:
+        limit, free = _room(told)
+        found = _taken(error, before)
+        record.keep(found)
+        return _shortage(told, error, found, (limit, free))
+    except Exception as problem:  # noqa: BLE001  # the cell's own error is the one to be seen
+        nothing = tuple(0 for _ in CATEGORIES)
+        why = f"What held the memory could not be noted: {problem!r}."
+        rank = runtime.current().place.rank
+        return Shortage(rank, told, _phase(error), nothing, (), limit, free, None, problem=why)
+
+
+def _shortage(
+    told: Told, error: BaseException, found: RankMemory, room: tuple[int, int]
+) -> Shortage:
+    blocks = found.blocks
+    categories = [
+        int(blocks.size_bytes[blocks.category == n].sum()) for n in range(len(CATEGORIES))
+    ]
+    prepared = registry.prepared()
+    return Shortage(
+        rank=found.rank,
+        told=told,
+        phase=_phase(error),
+        categories=tuple(categories),
+        holders=tuple(_holders(found)),
+        limit_bytes=room[0],
+        free_bytes=room[1],
+        choice=registry.current() if prepared else None,
+        blocks=max((_block_count(one.base) for one in prepared), default=0),
+        problem=found.problem,
+    )
+
+
+def _block_count(model: torch.nn.Module) -> int:
+    try:
+        return len(find_blocks(model).modules)
+    except OptionError:  # it has no list of them, or several
+        return 0
+
+
+def _holders(found: RankMemory) -> list[Holder]:
+    """The largest owners; what has no name counts by its category."""
+    sums: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+    blocks = found.blocks
+    for place in range(len(blocks)):
+        name = found.names[blocks.name[place]] if blocks.name[place] >= 0 else ""
+        category = int(blocks.category[place])
+        sums[name, category].append(int(blocks.size_bytes[place]))
+    every = [Holder(name, kind, sum(sizes), len(sizes)) for (name, kind), sizes in sums.items()]
+    return sorted(every, key=lambda one: -one.size_bytes)[:MOST_HOLDERS]
+
+
+def _taken(error: BaseException, before: Mapping[str, Any] | None) -> RankMemory:
+    """What is in use, with names for what frames and graphs hold."""
+    names = dict(_locals(error))
+    kept = dict(_graphs())
+    found = []
+    seen = set()
+    for one in owners.owners():
+        key = (one.device, one.address)
+        seen.add(key)
+        operation = kept[key][1] if key in kept else ""
+        name = one.name or names.get(key) or _kept_for(operation)
+        found.append(one if name == one.name else replace(one, name=name))
+    found += [
+        Owner(address, size, NO_CATEGORY, _kept_for(operation), device)
+        for (device, address), (size, operation) in kept.items()
+        if (device, address) not in seen
+    ]
+    return _with_activations(record.taken(found, before), {address for _, address in kept})
+
+
+def _kept_for(operation: str) -> str:
+    return f"kept for {operation}" if operation else ""
+
+
+def _with_activations(found: RankMemory, kept: set[int]) -> RankMemory:
+    """What a graph keeps and nothing else claims is an activation."""
+    blocks = found.blocks
+    is_kept = [int(address) in kept for address in blocks.address]
+    is_one = (blocks.category == NO_CATEGORY) & is_kept
+    category, is_exact = blocks.category.copy(), blocks.is_exact.copy()
+    category[is_one], is_exact[is_one] = ACTIVATION, True
+    return replace(found, blocks=replace(blocks, category=category, is_exact=is_exact))
+
+
+def _graphs() -> Iterator[tuple[tuple[str, int], tuple[int, str]]]:
+    """(device, address) -> (bytes, operation) of what autograd keeps."""
+    for tensor, operation in saved_tensors.saved(live_models.live(torch.Tensor)):
+        for device, address, size in owners.storages(tensor):
+            yield (device, address), (size, operation)
+
+
+def _locals(error: BaseException) -> Iterator[tuple[tuple[str, int], str]]:
+    """(device, address) -> `x in forward` for the locals of the frames, the outermost first."""
+    for frame in _frames(error):
+        if frame.f_code.co_name == "<module>":
+            continue  # a cell's own variables have their names already
+        for name, value in list(frame.f_locals.items()):
+            values = value if isinstance(value, list | tuple) else (value,)
+            for one in values:
+                if isinstance(one, torch.Tensor):
+                    for device, address, _ in owners.storages(one):
+                        yield (device, address), f"{name} in {frame.f_code.co_name}"
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    link = error.__traceback__
+    while link is not None:
+        yield link.tb_frame
+        link = link.tb_next
+
+
+def _phase(error: BaseException) -> str:
+    """What the step was doing, by the frames: an optimizer's before backward's before forward's."""
+    files = {frame.f_code.co_filename.replace("\\", "/") for frame in _frames(error)}
+    return next((phase for part, phase in _PHASES if any(part in file for file in files)), "")
+
+
+def _room(told: Told) -> tuple[int, int]:
+    """What there is of the memory, and what of it this process could still have had."""
+    if told.memory == HOST:
+        host = psutil.virtual_memory()
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if soft == resource.RLIM_INFINITY:
+            return host.total, host.available
+        left = max(0, soft - psutil.Process().memory_info().vms)
+        return min(host.total, soft), min(host.available, left)
+    total, free = told.total_bytes, told.free_bytes
+    with contextlib.suppress(RuntimeError, AssertionError):
+        if UNKNOWN in (total, free):
+            now_free, total = torch.cuda.mem_get_info(runtime.current().place.device)
+            free = now_free if free == UNKNOWN else free
+    return max(total, 0), free

@@ -1,0 +1,377 @@
+"""Whose memory it is on this rank: parameters, gradients, optimizer state, and what has no owner.
+
+Everything is found among Python's objects, as parallel/live_models.py finds models; nothing is
+asked of the user. Every storage counts once, for its first owner in the order of `owners`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from nbdist.memory.rank import ddp_fsdp
+from nbdist.memory.snapshot import BUFFER, COMMUNICATION, GRADIENT, OPTIMIZER, PARAMETER, UNKNOWN
+from nbdist.parallel import live_models, registry
+
+# The address of what is held in C++, where only its size is told.
+NOWHERE = -1
+# Modules around the user's own, and what each calls the one that is inside.
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+_PARALLEL = (DistributedDataParallel, torch.nn.DataParallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One storage and what holds it.
+
+    Attributes:
+        address: Where it begins; NOWHERE where that is not known.
+        size_bytes: Of the whole storage, over 0.
+        category: Place in memory.snapshot.CATEGORIES.
+        name: The parameter or buffer as the user's model names it, the variable, or empty.
+        device: As torch writes it: "cpu", "cuda:0".
+    """
+
+    address: int
+    size_bytes: int
+    category: int
+    name: str
+    device: str
+
+
+@dataclass(slots=True)
+class _Found:
+    """What is known so far.
+
+    Attributes:
+        variables: What the user's variables hold, by id.
+        shards: What fully_shard knows of a parameter, by its module's id and its name there.
+        owners: By device and address.
+        places: Those without an address.
+        more: How many further tensors of the same category lie in a storage.
+        seen: Tensors that were looked at, by id.
+        names: Of parameters, by id.
+        trained: Parameters, in order.
+    """
+
+    variables: Mapping[int, str]
+    shards: Mapping[tuple[int, str], Any]
+    owners: dict[tuple[str, int], Owner] = field(default_factory=dict)
+    places: list[Owner] = field(default_factory=list)
+    more: dict[tuple[str, int], int] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+    names: dict[int, str] = field(default_factory=dict)
+    trained: list[torch.Tensor] = field(default_factory=list)
+
+    def take(self, tensor: object, category: int, name: str) -> None:
+        """Let a tensor own its storages, those that have no owner yet."""
+        if not isinstance(tensor, torch.Tensor) or id(tensor) in self.seen:
+            return
+        self.seen.add(id(tensor))
+        for device, address, size_bytes in storages(tensor):
+            key = device, address
+            known = self.owners.get(key)
+            if known is None:
+                self.owners[key] = Owner(address, size_bytes, category, name, device)
+            elif known.category == category != UNKNOWN and known.name != name:
+                self.more[key] = self.more.get(key, 0) + 1
+
+    def take_parameter(self, parameter: torch.Tensor, name: str) -> None:
+        """The same of a parameter, whose gradient and state are then named after it."""
+        if id(parameter) not in self.names:
+            self.names[id(parameter)] = name
+            self.trained.append(parameter)
+        self.take(parameter, PARAMETER, name)
+
+    def all(self) -> tuple[Owner, ...]:
+        """In the order in which they were found."""
+        return (*(self._named(key, one) for key, one in self.owners.items()), *self.places)
+
+    def _named(self, key: tuple[str, int], one: Owner) -> Owner:
+        """A flat storage is of several tensors: the first one's name, and how many more."""
+        more = self.more.get(key)
+        return one if not more else replace(one, name=f"{one.name} and {more} more")
+
+
+def owners() -> tuple[Owner, ...]:
+    """What this rank's memory is for, as far as Python objects hold it. This rank alone.
+
+    Parameters go before buffers, gradients, optimizers' state, what is gathered or sent, and what
+    else there is, which is named by its variable. With one model, names are those of its
+    state_dict; with several, their variables go before. A DTensor is its local part. Tensors on
+    meta have no memory.
+    """
+    objects = list(live_models.live(torch.nn.Module, torch.Tensor))
+    modules = [one for one in objects if issubclass(type(one), torch.nn.Module) and _is_made(one)]
+    optimizers = live_models.live_optimizers()
+    found = _Found(live_models.variables(), ddp_fsdp.shards(modules))
+    tensors = list(_of_models(found.variables, modules))
+    _take_models(found, tensors)
+    _take_optimizers(found, optimizers)
+    for place, name, _ in tensors:
+        _take_gathered(found, place, name)
+    for module in modules:
+        if isinstance(module, DistributedDataParallel):
+            _take_buckets(found, module)
+    _take_rest(found, [one for one in objects if issubclass(type(one), torch.Tensor)])
+    for optimizer in optimizers:
+        _names[optimizer] = {key: found.names[key] for key in map(id, _stepped(optimizer))}
+    return found.all()
+
+
+# What `owners` has called each optimizer's parameters, by id: the optimizer keeps them alive.
+_names: weakref.WeakKeyDictionary[Optimizer, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def of_optimizer(optimizer: Optimizer) -> tuple[Owner, ...]:
+    """The same of what one optimizer steps: parameters, gradients, state. This rank alone.
+
+    Much faster; all owners where the optimizer's parameters are not known yet.
+    """
+    names = _names.get(optimizer, {})
+    parameters = list(_stepped(optimizer))
+    if any(id(one) not in names for one in parameters):
+        return owners()
+    found = _Found({}, {}, names=dict(names), trained=parameters)
+    for one in parameters:
+        found.take(one, PARAMETER, names[id(one)])
+    _take_optimizers(found, [optimizer])
+    return found.all()
+
+
+def _stepped(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (one for group in optimizer.param_groups for one in group["params"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where in a model a tensor is.
+
+    Attributes:
+        module: The id of the module that has it.
+        key: Its name in there.
+        is_parameter: It is a parameter, not a buffer.
+    """
+
+    module: int
+    key: str
+    is_parameter: bool
+
+
+def _is_made(module: torch.nn.Module) -> bool:
+    """Whether its constructor has come far enough."""
+    return hasattr(module, "_modules") and hasattr(module, "_parameters")
+
+
+def _of_models(
+    variables: Mapping[int, str], modules: list[torch.nn.Module]
+) -> Iterator[tuple[_Place, str, torch.Tensor]]:
+    """Every parameter and buffer, by its name in the user's own module."""
+    seen: set[int] = set()
+    walked = []
+    for root in _roots(modules):
+        own = list(_walk(root, "", set()))
+        if any(id(tensor) not in seen for _, _, tensor in own):
+            walked.append((root, own))
+        seen |= {id(tensor) for _, _, tensor in own}
+    titles = _titles(variables, [root for root, _ in walked])
+    for root, own in walked:
+        for place, name, tensor in own:
+            yield place, f"{titles[id(root)]}{name}", tensor
+
+
+def _roots(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules that are in no other, without what is around them: prepared ones first."""
+    inner = {id(child) for one in modules for child in one.children()}
+    outermost = [_own(one) for one in modules if id(one) not in inner]
+    first = [one.base for one in registry.prepared()]
+    return list({id(one): one for one in [*first, *outermost]}.values())
+
+
+def _own(module: torch.nn.Module) -> torch.nn.Module:
+    children = list(module.named_children())
+    while len(children) == 1 and _is_around(module, children[0][0]):
+        module = children[0][1]
+        children = list(module.named_children())
+    return module
+
+
+def _is_around(module: torch.nn.Module, name: str) -> bool:
+    """Whether a module is around the child of this name, and the user's names leave it out."""
+    return name in _WRAPPERS or (name == "module" and isinstance(module, _PARALLEL))
+
+
+def _titles(variables: Mapping[int, str], roots: list[torch.nn.Module]) -> dict[int, str]:
+    """What goes before the names in each model: nothing for the only one that has a variable.
+
+    A cell that was run again can leave models behind that nobody holds; they do not count.
+    """
+    named = [one for one in roots if id(one) in variables]
+    single = named or roots
+    titles = {key: f"{name}." for key, name in live_models.names(roots, variables).items()}
+    return {**titles, id(single[0]): ""} if len(single) == 1 else titles
+
+
+def _walk(
+    module: torch.nn.Module, path: str, seen: set[int]
+) -> Iterator[tuple[_Place, str, torch.Tensor]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield _Place(id(module), key, is_parameter=True), f"{path}{key}", parameter
+    for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        yield _Place(id(module), key, is_parameter=False), f"{path}{key}", buffer
+    for name, child in module.named_children():
+        yield from _walk(child, path if _is_around(module, name) else f"{path}{name}.", seen)
+
+
+def _take_models(found: _Found, tensors: list[tuple[_Place, str, torch.Tensor]]) -> None:
+    for place, name, tensor in tensors:
+        if place.is_parameter:
+            _take_parameter(found, place, name, tensor)
+    for place, name, tensor in tensors:
+        if not place.is_parameter:
+            found.take(tensor, BUFFER, name)
+
+
+def _take_optimizers(found: _Found, optimizers: list[Optimizer]) -> None:
+    """Parameters that are in no module, all gradients, and state."""
+    for optimizer in optimizers:
+        _take_stepped(found, optimizer)
+    for parameter in found.trained:
+        for gradient in _gradients(parameter):
+            found.take(gradient, GRADIENT, found.names[id(parameter)])
+    for optimizer in optimizers:
+        _take_state(found, optimizer)
+
+
+def _take_parameter(found: _Found, place: _Place, name: str, parameter: torch.Tensor) -> None:
+    """A parameter; under fully_shard this rank's shard, with its padding."""
+    shard = found.shards.get((place.module, place.key))
+    if shard is None:
+        found.take_parameter(parameter, name)
+        return
+    found.take_parameter(shard.sharded_param, name)
+    found.take(ddp_fsdp.padded(shard), PARAMETER, name)
+    for gradient in ddp_fsdp.unsharded_gradients(shard):
+        found.take(gradient, GRADIENT, name)
+
+
+def _take_gathered(found: _Found, place: _Place, name: str) -> None:
+    """What fully_shard has gathered of a parameter from all ranks, while it is there."""
+    shard = found.shards.get((place.module, place.key))
+    if shard is not None:
+        for gathered in ddp_fsdp.gathered(shard):
+            found.take(gathered, COMMUNICATION, name)
+
+
+def _take_stepped(found: _Found, optimizer: Optimizer) -> None:
+    """Parameters that an optimizer has and no module."""
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in found.names:
+                title = f"{type(optimizer).__name__}, group {number}, parameter {place}"
+                found.take_parameter(parameter, found.variables.get(id(parameter), title))
+
+
+def _gradients(parameter: torch.Tensor) -> Iterator[Any]:
+    if parameter.is_leaf or parameter.retains_grad:  # torch warns of others
+        yield parameter.grad
+
+
+def _take_state(found: _Found, optimizer: Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        name = found.names.get(id(parameter), "")
+        for key, tensor in _inside(state):
+            found.take(tensor, OPTIMIZER, f"{name}: {key}" if name else key)
+    for number, group in enumerate(optimizer.param_groups):
+        own = {key: value for key, value in group.items() if key != "params"}
+        for key, tensor in _inside(own):
+            title = f"{type(optimizer).__name__}, group {number}: {key}"
+            found.take(tensor, OPTIMIZER, title)
+
+
+def _inside(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in dicts and lists, by the outermost key."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _inside(item, name or str(key))
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _inside(item, name)
+
+
+def _take_buckets(found: _Found, module: DistributedDataParallel) -> None:
+    """DDP's buckets, unless gradients lie in them."""
+    is_view = module.gradient_as_bucket_view
+    if is_view and any(one.grad is not None for one in module.parameters()):
+        return
+    device = str(next(module.parameters()).device)
+    for number, size_bytes in enumerate(ddp_fsdp.bucket_sizes(module)):
+        name = f"DDP bucket {number}"
+        found.places.append(Owner(NOWHERE, size_bytes, COMMUNICATION, name, device))
+
+
+def _take_rest(found: _Found, tensors: list[torch.Tensor]) -> None:
+    """Tensors without an owner, those that a variable means first."""
+    tensors.sort(key=lambda one: id(one) not in found.variables)
+    for tensor in tensors:
+        name = found.variables.get(id(tensor), "")
+        if id(tensor) not in found.names and _is_trained(tensor):
+            found.take(tensor.grad, GRADIENT, name)
+        found.take(tensor, UNKNOWN, name)
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.is_leaf and tensor.requires_grad
+    except Exception:  # noqa: BLE001  # half made, or of a library's own kind
+        return False
+
+
+def storages(tensor: torch.Tensor) -> list[tuple[str, int, int]]:
+    """Device, address and bytes of what a tensor lies in; nothing where it cannot be asked."""
+    return [(str(one.device), one.data_ptr(), one.nbytes()) for one in _own_storages(tensor)]
+
+
+def live_storages() -> Iterator[torch.UntypedStorage]:
+    """What all tensors of this process lie in; one that several share comes several times."""
+    for tensor in live_models.live(torch.Tensor):
+        yield from _own_storages(tensor)
+
+
+def _own_storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    try:
+        found = [part.untyped_storage() for part in _parts(tensor)]
+        # Those on meta have no memory, and a fake tensor's is on meta.
+        return [
+            one for one in found if one.device.type != "meta" and one.nbytes() and one.data_ptr()
+        ]
+    except Exception:  # noqa: BLE001  # not made yet, or without a storage
+        return []
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors of which one is made."""
+    if hasattr(type(tensor), "__tensor_flatten__"):  # DTensor and others of its kind
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+        for one in inner:
+            if isinstance(one, torch.Tensor):  # a DTensor's mesh is among them
+                yield from _parts(one)
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())  # noqa: SLF001  # before coalesce()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        yield tensor

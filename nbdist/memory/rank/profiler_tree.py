@@ -1,0 +1,229 @@
+"""Reads what torch.profiler has recorded of a CPU's memory: allocations with their stacks.
+
+The profiler's tree has operators, calls of Python and allocations, each within what it was called
+from. A call says at which line its caller was, so every frame but the innermost has its line, and
+that one too where an operator was called by a function of C that Python called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.memory.blocks import Event
+from nbdist.memory.rank.stacks import NO_LINK, Stacks
+from nbdist.memory.snapshot import BACKWARD, Frame, Phase
+
+# Before the number of a mark.
+MARK = "nbdist memory "
+# Torch calls a node of the backward so, and the function of C that runs all of them.
+_NODE = "autograd::engine::evaluate_function: "
+_RUN = "run_backward"
+_SENDING = ("c10d::", "_c10d_functional::", "gloo:", "nccl:", "record_param_comms")
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a profiler has seen.
+
+    Attributes:
+        events: In order of time. All times are the host's clock, as the profiler has it.
+        backwards: In order.
+        marks_ns: Time of each mark, by its number.
+        stacks, names: As RankMemory has them.
+        problem: What lacks, as a sentence.
+    """
+
+    events: tuple[Event, ...]
+    backwards: tuple[Phase, ...]
+    marks_ns: Mapping[int, int]
+    stacks: tuple[tuple[Frame, ...], ...] = ()
+    names: tuple[str, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Within:
+    """What a node of the tree was called from.
+
+    Attributes:
+        link: The innermost call of Python.
+        operator: The outermost operator below that call.
+        is_cut: The link is not the caller, but the forward of a backward's node.
+        is_backward: Within a backward.
+    """
+
+    link: int = NO_LINK
+    operator: str = ""
+    is_cut: bool = False
+    is_backward: bool = False
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What was found so far.
+
+    Attributes:
+        stacks: All.
+        kinds: Names of torch's kinds of nodes, by number.
+        names: Operators, each once, with its place.
+        events: Of memory.
+        runs: Start and end of what ran a backward.
+        nodes: The same of nodes that no such call was seen around.
+        others: Starts of operators outside of all of these.
+        marks_ns: By number.
+        forwards: Sequence number -> the call that made the operator which has it.
+    """
+
+    stacks: Stacks
+    kinds: dict[int, str] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    nodes: list[tuple[int, int]] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
+    marks_ns: dict[int, int] = field(default_factory=dict)
+    forwards: dict[int, int] = field(default_factory=dict)
+
+    def visit(self, node: Any, children: Sequence[Any], within: _Within) -> _Within:
+        """Note what a node says; what its children are called from."""
+        number = int(node.tag)
+        if number not in self.kinds:  # the names of torch's enumerations are slow to ask for
+            self.kinds[number] = node.tag.name
+        kind = self.kinds[number]
+        step = _STEPS.get(kind)
+        # Most calls of Python allocate nothing.
+        if step is None or (kind in _CALLS and not children):
+            if kind == "PyCCall":
+                self.run_of(node, within)
+            return within
+        return step(self, node, node.typed[1], within)
+
+    def allocation(self, node: Any, fields: Any, within: _Within) -> _Within:
+        """Memory comes or goes."""
+        if fields.device.type == "cpu" and fields.ptr:
+            name = within.operator
+            operator = self.names.setdefault(name, len(self.names)) if name else -1
+            stack = self.stacks.place(within.link)
+            self.events.append(
+                Event(node.start_time_ns, fields.ptr, fields.alloc_size, stack, operator)
+            )
+        return within
+
+    def python(self, node: Any, fields: Any, within: _Within) -> _Within:
+        """A function of Python is called."""
+        outer = within.link
+        if not within.is_cut:
+            outer = self.stacks.at(outer, fields.caller.line_number)
+        own = fields.callsite
+        file, function = _text(own, "file_name"), _text(own, "function_name")
+        link = self.stacks.call(outer, file, own.line_number, function)
+        return _Within(link, is_backward=within.is_backward)
+
+    def c(self, node: Any, fields: Any, within: _Within) -> _Within:
+        """A function of C is called by Python."""
+        is_run = self.run_of(node, within)
+        link = within.link
+        if not within.is_cut:
+            link = self.stacks.at(link, fields.caller.line_number)
+        return _Within(link, is_backward=within.is_backward or is_run)
+
+    def run_of(self, node: Any, within: _Within) -> bool:
+        """Whether a function of C runs a backward; noted where it is in no other."""
+        is_run = _RUN in _text(node, "name")
+        if is_run and not within.is_backward:
+            self.runs.append((node.start_time_ns, node.start_time_ns + node.duration_time_ns))
+        return is_run
+
+    def operator(self, node: Any, fields: Any, within: _Within) -> _Within:
+        """An operator, a node of the backward, or somebody's own annotation."""
+        name = node.name
+        if name.startswith(MARK):
+            self.marks_ns[int(name.removeprefix(MARK))] = node.start_time_ns
+            return within
+        if name.startswith(_NODE):
+            return self._node(node, fields, within)
+        if fields.scope.name == "USER_SCOPE":
+            return within
+        if fields.sequence_number >= 0 and fields.scope.name == "FUNCTION":
+            # Operators in one another have the same number, and those that make no node of the
+            # backward as well: the last one made it.
+            self.forwards[fields.sequence_number] = within.link
+        if not within.is_backward and not within.operator:
+            self.others.append(node.start_time_ns)
+        if not within.operator or name.startswith(_SENDING):
+            return _Within(within.link, name, within.is_cut, within.is_backward)
+        return within
+
+    def _node(self, node: Any, fields: Any, within: _Within) -> _Within:
+        if not within.is_backward:
+            self.nodes.append((node.start_time_ns, node.start_time_ns + node.duration_time_ns))
+        forward = self.forwards.get(fields.sequence_number)
+        operator = node.name.removeprefix(_NODE).rpartition("::")[2]
+        link = within.link if forward is None else forward
+        return _Within(link, operator, is_cut=True, is_backward=True)
+
+
+def _text(one: Any, name: str) -> str:
+    """A text of torch's; empty where its memory is used for something else by now.
+
+    The profiler keeps the names of code that is gone (torch 2.13), as of a module that a traceback
+    has loaded.
+    """
+    try:
+        return str(getattr(one, name))
+    except UnicodeDecodeError:
+        return ""
+
+
+_CALLS = frozenset({"PyCall", "PyCCall"})
+_STEPS = {
+    "Allocation": _Reading.allocation,
+    "PyCall": _Reading.python,
+    "PyCCall": _Reading.c,
+    "TorchOp": _Reading.operator,
+}
+
+
+def read(roots: Iterable[Any], cells: Mapping[str, int]) -> History:
+    """What the profiler's tree says of the CPU's memory.
+
+    Args:
+        roots: torch's `_ProfilerEvent`s that are in no other.
+        cells: File name -> number, for the code of cells.
+    """
+    found = _Reading(Stacks(cells))
+    # Without recursion: calls can be as deep as Python allows.
+    todo: list[tuple[Any, _Within]] = [(one, _Within()) for one in reversed(list(roots))]
+    while todo:
+        node, within = todo.pop()
+        children = node.children
+        inner = found.visit(node, children, within)
+        todo.extend((child, inner) for child in reversed(children))
+    return History(
+        events=tuple(sorted(found.events, key=lambda one: one.time_ns)),
+        backwards=tuple(_backwards(found)),
+        marks_ns=found.marks_ns,
+        stacks=tuple(found.stacks.found),
+        names=tuple(found.names),
+    )
+
+
+def _backwards(found: _Reading) -> Iterator[Phase]:
+    """What ran a backward; where no calls were recorded, nodes with no other operator between."""
+    others = sorted(found.others)
+    place = 0
+    start, end = 0, -1
+    for first, last in sorted([*found.runs, *found.nodes]):
+        while place < len(others) and others[place] < end:
+            place += 1
+        is_apart = place < len(others) and others[place] < first
+        if end < 0 or (is_apart and first >= end):
+            if end >= 0:
+                yield Phase(BACKWARD, start, end)
+            start, end = first, last
+        else:
+            end = max(end, last)
+    if end >= 0:
+        yield Phase(BACKWARD, start, end)

@@ -1,0 +1,259 @@
+"""Records what a cell allocates on this rank, and whose it is.
+
+`begin` arms the next cell (recording/rank/cell_hook.py); `finish` gives what came of it; `now` says
+whose the memory is at this moment. Objects are asked whose memory they hold before and after the
+cell, and around each step of an optimizer.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from nbdist.engine import runtime
+from nbdist.errors import SnapshotError
+from nbdist.memory.rank import cpu, cuda, owners
+from nbdist.memory.rank.cpu import CpuRecorder
+from nbdist.memory.rank.cuda import CudaRecorder
+from nbdist.memory.rank.marks import Marks
+from nbdist.memory.rank.owners import Owner
+from nbdist.memory.snapshot import MemoryOptions, RankMemory, empty
+from nbdist.parallel import registry
+from nbdist.recording.rank import cell_hook
+from nbdist.recording.rank.steps import Steps, ended
+from nbdist.rpc.rank import progress
+from nbdist.strategy import choice
+from nbdist.variables import pack
+from nbdist.variables.pack import Parcel
+
+NOTHING = "Nothing was recorded on this rank."
+
+
+class Recorder(Protocol):
+    """What notes allocations on one kind of device.
+
+    Attributes:
+        problem: Why nothing, or not all, was recorded.
+    """
+
+    problem: str
+
+    def start(self) -> bool:
+        """Begin; whether that has worked, or else why not is in `problem`."""
+
+    def mark(self) -> int:
+        """Note this moment; what stands for it until the history is read."""
+
+    def stop(self) -> None:
+        """End it. A second time does nothing."""
+
+    def read(self, marks: Marks, memory: RankMemory) -> RankMemory:
+        """What was recorded, beside what is known of the rank."""
+
+
+NOUN = "memory"
+
+
+class _Recording:
+    """The recording of one cell."""
+
+    noun = NOUN
+
+    def __init__(self, options: MemoryOptions, token: str):
+        self.token = token
+        self.problem = ""
+        self._marks = Marks()
+        # A recording of one step ends with the first one that ends.
+        wanted = None if options.steps is None else options.steps - 1
+        self._steps = Steps(wanted, self._end_step)
+        self._made: list[int] = []  # the mark of each end that was counted
+        self._recorder: Recorder = (
+            CpuRecorder(options) if _device() == "cpu" else CudaRecorder(options)
+        )
+        self._hooks: list[Any] = []
+        self._began: dict[int, int] = {}  # optimizer -> the mark at which it began to step
+        self._is_on = False
+        self._memory: RankMemory | None = None
+
+    def start(self) -> None:
+        """Record from now on. A failure leaves the cell alone, and is told afterwards."""
+        try:
+            self._marks.before = owners.owners()
+            self._is_on = self._recorder.start()
+            if self._is_on:
+                self._marks.first = self._recorder.mark()
+        except Exception as error:  # noqa: BLE001  # the cell itself is to run
+            self.problem = f"The recording could not start: {error}."
+            return
+        if self._is_on:
+            self._hooks = [
+                register_optimizer_step_pre_hook(self._before_optimizer),
+                register_optimizer_step_post_hook(self._after_optimizer),
+            ]
+
+    def after_step(self) -> None:
+        """`nbdist.step()` was called."""
+        if self._is_on and self._steps.take_explicit():
+            self.stop()
+
+    def stop(self) -> None:
+        """End the recording: its cell has ended, in whatever way."""
+        self.problem = ended(self._end) or self.problem
+
+    def memory(self) -> RankMemory:
+        """What was recorded.
+
+        Raises:
+            SnapshotError: Nothing was.
+        """
+        if self._memory is None:
+            if self._is_on:
+                raise SnapshotError("The cell still runs.")
+            self._marks.ends = [self._made[number] for number in self._steps.ends]
+            found = self._recorder.read(self._marks, _here())
+            problem = self.problem or self._recorder.problem
+            if not found.duration_ns:
+                raise SnapshotError(problem or NOTHING)
+            told = " ".join(filter(None, [problem, found.problem]))
+            self._memory = replace(found, problem=told)
+        return self._memory
+
+    def _end_step(self) -> None:
+        self._made.append(self._recorder.mark())
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._is_on:
+            # The mark comes after: looking for the owners takes a while the first time.
+            found = self._owners(optimizer)
+            mark = self._began[id(optimizer)] = self._recorder.mark()
+            self._marks.owners.append((mark, found))
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_on:
+            return
+        mark = self._recorder.mark()
+        self._marks.owners.append((mark, self._owners(optimizer)))
+        began = self._began.pop(id(optimizer), None)
+        if began is not None:
+            self._marks.steppings.append((began, mark))
+        if self._steps.take_optimizer(id(optimizer)):
+            self.stop()
+
+    def _owners(self, optimizer: Optimizer) -> tuple[Owner, ...]:
+        """Of what an optimizer steps. A failure leaves the step alone, and is told afterwards."""
+        try:
+            return owners.of_optimizer(optimizer)
+        except Exception as error:  # noqa: BLE001  # the cell itself is to run
+            self.problem = f"What {type(optimizer).__name__} holds could not be told: {error}."
+            return ()
+
+    def _end(self) -> None:
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+        if self._is_on:
+            mark = self._recorder.mark()
+            try:
+                self._recorder.stop()
+            except KeyboardInterrupt:
+                self._recorder.stop()
+                raise
+            finally:
+                self._is_on = False
+            # Afterwards: looking for them is a hundred thousand calls, which would be recorded.
+            self._marks.owners.append((mark, owners.owners()))
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The recording that was armed last."""
+
+    last: _Recording | _Noted | None = None
+
+
+_kept = _Kept()
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """What was in use when memory ran out, in the place of a recording."""
+
+    found: RankMemory
+
+    def memory(self) -> RankMemory:
+        """It."""
+        return self.found
+
+
+def keep(found: RankMemory) -> None:
+    """Let `finish` give what was in use when memory ran out; a recording that runs tells more."""
+    if cell_hook.state.running is None:
+        _kept.last = _Noted(found)
+
+
+def begin(options: MemoryOptions, token: str) -> None:
+    """Record the cell that brings this token; what was recorded before is forgotten."""
+    cell_hook.state.armed = _kept.last = _Recording(options, token)
+
+
+def finish(folders: Sequence[str]) -> Parcel:
+    """What the last recording of this rank holds, as {"memory": RankMemory, "strategy": text}.
+
+    Args:
+        folders: As variables.pack.send takes them.
+
+    Raises:
+        SnapshotError: If nothing was recorded.
+    """
+    if _kept.last is None:
+        raise SnapshotError(f"{NOTHING[:-1]}: its process has replaced another.")
+    if cell_hook.state.armed is _kept.last:  # its cell was never sent
+        cell_hook.state.armed = None
+        raise SnapshotError(NOTHING)
+    with progress.during(NOUN):
+        progress.tell("sorting what was allocated")
+        return sent(_kept.last.memory(), folders)
+
+
+def now(folders: Sequence[str]) -> Parcel:
+    """Whose the memory is at this moment, as `finish` gives it."""
+    return sent(taken(owners.owners()), folders)
+
+
+def taken(found: Iterable[Owner], before: Mapping[str, Any] | None = None) -> RankMemory:
+    """What is in use at this moment, and whose it is.
+
+    Args:
+        found: All owners.
+        before: Of a GPU, torch's snapshot of an earlier moment, to be used instead.
+    """
+    if _device() == "cpu":
+        return cpu.of_now(found, _here())
+    return cuda.of_now(found, _here(), before)
+
+
+def sent(memory: RankMemory, folders: Sequence[str]) -> Parcel:
+    """A rank's memory on its way to the notebook, with the strategy."""
+    told = choice.described(registry.current()) if registry.prepared() else ""
+    return pack.send(pack.pack({"memory": memory, "strategy": told}), folders)
+
+
+def _device() -> str:
+    return str(runtime.current().place.device)
+
+
+def _here() -> RankMemory:
+    """Who and where, without blocks."""
+    found = empty(runtime.current().place.rank, socket.gethostname(), "")
+    return RankMemory(
+        found.rank, found.host, found.device, found.blocks, version=str(torch.__version__)
+    )

@@ -1,0 +1,49 @@
+"""Asks ranks whose memory ran out what held it, and what would make room."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbdist.core.failures import RankFailure, plain
+from nbdist.memory import oom_message, oom_text
+from nbdist.memory.oom_remedies import Shortage
+from nbdist.rpc.kernel import functions
+
+if TYPE_CHECKING:
+    from nbdist.cells.kernel.session import Session
+
+# The rank has looked already, before its reply: what is asked for lies ready.
+ASK_S = 10.0
+
+
+def advice(session: Session, failure: RankFailure) -> str:
+    """What to do about a shortage of memory, as lines of text; empty of any other failure.
+
+    The session's memories then show what was in use.
+
+    Args:
+        session: Its cell has ended on this rank.
+        failure: Of that cell.
+    """
+    told = oom_message.told_by(failure.name, failure.message)
+    if told is None and not oom_message.is_told_in(plain("\n".join(failure.traceback))):
+        return ""
+    found, why = _asked(session, failure.rank)
+    if found is not None:
+        session.memories.note_shortage(failure.rank)
+        return oom_text.block(found)
+    return "" if told is None else oom_text.unmeasured(failure.rank, told, why)
+
+
+def _asked(session: Session, rank: int) -> tuple[Shortage | None, str]:
+    """What a rank knows, or why nothing is known."""
+    if not session.is_connected(rank):
+        return None, "the rank has ended"
+    if session.readiness.is_busy(rank):
+        return None, "the rank still runs"
+    try:
+        return functions.shortage(session.call, rank).result(ASK_S), "it was not noted"
+    except TimeoutError:
+        return None, f"the rank did not answer within {ASK_S:.0f} s"
+    except Exception as error:  # noqa: BLE001  # the cell's own error is the one to be raised
+        return None, str(getattr(error, "evalue", error))

@@ -1,0 +1,341 @@
+"""Memory as torch's own dict of a snapshot: read it, and write one.
+
+The dict is what `torch.cuda.memory._snapshot()` gives and `_dump_snapshot` pickles. Source:
+torch/cuda/memory.py and torch/csrc/cuda/memory_snapshot.cpp; older versions lack fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from nbdist.errors import SnapshotError
+from nbdist.memory import json_fields as fields
+from nbdist.memory import own_format
+from nbdist.memory.snapshot import (
+    BEFORE,
+    STAYS,
+    UNKNOWN,
+    Blocks,
+    Frame,
+    OutOfMemory,
+    RankMemory,
+    Reserved,
+    Segment,
+)
+from nbdist.memory.torch_writer import to_torch
+
+__all__ = ["of_torch", "to_torch"]
+
+US = 1000
+# c10/cuda/CUDACachingAllocator.h: every size is rounded up to a multiple of kMinBlockSize. The
+# history has the size that was asked for, and only blocks that are there have the held one.
+ROUNDING_BYTES = 512
+# The size of the segments that blocks of up to 1 MiB come from (kSmallBuffer).
+SMALL_BYTES = 2 * 2**20
+_RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+# As the unwinder names what is no Python.
+_C_SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hpp", ".inl", ".S", "??")
+NO_TIMES = "This version of torch noted no times: each event counts as one microsecond."
+
+
+@dataclass(slots=True)
+class _Stacks:
+    """Each stack once."""
+
+    places: dict[tuple[Frame, ...], int] = field(default_factory=dict)
+    known: dict[int, int] = field(default_factory=dict)  # by identity, while the dict lives
+    frames: dict[int, Frame | None] = field(default_factory=dict)
+
+    def place(self, value: object, where: str) -> int:
+        """The stack's place; -1 where there is none."""
+        if id(value) not in self.known:
+            rows = fields.records(value, where)
+            found = tuple(
+                one
+                for depth, row in enumerate(rows)
+                if (one := self._frame(row, f"{where}[{depth}]")) is not None
+            )
+            place = self.places.setdefault(found, len(self.places)) if found else -1
+            self.known[id(value)] = place
+        return self.known[id(value)]
+
+    def _frame(self, row: Mapping[str, Any], where: str) -> Frame | None:
+        if id(row) not in self.frames:
+            found = own_format.frame(row, where)
+            self.frames[id(row)] = None if found.file.endswith(_C_SUFFIXES) else found
+        return self.frames[id(row)]
+
+
+@dataclass(slots=True)
+class _Replay:
+    """Blocks as the history makes and frees them."""
+
+    address: list[int] = field(default_factory=list)
+    size: list[int] = field(default_factory=list)
+    start: list[int] = field(default_factory=list)
+    end: list[int] = field(default_factory=list)
+    stack: list[int] = field(default_factory=list)
+    open: dict[int, int] = field(default_factory=dict)  # address -> place
+    asked: dict[int, int] = field(default_factory=dict)  # address -> when it was to be freed
+
+    def add(self, address: int, size: int, start: int, end: int, stack: int) -> None:
+        """A block more."""
+        self.address.append(address)
+        self.size.append(size)
+        self.start.append(start)
+        self.end.append(end)
+        self.stack.append(stack)
+
+    def alloc(self, address: int, size: int, now: int, stack: int) -> None:
+        """It is in use; what was there has been freed, if the history does not say when."""
+        if address in self.open:
+            self.end[self.open.pop(address)] = self.asked.pop(address, now)
+        self.open[address] = len(self.address)
+        self.add(address, _held(size), now, STAYS, stack)
+
+    def ask(self, address: int, size: int, now: int, stack: int) -> None:
+        """Python has let go of it; a stream may still use it."""
+        if address not in self.open:  # its beginning is older than the history
+            self.open[address] = len(self.address)
+            self.add(address, _held(size), BEFORE, STAYS, -1)
+        self.asked[address] = now
+
+    def free(self, address: int, size: int, now: int, stack: int) -> None:
+        """Others may have it from now on."""
+        self.asked.pop(address, None)
+        if address in self.open:
+            self.end[self.open.pop(address)] = now
+        else:
+            self.add(address, _held(size), BEFORE, now, -1)
+
+
+def _held(size: int) -> int:
+    return -(-size // ROUNDING_BYTES) * ROUNDING_BYTES
+
+
+def of_torch(
+    snapshot: Mapping[str, Any],
+    *,
+    rank: int = 0,
+    host: str = "",
+    device_index: int = 0,
+    start_us: int | None = None,
+    end_us: int | None = None,
+) -> RankMemory:
+    """A rank's memory from torch's dict; where nbdist wrote it, all that nbdist knew.
+
+    Categories are unknown otherwise. A block without an event of its allocation was there before
+    the history began; one whose freeing was asked for and has not completed is still in use.
+
+    Args:
+        snapshot: Of `torch.cuda.memory._snapshot()`.
+        rank: Whose, where the dict does not tell.
+        host: Where it ran, likewise.
+        device_index: Which of the dict's devices.
+        start_us: When the recording began, by the clock of the events; None for the first event.
+        end_us: When it ended; None for the last event.
+
+    Raises:
+        SnapshotError: If a value is not what it has to be; it says where and what.
+    """
+    whole = fields.record(snapshot, "snapshot")
+    if own_format.OURS in whole:
+        return own_format.unpacked(whole[own_format.OURS])
+    events = _trace(whole, device_index)
+    segments = [
+        (number, one)
+        for number, one in enumerate(
+            fields.records(fields.field(whole, "segments", "snapshot"), "segments")
+        )
+        if fields.whole_of(one, "device", f"segments[{number}]", default=0) == device_index
+    ]
+    times, zero_us, problem = _times(events, f"device_traces[{device_index}]", start_us)
+    duration = max(times[-1] if times else 0, 0 if end_us is None else (end_us - zero_us) * US)
+    stacks = _Stacks()
+    replay, failures = _replayed(events, times, stacks, f"device_traces[{device_index}]")
+    made, unknown = _ended(replay, segments, stacks, duration)
+    if unknown:
+        problem = f"{problem} {unknown}".strip()
+    return RankMemory(
+        rank=rank,
+        host=host,
+        device="cuda",
+        blocks=_columns(replay),
+        duration_ns=duration,
+        stacks=tuple(stacks.places),
+        reserved=_reserved(events, times, sum(one.size_bytes for one in made)),
+        segments=tuple(made),
+        failures=tuple(one for one in failures if one.time_ns >= 0),
+        problem=problem,
+    )
+
+
+def _trace(whole: Mapping[str, Any], device_index: int) -> Sequence[Mapping[str, Any]]:
+    # Without a history old versions leave the key out.
+    traces = fields.entries(whole.get("device_traces", ()), "device_traces")
+    if device_index >= len(traces):
+        return ()
+    return fields.records(traces[device_index], f"device_traces[{device_index}]")
+
+
+def _times(
+    events: Sequence[Mapping[str, Any]], where: str, start_us: int | None
+) -> tuple[list[int], int, str]:
+    """Nanoseconds since the beginning for each event, that beginning, and what lacks."""
+    if not events:
+        return [], start_us or 0, ""
+    if not any("time_us" in one for one in events):
+        return [number * US for number in range(len(events))], 0, NO_TIMES
+    # 2^50 us are 35 years since 1970: beyond it nanoseconds would not fit into 64 bits.
+    found = fields.column(events, "time_us", where)
+    zero_us = found[0] if start_us is None else start_us
+    times = (np.maximum.accumulate(np.array(found, np.int64)) - zero_us).tolist()
+    for number, time in enumerate(times):
+        fields.whole(time, f"{where}[{number}].time_us", -fields.MOST // US, fields.MOST // US)
+    return [time * US for time in times], zero_us, ""
+
+
+def _replayed(
+    events: Sequence[Mapping[str, Any]], times: Sequence[int], stacks: _Stacks, where: str
+) -> tuple[_Replay, list[OutOfMemory]]:
+    """What the history makes of memory. Times below 0 are before the recording."""
+    replay = _Replay()
+    failures = []
+    steps = {
+        "alloc": replay.alloc, "free_requested": replay.ask, "free_completed": replay.free,
+        "free": replay.free,
+    }  # fmt: skip
+    actions = fields.text_column(events, "action", where)
+    sizes = fields.column(events, "size", where, default=0)
+    addresses = fields.column(events, "addr", where, default=0)
+    for number, (action, address, size, now) in enumerate(
+        zip(actions, addresses, sizes, times, strict=True)
+    ):
+        step = steps.get(action)
+        if step is None and action != "oom":
+            continue
+        frames = events[number].get("frames", ())
+        stack = stacks.place(frames, f"{where}[{number}].frames") if frames != () else -1
+        if step is not None and size:
+            step(address, size, now if now >= 0 else BEFORE, stack)
+        elif step is None:
+            free = fields.whole_of(
+                events[number], "device_free", f"{where}[{number}]", default=-1, least=-1
+            )
+            failures.append(OutOfMemory(now, size, free, stack))
+    return replay, failures
+
+
+def _ended(
+    replay: _Replay, segments: Sequence[tuple[int, Mapping[str, Any]]], stacks: _Stacks, now: int
+) -> tuple[list[Segment], str]:
+    """Compare what the history left in use with what is; add what it never told of."""
+    made = []
+    alive: dict[int, int] = {}  # address -> size
+    lists: set[int] = set()
+    for number, one in segments:
+        where = f"segments[{number}]"
+        blocks = fields.records(fields.field(one, "blocks", where), f"{where}.blocks")
+        if id(blocks) in lists:  # a small file could hold one long list very often
+            raise SnapshotError(f"{where}.blocks is the same list as another segment's.")
+        lists.add(id(blocks))
+        used = _used(one, blocks, where)
+        for place, address, size in used:
+            alive[address] = size
+            known = replay.open.get(address)
+            if known is not None:
+                replay.size[known] = size  # held, where the history has what was asked for
+                continue
+            frames = _frames(blocks[place])
+            spot = f"{where}.blocks[{place}].frames"
+            replay.add(address, size, BEFORE, STAYS, stacks.place(frames, spot) if frames else -1)
+        made.append(_segment(one, where, sum(size for _, _, size in used)))
+    if not segments:
+        return made, ""
+    gone = [address for address in replay.open if address not in alive]
+    for address in gone:
+        replay.end[replay.open[address]] = max(replay.asked.get(address, now), 0)
+    lost = sum(address not in replay.asked for address in gone)
+    told = f"The history does not tell when {lost} of its blocks were freed: their ends are late."
+    return made, told if lost else ""
+
+
+def _frames(block: Mapping[str, Any]) -> Any:
+    """Where it was allocated; in torch before 2.1 that stands in the block's history."""
+    history = block.get("history")
+    if "frames" not in block and type(history) is list and history and type(history[0]) is dict:
+        return history[0].get("frames", ())
+    return block.get("frames", ())
+
+
+def _used(
+    one: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]], where: str
+) -> list[tuple[int, int, int]]:
+    """(number, address, size) of a segment's blocks that are in use."""
+    sizes = fields.column(blocks, "size", f"{where}.blocks")
+    states = fields.text_column(blocks, "state", f"{where}.blocks")
+    address = fields.bytes_of(one, "address", where)
+    found = []
+    for number, (size, state) in enumerate(zip(sizes, states, strict=True)):
+        # Older versions do not say where a block is: it follows the one before it.
+        spot = f"{where}.blocks[{number}]"
+        address = fields.bytes_of(blocks[number], "address", spot, address)
+        if state.startswith("active") and size:
+            found.append((number, address, size))
+        address += size
+    return found
+
+
+def _segment(one: Mapping[str, Any], where: str, used: int) -> Segment:
+    size = fields.bytes_of(one, "total_size", where)
+    kind = fields.text_of(one, "segment_type", where, "")
+    if fields.field(one, "is_expandable", where, default=False):
+        kind = "expandable"
+    if kind not in own_format.SEGMENT_KINDS:
+        kind = "large" if size > SMALL_BYTES else "small"
+    return Segment(
+        address=fields.bytes_of(one, "address", where),
+        size_bytes=size,
+        allocated_bytes=fields.bytes_of(one, "allocated_size", where, used),
+        stream=fields.whole_of(one, "stream", where, default=0, least=0),
+        kind=kind,
+    )
+
+
+def _reserved(events: Sequence[Mapping[str, Any]], times: Sequence[int], at_end: int) -> Reserved:
+    """What the allocator held, told backwards from its end, which is known."""
+    changes = [
+        (max(now, 0), sign * one["size"])
+        for one, now in zip(events, times, strict=True)
+        if (sign := _RESERVES.get(one["action"], 0)) and one.get("size", 0)
+    ]
+    before = at_end - sum(change for _, change in changes)
+    states = accumulate((change for _, change in changes), initial=before)
+    sizes = np.array([min(max(one, 0), fields.MOST) for one in states], np.int64)
+    found = np.array([0, *(now for now, _ in changes)], np.int64)
+    # Changes before the recording, or at its very beginning, are one state.
+    is_last = np.append(found[1:] > found[:-1], True)
+    return Reserved(found[is_last], sizes[is_last])
+
+
+def _columns(replay: _Replay) -> Blocks:
+    start, end = np.array(replay.start, np.int64), np.array(replay.end, np.int64)
+    kept = np.flatnonzero(end >= 0)  # the others were freed before the recording
+    order = kept[np.argsort(start[kept], kind="stable")]
+    none = np.full(len(order), -1, np.int32)
+    return Blocks(
+        address=np.array(replay.address, np.int64)[order],
+        size_bytes=np.array(replay.size, np.int64)[order],
+        start_ns=start[order],
+        end_ns=end[order],
+        category=np.full(len(order), UNKNOWN, np.int8),
+        is_exact=np.zeros(len(order), bool),
+        stack=np.array(replay.stack, np.int32)[order],
+        name=none,
+        operator=none.copy(),
+    )

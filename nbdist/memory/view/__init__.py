@@ -1,0 +1,1 @@
+"""A snapshot as a report, as a page and as a picture."""

@@ -1,0 +1,76 @@
+"""What memory has grown between two snapshots, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nbdist.core import units
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.ranks import rank_label
+from nbdist.core.view import View, table
+from nbdist.memory.call_site import written
+from nbdist.memory.diff import Amount, Change, Growth
+from nbdist.memory.snapshot import CATEGORIES
+from nbdist.recording.view.iframe import clipped
+
+MOST_ROWS = 20
+_MOST_NAME = 40
+_NOTHING = "-"
+
+
+def grew(growth: Growth, since: str) -> View:
+    """What %dist_memory --since shows.
+
+    Args:
+        growth: Of all ranks.
+        since: What it is compared with, as typed.
+    """
+    before = list(_totals(growth, since))
+    after = [*_rest(growth), *growth.notes]
+    if not growth.grown:
+        return View("\n".join([*before, *after]))
+    head = ["grown", "before", "after", "blocks", "what", "name", "line", "ranks"]
+    rows = [_cells(one) for one in growth.grown[:MOST_ROWS]]
+    return table(head, rows, before=before, after=after)
+
+
+def _cells(one: Change) -> list[str]:
+    kind = one.kind
+    size = f" of {units.size(kind.size_bytes)}" if kind.size_bytes else ""
+    return [
+        f"+{units.size(one.grown_bytes)}",
+        units.size(one.before.size_bytes),
+        units.size(one.after.size_bytes),
+        f"{one.before.count} -> {one.after.count}{size}",
+        CATEGORIES[kind.category],
+        clipped(kind.name, _MOST_NAME) if kind.name else _NOTHING,
+        written(kind.lines[0]) if kind.lines else _NOTHING,
+        rank_label(sorted(one.ranks)),
+    ]
+
+
+def _totals(growth: Growth, since: str) -> Iterator[str]:
+    """A line for ranks that are alike."""
+    alike: dict[tuple[Amount, Amount], list[int]] = {}
+    for rank, amounts in growth.ranks.items():
+        alike.setdefault(amounts, []).append(rank)
+    for (before, after), ranks in alike.items():
+        change = after.size_bytes - before.size_bytes
+        told = f"{'+' if change >= 0 else '-'}{units.size(abs(change))}"
+        yield (
+            f"{ranks_phrase(ranks)} since {since}: {told}, from {units.size(before.size_bytes)} "
+            f"to {units.size(after.size_bytes)} in use"
+        )
+
+
+def _rest(growth: Growth) -> Iterator[str]:
+    """What the table leaves out, in sum."""
+    if not growth.grown and growth.ranks:
+        yield "nothing has grown"
+    left = growth.grown[MOST_ROWS:]
+    if left:
+        yield f"{len(left)} more have grown: +{units.size(sum(one.grown_bytes for one in left))}"
+    if growth.shrunk:
+        total = -sum(one.grown_bytes for one in growth.shrunk)
+        kinds = dict.fromkeys(CATEGORIES[one.kind.category] for one in growth.shrunk)
+        yield f"shrunk or gone: -{units.size(total)} ({', '.join(kinds)})"

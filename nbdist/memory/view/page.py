@@ -1,0 +1,215 @@
+"""Memory over time as one piece of HTML: the data that memory.js reads, and the page."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from nbdist.memory.call_site import innermost_library, is_own, written
+from nbdist.memory.downsample import Level, level
+from nbdist.memory.peak import RankPeak, when
+from nbdist.memory.snapshot import BEFORE, CATEGORIES, STAYS, Frame, Integers, RankMemory, Snapshot
+from nbdist.memory.timeline import codes, lives, telling
+from nbdist.memory.view.colours import COLOURS, LAYERS, PALER
+from nbdist.memory.view.image import scales
+from nbdist.recording.view import iframe as recording_iframe
+from nbdist.recording.view.iframe import MOST_BYTES, clipped
+
+Places = npt.NDArray[np.int32]
+# In the order in which they stand in the page.
+SCRIPTS = ("frame.js", "memory_data.js", "memory_draw.js", "memory.js")
+# What a browser has to unpack at most.
+MOST_ITEMS = 150_000
+# Steps, phases and failures that are marked, of all ranks together.
+MOST_MARKS = 20_000
+# Changes of what the allocator held, of each rank.
+MOST_HELD = 2000
+# The user's own lines of a block: the innermost ones.
+MOST_LINES = 4
+# memory_draw.js has the same: legend, axis and hint; a rank's header and the space below it.
+_AROUND_PX, _RANK_PX = 74, 30
+_LEAST_PX, _MOST_PX = 200, 660
+PANELS_PX = {1: 300, 2: 220, 3: 160, 4: 140}
+PANEL_PX, BAR_PX = 110, 40
+
+
+def packed(
+    snapshot: Snapshot, peaks: tuple[RankPeak, ...], most_bytes: int = MOST_BYTES
+) -> tuple[Level, str]:
+    """The finest level of a snapshot that fits so many bytes, and what memory.js reads, as base64.
+
+    What does not become smaller (ranks, marks of steps) may exceed it.
+    """
+    most = MOST_ITEMS
+    while True:
+        shown = level(snapshot.ranks, most)
+        n_blocks = sum(len(one.blocks) for one in shown.ranks)
+        size = shown.n_items / MOST_ITEMS
+        if size <= 1 or most <= 0:
+            data = base64.b64encode(_packed(snapshot, peaks, shown))
+            if len(data) <= most_bytes or most <= 0:
+                return shown, data.decode("ascii")
+            size = len(data) / most_bytes
+        # Where nothing is shown alone any more, moments become fewer.
+        most = min(int(most * 0.9 / size), max(n_blocks - 1, 0) or most // 2)
+
+
+def page(image: bytes, alt: str, data: str, height_px: int) -> str:
+    """The image with the live picture over it, as HTML: see `frame.over`."""
+    live = recording_iframe.Live("memory.html", SCRIPTS, "memory of each rank over time", data)
+    return recording_iframe.over(image, alt, live, height_px)
+
+
+def height_px(snapshot: Snapshot) -> int:
+    """How high a picture is that shows all ranks at once, as far as a page has room for them."""
+    whole = _AROUND_PX + len(snapshot.ranks) * (_RANK_PX + _panel_px(snapshot))
+    return min(max(whole, _LEAST_PX), _MOST_PX)
+
+
+def _panel_px(snapshot: Snapshot) -> int:
+    if not any(rank.duration_ns for rank in snapshot.ranks):
+        return BAR_PX
+    return PANELS_PX.get(len(snapshot.ranks), PANEL_PX)
+
+
+def _packed(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> bytes:
+    texts = _Texts(shown, snapshot.ranks)
+    shared = scales(snapshot, peaks)
+    held = [_held(rank) for rank in snapshot.ranks]
+    known = {one.rank: one for one in peaks}
+    marks = MOST_MARKS // max(len(snapshot.ranks), 1)
+    head = {
+        "categories": CATEGORIES,
+        "colours": [COLOURS[name] for name in CATEGORIES],
+        "layers": LAYERS,
+        "paler": PALER,
+        "names": [clipped(name) for name in texts.names],
+        "lines": [clipped(line) for line in texts.lines],
+        "stacks": texts.stacks,
+        "least": shown.least_bytes,
+        "merged": shown.merged,
+        "to": shared.end_ns if shared.has_history else shared.most_bytes,
+        "most": shared.most_bytes,
+        "moment": not shared.has_history,
+        "panel": _panel_px(snapshot),
+        "firsts": _firsts(len(one.blocks) for one in shown.ranks),
+        "restFirsts": _firsts(len(one.time_ns) for one in shown.ranks),
+        "heldFirsts": _firsts(len(time_ns) for time_ns, _ in held),
+        "ranks": [
+            _rank(rank, known.get(rank.rank), marks)
+            | {"before": int((one.blocks.start_ns == BEFORE).sum())}
+            for rank, one in zip(snapshot.ranks, shown.ranks, strict=True)
+        ],
+    }
+    spans = [lives(one.blocks) for one in shown.ranks]
+    columns = {
+        "start": _joined(_distances(start_ns) for start_ns, _ in spans),
+        "life": _joined(np.where(end == STAYS, 0, end - start) for start, end in spans),
+        "size": _joined(one.blocks.size_bytes for one in shown.ranks),
+        "code": _joined(codes(one.blocks) for one in shown.ranks),
+        "name": texts.name,
+        "operator": texts.operator,
+        "stack": texts.stack,
+        "restTime": _joined(_distances(one.time_ns) for one in shown.ranks),
+        "restCode": _joined(one.code for one in shown.ranks),
+        # Signs go into the lowest bit: columns hold no number below 0.
+        "rest": _joined(2 * abs(one.size_bytes) + (one.size_bytes < 0) for one in shown.ranks),
+        "heldTime": _joined(_distances(time_ns) for time_ns, _ in held),
+        "held": _joined(size_bytes for _, size_bytes in held),
+    }
+    return recording_iframe.packed(head, columns)
+
+
+def _rank(rank: RankMemory, peak: RankPeak | None, marks: int) -> dict[str, object]:
+    """What is known of a rank beside its blocks."""
+    return {
+        "rank": rank.rank,
+        "problem": clipped(rank.problem),
+        "limit": rank.limit_bytes,
+        "end": rank.duration_ns,
+        "peak": [peak.time_ns, peak.size_bytes, when(peak)] if peak else None,
+        "phases": [[p.kind, p.start_ns, p.end_ns] for p in rank.phases[:marks]],
+        "steps": rank.step_ends_ns[:marks],
+        "failures": [[one.time_ns, one.size_bytes] for one in rank.failures[:marks]],
+    }
+
+
+class _Texts:
+    """Names and lines of all ranks, each once, and which of them each block has.
+
+    Attributes:
+        names: Of owners and operators.
+        lines: Of stacks, as people read them.
+        stacks: Of each, places in `lines`: the library's innermost or -1, then the user's own.
+        name, operator, stack: Of each block, a place that is one more; 0 where there is none.
+    """
+
+    def __init__(self, shown: Level, ranks: Sequence[RankMemory]) -> None:
+        self._names: dict[str, int] = {}
+        self._lines: dict[str, int] = {}
+        self._stacks: dict[tuple[int, ...], int] = {}
+        columns = [
+            (
+                self._numbers(one.blocks.name, rank.names),
+                self._numbers(one.blocks.operator, rank.names),
+                self._stack_numbers(one.blocks.stack, rank.stacks),
+            )
+            for one, rank in zip(shown.ranks, ranks, strict=True)
+        ]
+        self.name, self.operator, self.stack = (
+            _joined(each) for each in (zip(*columns, strict=True) if columns else ((), (), ()))
+        )
+        self.names, self.lines = tuple(self._names), tuple(self._lines)
+        self.stacks = tuple(self._stacks)
+
+    def _numbers(self, column: Places, names: Sequence[str]) -> Integers:
+        used, place = np.unique(column, return_inverse=True)
+        own = [
+            self._names.setdefault(names[at], len(self._names)) + 1 if at >= 0 else 0
+            for at in used.tolist()
+        ]
+        return np.array(own, np.int64)[place]
+
+    def _stack_numbers(self, column: Places, stacks: Sequence[tuple[Frame, ...]]) -> Integers:
+        used, place = np.unique(column, return_inverse=True)
+        own = [
+            self._stacks.setdefault(self._stack(stacks[at]), len(self._stacks)) + 1
+            if at >= 0
+            else 0
+            for at in used.tolist()
+        ]
+        return np.array(own, np.int64)[place]
+
+    def _stack(self, frames: Sequence[Frame]) -> tuple[int, ...]:
+        via = innermost_library(frames)
+        lines = [one for one in frames if is_own(one)][:MOST_LINES]
+        return (-1 if via is None else self._line(via), *map(self._line, lines))
+
+    def _line(self, one: Frame) -> int:
+        return self._lines.setdefault(written(one), len(self._lines))
+
+
+def _held(rank: RankMemory) -> tuple[Integers, Integers]:
+    """What the allocator held, at moments that show how it runs."""
+    held = rank.reserved
+    if not len(held.time_ns):
+        return held.time_ns, held.size_bytes
+    at = telling(held.time_ns, held.size_bytes, MOST_HELD)
+    return held.time_ns[at], held.size_bytes[at]
+
+
+def _firsts(lengths: Iterable[int]) -> list[int]:
+    """Where each rank's entries begin, and where the last one's end."""
+    return [0, *np.cumsum(list(lengths), dtype=np.int64).tolist()]
+
+
+def _distances(time_ns: Integers) -> Integers:
+    """Small numbers pack better: each time is told from the one before it."""
+    return np.diff(time_ns, prepend=0)
+
+
+def _joined(columns: Iterable[Integers]) -> Integers:
+    return np.concatenate([np.zeros(0, np.int64), *columns])

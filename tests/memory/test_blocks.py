@@ -1,0 +1,92 @@
+"""Blocks of a history: each allocation with the free that ended it, whatever was not seen."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from nbdist.memory.blocks import NOWHERE, Event, paired
+from nbdist.memory.snapshot import BEFORE, STAYS
+
+Rows = list[tuple[int, int, int, int]]
+
+
+def rows(
+    before: list[tuple[int, int]], events: list[Event], most_events: int = 100
+) -> tuple[Rows, int]:
+    """(address, bytes, start, end) of each block, and what was lost."""
+    blocks, lost = paired(before, events, most_events)
+    columns = (blocks.address, blocks.size_bytes, blocks.start_ns, blocks.end_ns)
+    return [tuple(map(int, row)) for row in zip(*columns, strict=True)], lost  # type: ignore[misc]
+
+
+def test_an_allocation_ends_with_its_free_or_stays() -> None:
+    """Its stack and operator are its own."""
+    events = [Event(5, 100, 8, 3, 4), Event(6, 200, 16), Event(9, 100, -8)]
+
+    assert rows([], events) == ([(100, 8, 5, 9), (200, 16, 6, STAYS)], 0)
+    blocks, _ = paired([], events, 100)
+    assert (blocks.stack.tolist(), blocks.operator.tolist()) == ([3, -1], [4, -1])
+
+
+def test_what_was_there_before_can_be_freed() -> None:
+    """A free of what nobody saw is left out."""
+    events = [Event(2, 100, -8), Event(3, 999, -8)]
+
+    assert rows([(100, 8), (300, 4)], events)[0] == [
+        (100, 8, BEFORE, 2), (300, 4, BEFORE, STAYS),
+    ]  # fmt: skip
+
+
+def test_a_second_allocation_at_an_address_ends_the_first() -> None:
+    """Its free was made where nobody looks, as by another thread."""
+    assert rows([(100, 8)], [Event(4, 100, 16), Event(7, 100, 24)])[0] == [
+        (100, 8, BEFORE, 4), (100, 16, 4, 7), (100, 24, 7, STAYS),
+    ]  # fmt: skip
+
+
+def test_blocks_without_an_address_end_by_their_size() -> None:
+    """The first of two alike; one of another size stays."""
+    found = rows([(NOWHERE, 8), (NOWHERE, 8), (NOWHERE, 16)], [Event(4, 500, -8)])[0]
+
+    assert found == [
+        (NOWHERE, 8, BEFORE, 4), (NOWHERE, 8, BEFORE, STAYS), (NOWHERE, 16, BEFORE, STAYS),
+    ]  # fmt: skip
+
+
+def test_beyond_the_bound_the_oldest_events_are_lost() -> None:
+    """What they allocated and is still there was there before; what they freed is not told."""
+    events = [Event(1, 10, 8), Event(2, 20, 8), Event(3, 10, -8), Event(4, 30, 8), Event(5, 20, -8)]
+
+    assert rows([(99, 4)], events, 2) == (
+        [(99, 4, BEFORE, STAYS), (20, 8, BEFORE, 5), (30, 8, 4, STAYS)], 3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_bytes_in_use_are_those_of_a_simulated_allocator(seed: int) -> None:
+    """After each event that is kept, with any bound."""
+    draw = random.Random(seed)
+    before = {address: draw.randint(1, 50) for address in range(draw.randint(0, 5))}
+    heap, events, in_use = dict(before), [], []
+    for now in range(1, 60):
+        if heap and draw.random() < 0.45:
+            address = draw.choice(sorted(heap))
+            events.append(Event(now, address, -heap.pop(address)))
+        else:
+            address = draw.choice([one for one in range(100) if one not in heap])
+            heap[address] = draw.randint(1, 50)
+            events.append(Event(now, address, heap[address]))
+        in_use.append((now, dict(heap)))
+    bound = draw.randint(1, 70)
+    blocks, lost = paired(list(before.items()), events, bound)
+
+    assert lost == max(0, len(events) - bound)
+    assert bool((np.diff(blocks.start_ns) >= 0).all())
+    for now, there in in_use[lost:]:
+        is_there = (blocks.start_ns <= now) & (blocks.end_ns > now)
+        addresses, sizes = blocks.address[is_there].tolist(), blocks.size_bytes[is_there].tolist()
+        found = dict(zip(addresses, sizes, strict=True))
+        assert found == there

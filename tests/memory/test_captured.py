@@ -1,0 +1,144 @@
+"""Tests of real snapshots: tests/data/memory, two ranks, as tests/support/capture_memory.py."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nbdist.memory import file as memory_file
+from nbdist.memory.diff import growth
+from nbdist.memory.finding_records import findings
+from nbdist.memory.peak import peaks
+from nbdist.memory.snapshot import (
+    ACTIVATION,
+    BACKWARD,
+    CATEGORIES,
+    COMMUNICATION,
+    GRADIENT,
+    OPTIMIZER,
+    PARAMETER,
+    STEPPING,
+    RankMemory,
+    Snapshot,
+)
+from nbdist.memory.timeline import curve
+
+FOLDER = Path(__file__).resolve().parents[1] / "data" / "memory"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+# By hand: three blocks of Linear(64, 256) and Linear(256, 64), in fp32.
+PARAMETERS = 3 * (64 * 256 + 256 + 256 * 64 + 64) * 4
+TENSORS = 3 * 4
+SAMPLES = 128
+INPUT, INNER = SAMPLES * 64 * 4, SAMPLES * 256 * 4
+# Losses, the first gradient, and what a checkpoint keeps of the random generator.
+SMALL, RANDOM = 64, 5056
+LEAK = 2 * 1000 * 4
+
+
+def read(name: str) -> Snapshot:
+    """One of the captured recordings."""
+    return memory_file.read_folder(FOLDER / name)
+
+
+def most(rank: RankMemory, category: int) -> int:
+    """The most bytes of a category at one moment."""
+    return int(curve(rank.blocks).size_bytes[:, category].sum(axis=1).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_has_two_steps_of_two_ranks(name: str) -> None:
+    """With the phases of each step, lines of the cell, and nothing that tells of a machine."""
+    snapshot = read(name)
+
+    assert [rank.rank for rank in snapshot.ranks] == [0, 1]
+    for rank in snapshot.ranks:
+        files = {frame.file for stack in rank.stacks for frame in stack}
+        assert (rank.problem, rank.lost, len(rank.step_ends_ns)) == ("", 0, 2)
+        assert [one.kind for one in rank.phases] == [BACKWARD, STEPPING] * 2
+        assert "cell [1]" in files
+        assert all(file.startswith(("cell [", "/python/", "<")) for file in files)
+
+
+@pytest.mark.parametrize(("name", "parts"), [("ddp", 1), ("checkpoint", 1), ("fsdp", 2)])
+def test_states_are_the_bytes_of_their_elements(name: str, parts: int) -> None:
+    """Of each rank's part: Adam has two tensors like a parameter, and a count of steps."""
+    for rank in read(name).ranks:
+        blocks = rank.blocks
+        for category, size_bytes in (
+            (PARAMETER, PARAMETERS // parts),
+            (OPTIMIZER, 2 * PARAMETERS // parts + TENSORS * 4),
+        ):
+            chosen = blocks.category == category
+            assert blocks.is_exact[chosen].all()
+            assert int(blocks.size_bytes[chosen].sum()) == size_bytes, CATEGORIES[category]
+        # fully_shard has gradients of a block, whole, before it has them in parts.
+        assert PARAMETERS // parts <= most(rank, GRADIENT) <= PARAMETERS
+
+
+def test_activations_are_what_backward_needs() -> None:
+    """Results of relu, and each block's result: the input of the first one is a variable."""
+    kept = 3 * INNER + 3 * INPUT
+    for rank in read("ddp").ranks:
+        assert kept <= most(rank, ACTIVATION) <= kept + SMALL
+
+
+def test_checkpoints_keep_inputs_alone() -> None:
+    """And the state of the random generator for each block."""
+    kept = 3 * INPUT + 3 * RANDOM
+    for rank in read("checkpoint").ranks:
+        assert kept <= most(rank, ACTIVATION) <= kept + SMALL
+
+
+def test_ddp_holds_its_buckets_all_the_time() -> None:
+    """As many bytes as there are gradients, at every moment."""
+    for rank in read("ddp").ranks:
+        held = curve(rank.blocks).size_bytes[:, COMMUNICATION].sum(axis=1)
+        assert np.median(held) == PARAMETERS
+        assert held.min() == PARAMETERS
+
+
+def test_fsdp_gathers_a_block_or_two_and_never_all() -> None:
+    """Pieces, the whole block, and what is sent of its gradients; nothing when a step begins."""
+    block = PARAMETERS // 3
+    for rank in read("fsdp").ranks:
+        assert block <= most(rank, COMMUNICATION) <= 5 * block
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_peak_is_the_most_of_a_plain_sum(name: str) -> None:
+    """Added up event by event."""
+    snapshot = read(name)
+    for rank, peak in zip(snapshot.ranks, peaks(snapshot), strict=True):
+        blocks, total, highest = rank.blocks, 0, 0
+        rows = zip(blocks.start_ns, blocks.end_ns, blocks.size_bytes, strict=True)
+        events = []
+        for start, end, size in rows:
+            begins = max(int(start), 0)
+            events.append((begins, 1, int(size)))
+            events.append((max(int(end), begins + 1), 0, -int(size)))
+        for _, _, size in sorted(events):
+            total += size
+            highest = max(highest, total)
+        assert peak.size_bytes == highest
+        assert sum(part.total for part in peak.parts) == highest
+        assert peak.phase == BACKWARD
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "checkpoint"])
+def test_a_leak_is_what_grew(name: str) -> None:
+    """Two tensors of a thousand numbers on each rank, by the list and by the line."""
+    found = growth(read(name), read(f"{name}_leak")).grown
+    kept = [one for one in found if one.kind.name == "kept[...]"]
+
+    assert [dict(one.ranks) for one in kept] == [{0: LEAK, 1: LEAK}]
+    assert [(line.file, line.line) for line in kept[0].kind.lines[:1]] == [("cell [1]", 33)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rule_speaks_of_a_plain_loop(name: str) -> None:
+    """States of a small model are no finding."""
+    snapshot = read(name)
+
+    assert {one.rule for one in findings(snapshot, peaks(snapshot))} <= {
+        "optimizer state on every rank"
+    }

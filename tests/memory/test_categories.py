@@ -1,0 +1,321 @@
+"""What blocks are for: against a simulator that lives through the history, moment by moment."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from nbdist.memory.blocks import NOWHERE, Event, paired
+from nbdist.memory.categories import Claim, categorised, with_foreign
+from nbdist.memory.snapshot import (
+    ACTIVATION,
+    BACKWARD,
+    BEFORE,
+    BUFFER,
+    CATEGORIES,
+    COMMUNICATION,
+    GRADIENT,
+    OPTIMIZER,
+    PARAMETER,
+    STAYS,
+    STEPPING,
+    TEMPORARY,
+    UNKNOWN,
+    Frame,
+    Phase,
+    RankMemory,
+)
+
+Spans = list[tuple[int, int, int]]  # address, start, end
+
+
+def memory(
+    spans: Spans,
+    phases: tuple[Phase, ...] = (),
+    stacks: tuple[tuple[Frame, ...], ...] = (),
+    names: tuple[str, ...] = (),
+    *,
+    places: list[tuple[int, int]] | None = None,
+) -> RankMemory:
+    """A rank's memory; `places` are each block's stack and operator. Sizes: address + 1."""
+    events = []
+    for number, (address, start, end) in enumerate(spans):
+        stack, operator = places[number] if places else (-1, -1)
+        if start != BEFORE:
+            events.append(Event(start, address, address + 1, stack, operator))
+        if end != STAYS:
+            events.append(Event(end, address, -address - 1))
+    before = [(address, address + 1) for address, start, _ in spans if start == BEFORE]
+    events.sort(key=lambda one: (one.time_ns, one.size_bytes > 0))
+    blocks, _ = paired(before, events, 10**6)
+    return RankMemory(0, "one", "cpu", blocks, phases=phases, stacks=stacks, names=names)
+
+
+def kinds(found: RankMemory) -> dict[int, str]:
+    """Address -> category, with a ! where it is exact."""
+    blocks = found.blocks
+    rows = zip(blocks.address, blocks.category, blocks.is_exact, strict=True)
+    return {int(address): CATEGORIES[kind] + "!" * bool(exact) for address, kind, exact in rows}
+
+
+STEP = (Phase(BACKWARD, 100, 200), Phase(STEPPING, 300, 400))
+
+
+def test_a_step_is_taken_apart_by_its_phases() -> None:
+    """Without any claim, and without a line of Python."""
+    spans = [
+        (1, 10, 20),  # in forward
+        (2, 10, 150),  # kept for the backward
+        (3, 30, 250),  # the loss: there in the backward, and a little longer
+        (4, 110, 120),  # in the backward
+        (5, 110, 500),  # a gradient
+        (6, 310, 320),  # in the step
+        (7, 310, STAYS),  # state that nobody claims
+        (8, 210, 600),  # made between, freed later
+        (9, BEFORE, STAYS),
+        (10, BEFORE, 150),  # of a forward before the recording
+    ]
+
+    assert kinds(categorised(memory(spans, STEP), [])) == {
+        1: "temporary", 2: "activations", 3: "activations", 4: "temporary", 5: "gradients",
+        6: "temporary", 7: "unknown", 8: "unknown", 9: "unknown", 10: "activations",
+    }  # fmt: skip
+
+
+def test_what_outlives_several_backwards_is_no_activation() -> None:
+    """A data set; what a later backward frees is one, as of a pipeline's micro-batches."""
+    phases = (Phase(BACKWARD, 100, 200), Phase(BACKWARD, 300, 400))
+    spans = [(1, 10, STAYS), (2, 10, 350), (3, 10, 500), (4, 220, STAYS), (5, 10, 250)]
+
+    assert kinds(categorised(memory(spans, phases), [])) == {
+        1: "unknown", 2: "activations", 3: "unknown", 4: "activations", 5: "activations",
+    }  # fmt: skip
+
+
+def test_claims_are_exact_and_the_strongest_counts() -> None:
+    """Whatever was concluded; a claim of another time or address says nothing."""
+    spans = [(1, 10, STAYS), (2, 110, 500), (3, 10, 20), (3, 30, STAYS), (4, 10, 150)]
+    claims = [
+        Claim(450, 2, 3, UNKNOWN, "g"),
+        Claim(300, 2, 3, GRADIENT, "weight"),
+        Claim(5, 1, 2, PARAMETER, "too early"),
+        Claim(600, 1, 2, BUFFER, "mean"),
+        Claim(601, 1, 2, PARAMETER, "weight"),
+        Claim(600, 3, 4, OPTIMIZER, "weight: exp_avg"),
+        Claim(600, 77, 4, OPTIMIZER, "nowhere"),
+        Claim(50, 4, 5, UNKNOWN, "h"),
+    ]
+    found = categorised(memory(spans, STEP), claims)
+    blocks = found.blocks
+    told = [
+        (int(a), int(s), CATEGORIES[c], bool(e), found.names[n] if n >= 0 else "")
+        for a, s, c, e, n in zip(
+            blocks.address, blocks.start_ns, blocks.category, blocks.is_exact, blocks.name,
+            strict=True,
+        )
+    ]  # fmt: skip
+
+    assert sorted(told) == [
+        (1, 10, "parameters", True, "weight"),
+        (2, 110, "gradients", True, "weight"),
+        (3, 10, "temporary", False, ""),
+        (3, 30, "optimizer state", True, "weight: exp_avg"),
+        (4, 10, "activations", False, "h"),  # freed in the backward: the graph had it last
+    ]
+
+
+def test_a_variable_that_goes_on_is_no_activation() -> None:
+    """The user's own name holds it."""
+    found = categorised(memory([(1, 10, STAYS)], STEP), [Claim(600, 1, 2, UNKNOWN, "batch")])
+
+    assert kinds(found) == {1: "unknown"}
+    assert found.names == ("batch",)
+
+
+DDP, FSDP = "/env/torch/nn/parallel/distributed.py", "/env/torch/distributed/fsdp"
+_STACKS = {
+    "DDP's buckets": ((Frame(DDP, 1, "_ddp_init_helper"), Frame("cell [1]", 1, "f")), True),
+    "the model under DDP": ((Frame("cell [1]", 1, "f"), Frame(DDP, 2, "forward")), False),
+    "DDP's own forward": ((Frame(DDP, 2, "forward"), Frame("cell [1]", 1, "f")), False),
+    "FSDP2 gathers": (
+        (
+            Frame("/env/torch/_tensor.py", 1, "x"),
+            Frame(f"{FSDP}/_fully_shard/_fsdp_collectives.py", 1, "foreach_all_gather"),
+        ),
+        True,
+    ),
+    "FSDP2 casts inputs": ((Frame(f"{FSDP}/_fully_shard/_fsdp_state.py", 1, "_pre"),), False),
+    "FSDP1 gathers": ((Frame(f"{FSDP}/_flat_param.py", 1, "_alloc"),), True),
+    "a user's file of that name": ((Frame("/own/distributed_c10d.py", 1, "f"),), False),
+    "torch.distributed": ((Frame("/env/torch/distributed/distributed_c10d.py", 1, "g"),), True),
+}
+
+
+@pytest.mark.parametrize("case", _STACKS)
+def test_what_gathers_and_reduces_is_known_by_its_lines(case: str) -> None:
+    """Also where the block would be an activation by its time."""
+    stack, is_sent = _STACKS[case]
+    found = categorised(memory([(1, 10, 150)], STEP, (stack,), places=[(0, -1)]), [])
+
+    assert kinds(found) == {1: "communication" if is_sent else "activations"}
+
+
+@pytest.mark.parametrize(
+    ("operator", "is_sent"),
+    [("c10d::allreduce_", True), ("gloo:all_reduce", True), ("aten::gloo", False),
+     ("_c10d_functional::all_gather_into_tensor", True), ("c10daemon", False)],
+)  # fmt: skip
+def test_what_is_allocated_below_a_collective_is_sent(operator: str, is_sent: bool) -> None:
+    """By the operator's name."""
+    found = categorised(memory([(1, 10, 20)], STEP, (), (operator,), places=[(-1, 0)]), [])
+
+    assert kinds(found) == {1: "communication" if is_sent else "temporary"}
+
+
+def test_claims_without_an_address_take_a_block_of_their_size() -> None:
+    """One that was there before, or that DDP allocated meanwhile; each block once at a time."""
+    stack = (Frame(DDP, 1, "_ddp_init_helper"),)
+    made = memory([(7, 10, STAYS), (7 + 50, 10, STAYS)], (), (stack,), places=[(0, -1), (-1, -1)])
+    claims = [Claim(500, NOWHERE, 8, COMMUNICATION, name) for name in ("bucket 0", "bucket 1")]
+    assert kinds(categorised(made, claims)) == {7: "communication!", 57: "unknown"}
+    blocks, _ = paired([(NOWHERE, 8), (NOWHERE, 8)], [Event(40, 99, -8)], 9)
+    there = RankMemory(0, "one", "cpu", blocks)
+    begin = [Claim(0, NOWHERE, 8, COMMUNICATION, name) for name in ("bucket 0", "bucket 1")]
+    found = categorised(there, begin)
+    assert [found.names[n] for n in found.blocks.name] == ["bucket 0", "bucket 1"]
+    assert found.blocks.is_exact.all()
+
+
+def test_a_bucket_of_before_on_a_gpu_is_concluded_from_its_size() -> None:
+    """Rounded up as the allocator does; nothing else tells of it."""
+    blocks, _ = paired([(4096, 1024), (8192, 512)], [], 9)
+    claims = [Claim(0, NOWHERE, 1000, COMMUNICATION, "bucket 0")]
+    found = categorised(RankMemory(0, "one", "cuda", blocks), claims)
+
+    assert kinds(found) == {4096: "communication", 8192: "unknown"}
+    assert found.names == ("bucket 0",)
+
+
+def test_memory_of_no_allocator_begins_where_it_is_first_claimed() -> None:
+    """If it is there at the end; a mapped file, an array of numpy."""
+    claims = [
+        Claim(20, 500, 64, UNKNOWN, "array"), Claim(20, 600, 8, UNKNOWN, "gone"),
+        Claim(90, 500, 64, UNKNOWN, "array"), Claim(90, 1, 2, UNKNOWN, "own"),
+    ]  # fmt: skip
+    found = categorised(with_foreign(memory([(1, 10, STAYS)]), claims), claims)
+    blocks = found.blocks
+
+    assert blocks.address.tolist() == [1, 500]
+    assert (blocks.start_ns[1], blocks.end_ns[1], blocks.size_bytes[1]) == (20, STAYS, 64)
+    assert [found.names[n] for n in blocks.name] == ["own", "array"]
+
+
+@dataclass
+class Life:
+    """What a block has lived through, noted while time goes on.
+
+    Attributes:
+        made_in, freed_in: The phase, "forward" for none; empty for before, or never.
+        visit: How many times the phase had changed when it was made, and when it was freed.
+        backwards: So many backwards have begun while it was there.
+        claims: In the order in which they were made.
+    """
+
+    made_in: str
+    visit: list[int] = field(default_factory=list)
+    freed_in: str = ""
+    backwards: int = 0
+    claims: list[Claim] = field(default_factory=list)
+
+
+def verdict(one: Life) -> str:
+    """The category by the rules of the documentation."""
+    for kind in (PARAMETER, BUFFER, OPTIMIZER, GRADIENT, COMMUNICATION):
+        if any(claim.category == kind for claim in one.claims):
+            return f"{CATEGORIES[kind]}!"
+    rules = (
+        (TEMPORARY, one.made_in and one.freed_in and one.visit[0] == one.visit[-1]),
+        (GRADIENT, one.made_in == BACKWARD),
+        (ACTIVATION, one.made_in in ("forward", "") and one.freed_in == BACKWARD),
+        (
+            ACTIVATION,
+            one.made_in == "forward" and one.backwards == 1 and not any(c.name for c in one.claims),
+        ),
+    )
+    return CATEGORIES[next((kind for kind, holds in rules if holds), UNKNOWN)]
+
+
+class World:
+    """A heap and a phase that change by chance, one thing each moment."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.there = {n: Life("", [0]) for n in range(1, self.draw.randint(1, 4))}
+        self.before = [(n, n + 1) for n in self.there]
+        self.lives = dict(self.there)
+        self.events: list[Event] = []
+        self.claims: list[Claim] = []
+        self.phases: list[Phase] = []
+        self.phase, self.began, self.visit = "forward", 0, 0
+
+    def live(self, now: int) -> None:
+        """Let one thing happen."""
+        what = self.draw.random()
+        if what < 0.12:
+            self.turn(now)
+        elif what < 0.5 or not self.there:
+            address = 1000 + now
+            self.there[address] = self.lives[address] = Life(self.phase, [self.visit])
+            self.events.append(Event(now, address, address + 1))
+        elif what < 0.85:
+            self.free(now)
+        else:
+            self.claim(now)
+
+    def turn(self, now: int) -> None:
+        """A phase begins or ends."""
+        self.visit += 1
+        if self.phase != "forward":
+            self.phases.append(Phase(self.phase, self.began, now))
+            self.phase = "forward"
+            return
+        self.phase, self.began = self.draw.choice([BACKWARD, BACKWARD, STEPPING]), now
+        for one in self.there.values():
+            one.backwards += self.phase == BACKWARD
+
+    def free(self, now: int) -> None:
+        """A block goes."""
+        address = self.draw.choice(sorted(self.there))
+        one = self.there.pop(address)
+        one.freed_in = self.phase
+        one.visit.append(self.visit)
+        self.events.append(Event(now, address, -address - 1))
+
+    def claim(self, now: int) -> None:
+        """Somebody claims a block, that is there or not."""
+        address = self.draw.choice(sorted(self.lives))
+        kind = self.draw.choice([PARAMETER, BUFFER, OPTIMIZER, GRADIENT, COMMUNICATION, UNKNOWN])
+        claim = Claim(now, address, address + 1, kind, self.draw.choice(["", "a", "b"]))
+        self.claims.append(claim)
+        if address in self.there:
+            self.there[address].claims.append(claim)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_history_has_the_categories_of_a_slow_simulation(seed: int) -> None:
+    """Phases, allocations, frees and claims in any order."""
+    world = World(seed)
+    for now in range(1, world.draw.randint(5, 120)):
+        world.live(now)
+    if world.phase != "forward":
+        world.phases.append(Phase(world.phase, world.began, 10**6))
+    world.draw.shuffle(world.claims)
+    blocks, _ = paired(world.before, world.events, 10**6)
+    one = RankMemory(0, "one", "cpu", blocks, phases=tuple(world.phases))
+    found = categorised(one, world.claims)
+
+    assert kinds(found) == {address: verdict(life) for address, life in world.lives.items()}
+    assert np.array_equal(found.blocks.end_ns, blocks.end_ns)

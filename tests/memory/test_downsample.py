@@ -1,0 +1,95 @@
+"""Merging of small blocks: what stays exact, and that the peak is shown."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nbdist.memory.downsample import Thinned, level, thinned
+from nbdist.memory.snapshot import ACTIVATION, STAYS, Snapshot, no_blocks
+from nbdist.memory.timeline import CLASSES, changes, curve, is_in_use, sizes_at, totals
+from tests.support.drawn_memory import Piece, blocks, million, random_blocks, rank_memory, training
+
+
+def sums_after(one: Thinned, ns: int) -> np.ndarray:
+    """The bytes of each class at a moment: the blocks shown alone, and the changes of the rest."""
+    sums = np.zeros(CLASSES, np.int64)
+    there = is_in_use(one.blocks, ns)
+    code = one.blocks.category.astype(int) * 2 + one.blocks.is_exact
+    np.add.at(sums, code[there], one.blocks.size_bytes[there])
+    until = one.time_ns <= ns
+    np.add.at(sums, one.code[until], one.size_bytes[until])
+    return sums
+
+
+@pytest.mark.parametrize("least_bytes", [100, 500, 900, 2000])
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_are_exact_whenever_the_picture_changes(seed: int, least_bytes: int) -> None:
+    """Of each category at every change, against all blocks; the true peak is one of them."""
+    columns = random_blocks(400, seed, span_ns=4000)
+    one = thinned(replace(rank_memory(0, []), blocks=columns), least_bytes, 5, 40)
+    starts = np.maximum(one.blocks.start_ns, 0)
+    ends = one.blocks.end_ns[one.blocks.end_ns != STAYS]
+    shown_ns = np.unique(np.concatenate([one.time_ns, starts, ends]))
+    truth = sizes_at(changes(columns), shown_ns).reshape(-1, CLASSES)
+    found = np.array([sums_after(one, int(ns)) for ns in shown_ns])
+    _, total = totals(changes(columns))
+
+    assert (found == truth).all()
+    assert found.sum(axis=1).max() == total.max()
+    assert one.merged + len(one.blocks) == 400
+    assert one.merged > 0
+
+
+def test_large_blocks_stay_and_small_ones_of_the_peak() -> None:
+    """The largest of those, as many as have room."""
+    pieces = [Piece(size, 10, 20) for size in (1, 2, 3, 4, 50)]
+    pieces += [Piece(9, 0, 5), Piece(60, 30, 40)]
+    one = thinned(rank_memory(0, pieces), 50, 2, 100)
+
+    assert sorted(one.blocks.size_bytes.tolist()) == [3, 4, 50, 60]
+    assert one.merged == 3
+
+
+def test_all_blocks_stay_where_there_is_room() -> None:
+    """Nothing is merged, and nothing has to be told."""
+    ranks = training().ranks
+    found = level(ranks, 10_000)
+
+    assert (found.merged, found.least_bytes) == (0, 0)
+    assert [one.blocks for one in found.ranks] == [rank.blocks for rank in ranks]
+
+
+def test_the_level_is_the_finest_that_has_room() -> None:
+    """One step finer is too much; all ranks have the same."""
+    snapshot = million(40_000, ranks=4)
+    found = level(snapshot.ranks, 5000)
+    sizes = np.concatenate([rank.blocks.size_bytes for rank in snapshot.ranks])
+    is_five = str(found.least_bytes).startswith("5")
+    finer = found.least_bytes * 2 // 5 if is_five else found.least_bytes // 2
+
+    assert (sizes >= found.least_bytes).sum() <= 5000 - 1000
+    assert (sizes >= finer).sum() > 5000 - 1000
+    assert sum(len(one.blocks) for one in found.ranks) <= 5000
+    assert found.n_items == sum(len(one.blocks) + len(one.time_ns) for one in found.ranks)
+    for one, rank in zip(found.ranks, snapshot.ranks, strict=True):
+        whole = curve(rank.blocks)
+        at = int(np.argmax(whole.total_bytes))
+        assert sums_after(one, int(whole.time_ns[at])).sum() == whole.total_bytes[at]
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_no_room_at_all(most: int) -> None:
+    """Everything is merged; the curve stays."""
+    rank = rank_memory(0, [Piece(5, 1, 9, ACTIVATION), Piece(7, 2, 9, ACTIVATION)])
+    (one,) = level([rank], most).ranks
+
+    assert len(one.blocks) <= most
+    assert sums_after(one, 5).sum() == 12
+
+
+def test_nothing_is_nothing() -> None:
+    """No ranks; no blocks."""
+    assert level(Snapshot(()).ranks, 10).n_items == 0
+    assert level([rank_memory(0, [])], 10).n_items == 0
+    assert len(no_blocks()) == len(blocks([])) == 0

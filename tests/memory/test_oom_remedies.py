@@ -1,0 +1,207 @@
+"""The ladder of remedies against numbers by hand, and its words."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nbdist.memory.oom_message import DEVICE, HOST, UNKNOWN, Told
+from nbdist.memory.oom_remedies import BACKWARD, FORWARD, STEPPING, Holder, Rung, Shortage, ladder
+from nbdist.memory.oom_text import MORE, block, unmeasured
+from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, PARAMETER
+from nbdist.strategy.choice import choose
+
+GB = 10**9
+
+
+def held(**by_name: float) -> tuple[int, ...]:
+    """GB by category: held(parameters=2)."""
+    given = {name.replace("_", " "): value for name, value in by_name.items()}
+    assert given.keys() <= {*CATEGORIES}
+    return tuple(round(GB * given.get(name, 0)) for name in CATEGORIES)
+
+
+# A model of 2 GB in fp32 with Adam under DDP on four GPUs of 40 GB each.
+TOLD = Told("CUDA", DEVICE, 3 * GB, 2, 40 * GB, GB, UNKNOWN, 39 * GB, 36 * GB, 2 * GB)
+DDP = Shortage(
+    rank=2,
+    told=TOLD,
+    phase=FORWARD,
+    categories=held(
+        parameters=2, gradients=2, optimizer_state=4, activations=24, temporary=2, communication=2,
+    ),
+    holders=(
+        Holder("blocks.0.hidden", ACTIVATION, 4 * GB, 8), Holder("head.weight", PARAMETER, GB, 1),
+    ),
+    limit_bytes=40 * GB,
+    free_bytes=GB,
+    choice=choose("ddp", {}, 4),
+    blocks=10,
+)  # fmt: skip
+
+
+def rungs(shortage: Shortage) -> dict[str, Rung]:
+    return {one.what: one for one in ladder(shortage)}
+
+
+def gains(shortage: Shortage) -> dict[str, float]:
+    return {what: one.gain_bytes / GB for what, one in rungs(shortage).items()}
+
+
+def test_ladder_of_a_gpu() -> None:
+    """In order, each gain by arithmetic; 2 GB lack."""
+    found = gains(DDP)
+
+    assert list(found) == [
+        "half the batch",
+        "half the batch with --accumulate 2",
+        "--bf16",
+        "--checkpoint full",
+        "%dist_strategy deepspeed --stage 2",
+        "%dist_strategy fsdp",
+        "%dist_strategy fsdp --offload cpu",
+        "%dist_strategy deepspeed --stage 3 --offload nvme",
+    ]
+    batch = (24 + 2 + 3) / 2  # with what was asked for
+    assert found["half the batch"] == batch
+    assert found["half the batch with --accumulate 2"] == batch
+    assert found["--bf16"] == batch - 2 / 2  # copies of the weights in half as many bytes
+    assert found["--checkpoint full"] == pytest.approx(26 * (1 - 1 / 10 - 2 / 34))
+    assert found["%dist_strategy deepspeed --stage 2"] == (2 + 4) * 3 / 4
+    gathered = 2 * 2 / 10
+    assert found["%dist_strategy fsdp"] == pytest.approx((2 + 2 + 4) * 3 / 4 - gathered)
+    assert found["%dist_strategy fsdp --offload cpu"] == pytest.approx(8 - gathered)
+    assert all(one.fits for one in ladder(DDP))
+
+
+def test_what_is_taken_is_left_out() -> None:
+    """By the strategy's options; what is left splits what is not split yet."""
+    choice = choose(
+        "fsdp", {"bf16": True, "checkpoint": "full", "offload": "cpu", "accumulate": 4}, 4
+    )
+    found = rungs(replace(DDP, choice=choice))
+
+    assert list(found) == [
+        "half the batch",
+        "half the batch with --accumulate 8",
+        "%dist_strategy deepspeed --stage 3 --offload nvme",
+    ]
+    nvme = found["%dist_strategy deepspeed --stage 3 --offload nvme"]
+    assert (nvme.gain_bytes, nvme.fits) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "left"),
+    [
+        # Stage 2 splits what zero1 leaves: gradients.
+        ("zero1", {}, {"%dist_strategy deepspeed --stage 2": 2 * 3 / 4,
+                       "%dist_strategy fsdp": (2 + 2) * 3 / 4 - 0.4}),
+        ("deepspeed", {"stage": 2}, {"%dist_strategy fsdp": 2 * 3 / 4 - 0.4}),
+        # Each rank has half of each layer already: two more ranks share it.
+        ("tp", {"tp": 2}, {}),
+        ("tp", {}, {}),
+    ],
+)  # fmt: skip
+def test_states_by_the_shares_of_strategies(
+    name: str, given: dict[str, object], left: dict[str, float]
+) -> None:
+    """Of what a rank holds now: under zero1 its quarter of the optimizer's state, and so on."""
+    found = gains(replace(DDP, choice=choose(name, given, 4)))
+    states = {
+        what: gain
+        for what, gain in found.items()
+        if "%dist_strategy" in what and "--offload" not in what
+    }
+
+    assert states == pytest.approx(left)
+
+
+def test_one_rank_needs_another() -> None:
+    """Alone nothing can be split; the rung says how many ranks it takes."""
+    found = gains(replace(DDP, choice=choose("single", {}, 1)))
+
+    what = "%dist_strategy fsdp on 2 ranks (%dist_init -n 2)"
+    assert found[what] == pytest.approx(8 / 2 - 0.4)
+
+
+def test_allocator_only_where_it_holds_enough() -> None:
+    """Its pieces have to come to what was asked for."""
+    what = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before %dist_init"
+    told = replace(TOLD, unused_bytes=4 * GB)
+
+    assert what not in rungs(DDP)
+    assert rungs(replace(DDP, told=told))[what].gain_bytes == 4 * GB
+    assert what not in rungs(replace(DDP, told=replace(told, memory=HOST)))
+
+
+def test_phases() -> None:
+    """An optimizer's step asks for the same whatever the batch."""
+    assert gains(replace(DDP, phase=BACKWARD))["half the batch"] == 14.5
+    assert gains(replace(DDP, phase=STEPPING))["half the batch"] == 13
+    assert gains(replace(DDP, phase=""))["half the batch"] == 13
+
+
+def test_unknown_models_have_rungs_without_numbers() -> None:
+    """Each says why."""
+    found = rungs(replace(DDP, choice=None, categories=held(unknown=30), blocks=0, phase=""))
+
+    assert {one.gain_bytes for one in found.values()} == {UNKNOWN}
+    assert {one.fits for one in found.values()} == {None}
+    assert "no activations were seen" in found["half the batch"].why
+    assert found["%dist_strategy fsdp"].why == "no prepared model to predict from"
+    no_list = rungs(replace(DDP, blocks=0))["--checkpoint full"]
+    assert (no_list.gain_bytes, "no list" in no_list.why) == (UNKNOWN, True)
+
+
+def test_cpu_has_no_offload() -> None:
+    """Its memory is the host's already; a limit behind which enough seems free says nothing."""
+    told = Told("CPU", HOST, 3 * GB)
+    found = rungs(replace(DDP, told=told, free_bytes=4 * GB))
+
+    assert not any("--offload" in what for what in found)
+    assert {one.fits for one in found.values()} == {None}
+
+
+def test_words(monkeypatch: Any) -> None:
+    """Every number, and what to do, in one block."""
+    shortage = replace(
+        DDP,
+        told=replace(TOLD, others_bytes=5 * GB),
+        categories=held(parameters=2, gradients=2, optimizer_state=4, activations=2.5),
+    )
+    lines = block(shortage).splitlines()
+
+    assert lines[0] == (
+        "rank 2 ran out of memory of its GPU 2: 3.0 GB asked for in forward; 1.0 GB free of 40.0 GB"
+    )
+    assert lines[1] == "other processes hold 5.0 GB of it"
+    assert lines[2] == "torch's allocator holds 2.0 GB that nothing uses"
+    assert lines[3] == (
+        "in use by tensors: 10.5 GB: parameters 2.0 GB, gradients 2.0 GB, optimizer state 4.0 GB, "
+        "activations 2.5 GB"
+    )
+    assert lines[4] == (
+        "the largest: blocks.0.hidden 4.0 GB in 8 blocks (activations); "
+        "head.weight 1.0 GB (parameters)"
+    )
+    assert "no state yet" not in block(shortage)
+    assert "no state yet" in block(replace(shortage, categories=held(parameters=2)))
+    assert lines[5].endswith("predicted from what this rank held, 2.0 GB lack")
+    assert lines[6].split() == [
+        "half", "the", "batch", "-2.8", "GB", "fits", "half", "of", "the", "activations",
+    ]  # fmt: skip
+    assert lines[-1] == MORE
+    assert "one tensor larger" not in block(shortage)
+    assert "one tensor larger" in block(replace(shortage, told=replace(TOLD, asked_bytes=41 * GB)))
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    assert " GB" not in block(shortage)
+
+
+def test_words_where_the_rank_could_not_be_asked() -> None:
+    """What the message says is told all the same."""
+    told = Told("NCCL", DEVICE, 4 * GB)
+
+    assert unmeasured(3, told, "the rank has ended") == (
+        "rank 3 ran out of memory of its GPU: 4.0 GB asked for by NCCL; what held it is not known: "
+        "the rank has ended"
+    )

@@ -1,0 +1,207 @@
+"""Who owns memory: every storage once, by the user's own names, with the bytes that it has."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbdist.memory.rank.owners import Owner, owners
+from nbdist.memory.snapshot import BUFFER, GRADIENT, OPTIMIZER, PARAMETER, UNKNOWN
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The user's variables, in a process without other models."""
+    InteractiveShell.clear_instance()
+    shell = InteractiveShell.instance()
+    before = set(shell.user_ns)
+    gc.collect()
+    yield shell.user_ns
+    for name in set(shell.user_ns) - before:
+        del shell.user_ns[name]
+    gc.collect()
+
+
+def of(category: int) -> dict[str, int]:
+    """Name -> bytes."""
+    return {one.name: one.size_bytes for one in owners() if one.category == category}
+
+
+def trained(model: torch.nn.Module, *shape: int) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(shape)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_each_part_of_a_training_has_its_owner_once(names: dict[str, Any]) -> None:
+    """Parameters, buffers, gradients, both moments and the count of steps, and a variable."""
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
+    names.update(model=model, optimizer=trained(model, 4, 5), batch=torch.ones(9)[3:])
+    found = owners()
+
+    parameters = {"0.weight": 140, "0.bias": 28, "1.weight": 28, "1.bias": 28}
+    assert of(PARAMETER) == parameters
+    assert of(GRADIENT) == parameters
+    assert of(BUFFER) == {"1.running_mean": 28, "1.running_var": 28, "1.num_batches_tracked": 8}
+    assert of(OPTIMIZER) == {
+        f"{name}: {key}": 4 if key == "step" else size_bytes
+        for name, size_bytes in parameters.items()
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert of(UNKNOWN)["batch"] == 36
+    assert len({(one.device, one.address) for one in found}) == len(found)
+    weight = model[0].weight
+    assert Owner(weight.data_ptr(), 140, PARAMETER, "0.weight", "cpu") in found
+
+
+def test_tied_weights_count_once(names: dict[str, Any]) -> None:
+    """Under the first of their names."""
+    model = torch.nn.Sequential(torch.nn.Embedding(6, 3), torch.nn.Linear(3, 6, bias=False))
+    model[1].weight = model[0].weight
+    names["model"] = model
+
+    assert of(PARAMETER) == {"0.weight": 72}
+
+
+def test_views_of_one_storage_count_once_and_say_how_many_they_are(names: dict[str, Any]) -> None:
+    """As FSDP1's flat parameters are."""
+    flat = torch.zeros(10)
+    model = torch.nn.Module()
+    for number in range(3):
+        model.register_parameter(f"p{number}", torch.nn.Parameter(flat[number : number + 2]))
+    names["model"] = model
+
+    assert of(PARAMETER) == {"p0 and 2 more": 40}
+
+
+def test_several_models_are_told_apart_by_their_variables(names: dict[str, Any]) -> None:
+    """One that no variable holds does not change another's names."""
+    teacher, student = torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(3, 5, bias=False)
+    names["teacher"] = teacher
+    assert of(PARAMETER) == {"weight": 24, "Linear.weight": 60}
+    names["student"] = student
+
+    assert of(PARAMETER) == {"teacher.weight": 24, "student.weight": 60}
+
+
+def test_what_is_around_a_model_does_not_show_in_names(names: dict[str, Any]) -> None:
+    """DataParallel's and a compiled model's; a user's own `module` does."""
+    names["model"] = torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False)))
+    assert of(PARAMETER) == {"0.weight": 24}
+    own = torch.nn.Module()
+    own.module = torch.nn.Linear(2, 2, bias=False)
+    names["model"] = own
+
+    assert of(PARAMETER) == {"module.weight": 16}
+
+
+def test_parameters_of_no_module_have_a_name(names: dict[str, Any]) -> None:
+    """The variable's; or the optimizer's place for it."""
+    names["scale"] = torch.nn.Parameter(torch.ones(3))
+    hidden = torch.nn.Parameter(torch.ones(5))
+    names["optimizer"] = torch.optim.SGD([names["scale"], hidden], momentum=0.9)
+
+    assert of(PARAMETER) == {"scale": 12, "SGD, group 0, parameter 1": 20}
+
+
+def test_sparse_meta_and_half_made_tensors(names: dict[str, Any]) -> None:
+    """A sparse gradient is its indices and values; what has no memory is left out."""
+    names["embedding"] = torch.nn.Embedding(10, 4, sparse=True)
+    names["embedding"](torch.tensor([1, 2, 2])).sum().backward()
+    names["lazy"] = torch.nn.LazyLinear(3)
+    names["meta"] = torch.nn.Linear(4, 4, device="meta")
+    gradients = [one for one in owners() if one.category == GRADIENT]
+
+    assert sorted(one.size_bytes for one in gradients) == [3 * 8, 3 * 4 * 4]
+    assert {one.name for one in gradients} == {"embedding.weight"}
+    assert of(PARAMETER) == {"embedding.weight": 160}
+
+
+def test_a_leaf_that_is_no_parameter_has_a_gradient(names: dict[str, Any]) -> None:
+    """An input for which the user wants one."""
+    names["image"] = torch.ones(6, requires_grad=True)
+    (names["image"] * 2).sum().backward()
+
+    assert of(GRADIENT) == {"image": 24}
+    assert of(UNKNOWN)["image"] == 24
+
+
+SHARED = """
+import collections
+from nbdist.memory.snapshot import CATEGORIES, COMMUNICATION
+from nbdist.memory.rank import owners as own
+def sums():
+    "Category -> name -> bytes, of those with a model's name."
+    found = collections.defaultdict(dict)
+    for one in own.owners():
+        found[CATEGORIES[one.category]][one.name] = one.size_bytes
+    return found
+def step(model, optimizer):
+    torch.manual_seed(rank)
+    model(torch.randn(4, 12)).sum().backward()
+    optimizer.step()
+torch.manual_seed(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks own under ddp, FSDP2 before and after a forward, and zero1."""
+    text = (
+        SHARED
+        + """
+plain = DDP(torch.nn.Sequential(torch.nn.Linear(12, 7), torch.nn.Linear(7, 3)))
+optimizer = torch.optim.Adam(plain.parameters())
+step(plain, optimizer)
+ddp = sums()
+del plain, optimizer
+sharded = torch.nn.Sequential(torch.nn.Linear(12, 7), torch.nn.Linear(7, 3))
+fully_shard(sharded)
+optimizer = torch.optim.Adam(sharded.parameters())
+step(sharded, optimizer)
+fsdp = sums()
+sharded(torch.ones(1, 12))
+gathered = sums()
+done(ddp=ddp, fsdp=fsdp, gathered=gathered)
+"""
+    )
+    with TorchRanks(tmp_path_factory.mktemp("owners"), 2, text) as ranks:
+        return ranks.results()
+
+
+def test_ddp_has_whole_parameters_and_its_buckets(two: list[dict[str, Any]]) -> None:
+    """Names without DDP's own, the buckets as large as all gradients together."""
+    whole = {"0.weight": 336, "0.bias": 28, "1.weight": 84, "1.bias": 12}
+    for one in two:
+        assert one["ddp"]["parameters"] == whole
+        assert one["ddp"]["gradients"] == whole
+        assert sum(one["ddp"]["communication"].values()) == sum(whole.values())
+
+
+def test_fsdp_has_shards_with_their_padding(two: list[dict[str, Any]]) -> None:
+    """Seven rows are four on each of two ranks, three are two."""
+    padded = {"0.weight": 4 * 12 * 4, "0.bias": 4 * 4, "1.weight": 2 * 7 * 4, "1.bias": 2 * 4}
+    for one in two:
+        assert one["fsdp"]["parameters"] == padded
+        assert "communication" not in one["fsdp"]
+        assert sum(one["gathered"]["communication"].values()) == 2 * sum(padded.values())
+        assert one["gathered"]["parameters"] == padded
+
+
+def test_fsdp_gradients_and_moments_are_those_of_the_shard(two: list[dict[str, Any]]) -> None:
+    """The rank's own rows."""
+    for rank, one in enumerate(two):
+        rows = {"0.weight": (4, 3)[rank] * 48, "0.bias": (4, 3)[rank] * 4}
+        moments = one["fsdp"]["optimizer state"]
+        assert {name: moments[f"{name}: exp_avg"] for name in rows} == rows
+        # FSDP2 reduces all gradients of a group into one storage: here every rank's halves.
+        assert one["fsdp"]["gradients"] == {"0.weight and 3 more": 272}

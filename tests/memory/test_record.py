@@ -1,0 +1,547 @@
+"""What a recorded cell has allocated, and for what: against sums that torch itself gives."""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import optimizer as optimizers
+from torch.utils.checkpoint import checkpoint
+
+from nbdist.errors import SnapshotError
+from nbdist.memory.rank import cpu
+from nbdist.memory.rank import record as memory_record
+from nbdist.memory.snapshot import (
+    ACTIVATION,
+    BACKWARD,
+    BEFORE,
+    CATEGORIES,
+    GRADIENT,
+    OPTIMIZER,
+    PARAMETER,
+    STAYS,
+    STEPPING,
+    MemoryOptions,
+    RankMemory,
+)
+from nbdist.recording.rank import cell_hook, steps
+from nbdist.variables import unpack
+from tests.support.torch_ranks import TorchRanks
+
+pytestmark = pytest.mark.engine
+
+Record = Callable[..., RankMemory]
+
+
+class Place:
+    """Stands for where this rank is."""
+
+    class place:  # noqa: N801  # read as an attribute
+        rank, device = 0, "cpu"
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+    """Records a call in this process, which is no rank; nothing is left on afterwards."""
+    monkeypatch.setenv("KINETO_LOG_LEVEL", steps.QUIET)
+    monkeypatch.setattr(memory_record.runtime, "current", Place)
+    gc.collect()
+    before = dict(optimizers._global_optimizer_post_hooks)
+
+    def run(cell: Callable[[], Any], **options: Any) -> RankMemory:
+        one = memory_record._Recording(MemoryOptions(**options), "token")
+        one.start()
+        try:
+            held = cell()
+        finally:
+            one.stop()
+        del held
+        return one.memory()
+
+    yield run
+    assert not steps.is_profiling(unknown=True)
+    assert dict(optimizers._global_optimizer_post_hooks) == before
+    assert not optimizers._global_optimizer_pre_hooks
+
+
+def at(memory: RankMemory, time_ns: int, category: int, *, exact: bool | None = None) -> set[int]:
+    """Places of the blocks of a category that are there at a time."""
+    blocks = memory.blocks
+    there = (blocks.start_ns <= time_ns) & (blocks.end_ns > time_ns)
+    there &= blocks.category == category
+    if exact is not None:
+        there &= blocks.is_exact == exact
+    return set(there.nonzero()[0].tolist())
+
+
+def total(memory: RankMemory, time_ns: int, category: int) -> int:
+    """Bytes of exact blocks."""
+    return int(memory.blocks.size_bytes[list(at(memory, time_ns, category, exact=True))].sum())
+
+
+def elements_bytes(tensors: Any) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors)
+
+
+class Block(torch.nn.Module):
+    """A small transformer's block with an embedding before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(30, 16)
+        self.layer = torch.nn.TransformerEncoderLayer(16, 2, 40, batch_first=True)
+        self.head = torch.nn.Linear(16, 30)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(self.embedding(tokens))
+        result: torch.Tensor = self.head(hidden)
+        return result
+
+
+def loss_of(model: torch.nn.Module) -> torch.Tensor:
+    tokens = torch.randint(0, 30, (4, 7))
+    logits = model(tokens)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def test_parameters_gradients_and_state_are_the_bytes_of_their_elements(record: Record) -> None:
+    """At the peak of a second step, of a model that was there before."""
+    model = Block()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def cell() -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+
+    memory = record(cell)
+    stepping = [one for one in memory.phases if one.kind == STEPPING]
+    parameters = list(model.parameters())
+    states = [v for state in optimizer.state.values() for v in state.values()]
+
+    assert [one.kind for one in memory.phases] == [BACKWARD, STEPPING] * 2
+    assert len(memory.step_ends_ns) == 2
+    assert memory.step_ends_ns[1] >= stepping[1].end_ns > stepping[1].start_ns
+    now = stepping[1].start_ns
+    assert total(memory, now, PARAMETER) == elements_bytes(parameters)
+    assert total(memory, now, GRADIENT) == elements_bytes(p.grad for p in parameters)
+    assert total(memory, now, OPTIMIZER) == elements_bytes(states)
+    assert total(memory, stepping[0].start_ns, OPTIMIZER) == 0
+    b = memory.blocks
+    assert {int(n) for n in b.start_ns[list(at(memory, now, PARAMETER))]} == {BEFORE}
+
+
+def test_activations_are_what_autograd_has_saved(record: Record) -> None:
+    """When the backward begins: the very storages, and the loss beside them."""
+    model, saved, loss_at = Block(), dict[int, int](), []
+    own = {one.untyped_storage().data_ptr() for one in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def cell() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(model)
+        loss_at.append(loss.untyped_storage().data_ptr())
+        loss.backward()
+
+    memory = record(cell)
+    (backward,) = memory.phases
+    b = memory.blocks
+    found = {
+        int(b.address[n]): int(b.size_bytes[n])
+        for n in at(memory, backward.start_ns - 1, ACTIVATION)
+    }
+    found.pop(loss_at[0])
+
+    assert len(saved) > 10
+    # Autograd's own first gradient is made as the backward begins.
+    assert {a: size for a, size in found.items() if a in saved} == saved
+    assert all(size == 4 for address, size in found.items() if address not in saved)
+
+
+def test_checkpoints_keep_less_and_make_it_again(record: Record) -> None:
+    """Only the input of each layer; what is made again in the backward is temporary there."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+
+    def plain(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return layer(hidden).relu().sin()
+
+    def again(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(plain, layer, hidden, use_reentrant=False, preserve_rng_state=False)
+
+    def kept(run: Callable[..., torch.Tensor]) -> int:
+        def cell() -> None:
+            hidden = torch.ones(32, 64, requires_grad=True)
+            for layer in model:
+                hidden = run(layer, hidden)
+            hidden.sum().backward()
+
+        memory = record(cell)
+        (backward,) = [one for one in memory.phases if one.kind == BACKWARD]
+        there = list(at(memory, backward.start_ns, ACTIVATION))
+        return int(memory.blocks.size_bytes[there].sum()) // (32 * 64 * 4)
+
+    assert kept(again) == 7  # six inputs and the result
+    # Of each layer its input, what relu gives, and the argument of sin, which is the same.
+    assert kept(plain) == 13
+
+
+def test_allocations_have_the_line_of_their_forward(record: Record) -> None:
+    """Of every operator, and of the backward's; lines of modules' dispatch are left out."""
+    model = torch.nn.Linear(8, 8)
+
+    def cell() -> None:
+        hidden = model(torch.ones(4, 8))
+        hidden.exp().sum().backward()
+
+    first = cell.__code__.co_firstlineno
+    memory = record(cell)
+    lines = defaultdict(set)
+    for operator, stack in zip(memory.blocks.operator, memory.blocks.stack, strict=True):
+        if operator >= 0 and stack >= 0:
+            own = [one for one in memory.stacks[stack] if one.function == "cell"]
+            lines[memory.names[operator]] |= {(one.line - first, one.is_line_known) for one in own}
+
+    assert lines["aten::ones"] == {(1, True)}
+    assert lines["aten::linear"] == lines["AddmmBackward0"] == {(1, True)}
+    assert lines["aten::exp"] == lines["ExpBackward0"] == {(2, True)}
+    files = {frame.file for stack in memory.stacks for frame in stack}
+    assert __file__ in files
+    assert not any(file.endswith("modules/module.py") for file in files)
+    assert any(file.endswith("torch/nn/modules/linear.py") for file in files)
+
+
+def test_without_stacks_the_same_blocks_have_the_same_categories(record: Record) -> None:
+    """Phases come from the backward's nodes then."""
+
+    def cell() -> Any:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.ReLU(), torch.nn.Linear(9, 3))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for _ in range(2):
+            model(torch.ones(5, 9)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    def told(memory: RankMemory) -> list[tuple[int, str]]:
+        kinds = [CATEGORIES[one] for one in memory.blocks.category]
+        rows = zip(memory.blocks.size_bytes.tolist(), kinds, memory.blocks.start_ns, strict=True)
+        return [(size, kind) for size, kind, start in rows if start != BEFORE]
+
+    with_stacks, without = record(cell), record(cell, has_stacks=False)
+
+    assert without.stacks == ()
+    # A gradient's first seed is made before the first node of a backward.
+    assert [one for one in told(with_stacks) if one[0] > 8] == [
+        one for one in told(without) if one[0] > 8
+    ]
+    assert [one.kind for one in without.phases] == [BACKWARD, STEPPING] * 2
+
+
+def test_without_the_profilers_tree_there_are_no_stacks(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file for Chrome has the same allocations; what lacks is told."""
+    held: list[torch.Tensor] = []
+
+    class Results:
+        """As of a version of torch that has no tree."""
+
+    original = torch.profiler.profile.stop
+
+    def stop(self: Any) -> None:
+        original(self)
+        whole = self.profiler.kineto_results
+        without = Results()
+        without.save = whole.save  # type: ignore[attr-defined]
+        self.profiler.kineto_results = without
+
+    monkeypatch.setattr(cpu.profile, "stop", stop)
+    memory = record(lambda: held.append(torch.ones(1000)))
+    b = memory.blocks
+    (place,) = (b.address == held[0].data_ptr()).nonzero()[0]
+
+    assert memory.problem == cpu.NO_TREE
+    assert (b.size_bytes[place], b.end_ns[place], b.stack[place]) == (4000, STAYS, -1)
+    assert b.start_ns[place] > 0
+
+
+def test_the_bound_keeps_the_newest(record: Record) -> None:
+    """And tells how many it has left out."""
+    held = []
+
+    def cell() -> None:
+        held.extend(torch.ones(100 + number) for number in range(10))
+
+    memory = record(cell, most_events=4)
+    starts = {
+        int(size): int(start)
+        for size, start in zip(memory.blocks.size_bytes, memory.blocks.start_ns, strict=True)
+    }
+
+    assert memory.lost == 6
+    assert [starts[4 * (100 + n)] > 0 for n in range(10)] == [False] * 6 + [True] * 4
+
+
+def test_steps_end_the_recording_and_an_explicit_one_counts_alone(record: Record) -> None:
+    """The first N; the cell goes on unrecorded."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    held = []
+
+    def cell() -> None:
+        for number in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            held.append(torch.ones(1000 + number))
+
+    memory = record(cell, steps=2)
+    assert len(memory.step_ends_ns) == 2
+    sizes = set(memory.blocks.size_bytes.tolist())
+    assert 4000 in sizes
+    assert 4 * 1002 not in sizes
+
+
+def test_owners_that_cannot_be_told_leave_the_cell_alone(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step is made, the history is there, and what lacks is told."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = model.weight.detach().clone()
+
+    def fail(_optimizer: object) -> None:
+        raise RuntimeError("odd state")
+
+    def cell() -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    monkeypatch.setattr(memory_record.owners, "of_optimizer", fail)
+    memory = record(cell)
+
+    assert not torch.equal(model.weight, before)
+    assert memory.problem == "What SGD holds could not be told: odd state."
+    assert [one.kind for one in memory.phases] == [BACKWARD, STEPPING]
+    assert len(memory.step_ends_ns) == 1
+
+
+def test_a_closure_s_backward_is_apart_from_its_step(record: Record) -> None:
+    """LBFGS calls it several times in one step."""
+    model = torch.nn.Linear(6, 6)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.ones(2, 6)) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    memory = record(lambda: optimizer.step(closure))
+    ends = [0]
+    for one in memory.phases:
+        assert one.start_ns >= ends[-1]
+        ends.append(one.end_ns)
+
+    kinds = [one.kind for one in memory.phases]
+    assert kinds.count(BACKWARD) >= 2
+    assert kinds[0] == kinds[-1] == STEPPING
+
+
+def own_profiler() -> torch.profiler.profile:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+def test_another_profiler_is_told_and_left_alone(record: Record) -> None:
+    """It goes on; one in the cell ends the recording."""
+    own = own_profiler()
+    own.start()
+    with pytest.raises(SnapshotError, match="Another profiler runs on this rank"):
+        record(lambda: None)
+    assert steps.is_profiling(unknown=False)
+    own.stop()
+
+    def cell() -> None:
+        with own_profiler():
+            torch.ones(3)
+
+    with pytest.raises(SnapshotError, match="has used a profiler of its own"):
+        record(cell)
+
+
+def test_what_is_older_than_the_recording_ends_when_it_is_freed(record: Record) -> None:
+    """Gradients of an earlier cell, a variable, and what only autograd holds."""
+    model = torch.nn.Linear(30, 30)
+    model(torch.ones(3, 30)).sum().backward()
+    gradient = model.weight.grad.data_ptr()
+    hidden = torch.ones(700, requires_grad=True).exp()
+    kept, loss = hidden.data_ptr(), hidden.square().sum()
+    del hidden
+    box = [torch.ones(800)]
+    boxed = box[0].data_ptr()
+
+    between: list[torch.Tensor] = []
+
+    def cell() -> None:
+        between.append(torch.ones(11))
+        model.zero_grad()
+        between.append(torch.ones(11))
+        loss.backward()
+        between.append(torch.ones(11))
+        box.clear()
+        between.append(torch.ones(11))
+
+    memory = record(cell)
+    b = memory.blocks
+    begins = {
+        int(address): int(start)
+        for address, start, end in zip(b.address, b.start_ns, b.end_ns, strict=True)
+        if end == STAYS
+    }
+    first, second, third, fourth = [begins[one.data_ptr()] for one in between]
+    ends = {
+        int(address): int(end)
+        for address, start, end in zip(b.address, b.start_ns, b.end_ns, strict=True)
+        if start == BEFORE
+    }
+
+    assert first < ends[gradient] < second < ends[kept] < third < ends[boxed] < fourth
+    assert ends[model.weight.data_ptr()] == STAYS
+
+
+def test_memory_of_no_allocator_is_there_with_its_name(record: Record, tmp_path: Path) -> None:
+    """A mapped file that the cell opens."""
+    (tmp_path / "w").write_bytes(b"\1" * 4096)
+    model = torch.nn.Linear(2, 2)
+
+    def cell() -> None:
+        mapped = torch.from_file(str(tmp_path / "w"), size=1024, dtype=torch.float32)
+        model.weight = torch.nn.Parameter(mapped)
+
+    memory = record(cell)
+    (place,) = (memory.blocks.address == model.weight.data_ptr()).nonzero()[0]
+
+    assert memory.blocks.size_bytes[place] == 4096
+    assert memory.blocks.category[place] == PARAMETER
+    assert memory.blocks.end_ns[place] == STAYS
+
+
+def test_what_arrives_is_what_was_recorded(record: Record) -> None:
+    """By begin, finish and now, as the notebook calls them."""
+    with pytest.raises(SnapshotError, match="Nothing was recorded"):
+        memory_record.finish(())
+    memory_record.begin(MemoryOptions(), "mine")
+    assert cell_hook.state.armed is not None
+    with pytest.raises(SnapshotError, match="Nothing was recorded"):
+        memory_record.finish(())
+    assert cell_hook.state.armed is None
+    memory_record.begin(MemoryOptions(), "mine")
+    one, cell_hook.state.armed = cell_hook.state.armed, None
+    assert one is not None
+    one.start()
+    kept = torch.ones(500)
+    one.stop()
+    found = unpack.opened(memory_record.finish(()))["memory"]
+    now = unpack.opened(memory_record.now(()))["memory"]
+
+    assert kept.data_ptr() in found.blocks.address
+    assert found.duration_ns > 0
+    assert (now.duration_ns, now.rank) == (0, 0)
+    assert kept.data_ptr() in now.blocks.address
+    assert unpack.opened(memory_record.finish(()))["memory"].duration_ns == found.duration_ns
+
+
+RANKS = """
+import collections
+from nbdist.memory import snapshot as s
+from nbdist.memory.rank import record as engine
+def recorded(cell):
+    one = engine._Recording(s.MemoryOptions(), "token")
+    one.start()
+    cell()
+    one.stop()
+    return one.memory()
+def bytes_at(memory, category, exact=True):
+    when = [p for p in memory.phases if p.kind == s.STEPPING][-1].end_ns
+    b = memory.blocks
+    there = (b.start_ns <= when) & (b.end_ns > when) & (b.category == category)
+    return int(b.size_bytes[there & (b.is_exact == exact)].sum())
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def sums(tensors):
+    return sum(local(t).numel() * t.element_size() for t in tensors)
+def facts(outer, optimizer):
+    def cell():
+        for _ in range(3):
+            optimizer.zero_grad()
+            outer(torch.randn(8, 32)).square().sum().backward()
+            optimizer.step()
+    memory = recorded(cell)
+    parameters = list(outer.parameters())
+    states = [v for state in optimizer.state.values() for v in state.values()]
+    kinds = s.PARAMETER, s.GRADIENT, s.OPTIMIZER
+    expected = sums(parameters), sums(p.grad for p in parameters), sums(states)
+    b = memory.blocks
+    mine = collections.Counter()
+    for size, kind, exact in zip(b.size_bytes, b.category, b.is_exact):
+        mine[s.CATEGORIES[kind] + "!" * bool(exact)] += int(size)
+    return dict(found=[bytes_at(memory, k) for k in kinds], expected=expected, all=dict(mine),
+                steps=len(memory.step_ends_ns), problem=memory.problem)
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+plain = net()
+told = {"plain": facts(plain, torch.optim.Adam(plain.parameters()))}
+del plain
+replicated = DDP(net())
+told["ddp"] = facts(replicated, torch.optim.Adam(replicated.parameters()))
+del replicated
+sharded = net()
+for layer in (sharded[0], sharded[2]):
+    fully_shard(layer)
+fully_shard(sharded)
+told["fsdp"] = facts(sharded, torch.optim.Adam(sharded.parameters()))
+done(**told)
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Three steps of a model on two ranks, plain, under DDP and under FSDP2."""
+    with TorchRanks(tmp_path_factory.mktemp("memory"), 2, RANKS) as ranks:
+        return ranks.results()
+
+
+@pytest.mark.parametrize("case", ["plain", "ddp", "fsdp"])
+def test_on_two_ranks_the_bytes_are_those_of_the_local_elements(
+    two: list[dict[str, Any]], case: str
+) -> None:
+    """Parameters, gradients and state, at the end of the last step."""
+    whole = 4 * (32 * 64 + 64 + 64 * 32 + 32)
+    for one in two:
+        assert one[case]["found"] == one[case]["expected"]
+        assert one[case]["found"][0] == (whole // 2 if case == "fsdp" else whole)
+        assert (one[case]["steps"], one[case]["problem"]) == (3, "")
+
+
+def test_what_ddp_and_fsdp_send_is_known(two: list[dict[str, Any]]) -> None:
+    """DDP's buckets are as large as all gradients; FSDP gathers whole layers."""
+    whole = 4 * (32 * 64 + 64 + 64 * 32 + 32)
+    for one in two:
+        sent = {case: one[case]["all"].get("communication!", 0) for case in one}
+        guessed = {case: one[case]["all"].get("communication", 0) for case in one}
+
+        assert sent["plain"] == guessed["plain"] == 0
+        assert sent["ddp"] + guessed["ddp"] >= whole
+        assert guessed["fsdp"] >= 3 * whole

@@ -1,0 +1,91 @@
+"""What the notebook says where memory ran out on a rank that can, or cannot, be asked."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbdist.core.failures import RankFailure
+from nbdist.memory import shortages
+from nbdist.memory.oom_message import HOST, Told
+from nbdist.memory.oom_remedies import Shortage
+from nbdist.memory.snapshot import CATEGORIES
+
+MESSAGE = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 4000000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+FAILURE = RankFailure(1, "RuntimeError", MESSAGE)
+SHORTAGE = Shortage(
+    1, Told("CPU", HOST, 4 * 10**9), "", tuple(0 for _ in CATEGORIES), (), 0, 10**9, None
+)
+
+
+class Ranks:
+    """A session whose rank answers as it is told to."""
+
+    def __init__(self, answer: Any = None, *, is_gone: bool = False, is_busy: bool = False):
+        self.noted: list[int] = []
+        self.asked = 0
+        self._answer = answer
+        self.is_connected = lambda _rank: not is_gone
+        self.readiness = SimpleNamespace(is_busy=lambda _rank: is_busy)
+        self.memories = SimpleNamespace(note_shortage=self.noted.append)
+
+    def call(self, _rank: int, _name: str) -> Future[Any]:
+        self.asked += 1
+        future: Future[Any] = Future()
+        if isinstance(self._answer, BaseException):
+            future.set_exception(self._answer)
+        elif self._answer is not ...:
+            future.set_result(self._answer)
+        return future
+
+
+def advice(ranks: Ranks, failure: RankFailure = FAILURE) -> str:
+    return shortages.advice(ranks, failure)  # type: ignore[arg-type]
+
+
+def test_rank_that_knows() -> None:
+    """Its block; its memory is asked for when it is wanted."""
+    ranks = Ranks(SHORTAGE)
+
+    assert advice(ranks).startswith("rank 1 ran out of the host's memory: 4.0 GB asked for; 1.0 GB")
+    assert ranks.noted == [1]
+
+
+def test_other_failures_are_not_asked_about() -> None:
+    """A mistake costs no call."""
+    ranks = Ranks(SHORTAGE)
+
+    assert advice(ranks, RankFailure(1, "ValueError", "boom", ("ValueError: boom",))) == ""
+    assert ranks.asked == 0
+
+
+def test_failure_that_came_from_a_shortage() -> None:
+    """Known by its traceback, where the rank confirms it."""
+    failure = RankFailure(1, "ValueError", "no batch", (f"\x1b[31mRuntimeError\x1b[0m: {MESSAGE}",))
+
+    assert advice(Ranks(SHORTAGE), failure).startswith("rank 1 ran out of")
+    assert advice(Ranks(None), failure) == ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why"),
+    [
+        (Ranks(is_gone=True), "the rank has ended"),
+        (Ranks(is_busy=True), "the rank still runs"),
+        (Ranks(None), "it was not noted"),
+        (Ranks(RuntimeError("no such module")), "no such module"),
+        (Ranks(...), "the rank did not answer within"),
+    ],
+)
+def test_rank_that_does_not_tell(ranks: Ranks, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message's own numbers, and why there are no others."""
+    monkeypatch.setattr(shortages, "ASK_S", 0.0)
+    text = advice(ranks)
+
+    assert text.startswith("rank 1 ran out of the host's memory: 4.0 GB asked for; what held it")
+    assert why in text
+    assert ranks.noted == []

@@ -1,0 +1,161 @@
+"""Bytes over time: against counting block by block, and what is kept where moments are left out."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from nbdist.memory.snapshot import (
+    ACTIVATION,
+    BACKWARD,
+    BEFORE,
+    CATEGORIES,
+    PARAMETER,
+    STAYS,
+    Blocks,
+    Phase,
+    Reserved,
+    no_blocks,
+)
+from nbdist.memory.timeline import (
+    curve,
+    highest,
+    is_in_use,
+    peak_ns,
+    phase_at,
+    reserved_at,
+    telling,
+)
+from tests.support.drawn_memory import Piece, blocks, random_blocks, rank_memory
+
+
+def slowly(columns: Blocks) -> dict[int, dict[tuple[int, bool], int]]:
+    """The bytes of each (category, is exact) at each nanosecond, counted block by block."""
+    last = max([0, *(int(e) for e in columns.end_ns if e != STAYS), *map(int, columns.start_ns)])
+    found: dict[int, dict[tuple[int, bool], int]] = {ns: defaultdict(int) for ns in range(last + 2)}
+    for at in range(len(columns)):
+        begin = max(0, int(columns.start_ns[at]))
+        end = int(columns.end_ns[at])
+        end = last + 2 if end == STAYS else max(end, begin + 1)
+        for ns in range(begin, min(end, last + 2)):
+            what = int(columns.category[at]), bool(columns.is_exact[at])
+            found[ns][what] += int(columns.size_bytes[at])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_moment_is_as_counted_by_hand(seed: int) -> None:
+    """All categories, exact and guessed, at every nanosecond, with equal times and short lives."""
+    columns = random_blocks(150, seed)
+    made = curve(columns)
+
+    for ns, sums in slowly(columns).items():
+        at = np.searchsorted(made.time_ns, ns, side="right") - 1
+        for category in range(len(CATEGORIES)):
+            for is_exact in (False, True):
+                found = made.size_bytes[at, category, int(is_exact)]
+                assert found == sums[category, is_exact], (ns, category, is_exact)
+    assert (np.diff(made.time_ns) > 0).all()
+    assert made.time_ns[0] == 0
+
+
+@pytest.mark.parametrize("most", [4, 20, 60])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_peak_is_never_left_out(seed: int, most: int) -> None:
+    """Fewer moments have the same peak at the same time, and are right where they are."""
+    columns = random_blocks(200, seed, span_ns=2000)
+    truth = {ns: sum(sums.values()) for ns, sums in slowly(columns).items()}
+    thin = curve(columns, most)
+    at = int(np.argmax(thin.total_bytes))
+
+    assert len(thin.time_ns) <= 2 * most
+    assert int(thin.total_bytes[at]) == max(truth.values())
+    assert int(thin.time_ns[at]) == peak_ns(columns) == max(truth, key=lambda ns: truth[ns])
+    assert [truth[int(ns)] for ns in thin.time_ns] == thin.total_bytes.tolist()
+    assert thin.size_bytes[-1].sum() == truth[max(truth)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_highest_of_each_stretch_counts_what_holds_when_it_begins(seed: int) -> None:
+    """Against looking at every nanosecond."""
+    random = np.random.default_rng(seed)
+    time_ns = np.unique(np.append(random.integers(0, 300, 60), 0))
+    value = random.integers(0, 9, len(time_ns))
+    edges = np.unique(np.append(random.integers(0, 320, 25), 0))
+    places = highest(time_ns, value, edges)
+
+    for place, begin, end in zip(places, edges[:-1], edges[1:], strict=True):
+        there = [np.searchsorted(time_ns, ns, side="right") - 1 for ns in range(begin, end)]
+        best = max(value[at] for at in there)
+        assert value[place] == best
+        assert place == next(at for at in there if value[at] == best)
+
+
+def test_few_moments_are_all_told() -> None:
+    """There is nothing to leave out."""
+    assert telling(np.arange(5), np.arange(5), 10).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_before_is_the_base_and_what_stays_remains() -> None:
+    """From 0 to the end."""
+    made = curve(
+        blocks(
+            [
+                Piece(100, BEFORE, STAYS, PARAMETER),
+                Piece(7, BEFORE, 10, PARAMETER),
+                Piece(50, 20, STAYS, ACTIVATION, is_exact=False),
+            ]
+        )
+    )
+
+    assert made.time_ns.tolist() == [0, 10, 20]
+    assert made.total_bytes.tolist() == [107, 100, 150]
+    assert made.size_bytes[2, ACTIVATION].tolist() == [50, 0]
+
+
+def test_what_goes_when_another_comes_is_not_in_use_with_it() -> None:
+    """In whatever order they stand; a block of no duration counts for its nanosecond."""
+    pieces = [Piece(100, 0, 10), Piece(60, 10, 20), Piece(5, 15, 15)]
+
+    for ordered in (pieces, pieces[::-1]):
+        made = curve(blocks(ordered))
+        assert made.time_ns.tolist() == [0, 10, 15, 16, 20]
+        assert made.total_bytes.tolist() == [100, 60, 65, 60, 0]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "ns", "peak_bytes"),
+    [
+        ([], 0, 0),
+        ([Piece(1, 5, 6)], 5, 1),
+        ([Piece(9, 0, 1), Piece(3, 50, 60)], 0, 9),
+        ([Piece(9, BEFORE, 1), Piece(3, 50, 60)], 0, 9),
+        ([Piece(3 << 40, 5, 9), Piece(1 << 40, 6, 9), Piece(1, 7, 9)], 7, (4 << 40) + 1),
+        ([Piece(4, 5, 9), Piece(4, 20, 30)], 5, 4),
+    ],
+)
+def test_the_peak_is_the_first_of_equals(pieces: list[Piece], ns: int, peak_bytes: int) -> None:
+    """At the beginning, of one block, without any, of more bytes than 2**40."""
+    columns = blocks(pieces)
+
+    assert peak_ns(columns) == ns
+    assert columns.size_bytes[is_in_use(columns, ns)].sum() == peak_bytes
+
+
+def test_no_blocks_have_a_curve() -> None:
+    """Nothing, from 0 on."""
+    made = curve(no_blocks(), 4)
+
+    assert made.time_ns.tolist() == [0]
+    assert made.total_bytes.tolist() == [0]
+
+
+def test_reserved_and_phase_at_a_moment() -> None:
+    """What holds from then on; forward is what no phase covers."""
+    held = Reserved(np.array([0, 10]), np.array([5, 8]))
+    rank = rank_memory(0, [], phases=(Phase(BACKWARD, 10, 20),))
+
+    assert [reserved_at(held, ns) for ns in (0, 9, 10, 99)] == [5, 5, 8, 8]
+    assert reserved_at(rank.reserved, 5) == 0
+    assert [phase_at(rank, ns) for ns in (9, 20)] == [None, None]
+    assert phase_at(rank, 10) == rank.phases[0]

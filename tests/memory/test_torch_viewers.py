@@ -1,0 +1,90 @@
+"""torch's own tools open the files that are written. Its javascript is not in the wheel."""
+
+import base64
+import json
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.cuda._memory_viz as viz
+
+from nbdist.memory.file import read, write
+from nbdist.memory.snapshot import BEFORE, STAYS, RankMemory
+from nbdist.memory.torch_reader import of_torch
+from tests.support.memory_records import GPU, drawn
+
+pytestmark = pytest.mark.engine
+
+# A CPU rank with many blocks, and the GPU made by hand.
+MEMORIES = [drawn(7), drawn(8), of_torch(GPU)]
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=["drawn", "drawn too", "GPU"])
+def test_torch_reads_it(tmp_path: Path, memory: RankMemory) -> None:
+    """Sums of segments agree; every allocation is told; frames stand in the flame graph."""
+    path = tmp_path / "rank0.pickle"
+    write(path, memory)
+    data = pickle.loads(path.read_bytes())
+    b = memory.blocks
+    stays = b.end_ns == STAYS
+
+    told = viz.segsum(data)
+    used = int(b.size_bytes[stays].sum())
+    assert f"total_allocated: {viz.Bytes(used)}" in told
+    trace = viz.trace(data)
+    made = int(((b.start_ns != BEFORE) | stays).sum())
+    assert len(re.findall(r"^\w+ = \w+\[", trace, re.MULTILINE)) == made
+    assert trace.count("raise OutOfMemoryError") == len(memory.failures)
+    flames = viz.memory(data, format_flamegraph=lambda lines: lines)
+    held = sum(int(line.rsplit(" ", 1)[1]) for line in flames.splitlines() if ";active_" in line)
+    assert held == used
+    for place in np.unique(b.stack[stays & (b.stack >= 0)]):
+        frame = memory.stacks[place][0]
+        assert f":{frame.line}:{frame.function}" in flames
+
+
+def test_segments_of_the_gpu_are_as_they_were(tmp_path: Path) -> None:
+    """What is free in them is told as torch tells it of its own snapshot."""
+    path = tmp_path / "rank0.pickle"
+    write(path, of_torch(GPU))
+    own = {"segments": [one for one in GPU["segments"] if one["device"] == 0]}
+    for segment in own["segments"]:  # a block that waits for its stream counts as free there
+        for block in segment["blocks"]:
+            if block["state"] == "active_pending_free":
+                block["state"] = "active_allocated"
+            if block["state"] != "inactive":
+                block["requested_size"] = block["size"]
+
+    assert viz.segsum(pickle.loads(path.read_bytes())) == viz.segsum(own)
+
+
+def test_plot_holds_the_whole_file(tmp_path: Path) -> None:
+    """The page has the pickle in it, as its javascript unpacks it; with colours by category."""
+    memory = drawn(7)
+    path = tmp_path / "rank0.pickle"
+    write(path, memory)
+    page = viz.trace_plot(pickle.loads(path.read_bytes()))
+
+    (packed,) = json.loads(re.search(r"local_files = (\[.*\])\n", page)[1])
+    whole = pickle.loads(base64.b64decode(packed["base64"]))
+    assert whole == pickle.loads(path.read_bytes())
+    told = {event.get("category") for event in whole["device_traces"][0]}
+    assert "unknown" in told  # its javascript fails where there are categories without it
+    again = tmp_path / "again.pickle"
+    again.write_bytes(base64.b64decode(packed["base64"]))
+    assert len(read(again).ranks[0].blocks) == len(memory.blocks)
+
+
+def test_what_differs_between_two_files(tmp_path: Path) -> None:
+    """torch's comparison takes the segments of both."""
+    for name, memory in (("before", drawn(7)), ("after", drawn(8))):
+        write(tmp_path / name, memory)
+    before, after = (
+        pickle.loads((tmp_path / name).read_bytes())["segments"] for name in ("before", "after")
+    )
+
+    told = viz.compare(before, after, format_flamegraph=lambda lines: lines)
+    assert "only_before" in told
+    assert "only_after" in told
