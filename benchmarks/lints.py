@@ -75,9 +75,9 @@ class Side:
 
     def begin(self) -> None:
         """Make the model and the loader of benchmarks/training.py."""
-        from nbdist.engine import lints
+        from nbdist.lints.rank import watch
 
-        lints.install()  # else its constructor would not be seen
+        watch.install()  # else its constructor would not be seen
         torch.manual_seed(0)
         model: Any = torch.nn.Sequential(
             torch.nn.Linear(256, 1024), torch.nn.GELU(),
@@ -105,23 +105,23 @@ class Side:
 
         Of processor time: lints wait for nobody, and what waits for the other rank says nothing.
         """
-        from nbdist.engine import checkup_every, lints
+        from nbdist.lints.rank import check_every, watch
 
         assert self._step is not None
         if side == "bare":
-            lints.uninstall()
+            watch.uninstall()
         else:
-            lints.install()
-            checkup_every.set_every(EVERY if side == "every" else 0)
+            watch.install()
+            check_every.set_every(EVERY if side == "every" else 0)
         dist.barrier()
         began_s = time.process_time()
         if side != "bare":
-            lints.begin()
+            watch.begin()
         self._step()
         if side != "bare":
-            lints.collect()
+            watch.collect()
         elapsed_s = time.process_time() - began_s
-        checkup_every.set_every(0)
+        check_every.set_every(0)
         return elapsed_s / STEPS * 1000
 
 

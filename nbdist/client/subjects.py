@@ -11,13 +11,14 @@ from nbdist.checkpoint import weights_kernel
 from nbdist.checkpoint.kernel import Checkpoints
 from nbdist.checkpoint.results import Loaded, Saved, Started
 from nbdist.checkpoint.safetensors import Exported
-from nbdist.client import checkup, configuration
+from nbdist.client import configuration
 from nbdist.client.bandwidth import BENCH_S, Bandwidth
-from nbdist.client.lints import Lints
 from nbdist.core.bandwidth import Bench
-from nbdist.core.checkup import Checkup
 from nbdist.core.config_emit import SCRIPT
 from nbdist.core.config_launch import Configured, configured
+from nbdist.lints.kernel import replicas
+from nbdist.lints.kernel.lints import Lints
+from nbdist.lints.replicas import Checkup
 from nbdist.memory.kernel import Memories
 from nbdist.memory.snapshot import Snapshot
 from nbdist.trace.kernel.recordings import Traces
@@ -87,16 +88,16 @@ class Subjects:
         return weights_kernel.export(cast("Session", self), path, model)
 
     def check(self) -> Checkup:
-        """Compare the models of all ranks, and look for NaN and inf; see client.checkup."""
-        return checkup.check(cast("Session", self))
+        """Compare the models of all ranks, and look for NaN and inf; see lints.kernel.replicas."""
+        return replicas.check(cast("Session", self))
 
     def check_every(self, every: int) -> None:
-        """Look before each so manieth step of an optimizer; 0 ends it; see client.checkup."""
-        checkup.check_every(cast("Session", self), every)
+        """Look before each so manieth step of an optimizer; 0 ends it; see lints.kernel.replicas."""
+        replicas.check_every(cast("Session", self), every)
 
     def trace_nan(self) -> None:
         """Let the next cell tell the first module whose output is not finite."""
-        checkup.trace_nan(cast("Session", self))
+        replicas.trace_nan(cast("Session", self))
 
     def silence(self, *names: str, is_on: bool = True) -> None:
         """Tell these lints no more (`all` for all); with `is_on=False` tell them again."""

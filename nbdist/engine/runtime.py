@@ -27,10 +27,11 @@ from nbdist.core import topology
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
-from nbdist.engine import ahead, cells, facts, lints, responder, scratch
+from nbdist.engine import ahead, cells, facts, responder, scratch
 from nbdist.errors import NbdistError, StartError
 from nbdist.hang.rank import call_log
 from nbdist.hang.recovery import MadeGroup
+from nbdist.lints.rank import watch
 from nbdist.memory.rank import oom_hook
 from nbdist.parallel.accelerator.lazy import LazyAccelerator
 from nbdist.recording.rank import cell_hook
@@ -240,7 +241,7 @@ def prepare(seed: int | None = None) -> Topology:
     cells.install(shell)
     oom_hook.install(shell.kernel)
     cell_hook.install(shell.kernel)
-    lints.watch_cells(shell.kernel)
+    watch.watch_cells(shell.kernel)
     call_log.watch_cells(shell)
     responder.install(shell.kernel)
     run_dir = Path(os.environ.get("NBDIST_RUN", ""))

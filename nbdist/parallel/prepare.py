@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from nbdist.engine import lints_values
 from nbdist.errors import NbdistError, OptionError
+from nbdist.lints.rank import initial_values
 from nbdist.parallel import build, live_models, module_patches
 from nbdist.parallel.consensus import same_random, together
 from nbdist.parallel.dp import fsdp, zero1
@@ -94,7 +94,7 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
         planned: list[build.Built] = []
         told = together(what, lambda: _sketch(planned, job))
         agree_on_numbers(together(what, lambda: _compare(told)))
-        lints_values.note_initial(type(model).__name__, build.tensors_of(model).values())
+        initial_values.note_initial(type(model).__name__, build.tensors_of(model).values())
         local = _first_values(planned[0])
         return _commit(planned[0], local)
 

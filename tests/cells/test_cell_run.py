@@ -12,9 +12,9 @@ from nbdist.cells.kernel.session import Session
 from nbdist.cells.kernel.wait import wait
 from nbdist.cells.line_merger import Line
 from nbdist.cells.outputs import CellResult, Event
-from nbdist.client.lints import Lints
 from nbdist.core.failures import RankFailure
 from nbdist.errors import DistributedError, RankGone
+from nbdist.lints.kernel.lints import Lints
 
 
 class FakeWatchdog:

@@ -31,7 +31,8 @@ def mem_bytes(one, category):
 _OFF = """%%distributed
 from torch.optim import optimizer as o
 (torch.autograd._profiler_enabled(), len(o._global_optimizer_post_hooks),
- sum(h.__module__ != "nbdist.engine.lints_steps" for h in o._global_optimizer_pre_hooks.values()))
+ sum(h.__module__ != "nbdist.lints.rank.optimizer_steps"
+     for h in o._global_optimizer_pre_hooks.values()))
 """
 # Elements of mem_model's parameters.
 _SIZES = {"0.weight": 960, "0.bias": 40, "2.weight": 320, "2.bias": 8}

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from nbdist.cells.kernel.session import Session
-from nbdist.client.lints import Lints
 from nbdist.core.topology import RankPlace, Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
+from nbdist.lints.kernel.lints import Lints
 from nbdist.rpc.kernel import functions
 from nbdist.strategy.choice import Choice, choose, default_choice
 from nbdist.switch.kernel import Asked, Strategies, asked, check, chosen

@@ -25,7 +25,6 @@ from nbdist.cells.outputs import CellResult
 from nbdist.checkpoint.kernel import Checkpoints
 from nbdist.client import monitor
 from nbdist.client.bandwidth import Bandwidth
-from nbdist.client.lints import Lints
 from nbdist.client.subjects import Subjects
 from nbdist.cluster.kernel import outside
 from nbdist.cluster.kernel.cluster import Cluster
@@ -40,6 +39,7 @@ from nbdist.hang.kernel.health import Health
 from nbdist.hang.kernel.maintenance import RESTART_S, Upkeep
 from nbdist.hang.kernel.restart import Restarted
 from nbdist.hang.kernel.watchdog import Watchdog
+from nbdist.lints.kernel.lints import Lints
 from nbdist.memory import shortages
 from nbdist.memory.kernel import Memories
 from nbdist.memory.snapshot import MemoryOptions, Snapshot

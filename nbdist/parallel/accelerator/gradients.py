@@ -10,7 +10,7 @@ import accelerate
 import torch
 from accelerate.utils import AutocastKwargs
 
-from nbdist.engine import lints_steps
+from nbdist.lints.rank import optimizer_steps
 from nbdist.parallel import prepare
 from nbdist.parallel.accelerator import clip_grad
 from nbdist.parallel.accelerator.grad_scaler import Scaler, local_parts
@@ -43,7 +43,7 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         """As Accelerate's: divided by the backwards of a step, and scaled for fp16."""
         engine = deepspeed_engine.only(self._models)
         if engine is None:
-            with lints_steps.Declared(loss, self.gradient_accumulation_steps):
+            with optimizer_steps.Declared(loss, self.gradient_accumulation_steps):
                 super().backward(loss, **kwargs)
         else:
             deepspeed.backward(engine, loss / self.gradient_accumulation_steps)

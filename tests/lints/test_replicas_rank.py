@@ -10,13 +10,13 @@ from tests.switch.test_rank import PRODUCTS, TRAINING
 pytestmark = pytest.mark.engine
 
 LOOKS = """
-    from nbdist.core.checkup import compare
-    from nbdist.engine import checkup, checkup_every, lints
+    from nbdist.lints.replicas import compare
+    from nbdist.lints.rank import replicas, check_every as checkup_every, watch as lints
     def check():
         everyone = [None] * n
-        dist.all_gather_object(everyone, checkup.look())
+        dist.all_gather_object(everyone, replicas.look())
         found = compare(dict(enumerate(everyone)))
-        sizes = dict(zip(found.to_measure, checkup.spread(found.to_measure)))
+        sizes = dict(zip(found.to_measure, replicas.spread(found.to_measure)))
         return found.measured(sizes)
     def told(found):
         one = found.models[0]
@@ -153,7 +153,7 @@ EVERY = (
     TRAINING
     + LOOKS
     + """
-    from nbdist.core.lints import judged
+    from nbdist.lints.rules import judged
     lints.install()
     begin("ddp")
     def cell(steps, before=lambda number: None):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from nbdist.engine import lints, lints_steps
+from nbdist.lints.rank import optimizer_steps, watch
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ _state = _State()
 
 def trace_nan() -> None:
     """Look at what every module of the next cell gives, until one gives NaN or inf."""
-    lints.add(__name__)
+    watch.add(__name__)
     _state.is_armed = True
 
 
@@ -45,7 +45,7 @@ def begin() -> None:
     """A cell begins."""
     if _state.is_armed:
         _state.is_armed = False
-        _state.began = lints_steps.count()
+        _state.began = optimizer_steps.count()
         _state.handle = register_module_forward_hook(_after)
 
 
@@ -60,7 +60,7 @@ def _after(module: torch.nn.Module, given: object, output: object) -> None:
     """After a module's forward; those inside it came before."""
     if _state.handle is None or torch.compiler.is_compiling() or _is_finite(output):
         return
-    step = lints_steps.count() - _state.began + 1
+    step = optimizer_steps.count() - _state.began + 1
     seen()
     reason = "what went in was finite" if _is_finite(given) else "what went in was not either"
     lacking = [name for name, p in module.named_parameters() if not _is_finite(p)]

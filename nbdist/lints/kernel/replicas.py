@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.client import remote_check
-from nbdist.core import checkup
-from nbdist.core.checkup import Checkup
 from nbdist.errors import OptionError
+from nbdist.lints import replicas
+from nbdist.lints.kernel import remote_check
+from nbdist.lints.replicas import Checkup
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
@@ -29,7 +29,7 @@ def check(session: Session) -> Checkup:
     """
     session.upkeep.recover_if_needed()
     told = session.call_all(remote_check.look, deadline_s=LOOK_S)
-    found = checkup.compare(dict(zip(session.ranks, told, strict=True)))
+    found = replicas.compare(dict(zip(session.ranks, told, strict=True)))
     wanted = found.to_measure
     if not wanted:
         return found

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.core.checkup import BUFFER, GRADIENT, PARAMETER, Difference, Look, ModelLook
+from nbdist.lints.replicas import BUFFER, GRADIENT, PARAMETER, Difference, Look, ModelLook
 from nbdist.parallel import build, live_models, registry
 from nbdist.parallel.dp import fsdp1_state
 from nbdist.parallel.prepared import Prepared
@@ -30,9 +30,9 @@ class Held:
     """One tensor of a model on this rank.
 
     Attributes:
-        kind, name: As in core.checkup.Look.
+        kind, name: As in lints.replicas.Look.
         tensor: Its own part, plain.
-        part: As in core.checkup.Look.
+        part: As in lints.replicas.Look.
     """
 
     kind: str

@@ -12,8 +12,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from nbdist.core.lints import SHOWN_NAMES
-from nbdist.engine import lints
+from nbdist.lints.rank import watch
+from nbdist.lints.rules import SHOWN_NAMES
 
 
 class Ddp:
@@ -51,7 +51,7 @@ _state = _State()
 
 def install() -> None:
     """Give each DDP model that is made from now on a forward hook."""
-    lints.wrap(_state.undo, DistributedDataParallel, "__init__", _noting_ddp)
+    watch.wrap(_state.undo, DistributedDataParallel, "__init__", _noting_ddp)
 
 
 def uninstall() -> None:
@@ -110,7 +110,7 @@ def members(optimizer: Optimizer) -> tuple[int, ...]:
 def name_of(module: Any) -> str:
     """The variable that holds a wrapper, or the class of what is in it."""
     inner = getattr(module, "module", module)
-    return lints.variable(lambda value: value is module, type(inner).__name__)
+    return watch.variable(lambda value: value is module, type(inner).__name__)
 
 
 def look_beside(optimizer: Optimizer, ddps: Sequence[Ddp]) -> None:
@@ -124,7 +124,7 @@ def look_beside(optimizer: Optimizer, ddps: Sequence[Ddp]) -> None:
         own = [p for p in module.parameters() if p.requires_grad]
         is_shared = torch.distributed.get_world_size(module.process_group) > 1
         if is_shared and any(p.grad is not None for p in own):
-            lints.note("beside-wrapper", name_of(module))
+            watch.note("beside-wrapper", name_of(module))
 
 
 def look_unused(optimizer: Optimizer, one: Ddp) -> None:
@@ -136,7 +136,7 @@ def look_unused(optimizer: Optimizer, one: Ddp) -> None:
     own = {n: p for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) in stepped}
     lacking = [name for name, p in own.items() if p.grad is None]
     if lacking and len(lacking) < len(own):
-        lints.note(
+        watch.note(
             "unused-parameters", name_of(ddp), names=lacking[:SHOWN_NAMES], count=len(lacking),
             total=len(own),
         )  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from nbdist.core.checkup import GRADIENT, KINDS, Checkup, Counted, Difference, NotFinite
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.view import View, table
+from nbdist.lints.replicas import GRADIENT, KINDS, Checkup, Counted, Difference, NotFinite
 
 # Tensors that are named of each kind; more are counted.
 SHOWN = 5

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import checkup, remote_check
-from nbdist.core.checkup import PARAMETER, Look, ModelLook
 from nbdist.errors import OptionError
+from nbdist.lints.kernel import remote_check, replicas
+from nbdist.lints.replicas import PARAMETER, Look, ModelLook
 
 W = Look(PARAMETER, "w", "all", 7, 12)
 
@@ -35,7 +35,7 @@ def looks(*tensors: Look) -> list[tuple[ModelLook, ...]]:
 def test_equal_ranks_do_not_meet() -> None:
     """One call, after a recovery that an earlier cell has left to be done."""
     session = Ranks(looks(W, W))
-    found = checkup.check(session)  # type: ignore[arg-type]
+    found = replicas.check(session)  # type: ignore[arg-type]
 
     assert found.is_healthy
     assert session.calls == [("recover",), (remote_check.look, False)]
@@ -44,7 +44,7 @@ def test_equal_ranks_do_not_meet() -> None:
 def test_what_differs_is_measured_by_all_ranks() -> None:
     """Collective, with the same list; the size comes with the difference."""
     session = Ranks(looks(W, replace(W, digest=8)), [[0.5], [0.5]])
-    found = checkup.check(session)  # type: ignore[arg-type]
+    found = replicas.check(session)  # type: ignore[arg-type]
 
     (one,) = found.differences
     assert (one.groups, one.largest) == (((0,), (1,)), 0.5)
@@ -54,8 +54,8 @@ def test_what_differs_is_measured_by_all_ranks() -> None:
 def test_every_is_a_number_of_steps() -> None:
     """Below 0 there is none."""
     session = Ranks(None)
-    checkup.check_every(session, 10)  # type: ignore[arg-type]
+    replicas.check_every(session, 10)  # type: ignore[arg-type]
 
     assert session.calls == [(remote_check.set_every, 10, False)]
     with pytest.raises(OptionError, match="use 1 or more steps, or 0 to end it"):
-        checkup.check_every(session, -1)  # type: ignore[arg-type]
+        replicas.check_every(session, -1)  # type: ignore[arg-type]

@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.core import checkup
-from nbdist.core.checkup import BUFFER, GRADIENT, PARAMETER, Checkup, Look, ModelLook
-from nbdist.view import checkup as view
+from nbdist.lints import replicas, view
+from nbdist.lints.replicas import BUFFER, GRADIENT, PARAMETER, Checkup, Look, ModelLook
 
 W = Look(PARAMETER, "up.weight", "all", 7, 12)
 
 
 def told(*looks: tuple[Look, ...], notes: tuple[str, ...] = ()) -> Checkup:
-    return checkup.compare(
+    return replicas.compare(
         {rank: [ModelLook("model", "ddp", own, notes)] for rank, own in enumerate(looks)}
     )
 
@@ -74,7 +73,7 @@ def test_only_a_few_finite_differences_are_measured() -> None:
 def test_a_model_that_a_rank_lacks_is_told() -> None:
     """With its ranks; it is compared on the others."""
     looks = {0: [ModelLook("model", "DDP", (W,))], 1: [], 2: [ModelLook("model", "DDP", (W,))]}
-    found = checkup.compare(looks)
+    found = replicas.compare(looks)
 
     assert found.models[0].notes == ("[1] there is no such model there",)
     assert found.is_healthy
@@ -82,4 +81,4 @@ def test_a_model_that_a_rank_lacks_is_told() -> None:
 
 def test_no_model_is_no_fault() -> None:
     """It is said."""
-    assert view.checkup(checkup.compare({0: [], 1: []})).text == "no model is on the ranks"
+    assert view.checkup(replicas.compare({0: [], 1: []})).text == "no model is on the ranks"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbdist.engine import lints, lints_ddp
+from nbdist.lints.rank import ddp, watch
 from nbdist.strategy.tensor_layout import runs
 
 # Looks of one optimizer in one cell that are kept; then every second of them.
@@ -78,7 +78,7 @@ _state = _State()
 
 def set_every(every: int) -> None:
     """Look before each so manieth step of every optimizer from now on; 0 ends it."""
-    lints.add(__name__)
+    watch.add(__name__)
     _state.every = every
     _state.watched.clear()
     if every and _state.handle is None:
@@ -110,13 +110,13 @@ def seen() -> None:
         for number, (peers, looks) in enumerate(one.sums.items()):
             subject = _subject(optimizer) + (f" ({number + 1})" if number else "")
             steps, digests = [list(column) for column in zip(*looks, strict=True)]
-            lints.note(
+            watch.note(
                 "apart-since", subject, ranks=list(peers), steps=steps, digests=digests,
                 every=_state.every,
             )  # fmt: skip
 
 
-@lints.guarded
+@watch.guarded
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if torch.compiler.is_compiling():  # a step that is compiled is not looked at
         return
@@ -137,11 +137,11 @@ def _look(optimizer: Optimizer, one: _Watched) -> None:
         graded = [p for p in parameters if p.grad is not None]
         # A fused step of fp16 is given its overflows, and leaves itself out.
         is_scaled = getattr(optimizer, "found_inf", None) is not None
-        norms = None if is_scaled else _norms([lints.local(p.grad) for p in graded])
+        norms = None if is_scaled else _norms([watch.local(p.grad) for p in graded])
         sums: dict[Peers, list[torch.Tensor]] = {}
         for parameter, peers in zip(parameters, _peers(parameters, one), strict=True):
             if len(peers) > 1:
-                sums.setdefault(peers, []).append(bits(lints.local(parameter)))
+                sums.setdefault(peers, []).append(bits(watch.local(parameter)))
         joined = {peers: torch.stack(own) for peers, own in sums.items()}
     one.pending = _Pending(one.count, [id(p) for p in graded], norms, joined)
 
@@ -181,7 +181,7 @@ def _judge(optimizer: Optimizer, one: _Watched, pending: _Pending, norms: torch.
     given = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     bad = [given[key] for key, is_odd in zip(pending.names, odd.tolist(), strict=True) if is_odd]
     # A norm of large numbers can be inf where none of them is. Later they may be gone.
-    if all(p.grad is not None and bool(torch.isfinite(lints.local(p.grad)).all()) for p in bad):
+    if all(p.grad is not None and bool(torch.isfinite(watch.local(p.grad)).all()) for p in bad):
         return
     one.is_told = True
     known = names()
@@ -239,14 +239,14 @@ def _peers(parameters: Sequence[torch.Tensor], one: _Watched) -> list[Peers]:
     """For each parameter the ranks that hold the same of it; itself alone where nobody knows."""
     registry: Any = sys.modules.get("nbdist.parallel.registry")
     choice = registry.current() if registry is not None and dist.is_initialized() else None
-    version = (choice, lints_ddp.count(), len(parameters))
+    version = (choice, ddp.count(), len(parameters))
     if version != one.version or any(id(p) not in one.peers for p in parameters):
         one.version, one.peers = version, _find_peers(parameters, registry)
     return [one.peers[id(p)] for p in parameters]
 
 
 def _find_peers(parameters: Sequence[torch.Tensor], registry: Any) -> dict[int, Peers]:
-    found = {id(p): lints_ddp.ranks_of(p) for p in parameters}
+    found = {id(p): ddp.ranks_of(p) for p in parameters}
     for one in registry.prepared() if registry is not None else ():
         if one.built.job.choice.name in ("single", "deepspeed", "fsdp1"):
             continue

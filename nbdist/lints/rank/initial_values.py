@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbdist.engine import lints, lints_ddp, lints_steps
+from nbdist.lints.rank import ddp as lints_rank_ddp
+from nbdist.lints.rank import optimizer_steps, watch
 
 HEAD = 16
 MOST_TENSORS = 256
@@ -62,18 +63,18 @@ def seen() -> None:
     for ranks, given in by_mesh.items():
         # The outermost comes last, and may have no parameters of its own.
         text = " ".join(own for _, own in given)
-        lints.note("shard-seeds", given[-1][0], digest=text, ranks=list(ranks))
-    for ddp in lints_ddp.used(lints_steps.stepped()):
+        watch.note("shard-seeds", given[-1][0], digest=text, ranks=list(ranks))
+    for ddp in lints_rank_ddp.used(optimizer_steps.stepped()):
         members = dist.get_process_group_ranks(ddp.process_group)
         own = digest(p for p in ddp.parameters() if p.requires_grad)
-        lints.note("parameters-apart", lints_ddp.name_of(ddp), digest=own, ranks=members)
+        watch.note("parameters-apart", lints_rank_ddp.name_of(ddp), digest=own, ranks=members)
 
 
-@lints.guarded
+@watch.guarded
 def note_initial(name: str, tensors: Iterable[torch.Tensor]) -> None:
     """A model of this class is about to be prepared, with rank 0's values on all ranks."""
     own = digest(tensors)
-    lints.note("initial-values", name, digest=own, ranks=list(range(dist.get_world_size())))
+    watch.note("initial-values", name, digest=own, ranks=list(range(dist.get_world_size())))
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -82,7 +83,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     for number, tensor in enumerate(tensors):
         if number == MOST_TENSORS:
             break
-        head = lints.local(tensor)
+        head = watch.local(tensor)
         if head.is_meta or not head.numel():
             continue
         while head.ndim > 1:
@@ -104,10 +105,10 @@ def _watched(original: Any) -> Any:
     return fully_shard
 
 
-@lints.guarded
+@watch.guarded
 def _note(given: Any, mesh: Any) -> None:
     modules = given if isinstance(given, list | tuple) else [given]
-    own = [p for one in modules for p in one.parameters() if not lints.is_split(p)]
+    own = [p for one in modules for p in one.parameters() if not watch.is_split(p)]
     if any(p.is_meta for p in own):
         return  # nbdist's own way, which sends values later
     ranks = mesh.mesh.flatten().tolist() if mesh is not None else range(dist.get_world_size())

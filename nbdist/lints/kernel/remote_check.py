@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from nbdist.core.checkup import Difference, ModelLook
+from nbdist.lints.replicas import Difference, ModelLook
 from nbdist.rpc.kernel.functions import Caller
 
-CHECKUP = "nbdist.engine.checkup"
-EVERY = "nbdist.engine.checkup_every"
-TRACE = "nbdist.engine.checkup_trace"
+CHECKUP = "nbdist.lints.rank.replicas"
+EVERY = "nbdist.lints.rank.check_every"
+TRACE = "nbdist.lints.rank.trace_nan"
 
 
 def look(call: Caller, engine: int) -> Future[tuple[ModelLook, ...]]:

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbdist.engine import lints, lints_data, lints_ddp, lints_steps, lints_values
+from nbdist.lints.rank import data, ddp, initial_values, optimizer_steps, watch
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(autouse=True)
 def _installed() -> Iterator[None]:
-    lints.install()
-    lints.begin()
+    watch.install()
+    watch.begin()
     yield
-    lints.uninstall()
+    watch.uninstall()
 
 
 def step(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
@@ -35,8 +35,8 @@ def made() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
 def test_uninstall_leaves_torch_as_it_was() -> None:
     """Every function that was replaced is torch's own again; twice is harmless."""
     watched = [torch.Tensor.backward, torch.amp.GradScaler.scale, torch.amp.autocast.__enter__]
-    lints.uninstall()
-    lints.uninstall()
+    watch.uninstall()
+    watch.uninstall()
     own = [torch.Tensor.backward, torch.amp.GradScaler.scale, torch.amp.autocast.__enter__]
 
     assert not set(map(id, watched)) & set(map(id, own))
@@ -50,7 +50,7 @@ def test_a_mistake_of_ours_does_not_fail_the_users_step(monkeypatch: pytest.Monk
     def broken(_batch: object) -> str:
         raise ValueError("no digest")
 
-    monkeypatch.setattr(lints_data, "digest", broken)
+    monkeypatch.setattr(data, "digest", broken)
     parameter, optimizer = made()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -83,23 +83,23 @@ def test_a_digest_sees_the_first_numbers_of_what_a_loader_may_give() -> None:
     one = {"x": torch.arange(4), "y": ["a", 1.5], "z": (torch.ones(2, dtype=torch.bfloat16),)}
     other = copy.deepcopy(one)
 
-    assert lints_data.digest(one) == lints_data.digest(other)
+    assert data.digest(one) == data.digest(other)
     other["x"][3] = 0  # type: ignore[index]
-    assert lints_data.digest(one) != lints_data.digest(other)
-    assert lints_data.digest(torch.zeros(2, 3)) != lints_data.digest(torch.zeros(3, 2))
+    assert data.digest(one) != data.digest(other)
+    assert data.digest(torch.zeros(2, 3)) != data.digest(torch.zeros(3, 2))
 
 
 def test_values_are_compared_by_bits() -> None:
     """-0.0 is not 0.0; meta and empty tensors are left out."""
     zero = [torch.zeros(3, 4), torch.empty(0), torch.empty(2, device="meta")]
 
-    assert lints_values.digest(zero) == lints_values.digest([torch.zeros(3, 4)])
-    assert lints_values.digest(zero) != lints_values.digest([-torch.zeros(3, 4)])
+    assert initial_values.digest(zero) == initial_values.digest([torch.zeros(3, 4)])
+    assert initial_values.digest(zero) != initial_values.digest([-torch.zeros(3, 4)])
 
 
 def test_a_models_hook_is_pickled_as_nothing_of_nbdist() -> None:
     """A DDP model that is saved whole loads where there is no nbdist, and its hook does nothing."""
-    hook = lints_ddp.Ddp(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    hook = ddp.Ddp(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     text = pickle.dumps(hook)
     arguments = (torch.ones(1),)
 
@@ -113,8 +113,8 @@ def test_a_compiled_step_is_left_alone() -> None:
     """torch.compile traces through torch's hooks; ours are not in its graph."""
     parameter, optimizer = made()
     parameter.grad = torch.ones(2)
-    before = lints_steps.count()
+    before = optimizer_steps.count()
     torch.compile(optimizer.step, backend="eager")()
 
-    assert lints_steps.count() == before
+    assert optimizer_steps.count() == before
     assert float(parameter.detach()[0]) == pytest.approx(0.9)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, dataloader
 
-from nbdist.engine import lints, lints_steps
+from nbdist.lints.rank import optimizer_steps, watch
 
 # Batches of each loop that are looked at, and what of them.
 LOOKED = 4
@@ -93,7 +93,7 @@ def begin() -> None:
 def seen() -> None:
     """Note what this cell's loops have shown."""
     if _state.workers:
-        lints.note(
+        watch.note(
             "workers", "DataLoader workers", workers=_state.workers, cores=_cores(),
             host=platform.node(),
         )  # fmt: skip
@@ -109,14 +109,14 @@ def seen() -> None:
             _note_same(name, one)
         older = before.get(id(drawn))
         if older is not None and one.epoch is not None and older.epoch == one.epoch:
-            lints.note("set-epoch", name, epoch=one.epoch)
+            watch.note("set-epoch", name, epoch=one.epoch)
         before[id(drawn)] = one
 
 
 def _note_same(name: str, loop: _Loop) -> None:
-    peers = lints_steps.peers()
+    peers = optimizer_steps.peers()
     if len(peers) > 1 and loop.digests:
-        lints.note("same-data", name, digests=loop.digests, peers=list(peers))
+        watch.note("same-data", name, digests=loop.digests, peers=list(peers))
 
 
 def _watched(original: Any) -> Any:
@@ -127,7 +127,7 @@ def _watched(original: Any) -> Any:
         loop = _begun(self)
         if loop is None:
             return original(self)
-        loop.began.append(lints_steps.count())
+        loop.began.append(optimizer_steps.count())
         batch = original(self)
         _take(loop, batch)
         return batch
@@ -135,12 +135,12 @@ def _watched(original: Any) -> Any:
     return __next__
 
 
-@lints.guarded
+@watch.guarded
 def _take(loop: _Loop, batch: Any) -> None:
     loop.digests.append(digest(batch))
 
 
-@lints.guarded
+@watch.guarded
 def _begun(iterator: Any) -> _Loop | None:
     """The loop that an iterator is in; a new one at its first batch."""
     if iterator._num_yielded:  # noqa: SLF001
@@ -177,7 +177,7 @@ def _name(loop: _Loop, drawn: Any) -> str:
     def draws_same(value: Any) -> bool:
         return isinstance(value, DataLoader) and drawn in (value.batch_sampler, value.sampler)
 
-    return lints.variable(draws_same, lints.variable(has_same_data, f"a DataLoader of {kind}"))
+    return watch.variable(draws_same, watch.variable(has_same_data, f"a DataLoader of {kind}"))
 
 
 def _cores() -> int:

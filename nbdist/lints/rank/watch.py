@@ -2,7 +2,7 @@
 
 Nothing here meets another rank: each rank notes what it sees by itself, in the user's own calls,
 and sends it with its cell's output. What needs several ranks is compared in the notebook
-(core/lints.py). What was seen in a cell is forgotten with it.
+(lints/rules.py). What was seen in a cell is forgotten with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from nbdist.core.lints import Seen
+from nbdist.lints.rules import Seen
 from nbdist.rpc.wire import CELL_RUN, SEEN
 
 P = ParamSpec("P")
@@ -24,10 +24,10 @@ T = TypeVar("T")
 # Each has install, uninstall, begin (a cell begins) and seen (what there is at its end). Imported
 # when a rank has its names, not before its group is formed.
 PARTS = (
-    "nbdist.engine.lints_data",
-    "nbdist.engine.lints_ddp",
-    "nbdist.engine.lints_steps",
-    "nbdist.engine.lints_values",
+    "nbdist.lints.rank.data",
+    "nbdist.lints.rank.ddp",
+    "nbdist.lints.rank.optimizer_steps",
+    "nbdist.lints.rank.initial_values",
 )
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from nbdist.client.lints import Lints
-from nbdist.core import lints
-from nbdist.core.lints import LINTS, Seen
 from nbdist.errors import OptionError
+from nbdist.lints import rules
+from nbdist.lints.kernel.lints import Lints
+from nbdist.lints.rules import LINTS, Seen
 from nbdist.rpc.wire import SEEN
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
@@ -34,7 +34,7 @@ def since(*digests: str) -> Seen:
 
 def told(*seen: Seen | list[Seen], is_ok: bool = True) -> list[tuple[str, tuple[int, ...]]]:
     by_rank = {r: own if isinstance(own, list) else [own] for r, own in enumerate(seen)}
-    return [(one.lint, one.hit.ranks) for one in lints.judged(by_rank, is_ok=is_ok)]
+    return [(one.lint, one.hit.ranks) for one in rules.judged(by_rank, is_ok=is_ok)]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_workers_of_one_host_are_added_up() -> None:
 def test_the_first_look_that_differs_is_named() -> None:
     """And the lint that says less is left out."""
     seen = {0: [since(A, B, C), apart(A)], 1: [since(A, C, A), apart(B)]}
-    (one,) = lints.judged(seen, is_ok=True)
+    (one,) = rules.judged(seen, is_ok=True)
 
     assert one.lint == "apart-since"
     assert "before step 20 of its optimizer the parameters of model differed" in one.hit.found
@@ -98,7 +98,7 @@ def test_ranks_with_the_same_sentence_are_one_hit() -> None:
 
 def test_every_lint_says_what_to_do_and_how_to_hear_no_more() -> None:
     """Two lines: what and where; why, what to do, how to silence it."""
-    (one,) = lints.judged({0: [same(A, B)], 1: [same(A, B)]}, is_ok=True)
+    (one,) = rules.judged({0: [same(A, B)], 1: [same(A, B)]}, is_ok=True)
     first, second = one.lines
 
     assert first == (
@@ -112,8 +112,8 @@ def test_every_lint_says_what_to_do_and_how_to_hear_no_more() -> None:
 def test_names_that_do_not_exist_are_refused() -> None:
     """With the list of those that do; `all` is all."""
     with pytest.raises(OptionError, match=r"no lint 'data'\. Choose of same-data, set-epoch"):
-        lints.checked(["data"])
-    assert lints.checked(["all"]) == tuple(LINTS)
+        rules.checked(["data"])
+    assert rules.checked(["all"]) == tuple(LINTS)
 
 
 class TestOnce:

@@ -18,10 +18,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbdist.engine import lints, lints_ddp
 from nbdist.hang.rank.source_line import Places
 from nbdist.hang.records import Place
 from nbdist.hang.text import place_told
+from nbdist.lints.rank import ddp, watch
 
 # The last operation of a loss that is a mean, and nothing else: what else there may be is divided,
 # weighted, or not known.
@@ -46,7 +46,7 @@ class _Stepper:
         lines: How often each line called backward before the last step, where that counts.
     """
 
-    ddps: list[lints_ddp.Ddp] = field(default_factory=list)
+    ddps: list[ddp.Ddp] = field(default_factory=list)
     known: int = -1
     at: int = 0
     backwards: int = 0
@@ -91,9 +91,9 @@ def install() -> None:
     """Watch from now on."""
     handle = register_optimizer_step_pre_hook(_before_step)
     _state.undo.append(handle.remove)
-    lints.wrap(_state.undo, torch.Tensor, "backward", _noting_backward)
-    lints.wrap(_state.undo, torch.amp.GradScaler, "scale", _noting_scale)
-    lints.wrap(_state.undo, torch.amp.autocast, "__enter__", _noting_autocast)
+    watch.wrap(_state.undo, torch.Tensor, "backward", _noting_backward)
+    watch.wrap(_state.undo, torch.amp.GradScaler, "scale", _noting_scale)
+    watch.wrap(_state.undo, torch.amp.autocast, "__enter__", _noting_autocast)
 
 
 def uninstall() -> None:
@@ -122,7 +122,7 @@ def peers() -> tuple[int, ...]:
         found = _peers_of_prepared(own)
         if found is not None:
             return found
-        if ranks := lints_ddp.members(optimizer):
+        if ranks := ddp.members(optimizer):
             return ranks
     return ()
 
@@ -186,7 +186,7 @@ def _noting_autocast(original: Any) -> Any:
 def _noting_scale(original: Any) -> Any:
     def scale(self: Any, outputs: Any) -> Any:
         if _state.autocast is torch.bfloat16 and self.is_enabled():
-            lints.note("bf16-scaler", "GradScaler")
+            watch.note("bf16-scaler", "GradScaler")
         return original(self, outputs)
 
     return scale
@@ -202,7 +202,7 @@ def _noting_backward(original: Any) -> Any:
     return backward
 
 
-@lints.guarded
+@watch.guarded
 def _note_backward(loss: Any, frame: Any) -> None:
     node = getattr(loss, "grad_fn", None)
     if type(node).__name__ not in _MEANS or getattr(node, "_saved_reduction", _MEAN) != _MEAN:
@@ -216,7 +216,7 @@ def _note_backward(loss: Any, frame: Any) -> None:
             _state.cleared.add(line)
 
 
-@lints.guarded
+@watch.guarded
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if torch.compiler.is_compiling():  # a step that is compiled is not looked at
         return
@@ -225,8 +225,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     stepper = state.steppers.get(optimizer)
     if stepper is None:
         stepper = state.steppers[optimizer] = _Stepper()
-    if stepper.known != lints_ddp.count():
-        stepper.ddps, stepper.known = lints_ddp.find(optimizer), lints_ddp.count()
+    if stepper.known != ddp.count():
+        stepper.ddps, stepper.known = ddp.find(optimizer), ddp.count()
     has_backward = state.backwards > stepper.backwards
     if stepper.ddps and has_backward:
         _look_at_ddps(optimizer, stepper)
@@ -259,12 +259,12 @@ def _look_at_ddps(optimizer: Optimizer, stepper: _Stepper) -> None:
         if one.has_run:
             one.has_run, one.run_at = False, _state.count
     if not any(one.run_at > stepper.at for one in stepper.ddps):
-        lints_ddp.look_beside(optimizer, stepper.ddps)
+        ddp.look_beside(optimizer, stepper.ddps)
         return
     for one in stepper.ddps:
         if not one.is_checked and one.run_at > stepper.at:
             one.is_checked = True
-            lints_ddp.look_unused(optimizer, one)
+            ddp.look_unused(optimizer, one)
 
 
 def _look_at_lines(stepper: _Stepper) -> None:
@@ -275,7 +275,7 @@ def _look_at_lines(stepper: _Stepper) -> None:
             place = _places().at(code, number)
             # A cell that is run again has another number.
             subject = f"line {place.line}: {place.source}"
-            lints.note("loss-not-divided", subject, place=place_told(place), count=times)
+            watch.note("loss-not-divided", subject, place=place_told(place), count=times)
 
 
 def _is_added_up() -> bool:
@@ -294,4 +294,4 @@ class _Lines(Places):
 
 @functools.cache
 def _places() -> _Lines:
-    return _Lines(lints.shell())
+    return _Lines(watch.shell())

@@ -1,0 +1,1 @@
+"""Lints told once in the notebook, and %dist_check asked of all ranks."""

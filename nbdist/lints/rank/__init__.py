@@ -1,0 +1,1 @@
+"""What a rank observes for a lint, one file for each observation."""
