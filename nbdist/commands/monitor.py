@@ -6,14 +6,15 @@ import argparse
 import time
 from argparse import Namespace
 
-from nbdist.client.monitor import Monitor
-from nbdist.core import exposition, units
+from nbdist.core import units
 from nbdist.core.shown import shown
 from nbdist.core.view import View
 from nbdist.errors import OptionError
+from nbdist.monitor import prometheus
+from nbdist.monitor import view as monitor_view
+from nbdist.monitor.kernel.monitor import Monitor
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import Option, Verb, positive_number
-from nbdist.view import monitor as monitor_view
 from nbdist.view.progress import ProgressLine
 
 LARGEST_PORT = 65535
@@ -66,7 +67,7 @@ def _off(monitor: Monitor) -> View:
 
 def _served(monitor: Monitor, port: int) -> View:
     served = monitor.serve(port)
-    config = exposition.scrape_config(shown(served.port), shown(served.token_path))
+    config = prometheus.scrape_config(shown(served.port), shown(served.token_path))
     url = served.url.replace(str(served.port), shown(served.port))
     return monitor_view.serving(url, shown(served.token_path), config)
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from nbdist.cells.tqdm_bars import percent
-from nbdist.core.monitor import Sample
 from nbdist.core.topology import RankPlace
+from nbdist.monitor.samples import Sample
 
 # Numbers that are older than this are shown with their age.
 OLD_S = 3.0
@@ -27,7 +27,7 @@ class Kind:
     color: str
 
 
-# State of core.monitor.STATES -> how it is drawn.
+# State of monitor.samples.STATES -> how it is drawn.
 KINDS: Mapping[str, Kind] = {
     "idle": Kind("○", "#009E73"),
     "running": Kind("▶", "#0072B2"),

@@ -17,9 +17,10 @@ from typing import Any
 
 from nbdist.checkpoint.rank import jobs
 from nbdist.core import stacks
-from nbdist.engine import completion, usage
+from nbdist.engine import completion
 from nbdist.errors import StartError
 from nbdist.hang.rank import call_log, main_thread
+from nbdist.monitor import rank as monitor_rank
 from nbdist.rpc import wire
 from nbdist.rpc.rank import crash_files, gc_pause, progress
 
@@ -76,7 +77,7 @@ TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "stacks": all_stacks,
         "abort": abort,
         "snapshot": snapshot,
-        "usage": usage.usage,
+        "usage": monitor_rank.usage,
         "attributes": completion.attributes,
         "glance": completion.glance,
         "progress": progress.newest,

@@ -2,12 +2,12 @@
 
 import pytest
 
-from nbdist.core.monitor import STATES, Doing, Sample
 from nbdist.core.panel import BUTTONS, KINDS, bar_share, bar_told, missing, row_of
 from nbdist.core.panel_board import Board, Job
 from nbdist.core.panel_picker import Model, fields, given, picked, planned, typed, values_of
 from nbdist.core.topology import RankPlace
-from nbdist.core.usage import Usage
+from nbdist.monitor.process_usage import Usage
+from nbdist.monitor.samples import STATES, Doing, Sample
 from nbdist.strategy.choice import Choice, choose
 from nbdist.strategy.footprint import RECIPES
 from nbdist.strategy.options import OPTIONS, takers

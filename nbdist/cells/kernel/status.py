@@ -78,7 +78,7 @@ def _rank_status(
 
 
 def situation(session: Session, rank: int, view: RankView | None) -> tuple[str, str]:
-    """(of core.monitor.STATES, the same in words) without asking the rank. From any thread.
+    """(of monitor.samples.STATES, the same in words) without asking the rank. From any thread.
 
     Args:
         session: The ranks.

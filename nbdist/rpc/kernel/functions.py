@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from nbdist.cells.completion import Reply
 from nbdist.core.bandwidth import Timing
 from nbdist.core.comparison import Watched
-from nbdist.core.monitor import Answer
 from nbdist.core.topology import EngineReport, Topology
 from nbdist.hang.records import CxxCall, Look
 from nbdist.hang.recovery import MadeGroup, MadeMesh, Recovered
 from nbdist.memory.oom_remedies import Shortage
 from nbdist.memory.snapshot import MemoryOptions
+from nbdist.monitor.samples import Answer
 from nbdist.strategy.choice import Choice
 from nbdist.switch.report import Switched
 from nbdist.trace.trace import TraceOptions

@@ -10,9 +10,10 @@ import psutil
 import pytest
 import torch
 
-from nbdist.core.monitor import Allocator, Answer
 from nbdist.core.nvml import GpuWatch
-from nbdist.engine import runtime, usage
+from nbdist.engine import runtime
+from nbdist.monitor import rank as monitor_rank
+from nbdist.monitor.samples import Allocator, Answer
 from tests.support.gpus import Driver
 
 pytestmark = pytest.mark.engine
@@ -31,15 +32,15 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(runtime, "current", lambda: SimpleNamespace(place=place))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_stats", {"cuda:1": STATS}.__getitem__)
-    watch = GpuWatch(usage._open, 0.01)
-    monkeypatch.setattr(usage, "_watch", watch)
+    watch = GpuWatch(monitor_rank._open, 0.01)
+    monkeypatch.setattr(monitor_rank, "_watch", watch)
     yield
     watch.close()
 
 
 def test_a_rank_of_the_notebooks_host_tells_torchs_numbers_alone(on_gpu: None) -> None:
     """All else is read without asking."""
-    answer = usage.usage(is_remote=False)
+    answer = monitor_rank.usage(is_remote=False)
 
     assert answer == Answer(answer.now_s, allocator=Allocator(10, 20, 30))
 
@@ -50,14 +51,14 @@ def test_before_cuda_is_used_there_is_no_allocator(
     """Asking must not bring CUDA up."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
 
-    assert usage.usage(is_remote=False).allocator is None
+    assert monitor_rank.usage(is_remote=False).allocator is None
 
 
 def answered(seconds: float = 10.0) -> Answer:
     """The first answer that has a GPU or a problem in it."""
     waited = threading.Event()
     for _ in range(int(seconds / 0.01)):
-        answer = usage.usage(is_remote=True)
+        answer = monitor_rank.usage(is_remote=True)
         if answer.gpu is not None or answer.problems:
             return answer
         waited.wait(0.01)
@@ -89,4 +90,4 @@ def test_without_nvml_it_says_what_to_install(
 
     assert answer.gpu is None
     assert answer.usage is not None
-    assert answer.problems == (f"no GPU can be read: {usage._NO_NVML}",)
+    assert answer.problems == (f"no GPU can be read: {monitor_rank._NO_NVML}",)

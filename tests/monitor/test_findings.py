@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.core import monitor_rules
-from nbdist.core.monitor import Doing, History, Sample
-from nbdist.core.monitor_rules import MonitorFinding
 from nbdist.core.nvml import GpuReading
-from nbdist.core.usage import Usage
+from nbdist.monitor import findings
+from nbdist.monitor.findings import MonitorFinding
+from nbdist.monitor.process_usage import Usage
+from nbdist.monitor.samples import Doing, History, Sample
 
 GIB = 2**30
 GPU = GpuReading(0, "GPU-a", "H", 2 * GIB, 100 * GIB, 90.0, 30.0, 60.0, 300.0, 700.0, ())
@@ -31,7 +31,7 @@ def told(
             for rank, one in enumerate(ranks)
         ]
         history.append(newest)
-    return monitor_rules.findings(history, newest, is_past=is_past)
+    return findings.findings(history, newest, is_past=is_past)
 
 
 def names(*ranks: Sample | Sequence[Sample]) -> list[str]:
@@ -200,5 +200,5 @@ def test_what_is_not_known_says_nothing() -> None:
 
     assert told(nothing, nothing) == ()
     assert told(replace(nothing, gpu=gpu)) == ()
-    assert monitor_rules.findings(History(), ()) == ()
+    assert findings.findings(History(), ()) == ()
     assert names(bad) == ["host memory", "device memory", "low utilisation"]

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from nbdist.core.monitor import Allocator, Answer
 from nbdist.core.nvml import GpuReading, GpuReadings, GpuWatch, Nvml
-from nbdist.core.usage import Usages
 from nbdist.errors import NbdistError
+from nbdist.monitor.process_usage import Usages
+from nbdist.monitor.samples import Allocator, Answer
 
 GPU_PERIOD_S = 1.0
 _NO_NVML = "on another host than the notebook's it takes NVML: pip install nvidia-ml-py there"

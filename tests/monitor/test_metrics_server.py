@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client.exporter import Exporter
-from nbdist.core.exposition import CONTENT_TYPE
 from nbdist.errors import OptionError
+from nbdist.monitor.kernel.metrics_server import Exporter
+from nbdist.monitor.prometheus import CONTENT_TYPE
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import zlib
 from typing import TYPE_CHECKING
 
 from nbdist.cells.kernel import status
-from nbdist.core.monitor import Doing
 from nbdist.hang import call_log, wait_graph
 from nbdist.hang import text as hang_text
 from nbdist.hang.kernel.health import BoxFiles
 from nbdist.hang.records import Box, RankView
+from nbdist.monitor.samples import Doing
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session

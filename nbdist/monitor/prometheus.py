@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nbdist.core.monitor import STATES, Allocator, Sample
 from nbdist.core.nvml import MIB, GpuReading
 from nbdist.core.topology import RankPlace
-from nbdist.core.usage import Usage
+from nbdist.monitor.process_usage import Usage
+from nbdist.monitor.samples import STATES, Allocator, Sample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from nbdist.core.monitor import STATES, Doing, History, Sample
 from nbdist.core.nvml import GpuReading
-from nbdist.core.usage import Usage
+from nbdist.monitor.process_usage import Usage
+from nbdist.monitor.samples import STATES, Doing, History, Sample
 
 GIB = 2**30
 

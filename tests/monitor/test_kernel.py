@@ -15,12 +15,12 @@ from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.kernel.session import Session
-from nbdist.client import monitor as monitors
-from nbdist.client.monitor import Monitor, Samples
 from nbdist.cluster.kernel import outside
 from nbdist.cluster.kernel.start import StartOptions
-from nbdist.core.monitor import Sample
 from nbdist.errors import DistributedError, NotRunning, OptionError
+from nbdist.monitor.kernel import monitor as monitors
+from nbdist.monitor.kernel.monitor import Monitor, Samples
+from nbdist.monitor.samples import Sample
 from tests.support.gpus import SMI, Driver
 from tests.support.ranks import session_of, temporary_folder, until
 

@@ -3,11 +3,11 @@
 import re
 from dataclasses import replace
 
-from nbdist.core.exposition import METRICS, exposition, scrape_config
-from nbdist.core.monitor import STATES, Allocator, Doing, Sample
 from nbdist.core.nvml import MIB, GpuReading
 from nbdist.core.topology import RankPlace
-from nbdist.core.usage import Usage
+from nbdist.monitor.process_usage import Usage
+from nbdist.monitor.prometheus import METRICS, exposition, scrape_config
+from nbdist.monitor.samples import STATES, Allocator, Doing, Sample
 
 PLACE = RankPlace(0, 0, 0, 1, 0, 'ho"st\\1', 9, "cuda:0", "H", "8c2a", 4)
 GPU = GpuReading(

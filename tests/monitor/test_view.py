@@ -10,11 +10,11 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from nbdist.core.monitor import Allocator, Doing, History, Sample
-from nbdist.core.monitor_rules import MonitorFinding
 from nbdist.core.nvml import GpuReading
-from nbdist.core.usage import Usage
-from nbdist.view.monitor import MOST_RANKS, monitor, png, serving
+from nbdist.monitor.findings import MonitorFinding
+from nbdist.monitor.process_usage import Usage
+from nbdist.monitor.samples import Allocator, Doing, History, Sample
+from nbdist.monitor.view import MOST_RANKS, monitor, png, serving
 
 GPU = GpuReading(0, "GPU-a", "H", 20 * 10**9, 80 * 10**9, 50.0, 30.0, 61.0, 300.0, 700.0, ())
 DOING = Doing("waiting", "running cell [3], waiting in barrier()", 8.0, 9.0, "barrier()", 1.25)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from nbdist.core import units
-from nbdist.core.monitor import History, Sample
-from nbdist.core.monitor_rules import MonitorFinding
 from nbdist.core.shown import is_stored, shown
 from nbdist.core.view import View, table
+from nbdist.monitor.findings import MonitorFinding
+from nbdist.monitor.samples import History, Sample
 
 # More pictures than this are too small, or too many, to be read.
 MOST_RANKS = 8
@@ -32,7 +32,7 @@ class _Field:
 
     Attributes:
         title: Its head.
-        column: Of core.monitor.COLUMNS.
+        column: Of monitor.samples.COLUMNS.
         text: A value as text.
         peak: The column whose peak is told; empty for the same one. What torch itself has counted
             lies between samples too.
@@ -79,7 +79,7 @@ def monitor(
     Args:
         samples: The newest of each rank.
         history: All that was recorded.
-        findings: By core.monitor_rules.
+        findings: By monitor.findings.
         notes: What could not be read, and what else there is to say.
     """
     fields = [one for one in _FIELDS if _is_known(history, one.column)]

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nbdist.client.exporter import Exporter
-from nbdist.client.sampler import PERIOD_S, Sampler, Samples
 from nbdist.cluster.kernel import outside
-from nbdist.core import monitor_rules
-from nbdist.core.exposition import exposition
-from nbdist.core.monitor import History
-from nbdist.core.monitor_rules import MonitorFinding
 from nbdist.errors import NotRunning, OptionError
+from nbdist.monitor import findings as monitor_findings
+from nbdist.monitor.findings import MonitorFinding
+from nbdist.monitor.kernel.metrics_server import Exporter
+from nbdist.monitor.kernel.sampler import PERIOD_S, Sampler, Samples
+from nbdist.monitor.prometheus import exposition
+from nbdist.monitor.samples import History
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
@@ -176,12 +176,12 @@ class Monitor:
         return exposition(samples, self._session.topology.ranks)
 
     def findings(self, *, is_past: bool = False) -> tuple[MonitorFinding, ...]:
-        """What stands out in the newest samples and those just before, by core.monitor_rules.
+        """What stands out in the newest samples and those just before, by monitor.findings.
 
         Args:
             is_past: Of ranks that run no cell now, judge the one that they ran last.
         """
-        return monitor_rules.findings(self.history, self._latest, is_past=is_past)
+        return monitor_findings.findings(self.history, self._latest, is_past=is_past)
 
     def _close_exporter(self) -> None:
         with self._new:

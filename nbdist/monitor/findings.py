@@ -9,7 +9,7 @@ import numpy as np
 
 from nbdist.core import units
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.monitor import STATES, History, Reals, Sample
+from nbdist.monitor.samples import STATES, History, Reals, Sample
 
 # A mean over less says nothing of a step, a longer one nothing of now.
 WINDOW_S = 30.0

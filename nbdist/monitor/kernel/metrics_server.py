@@ -15,8 +15,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from nbdist.core.exposition import CONTENT_TYPE
 from nbdist.errors import OptionError
+from nbdist.monitor.prometheus import CONTENT_TYPE
 
 LOOPBACK = "127.0.0.1"
 TOKEN_FILE = "prometheus.token"  # noqa: S105  # its name

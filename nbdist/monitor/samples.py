@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from nbdist.core import units
 from nbdist.core.nvml import GpuReading
-from nbdist.core.usage import Usage
+from nbdist.monitor.process_usage import Usage
 
 # What a rank can be doing, in the order of the codes in a history.
 STATES = ("idle", "running", "waiting", "stopped", "dead", "unknown")

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from nbdist.core import usage
-from nbdist.core.usage import SLOWLY_S, Usages
+from nbdist.monitor import process_usage
+from nbdist.monitor.process_usage import SLOWLY_S, Usages
 
 MIB = 2**20
 # Takes 50 MiB, then lets a child work and waits for it; then a child that only sleeps.
@@ -72,8 +72,8 @@ def test_children_are_looked_for_now_and_then(parent: "subprocess.Popen[str]") -
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 1000 bytes with 300 of them used, its control groups written by the test."""
-    monkeypatch.setattr(usage, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(usage, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(process_usage, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(process_usage, "CGROUPS", tmp_path / "cgroup")
     return tmp_path
 
 
@@ -116,7 +116,7 @@ def files(folder: Path, **texts: str) -> None:
 
 def test_without_a_control_group_the_machine_is_the_limit(system: Path) -> None:
     """And without /proc the whole is read by psutil: three generations, no proportional sets."""
-    assert Usages(Played()).read([3])[3] == usage.Usage(45.0, 21, None, 300, 1000)
+    assert Usages(Played()).read([3])[3] == process_usage.Usage(45.0, 21, None, 300, 1000)
 
 
 def test_the_group_with_the_least_room_is_the_limit(system: Path) -> None:

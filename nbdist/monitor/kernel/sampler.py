@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nbdist.client.doings import Doings
 from nbdist.cluster.kernel import gpus
-from nbdist.core.monitor import Allocator, Answer, Sample
 from nbdist.core.nvml import GpuReading, GpuReadings, GpuWatch
 from nbdist.core.topology import RankPlace
-from nbdist.core.usage import Usage, Usages
+from nbdist.monitor.kernel.activity import Doings
+from nbdist.monitor.process_usage import Usage, Usages
+from nbdist.monitor.samples import Allocator, Answer, Sample
 from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:

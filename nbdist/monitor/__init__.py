@@ -1,0 +1,1 @@
+"""Samples of devices and processes: records, findings, Prometheus' names, the view."""

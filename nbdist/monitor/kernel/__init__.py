@@ -1,0 +1,1 @@
+"""The threads that sample ranks once a second, and the page for Prometheus."""
