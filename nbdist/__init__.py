@@ -106,8 +106,8 @@ def bench(
         NotRunning: If there are no ranks.
         OptionError: If an operation or size does not exist, or the file must not be written.
     """
+    from nbdist.bandwidth.view import bench as shown_bench
     from nbdist.commands.bandwidth import measured
-    from nbdist.view.bandwidth import bench as shown_bench
 
     return shown_bench(measured(ops, sizes, limit_s, save, lambda _text: None))
 

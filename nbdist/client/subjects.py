@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from nbdist.bandwidth.kernel import BENCH_S, Bandwidth
+from nbdist.bandwidth.results import Bench
 from nbdist.checkpoint import weights_kernel
 from nbdist.checkpoint.kernel import Checkpoints
 from nbdist.checkpoint.results import Loaded, Saved, Started
 from nbdist.checkpoint.safetensors import Exported
 from nbdist.client import configuration
-from nbdist.client.bandwidth import BENCH_S, Bandwidth
-from nbdist.core.bandwidth import Bench
 from nbdist.core.config_emit import SCRIPT
 from nbdist.core.config_launch import Configured, configured
 from nbdist.lints.kernel import replicas
@@ -61,7 +61,7 @@ class Subjects:
         sizes: str | Sequence[int] | None = None,
         limit_s: float = BENCH_S,
     ) -> Bench:
-        """Measure the bandwidth of collectives between all ranks; see client.bandwidth."""
+        """Measure the bandwidth of collectives between all ranks; see bandwidth.kernel."""
         return self.bandwidth.measure(ops, sizes, limit_s)
 
     def config(

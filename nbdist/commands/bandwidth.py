@@ -7,17 +7,17 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nbdist.client.bandwidth import BENCH_S, check_target, load, save
+from nbdist.bandwidth import view as bandwidth_view
+from nbdist.bandwidth.kernel import BENCH_S, check_target, load, save
+from nbdist.bandwidth.results import OPS, Bench, parse_ops
+from nbdist.bandwidth.sizes import parse_sizes
 from nbdist.cluster import view as ranks_view
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.commands.running import START_OPTIONS
-from nbdist.core.bandwidth import OPS, Bench, parse_ops
-from nbdist.core.sizes import parse_sizes
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import TERMINAL, Option, Verb, positive_number
-from nbdist.view import bandwidth as bandwidth_view
 from nbdist.view.progress import ProgressLine
 
 
@@ -32,7 +32,7 @@ def measured(
 
     Raises:
         OptionError: Before anything is measured, if the file must not be written.
-        NbdistError, Interrupted: See client.bandwidth.
+        NbdistError, Interrupted: See bandwidth.kernel.
     """
     session = NOTEBOOK.session
     if path is not None:

@@ -17,12 +17,12 @@ from typing import Any
 
 from IPython import get_ipython
 
+from nbdist.bandwidth.results import LinkModel
 from nbdist.cells.kernel import progress
 from nbdist.client.described import live_model
 from nbdist.client.fake import FakeEngine
 from nbdist.commands.plan_check import checked
 from nbdist.core import plan_devices
-from nbdist.core.bandwidth import LinkModel
 from nbdist.core.fake import Source
 from nbdist.core.plan import Engine, plan
 from nbdist.core.plan_advice import advise

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from nbdist.core.bandwidth import LinkModel
+from nbdist.bandwidth.results import LinkModel
 from nbdist.core.plan_devices import Device
 from nbdist.core.plan_load import Load, check_load, recipe_for
 from nbdist.core.plan_memory import Memory, memory_of

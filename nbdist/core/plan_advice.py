@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from nbdist.core.bandwidth import LinkModel
+from nbdist.bandwidth.results import LinkModel
 from nbdist.core.plan import NO, RISKY, SAFE, UNKNOWN, Plan, Row, plan
 from nbdist.core.units import exact_size
 from nbdist.errors import OptionError

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nbdist.core.links import LINKS, Link
+from nbdist.bandwidth.links import LINKS, Link
 from nbdist.errors import OptionError
 
 _GB = 1e9
@@ -26,7 +26,7 @@ class Device:
         half_flops: Products of matrices in bf16 (fp16 where it has no bf16) without sparsity,
             operations per second.
         single_flops: In fp32, without TF32: torch's default.
-        link: To the others of its host, a name of core.links.
+        link: To the others of its host, a name of bandwidth.links.
         network: To other hosts, likewise: what such hosts commonly have.
         driver: Words of the name under which the driver knows it.
         source: Where the numbers are from.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nbdist.core.bandwidth import OPS, LinkModel
+from nbdist.bandwidth.results import OPS, LinkModel
 from nbdist.core.plan_activations import CHUNKS
 from nbdist.core.plan_devices import Device, link_of
 from nbdist.core.plan_load import Load, micro_batches, recipe_for, widths_of

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.core.bandwidth import LinkModel
-from nbdist.core.latency import Fit
+from nbdist.bandwidth.latency import Fit
+from nbdist.bandwidth.results import LinkModel
 from nbdist.core.plan import NO, RISKY, SAFE, Plan, Row, plan, verdict
 from nbdist.core.plan_advice import _RULES, advise
 from nbdist.core.plan_devices import DEVICES, device_of, known_as, link_of, with_memory

@@ -3,7 +3,7 @@
 import pytest
 
 import nbdist
-from nbdist.core.bandwidth import OPS
+from nbdist.bandwidth.results import OPS
 from nbdist.notebook import NOTEBOOK
 
 

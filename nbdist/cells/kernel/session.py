@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from nbdist.bandwidth.kernel import Bandwidth
 from nbdist.cells import hints
 from nbdist.cells.kernel import status as cells_status
 from nbdist.cells.kernel import wait
@@ -23,7 +24,6 @@ from nbdist.cells.kernel.cell_request import CellRequest, Sink
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.outputs import CellResult
 from nbdist.checkpoint.kernel import Checkpoints
-from nbdist.client.bandwidth import Bandwidth
 from nbdist.client.subjects import Subjects
 from nbdist.cluster.kernel import outside
 from nbdist.cluster.kernel.cluster import Cluster

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from nbdist.bandwidth.results import Timing
 from nbdist.cells.completion import Reply
-from nbdist.core.bandwidth import Timing
 from nbdist.core.comparison import Watched
 from nbdist.core.topology import EngineReport, Topology
 from nbdist.hang.records import CxxCall, Look
@@ -24,7 +24,7 @@ from nbdist.trace.trace import TraceOptions
 from nbdist.variables.pack import Parcel
 
 RUNTIME = "nbdist.engine.runtime"
-BANDWIDTH = "nbdist.engine.bandwidth"
+BANDWIDTH = "nbdist.bandwidth.rank"
 BLACKBOX = "nbdist.hang.rank.call_log"
 COMPARED = "nbdist.engine.compared"
 COMPLETION = "nbdist.engine.completion"

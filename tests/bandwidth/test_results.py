@@ -10,7 +10,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from nbdist.core.bandwidth import (
+from nbdist.bandwidth.latency import Fit, fit
+from nbdist.bandwidth.links import LINKS, around
+from nbdist.bandwidth.results import (
     OPS,
     Bench,
     LinkModel,
@@ -25,9 +27,7 @@ from nbdist.core.bandwidth import (
     too_long,
     unfitting,
 )
-from nbdist.core.latency import Fit, fit
-from nbdist.core.links import LINKS, around
-from nbdist.core.sizes import parse_sizes, size_text
+from nbdist.bandwidth.sizes import parse_sizes, size_text
 from nbdist.core.topology import Gpu, Topology, local_reports, plan
 from nbdist.errors import OptionError
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from nbdist.core.bandwidth import OPS, Bench, Measured
-from nbdist.view.bandwidth import bench, picture
+from nbdist.bandwidth.results import OPS, Bench, Measured
+from nbdist.bandwidth.view import bench, picture
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 CAVEAT = "These are no speeds of links between GPUs: messages go through the memory of one host."

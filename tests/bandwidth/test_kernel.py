@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
+from nbdist.bandwidth import kernel as bandwidth_kernel
+from nbdist.bandwidth.kernel import Bandwidth, load, next_cost_s, save, shares
+from nbdist.bandwidth.results import LEAST_RUNS, OPS, Bench, Timing
+from nbdist.bandwidth.sizes import DEFAULT_SIZES, parse_sizes
 from nbdist.cells.kernel.session import Session
-from nbdist.client import bandwidth
-from nbdist.client.bandwidth import Bandwidth, load, next_cost_s, save, shares
-from nbdist.core.bandwidth import LEAST_RUNS, OPS, Bench, Timing
-from nbdist.core.sizes import DEFAULT_SIZES, parse_sizes
 from nbdist.core.topology import Gpu, Topology, local_reports, plan
 from nbdist.errors import Interrupted, NbdistError, OptionError, RankGone
 from nbdist.rpc.kernel import functions
@@ -52,7 +52,7 @@ class FakeSession:
         if function is functions.begin_measuring:
             return [{"host": self._free}] * n
         assert function is functions.measure
-        assert options == {"is_collective": True, "patience_s": bandwidth.PATIENCE_S}
+        assert options == {"is_collective": True, "patience_s": bandwidth_kernel.PATIENCE_S}
         op, size, limit_s = args
         self.asked.append((op, size))
         problem = self.problem(op, size)
@@ -76,7 +76,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Bandwidth, Fake
     def make(*args: Any, **options: Any) -> tuple[Bandwidth, FakeSession]:
         session = FakeSession(*args, **options)
         clock = SimpleNamespace(monotonic=lambda: session.now_s)
-        monkeypatch.setattr(bandwidth, "time", clock)
+        monkeypatch.setattr(bandwidth_kernel, "time", clock)
         return Bandwidth(cast(Session, session)), session
 
     return make

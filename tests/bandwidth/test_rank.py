@@ -4,22 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.core.bandwidth import LEAST_RUNS, OPS
+from nbdist.bandwidth.results import LEAST_RUNS, OPS
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
 
 MEASURING = """
     import gc, weakref
-    from nbdist.core.bandwidth import OPS
-    from nbdist.engine import bandwidth
+    from nbdist.bandwidth.results import OPS
+    from nbdist.bandwidth import rank as bandwidth_rank
 
     torch.set_default_dtype(torch.float64)  # a user's own choice changes nothing
-    measured = {op: [bandwidth.measure(op, size, 0.05) for size in (8 * n, 3 * n * 2**20 + 4 * n)]
-                for op in OPS}
+    measure, sizes = bandwidth_rank.measure, (8 * n, 3 * n * 2**20 + 4 * n)
+    measured = {op: [measure(op, size, 0.05) for size in sizes] for op in OPS}
     torch.set_default_dtype(torch.float32)
-    short = bandwidth.measure("all_reduce", 4096, 0.0)
-    long = bandwidth.measure("all_reduce", 4096, 3600.0)
+    short = bandwidth_rank.measure("all_reduce", 4096, 0.0)
+    long = bandwidth_rank.measure("all_reduce", 4096, 3600.0)
 
     def spoiled(name, spoil, op):
         "Whether a result is found right after a backend's function was tampered with."
@@ -31,7 +31,7 @@ MEASURING = """
             return done
         setattr(dist, name, call)
         try:
-            return bandwidth.measure(op, 4096 * n, 0.0).is_right
+            return bandwidth_rank.measure(op, 4096 * n, 0.0).is_right
         finally:
             setattr(dist, name, real)
 
@@ -51,7 +51,7 @@ MEASURING = """
             raise error
         dist.all_gather_into_tensor = call
         try:
-            return bandwidth.measure(op, 4096, 0.0).problem
+            return bandwidth_rank.measure(op, 4096, 0.0).problem
         except Exception as raised:
             return f"raised {raised}"
         finally:
@@ -67,12 +67,12 @@ MEASURING = """
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
     if rank == 1:
         torch.empty = empty
-    full = bandwidth.measure("all_reduce", 4096, 0.0).problem
+    full = bandwidth_rank.measure("all_reduce", 4096, 0.0).problem
     torch.empty = real
 
     tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
     kept = sum(one.nbytes for one in tensors)
-    free = bandwidth.begin()
+    free = bandwidth_rank.begin()
     done(measured={op: [[list(one.times_s), one.beside_s, one.is_right, one.problem] for one in its]
                    for op, its in measured.items()},
          runs=[len(short.times_s), len(long.times_s)], found=found, lacking=lacking, full=full,
@@ -116,7 +116,7 @@ def test_measuring_on_two_ranks(tmp_path: Path) -> None:
 
 def test_a_control_groups_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container the machine's memory is not what a rank may take; of all limits the least."""
-    from nbdist.engine import bandwidth
+    from nbdist.bandwidth import rank as bandwidth_rank
 
     files = {
         "/proc/self/cgroup": "0::/pod/box\n",
@@ -125,10 +125,10 @@ def test_a_control_groups_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         "/sys/fs/cgroup/pod/memory.max": "1000000\n",
         "/sys/fs/cgroup/pod/memory.current": "300000\n",
     }
-    monkeypatch.setattr(bandwidth, "_text", lambda path: files.get(str(path), ""))
-    left = bandwidth._below_limits()
+    monkeypatch.setattr(bandwidth_rank, "_text", lambda path: files.get(str(path), ""))
+    left = bandwidth_rank._below_limits()
     files["/sys/fs/cgroup/pod/memory.current"] = "2000000\n"
-    over = bandwidth._below_limits()
+    over = bandwidth_rank._below_limits()
 
     assert min(left) == 700_000
     assert min(over) == 0

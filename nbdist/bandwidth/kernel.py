@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.cluster.kernel.registration import silent
-from nbdist.core.bandwidth import (
+from nbdist.bandwidth.results import (
     LEAST_RUNS,
     OPS,
     Bench,
@@ -25,7 +24,8 @@ from nbdist.core.bandwidth import (
     too_long,
     unfitting,
 )
-from nbdist.core.sizes import DEFAULT_SIZES, parse_sizes, size_text
+from nbdist.bandwidth.sizes import DEFAULT_SIZES, parse_sizes, size_text
+from nbdist.cluster.kernel.registration import silent
 from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import functions
@@ -88,8 +88,9 @@ class Bandwidth:
         """Measure operations at sizes between all ranks, and keep the result as `last`.
 
         Args:
-            ops: Names of core.bandwidth.OPS, with commas or as a list; None for all.
-            sizes: As core.sizes.parse_sizes takes them; None for 1K:1G with NCCL, 1K:64M with Gloo.
+            ops: Names of bandwidth.results.OPS, with commas or as a list; None for all.
+            sizes: As bandwidth.sizes.parse_sizes takes them; None for 1K:1G with NCCL, 1K:64M with
+            Gloo.
             limit_s: For all of it. Each operation gets an equal share; sizes that would take more
                 than is left of it are left out, the smallest never.
             progress: Told what is measured.

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nbdist.bandwidth.results import LEAST_RUNS, Timing
+from nbdist.bandwidth.sizes import ITEM_BYTES
 from nbdist.core import exit_cause
-from nbdist.core.bandwidth import LEAST_RUNS, Timing
-from nbdist.core.sizes import ITEM_BYTES
 from nbdist.engine import ahead, runtime
 from nbdist.parallel.consensus import interrupts_held
 
@@ -54,7 +54,7 @@ def measure(op: str, size_bytes: int, limit_s: float) -> Timing:
     a rank when its result is there. Nothing of the tensors stays.
 
     Args:
-        op: A name of core.bandwidth.OPS.
+        op: A name of bandwidth.results.OPS.
         size_bytes: A multiple of 4 bytes times the number of ranks.
         limit_s: How long all runs may take together; there are 3 of them at least.
     """

@@ -8,11 +8,11 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from nbdist.core.bandwidth import OPS, Bench, Measured
+from nbdist.bandwidth.links import LINKS, around
+from nbdist.bandwidth.results import OPS, Bench, Measured
+from nbdist.bandwidth.sizes import size_text
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.links import LINKS, around
 from nbdist.core.shown import is_stored, shown
-from nbdist.core.sizes import size_text
 from nbdist.core.view import View, table
 
 _ROW = ["op", "size", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "result"]

@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from nbdist.bandwidth.latency import Fit, fit
+from nbdist.bandwidth.sizes import size_text
 from nbdist.core import units
-from nbdist.core.latency import Fit, fit
 from nbdist.core.shown import shown
-from nbdist.core.sizes import size_text
 from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
 

@@ -1,0 +1,1 @@
+"""How fast collectives are between the ranks: sizes, results, the model of a message."""
