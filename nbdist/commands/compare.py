@@ -6,15 +6,15 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from nbdist.cells.view.live_cell import publish
-from nbdist.client.comparison import Comparing
 from nbdist.commands.training import strategy_asked
+from nbdist.comparison import view as comparison_view
+from nbdist.comparison.kernel import Comparing
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK, SHOWN
 from nbdist.strategy.options import listed
 from nbdist.strategy.table import ROWS
 from nbdist.verbs import Option, Verb
-from nbdist.view import comparison as comparison_view
 
 
 def compared(
@@ -30,7 +30,7 @@ def compared(
 
     Raises:
         OptionError: If a strategy does not exist, or there is no code.
-        DistributedError, Interrupted, NbdistError: See client.comparison.
+        DistributedError, Interrupted, NbdistError: See comparison.kernel.
     """
     if not strategies:
         raise OptionError(

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from nbdist.comparison import rank as comparison_rank
 from nbdist.core.plan_check import Measured
-from nbdist.engine import compared, described
+from nbdist.engine import described
 from nbdist.engine.fake.sources import is_language_model
 from nbdist.engine.measured import Subject, measured
 from nbdist.errors import OptionError
@@ -79,7 +80,7 @@ def _kept(
     ]
     gradients = [(p, p.grad) for p in base.parameters()]
     modes = [(module, module.training) for module in base.modules()]
-    stepper = None if optimizer is None else compared.stepper_of(optimizer)
+    stepper = None if optimizer is None else comparison_rank.stepper_of(optimizer)
     put_back = random_kept()
     base.zero_grad(set_to_none=True)
     try:
@@ -95,5 +96,5 @@ def _kept(
         for module, is_training in modes:
             module.training = is_training
         if stepper is not None:
-            compared.put_back(stepper)
+            comparison_rank.put_back(stepper)
         put_back()

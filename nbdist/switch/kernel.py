@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nbdist.cells.kernel import progress
-from nbdist.core.comparison import Comparison
+from nbdist.comparison.comparison import Comparison
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
@@ -75,7 +75,7 @@ class Strategies:
 
     Attributes:
         last: What was chosen last, for a process that takes a rank's place; None for nothing yet.
-        compared: What strategies came to that were last run side by side (client.comparison).
+        compared: What strategies came to that were last run side by side (comparison.kernel).
     """
 
     def __init__(self, session: Session):

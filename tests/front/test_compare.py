@@ -61,7 +61,7 @@ print(repr((
 """
 _RUN = """
 import nbdist
-from nbdist.client.comparison import Comparing
+from nbdist.comparison.kernel import Comparing
 from nbdist.commands.training import strategy_asked
 def comparing(texts, code):
     asked = [(text, strategy_asked(text)) for text in texts]

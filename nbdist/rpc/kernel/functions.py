@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from nbdist.bandwidth.results import Timing
 from nbdist.cells.completion import Reply
-from nbdist.core.comparison import Watched
+from nbdist.comparison.comparison import Watched
 from nbdist.core.topology import EngineReport, Topology
 from nbdist.hang.records import CxxCall, Look
 from nbdist.hang.recovery import MadeGroup, MadeMesh, Recovered
@@ -26,7 +26,7 @@ from nbdist.variables.pack import Parcel
 RUNTIME = "nbdist.engine.runtime"
 BANDWIDTH = "nbdist.bandwidth.rank"
 BLACKBOX = "nbdist.hang.rank.call_log"
-COMPARED = "nbdist.engine.compared"
+COMPARED = "nbdist.comparison.rank"
 COMPLETION = "nbdist.engine.completion"
 FACTS = "nbdist.engine.facts"
 GROUPS = "nbdist.hang.rank.process_groups"

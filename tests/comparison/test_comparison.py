@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.core.comparison import PARTS, Held, Watched, row
+from nbdist.comparison.comparison import PARTS, Held, Watched, row
 from nbdist.strategy.choice import choose
 from nbdist.trace.breakdown import Shares, shares
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, DATA

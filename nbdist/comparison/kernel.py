@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from nbdist.core import comparison
-from nbdist.core.comparison import Comparison, Row, Watched
+from nbdist.comparison import comparison
+from nbdist.comparison.comparison import Comparison, Row, Watched
 from nbdist.errors import DistributedError, Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import functions
 from nbdist.strategy.choice import Choice, described

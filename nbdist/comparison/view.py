@@ -8,8 +8,8 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from nbdist.comparison.comparison import PARTS, Comparison, Row
 from nbdist.core import units
-from nbdist.core.comparison import PARTS, Comparison, Row
 from nbdist.core.shown import is_stored, shown
 from nbdist.core.view import View, table
 from nbdist.trace.view.image import COLOURS

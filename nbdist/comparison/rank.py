@@ -24,7 +24,7 @@ import torch
 from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from nbdist.core.comparison import Held, Watched
+from nbdist.comparison.comparison import Held, Watched
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import registry
 from nbdist.parallel.build import local_of

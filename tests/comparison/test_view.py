@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from nbdist.core.comparison import Comparison, Held, Row
-from nbdist.view.comparison import broken_off, compared
+from nbdist.comparison.comparison import Comparison, Held, Row
+from nbdist.comparison.view import broken_off, compared
 
 DDP = Row(
     "ddp", "", "ddp, dp 2", 2, 20_000_000, True, (0.5, 0.2, 0.0, 0.1, 0.2), 0.25, 4_000_000,

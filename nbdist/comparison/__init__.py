@@ -1,0 +1,1 @@
+"""The same steps under several strategies, side by side."""
