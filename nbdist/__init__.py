@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
     from nbdist.core.view import View
     from nbdist.parallel.accelerator.accelerator import Accelerator as Accelerator
+    from nbdist.planner.view.plan_view import PlanView
     from nbdist.view.config import CheckView
-    from nbdist.view.plan import PlanView
 
 # Without Accelerator: `from nbdist import *` would load torch in the notebook.
 __all__ = [
@@ -154,7 +154,7 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
         OptionError: If a word does not exist, or degrees do not fit.
     """
     from nbdist.commands.plan import OPTIMIZER, Asked, planned
-    from nbdist.core.plan_load import Load
+    from nbdist.planner.workload import Load
 
     load = Load(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
     asked = Asked(ranks, gpu, memory, engine, inputs, optimizer)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cells.kernel import status
-from nbdist.client import remote_plan
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.panel import RankRow, row_of
 from nbdist.core.panel_picker import Model
 from nbdist.core.panel_plan import Limit
-from nbdist.core.plan_live import LiveModel
 from nbdist.hang import diagnose
+from nbdist.planner.kernel import remote_plan
+from nbdist.planner.live_model import LiveModel
 from nbdist.rpc.kernel import functions
 from nbdist.strategy.choice import Choice, default_choice
 

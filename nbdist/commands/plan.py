@@ -19,27 +19,27 @@ from IPython import get_ipython
 
 from nbdist.bandwidth.results import LinkModel
 from nbdist.cells.kernel import progress
-from nbdist.client.described import live_model
-from nbdist.client.fake import FakeEngine
 from nbdist.commands.plan_check import checked
-from nbdist.core import plan_devices
-from nbdist.core.fake import Source
-from nbdist.core.plan import Engine, plan
-from nbdist.core.plan_advice import advise
-from nbdist.core.plan_devices import DEVICES, Device
-from nbdist.core.plan_live import LiveModel, by_kinds, described, load_of, shape_of
-from nbdist.core.plan_load import OPTIMIZERS, Load
-from nbdist.core.plan_memory import memory_of
-from nbdist.core.plan_models import CONFIGS, ModelShape, model_of, of_config
 from nbdist.core.topology import Topology
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
+from nbdist.planner import devices
+from nbdist.planner.advice import advise
+from nbdist.planner.devices import DEVICES, Device
+from nbdist.planner.fake_protocol import Source
+from nbdist.planner.kernel.describe_model import live_model
+from nbdist.planner.kernel.fake_process import FakeEngine
+from nbdist.planner.live_model import LiveModel, by_kinds, described, load_of, shape_of
+from nbdist.planner.memory import memory_of
+from nbdist.planner.models import CONFIGS, ModelShape, model_of, of_config
+from nbdist.planner.plan import Engine, plan
+from nbdist.planner.view.plan_view import PlanView, shown_plan
+from nbdist.planner.workload import OPTIMIZERS, Load
 from nbdist.strategy import options
 from nbdist.strategy.footprint import RECIPES
 from nbdist.verbs import ANYWHERE, Option, Verb, rank_count, strategy_given
 from nbdist.verbs import strategy_options as typed_options
-from nbdist.view.plan import PlanView, shown_plan
 
 _DEVICE = "h100"
 # What memory is counted by -> how.
@@ -198,9 +198,9 @@ def _device(asked: Asked) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
     if asked.gpu is not None and asked.memory is not None:
         raise OptionError("Type --gpu or --memory, not both.")
     if asked.gpu is not None:
-        return plan_devices.device_of(asked.gpu), None, ()
+        return devices.device_of(asked.gpu), None, ()
     if asked.memory is not None:
-        return plan_devices.with_memory(asked.memory), None, ()
+        return devices.with_memory(asked.memory), None, ()
     default = DEVICES[_DEVICE]
     if not NOTEBOOK.is_running:
         return default, None, (f"--gpu {_DEVICE}",)
@@ -213,7 +213,7 @@ def _device(asked: Asked) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
 def device_of_ranks(topology: Topology) -> tuple[Device | None, tuple[str, ...]]:
     """What the running ranks have, if the catalogue knows it, and what is told of that."""
     first = topology.ranks[0]
-    device = plan_devices.known_as(first.device_name)
+    device = devices.known_as(first.device_name)
     if device is None:
         why = f", as {first.device_name} is not in the catalogue" if first.device_name else ""
         return None, (f"--gpu {_DEVICE}{why}",)

@@ -6,17 +6,17 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
-from nbdist.client.described import checked_step, live_model
-from nbdist.client.fake import FakeEngine
-from nbdist.core.plan import accumulating
-from nbdist.core.plan_check import checks
-from nbdist.core.plan_live import by_kinds, load_of, shape_of
-from nbdist.core.plan_load import Load
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
+from nbdist.planner.check import checks
+from nbdist.planner.kernel.describe_model import checked_step, live_model
+from nbdist.planner.kernel.fake_process import FakeEngine
+from nbdist.planner.live_model import by_kinds, load_of, shape_of
+from nbdist.planner.plan import accumulating
+from nbdist.planner.view.check_view import shown_check
+from nbdist.planner.workload import Load
 from nbdist.strategy.choice import Choice, choose, described
-from nbdist.view.plan_check import shown_check
 
 
 def checked(

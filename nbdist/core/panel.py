@@ -185,7 +185,7 @@ class Plan:
     Attributes:
         text: What each rank would hold, or why it cannot be had.
         is_possible: It can be had.
-        verdict: Of core.plan: "safe", "risky", "no", "?"; "" where nothing was counted.
+        verdict: Of planner.plan: "safe", "risky", "no", "?"; "" where nothing was counted.
         share: Of the device's memory, in a step; None where that is not known.
     """
 

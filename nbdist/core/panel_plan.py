@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from nbdist.core import units
 from nbdist.core.panel import Plan
-from nbdist.core.plan import NO, UNKNOWN, accumulating, verdict
-from nbdist.core.plan_live import LiveModel, by_kinds, load_of, shape_of
-from nbdist.core.plan_load import Load
-from nbdist.core.plan_memory import Memory
 from nbdist.errors import OptionError
+from nbdist.planner.live_model import LiveModel, by_kinds, load_of, shape_of
+from nbdist.planner.memory import Memory
+from nbdist.planner.plan import NO, UNKNOWN, accumulating, verdict
+from nbdist.planner.workload import Load
 from nbdist.strategy.choice import Choice
 
 # Of a step: what is more than states.

@@ -18,14 +18,14 @@ from nbdist.core.panel import (
     bar_share,
     bar_told,
 )
-from nbdist.core.plan import NO, RISKY, SAFE, UNKNOWN
 from nbdist.core.shown import PLACEHOLDER, is_stored, shown
 from nbdist.core.view import View, table
+from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN
 
 # The live panel's page hides the picture that stands below it for when there is no panel.
 STILL = "nbdist-panel-still"
 SHOWN_LOG = 8
-# Verdict of core.plan -> a sign that tells it without colour, and one of Okabe and Ito's.
+# Verdict of planner.plan -> a sign that tells it without colour, and one of Okabe and Ito's.
 _VERDICTS = {
     SAFE: ("✓", "#009E73"),
     RISKY: ("!", "#E69F00"),

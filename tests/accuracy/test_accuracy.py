@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from nbdist.client.fake import FakeEngine
-from nbdist.core.fake import NAME, Source
-from nbdist.core.plan_check import Measured, largest
-from nbdist.core.plan_load import Load
-from nbdist.core.plan_memory import Memory, memory_of
-from nbdist.core.plan_models import of_config, of_count
 from nbdist.errors import OptionError
+from nbdist.planner.check import Measured, largest
+from nbdist.planner.fake_protocol import NAME, Source
+from nbdist.planner.kernel.fake_process import FakeEngine
+from nbdist.planner.memory import Memory, memory_of
+from nbdist.planner.models import of_config, of_count
+from nbdist.planner.workload import Load
 from nbdist.strategy.choice import choose
 from tests.accuracy.case import LONG, MODELS, SHORT, Case, Result, record
 from tests.accuracy.texts import RANKS

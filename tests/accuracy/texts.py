@@ -5,9 +5,9 @@ import json, os
 import torch.nn.functional as F
 from torch import nn
 from nbdist.strategy.choice import choose, steps_of
-from nbdist.engine import described, measured
-from nbdist.engine.fake import by_value
-from nbdist.engine.fake.sources import Sent
+from nbdist.planner.rank import describe_model, measure_step as measured
+from nbdist.planner.fake import pickle_by_value
+from nbdist.planner.fake.models import Sent
 from nbdist.parallel import prepare, registry
 
 class Mlp(nn.Module):
@@ -68,7 +68,7 @@ for case in json.loads(os.environ["CASES"]):
     try:
         model, args, kwargs = made(case)
         prepare.set_choice(choose(case["name"], case["given"], n))
-        sent = by_value.dumps(Sent(model, args, kwargs)).hex() if not case["config"] else ""
+        sent = pickle_by_value.dumps(Sent(model, args, kwargs)).hex() if not case["config"] else ""
         outer = prepare.prepare_model(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         prepare.bind(optimizer)

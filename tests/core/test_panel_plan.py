@@ -7,10 +7,10 @@ import functools
 import pytest
 
 from nbdist.core.panel_plan import Limit, counted, plan_of
-from nbdist.core.plan import plan
-from nbdist.core.plan_devices import DEVICES
-from nbdist.core.plan_live import Kind, LiveModel, by_kinds, load_of, shape_of
-from nbdist.core.plan_load import Load
+from nbdist.planner.devices import DEVICES
+from nbdist.planner.live_model import Kind, LiveModel, by_kinds, load_of, shape_of
+from nbdist.planner.plan import plan
+from nbdist.planner.workload import Load
 from nbdist.strategy.choice import choose
 
 _CONFIG = {

@@ -11,9 +11,9 @@ import pytest
 from nbdist import plan
 from nbdist.commands.plan import device_of_ranks
 from nbdist.core import topology
-from nbdist.core.plan_devices import DEVICES
 from nbdist.errors import OptionError
-from nbdist.view.plan import PlanView
+from nbdist.planner.devices import DEVICES
+from nbdist.planner.view.plan_view import PlanView
 from tests.support.kernel import Kernel, notebook_env
 
 _ROOT = Path(__file__).resolve().parents[2]

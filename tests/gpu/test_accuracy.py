@@ -4,9 +4,9 @@ import pytest
 
 import nbdist
 from nbdist.commands.plan_check import checked
-from nbdist.core.plan_load import Load
 from nbdist.notebook import NOTEBOOK
-from nbdist.view.plan_check import CheckView
+from nbdist.planner.view.check_view import CheckView
+from nbdist.planner.workload import Load
 
 _MODEL = """
 import torch

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from nbdist.checkpoint import remote_checkpoint, remote_weights
-from nbdist.client import configuration, remote_plan
+from nbdist.client import configuration
 from nbdist.engine import responder
 from nbdist.lints.kernel import remote_check
+from nbdist.planner.kernel import remote_plan
 from nbdist.rpc import wire
 from nbdist.rpc.kernel import functions, remote_progress
 

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.checkpoint import safetensors
 from nbdist.checkpoint.rank.safetensors_file import WeightsFile, configs_of
 from nbdist.checkpoint.safetensors import Exported, Weight
-from nbdist.engine import described
 from nbdist.errors import CheckpointError, OptionError
 from nbdist.parallel import build, prepare
 from nbdist.parallel.accelerator.model_state import portable
@@ -34,6 +33,7 @@ from nbdist.parallel.dp import deepspeed_engine, fsdp, fsdp1_state
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard import full_state
 from nbdist.parallel.reshard.redistribute import Move, exchange
+from nbdist.planner.rank import describe_model
 from nbdist.rpc.rank import namespace, progress
 
 # Rank 0 has this much of the model at once, beside its own part; or the largest tensor.
@@ -158,7 +158,7 @@ def _passing(
 def _model(name: str) -> torch.nn.Module:
     """A variable's model; without a name the only one, prepared ones first. This rank alone."""
     if name:
-        return described.model_of(name)
+        return describe_model.model_of(name)
     known = namespace.values_of(torch.nn.Module)
     ours = {key: one for key, one in known.items() if _is_prepared(one)} or known
     bases = {id(_base(one)): one for one in ours.values()}

@@ -1,0 +1,132 @@
+"""Activations: what forward keeps for backward on one rank, by closed formulas.
+
+docs/plan.md has them in letters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from nbdist.planner.models import ModelShape, Transformer
+from nbdist.planner.workload import Load, Widths, micro_batches
+from nbdist.strategy.choice import Choice
+
+# Model chunks of each rank under --schedule interleaved.
+CHUNKS = 2
+
+
+def block_bytes(
+    shape: Transformer, load: Load, widths: Widths, choice: Choice, *, kind: str = ""
+) -> float:
+    """Activations that one block keeps of one batch on one rank.
+
+    Source: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, equations 1 to 4: this is
+    s b h (34 + 5 a s / h) of bf16, with dropout, four times wider MLP and scores that are kept.
+    What autocast, and norms and activations written out in Python keep more is counted as
+    tests/planner/test_models_rank.py finds it in transformers' models.
+
+    Args:
+        shape: The model.
+        load: Batch and sequence.
+        widths: Bytes of numbers.
+        choice: Of it count tp, cp, sequence parallelism and whether scores are kept (sdpa math).
+        kind: "" for all that backward needs, "full" for the block's input alone, "selective" for
+            what products of matrices and attention give.
+    """
+    tokens = load.batch * load.sequence / choice.degrees.cp
+    tp = choice.degrees.tp
+    # What tensor parallelism leaves whole, unless it splits the sequence there.
+    whole = tp if choice.options.has_sequence_parallel else 1
+    x, h, f = widths.compute, shape.hidden, shape.ffn
+    entry = widths.residual * h / whole
+    if kind == "full":
+        return tokens * entry
+    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_size * x
+    if shape.has_qk_norm and kind != "selective":
+        # Queries and keys as they were, and normalized in fp32.
+        attention += (shape.heads + shape.kv_heads) * shape.head_size * (x + 4)
+    if kind == "selective":
+        mlp = (2 if shape.is_gated else 1) * f * x
+        return tokens * (entry + 2 * x * h / whole + (attention + mlp) / tp)
+    masks = 2 * h if shape.has_dropout else 0
+    norms = 2 * (widths.residual * h + _norm_bytes(shape))
+    outside = (norms + _inputs(shape, widths) * x * h + masks) / whole
+    mlp = (shape.kept_in_mlp or (4 if shape.is_gated else 2)) * f * x
+    scores = load.batch * shape.heads * load.sequence**2 * _score_bytes(shape, choice, x) / tp
+    return tokens * (outside + (attention + mlp) / tp) + scores
+
+
+def _norm_bytes(shape: Transformer) -> int:
+    """That a norm keeps besides its input."""
+    return 4 * shape.hidden if shape.has_written_norm else 0
+
+
+def _inputs(shape: Transformer, widths: Widths) -> int:
+    """Inputs of linear layers after the two norms: autocast casts for each layer anew."""
+    if widths.residual == widths.compute:
+        return 2
+    return (1 if shape.has_one_qkv else 3) + (2 if shape.is_gated else 1)
+
+
+def _score_bytes(shape: Transformer, choice: Choice, x: int) -> int:
+    """Kept for each pair of tokens and head: nothing by flash or efficient attention."""
+    if choice.options.sdpa != "math":
+        return 0
+    return 2 * x + 1 if shape.has_dropout else x
+
+
+def logits_bytes(shape: Transformer, load: Load, widths: Widths, choice: Choice) -> float:
+    """After the last block: norm, head and loss.
+
+    Log-softmax in fp32, the gradient of the loss by it, and the logits' gradient: these are there
+    when backward begins, and the logits themselves no longer (docs/accuracy.md has it measured).
+    """
+    tokens = load.batch * load.sequence / choice.degrees.cp
+    x = widths.compute
+    norm = (widths.residual + x) * shape.hidden + _norm_bytes(shape)
+    return tokens * (norm + shape.vocab * 12)
+
+
+def activations(model: ModelShape, choice: Choice, load: Load, widths: Widths) -> float:
+    """Of the pipeline stage that has most; without a pipeline all blocks are one stage."""
+    stages, pieces = choice.degrees.pp, micro_batches(choice, load)
+    piece = replace(load, batch=load.batch // pieces)
+    layers = math.ceil(model.shape.layers / stages)
+    blocks = _blocks_bytes(model.shape, choice, piece, widths, layers)
+    logits = logits_bytes(model.shape, piece, widths, choice)
+    first = blocks * in_flight(choice, pieces)
+    last = blocks * (pieces if choice.options.schedule == "gpipe" else 1) + logits
+    if stages == 1:
+        first = 0.0
+    casts = widths.cast * model.stage_parameters(stages) / choice.degrees.tp
+    return max(first, last) + casts
+
+
+def in_flight(choice: Choice, pieces: int) -> float:
+    """Micro-batches whose activations the first stage keeps at one time.
+
+    Source: https://arxiv.org/abs/2104.04473 section 2.2, and Korthikanti et al. for interleaved.
+    """
+    stages, schedule = choice.degrees.pp, choice.options.schedule
+    if schedule == "gpipe":
+        return pieces
+    if schedule == "interleaved":
+        return min(pieces, stages * (1 + (stages - 1) / (stages * CHUNKS)))
+    return min(pieces, stages)
+
+
+def _blocks_bytes(
+    shape: Transformer, choice: Choice, load: Load, widths: Widths, layers: int
+) -> float:
+    """Of so many blocks, as --checkpoint has it: what is kept, and one block computed again."""
+    how = choice.options.checkpoint
+    whole = block_bytes(shape, load, widths, choice)
+    if not how:
+        return layers * whole
+    kind = "selective" if how == "selective" else "full"
+    again = layers // int(how) if how.isdecimal() else layers
+    kept = block_bytes(shape, load, widths, choice, kind=kind)
+    # What selective keeps of a block is no second time there when the rest is computed again.
+    anew = whole - kept if how == "selective" else whole
+    return again * kept + (layers - again) * whole + (anew if again else 0)

@@ -1,0 +1,244 @@
+"""What to choose by a plan's numbers, what would make it fit, and what common rules say instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from nbdist.bandwidth.results import LinkModel
+from nbdist.core.units import exact_size
+from nbdist.errors import OptionError
+from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN, Plan, Row, plan
+from nbdist.strategy.choice import Choice
+from nbdist.strategy.degrees import ranks
+from nbdist.strategy.options import DEGREES
+
+_MOST_RANKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a plan comes to.
+
+    Attributes:
+        row: What to choose; None where nothing fits.
+        sentences: Why, and what would help.
+        rules: Common rules that say something else, a sentence each.
+    """
+
+    row: Row | None
+    sentences: tuple[str, ...]
+    rules: tuple[str, ...] = ()
+
+
+def advise(
+    planned: Plan, given: Mapping[str, object] | None = None, measured: LinkModel | None = None
+) -> Advice:
+    """The safe strategy that costs least in communication; else what would make one safe.
+
+    Args:
+        planned: With a row for each strategy, or with one.
+        given: Degrees and options that it was made with.
+        measured: As for the plan.
+    """
+    given = dict(given or {})
+    if not planned.model.has_shape:
+        return _of_unknown_shape(planned)
+    counted = [row for row in planned.rows if row.memory is not None]
+    # Every rank of `single` does the same: more ranks train no faster.
+    useful = [row for row in counted if planned.world_size == 1 or row.typed != "single"]
+    for wanted in (SAFE, RISKY):
+        fitting = [row for row in useful if row.verdict == wanted]
+        if fitting:
+            best = min(fitting, key=_cost)
+            told = [_recommended(planned, best, len(fitting))]
+            if wanted == RISKY:
+                told.append(_would_help(planned, given, measured))
+            return Advice(best, (*told, *_on_one(planned)), _disagreeing(planned, best))
+    return Advice(None, (_nothing(planned, useful), _would_help(planned, given, measured)))
+
+
+def _of_unknown_shape(planned: Plan) -> Advice:
+    """Of a model whose shape no formula knows: by bytes alone, and no other plan is made."""
+    counted = [row for row in planned.rows if row.memory is not None]
+    useful = [row for row in counted if planned.world_size == 1 or row.typed != "single"]
+    safe = [row for row in useful if row.verdict == SAFE]
+    if safe:
+        best = min(safe, key=_cost)
+        return Advice(best, (_recommended(planned, best, len(safe)),))
+    if any(row.verdict == UNKNOWN for row in useful):
+        told = "No strategy is recommended: of the activations nothing is known."
+        return Advice(None, (told,))
+    return Advice(None, (_nothing(planned, useful),))
+
+
+def _cost(row: Row) -> tuple[float, ...]:
+    """What is no computation, for each sample; where no speed is known, bytes and no pipelines.
+
+    Where that is equal: what needs no other package, then what stands first in the table.
+    """
+    assert row.choice is not None
+    per_sample = row.sent_bytes / row.samples
+    first = float(row.choice.degrees.pp > 1) if row.time is None else row.time.cost_s
+    needs_package = float(row.choice.name == "deepspeed")
+    return _three_digits(first), _three_digits(per_sample), needs_package
+
+
+def _three_digits(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _recommended(planned: Plan, row: Row, others: int) -> str:
+    among = "the only one" if others == 1 else f"the least of the {others}"
+    verdict = f"{row.verdict} ({percent(row)} of the device)"
+    if planned.world_size == 1:
+        return f"{row.typed}: {verdict}."
+    if len(planned.rows) == 1:
+        return f"{row.typed}: {verdict}; communication: {cost(row)}."
+    return f"choose {row.typed}: {verdict}, {among} that are so, by communication ({cost(row)})."
+
+
+def percent(row: Row) -> str:
+    """The share of the device's memory as text."""
+    return f"{100 * row.share:.1f} %"
+
+
+def cost(row: Row) -> str:
+    """What a strategy costs beside computation, for each sample, as text."""
+    sent = f"{exact_size(row.sent_bytes / row.samples)} sent"
+    if row.time is None:
+        return f"{sent} per sample"
+    waits = " and idle" if row.time.idle_s else ""
+    return f"{sent}{waits}, about {row.time.cost_s:.2g} s per sample"
+
+
+def _on_one(planned: Plan) -> tuple[str, ...]:
+    single = [row for row in planned.rows if row.typed == "single" and row.verdict == SAFE]
+    if planned.world_size > 1 and single:
+        return ("It fits on one device: more ranks are for speed alone.",)
+    return ()
+
+
+def _nothing(planned: Plan, rows: list[Row]) -> str:
+    if not rows:
+        return "No strategy goes with these degrees and options."
+    least = min(rows, key=lambda row: row.share)
+    return f"Nothing fits: the smallest, {least.typed}, needs {percent(least)} of the device."
+
+
+def _would_help(planned: Plan, given: Mapping[str, object], measured: LinkModel | None) -> str:
+    """The first of these that makes a strategy safe, each with those before it; else more ranks."""
+    load, options = planned.load, dict(given)
+    told: list[str] = []
+    is_half = options.get("bf16") or options.get("fp16") or options.get("precision")
+    half = "bf16" if planned.device.has_bf16 else "fp16"
+    steps: tuple[tuple[str, bool, dict[str, object], int | None], ...] = (
+        (f"--{half}", not is_half, {half: True}, None),
+        ("--checkpoint full", options.get("checkpoint") is None, {"checkpoint": "full"}, None),
+        ("--batch 1", load.batch > 1, {}, 1),
+        ("--offload cpu", options.get("offload") is None, {"offload": "cpu"}, None),
+    )
+    ladder: list[tuple[str, Plan, dict[str, object]]] = []
+    for word, is_new, more, batch in steps:
+        if is_new:
+            told.append(word)
+            options.update(more)
+            load = load if batch is None else replace(load, batch=batch)
+            ladder.append((" ".join(told), replace(planned, load=load), dict(options)))
+    # The strategy that was typed, then all.
+    for strategy in [None] if len(planned.rows) > 1 else [planned.rows[0].choice, None]:
+        for words, changed, with_options in ladder:
+            found = _safe(changed, with_options, measured, strategy)
+            if found is not None:
+                return f"With {words} {found.typed} is safe ({percent(found)})."
+    options.pop("offload", None)
+    return _more_ranks(replace(planned, load=load), options, told)
+
+
+def _more_ranks(planned: Plan, options: Mapping[str, object], told: list[str]) -> str:
+    words = " ".join(word for word in told if "offload" not in word)
+    and_words = f" and {words}" if words else ""
+    count = planned.world_size * 2
+    while count <= _MOST_RANKS:
+        found = _safe(replace(planned, world_size=count), options)
+        if found is not None:
+            return f"With {ranks(count)}{and_words} {found.typed} is safe ({percent(found)})."
+        count *= 2
+    return f"Not even {_MOST_RANKS} ranks{and_words} make it safe: one block is too large."
+
+
+def _safe(
+    planned: Plan,
+    options: Mapping[str, object],
+    measured: LinkModel | None = None,
+    like: Choice | None = None,
+) -> Row | None:
+    """The cheapest safe row of another plan, or the one like a choice; None without one."""
+    given = dict(options)
+    if like is None:
+        given = {word: value for word, value in given.items() if word not in DEGREES}
+    try:
+        again = plan(
+            planned.model, planned.device, planned.world_size, planned.load,
+            strategy=like.name if like else None, given=given, measured=measured,
+        )  # fmt: skip
+    except OptionError:  # it does not take one of the options
+        return None
+    rows = [
+        row
+        for row in again.rows
+        if row.verdict == SAFE and (again.world_size == 1 or row.typed != "single")
+    ]
+    return min(rows, key=_cost, default=None)
+
+
+# Common rules: what they look at, and the row that they name ("" where they name none).
+
+
+def _by_fit(planned: Plan, rows: Mapping[str, Row]) -> str:
+    single = rows.get("single")
+    return "ddp" if single is not None and single.verdict != NO else "fsdp"
+
+
+def _by_stage(planned: Plan, rows: Mapping[str, Row]) -> str:
+    second = rows.get("deepspeed --stage 2")
+    fits = second is not None and second.verdict != NO
+    return "deepspeed --stage 2" if fits else "deepspeed --stage 3"
+
+
+def _by_size(planned: Plan, rows: Mapping[str, Row]) -> str:
+    single = rows.get("single")
+    if single is None or single.memory is None:
+        return ""
+    if single.memory.parameters < 2e9:
+        return "ddp"
+    is_small = single.memory.parameters <= planned.device.memory_bytes
+    return "fsdp --shard grad-op" if is_small else "fsdp"
+
+
+def _by_billions(planned: Plan, rows: Mapping[str, Row]) -> str:
+    if planned.model.parameters < 70e9 or planned.world_size <= 8:
+        return ""
+    return "pp --tp 8 --pp 2"
+
+
+_RULES: Mapping[str, Callable[[Plan, Mapping[str, Row]], str]] = {
+    "fits on one device: ddp, else fsdp": _by_fit,
+    "ZeRO stage 2 first, stage 3 where that does not fit": _by_stage,
+    "parameters under 2 GB: ddp, tight: grad-op, larger than the device: full": _by_size,
+    "from 70 billion: tp 8 in a host, pp between hosts, dp for the rest": _by_billions,
+}
+
+
+def _disagreeing(planned: Plan, best: Row) -> tuple[str, ...]:
+    """Rules that name another row, with what its numbers are."""
+    if len(planned.rows) < 2 or planned.world_size == 1:
+        return ()
+    rows = {row.typed: row for row in planned.rows if row.memory is not None}
+    told = []
+    for rule, says in _RULES.items():
+        row = rows.get(says(planned, rows))
+        if row is not None and row.typed != best.typed:
+            verdict = f"{row.verdict} ({percent(row)})"
+            told.append(f'The rule "{rule}" says {row.typed}: {verdict}, {cost(row)}.')
+    return tuple(told)

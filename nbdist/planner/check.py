@@ -1,0 +1,85 @@
+"""What was predicted of a step's memory beside what was measured of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nbdist.planner.memory import Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One rank's memory in a step, in bytes.
+
+    Attributes:
+        parameters, gradients, optimizer: Held; gradients after backward, the state after a step.
+        activations: Made in forward and there at its end, with what FSDP has gathered by then.
+        buffers: The model's own, DDP's buckets, and what it was called with.
+        peak: The most at one time, over forward, backward and the optimizer's step.
+        has_optimizer: An optimizer has stepped.
+        is_device: Of a GPU, by its allocator; else of the CPU, by torch's profiler.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    peak: int
+    has_optimizer: bool = True
+    is_device: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line.
+
+    Attributes:
+        what: In words.
+        predicted, measured: Bytes.
+        is_exact: Whether the two ought to be equal.
+    """
+
+    what: str
+    predicted: float
+    measured: float
+    is_exact: bool = False
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction, as a share of what was measured; None of nothing."""
+        return (self.predicted - self.measured) / self.measured if self.measured else None
+
+
+def largest(measured: Sequence[Measured]) -> Measured:
+    """That of the rank which needed most."""
+    return max(measured, key=lambda one: one.peak)
+
+
+def checks(memory: Memory, measured: Measured, *, has_forward: bool = True) -> tuple[Check, ...]:
+    """Line by line; without what nobody predicted or measured.
+
+    Args:
+        memory: Predicted.
+        measured: On the rank that needed most.
+        has_forward: False of a pipeline, whose call runs backward as well.
+    """
+    rows = [
+        Check("parameters", memory.parameters, measured.parameters, is_exact=True),
+        Check("gradients", memory.gradients, measured.gradients, is_exact=True),
+    ]
+    if measured.has_optimizer:
+        rows.append(Check("optimizer", memory.optimizer, measured.optimizer, is_exact=True))
+    if memory.is_partial:
+        return tuple(rows)
+    if has_forward:
+        rows.append(Check("activations", memory.activations, measured.activations))
+    return (*rows, Check("peak", peak_of(memory, measured), measured.peak))
+
+
+def peak_of(memory: Memory, measured: Measured) -> float:
+    """The predicted peak of what was measured: without a step, forward and backward alone."""
+    if measured.has_optimizer:
+        return memory.peak
+    return memory.peak - memory.optimizer - memory.step

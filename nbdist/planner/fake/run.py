@@ -1,0 +1,296 @@
+"""The memory of one rank under a strategy: its model built by the real steps, one step run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nbdist.errors import OptionError
+from nbdist.parallel import build
+from nbdist.parallel.build import Built
+from nbdist.parallel.dp import fsdp, zero1
+from nbdist.parallel.mesh import make_grid
+from nbdist.parallel.transform import Job
+from nbdist.planner.fake import models
+from nbdist.planner.fake.models import Made
+from nbdist.planner.fake.optimizers import stepped_bytes
+from nbdist.planner.fake.process_group import CannotRun, fake_world
+from nbdist.planner.fake.storage_counter import Counter, resizes_seen
+from nbdist.planner.fake_protocol import NAME, Asked, Source, Told
+from nbdist.planner.memory import OVERHEAD_BYTES, Memory, has_buckets
+from nbdist.planner.workload import Load
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import Choice, steps_of
+from nbdist.strategy.tensor_layout import local_shape
+
+# What a rank holds of each parameter and buffer; None for nothing.
+Shapes = dict[str, tuple[int, ...] | None]
+
+_CPU = torch.device("cpu")
+# What cannot be run without values or processes -> why. States are counted all the same.
+_NOT_RUN = {
+    "pipeline": "a pipeline's stages wait for each other",
+    "cp": "a split sequence is compared with the whole one by value",
+    "deepspeed": "DeepSpeed has its own process groups",
+}
+
+
+def told(asked: Asked, source: Source) -> Told:
+    """Count one case; whatever happens is told, nothing is raised."""
+    try:
+        with fake_world(asked.choice.world_size):
+            return _counted(asked.choice, asked.load, source)
+    except OptionError as error:
+        return Told(refused=str(error))
+    except CannotRun as error:
+        return Told(problem=str(error))
+    except Exception as error:  # noqa: BLE001  # any reason makes the formulas count instead
+        return Told(problem=_phrase(error))
+
+
+def _counted(choice: Choice, load: Load, source: Source) -> Told:
+    _check(choice, load)
+    made = models.made(source, load)
+    job = Job(made.model, choice, make_grid(choice, "cpu"), _CPU)
+    built = build.plan(job)
+    states = _states(built, made, load)
+    try:
+        return Told(_run(built, made, load, states))
+    except CannotRun as error:
+        problem = str(error)
+    except Exception as error:  # noqa: BLE001  # a model that looks at values, for example
+        problem = _phrase(error)
+    buckets = states.gradients if has_buckets(choice) else 0.0
+    part = replace(states, buffers=states.buffers + buckets, is_partial=True)
+    return Told(part, problem=problem)
+
+
+def _phrase(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    said = f": {lines[0][:200]}" if lines else ""
+    return f"the run failed with {type(error).__name__}{said}"
+
+
+def _check(choice: Choice, load: Load) -> None:
+    if choice.options.offload:
+        raise CannotRun("offloaded states lie in the host's memory")
+    stored = footprint.recipe_of(choice)
+    if load.recipe not in {"", "bf16"} and footprint.RECIPES[load.recipe] != stored:
+        raise CannotRun(f"nbdist does not store the recipe {load.recipe} under {choice.name}")
+    if "deepspeed" in steps_of(choice):
+        raise CannotRun(_NOT_RUN["deepspeed"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank holds.
+
+    Attributes:
+        parameters, trained: Bytes of all, and of those that have gradients.
+        buffers: The model's own.
+        stepped: Shapes and types of what its optimizer steps.
+    """
+
+    parameters: int
+    trained: int
+    buffers: int
+    stepped: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @property
+    def stepped_numbers(self) -> int:
+        return sum(math.prod(shape) for shape, _ in self.stepped)
+
+    @property
+    def total(self) -> int:
+        """To find the rank that holds most: as with Adam."""
+        return self.parameters + self.trained + 8 * self.stepped_numbers
+
+
+def _states(built: Built, made: Made, load: Load) -> Memory:
+    """Parameters, gradients and optimizer of the rank that holds most, by the layouts."""
+    shares = [_share(built, rank) for rank in _candidates(built)]
+    most = max(shares, key=lambda share: share.total)
+    state, step = stepped_bytes(most.stepped, made.optimizer, load, built.job.choice)
+    return Memory(
+        parameters=most.parameters,
+        gradients=most.trained,
+        optimizer=state,
+        activations=0,
+        buffers=most.buffers,
+        step=step,
+        overhead=OVERHEAD_BYTES if load.has_gpu else 0.0,
+        engine=NAME,
+    )
+
+
+def _candidates(built: Built) -> list[int]:
+    """The ranks of which one holds most: of each stage the first, as torch.chunk has it; or all."""
+    choice, degrees = built.job.choice, built.job.grid.degrees
+    if choice.name == "single":
+        return [0]
+    if "zero1" in steps_of(choice):
+        return list(range(choice.world_size))
+    return [stage * (choice.world_size // degrees.pp) for stage in range(degrees.pp)]
+
+
+def _share(built: Built, rank: int) -> _Share:
+    degrees, found = built.job.grid.degrees, build.tensors_of(built.job.base)
+    owner_of = (
+        zero1.owners(
+            {name: built.layouts[name] for name in built.parameter_names},
+            built.job.choice.world_size,
+        )
+        if "zero1" in steps_of(built.job.choice)
+        else {}
+    )
+    own: Shapes = {n: local_shape(layout, degrees, rank) for n, layout in built.layouts.items()}
+    if "fsdp1" in steps_of(built.job.choice):
+        own = _flat(built, own)
+    held = {name: shape for name, shape in own.items() if shape is not None}
+    trained = [name for name in built.parameter_names if name in held and found[name].requires_grad]
+
+    def size(names: Iterable[str]) -> int:
+        return sum(math.prod(held[name]) * found[name].element_size() for name in names)
+
+    return _Share(
+        parameters=size(name for name in held if name in set(built.parameter_names)),
+        trained=size(trained),
+        buffers=size(name for name in held if name not in set(built.parameter_names)),
+        stepped=tuple(
+            (held[name], found[name].dtype)
+            for name in trained
+            if owner_of.get(name, rank) == rank and 0 not in held[name]
+        ),
+    )
+
+
+def _flat(built: Built, own: Shapes) -> Shapes:
+    """FSDP1 splits what a unit holds as one row: an equal part of each, the rest with the last."""
+    names = {id(t): n for n, t in build.tensors_of(built.job.base).items() if n in own}
+    n = built.job.grid.degrees.dp_shard
+    result = dict(own)
+    taken: set[str] = set()
+    for unit in (*fsdp.units_of(built.job), built.job.base):
+        inside = [
+            names[id(p)] for p in unit.parameters() if id(p) in names and names[id(p)] not in taken
+        ]
+        taken |= set(inside)
+        sizes = [torch.Size(own[name] or (0,)).numel() for name in inside]
+        part = -(-sum(sizes) // n)
+        for name, size in zip(inside, sizes, strict=True):
+            share = min(part, size)
+            result[name], part = (share,), part - share
+    return result
+
+
+def _run(built: Built, made: Made, load: Load, states: Memory) -> Memory:
+    """A step, after one that makes what stays; the optimizer's is counted apart."""
+    choice = built.job.choice
+    _check_run(choice, made)
+    counter = Counter()
+    with resizes_seen(counter), contextlib.ExitStack() as stack:
+        fake = FakeTensorMode()
+        outer = _built(built, fake, counter)
+        stack.enter_context(fake)
+        stack.enter_context(counter)
+        assert made.inputs is not None
+        args, kwargs = made.inputs()
+        kept = 0
+        for _ in range(2):
+            for parameter in built.job.base.parameters():
+                parameter.grad = None
+            base = counter.live_bytes
+            counter.begin()
+            kept = _step(outer, built, args, kwargs, counter) - base
+        if not counter.peak_bytes:
+            raise CannotRun("the model computes nothing")
+        # DDP holds a copy of each gradient in its buckets; a fake group has no reducer.
+        buckets = states.gradients if has_buckets(choice) else 0.0
+        return replace(
+            states,
+            activations=max(0, kept),
+            buffers=states.buffers + counter.gathered_peak_bytes + buckets,
+            most=counter.peak_bytes + buckets,
+        )
+
+
+def _check_run(choice: Choice, made: Made) -> None:
+    for step in steps_of(choice):
+        if step in _NOT_RUN:
+            raise CannotRun(_NOT_RUN[step])
+    if choice.options.is_compiled:
+        raise CannotRun("what torch.compile makes of a model is not known before")
+    if made.inputs is None:
+        raise CannotRun("nobody knows what it is called with: name a variable with --inputs")
+
+
+def _built(built: Built, fake: FakeTensorMode, counter: Counter) -> torch.nn.Module:
+    """The model under its strategy, of fake tensors; DDP's reducer is C++ and takes none."""
+    found = build.tensors_of(built.job.base)
+    degrees = built.job.grid.degrees
+    built.steps = tuple(
+        step
+        for name, step in zip(steps_of(built.job.choice), built.steps, strict=True)
+        if name != "ddp"
+    )
+    with fake, counter:
+        local = {}
+        for name, layout in built.layouts.items():
+            shape = local_shape(layout, degrees, 0)
+            if shape is not None:
+                local[name] = torch.empty(shape, dtype=found[name].dtype)
+    # A mesh cannot be made, or cut, inside of the mode; FSDP1 flattens and splits in `wrap`.
+    is_flat = "fsdp1" in steps_of(built.job.choice)
+    with contextlib.ExitStack() as stack:
+        if is_flat:
+            stack.enter_context(fake)
+            stack.enter_context(counter)
+        return build.commit(built, local)
+
+
+def _step(outer: torch.nn.Module, built: Built, args: Any, kwargs: Any, counter: Counter) -> int:
+    """Forward and backward, as often as they are accumulated.
+
+    Returns:
+        Live bytes at the first forward's end, without what FSDP has gathered.
+    """
+    kept = 0
+    times = built.job.choice.options.accumulate
+    for number in range(times):
+        held = _no_sync(outer, built) if number < times - 1 else contextlib.nullcontext()
+        with held:
+            loss = loss_of(outer(*args, **kwargs))
+            kept = kept or counter.live_bytes - counter.gathered_bytes
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+    return kept
+
+
+@contextlib.contextmanager
+def _no_sync(outer: torch.nn.Module, built: Built) -> Iterator[None]:
+    own = getattr(outer, "no_sync", None)
+    with own() if own is not None else fsdp.no_sync(built.job.root):
+        yield
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """What backward begins with: the output's loss, or the mean of its first tensor.
+
+    Raises:
+        CannotRun: There is no tensor in it.
+    """
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    tensors = [one for one in torch.utils._pytree.tree_leaves(output)  # noqa: SLF001
+               if isinstance(one, torch.Tensor) and one.is_floating_point()]  # fmt: skip
+    if not tensors:
+        raise CannotRun("its output has no tensor to begin backward with")
+    return tensors[0] if not tensors[0].ndim else tensors[0].float().mean()

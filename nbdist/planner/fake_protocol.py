@@ -1,0 +1,85 @@
+"""What is asked of a run with fake tensors, what comes back, and how both cross a pipe."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from nbdist.planner.memory import Memory
+from nbdist.planner.workload import Load
+from nbdist.strategy.choice import Choice
+
+NAME = "fake run"
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a process needs to make a model without memory.
+
+    Attributes:
+        config: Of a model of transformers, as in its config.json; empty for another one.
+        pickled: By planner.fake.pickle_by_value: a live model, its inputs and its optimizer; empty
+        else.
+        sys_path, folder: Where the live model's own modules are found.
+        has_optimizer: The live model's own optimizer counts, not that of the load.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    pickled: bytes = b""
+    sys_path: tuple[str, ...] = ()
+    folder: str = ""
+    has_optimizer: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One run.
+
+    Attributes:
+        source: None for that of the run before.
+        choice, load: As for planner.memory.memory_of.
+    """
+
+    source: Source | None
+    choice: Choice
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What came of it.
+
+    Attributes:
+        memory: With `is_partial` where states are exact but no step could be run; None where
+            nothing could be counted.
+        refused: The strategy does not go with the model, as `prepare` would say it.
+        problem: Why there was no run, or none of a whole step; a phrase.
+    """
+
+    memory: Memory | None = None
+    refused: str = ""
+    problem: str = ""
+
+
+def write(pipe: BinaryIO, value: Asked | Told) -> None:
+    """Send a record."""
+    data = pickle.dumps(value)
+    pipe.write(_LENGTH.pack(len(data)) + data)
+    pipe.flush()
+
+
+def read(pipe: BinaryIO) -> Any:
+    """The next record; None at the end.
+
+    Both ends are processes of the same user and of this package.
+    """
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    data = pipe.read(length)
+    return pickle.loads(data) if len(data) == length else None  # noqa: S301

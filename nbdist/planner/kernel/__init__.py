@@ -1,0 +1,1 @@
+"""Models described by the ranks, and the process that measures fake tensors."""

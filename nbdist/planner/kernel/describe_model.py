@@ -1,0 +1,70 @@
+"""A live model, as all ranks describe it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbdist.errors import NbdistError, OptionError
+from nbdist.planner import check
+from nbdist.planner import live_model as planner_live_model
+from nbdist.planner.check import Measured
+from nbdist.planner.kernel import remote_plan
+from nbdist.planner.live_model import LiveModel
+from nbdist.rpc.kernel import gather
+
+if TYPE_CHECKING:
+    from nbdist.cells.kernel.session import Session
+
+DESCRIBE_S = 60.0
+# Two steps, on a CPU under torch's profiler.
+STEP_S = 600.0
+
+
+def live_model(session: Session, name: str, inputs: str = "") -> LiveModel:
+    """A variable on the ranks that is a model.
+
+    Args:
+        session: Its ranks; all are asked, and compared.
+        name: The variable, or a path from one.
+        inputs: A variable that the model is called with; empty for none.
+
+    Raises:
+        OptionError: There is no such variable, or it is no model; lists those that are.
+        NbdistError: Ranks have different ones.
+        RankGone, RankBusy, NotRunning: As for a cell.
+    """
+    try:
+        told = session.call_all(remote_plan.describe_model, name, inputs, deadline_s=DESCRIBE_S)
+    except NbdistError as error:
+        if (refused := gather.refusal(error, OptionError)) is not None:
+            raise refused from error
+        raise
+    return planner_live_model.alike(told)
+
+
+def checked_step(session: Session, name: str, inputs: str, batch: int, sequence: int) -> Measured:
+    """A real step's memory on the rank that needed most; everything is put back afterwards.
+
+    Args:
+        session: Its ranks; all step, under the strategy that counts.
+        name: As for `live_model`.
+        inputs: Likewise.
+        batch: Of random tokens, for a language model without inputs.
+        sequence: Tokens of each.
+
+    Raises:
+        OptionError: Nobody knows what the model is called with.
+        NbdistError: What a rank raised, the model's own errors too.
+        RankGone, RankBusy, NotRunning, Interrupted: As for a cell.
+    """
+    session.upkeep.recover_if_needed()
+    try:
+        told = session.call_all(
+            remote_plan.check_step, name, inputs, batch, sequence,
+            deadline_s=STEP_S, is_collective=True,
+        )  # fmt: skip
+    except NbdistError as error:
+        if (refused := gather.refusal(error, OptionError)) is not None:
+            raise refused from error
+        raise
+    return check.largest(told)

@@ -1,0 +1,183 @@
+"""A process beside the notebook that counts steps of training with fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Self
+
+from nbdist.errors import OptionError
+from nbdist.planner import fake_protocol
+from nbdist.planner.fake_protocol import Asked, Source, Told
+from nbdist.planner.memory import Memory, memory_of
+from nbdist.planner.models import ModelShape
+from nbdist.planner.plan import Engine
+from nbdist.planner.workload import Load
+from nbdist.strategy.choice import Choice, described
+
+# 70 billion parameters on 64 ranks take about a minute.
+RUN_S = 300.0
+_LAST = 300  # characters of what the process has written before it ended
+
+
+class FakeEngine:
+    """What counts memory for planner.plan.plan by a run; a context manager.
+
+    The process is started by the first case, reads its questions from a pipe, and ends when that
+    does: with this object, or with the notebook, however that ends.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        otherwise: Engine = memory_of,
+        problem: str = "",
+        limit_s: float = RUN_S,
+        progress: Callable[[str], None] = lambda _text: None,
+    ):
+        """Of one model; nothing runs yet.
+
+        Args:
+            source: Makes the model there.
+            otherwise: Counts what cannot be run.
+            problem: Why there is no source, so that nothing can be run; a phrase.
+            limit_s: For one case; afterwards formulas count all that are left.
+            progress: Told what is counted now.
+        """
+        self._source: Source | None = source
+        self._otherwise = otherwise
+        self._limit_s = limit_s
+        self._progress = progress
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: Any = None
+        self._listener: threading.Thread | None = None
+        self._answers: queue.Queue[Told | None] = queue.Queue()
+        self._ended = problem
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __call__(self, model: ModelShape, choice: Choice, load: Load) -> Memory:
+        """The memory of the rank that needs most; by formulas, with a note, where there is no run.
+
+        Raises:
+            OptionError: The strategy does not go with the model.
+        """
+        told = self._told(Asked(self._source, choice, load))
+        if told.refused:
+            raise OptionError(told.refused)
+        if told.memory is None or told.memory.is_partial:
+            return completed(self._otherwise(model, choice, load), told, model)
+        return of_count(model, choice, load, told.memory) if model.is_assumed else told.memory
+
+    def turn_to(self, source: Source) -> None:
+        """Count another model from now on, in the same process."""
+        self._source = source
+
+    def close(self) -> None:
+        """End the process. Twice is harmless."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        if self._listener is not None:
+            self._listener.join()  # it reads the end of the pipe
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+        self._process = None
+
+    def _told(self, asked: Asked) -> Told:
+        if self._ended:
+            return Told(problem=self._ended)
+        self._progress(described(asked.choice))
+        try:
+            process = self._process or self._start()
+            assert process.stdin is not None
+            fake_protocol.write(process.stdin, asked)  # type: ignore[arg-type]
+            self._source = None
+            told = self._answers.get(timeout=self._limit_s)
+        except queue.Empty:
+            self._ended = f"the process of the fake run gave no answer in {self._limit_s:.0f} s"
+            told = None
+        except OSError:  # it ended before it read
+            told = None
+        except BaseException:  # interrupted: what it answers later belongs to nothing
+            self.close()
+            raise
+        if told is None:
+            self._ended = self._ended or self._end()
+            self.close()
+            return Told(problem=self._ended)
+        return told
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "nbdist.engine.fake"],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,  # an interrupt in a terminal is the notebook's
+        )
+        self._listener = threading.Thread(
+            target=self._listen, args=(self._process.stdout,), daemon=True, name="nbdist-fake"
+        )
+        self._listener.start()
+        return self._process
+
+    def _listen(self, pipe: Any) -> None:
+        with contextlib.suppress(ValueError, OSError):  # closed
+            while (told := fake_protocol.read(pipe)) is not None:
+                self._answers.put(told)
+        self._answers.put(None)
+
+    def _end(self) -> str:
+        assert self._process is not None
+        code = self._process.wait()
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").strip()[-_LAST:]
+        last = said.rpartition("\n")[2]
+        return f"the process of the fake run ended (exit code {code}{f', {last}' if last else ''})"
+
+
+def completed(found: Memory, told: Told, model: ModelShape) -> Memory:
+    """Formulas' activations and buffers, with the states of a run that could not make its step."""
+    known = told.memory
+    if known is not None and not model.is_assumed:
+        found = replace(
+            found,
+            parameters=known.parameters,
+            gradients=known.gradients,
+            optimizer=known.optimizer,
+            step=known.step,
+        )
+    return replace(found, note=told.problem)
+
+
+def of_count(model: ModelShape, choice: Choice, load: Load, run: Memory) -> Memory:
+    """A run's activations with the states of the number that was typed.
+
+    The shape that is assumed for 7e9 parameters has somewhat more or fewer.
+    """
+    states = memory_of(model, choice, load)
+    return replace(
+        run,
+        parameters=states.parameters,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        step=states.step,
+        most=run.most + states.parameters - run.parameters,
+    )

@@ -1,0 +1,197 @@
+"""A live model as ranks describe it, for a plan: its numbers, and what makes it elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nbdist.core.ranks import rank_label
+from nbdist.errors import NbdistError, OptionError
+from nbdist.planner.fake_protocol import Source
+from nbdist.planner.memory import OVERHEAD_BYTES, Memory, has_buckets, memory_of
+from nbdist.planner.models import ModelShape, of_config, of_count
+from nbdist.planner.workload import OPTIMIZERS, Load
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import Choice
+
+# A config speaks for a model whose number of parameters is as close: adapters add a few.
+_SAME = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Parameters that are alike.
+
+    Attributes:
+        dtype: As torch writes it, without "torch.".
+        is_trained: They have gradients.
+        count: Numbers in them.
+        size_bytes: Of these.
+    """
+
+    dtype: str
+    is_trained: bool
+    count: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveModel:
+    """A variable on a rank that is a model.
+
+    Attributes:
+        name: The variable.
+        title: Its class.
+        kinds: Its parameters; tied ones once.
+        buffers_bytes: Of its buffers.
+        n_buffers: How many.
+        tied: Names of each parameter that has several.
+        blocks: "layers (12 x Block)"; empty where it has no list of blocks.
+        config: As in a config.json; empty where it has none.
+        optimizer: Class of what steps it; empty where no variable does.
+        optimizer_word: The same as a key of plan_load.OPTIMIZERS; empty where it has none.
+        inputs: Shape and type of each tensor that it is called with; empty where nobody said.
+        inputs_shape: Of the first of them.
+        is_language_model: One of transformers that takes tokens and labels.
+        is_prepared: It is under the strategy that counts; else it is as the user wrote it.
+        digest: Of names, shapes, types: equal on ranks with like models.
+        source: What makes it in another process; empty on ranks that were not asked for it.
+        problem: Why it cannot be made there; a phrase.
+    """
+
+    name: str
+    title: str
+    kinds: tuple[Kind, ...]
+    buffers_bytes: int = 0
+    n_buffers: int = 0
+    tied: tuple[tuple[str, ...], ...] = ()
+    blocks: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    optimizer: str = ""
+    optimizer_word: str = ""
+    inputs: tuple[str, ...] = ()
+    inputs_shape: tuple[int, ...] = ()
+    is_language_model: bool = False
+    is_prepared: bool = False
+    digest: str = ""
+    source: Source = field(default_factory=Source, repr=False)
+    problem: str = ""
+
+    @property
+    def parameters(self) -> int:
+        """All numbers in its parameters."""
+        return sum(kind.count for kind in self.kinds)
+
+
+def alike(told: Sequence[LiveModel]) -> LiveModel:
+    """Rank 0's, if all ranks have the same model.
+
+    Raises:
+        NbdistError: They have not.
+        OptionError: It has nothing to plan for.
+    """
+    first = told[0]
+    odd = [rank for rank, one in enumerate(told) if one.digest != first.digest]
+    if odd:
+        other = told[odd[0]]
+        raise NbdistError(
+            f"{first.name} is another model on rank {rank_label(odd)} ({other.title}, "
+            f"{other.parameters:,} parameters) than on rank 0 ({first.title}, "
+            f"{first.parameters:,}). Build the same model on every rank."
+        )
+    if not first.parameters:
+        raise OptionError(
+            f"{first.name} ({first.title}) has no parameters: there is nothing to plan for."
+        )
+    return first
+
+
+def shape_of(live: LiveModel) -> ModelShape:
+    """The model for a plan: with the shape of its config, where that is this model's."""
+    shape = None
+    try:
+        known = of_config(live.config) if live.config else None
+    except OptionError:  # of a kind that no formula knows
+        known = None
+    if known is not None and math.isclose(known.parameters, live.parameters, rel_tol=_SAME):
+        shape = known.shape
+    return ModelShape(
+        live.name,
+        live.parameters,
+        shape or of_count(live.parameters, live.name).shape,
+        config=live.config,
+        has_shape=shape is not None,
+    )
+
+
+def load_of(live: LiveModel, load: Load, optimizer: str | None = None) -> Load:
+    """The load with the model's own optimizer and batch, where they are known.
+
+    Args:
+        live: The model.
+        load: What was typed, or assumed.
+        optimizer: As typed: it counts before the model's own.
+    """
+    load = replace(load, optimizer=optimizer or live.optimizer_word or load.optimizer)
+    if not live.inputs_shape:
+        return load
+    tokens = len(live.inputs_shape) > 1 and live.is_language_model
+    return replace(
+        load,
+        batch=max(1, live.inputs_shape[0]),
+        sequence=max(1, live.inputs_shape[1]) if tokens else load.sequence,
+    )
+
+
+def described(live: LiveModel) -> tuple[str, ...]:
+    """What the model is, a line each."""
+    kinds = ", ".join(
+        f"{kind.count:,} {kind.dtype} {'trained' if kind.is_trained else 'frozen'} "
+        f"({_size(kind.size_bytes)})"
+        for kind in live.kinds
+    )
+    buffers = f"{live.n_buffers} buffers ({_size(live.buffers_bytes)})" if live.n_buffers else ""
+    tied = f"tied: {', '.join(' and '.join(names) for names in live.tied)}" if live.tied else ""
+    blocks = f"blocks: {live.blocks}" if live.blocks else "no list of blocks"
+    optimizer = live.optimizer or "no optimizer of it is in a variable"
+    inputs = f"called with {', '.join(live.inputs)}" if live.inputs else ""
+    second = "; ".join(filter(None, [buffers, tied, blocks, optimizer, inputs]))
+    return f"{live.name} is a {live.title}: {kinds}", second
+
+
+def by_kinds(live: LiveModel, model: ModelShape, choice: Choice, load: Load) -> Memory:
+    """The memory by formulas, with what is frozen: no gradient and no state of an optimizer.
+
+    As if everything could be split evenly. Without a shape activations are not counted.
+
+    Raises:
+        OptionError: As memory_of, of a model with a shape.
+    """
+    trained = [kind for kind in live.kinds if kind.is_trained]
+    count = sum(kind.count for kind in trained)
+    whole = {
+        "parameters": sum(kind.size_bytes for kind in live.kinds),
+        "gradients": sum(kind.size_bytes for kind in trained),
+        "optimizer": count * OPTIMIZERS[load.optimizer].state_bytes,
+    }
+    share = {what: _parts(choice, what) for what in whole}
+    step = 0 if choice.options.is_fused else OPTIMIZERS[load.optimizer].step_bytes
+    states: dict[str, Any] = {what: size / share[what] for what, size in whole.items()}
+    states["step"] = count * step / share["optimizer"]
+    if model.has_shape and not choice.options.offload:
+        found = memory_of(model, choice, load)
+        return replace(found, **states, buffers=found.buffers + live.buffers_bytes)
+    overhead = OVERHEAD_BYTES if load.has_gpu else 0.0
+    buffers = live.buffers_bytes + (states["gradients"] if has_buckets(choice) else 0.0)
+    return Memory(**states, activations=0, buffers=buffers, overhead=overhead, is_partial=True)
+
+
+def _parts(choice: Choice, what: str) -> int:
+    return footprint.axes_size(choice, footprint.split_axes(choice, what))
+
+
+def _size(value_bytes: float) -> str:
+    unit, name = (1e9, "GB") if value_bytes >= 1e9 else (1e6, "MB")
+    return f"{value_bytes / unit:.1f} {name}"

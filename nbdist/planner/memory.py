@@ -1,0 +1,231 @@
+"""Memory of one rank in a step of training, by closed formulas: states, activations, buffers.
+
+What a rank holds between steps is strategy.footprint's. docs/plan.md has every formula with its
+source.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from nbdist.errors import OptionError
+from nbdist.planner.activations import activations, block_bytes, logits_bytes
+from nbdist.planner.models import ModelShape
+from nbdist.planner.workload import OPTIMIZERS, Load, Widths, micro_batches, recipe_for, widths_of
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import Choice, steps_of
+from nbdist.strategy.footprint import Recipe
+
+FORMULAS = "formulas"
+# CUDA's context, workspaces of cuBLAS and buffers of NCCL: an assumption, between what one process
+# takes on an idle GPU (about 0.5 GB) and with NCCL's channels to seven others.
+OVERHEAD_BYTES = 1e9
+# DeepSpeed's defaults reduce_bucket_size and stage3_max_live_parameters, in elements.
+# Source: https://www.deepspeed.ai/docs/config-json/
+_BUCKET = 5e8
+_LIVE = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the device of the rank that needs most.
+
+    Attributes:
+        parameters, gradients, optimizer: Held between steps.
+        activations: Kept for backward, with copies in bf16 that autocast keeps and the logits.
+        buffers: What is gathered, and what is reduced.
+        step: The optimizer needs it while it steps, when activations are gone.
+        overhead: CUDA's context and libraries.
+        host: In the CPU's memory; no part of the sum.
+        engine: What the numbers come from.
+        forward: The most of activations and buffers that are there together; 0 for their sum.
+        backward: The same where all gradients are there: at backward's end.
+        most: Of a run, the most at one time in forward and backward, without the optimizer's
+            state; 0 of formulas.
+        keeps_gradients: They are there while a forward runs: of backwards before it, which are
+            accumulated, of micro-batches before it, or in buffers of DeepSpeed's.
+        is_partial: Activations are not counted: nobody knows them. The peak is then more.
+        note: Why another engine than the one that was asked for has counted; a phrase.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    step: float = 0.0
+    overhead: float = OVERHEAD_BYTES
+    host: float = 0.0
+    engine: str = FORMULAS
+    forward: float = 0.0
+    backward: float = 0.0
+    most: float = 0.0
+    keeps_gradients: bool = False
+    is_partial: bool = False
+    note: str = ""
+
+    @property
+    def states(self) -> float:
+        """Parameters, gradients and the optimizer's state."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> float:
+        """The most at one time: at forward's end, at backward's, or while the optimizer steps.
+
+        In between activations go as gradients come: never more than the larger of both.
+        """
+        return self.optimizer + max(self._in_passes, self._in_step) + self.overhead
+
+    @property
+    def _in_passes(self) -> float:
+        """In forward and backward, the optimizer's state aside."""
+        kept = self.gradients if self.keeps_gradients else 0.0
+        forward = kept + (self.forward or self.buffers + self.activations)
+        return self.most or self.parameters + max(forward, self.gradients + self.backward)
+
+    @property
+    def _in_step(self) -> float:
+        """While the optimizer steps, its own state aside."""
+        return self.parameters + self.gradients + self.buffers + self.step
+
+
+def memory_of(model: ModelShape, choice: Choice, load: Load) -> Memory:
+    """The memory of the rank that needs most.
+
+    Raises:
+        OptionError: If a degree does not divide what it has to, or a word does not exist.
+    """
+    check_fits(model, choice, load)
+    recipe = recipe_for(choice, load)
+    widths = widths_of(choice, recipe)
+    # As if all stages were as large as the largest.
+    parameters = model.stage_parameters(choice.degrees.pp) * choice.degrees.pp
+    held = footprint.held_parts(choice, parameters, recipe)
+    stepped = parameters / footprint.axes_size(choice, footprint.split_axes(choice, "optimizer"))
+    # On a CPU torch's optimizers go parameter by parameter, and there is no CUDA context.
+    has_lists = load.has_gpu and not choice.options.is_fused
+    needs = OPTIMIZERS[load.optimizer].step_bytes if has_lists else 0
+    kept = activations(model, choice, load, widths)
+    buffers = _buffers(model, choice, load, widths, recipe)
+    piece = replace(load, batch=load.batch // micro_batches(choice, load))
+    logits = logits_bytes(model.shape, piece, widths, choice)
+    memory = Memory(
+        parameters=held["parameters"],
+        gradients=held["gradients"],
+        optimizer=held["optimizer"],
+        activations=kept,
+        buffers=buffers,
+        # The loss is done with its logits before the first block is gathered again.
+        forward=max(kept + _standing(model, choice, widths, buffers), kept - logits + buffers),
+        backward=buffers + block_bytes(model.shape, piece, widths, choice),
+        step=stepped * needs,
+        overhead=OVERHEAD_BYTES if load.has_gpu else 0.0,
+        keeps_gradients=choice.options.accumulate > 1
+        or choice.name == "deepspeed"
+        or micro_batches(choice, load) > 1,
+    )
+    return _offloaded(memory, choice)
+
+
+def _offloaded(memory: Memory, choice: Choice) -> Memory:
+    """With what --offload moves to the host: all states, or what DeepSpeed's stage splits."""
+    if not choice.options.offload:
+        return memory
+    stage = 3 if choice.name != "deepspeed" else choice.options.stage
+    moved = ("optimizer", "gradients", "parameters")[:stage]
+    host = sum(getattr(memory, what) for what in moved)
+    on_host = 0.0 if choice.options.offload == "nvme" else host
+    rest: dict[str, float] = dict.fromkeys((*moved, "step"), 0.0)
+    return replace(memory, host=on_host, **rest)  # type: ignore[arg-type]  # names of numbers
+
+
+def check_fits(model: ModelShape, choice: Choice, load: Load) -> None:
+    """Refuse degrees that do not divide heads, blocks or the batch.
+
+    Raises:
+        OptionError: With the number and what it has to divide.
+    """
+    degrees = choice.degrees
+    if degrees.pp > model.shape.layers:
+        raise OptionError(f"pp={degrees.pp}: {model.name} has {model.shape.layers} blocks, fewer.")
+    if load.batch % micro_batches(choice, load):
+        raise OptionError(
+            f"--microbatches {choice.options.microbatches} does not divide --batch {load.batch}."
+        )
+    if load.sequence % degrees.cp:
+        raise OptionError(f"cp={degrees.cp} does not divide --seq {load.sequence}.")
+    if degrees.cp > 1 and choice.options.context == "ring" and model.shape.has_dropout:
+        raise OptionError(
+            f"cp takes attention without dropout, and {model.name} has it. Use ulysses, or a "
+            "config without."
+        )
+    _check_heads(model, "tp", degrees.tp)
+    _check_heads(model, "ulysses", degrees.cp if choice.name == "ulysses" else 1)
+
+
+def _check_heads(model: ModelShape, word: str, degree: int) -> None:
+    shape = model.shape
+    both = math.gcd(shape.heads, shape.kv_heads)
+    if both % degree and not model.is_assumed:  # of an assumed one nobody said how many it has
+        what = f"{shape.heads} heads and {shape.kv_heads} of keys and values"
+        raise OptionError(
+            f"{word} over {degree} ranks does not divide the {what} of {model.name}. Use {both} or "
+            "a divisor of it."
+        )
+
+
+def has_buckets(choice: Choice) -> bool:
+    """Whether DDP's buckets hold a copy of each gradient: gradient_as_bucket_view is off."""
+    return "ddp" in steps_of(choice) and choice.degrees.dp * choice.degrees.cp > 1
+
+
+def _buffers(
+    model: ModelShape, choice: Choice, load: Load, widths: Widths, recipe: Recipe
+) -> float:
+    steps, degrees = {*steps_of(choice)}, choice.degrees
+    total = 0.0
+    if has_buckets(choice):
+        total += model.parameters * recipe.gradients
+    if steps & {"fsdp", "fsdp1"} and degrees.dp > 1:
+        total += _gathered(model, choice, widths)
+    if choice.name == "deepspeed" and degrees.dp > 1:
+        total += min(model.parameters, _BUCKET) * widths.reduced
+        if choice.options.stage == 3:
+            total += min(model.parameters, _LIVE) * widths.gathered
+    tokens = load.batch * load.sequence / degrees.cp
+    across = tokens / micro_batches(choice, load) * model.shape.hidden * widths.compute
+    total += 2 * across if degrees.pp > 1 else 0.0
+    total += 2 * across if degrees.tp > 1 else 0.0
+    if choice.options.context == "ring" and degrees.cp > 1:
+        keys = model.shape.kv_heads * model.shape.head_size
+        total += 2 * 2 * tokens * keys * widths.compute
+    return total
+
+
+def _standing(model: ModelShape, choice: Choice, widths: Widths, buffers: float) -> float:
+    """Of the buffers, what is there all the time: not the blocks that FSDP gathers in turn."""
+    if not {"fsdp", "fsdp1"} & {*steps_of(choice)} or choice.degrees.dp == 1:
+        return buffers
+    split = choice.degrees.tp * choice.degrees.pp
+    if choice.options.shard == "grad-op":
+        return model.parameters / split * widths.gathered
+    return model.root_parameters / split * widths.gathered
+
+
+def _gathered(model: ModelShape, choice: Choice, widths: Widths) -> float:
+    """What FSDP has whole: two blocks (one is gathered ahead) or all, root, one block's gradients.
+
+    Gradients stand there as backward made them and once more as they are reduced.
+    """
+    degrees = choice.degrees
+    split = degrees.tp * degrees.pp
+    block, root = model.block_parameters / degrees.tp, model.root_parameters / split
+    gradients = block * (widths.compute + widths.reduced)
+    if choice.options.accumulate > 1:
+        gradients += model.parameters / split * widths.compute
+    if choice.options.shard == "grad-op":
+        return model.parameters / split * widths.gathered + gradients
+    blocks = min(2, model.shape.layers)
+    return (root + blocks * block) * widths.gathered + gradients

@@ -1,0 +1,257 @@
+"""Will it fit: memory and time of a model under each strategy, a verdict, and what to choose.
+
+The records do not say how memory was found: `Memory.engine` does, and another engine than the
+closed formulas can fill the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from nbdist.bandwidth.results import LinkModel
+from nbdist.errors import OptionError
+from nbdist.planner.devices import Device
+from nbdist.planner.memory import Memory, memory_of
+from nbdist.planner.models import ModelShape
+from nbdist.planner.step_time import Time, flows, samples, time_of
+from nbdist.planner.workload import Load, check_load, recipe_for
+from nbdist.strategy.choice import Choice, choose, label, mesh_phrase
+from nbdist.strategy.footprint import Recipe
+from nbdist.strategy.options import listed
+from nbdist.strategy.table import HELD
+
+# UNKNOWN: what is counted fits, and something is not counted.
+SAFE, RISKY, NO, UNKNOWN = "safe", "risky", "no", "?"
+# Of 454 runs none that was estimated below 80 % of the device's memory ran out of it: Fujii et
+# al. 2024, https://arxiv.org/abs/2411.06465.
+SAFE_SHARE = 0.8
+
+Engine = Callable[[ModelShape, Choice, Load], Memory]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A model under one strategy.
+
+    Attributes:
+        typed: As it is typed after --strategy.
+        choice: The strategy with its degrees; None where it does not go with the model or ranks.
+        problem: Why it does not; a sentence.
+        recipe: What is stored for a parameter.
+        memory: Of the rank that needs most.
+        share: Of the device's memory.
+        sent_bytes: That a rank sends in a step of the optimizer.
+        samples: That all ranks train on in it.
+        time: Estimated; None where the device's speed is not known.
+    """
+
+    typed: str
+    choice: Choice | None = None
+    problem: str = ""
+    recipe: Recipe | None = None
+    memory: Memory | None = None
+    share: float = 0.0
+    sent_bytes: float = 0.0
+    samples: int = 0
+    time: Time | None = None
+
+    @property
+    def verdict(self) -> str:
+        """SAFE, RISKY, NO or UNKNOWN; empty where it was not counted."""
+        if self.memory is None:
+            return ""
+        found = verdict(self.share)
+        return UNKNOWN if self.memory.is_partial and found != NO else found
+
+    @property
+    def mesh(self) -> str:
+        """`dp 4 x tp 2`; empty of one rank."""
+        return mesh_phrase(self.choice) if self.choice else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A model on so many devices, a row for each strategy.
+
+    Attributes:
+        model, device, world_size, load: What was planned for.
+        rows: In order of the table of strategies.
+        assumed: What was not typed, a phrase each.
+        told: What more is known of a live model, a line each.
+    """
+
+    model: ModelShape
+    device: Device
+    world_size: int
+    load: Load
+    rows: tuple[Row, ...]
+    assumed: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
+
+
+def verdict(share: float) -> str:
+    """SAFE below 80 % of the device's memory, RISKY up to 100 %, NO above."""
+    if share < SAFE_SHARE:
+        return SAFE
+    return RISKY if share <= 1 else NO
+
+
+# What is planned without --strategy: what is typed, and what that stands for.
+_CASES: tuple[tuple[str, Mapping[str, object]], ...] = (
+    ("single", {}),
+    ("ddp", {}),
+    ("zero1", {}),
+    ("deepspeed", {"stage": 1}),
+    ("deepspeed", {"stage": 2}),
+    ("deepspeed", {"stage": 3}),
+    ("fsdp", {"shard": "grad-op"}),
+    ("fsdp", {}),
+    ("fsdp", {"shard": "hybrid"}),
+    ("fsdp1", {}),
+    ("fsdp", {"tp": 2}),
+    ("tp", {}),
+    ("pp", {}),
+    ("cp", {}),
+    ("ulysses", {}),
+)
+# On more than one host: layers within hosts, the rest between.
+_ON_HOSTS: tuple[tuple[str, Mapping[str, object]], ...] = (
+    ("fsdp", {"tp": 8}),
+    ("pp", {"tp": 8, "pp": 2}),
+)
+
+
+def plan(  # noqa: PLR0913  # what a plan is about
+    model: ModelShape,
+    device: Device,
+    world_size: int,
+    load: Load,
+    *,
+    strategy: str | None = None,
+    given: Mapping[str, object] | None = None,
+    measured: LinkModel | None = None,
+    engine: Engine = memory_of,
+    assumed: tuple[str, ...] = (),
+    progress: Callable[[str, float, float, str], object] = lambda *_told: None,
+) -> Plan:
+    """A row for each strategy, or one for what was typed.
+
+    Args:
+        model: What is trained.
+        device: On what; all ranks have one of it.
+        world_size: Ranks.
+        load: Batch, sequence, optimizer and recipe.
+        strategy: A name; None for all, unless degrees are given.
+        given: Degrees and options, as strategy.choice.choose takes them.
+        measured: How fast these ranks' collectives are.
+        engine: What says how much memory a choice takes.
+        assumed: What was not typed, to be told.
+        progress: Told what is counted now: words, done, total, unit.
+
+    Raises:
+        OptionError: If a word does not exist, or the one strategy that was typed does not fit.
+    """
+    given = {word: value for word, value in (given or {}).items() if value not in (None, False)}
+    # What is wrong in any row is refused once.
+    check_load(load)
+    _check_device(device, given)
+
+    def row(typed: str, choice: Choice) -> Row:
+        choice = accumulating(choice, load)
+        memory = engine(model, choice, load)
+        return Row(
+            typed=typed,
+            choice=choice,
+            recipe=recipe_for(choice, load),
+            memory=memory,
+            share=memory.peak / device.memory_bytes,
+            sent_bytes=sum(
+                flow.wire_bytes
+                for flow in flows(model, choice, load)
+                if model.has_shape or flow.sent.what in HELD
+            ),
+            samples=samples(choice, load),
+            time=time_of(model, choice, load, device, measured) if model.has_shape else None,
+        )
+
+    if strategy is not None or any(word in given for word in ("dp", "tp", "pp", "cp")):
+        choice = choose(strategy, given, world_size)
+        progress(f"counting {label(choice)}", 0, 0, "")
+        rows: tuple[Row, ...] = (row(label(choice), choice),)
+    else:
+        _check_words(given, world_size)
+        several = (*_CASES, *(_ON_HOSTS if world_size > 8 else ()))
+        cases = several if world_size > 1 else tuple(one for one in several if one[0] == "single")
+        found = []
+        for number, (name, own) in enumerate(cases):
+            progress(f"counting {_typed(name, own)}", number, len(cases), "strategies")
+            found.append(_row_or_problem(name, own, given, world_size, row))
+        rows = tuple(found)
+    return Plan(model, device, world_size, load, rows, assumed)
+
+
+def accumulating(choice: Choice, load: Load) -> Choice:
+    """The choice with as many backwards per step as an effective batch needs.
+
+    Raises:
+        OptionError: If the batches of all data-parallel ranks do not divide it, or it is another
+            than --accumulate makes.
+    """
+    if not load.samples:
+        return choice
+    together = samples(choice, load) // choice.options.accumulate
+    times, rest = divmod(load.samples, together)
+    dp = together // load.batch
+    if rest:
+        raise OptionError(
+            f"--samples {load.samples} is {load.samples / together:.2f} x {together} (--batch "
+            f"{load.batch} on {dp} data-parallel ranks): a step cannot be divided so. Use "
+            f"{listed([one * together for one in (times, times + 1) if one], 'or')}."
+        )
+    if choice.options.accumulate not in (1, times):
+        raise OptionError(
+            f"--samples {load.samples} is {times} x {together}, and --accumulate "
+            f"{choice.options.accumulate} another number. Type one of them."
+        )
+    return replace(choice, options=replace(choice.options, accumulate=times))
+
+
+def _check_device(device: Device, given: Mapping[str, object]) -> None:
+    if not device.has_bf16 and "bf16" in (
+        given.get("precision"),
+        "bf16" if "bf16" in given else "",
+    ):
+        raise OptionError(f"{device.title} cannot compute in bf16. Use --fp16.")
+
+
+def _check_words(given: Mapping[str, object], world_size: int) -> None:
+    """Refuse options that no strategy could take as they are typed."""
+    problems = []
+    for name, own in _CASES:
+        try:
+            choose(name, {**given, **own}, world_size)
+        except OptionError as error:
+            problems.append(error)
+        else:
+            return
+    raise problems[0]
+
+
+def _row_or_problem(
+    name: str,
+    own: Mapping[str, object],
+    given: Mapping[str, object],
+    world_size: int,
+    row: Callable[[str, Choice], Row],
+) -> Row:
+    typed = _typed(name, own)
+    try:
+        return row(typed, choose(name, {**given, **own}, world_size))
+    except OptionError as error:
+        return Row(typed, problem=str(error))
+
+
+def _typed(name: str, own: Mapping[str, object]) -> str:
+    words = [f"--{word} {value}" for word, value in own.items()]
+    return " ".join([name, *words])

@@ -1,0 +1,231 @@
+"""What a variable on this rank is as a model, and what another process needs to make it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nbdist.errors import OptionError
+from nbdist.parallel import build, registry
+from nbdist.parallel.blocks import candidates, find_blocks
+from nbdist.planner.fake import pickle_by_value
+from nbdist.planner.fake.models import Sent, is_language_model
+from nbdist.planner.fake_protocol import Source
+from nbdist.planner.live_model import Kind, LiveModel
+from nbdist.planner.workload import OPTIMIZERS
+from nbdist.rpc.rank import namespace
+
+_MOST_NAMES = 8
+
+
+def describe_model(name: str, inputs: str) -> LiveModel:
+    """Describe a variable that is a model, whole, whatever strategy it is under. No rank is met.
+
+    Nothing of the user's changes; no values are read.
+
+    Args:
+        name: The variable, or a path from one: `trainer.model`.
+        inputs: A variable that the model is called with: a tensor, a tuple, or a dict of keyword
+            arguments; empty for none.
+
+    Raises:
+        OptionError: There is no such variable, or it is no model; lists those that are.
+    """
+    args, kwargs = inputs_of(inputs)
+    return describe(name, model_of(name), args, kwargs)
+
+
+def describe(
+    name: str,
+    model: torch.nn.Module,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any],
+    *,
+    wants_source: bool = True,
+) -> LiveModel:
+    """Describe a model, with what makes it in another process where that is wanted: its code."""
+    with _as_written(model) as (base, one):
+        found = build.names_of(base)
+        tensors = build.tensors_of(base)
+        optimizer = optimizer_of(base, one)
+        kind = None if optimizer is None else _kind_of(optimizer)
+        source, problem = Source(), ""
+        if wants_source:
+            source, problem = _source(Sent(base, args, kwargs, kind))
+        own = [tensors[first] for first in found]
+        parameters = [p for p in own if isinstance(p, torch.nn.Parameter)]
+        buffers = [b for b in own if not isinstance(b, torch.nn.Parameter)]
+        given = [] if args is None else [*args, *kwargs.values()]
+        shown = [t for t in given if isinstance(t, torch.Tensor)]
+        return LiveModel(
+            name=name,
+            title=type(base).__name__,
+            kinds=_kinds(parameters),
+            buffers_bytes=sum(b.numel() * b.element_size() for b in buffers),
+            n_buffers=len(buffers),
+            tied=tuple(names for names in found.values() if len(names) > 1),
+            blocks=_blocks(base),
+            config=_config(base),
+            optimizer="" if optimizer is None else _kind_of(optimizer)[0].__name__,
+            optimizer_word=_word_of(optimizer),
+            inputs=tuple(f"{tuple(t.shape)} {_word(t.dtype)}" for t in shown),
+            inputs_shape=tuple(shown[0].shape) if shown else (),
+            is_language_model=is_language_model(base),
+            is_prepared=one is not None,
+            digest=_digest(base, found, tensors),
+            source=source,
+            problem=problem,
+        )
+
+
+def model_of(name: str) -> torch.nn.Module:
+    """A variable on this rank that is a model, or what a path from one leads to.
+
+    Raises:
+        OptionError: It is none; lists those that are.
+    """
+    known = namespace.everything()
+    head, *rest = name.split(".")
+    value: Any = known.get(head)
+    if head not in known:
+        raise OptionError(f"There is no variable {head} on the ranks. {_models()}")
+    for part in rest:
+        if not hasattr(value, part):
+            raise OptionError(f"{head} on the ranks has no {'.'.join(rest)}. {_models()}")
+        value = getattr(value, part)
+    if not isinstance(value, torch.nn.Module):
+        raise OptionError(
+            f"{name} on the ranks is a {type(value).__name__} and no model (torch.nn.Module). "
+            f"{_models()}"
+        )
+    return value
+
+
+def _models() -> str:
+    found = [f"{n} ({type(m).__name__})" for n, m in namespace.values_of(torch.nn.Module).items()]
+    if not found:
+        return "No variable there is a model."
+    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+    return f"Models there: {', '.join(found[:_MOST_NAMES])}{more}."
+
+
+def inputs_of(name: str) -> tuple[tuple[Any, ...] | None, Mapping[str, Any]]:
+    """Arguments and keyword arguments in a variable; None and nothing without a name.
+
+    Raises:
+        OptionError: There is no such variable, or no tensor in it.
+    """
+    if not name:
+        return None, {}
+    known = namespace.everything()
+    if name not in known:
+        raise OptionError(
+            f"--inputs {name}: there is no such variable on the ranks. Name one that holds what "
+            "the model is called with: a tensor, a tuple, or a dict of keyword arguments."
+        )
+    value = known[name]
+    if isinstance(value, Mapping):
+        return (), dict(value)
+    args = tuple(value) if isinstance(value, tuple | list) else (value,)
+    if not any(isinstance(one, torch.Tensor) for one in args):
+        raise OptionError(
+            f"--inputs {name} holds no tensor but a {type(value).__name__}. Name a tensor, a "
+            "tuple, or a dict of keyword arguments."
+        )
+    return args, {}
+
+
+@contextmanager
+def _as_written(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
+    """The user's module under no strategy, and what is known of it as a prepared one."""
+    one = registry.prepared_of(model)
+    if one is None:
+        yield model, None
+        return
+    with build.bare(one.built):
+        yield one.base, one
+
+
+def optimizer_of(base: torch.nn.Module, one: Any) -> Optimizer | None:
+    """The first optimizer in a variable that steps parameters of the model."""
+    own = {id(p) for p in base.parameters()}
+    for value in namespace.everything().values():
+        inner = getattr(value, "optimizer", None)
+        found = inner if isinstance(inner, Optimizer) else value
+        if not isinstance(found, Optimizer):
+            continue
+        held = [p for group in found.param_groups for p in group["params"]]
+        if any(id(p) in own or (one is not None and one.name_of(p) is not None) for p in held):
+            return found
+    return None
+
+
+def _word_of(optimizer: Optimizer | None) -> str:
+    """How a plan calls it; empty for one that it does not know."""
+    if optimizer is None:
+        return ""
+    word = _kind_of(optimizer)[0].__name__.lower()
+    if word == "sgd" and optimizer.defaults.get("momentum"):
+        return "momentum"
+    return word if word in OPTIMIZERS else ""
+
+
+def _kind_of(optimizer: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
+    kind = next(k for k in type(optimizer).__mro__ if "nbdist" not in k.__module__)
+    # Subclasses, as AdamW is of Adam, set defaults that their constructor does not take.
+    taken = inspect.signature(kind).parameters
+    return kind, {key: value for key, value in optimizer.defaults.items() if key in taken}
+
+
+def _source(sent: Sent) -> tuple[Source, str]:
+    try:
+        data = pickle_by_value.dumps(sent)
+    except Exception as error:  # noqa: BLE001  # whatever a user's object raises when it is pickled
+        return Source(), f"it cannot be sent to another process ({error})"
+    return Source(pickled=data, sys_path=tuple(sys.path), folder=os.getcwd()), ""  # noqa: PTH109
+
+
+def _config(base: torch.nn.Module) -> dict[str, Any]:
+    read = getattr(getattr(base, "config", None), "to_dict", None)
+    return dict(read()) if callable(read) else {}
+
+
+def _kinds(parameters: list[torch.nn.Parameter]) -> tuple[Kind, ...]:
+    counts: dict[tuple[str, bool], list[int]] = {}
+    for parameter in parameters:
+        one = counts.setdefault((_word(parameter.dtype), parameter.requires_grad), [0, 0])
+        one[0] += parameter.numel()
+        one[1] += parameter.numel() * parameter.element_size()
+    return tuple(Kind(word, trained, *both) for (word, trained), both in counts.items())
+
+
+def _blocks(base: torch.nn.Module) -> str:
+    if not candidates(base):
+        return ""
+    try:
+        found = find_blocks(base)
+    except OptionError:  # several are the largest
+        return ""
+    return f"{found.name} ({len(found.modules)} x {type(found.modules[0]).__name__})"
+
+
+def _digest(
+    base: torch.nn.Module, names: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> str:
+    text = [type(base).__name__]
+    for first in names:
+        one = tensors[first]
+        text.append(f"{first} {tuple(one.shape)} {one.dtype} {one.requires_grad}")
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

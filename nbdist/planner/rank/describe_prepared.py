@@ -1,0 +1,41 @@
+"""What the prepared models of this rank are, for the panel: described once, until one changes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import replace
+
+from nbdist.parallel import model_sizes
+from nbdist.parallel.accelerator import seen
+from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.registry import prepared
+from nbdist.planner.live_model import LiveModel
+from nbdist.planner.rank import describe_model
+
+_known: weakref.WeakKeyDictionary[Prepared, tuple[Hashable, LiveModel]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def sketches() -> tuple[LiveModel, ...]:
+    """The prepared models, whole, in the order of `sizes`, with the batch that was seen last.
+
+    Meets no rank. Nothing of them is made to be sent elsewhere: `source` is empty.
+    """
+    names = [name for name, _, _ in model_sizes.sizes()]
+    return tuple(_sketch(name, one) for name, one in zip(names, prepared(), strict=True))
+
+
+def _sketch(name: str, one: Prepared) -> LiveModel:
+    optimizer = describe_model.optimizer_of(one.base, one)
+    trained = tuple(p.requires_grad for p in one.parameters.values())
+    key = (name, type(optimizer), optimizer is not None and str(optimizer.defaults), hash(trained))
+    told, found = _known.get(one, (None, None))
+    if found is None or told != key:
+        found = describe_model.describe(name, one.outer, None, {}, wants_source=False)
+        _known[one] = (key, found)
+    shape, word = seen.last()
+    if not shape:
+        return found
+    return replace(found, inputs=(f"{shape} {word}",), inputs_shape=shape)

@@ -1,0 +1,154 @@
+"""The memory of a real step on this rank, by torch's allocator or, on a CPU, by its profiler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+from nbdist.errors import NbdistError
+from nbdist.memory.rank import ddp_fsdp
+from nbdist.parallel.build import local_of
+from nbdist.planner.check import Measured
+from nbdist.planner.fake.run import loss_of
+from nbdist.recording.rank.steps import QUIET, is_profiling
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured.
+
+    Attributes:
+        outer: What is called.
+        base: The model, with its parameters.
+        optimizer: Whose step counts; None for none.
+        args, kwargs: What it is called with.
+    """
+
+    outer: torch.nn.Module
+    base: torch.nn.Module
+    optimizer: Optimizer | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def measured(subject: Subject) -> Measured:
+    """Run four steps, and say what the last one takes.
+
+    Parameters, state and gradients change. On every rank at once, where the model is split.
+
+    Raises:
+        NbdistError: Another profiler runs, and torch has one at a time.
+    """
+    if is_profiling(unknown=False):
+        raise NbdistError("Another profiler runs on this rank, and torch has one at a time.")
+    is_device = next(iter(subject.base.parameters())).device.type == "cuda"
+    meter = _of_cuda if is_device else _of_cpu
+    for _ in range(2):  # DDP makes its buckets anew in the second forward
+        _step(subject)
+        _clear(subject.base)
+    kept, _, loss = meter(lambda: _forward(subject))
+    if loss.requires_grad:
+        loss.backward()
+    del loss
+    if subject.optimizer is not None:
+        subject.optimizer.step()
+    _clear(subject.base)
+    held = _tensors(subject)
+    # Between steps: states, buckets, inputs.
+    base = sum(held.values()) + _bytes(_inputs(subject))
+    _, peak, _ = meter(lambda: _step(subject))
+    gradients = _bytes(p.grad for p in subject.base.parameters() if p.grad is not None)
+    needs = 0
+    if subject.optimizer is not None:
+        _, needs, _ = meter(subject.optimizer.step)
+    _clear(subject.base)
+    return Measured(
+        parameters=held["parameters"],
+        gradients=gradients,
+        optimizer=held["optimizer"],
+        activations=kept,
+        buffers=base - held["parameters"] - held["optimizer"],
+        peak=base + max(peak, gradients + needs),
+        has_optimizer=subject.optimizer is not None,
+        is_device=is_device,
+    )
+
+
+def _forward(subject: Subject) -> torch.Tensor:
+    return loss_of(subject.outer(*subject.args, **subject.kwargs))
+
+
+def _step(subject: Subject) -> None:
+    loss = _forward(subject)
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _clear(base: torch.nn.Module) -> None:
+    for parameter in base.parameters():
+        parameter.grad = None
+
+
+def _tensors(subject: Subject) -> dict[str, int]:
+    state = () if subject.optimizer is None else subject.optimizer.state.values()
+    buckets = 0
+    for module in subject.outer.modules():
+        if isinstance(module, DistributedDataParallel) and not module.gradient_as_bucket_view:
+            buckets += sum(ddp_fsdp.bucket_sizes(module))
+    return {
+        "parameters": _bytes(subject.base.parameters()),
+        "optimizer": _bytes(
+            one
+            for own in state
+            for one in own.values()
+            if isinstance(one, torch.Tensor) and one.ndim
+        ),
+        "buffers": _bytes(subject.base.buffers()) + buckets,
+    }
+
+
+def _inputs(subject: Subject) -> list[torch.Tensor]:
+    given = [*subject.args, *subject.kwargs.values()]
+    return [one for one in given if isinstance(one, torch.Tensor)]
+
+
+def _bytes(tensors: Any) -> int:
+    """Of this rank's parts; a tensor that is there under several names once."""
+    parts = {id(one): local_of(one) for one in tensors}
+    return sum(part.numel() * part.element_size() for part in parts.values() if not part.is_meta)
+
+
+def _of_cuda(run: Callable[[], Any]) -> tuple[int, int, Any]:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = run()
+    torch.cuda.synchronize()
+    after, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    return after - before, peak - before, result
+
+
+def _of_cpu(run: Callable[[], Any]) -> tuple[int, int, Any]:
+    """What a call has allocated at its end, and the most meanwhile; and its result.
+
+    Private: the profiler's own list of events. The file for Chrome has them too, and takes
+    seconds to write and read.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = run()
+    inner = getattr(profiler, "profiler", None)
+    events = inner.kineto_results.events() if inner is not None else ()
+    memory = [event for event in events if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(memory, key=lambda one: one.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return now, peak, result

@@ -1,0 +1,1 @@
+"""A plan, and a plan beside what was measured, as tables."""

@@ -1,0 +1,90 @@
+"""What was predicted of a step beside what was measured, as a table."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nbdist.core.shown import shown
+from nbdist.core.view import View, table
+from nbdist.planner.check import Check, Measured
+from nbdist.planner.live_model import LiveModel, described
+from nbdist.planner.memory import Memory
+from nbdist.planner.workload import Load
+
+_HEAD = ["", "predicted (MB)", "measured (MB)", "error"]
+# Strategies that reduce in pieces.
+_COPIED = re.compile(r"\b(fsdp1?|tp)\b")
+GLOO = (
+    "Gloo, on the CPU, copies what it reduces, in threads of its own: as much as is under way at "
+    "that moment is in the measured peak, and in no prediction. NCCL makes no copy."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckView(View):
+    """A check with its numbers.
+
+    Attributes:
+        checks: A record for each row, in bytes.
+        memory: What was predicted.
+        measured: Of the rank that needed most.
+    """
+
+    checks: tuple[Check, ...] = ()
+    memory: Memory | None = None
+    measured: Measured | None = None
+
+
+def shown_check(
+    live: LiveModel,
+    strategy: str,
+    load: Load,
+    memory: Memory,
+    checks: tuple[Check, ...],
+    measured: Measured,
+) -> CheckView:
+    """The table, with what was run above it."""
+    tokens = f" x {load.sequence} tokens" if live.is_language_model else ""
+    before = [
+        *described(live),
+        f"a step under {strategy}, batch {load.batch}{tokens}; afterwards all was put back",
+    ]
+    after = [_source(memory, measured)]
+    if not measured.is_device and _COPIED.search(strategy):
+        after.append(GLOO)
+    if not measured.has_optimizer:
+        after.append("No optimizer of the model is in a variable: none has stepped.")
+    if memory.is_partial:
+        after.append(f"Activations and peak are not predicted: {memory.note}.")
+    elif memory.note:
+        after.append(f"By formulas: {memory.note}.")
+    rows = table(_HEAD, [_cells(check) for check in checks])
+    text = "\n".join([*before, "", rows.text, "", *after])
+    page = f"<div>{_lines(before)}{rows.html}{_lines(after)}</div>"
+    return CheckView(text, page, checks=checks, memory=memory, measured=measured)
+
+
+def _source(memory: Memory, measured: Measured) -> str:
+    by = "the GPU's allocator" if measured.is_device else "torch's profiler, of the CPU's allocator"
+    return (
+        f"MB are 10^6 bytes, of the rank that needed most. Predicted by {memory.engine}, measured "
+        f"by {by}."
+    )
+
+
+def _cells(check: Check) -> list[str]:
+    error = "-" if check.error is None else f"{100 * check.error:+.1f} %"
+    if check.is_exact:  # no matter of chance
+        return [check.what, _mb(check.predicted), _mb(check.measured), error]
+    return [check.what, _mb(check.predicted), shown(_mb(check.measured)), shown(error)]
+
+
+def _mb(size_bytes: float) -> str:
+    return f"{size_bytes / 1e6:.3f}"
+
+
+def _lines(texts: Sequence[str]) -> str:
+    return "".join(f"<div>{html.escape(text)}</div>" for text in texts)

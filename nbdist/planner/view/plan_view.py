@@ -1,0 +1,300 @@
+"""A plan as a table, bars beside the device's limit, and what it comes to."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nbdist.core.view import View, table
+from nbdist.planner.advice import Advice, percent
+from nbdist.planner.memory import FORMULAS, Memory
+from nbdist.planner.models import ModelShape
+from nbdist.planner.plan import Plan, Row
+from nbdist.planner.step_time import UTILISATION
+from nbdist.strategy.degrees import ranks
+from nbdist.strategy.footprint import RECIPES
+
+# In {} stands the unit of all columns of memory.
+_HEAD = (
+    "strategy", "mesh", "parameters", "gradients", "optimizer", "activations", "buffers", "step",
+    "overhead", "peak ({})", "% of device", "fits", "samples", "sent ({})", "time (s)",
+)  # fmt: skip
+_UNITS = {"GB": 1e9, "MB": 1e6}
+_SMALL = 50_000_000  # parameters: 0.8 GB with gradients and Adam
+# What a bar is made of, in the order in which it is stacked: letter, word, colour.
+_PARTS = (
+    ("p", "parameters", "#4477aa"),
+    ("g", "gradients", "#66ccee"),
+    ("o", "optimizer", "#228833"),
+    ("a", "activations, as far as they are more than gradients", "#ccbb44"),
+    ("b", "buffers", "#ee6677"),
+    ("c", "overhead", "#bbbbbb"),
+)
+_LIMIT_AT = 40  # characters of a bar that are the device's memory
+_LONGEST = 64
+_VERDICTS = {"safe": "#228833", "risky": "#aa7700", "no": "#bb3344", "?": "#777777"}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanView(View):
+    """What a plan shows, with its numbers.
+
+    Attributes:
+        plan: All rows.
+        advice: What to choose.
+    """
+
+    plan: Plan | None = None
+    advice: Advice | None = None
+
+
+def shown_plan(plan: Plan, advice: Advice) -> PlanView:
+    """Table, bars and advice."""
+    counted = [row for row in plan.rows if row.memory is not None]
+    before, after = _before(plan), _after(plan)
+    unit = "MB" if plan.model.parameters < _SMALL else "GB"
+    head = [word.format(unit) for word in _HEAD]
+    rows = table(head, [_cells(row, _UNITS[unit]) for row in counted])
+    told = [*advice.sentences, *advice.rules]
+    bars = _text_bars(plan, counted)
+    text = "\n".join([*before, "", rows.text, "", *bars, "", *told, "", *after])
+    page = (
+        f"<div>{_lines(before)}{rows.html}{_svg(plan, counted)}{_lines(told)}"
+        f'<div style="font-size:smaller">{_lines(after)}</div></div>'
+    )
+    return PlanView(text, page, plan=plan, advice=advice)
+
+
+def _lines(texts: Sequence[str]) -> str:
+    return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
+
+
+def _before(plan: Plan) -> list[str]:
+    model, load, device = plan.model, plan.load, plan.device
+    first = (
+        f"{model.name}: {model.parameters:,} parameters{_form(model)}, on {ranks(plan.world_size)} "
+        f"with {device.title}, {_gb(device.memory_bytes)} GB each"
+    )
+    tokens = f" x {load.sequence} tokens" if model.has_shape else ""
+    told = [
+        first,
+        *plan.told,
+        f"batch {load.batch}{tokens} on each data-parallel rank, {load.optimizer}",
+        *([_counts(model.parameters)] if model.parameters >= _SMALL else []),
+    ]
+    recipes: dict[str, list[str]] = {}
+    for row in plan.rows:
+        if row.recipe is not None:
+            name = f"{row.recipe.total} B per parameter: {row.recipe.name}"
+            recipes.setdefault(name, []).append(row.typed)
+    several = len(recipes) > 1
+    told += [
+        f"recipe {name}{f' ({_some(names)})' if several else ''}" for name, names in recipes.items()
+    ]
+    return told + [f"not typed: {', '.join(plan.assumed)}"] * bool(plan.assumed)
+
+
+def _form(model: ModelShape) -> str:
+    shape = model.shape
+    if not model.has_shape:
+        return ""
+    of = "assumed: " if model.is_assumed else ""
+    heads = f", {shape.heads} heads" if not model.is_assumed else ""
+    return f" ({of}{shape.layers} blocks of width {shape.hidden}{heads})"
+
+
+def _some(names: Sequence[str]) -> str:
+    return (
+        ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
+    )
+
+
+def _counts(parameters: int) -> str:
+    """What the number alone would hide: each recipe beside its sum."""
+    short, full = RECIPES["bf16"], RECIPES["mixed"]
+    return (
+        f"undivided: parameters {_gb(4 * parameters)} GB in fp32, {_gb(2 * parameters)} GB in "
+        f"bf16; with gradients and Adam {_gb(full.total * parameters)} GB ({full.total} B: fp32, "
+        f"autocast, or bf16 with a copy in fp32) or {_gb(short.total * parameters)} GB "
+        f"({short.total} B: all in bf16, no copy)"
+    )
+
+
+def _cells(row: Row, unit_bytes: float) -> list[str]:
+    memory, time = row.memory, row.time
+    assert memory is not None
+    span = f"{_seconds(time.least_s)} - {_seconds(time.most_s)}" if time else "-"
+
+    def told(size_bytes: float) -> str:
+        return f"{size_bytes / unit_bytes:.1f}"
+
+    activations = "?" if memory.is_partial else told(memory.activations)
+    return [
+        row.typed,
+        row.mesh.partition(" (")[0] or "-",
+        *map(told, (memory.parameters, memory.gradients, memory.optimizer)),
+        activations,
+        *map(told, (memory.buffers, memory.step, memory.overhead)),
+        f"{'> ' if memory.is_partial else ''}{told(memory.peak)}",
+        f"{100 * row.share:.1f}",
+        row.verdict,
+        str(row.samples),
+        told(row.sent_bytes),
+        span,
+    ]
+
+
+def _seconds(value_s: float) -> str:
+    return f"{value_s:.0f}" if value_s >= 10 else f"{value_s:.2g}"
+
+
+def _gb(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.1f}"
+
+
+def _after(plan: Plan) -> list[str]:
+    told = [f"{row.typed}: {row.problem}" for row in plan.rows if row.problem]
+    told += _notes(plan)
+    device = plan.device
+    told.append(
+        "GB are 10^9 bytes on the rank that needs most. Peak: the sum with activations, or with "
+        "gradients and the optimizer's step, whichever is more. Fits: safe below 80 % of the "
+        "device, risky to 100 %."
+    )
+    hosts = [row for row in plan.rows if row.memory is not None and row.memory.host]
+    if hosts:
+        most = max(row.memory.host for row in hosts if row.memory is not None)
+        told.append(
+            f"Offloaded: up to {_gb(most)} GB in each rank's CPU memory; its way there and back is "
+            "not in the time."
+        )
+    if not plan.model.has_shape:
+        told.append(
+            "Time, and what tp, pp and cp send of activations, are not estimated: the model's "
+            "shape is not known."
+        )
+    elif device.bandwidth:
+        half, single = device.half_flops / 1e12, device.single_flops / 1e12
+        measured = any(row.time and row.time.source == "measurement" for row in plan.rows)
+        links = (
+            "as measured here" if measured else f"over {device.link} in a host, {device.network}"
+        )
+        told.append(
+            "Time: an estimate for a step of all samples, communication behind computation - in "
+            f"front of it; {UTILISATION:.0%} of {half:.0f} TFLOPS ({single:.0f} in fp32), messages "
+            f"{links}. {device.source}"
+        )
+    else:
+        told.append(
+            "Time: not estimated, since of the device only the memory is known: type --gpu."
+        )
+    told.append("Formulas, sources and what is assumed: docs/plan.md.")
+    return told
+
+
+def _notes(plan: Plan) -> list[str]:
+    """What a run has counted, and which rows it could not, by reason."""
+    counted = [(row.typed, row.memory) for row in plan.rows if row.memory is not None]
+    told = []
+    if any(memory.engine != FORMULAS for _, memory in counted):
+        told.append(
+            "Memory: a step with fake tensors under each strategy, as nbdist prepares it, which "
+            "has the peak of backward as well."
+        )
+    reasons: dict[str, list[str]] = {}
+    for typed, memory in counted:
+        if memory.note:
+            what = "activations not counted" if memory.is_partial else "by formulas"
+            reasons.setdefault(f"{what}: {memory.note}", []).append(typed)
+    return told + [f"{', '.join(names)}: {reason}." for reason, names in reasons.items()]
+
+
+def _stacked(memory: Memory) -> list[float]:
+    """Parts of the peak. Of a run gradients and activations are never all there together."""
+    held = memory.states + memory.buffers + memory.overhead
+    rest = max(0.0, memory.peak - held)
+    short = max(0.0, held - memory.peak)
+    buffers = max(0.0, memory.buffers - short)
+    gradients = max(0.0, memory.gradients - (short - (memory.buffers - buffers)))
+    return [memory.parameters, gradients, memory.optimizer, rest, buffers, memory.overhead]
+
+
+def _text_bars(plan: Plan, rows: Sequence[Row]) -> list[str]:
+    """A line for each row; the device's limit is a bar across all."""
+    limit = plan.device.memory_bytes
+    width = max(len(row.typed) for row in rows) if rows else 0
+    lines = []
+    for row in rows:
+        assert row.memory is not None
+        # Edges are rounded, not parts: the bar's length is the sum's.
+        edge, bar = 0.0, ""
+        for (letter, _, _), size in zip(_PARTS, _stacked(row.memory), strict=True):
+            edge += size / limit * _LIMIT_AT
+            bar += letter * (min(round(edge), _LONGEST) - len(bar))
+        bar = f"{bar[:_LIMIT_AT]:{_LIMIT_AT}}|{bar[_LIMIT_AT:]}"
+        more = ">" if edge > _LONGEST else ""
+        lines.append(f"{row.typed:{width}}  {bar}{more}".rstrip())
+    letters = ", ".join(f"{letter} {word}" for letter, word, _ in _PARTS)
+    return [f"| {_gb(limit)} GB; {letters}", *lines]
+
+
+def _svg(plan: Plan, rows: Sequence[Row]) -> str:
+    """The same as a picture: a bar for each row, a line at the limit, one at 80 % of it."""
+    if not rows:
+        return ""
+    left, width, height = 170, 640, 20
+    limit = plan.device.memory_bytes
+    most = max(row.memory.peak for row in rows if row.memory is not None)
+    full = min(max(1.15 * limit, most), 2.5 * limit)  # what is cut is far from fitting
+
+    def at(size: float) -> float:
+        return left + (width - left - 60) * min(size / full, 1)
+
+    shapes = [_bar(row, index * height + 20, at) for index, row in enumerate(rows)]
+    bottom = len(rows) * height + 24
+    marks = ((0.8, "3,3", "80 %", "end"), (1.0, "", f"{_gb(limit)} GB", "start"))
+    for share, dash, told, side in marks:
+        x = at(share * limit)
+        shapes.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{bottom}" stroke="currentColor" '
+            f'stroke-dasharray="{dash}"></line><text x="{x:.1f}" y="12" font-size="10" '
+            f'fill="currentColor" text-anchor="{side}">{told}</text>'
+        )
+    for index, (_, title, colour) in enumerate(_PARTS):
+        word = title.partition(",")[0]
+        x, y = left + 150 * (index % 3), bottom + 8 + 14 * (index // 3)
+        shapes.append(
+            f'<rect x="{x}" y="{y}" width="9" height="9" fill="{colour}"></rect>'
+            f'<text x="{x + 13}" y="{y + 9}" font-size="10" fill="currentColor">{word}</text>'
+        )
+    name = html.escape(
+        f"Memory of {plan.model.name} by strategy beside the device's limit", quote=True
+    )
+    return (
+        f'<svg role="img" aria-label="{name}; the table has the numbers." width="{width}" '
+        f'height="{bottom + 40}" viewBox="0 0 {width} {bottom + 40}" '
+        f'font-family="sans-serif">{"".join(shapes)}</svg>'
+    )
+
+
+def _bar(row: Row, y: int, at: Callable[[float], float]) -> str:
+    assert row.memory is not None
+    name = html.escape(row.typed)
+    shapes = [_svg_text(at(0) - 6, y, name, 'fill="currentColor" text-anchor="end"')]
+    edge = 0.0
+    for (_, word, colour), size in zip(_PARTS, _stacked(row.memory), strict=True):
+        begin, edge = edge, edge + size
+        wide = at(edge) - at(begin)
+        if wide > 0:
+            shapes.append(
+                f'<rect x="{at(begin):.1f}" y="{y}" width="{wide:.1f}" height="14" '
+                f'fill="{colour}"><title>{word}: {_gb(size)} GB</title></rect>'
+            )
+    colour = _VERDICTS[row.verdict]
+    shapes.append(_svg_text(at(edge) + 4, y, percent(row), f'fill="{colour}"'))
+    return "".join(shapes)
+
+
+def _svg_text(x: float, y: int, text: str, look: str) -> str:
+    return f'<text x="{x:.1f}" y="{y + 11}" font-size="11" {look}>{text}</text>'

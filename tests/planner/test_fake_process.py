@@ -1,0 +1,202 @@
+"""The process that counts with fake tensors: what it answers, and how it ends."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist.errors import OptionError
+from nbdist.planner import fake_protocol
+from nbdist.planner.fake_protocol import NAME, Source
+from nbdist.planner.kernel.fake_process import FakeEngine
+from nbdist.planner.memory import FORMULAS, Memory, memory_of
+from nbdist.planner.models import ModelShape, of_config
+from nbdist.planner.workload import Load
+from nbdist.strategy.choice import Choice, choose
+from tests.support.kernel import notebook_env
+
+pytestmark = pytest.mark.engine
+_ROOT = Path(__file__).resolve().parents[2]
+_CONFIG = {
+    "model_type": "llama", "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 640, "vocab_size": 500, "num_hidden_layers": 4,
+}  # fmt: skip
+TINY = of_config(_CONFIG)
+LOAD = Load(batch=2, sequence=256, has_gpu=False)
+# Embedding, head, last norm; four blocks of q, k, v, o, three of the MLP, two norms.
+BLOCK = 256 * (256 + 128 + 128 + 256) + 3 * 256 * 640 + 2 * 256
+NUMBERS = 2 * 500 * 256 + 256 + 4 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[FakeEngine]:
+    """One process for all cases."""
+    with FakeEngine(Source(config=_CONFIG)) as one:
+        yield one
+
+
+def run_of(engine: FakeEngine, name: str, n: int = 2, **given: object) -> Memory:
+    found = engine(TINY, choose(name, given, n), LOAD)
+    assert (found.engine, found.note) == (NAME, ""), found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "given", "parts"),
+    [("single", 2, {}, (1, 1, 1)), ("ddp", 2, {}, (1, 1, 1)), ("fsdp", 8, {}, (8, 8, 8)),
+     ("fsdp", 8, {"shard": "hybrid"}, (4, 4, 4)), ("fsdp1", 4, {}, (4, 4, 4))],
+)  # fmt: skip
+def test_states_are_exact(
+    engine: FakeEngine, name: str, n: int, given: dict[str, object], parts: tuple[int, ...]
+) -> None:
+    """Every parameter of this model can be split by 8 but the vocabulary's, whose first chunk has
+    63 of 500 rows.
+    """
+    found = run_of(engine, name, n, **given)
+    rows = 0 if name == "fsdp1" else 2 * 256 * (-(-500 // parts[0]) - 500 / parts[0])
+    wanted = 4 * (NUMBERS / parts[0] + rows)
+
+    assert found.parameters == found.gradients == wanted
+    assert found.optimizer == 2 * wanted
+    assert found.overhead == 0
+
+
+def test_zero1_has_the_owners_share(engine: FakeEngine) -> None:
+    """The largest goes to whom has least: the rank with most has half, and a little."""
+    found = run_of(engine, "zero1")
+
+    assert found.parameters == 4 * NUMBERS
+    assert 8 * NUMBERS / 2 <= found.optimizer < 8 * NUMBERS / 2 * 1.01
+
+
+def test_what_checkpointing_and_bf16_leave(engine: FakeEngine) -> None:
+    """Activations of one block go to its input: 2 x 256 tokens of 256 numbers."""
+    plain, full, half = (
+        run_of(engine, "single", **given) for given in ({}, {"checkpoint": "full"}, {"bf16": True})
+    )
+    formula = memory_of(TINY, choose("single", {}, 2), LOAD)
+
+    assert full.activations < plain.activations / 4
+    assert full.activations > 4 * 2 * 256 * 256 * 4
+    assert half.activations < plain.activations
+    assert plain.peak == pytest.approx(formula.peak, rel=0.01)
+    assert plain.states == formula.states
+
+
+def test_accumulated_gradients_are_there_in_the_next_forward(engine: FakeEngine) -> None:
+    once, twice = (run_of(engine, "single", **given) for given in ({}, {"accumulate": 2}))
+
+    assert twice.most - once.most == pytest.approx(twice.gradients, rel=0.2)
+
+
+def test_copies_hold_buckets(engine: FakeEngine) -> None:
+    single, ddp = run_of(engine, "single"), run_of(engine, "ddp")
+
+    assert ddp.most - single.most == 4 * NUMBERS
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "why"),
+    [("pp", {}, "a pipeline's stages wait"), ("cp", {}, "compared with the whole one by value"),
+     ("deepspeed", {}, "DeepSpeed has its own"), ("fsdp", {"offload": "cpu"}, "in the host's"),
+     ("ddp", {"compile": True}, "torch.compile")],
+)  # fmt: skip
+def test_what_is_not_run_is_counted_by_formulas(
+    engine: FakeEngine, name: str, given: dict[str, object], why: str
+) -> None:
+    """And says why; the states are the run's where it has them."""
+    choice = choose(name, given, 2)
+    found = engine(TINY, choice, LOAD)
+
+    assert found.engine == FORMULAS
+    assert why in found.note
+    assert found.activations == memory_of(TINY, choice, LOAD).activations > 0
+
+
+def test_a_strategy_that_does_not_go_with_the_model_is_refused(engine: FakeEngine) -> None:
+    """As prepare refuses it."""
+    with pytest.raises(OptionError, match="tp"):
+        engine(TINY, choose("tp", {}, 64), LOAD)
+
+
+def test_a_count_has_its_own_states(engine: FakeEngine) -> None:
+    """The assumed shape has other parameters than were typed."""
+    assumed = ModelShape("1e6", 1_000_000, TINY.shape, is_assumed=True)
+    found = engine(assumed, choose("fsdp", {}, 2), LOAD)
+
+    assert found.parameters == 4 * 1_000_000 / 2
+    assert found.engine == NAME
+
+
+def _otherwise(model: ModelShape, choice: Choice, load: Load) -> Memory:
+    return Memory(1.0, 1.0, 1.0, 1.0, 1.0)
+
+
+def test_a_deadline() -> None:
+    """The process is ended, and everything that is left is counted otherwise."""
+    one = FakeEngine(Source(config=_CONFIG), otherwise=_otherwise, limit_s=0.05)
+    with one:
+        found = [one(TINY, choose(name, {}, 2), LOAD) for name in ("ddp", "fsdp")]
+        assert one._process is None
+
+    assert {memory.note for memory in found} == {
+        "the process of the fake run gave no answer in 0 s"
+    }
+    assert found[0].parameters == 1.0
+
+
+def test_a_process_that_ends(engine: FakeEngine) -> None:
+    with FakeEngine(Source(config=_CONFIG), otherwise=_otherwise) as one:
+        one._start().kill()
+        found = one(TINY, choose("ddp", {}, 2), LOAD)
+
+    assert found.note.startswith("the process of the fake run ended (exit code -9")
+
+
+def test_a_config_that_makes_no_model() -> None:
+    """The reason is told; nothing is raised."""
+    with FakeEngine(Source(config={"model_type": "no-such-type"}), otherwise=_otherwise) as one:
+        found = one(TINY, choose("ddp", {}, 2), LOAD)
+
+    assert "the run failed with" in found.note
+
+
+def test_it_ends_with_the_notebook() -> None:
+    """Whoever started it is killed: its input ends, and so does it, amid a run as well."""
+    text = (
+        "import os, sys, time\n"
+        "from nbdist.planner.kernel.fake_process import FakeEngine\n"
+        "from nbdist.planner.fake_protocol import Source\n"
+        "one = FakeEngine(Source())\n"
+        "print(one._start().pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", text],
+        env=notebook_env({"PYTHONPATH": str(_ROOT)}),
+        stdout=subprocess.PIPE,
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            child = psutil.Process(int(parent.stdout.readline()))
+        finally:
+            parent.kill()
+        _, alive = psutil.wait_procs([child], timeout=60)
+
+    assert alive == []
+
+
+def test_records_cross_a_pipe() -> None:
+    """Whole ones; half of one is the end."""
+    ours, theirs = os.pipe()
+    sent = fake_protocol.Told(problem="why")
+    with os.fdopen(theirs, "wb") as into:
+        fake_protocol.write(into, sent)
+        into.write(b"\x01\x02")
+    with os.fdopen(ours, "rb") as out:
+        assert fake_protocol.read(out) == sent
+        assert fake_protocol.read(out) is None

@@ -1,0 +1,145 @@
+"""Live models as records: alike on all ranks or not, their shape, batch, and formulas."""
+
+from dataclasses import replace
+
+import pytest
+
+from nbdist.errors import NbdistError, OptionError
+from nbdist.planner.advice import advise
+from nbdist.planner.devices import DEVICES, with_memory
+from nbdist.planner.live_model import Kind, LiveModel, alike, by_kinds, described, load_of, shape_of
+from nbdist.planner.memory import memory_of
+from nbdist.planner.models import CONFIGS, model_of
+from nbdist.planner.plan import NO, UNKNOWN, plan
+from nbdist.planner.workload import Load
+from nbdist.strategy.choice import choose
+
+NET = LiveModel(
+    "net", "Net", (Kind("float32", True, 600, 2400), Kind("bfloat16", False, 1400, 2800)),
+    buffers_bytes=40, n_buffers=1, digest="a", optimizer="AdamW", optimizer_word="adamw",
+    tied=(("a.weight", "b.weight"),), blocks="layers (4 x Block)",
+)  # fmt: skip
+FROZEN = replace(NET, kinds=(Kind("float32", False, 600, 2400),))
+GPT = LiveModel(
+    "gpt", "GPT2LMHeadModel",
+    (Kind("float32", True, model_of("gpt2").parameters, 4 * model_of("gpt2").parameters),),
+    config=CONFIGS["gpt2"], is_language_model=True, inputs=("(3, 7) int64",), inputs_shape=(3, 7),
+)  # fmt: skip
+
+
+def test_ranks_have_the_same_model() -> None:
+    assert alike([NET, replace(NET, name="net")]) == NET
+    with pytest.raises(NbdistError, match=r"another model on rank 1-2 \(Net, 600 parameters\)"):
+        alike([NET, replace(FROZEN, digest="b"), replace(FROZEN, digest="b")])
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(OptionError, match=r"net \(Net\) has no parameters"):
+        alike([replace(NET, kinds=())])
+
+
+def test_a_config_speaks_for_its_own_model_alone() -> None:
+    """An adapter adds a few parameters; another head or depth does not pass for the config."""
+    more = replace(GPT, kinds=(*GPT.kinds, Kind("float32", True, 10**6, 4 * 10**6)))
+    other = replace(GPT, kinds=(Kind("float32", True, 10**6, 4 * 10**6),))
+    unknown = replace(GPT, config={"model_type": "bert"})
+
+    assert shape_of(GPT).has_shape
+    assert shape_of(GPT).shape == model_of("gpt2").shape
+    assert shape_of(more).has_shape
+    assert not shape_of(other).has_shape
+    assert not shape_of(unknown).has_shape
+    assert not shape_of(NET).has_shape
+    assert shape_of(NET).parameters == 2000
+
+
+def test_the_batch_is_that_of_the_inputs() -> None:
+    """And the sequence, of tokens; the optimizer is the model's unless one was typed."""
+    seen = load_of(GPT, Load(batch=9))
+    assert (seen.batch, seen.sequence) == (3, 7)
+    assert load_of(replace(NET, inputs_shape=(5, 4)), Load()) == Load(batch=5)
+    assert load_of(replace(NET, optimizer_word="sgd"), Load()).optimizer == "sgd"
+    assert load_of(replace(NET, optimizer_word="sgd"), Load(), "adam").optimizer == "adam"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("single", (5200, 2400, 4800)), ("fsdp", (2600, 1200, 2400)), ("zero1", (5200, 2400, 2400))],
+)
+def test_what_is_frozen_has_no_gradient_and_no_state(name: str, wanted: tuple[float, ...]) -> None:
+    """600 trained numbers of 4 bytes, 1400 frozen ones of 2."""
+    found = by_kinds(NET, shape_of(NET), choose(name, {}, 2), Load())
+
+    assert (found.parameters, found.gradients, found.optimizer) == wanted
+    assert found.is_partial
+
+
+def test_all_frozen() -> None:
+    found = by_kinds(FROZEN, shape_of(FROZEN), choose("ddp", {}, 2), Load())
+
+    assert (found.gradients, found.optimizer, found.step) == (0, 0, 0)
+
+
+def test_a_shape_gives_activations() -> None:
+    choice = choose("fsdp", {}, 4)
+    found, formula = (
+        by_kinds(GPT, shape_of(GPT), choice, Load()), memory_of(model_of("gpt2"), choice, Load())
+    )  # fmt: skip
+
+    assert not found.is_partial
+    assert found.activations == formula.activations
+    assert found.parameters == pytest.approx(formula.parameters)
+
+
+def test_a_partial_count_is_no_verdict() -> None:
+    """Unless what is counted is too much already."""
+
+    def rows(device: str) -> set[str]:
+        found = plan(
+            shape_of(NET), with_memory(device), 2, Load(),
+            engine=lambda model, choice, load: by_kinds(NET, model, choice, load),
+        )  # fmt: skip
+        assert all(row.time is None for row in found.rows)
+        told = advise(found)
+        assert told.row is None
+        return {row.verdict for row in found.rows if row.memory}
+
+    assert rows("24GB") == {UNKNOWN}
+    assert rows("0.5GB") == {NO}
+
+
+def test_what_ddp_copies_counts_without_a_step() -> None:
+    """Its buckets are as large as the gradients; fsdp has none."""
+    found = plan(
+        shape_of(NET), DEVICES["h100"], 2, Load(), engine=lambda *asked: by_kinds(NET, *asked)
+    )
+    rows = {row.typed: row.memory for row in found.rows if row.memory is not None}
+
+    assert {name: rows[name].buffers for name in ("single", "ddp", "zero1", "fsdp")} == {
+        "single": 40, "ddp": 40 + 600 * 4, "zero1": 40 + 600 * 4, "fsdp": 40,
+    }  # fmt: skip
+
+
+def test_what_a_shapeless_model_sends() -> None:
+    """Gradients of it: 2 x 1/2 of 4 bytes each; what tp sends of activations nobody knows."""
+    found = plan(
+        shape_of(NET), DEVICES["h100"], 2, Load(), strategy="ddp",
+        engine=lambda model, choice, load: by_kinds(NET, model, choice, load),
+    )  # fmt: skip
+    tp = plan(
+        shape_of(NET), DEVICES["h100"], 2, Load(), strategy="tp",
+        engine=lambda model, choice, load: by_kinds(NET, model, choice, load),
+    )  # fmt: skip
+
+    assert found.rows[0].sent_bytes == 4 * 2000
+    assert tp.rows[0].sent_bytes == 0
+
+
+def test_it_is_described() -> None:
+    first, second = described(NET)
+
+    assert first.startswith("net is a Net: 600 float32 trained (0.0 MB), 1,400 bfloat16 frozen")
+    assert "1 buffers" in second
+    assert "tied: a.weight and b.weight; blocks: layers (4 x Block); AdamW" in second
+    assert "no list of blocks" in described(GPT)[1]
+    assert "called with (3, 7) int64" in described(GPT)[1]

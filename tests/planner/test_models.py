@@ -1,0 +1,140 @@
+"""Parameters of models: published counts, a recount by hand, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from nbdist.errors import OptionError
+from nbdist.planner.models import CONFIGS, Transformer, model_of, of_count
+
+# As the models' cards and papers print them, or as their safetensors add up to.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_known_models_have_their_published_parameters(name: str) -> None:
+    """To the last one; GPT-3's paper says 175 billion, in tokens of 50257."""
+    parameters = model_of(name).parameters
+
+    if name == "gpt-3":
+        assert parameters == pytest.approx(175e9, rel=3e-3)
+    else:
+        assert parameters == PUBLISHED[name]
+
+
+def test_a_small_transformer_recounted_by_hand() -> None:
+    """Width 4, two heads that share one head of keys, MLP of 6 with a gate, 10 tokens, 3 blocks."""
+    shape = Transformer(layers=3, hidden=4, heads=2, kv_heads=1, head_size=2, ffn=6, vocab=10)
+
+    # q 4x4, k 4x2, v 4x2, out 4x4: 48. gate, up, down 4x6 each: 72. Two norms of 4: 8.
+    assert shape.block_parameters == 48 + 72 + 8
+    # Embedding 10x4, last norm 4, head 4x10.
+    assert (shape.embedding_parameters, shape.head_parameters) == (40, 44)
+    assert shape.parameters == 3 * 128 + 84
+
+
+def test_a_small_gpt_recounted_by_hand() -> None:
+    """With biases, LayerNorm, learned positions and a tied head."""
+    model = model_of(
+        {"model_type": "gpt2", "n_layer": 2, "n_embd": 4, "n_head": 2, "n_positions": 8,
+         "vocab_size": 10}
+    )  # fmt: skip
+
+    # attention 4x12 + 12 and 4x4 + 4: 80. MLP 4x16 + 16 and 16x4 + 4: 148. Two norms of 8: 16.
+    assert model.shape.block_parameters == 80 + 148 + 16
+    assert model.parameters == 2 * 244 + 10 * 4 + 8 * 4 + 8
+    assert model.root_parameters == 80
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters"),
+    [
+        ("7e9", 7e9),
+        ("7B", 7e9),
+        ("1.5b", 1.5e9),
+        ("350M", 350e6),
+        ("7_000_000_000", 7e9),
+        ("405 B", 405e9),
+        ("1T", 1e12),
+        (7e9, 7e9),
+        (124439808, 124439808),
+        ("1", 1),
+    ],
+)
+def test_counts(text: str | float, parameters: float) -> None:
+    """Numbers as people write them; the shape is assumed, the number is not."""
+    model = model_of(text)
+
+    assert model.parameters == parameters
+    assert model.is_assumed
+
+
+@pytest.mark.parametrize("count", [1e8, 7e9, 13e9, 70e9, 405e9])
+def test_an_assumed_shape_has_about_the_parameters(count: float) -> None:
+    """Its blocks hold what was asked for to within a tenth, and are as deep as such models are."""
+    shape = of_count(count, "?").shape
+
+    assert shape.layers * shape.block_parameters == pytest.approx(count, rel=0.1)
+    assert 64 < shape.hidden / shape.layers < 256
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama-3-8B", "meta-llama/Meta-Llama-3-8B", "llama_3_8b", "meta-llama/llama-3-8b-hf"]
+)
+def test_names_as_they_are_written(name: str) -> None:
+    assert model_of(name).parameters == PUBLISHED["llama-3-8b"]
+
+
+def _llama(**changes: Any) -> dict[str, Any]:
+    return {**CONFIGS["llama-3-8b"], **changes}
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("0", "A model of 0 parameters holds nothing. Type 1 or more"),
+        ("0.2", "holds nothing"),
+        ("0e9", "holds nothing"),
+        ("2e15", "more than 1e[+]15"),
+        ("-7e9", "no model '-7e9' to plan for"),
+        ("nan", "no model 'nan' to plan for"),
+        ("lama-3-8b", "Did you mean llama-3-8b"),
+        ("xyzzy", "Type its number of parameters"),
+        ({"model_type": "mixtral"}, "type 'mixtral' are not known by formula"),
+        ({}, "num_attention_heads|hidden_size = None"),
+        (_llama(hidden_size="big"), "hidden_size = 'big'"),
+        (_llama(hidden_size=True), "hidden_size = True"),
+        (_llama(num_hidden_layers=0), "layers 0 holds nothing"),
+        (_llama(num_attention_heads=33), "4096 cannot be divided into 33 heads"),
+        (_llama(num_attention_heads=0), "cannot be divided into 0 heads"),
+        (_llama(num_key_value_heads=5), "32 heads cannot share 5"),
+    ],
+)
+def test_what_is_no_model_is_refused(asked: Any, told: str) -> None:
+    """With what is wrong, and what to type."""
+    with pytest.raises(OptionError, match=told):
+        model_of(asked)
+
+
+def test_stages_of_a_pipeline() -> None:
+    """The largest one counts: with the embedding, or with the head; a tied head is on both ends."""
+    llama, gpt = model_of("llama-3-8b"), model_of("gpt2")
+
+    assert llama.stage_parameters(1) == llama.parameters
+    assert llama.stage_parameters(2) == 16 * llama.shape.block_parameters + 128256 * 4096 + 4096
+    assert gpt.stage_parameters(2) == 6 * gpt.shape.block_parameters + (50257 + 1024) * 768
+    assert model_of("8e9").stage_parameters(4) == 2e9

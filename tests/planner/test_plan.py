@@ -1,0 +1,532 @@
+"""Plans: numbers that are known, verdicts, and what is recommended."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from nbdist.bandwidth.latency import Fit
+from nbdist.bandwidth.results import LinkModel
+from nbdist.core.units import exact_size
+from nbdist.errors import OptionError
+from nbdist.planner.advice import _RULES, advise
+from nbdist.planner.devices import DEVICES, device_of, known_as, link_of, with_memory
+from nbdist.planner.memory import Memory
+from nbdist.planner.models import ModelShape, model_of
+from nbdist.planner.plan import NO, RISKY, SAFE, Plan, Row, plan, verdict
+from nbdist.planner.step_time import bubble, flops_of, flows, samples, time_of
+from nbdist.planner.workload import OPTIMIZERS, Load
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import choose
+from nbdist.strategy.table import ROWS
+
+GB = 1e9
+H100 = DEVICES["h100"]
+SEVEN, SEVENTY = model_of("7e9"), model_of("70e9")
+LLAMA = model_of("llama-3-8b")
+
+
+def planned(model: ModelShape, n: int, load: Load | None = None, **given: object) -> Plan:
+    return plan(model, H100, n, load or Load(), given=given)
+
+
+def row(found: Plan, typed: str) -> Row:
+    [one] = [row for row in found.rows if row.typed == typed]
+    return one
+
+
+def gigabytes(found: Plan, typed: str) -> Memory:
+    memory = row(found, typed).memory
+    assert memory is not None
+    return memory
+
+
+# Numbers that are known
+
+
+@pytest.mark.parametrize(("model", "size"), [("7e9", 28.0), ("13e9", 52.0), ("70e9", 280.0)])
+def test_parameters_in_fp32(model: str, size: float) -> None:
+    assert gigabytes(planned(model_of(model), 1), "single").parameters == size * GB
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "size"),
+    [("7e9", "bf16", 84.0), ("7e9", "mixed", 112.0), ("7e9", "fp32", 112.0),
+     ("7e9", "autocast", 112.0), ("70e9", "bf16", 840.0), ("70e9", "mixed", 1120.0),
+     ("1.5e9", "mixed", 24.0)],
+)  # fmt: skip
+def test_states_of_each_recipe(model: str, recipe: str, size: float) -> None:
+    """12 bytes leave the copy in fp32 out; 16 have it, or need none."""
+    found = planned(model_of(model), 1, Load(recipe=recipe))
+
+    assert gigabytes(found, "single").states == size * GB
+
+
+def test_zero_stages_of_7e9_on_8_ranks() -> None:
+    """38.5, 26.25 and 14 GB of states; 2.91 x, 4.27 x and 8 x, not the limits 4 x and 8 x."""
+    found = planned(SEVEN, 8, Load(recipe="mixed"))
+    states = [gigabytes(found, f"deepspeed --stage {stage}").states / GB for stage in (1, 2, 3)]
+
+    assert states == [38.5, 26.25, 14.0]
+    assert [round(112 / size, 2) for size in states] == [2.91, 4.27, 8.0]
+    assert gigabytes(found, "zero1").states == 38.5 * GB
+    assert gigabytes(found, "fsdp").states == 14.0 * GB
+    assert gigabytes(planned(model_of("20e9"), 8), "fsdp").states == 40.0 * GB
+
+
+@pytest.mark.parametrize(("pieces", "idle"), [(1, 75.0), (4, 42.9), (8, 27.3), (32, 8.6)])
+def test_bubbles_of_four_stages(pieces: int, idle: float) -> None:
+    """(p - 1) / (m + p - 1), of gpipe and 1f1b alike; the others wait less."""
+    assert round(100 * bubble(4, pieces), 1) == idle
+    assert bubble(4, pieces, "gpipe") == bubble(4, pieces, "1f1b")
+    assert bubble(4, pieces, "zb") < bubble(4, pieces, "interleaved") < bubble(4, pieces)
+    assert bubble(1, pieces) == 0
+
+
+def test_a_ring_sends_24_5_gb_of_7e9_gradients_in_bf16() -> None:
+    """2 * 7/8 * 14 GB; ddp as much as ZeRO 1 and 2, and 1.5 times that where all is split."""
+    found = planned(SEVEN, 8, Load(recipe="bf16"))
+    sent = {one.typed: one.sent_bytes / GB for one in found.rows}
+
+    assert sent["ddp"] == pytest.approx(24.5)
+    assert sent["deepspeed --stage 1"] == sent["deepspeed --stage 2"] == pytest.approx(24.5)
+    assert sent["deepspeed --stage 3"] == sent["fsdp"] == pytest.approx(36.75)
+    # 19.6 s over 10 Gb Ethernet, 0.054 s over NVLink 4.
+    assert sent["ddp"] / 1.25 == pytest.approx(19.6)
+    assert sent["ddp"] / 450 == pytest.approx(0.0544, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "deepspeed", "fsdp", "cp"])
+def test_what_is_sent_of_the_model_is_footprints(name: str) -> None:
+    """The same bytes, by whichever way they are asked for."""
+    choice = choose(name, {}, 8)
+    sent = [flow for flow in flows(LLAMA, choice, Load()) if flow.sent.what in footprint.HELD]
+
+    assert sum(flow.wire_bytes for flow in sent) == pytest.approx(
+        footprint.sent_bytes(choice, LLAMA.parameters)
+    )
+
+
+def test_what_tensor_parallelism_sends_counted_by_hand() -> None:
+    """32 blocks, four all-reduces of 2048 x 4096 numbers each; two more where it is done again."""
+    [flow] = flows(LLAMA, choose("tp", {}, 8), Load())
+    [again] = flows(LLAMA, choose("tp", {"checkpoint": "full"}, 8), Load())
+
+    assert flow.messages == 128
+    assert flow.wire_bytes == pytest.approx(128 * 2 * 7 / 8 * 2048 * 4096 * 4)
+    assert again.wire_bytes == pytest.approx(1.5 * flow.wire_bytes)
+
+
+def test_keys_and_values_of_a_ring_counted_by_hand() -> None:
+    """K and V of 2048 tokens, 8 heads of 128, past all ranks three times in each of 32 blocks."""
+    ring = flows(LLAMA, choose("cp", {}, 8), Load())[0]
+
+    assert ring.wire_bytes == pytest.approx(32 * 3 * 7 / 8 * 2 * 2048 * 1024 * 4)
+
+
+# Errors that are often repeated
+
+
+def test_checkpointing_costs_a_third_more_and_saves_no_states() -> None:
+    """One more forward of three parts, not 1.5 x; a flat half of parameters it is not."""
+    plain, full = choose("single", {}, 1), choose("single", {"checkpoint": "full"}, 1)
+    load = Load(4, 4096)
+    memory, less = (gigabytes(planned(LLAMA, 1, load, **way), "single")
+                    for way in ({}, {"checkpoint": "full"}))  # fmt: skip
+
+    assert flops_of(LLAMA, full, load) / flops_of(LLAMA, plain, load) == pytest.approx(4 / 3)
+    assert less.states == memory.states
+    assert less.activations < memory.activations / 2
+
+
+def test_the_effective_batch_counts_data_parallel_ranks() -> None:
+    """64 ranks as 8 x 2 x 4 are 4 times the batch, not 64 times."""
+    mesh = choose("pp", {"tp": 8, "dp": 4, "accumulate": 2}, 64)
+
+    assert samples(mesh, Load(batch=3)) == 3 * 4 * 2
+    assert samples(choose("single", {}, 64), Load(batch=3)) == 3
+    assert samples(choose("cp", {"dp": 2}, 8), Load(batch=3)) == 6
+
+
+def test_an_effective_batch_that_cannot_be_formed_is_refused() -> None:
+    """2048 of 25 data-parallel ranks with 4 each is 20.48 backwards."""
+    with pytest.raises(OptionError, match=r"2048 is 20\.48 x 100 .*Use 2000 or 2100"):
+        plan(SEVEN, H100, 800, Load(4, samples=2048), strategy="pp",
+             given={"tp": 8, "pp": 4, "dp": 25})  # fmt: skip
+    with pytest.raises(OptionError, match="is 3 x 8, and --accumulate 2 another"):
+        plan(SEVEN, H100, 8, Load(1, samples=24), strategy="ddp", given={"accumulate": 2})
+
+    found = plan(SEVEN, H100, 8, Load(1, samples=24), strategy="ddp")
+    assert found.rows[0].samples == 24
+    assert found.rows[0].choice is not None
+    assert found.rows[0].choice.options.accumulate == 3
+
+
+def test_a_case_study_that_does_not_add_up() -> None:
+    """70B on 64 A100: 840 GB beside 1.1 TB, 238 steps, 7 hours at 40 % and not 7 days."""
+    load = Load(batch=1, sequence=4096, recipe="mixed")
+    choice = choose("pp", {"tp": 8, "pp": 2, "dp": 4}, 64)
+    tokens_of_step = 512 * 4096
+    flops = flops_of(SEVENTY, choice, load) / 4096  # of a token
+    peak = 64 * DEVICES["a100-80gb"].half_flops
+    model_of_paper = 6 * 70e9  # without attention
+
+    assert gigabytes(planned(SEVENTY, 1, load), "single").states == 1120 * GB
+    assert math.floor(500e6 / tokens_of_step) == 238
+    assert 1 < flops / model_of_paper < 1.1
+    assert 500e6 * model_of_paper / (0.4 * peak) / 3600 == pytest.approx(7.3, abs=0.05)
+    assert 500e6 * model_of_paper / (7 * 86400) / peak == pytest.approx(0.0174, abs=1e-4)
+    assert tokens_of_step * model_of_paper / peak / 7.2 == pytest.approx(6.1, abs=0.05)
+
+
+# Verdicts and rows
+
+
+def test_verdicts() -> None:
+    """Safe below 80 %, risky to 100 %."""
+    assert [verdict(share) for share in (0, 0.799, 0.8, 1.0, 1.001)] == [
+        SAFE,
+        SAFE,
+        RISKY,
+        RISKY,
+        NO,
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 64])
+def test_every_strategy_has_a_row(n: int) -> None:
+    """With numbers, or with the reason why it does not go with so many ranks."""
+    found = planned(LLAMA, n)
+
+    assert {one.typed.split()[0] for one in found.rows} == ({"single"} if n == 1 else {*ROWS})
+    for one in found.rows:
+        assert (one.memory is None) == bool(one.problem) == (one.verdict == "")
+    assert any(one.memory is not None for one in found.rows)
+
+
+def test_one_strategy_or_degrees_are_one_row() -> None:
+    one = plan(LLAMA, H100, 8, Load(), strategy="fsdp", given={"tp": 2})
+    other = plan(LLAMA, H100, 8, Load(), given={"dp": 4, "tp": 2})
+
+    assert one.rows == other.rows
+    assert [(r.typed, r.mesh) for r in one.rows] == [("fsdp x tp", "dp 4 x tp 2")]
+
+
+def test_another_engine_fills_the_same_rows() -> None:
+    """Memory may come from elsewhere than formulas; the record says from where."""
+    fixed = Memory(1, 1, 1, activations=77e9, buffers=0, engine="a run")
+    found = plan(LLAMA, H100, 8, Load(), engine=lambda model, choice, load: fixed)
+
+    assert {one.memory for one in found.rows if one.memory} == {fixed}
+    assert {one.verdict for one in found.rows if one.memory} == {RISKY}
+
+
+@pytest.mark.parametrize(
+    ("given", "load", "told"),
+    [
+        ({"tp": 3}, Load(), "8 ranks cannot form tp=3"),
+        ({"tp": 16}, Load(), "8 ranks cannot form tp=16"),
+        ({"nope": 1}, Load(), "no option 'nope'"),
+        ({"checkpoint": "half"}, Load(), "no --checkpoint half"),
+        ({}, Load(optimizer="lamb"), "no --optimizer lamb. Choose one of adamw, "),
+        ({}, Load(recipe="fp8"), "no --recipe fp8. Choose one of fp32, "),
+        ({}, Load(batch=0), "--batch 0 is nothing to train on"),
+        ({}, Load(sequence=-1), "--seq -1 is nothing to train on"),
+        ({}, Load(samples=2.5), "--samples 2.5 is nothing"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_words_are_refused_once(given: Mapping[str, object], load: Load, told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        plan(LLAMA, H100, 8, load, given=given)
+
+
+def test_bf16_on_a_device_without_it_is_refused() -> None:
+    for way in ({"bf16": True}, {"precision": "bf16"}):
+        with pytest.raises(OptionError, match=r"NVIDIA T4 cannot compute in bf16\. Use --fp16"):
+            plan(LLAMA, DEVICES["t4"], 8, Load(), given=way)
+    plan(LLAMA, DEVICES["t4"], 8, Load(), given={"fp16": True})
+
+
+# Advice
+
+
+def test_the_advice_is_safe_and_costs_least() -> None:
+    """No other safe row costs less for a sample."""
+    found = planned(LLAMA, 8, bf16=True, checkpoint="full")
+    best = advise(found, {"bf16": True, "checkpoint": "full"}).row
+    safe = [one for one in found.rows if one.verdict == SAFE and one.typed != "single"]
+
+    assert best is not None
+    assert best in safe
+    assert len(safe) > 3
+    assert all(
+        best.time and one.time and best.time.cost_s <= one.time.cost_s * 1.01 for one in safe
+    )
+
+
+def test_a_small_model_is_ddp() -> None:
+    """It fits on one device: copies send least, and more ranks are for speed alone."""
+    advice = advise(planned(model_of("gpt2"), 8))
+
+    assert advice.row is not None
+    assert advice.row.typed == "ddp"
+    assert "It fits on one device: more ranks are for speed alone." in advice.sentences
+    assert [rule for rule in advice.rules if "says ddp" in rule] == []
+    assert any("says deepspeed --stage 2" in rule for rule in advice.rules)
+
+
+def test_rules_that_disagree_are_told_with_their_numbers() -> None:
+    found = planned(SEVEN, 8)
+    advice = advise(found)
+    second = row(found, "fsdp --shard grad-op")
+
+    assert advice.row is not None
+    told = [rule for rule in advice.rules if "tight: grad-op" in rule]
+    assert len(told) == 1
+    assert f"says fsdp --shard grad-op: {second.verdict} ({100 * second.share:.1f} %)" in told[0]
+    assert all(f"says {advice.row.typed}:" not in rule for rule in advice.rules)
+
+
+def test_what_would_help_does() -> None:
+    """Nothing fits: what the advice names makes it safe when it is planned."""
+    device = DEVICES["a100-40gb"]
+    found = plan(model_of("llama-3-70b"), device, 64, Load(sequence=4096), given={"bf16": True})
+    advice = advise(found, {"bf16": True})
+
+    assert {one.verdict for one in found.rows if one.memory} == {NO}
+    assert advice.row is None
+    assert advice.sentences[0].startswith("Nothing fits: the smallest,")
+    assert advice.sentences[1].startswith("With --checkpoint full fsdp --tp 8 is safe (")
+    again = plan(
+        model_of("llama-3-70b"), device, 64, Load(sequence=4096),
+        given={"bf16": True, "checkpoint": "full"},
+    )  # fmt: skip
+    assert row(again, "fsdp --tp 8").verdict == SAFE
+
+
+def test_more_ranks_where_nothing_else_helps() -> None:
+    found = plan(SEVENTY, with_memory("24GB"), 2, Load())
+    [_, helps] = advise(found).sentences
+
+    assert helps.startswith("With ")
+    assert "--bf16 --checkpoint full" in helps
+    assert " is safe (" in helps
+
+
+def test_help_for_the_strategy_that_was_typed() -> None:
+    """The same degrees first; another strategy where nothing makes that one safe."""
+    given = {"tp": 8, "pp": 2, "dp": 4, "bf16": True}
+    load, device = Load(sequence=4096), DEVICES["a100-40gb"]
+    found = plan(model_of("llama-3-70b"), device, 64, load, given=given)
+    copies = plan(model_of("llama-3-70b"), device, 64, load, strategy="ddp", given={"bf16": True})
+
+    assert found.rows[0].verdict == NO
+    assert advise(found, given).sentences[1].startswith("With --checkpoint full pp x fsdp x tp is")
+    helps = advise(copies, {"bf16": True}).sentences[1]
+    assert helps.startswith("With --checkpoint full ")
+    assert "ddp" not in helps
+
+
+def test_not_even_many_ranks() -> None:
+    found = plan(SEVENTY, with_memory("0.5GB"), 2, Load())
+
+    assert "Not even 4096 ranks" in advise(found).sentences[-1]
+
+
+def test_without_a_known_speed_bytes_decide() -> None:
+    """And a pipeline, which sends least and waits, does not win by that."""
+    found = plan(SEVEN, with_memory("80GB"), 8, Load())
+    best = advise(found).row
+
+    assert all(one.time is None for one in found.rows)
+    assert best is not None
+    assert best.choice is not None
+    assert best.choice.degrees.pp == 1
+
+
+# Time
+
+
+def test_time_is_between_its_parts() -> None:
+    """All communication hidden, or none of it."""
+    choice = choose("fsdp", {}, 8)
+    time = time_of(LLAMA, choice, Load(), H100)
+
+    assert time is not None
+    assert time.least_s == max(time.compute_s, time.communication_s)
+    assert time.most_s == pytest.approx(time.compute_s + time.communication_s)
+    assert time.samples == 8
+
+
+def test_arithmetic_against_an_independent_count() -> None:
+    """6 per parameter and token, 12 per block, width and pair of tokens, at 40 % of 989 TFLOPS."""
+    load = Load(batch=2, sequence=4096, recipe="bf16")
+    time = time_of(LLAMA, choose("single", {}, 1), load, H100)
+    tokens = 2 * 4096
+    arithmetic = tokens * (6 * 8_030_261_248 + 12 * 32 * 4096 * 4096) / (0.4 * 989e12)
+    stepping = 8_030_261_248 * (2 * 12 - 2) / 3.35e12
+
+    assert time is not None
+    assert time.compute_s == pytest.approx(arithmetic + stepping)
+    assert (time.communication_s, time.idle_s) == (0, 0)
+
+
+def test_reading_weights_bounds_a_small_batch() -> None:
+    """One token: three readings of the weights take longer than its arithmetic."""
+    load = Load(batch=1, sequence=1, recipe="bf16")
+    time = time_of(LLAMA, choose("single", {}, 1), load, H100)
+    reading = 3 * 2 * 8_030_261_248 / 3.35e12
+    stepping = 8_030_261_248 * (2 * 12 - 2) / 3.35e12
+
+    assert time is not None
+    assert time.compute_s == pytest.approx(reading + stepping)
+
+
+def test_links_by_where_ranks_are() -> None:
+    """tp 8 is in a host; dp around it crosses hosts, and so does dp 16."""
+    inside = time_of(LLAMA, choose("ddp", {}, 8), Load(), H100)
+    across = time_of(LLAMA, choose("ddp", {}, 16), Load(), H100)
+    [parameters, _, activations] = [
+        flow.wire_bytes for flow in flows(LLAMA, choose("fsdp", {"tp": 8}, 16), Load())
+    ]
+    mixed = time_of(LLAMA, choose("fsdp", {"tp": 8}, 16), Load(), H100)
+
+    assert inside is not None
+    assert across is not None
+    assert mixed is not None
+    assert inside.communication_s == pytest.approx(2 * 7 / 8 * 4 * 8_030_261_248 / 450e9)
+    assert across.communication_s == pytest.approx(2 * 15 / 16 * 4 * 8_030_261_248 / 50e9)
+    assert mixed.communication_s == pytest.approx(1.5 * parameters / 50e9 + activations / 450e9)
+    assert link_of(with_memory("24GB"), 8) is None
+
+
+def test_a_measurement_counts_before_the_data_sheet() -> None:
+    """Its latency for each message, its bandwidth for the bytes."""
+    measured = LinkModel({"all_reduce": Fit(1e-3, 1 / 10e9, 0.01, 9)}, 8)
+    choice = choose("ddp", {}, 8)
+    [flow] = flows(LLAMA, choice, Load())
+    time = time_of(LLAMA, choice, Load(), H100, measured)
+    other = time_of(LLAMA, choose("fsdp", {}, 8), Load(), H100, measured)
+
+    assert time is not None
+    assert other is not None
+    assert time.communication_s == pytest.approx(flow.messages * 1e-3 + flow.wire_bytes / 10e9)
+    assert (time.source, other.source) == ("measurement", "links")
+
+
+def test_accumulation_sends_gradients_once_and_gathers_each_time() -> None:
+    """ddp sends the same in a step; fsdp gathers anew, DeepSpeed below stage 3 does not."""
+
+    def sent(name: str, k: int, **given: object) -> float:
+        choice = choose(name, {"accumulate": k, **given}, 8)
+        return sum(flow.wire_bytes for flow in flows(LLAMA, choice, Load()))
+
+    assert sent("ddp", 4) == sent("ddp", 1)
+    assert sent("fsdp", 4) / sent("fsdp", 1) == pytest.approx((4 * 2 + 1) / 3)
+    assert sent("deepspeed", 4) == sent("deepspeed", 1)
+    assert sent("deepspeed", 4, stage=3) == pytest.approx(sent("fsdp", 4))
+    assert sent("tp", 4) == pytest.approx(4 * sent("tp", 1))
+
+
+# Devices
+
+
+def test_the_catalogue() -> None:
+    """Each has a source and links that exist; a few numbers as everyone knows them."""
+    for device in DEVICES.values():
+        assert device.source
+        assert device.single_flops < device.half_flops
+        assert link_of(device, 8)
+        assert link_of(device, 9)
+        assert known_as(f"NVIDIA {' '.join(device.driver)}".upper()) == device
+    assert DEVICES["h200"].memory_bytes == 141e9
+    assert DEVICES["a100-80gb"].half_flops == 312e12
+    assert DEVICES["t4"].memory_bytes == 16e9
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("Tesla T4", "t4"),
+     ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+     ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA L40S", "l40s"),
+     ("NVIDIA A10", "a10"), ("NVIDIA RTX A6000", "a6000"), ("Tesla V100-PCIE-16GB", "v100")],
+)  # fmt: skip
+def test_devices_by_the_drivers_name(driver: str, name: str) -> None:
+    assert known_as(driver) == DEVICES[name]
+
+
+def test_unknown_devices() -> None:
+    """Close names are told; another GPU of the machine is simply not known."""
+    assert device_of("NVIDIA H100") == device_of("H100") == H100
+    assert device_of("a100") == DEVICES["a100-80gb"]
+    with pytest.raises(OptionError, match=r"no --gpu h10 in the catalogue\. Did you mean h100"):
+        device_of("h10")
+    with pytest.raises(OptionError, match=r"Choose one of b200, .*--memory 24GB"):
+        device_of("abacus")
+    assert known_as("Quadro K620") is None
+    assert known_as("") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GB", 24e9), ("24", 24e9), ("24 gb", 24e9), ("80GiB", 80 * 2**30),
+                       ("500MB", 500e6), ("1.5TB", 1.5e12), ("15.9", 15.9e9)]
+)  # fmt: skip
+def test_memory(text: str, size: float) -> None:
+    assert with_memory(text).memory_bytes == size
+
+
+@pytest.mark.parametrize("text", ["0", "0GB", "-3", "much", "24PB", ""])
+def test_what_is_no_memory(text: str) -> None:
+    with pytest.raises(OptionError, match="is no size of memory"):
+        with_memory(text)
+
+
+def test_sizes_as_text() -> None:
+    assert [exact_size(size) for size in (24.5e9, 3e6, 4e3, 5)] == [
+        "24.5 GB",
+        "3.0 MB",
+        "4.0 kB",
+        "5 B",
+    ]
+
+
+# The page
+
+
+_PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_page_has_each_device_with_its_numbers(name: str) -> None:
+    device = DEVICES[name]
+    half = "" if device.has_bf16 else " (fp16)"
+    cells = [
+        name,
+        f"{device.memory_bytes / GB:g}",
+        f"{device.bandwidth / 1e12}",
+        f"{device.half_flops / 1e12:g}{half}, {device.single_flops / 1e12:g}",
+        device.link,
+        device.network,
+    ]
+
+    assert f"| {' | '.join(cells)} |" in _PAGE
+
+
+def test_the_page_has_each_rule_optimizer_and_recipe() -> None:
+    for rule in _RULES:
+        assert f"| {rule} | " in _PAGE
+    assert f"| {', '.join(OPTIMIZERS)} |" in _PAGE
+    for word in footprint.RECIPES:
+        assert word in _PAGE.partition("| `--recipe` |")[2].partition("\n")[0]
+
+
+def test_it_tells_which_row_it_counts() -> None:
+    """Each strategy once, in order, with how many there are."""
+    told: list[tuple[str, float, float, str]] = []
+    found = plan(SEVEN, H100, 8, Load(), progress=lambda *one: told.append(one))
+
+    assert [one[0] for one in told] == [f"counting {row.typed}" for row in found.rows]
+    assert [one[1:] for one in told] == [
+        (number, len(found.rows), "strategies") for number in range(len(found.rows))
+    ]
