@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.cells.kernel.session import Session
+    from nbdist.config.view import CheckView
     from nbdist.core.view import View
     from nbdist.parallel.accelerator.accelerator import Accelerator as Accelerator
     from nbdist.planner.view.plan_view import PlanView
-    from nbdist.view.config import CheckView
 
 # Without Accelerator: `from nbdist import *` would load torch in the notebook.
 __all__ = [

@@ -13,9 +13,9 @@ from nbdist.checkpoint import weights_kernel
 from nbdist.checkpoint.kernel import Checkpoints
 from nbdist.checkpoint.results import Loaded, Saved, Started
 from nbdist.checkpoint.safetensors import Exported
-from nbdist.client import configuration
-from nbdist.core.config_emit import SCRIPT
-from nbdist.core.config_launch import Configured, configured
+from nbdist.config import kernel as config_kernel
+from nbdist.config.emit import SCRIPT
+from nbdist.config.launch import Configured, configured
 from nbdist.lints.kernel import replicas
 from nbdist.lints.kernel.lints import Lints
 from nbdist.lints.replicas import Checkup
@@ -69,7 +69,7 @@ class Subjects:
     ) -> Configured:
         """The strategy that counts as configurations: `.texts["accelerate"]` and others."""
         session = cast("Session", self)
-        return configured(configuration.setting(session, hosts=hosts, script=script, clip=clip))
+        return configured(config_kernel.setting(session, hosts=hosts, script=script, clip=clip))
 
     def memory(self) -> Snapshot:
         """The memory that was recorded last; before any recording, whose it is at this moment."""

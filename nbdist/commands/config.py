@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nbdist.client import config_file, configuration
-from nbdist.core import config_check
-from nbdist.core.config_emit import FORMS, SCRIPT, Setting
-from nbdist.core.config_launch import Configured, configured
-from nbdist.core.config_remarks import TYPED, Around
-from nbdist.core.config_tree import Document
+from nbdist.config import check, yaml_reader
+from nbdist.config import kernel as config_kernel
+from nbdist.config import view as config_view
+from nbdist.config.emit import FORMS, SCRIPT, Setting
+from nbdist.config.launch import Configured, configured
+from nbdist.config.report import TYPED, Around
+from nbdist.config.tree import Document
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
@@ -22,7 +23,6 @@ from nbdist.strategy.choice import choose
 from nbdist.strategy.options import read as read_options
 from nbdist.verbs import ANYWHERE, Option, Verb, positive_number, rank_count, strategy_given
 from nbdist.verbs import strategy_options as typed_options
-from nbdist.view import config as config_view
 
 # How a file's name says which form it has.
 _SUFFIXES = {
@@ -75,7 +75,7 @@ def made(asked: Asked) -> Configured:
                 "No ranks run here whose strategy could be shown. Name a file to check, or a "
                 "strategy: --strategy ddp --ranks 8."
             )
-        live = configuration.setting(
+        live = config_kernel.setting(
             NOTEBOOK.session, hosts=asked.hosts, script=asked.script, clip=asked.clip
         )
         return configured(live)
@@ -151,17 +151,17 @@ def checked(
     Raises:
         OptionError: A file cannot be read or written.
     """
-    document = config_file.load(path)
-    others = [config_file.load(other) for other in beside]
+    document = yaml_reader.load(path)
+    others = [yaml_reader.load(other) for other in beside]
     around = _completed(around, (*others, *_named_by(document, path)))
-    before = config_check.check(document, around)
+    before = check.check(document, around)
     if write is None:
         return config_view.checked(before)
 
     def read(text: str) -> Document:
-        return config_file.read(document.name, text, document.syntax)
+        return yaml_reader.read(document.name, text, document.syntax)
 
-    after, told = config_check.corrected(before, around, read)
+    after, told = check.corrected(before, around, read)
     _write(Path(write).expanduser(), after.document.text, is_forced=is_forced)
     return config_view.corrected(before, after, told, str(write))
 
@@ -189,7 +189,7 @@ def _named_by(document: Document, path: str | Path) -> list[Document]:
         choices = [Path(path).expanduser().parent / named, named]
         other = next((one for one in choices if one.is_file()), None)
         if other is not None:
-            found.append(config_file.load(other))
+            found.append(yaml_reader.load(other))
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from nbdist.cli import main
 from nbdist.commands import WORDS
-from nbdist.core.config_emit import run_line
+from nbdist.config.emit import run_line
 from nbdist.strategy.choice import choose
 from nbdist.verbs import parse, strategy_given
 from tests.support.cells import Cell

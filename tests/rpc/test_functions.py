@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nbdist.checkpoint import remote_checkpoint, remote_weights
-from nbdist.client import configuration
+from nbdist.config import kernel as config_kernel
 from nbdist.engine import responder
 from nbdist.lints.kernel import remote_check
 from nbdist.planner.kernel import remote_plan
@@ -22,7 +22,7 @@ FUNCTIONS = {
     **functions.REMOTE_FUNCTIONS,
     **remote_check.REMOTE_FUNCTIONS,
     **remote_plan.REMOTE_FUNCTIONS,
-    **configuration.REMOTE_FUNCTIONS,
+    **config_kernel.REMOTE_FUNCTIONS,
     **remote_checkpoint.REMOTE_FUNCTIONS,
     **remote_weights.REMOTE_FUNCTIONS,
 }

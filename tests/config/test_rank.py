@@ -16,12 +16,12 @@ from accelerate.utils import (
 )
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from nbdist.client.config_file import load, read
-from nbdist.core import config_keys as keys
-from nbdist.core.config_check import check, corrected
-from nbdist.core.config_emit import FORMS, Setting, deepspeed_text
-from nbdist.core.config_launch import configured, environment
-from nbdist.core.config_remarks import Around
+from nbdist.config import keys
+from nbdist.config.check import check, corrected
+from nbdist.config.emit import FORMS, Setting, deepspeed_text
+from nbdist.config.launch import configured, environment
+from nbdist.config.report import Around
+from nbdist.config.yaml_reader import load, read
 from nbdist.strategy.choice import choose
 
 pytestmark = pytest.mark.engine

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nbdist.core.config_emit import FORMS, SBATCH
-from nbdist.core.config_launch import Configured
-from nbdist.core.config_remarks import Checked, Remark
+from nbdist.config.emit import FORMS, SBATCH
+from nbdist.config.launch import Configured
+from nbdist.config.report import Checked, Remark
 from nbdist.core.finding import BAD, OK, WARN
 from nbdist.core.view import View, table
 from nbdist.strategy.choice import described

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from nbdist.client.config_file import load, read
-from nbdist.core.config_check import check, corrected, kind_of
-from nbdist.core.config_emit import Refusal, Setting, accelerate_config, deepspeed_config
-from nbdist.core.config_remarks import Around, Checked
-from nbdist.core.config_tree import plain
+from nbdist.config.check import check, corrected, kind_of
+from nbdist.config.emit import Refusal, Setting, accelerate_config, deepspeed_config
+from nbdist.config.report import Around, Checked
+from nbdist.config.tree import plain
+from nbdist.config.yaml_reader import load, read
 from nbdist.core.finding import BAD, WARN
 from nbdist.strategy.choice import choose
 from nbdist.strategy.table import ROWS

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbdist.core.config_emit import (
+from nbdist.config.emit import (
     ACCELERATE,
     DEEPSPEED,
     FIRST_HOST,

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from nbdist.core.config_emit import SCRIPT, Setting
+from nbdist.config.emit import SCRIPT, Setting
 from nbdist.rpc.kernel.functions import Caller
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
 
 ASK_S = 30.0
-_CLASSES = "nbdist.engine.block_classes:block_classes"
+_CLASSES = "nbdist.config.rank:block_classes"
 
 
 def block_classes(call: Caller, engine: int) -> Future[tuple[str, ...]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbdist.core.config_tree import YAML, written
+from nbdist.config.tree import YAML, written
 from nbdist.errors import OptionError
 from nbdist.strategy.choice import AXES, Choice, Options, described, options_phrase
 

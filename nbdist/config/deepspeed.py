@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nbdist.core import config_keys as keys
-from nbdist.core.config_batch import Batch, check_batch, check_ranks
-from nbdist.core.config_remarks import Around, Notes, check_keys, check_type, is_count
-from nbdist.core.config_tree import ADD, REMOVE, SET, Document, Fix, walk
+from nbdist.config import keys
+from nbdist.config.batch import Batch, check_batch, check_ranks
+from nbdist.config.report import Around, Notes, check_keys, check_type, is_count
+from nbdist.config.tree import ADD, REMOVE, SET, Document, Fix, walk
 from nbdist.core.finding import BAD, WARN
 
 _BATCH = Batch()

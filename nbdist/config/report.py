@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nbdist.core.config_keys import KINDS, LABEL, WORDY, Keys
-from nbdist.core.config_tree import (
+from nbdist.config.keys import KINDS, LABEL, WORDY, Keys
+from nbdist.config.tree import (
     REMOVE,
     RENAME,
     SET,

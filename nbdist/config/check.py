@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from nbdist.core import config_accelerate, config_deepspeed, config_instructlab
-from nbdist.core.config_remarks import (
+from nbdist.config import accelerate, deepspeed, instructlab
+from nbdist.config.report import (
     ACCELERATE,
     DEEPSPEED,
     INSTRUCTLAB,
@@ -18,13 +18,13 @@ from nbdist.core.config_remarks import (
     remarks_of,
     shown,
 )
-from nbdist.core.config_tree import REMOVE, RENAME, Document, Fix, dotted, fixed, without
+from nbdist.config.tree import REMOVE, RENAME, Document, Fix, dotted, fixed, without
 from nbdist.errors import OptionError
 
 _KINDS: dict[str, tuple[Callable[[Document], bool], Callable[[Notes, Around], None]]] = {
-    ACCELERATE: (config_accelerate.is_one, config_accelerate.check),
-    INSTRUCTLAB: (config_instructlab.is_one, config_instructlab.check),
-    DEEPSPEED: (config_deepspeed.is_one, config_deepspeed.check),
+    ACCELERATE: (accelerate.is_one, accelerate.check),
+    INSTRUCTLAB: (instructlab.is_one, instructlab.check),
+    DEEPSPEED: (deepspeed.is_one, deepspeed.check),
 }
 # Where a file itself says how many ranks it is for.
 _RANKS = {ACCELERATE: ("num_processes",), INSTRUCTLAB: ("train", "num_gpus")}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nbdist.core.config_remarks import Around, Notes, is_count
-from nbdist.core.config_tree import SET, Fix
+from nbdist.config.report import Around, Notes, is_count
+from nbdist.config.tree import SET, Fix
 from nbdist.core.finding import BAD
 
 Path = tuple[str, ...]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbdist.core import config_deepspeed
-from nbdist.core.config_batch import Batch, check_batch, check_ranks
-from nbdist.core.config_keys import COUNT
-from nbdist.core.config_remarks import Around, Notes, check_type, is_count
-from nbdist.core.config_tree import SET, Document, Fix
+from nbdist.config import deepspeed
+from nbdist.config.batch import Batch, check_batch, check_ranks
+from nbdist.config.keys import COUNT
+from nbdist.config.report import Around, Notes, check_type, is_count
+from nbdist.config.tree import SET, Document, Fix
 
 _BATCH = Batch(
     ("train", "effective_batch_size"),
@@ -44,7 +44,7 @@ def check(notes: Notes, around: Around) -> None:
         notes.warn(("train", "num_gpus"), why, "it counts those of one host", *fixes)
     check_batch(notes, _BATCH, check_ranks(notes, around))
     for other in around.others:
-        if config_deepspeed.is_one(other):
+        if deepspeed.is_one(other):
             _beside(notes, other)
 
 
@@ -59,7 +59,7 @@ def _is_one_host(gpus: int, around: Around) -> bool:
 
 def _beside(notes: Notes, other: Document) -> None:
     """What DeepSpeed's file says otherwise."""
-    on = config_deepspeed.precision_of(other)
+    on = deepspeed.precision_of(other)
     precision = notes.document.value("train", "mixed_precision")
     if len(on) == 1 and precision in ("fp16", "bf16") and precision != on[0]:
         line = other.line(on[0], "enabled")
@@ -68,7 +68,7 @@ def _beside(notes: Notes, other: Document) -> None:
         what = f"change it to {on[0]}, or {on[0]}.enabled there to false and {precision}'s to true"
         notes.bad(path, why, what, Fix(SET, path, on[0]))
     said: tuple[tuple[tuple[str, ...], Any, int], ...] = (
-        (("train", "deepspeed", "zero_stage"), config_deepspeed.stage_of(other),
+        (("train", "deepspeed", "zero_stage"), deepspeed.stage_of(other),
          other.line("zero_optimization", "stage")),
         (_BATCH.accumulation, other.value("gradient_accumulation_steps"),
          other.line("gradient_accumulation_steps")),

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 
-from nbdist.core.config_tree import JSON, Document, Entry, Flaw, Node
+from nbdist.config.tree import JSON, Document, Entry, Flaw, Node
 from nbdist.errors import OptionError
 
 _SPACE = re.compile(r"[ \t\r\n]*")

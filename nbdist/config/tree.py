@@ -1,6 +1,6 @@
 """A configuration file as a tree that knows its places, so that it can be changed in them.
 
-`core.config_json` and `client.config_yaml` read text into a Document. A Fix says what to change
+`config.json_reader` and `client.config_yaml` read text into a Document. A Fix says what to change
 by a path of keys; `fixed` makes it in the text and leaves everything else as it was typed.
 """
 

@@ -1,4 +1,4 @@
-"""Reads configuration files: JSON by core.config_json, YAML by PyYAML, with every value's place."""
+"""Reads configuration files, JSON by json_reader and YAML by PyYAML, with every value's place."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from nbdist.core import config_json
-from nbdist.core.config_remarks import KNOWN
-from nbdist.core.config_tree import JSON, YAML, Document, Entry, Flaw, Node
+from nbdist.config import json_reader
+from nbdist.config.report import KNOWN
+from nbdist.config.tree import JSON, YAML, Document, Entry, Flaw, Node
 from nbdist.errors import OptionError
 
 # Of other languages than those that are read.
@@ -58,7 +58,7 @@ def read(name: str, text: str, syntax: str = "") -> Document:
         suffix = Path(name).suffix.lower()
         known = {".json": JSON, ".yaml": YAML, ".yml": YAML}.get(suffix)
         syntax = known or (JSON if text.lstrip("\ufeff \t\r\n").startswith("{") else YAML)
-    return config_json.read(name, text) if syntax == JSON else _read_yaml(name, text)
+    return json_reader.read(name, text) if syntax == JSON else _read_yaml(name, text)
 
 
 def _read_yaml(name: str, text: str) -> Document:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nbdist.client.config_file import LARGEST, load, read
-from nbdist.core.config_tree import ADD, JSON, REMOVE, RENAME, SET, Fix, fixed, plain, without
+from nbdist.config.tree import ADD, JSON, REMOVE, RENAME, SET, Fix, fixed, plain, without
+from nbdist.config.yaml_reader import LARGEST, load, read
 from nbdist.errors import OptionError
 
 _JSON = """{

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from nbdist.core.config_batch import check_ranks
-from nbdist.core.config_remarks import Around, Notes, is_count, is_true
-from nbdist.core.config_tree import REMOVE, SET, Document, Fix
+from nbdist.config.batch import check_ranks
+from nbdist.config.report import Around, Notes, is_count, is_true
+from nbdist.config.tree import REMOVE, SET, Document, Fix
 
 _FSDP = "fsdp_config"
 _MESH = "parallelism_config"

@@ -1,17 +1,16 @@
 """What can be wrong with a configuration of Accelerate, whatever its distributed_type.
 
-core.config_fsdp has the rules of FSDP, meshes and Megatron-LM.
+config.fsdp has the rules of FSDP, meshes and Megatron-LM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from nbdist.core import config_deepspeed, config_fsdp
-from nbdist.core import config_keys as keys
-from nbdist.core.config_batch import check_ranks
-from nbdist.core.config_remarks import Around, Notes, check_keys, check_type, is_count, is_true
-from nbdist.core.config_tree import ADD, REMOVE, RENAME, SET, Document, Fix
+from nbdist.config import deepspeed, fsdp, keys
+from nbdist.config.batch import check_ranks
+from nbdist.config.report import Around, Notes, check_keys, check_type, is_count, is_true
+from nbdist.config.tree import ADD, REMOVE, RENAME, SET, Document, Fix
 from nbdist.core.finding import BAD, WARN
 
 # distributed_type -> the mapping that belongs to it.
@@ -244,7 +243,7 @@ def _refused_beside(notes: Notes, path: tuple[str, ...]) -> None:
 def _named_file(notes: Notes, around: Around) -> None:
     path = (_DEEPSPEED, "deepspeed_config_file")
     named = str(notes.document.value(*path))
-    if not any(config_deepspeed.is_one(other) for other in around.others):
+    if not any(deepspeed.is_one(other) for other in around.others):
         why = "there is no such file beside this one or here, so it was not checked"
         notes.warn(path, why, f"see that {named} is where you start")
 
@@ -265,6 +264,6 @@ def _old_dynamo(notes: Notes, _around: Around) -> None:
 
 
 _RULES: tuple[Callable[[Notes, Around], None], ...] = (
-    _top, _parts, _processes, _devices, _ranks, _deepspeed, _old_dynamo, config_fsdp.check_fsdp,
-    config_fsdp.check_mesh, config_fsdp.check_megatron,
+    _top, _parts, _processes, _devices, _ranks, _deepspeed, _old_dynamo, fsdp.check_fsdp,
+    fsdp.check_mesh, fsdp.check_megatron,
 )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Configurations of Accelerate, DeepSpeed and others: read, checked, corrected, written."""
