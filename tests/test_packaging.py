@@ -17,7 +17,7 @@ from nbval.plugin import get_sanitize_patterns
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from nbdist.core import doctor
+from nbdist.diagnostics import checks
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -130,8 +130,8 @@ def test_every_import_is_a_declared_dependency() -> None:
 
 def test_the_doctor_asks_for_the_same_versions() -> None:
     """What %dist_doctor takes for too old is what pyproject takes for too old."""
-    assert {name: f">={oldest}" for name, oldest in doctor.OLDEST.items()} == bounds()
-    assert f">={doctor.OLDEST_PYTHON}" == PROJECT["requires-python"]
+    assert {name: f">={oldest}" for name, oldest in checks.OLDEST.items()} == bounds()
+    assert f">={checks.OLDEST_PYTHON}" == PROJECT["requires-python"]
 
 
 def test_the_command_line_is_installed() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from nbdist.client import facts
 from nbdist.cluster.kernel import orphans
 from nbdist.commands import running
-from nbdist.core import doctor as checks
-from nbdist.core.doctor_facts import Facts
 from nbdist.core.view import View
+from nbdist.diagnostics import checks
+from nbdist.diagnostics import kernel as diagnostics_kernel
+from nbdist.diagnostics import view as doctor_view
+from nbdist.diagnostics.facts import Facts
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import ANYWHERE, Option, Verb
-from nbdist.view import doctor as doctor_view
 
 
 def dist_doctor(values: Namespace) -> View:
@@ -26,14 +26,16 @@ def examined(*, is_cleaning: bool) -> View:
     if is_cleaning:
         done = orphans.clean() or ("nothing to clean: dead runs have left nothing",)
     is_running = NOTEBOOK.is_running
-    collected = _of_running_ranks() if is_running else facts.collect(None)
+    collected = _of_running_ranks() if is_running else diagnostics_kernel.collect(None)
     view = doctor_view.findings(checks.examine(collected), done)
     return doctor_view.below(view, running.status_view()) if is_running else view
 
 
 def _of_running_ranks() -> Facts:
     options = NOTEBOOK.options
-    return facts.collect(NOTEBOOK.session.topology.world_size, options.debug, options.gpus)
+    return diagnostics_kernel.collect(
+        NOTEBOOK.session.topology.world_size, options.debug, options.gpus
+    )
 
 
 VERBS = (

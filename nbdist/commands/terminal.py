@@ -17,11 +17,11 @@ from nbdist.cluster.run_owner import RUNNING, STOPPED, Run
 from nbdist.commands.running import START_OPTIONS, start_options
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.view import View
+from nbdist.diagnostics import view as runs_view
 from nbdist.errors import NbdistError, NotRunning, OptionError
 from nbdist.notebook import NOTEBOOK, CellOptions
 from nbdist.rpc.kernel import functions
 from nbdist.verbs import TERMINAL, Option, Verb
-from nbdist.view import doctor as runs_view
 
 TAKE_DEADLINE_S = 30.0
 

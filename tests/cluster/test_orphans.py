@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client import facts
 from nbdist.cluster import run_owner as states
 from nbdist.cluster.kernel import guardian, orphans, run_dir, runs
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.cluster.run_owner import Process, Run
+from nbdist.diagnostics import kernel as diagnostics_kernel
 from nbdist.errors import NotRunning, StartError
 from tests.support import processes
 from tests.support.ranks import session_of, temporary_folder, until
@@ -128,7 +128,7 @@ def test_a_dead_run_is_removed_and_a_living_one_left_alone(base: Path, name: str
 def test_without_clean_nothing_is_touched(base: Path, name: str) -> None:
     """Looking only lists: processes and folder of a dead run are there afterwards."""
     with dead_run(base, name) as (folder, left):
-        collected = facts.collect(None)
+        collected = diagnostics_kernel.collect(None)
         [found] = [run for run in collected.runs if run.folder == str(folder)]
 
         assert found.state == states.DEAD
@@ -283,28 +283,32 @@ def test_nvidia_smis_answers_are_read() -> None:
         "GPU2\tSYS\tPHB\t X \tSYS\t0-15\n"
         "NIC0\tPIX\tPIX\tSYS\t X \n"
     )
-    first, second = facts.parse_gpus(text)
+    first, second = diagnostics_kernel.parse_gpus(text)
 
     assert (first.gpu.uuid, first.driver, first.compute_mode) == ("GPU-aa", "570.86.15", "Default")
     assert (first.total_bytes, first.used_bytes) == (143771 * 2**20, 4 * 2**20)
     assert second.total_bytes == 0
-    assert facts.parse_links(matrix) == ((0, 1, "NV18"), (0, 2, "SYS"), (1, 2, "PHB"))
-    assert facts.parse_links("") == ()
+    assert diagnostics_kernel.parse_links(matrix) == ((0, 1, "NV18"), (0, 2, "SYS"), (1, 2, "PHB"))
+    assert diagnostics_kernel.parse_links("") == ()
 
 
 def test_what_running_ranks_were_given_counts(base: Path) -> None:
     """--debug and --gpus of the ranks that run are among what the launcher has set."""
-    plain, given = facts.collect(2).given, facts.collect(2, "detail", "none").given
+    plain, given = (
+        diagnostics_kernel.collect(2).given,
+        diagnostics_kernel.collect(2, "detail", "none").given,
+    )
     changed = {name: value for name, value in given.items() if plain.get(name) != value}
 
     assert changed == {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_VISIBLE_DEVICES": ""}
-    assert facts.collect(2, "off", "0,1").given["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert diagnostics_kernel.collect(2, "off", "0,1").given["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 def test_the_facts_are_this_machines(base: Path) -> None:
     """Versions, cores, limits and interfaces are found without loading torch."""
     program = (
-        "import sys; from nbdist.client import facts; from nbdist.core import doctor; "
+        "import sys; from nbdist.diagnostics import kernel as facts; "
+        "from nbdist.diagnostics import checks as doctor; "
         "f = facts.collect(3); doctor.examine(f); "
         "print(f.world_size, f.packages['torch'] is not None, 'lo' in f.interfaces, "
         "f.given['GLOO_SOCKET_IFNAME'], 'torch' in sys.modules)"

@@ -426,12 +426,12 @@ def test_an_interrupt_of_the_doctor_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C ends any verb with 130 and one line."""
-    from nbdist.client import facts
+    from nbdist.diagnostics import kernel as diagnostics_kernel
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(facts, "collect", interrupted)
+    monkeypatch.setattr(diagnostics_kernel, "collect", interrupted)
 
     assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"

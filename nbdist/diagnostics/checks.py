@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from nbdist.cluster import host_memory, run_owner, shm
 from nbdist.cluster.run_owner import Run
 from nbdist.core import units, versions
-from nbdist.core.doctor_facts import UNLIMITED, Facts, GpuFacts
-from nbdist.core.doctor_settings import settings
 from nbdist.core.finding import BAD, OK, WARN, Finding
+from nbdist.diagnostics.environment import settings
+from nbdist.diagnostics.facts import UNLIMITED, Facts, GpuFacts
 from nbdist.errors import StartError
 
 # As in pyproject.toml; tests/test_packaging.py compares them. torch is judged by core.versions.

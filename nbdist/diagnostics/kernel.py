@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 
 from nbdist.cluster.kernel import gpus, launcher, run_dir, runs
-from nbdist.core import doctor, topology
-from nbdist.core.doctor_facts import UNLIMITED, Facts, GpuFacts, Space
+from nbdist.core import topology
 from nbdist.core.host import usable_cores
 from nbdist.core.topology import Gpu
+from nbdist.diagnostics import checks
+from nbdist.diagnostics.facts import UNLIMITED, Facts, GpuFacts, Space
 
 MIB = 2**20
 _QUERY = "index,uuid,name,driver_version,memory.total,memory.used,compute_mode"
@@ -44,7 +45,7 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         platform=sys.platform,
         python=platform.python_version(),
         executable=sys.executable,
-        packages={name: _version(name) for name in doctor.OLDEST},
+        packages={name: _version(name) for name in checks.OLDEST},
         gpus=known,
         links=_links() if len(known) > 1 else (),
         smi_problem=problem,

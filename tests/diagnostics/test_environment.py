@@ -3,8 +3,8 @@
 import pytest
 
 from nbdist.cluster import nccl_env
-from nbdist.core.doctor_settings import RULES, SHOWN_UNSET, settings
 from nbdist.core.finding import BAD, OK, WARN, Finding
+from nbdist.diagnostics.environment import RULES, SHOWN_UNSET, settings
 
 
 def judged(environ: dict[str, str], given: dict[str, str] | None = None) -> dict[str, Finding]:

@@ -8,7 +8,7 @@ from nbdist.cluster import run_owner
 from nbdist.cluster.run_owner import Machine, Owner, Run
 from nbdist.core.finding import BAD, WARN, Finding
 from nbdist.core.view import View
-from nbdist.view.doctor import below, findings, running
+from nbdist.diagnostics.view import below, findings, running
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ import pytest
 
 from nbdist.cluster import run_owner
 from nbdist.cluster.run_owner import Machine, Owner, Process, Run
-from nbdist.core import doctor
-from nbdist.core.doctor import OLDEST, examine
-from nbdist.core.doctor_facts import UNLIMITED, Facts, GpuFacts, Space
 from nbdist.core.finding import BAD, OK, WARN, Finding
 from nbdist.core.topology import Gpu
+from nbdist.diagnostics import checks
+from nbdist.diagnostics.checks import OLDEST, examine
+from nbdist.diagnostics.facts import UNLIMITED, Facts, GpuFacts, Space
 
 GIB = 2**30
 GPU = GpuFacts(Gpu(0, "GPU-aa", "H200"), "570.1", 140 * 10**9, 10**9, "Default")
@@ -60,23 +60,23 @@ def test_findings_come_in_the_same_order() -> None:
 
 _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
     # check, what is otherwise, name, verdict, part of why, part of what to do
-    (doctor.system, {"platform": "darwin"}, "system", WARN, "less protection", ""),
-    (doctor.system, {"platform": "win32"}, "system", BAD, "does not run on 'win32'", ""),
-    (doctor.python, {"python": "3.10.2"}, "Python", BAD, "needs 3.11", "environment"),
-    (doctor.packages, {"packages": {"torch": None}}, "torch", BAD, "2.11 or newer", "pip install"),
-    (doctor.packages, {"packages": {"torch": "2.9.1"}}, "torch", BAD, "2.11 or newer", "'torch>="),
-    (doctor.packages, {"packages": {"numpy": "1.25.0"}}, "numpy", BAD, "1.26", "'numpy>=1.26'"),
+    (checks.system, {"platform": "darwin"}, "system", WARN, "less protection", ""),
+    (checks.system, {"platform": "win32"}, "system", BAD, "does not run on 'win32'", ""),
+    (checks.python, {"python": "3.10.2"}, "Python", BAD, "needs 3.11", "environment"),
+    (checks.packages, {"packages": {"torch": None}}, "torch", BAD, "2.11 or newer", "pip install"),
+    (checks.packages, {"packages": {"torch": "2.9.1"}}, "torch", BAD, "2.11 or newer", "'torch>="),
+    (checks.packages, {"packages": {"numpy": "1.25.0"}}, "numpy", BAD, "1.26", "'numpy>=1.26'"),
     (
-        doctor.packages,
+        checks.packages,
         {"packages": {"torch": "2.13.0+cpu"}, "gpus": (GPU,)},
         "torch",
         BAD,
         "built for the CPU alone, and 1 GPU is there",
         "with CUDA",
     ),
-    (doctor.devices, {"smi_problem": "no driver"}, "nvidia-smi", BAD, "does not answer", "restart"),
+    (checks.devices, {"smi_problem": "no driver"}, "nvidia-smi", BAD, "does not answer", "restart"),
     (
-        doctor.devices,
+        checks.devices,
         {"gpus": (replace(GPU, compute_mode="Exclusive_Process"),)},
         "GPU 0",
         WARN,
@@ -84,7 +84,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "-i 0 -c DEFAULT",
     ),
     (
-        doctor.devices,
+        checks.devices,
         {"gpus": (replace(GPU, compute_mode="Prohibited"),)},
         "GPU 0",
         BAD,
@@ -92,7 +92,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "--gpus",
     ),
     (
-        doctor.devices,
+        checks.devices,
         {"gpus": (replace(GPU, used_bytes=60 * 10**9),)},
         "GPU 0",
         WARN,
@@ -100,16 +100,16 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "--gpus",
     ),
     (
-        doctor.topology,
+        checks.topology,
         {"links": ((0, 1, "NV18"), (0, 2, "SYS"), (1, 2, "PIX"))},
         "GPU links",
         WARN,
         "between the CPUs",
         "--gpus",
     ),
-    (doctor.machine, {"world_size": 9}, "cores", WARN, "take turns", "-n 8"),
+    (checks.machine, {"world_size": 9}, "cores", WARN, "take turns", "-n 8"),
     (
-        doctor.machine,
+        checks.machine,
         {"available_bytes": 4 * 10**8},
         "memory",
         BAD,
@@ -117,7 +117,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "",
     ),
     (
-        doctor.shared_memory,
+        checks.shared_memory,
         {"shm": Space("/dev/shm", 60 * 2**20, 64 * 2**20)},
         "/dev/shm",
         WARN,
@@ -125,7 +125,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "",
     ),
     (
-        doctor.shared_memory,
+        checks.shared_memory,
         {"shm": Space("/dev/shm", 2**20, 64 * 2**20)},
         "/dev/shm",
         BAD,
@@ -133,7 +133,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "",
     ),
     (
-        doctor.disk,
+        checks.disk,
         {"disk": Space("/tmp", 10**7, 10**9)},
         "temporary files",
         WARN,
@@ -141,7 +141,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "TMPDIR",
     ),
     (
-        doctor.limits,
+        checks.limits,
         {"limits": {"files": (1024, UNLIMITED)}},
         "open files",
         WARN,
@@ -149,7 +149,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "ulimit -n 4096 in the shell",
     ),
     (
-        doctor.limits,
+        checks.limits,
         {"limits": {"files": (1024, 2048)}},
         "open files",
         WARN,
@@ -157,7 +157,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "ulimit -n 2048 in the shell that starts Jupyter; more than 2,048 only",
     ),
     (
-        doctor.limits,
+        checks.limits,
         {"limits": {"processes": (512, 512)}},
         "processes",
         WARN,
@@ -165,7 +165,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "ulimit -u 512",
     ),
     (
-        doctor.limits,
+        checks.limits,
         {"limits": {"locked memory": (65536, 65536)}, "gpus": (GPU,)},
         "locked memory",
         WARN,
@@ -173,7 +173,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "ulimit -l unlimited",
     ),
     (
-        doctor.variables,
+        checks.variables,
         {"environ": {"NCCL_P2P_DISABLE": "1"}},
         "NCCL_P2P_DISABLE",
         WARN,
@@ -181,7 +181,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "remove it",
     ),
     (
-        doctor.variables,
+        checks.variables,
         {"environ": {"OMP_NUM_THREADS": "8"}},
         "OMP_NUM_THREADS",
         WARN,
@@ -189,7 +189,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "set it to 4",
     ),
     (
-        doctor.leftovers,
+        checks.leftovers,
         {"runs": (Run("/t/run-a", run_owner.DEAD, OWNER, processes=(Process(5, "1"),)),)},
         "run run-a",
         WARN,
@@ -197,7 +197,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         "--clean",
     ),
     (
-        doctor.leftovers,
+        checks.leftovers,
         {
             "runs": (
                 Run("/t/run-a", run_owner.UNKNOWN, processes=(Process(5, "1"), Process(6, "1"))),
@@ -224,38 +224,38 @@ def test_what_is_not_well_is_told(
 
 
 _WELL: list[tuple[Check, Mapping[str, Any], str, str]] = [
-    (doctor.packages, {"packages": {"torch": "2.11.0+cu128"}}, "torch", "2.11.0+cu128"),
-    (doctor.packages, {"packages": {"torch": "2.13.0+cpu"}}, "torch", "2.13.0+cpu"),
-    (doctor.packages, {"packages": {"ipykernel": "10.0"}}, "ipykernel", "10.0"),
-    (doctor.devices, {}, "GPUs", "none"),
-    (doctor.devices, {"gpus": (GPU, OTHER)}, "GPU 1", "H200, 1.0 of 140.0 GB used"),
-    (doctor.devices, {"gpus": (GPU, OTHER)}, "driver", "570.1"),
-    (doctor.topology, {"links": ((0, 1, "NV18"), (0, 2, "PIX"))}, "GPU links", "slowest: PIX"),
-    (doctor.machine, {"world_size": 8}, "cores", "8 for 8 ranks"),
-    (doctor.shared_memory, {"shm": None}, "/dev/shm", "none"),
-    (doctor.limits, {"limits": {"files": (UNLIMITED, UNLIMITED)}}, "open files", "unlimited"),
-    (doctor.limits, {"limits": {"locked memory": (65536, 65536)}}, "locked memory", "65.5 kB"),
-    (doctor.leftovers, {}, "leftovers", "none of dead runs"),
+    (checks.packages, {"packages": {"torch": "2.11.0+cu128"}}, "torch", "2.11.0+cu128"),
+    (checks.packages, {"packages": {"torch": "2.13.0+cpu"}}, "torch", "2.13.0+cpu"),
+    (checks.packages, {"packages": {"ipykernel": "10.0"}}, "ipykernel", "10.0"),
+    (checks.devices, {}, "GPUs", "none"),
+    (checks.devices, {"gpus": (GPU, OTHER)}, "GPU 1", "H200, 1.0 of 140.0 GB used"),
+    (checks.devices, {"gpus": (GPU, OTHER)}, "driver", "570.1"),
+    (checks.topology, {"links": ((0, 1, "NV18"), (0, 2, "PIX"))}, "GPU links", "slowest: PIX"),
+    (checks.machine, {"world_size": 8}, "cores", "8 for 8 ranks"),
+    (checks.shared_memory, {"shm": None}, "/dev/shm", "none"),
+    (checks.limits, {"limits": {"files": (UNLIMITED, UNLIMITED)}}, "open files", "unlimited"),
+    (checks.limits, {"limits": {"locked memory": (65536, 65536)}}, "locked memory", "65.5 kB"),
+    (checks.leftovers, {}, "leftovers", "none of dead runs"),
     (
-        doctor.leftovers,
+        checks.leftovers,
         {"runs": (Run("/t/run-a", run_owner.RUNNING, OWNER),)},
         "run run-a",
         "running, 0 processes, kernel 41 (/notebooks/a.ipynb)",
     ),
     (
-        doctor.leftovers,
+        checks.leftovers,
         {"runs": (Run("/t/run-a", run_owner.RUNNING),)},
         "run run-a",
         "running, 0 processes, whose kernel is not known",
     ),
     (
-        doctor.leftovers,
+        checks.leftovers,
         {"runs": (Run("/t/run-a", run_owner.STOPPED, OWNER),)},
         "run run-a",
         "stopped",
     ),
     (
-        doctor.leftovers,
+        checks.leftovers,
         {"runs": (Run("/t/run-a", run_owner.ELSEWHERE, OWNER),)},
         "run run-a",
         "else",
@@ -276,7 +276,7 @@ def test_what_is_well_is_left_alone(
 
 def test_one_gpu_has_no_links() -> None:
     """Without a pair of GPUs there is nothing to say of links."""
-    assert of(doctor.topology, gpus=(GPU,)) == {}
+    assert of(checks.topology, gpus=(GPU,)) == {}
 
 
 def test_whatever_is_not_well_has_a_reason_and_something_to_do() -> None:
@@ -289,4 +289,4 @@ def test_whatever_is_not_well_has_a_reason_and_something_to_do() -> None:
 
 def test_every_check_is_tested_here() -> None:
     """A new check needs a machine in the table above on which it complains."""
-    assert {row[0] for row in _ROWS} == set(doctor.CHECKS)
+    assert {row[0] for row in _ROWS} == set(checks.CHECKS)

@@ -1,0 +1,1 @@
+"""%dist_doctor: whether a machine is fit for ranks, and what to do where it is not."""
