@@ -13,17 +13,17 @@ from typing import Any
 from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist.client import notebook_file
 from nbdist.commands import cells, check, compare, memory, running, trace, training
-from nbdist.core import export
-from nbdist.core.export import Cell, Magic, Reader
 from nbdist.core.view import View
 from nbdist.errors import OptionError
+from nbdist.exporter import export
+from nbdist.exporter import kernel as exporter_kernel
+from nbdist.exporter import view as export_view
+from nbdist.exporter.export import Cell, Magic, Reader
 from nbdist.notebook import LOCAL, NOTEBOOK
 from nbdist.strategy import choice as strategies
 from nbdist.switch import kernel as switch_kernel
 from nbdist.verbs import ANYWHERE, Option, Verb, parse, strategy_given
-from nbdist.view import export as export_view
 
 HISTORY = "history"
 
@@ -87,10 +87,10 @@ def _origin(source: str | Path | None) -> _Origin:
     history = _history()
     if source is not None and str(source) != HISTORY:
         path = Path(source).expanduser()
-        return _Origin(notebook_file.read(path), path.name)
+        return _Origin(exporter_kernel.read(path), path.name)
     shell: Any = get_ipython()
     variables = {} if shell is None else shell.user_ns
-    known = notebook_file.found(variables, os.environ) if source is None else None
+    known = exporter_kernel.found(variables, os.environ) if source is None else None
     if known is not None:
         return _from_own_file(known, history)
     if not history:
@@ -104,7 +104,7 @@ _RAN = "what ran in this kernel"
 
 def _from_own_file(path: Path, history: list[Cell]) -> _Origin:
     """The notebook's own file, unless none of its cells is among those that ran here."""
-    in_file = notebook_file.read(path)
+    in_file = exporter_kernel.read(path)
     saved = {cell.text.strip() for cell in in_file if cell.is_code}
     ran = {cell.text.strip() for cell in history if not cell.text.startswith("%load_ext")}
     if ran and not ran & saved:

@@ -12,8 +12,8 @@ import pytest
 
 import nbdist
 from nbdist.commands.export import meaning
-from nbdist.core.export import Magic
 from nbdist.errors import OptionError
+from nbdist.exporter.export import Magic
 from tests.front.conftest import start_ranks
 from tests.support.kernel import Kernel, notebook_env
 

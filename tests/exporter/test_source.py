@@ -11,7 +11,7 @@ import typing
 
 import pytest
 
-from nbdist.core import source as text
+from nbdist.exporter import source as text
 
 _SOURCES = {
     "a string over lines": "x = '''a\n  b\n\tc\n'''",

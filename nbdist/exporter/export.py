@@ -1,6 +1,6 @@
 """A notebook's distributed cells as one script that runs without nbdist.
 
-`core.exported` makes a part of one cell, `core.script` writes parts as a file; here is decided
+`exporter.cell` makes a part of one cell, `exporter.script` writes parts as a file; here is decided
 which cells run on ranks, and what is said of the others.
 """
 
@@ -11,12 +11,13 @@ import tokenize
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from nbdist.core import exported, script
-from nbdist.core import source as text
-from nbdist.core.exported import CHANGED, LEFT_OUT, LeftOutError, Note, Part
 from nbdist.core.ranks import is_all, parse_numbers, rank_label
-from nbdist.core.script import Names, Piece, Settings
 from nbdist.errors import OptionError
+from nbdist.exporter import cell as exporter_cell
+from nbdist.exporter import script
+from nbdist.exporter import source as text
+from nbdist.exporter.cell import CHANGED, LEFT_OUT, LeftOutError, Note, Part
+from nbdist.exporter.script import Names, Piece, Settings
 from nbdist.strategy.choice import Choice, described
 
 LOCAL = "local"
@@ -157,13 +158,13 @@ def _names(cells: Sequence[Cell], reader: Reader) -> Names:
     used: set[str] = set()
     for cell in cells:
         if cell.is_code:
-            used |= _words(exported.opened(cell.text).body, reader)
+            used |= _words(exporter_cell.opened(cell.text).body, reader)
     return Names.free(used)
 
 
 def _words(body: str, reader: Reader) -> frozenset[str]:
     try:
-        return text.words(exported.python_of(body, reader.transform))
+        return text.words(exporter_cell.python_of(body, reader.transform))
     except (SyntaxError, tokenize.TokenError):
         return frozenset()  # it will not be in the script
 
@@ -220,10 +221,10 @@ class _Walk:
             self._code(cell)
 
     def _code(self, cell: Cell) -> None:
-        opened = exported.opened(cell.text)
+        opened = exporter_cell.opened(cell.text)
         verbs = [magic for magic in opened.magics if magic[0] in CELL_VERBS]
         where = self._where(verbs, opened.body)
-        foreign = exported.foreign_magic(opened.magics, CELL_VERBS)
+        foreign = exporter_cell.foreign_magic(opened.magics, CELL_VERBS)
         if len(verbs) > 1:
             where = Magic(problem=f"%%{verbs[1][0]} below %%{verbs[0][0]}")
         if where.problem:
@@ -260,7 +261,7 @@ class _Walk:
         return is_loading or self.reader.magic(name, line) is not None
 
     def _local(self, cell: Cell, body: str) -> None:
-        magics = exported.line_magics(body, self.reader.transform)
+        magics = exporter_cell.line_magics(body, self.reader.transform)
         own = [known for one in magics if (known := self.reader.magic(*one)) is not None]
         for known in own:
             self._obey(cell, known)
@@ -290,7 +291,7 @@ class _Walk:
 
     def _distributed(self, cell: Cell, body: str, where: Magic) -> None:
         try:
-            part = exported.part(body, self.reader.transform, self.names.show)
+            part = exporter_cell.part(body, self.reader.transform, self.names.show)
         except LeftOutError as error:
             kind, what = error.args
             self._leave(cell, kind, what)

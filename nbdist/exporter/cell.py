@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from nbdist.core import source as text
-from nbdist.core.source import Edit
+from nbdist.exporter import source as text
+from nbdist.exporter.source import Edit
 
 # What can be said of cells, in the order in which it is told. The first ones are left out.
 LEFT_OUT = {

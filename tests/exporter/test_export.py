@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist.core.export import Cell, Exported, Magic, Reader, export
 from nbdist.errors import OptionError
+from nbdist.exporter.export import Cell, Exported, Magic, Reader, export
 from nbdist.strategy import choice
 
 _MAGICS = {

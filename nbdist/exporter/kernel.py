@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbdist.core.export import Cell
 from nbdist.errors import OptionError
+from nbdist.exporter.export import Cell
 
 FORMAT = 4
 

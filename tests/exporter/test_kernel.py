@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.client import notebook_file
-from nbdist.core.export import Cell
+from nbdist.exporter import kernel as exporter_kernel
+from nbdist.exporter.export import Cell
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_cells_have_their_text_and_number(notebook: Path) -> None:
     """Code cells count from 1; text in lines or in one piece is the same; raw cells are empty."""
-    assert notebook_file.read(notebook) == [
+    assert exporter_kernel.read(notebook) == [
         Cell(0, "# One\ntwo", is_code=False),
         Cell(1, "x = 1\nx"),
         Cell(0, "", is_code=False),
@@ -50,7 +50,7 @@ def test_the_file_is_found_where_it_is_told(
     notebook: Path, variables: dict[str, str], environment: dict[str, str], *, is_found: bool
 ) -> None:
     """VS Code's variable comes before the server's; what is no file there is none."""
-    told = notebook_file.found(
+    told = exporter_kernel.found(
         {name: value.format(notebook) for name, value in variables.items()},
         {name: value.format(notebook) for name, value in environment.items()},
     )

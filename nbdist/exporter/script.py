@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from nbdist.core import source as text
-from nbdist.core.exported import Part
+from nbdist.exporter import source as text
+from nbdist.exporter.cell import Part
 from nbdist.strategy.choice import Choice, Options, described
 
 

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from nbdist.core.export import Exported
 from nbdist.core.view import View
+from nbdist.exporter.export import Exported
 
 
 def written(path: Path, origin: str, notes: Sequence[str], exported: Exported) -> View:

@@ -1,0 +1,1 @@
+"""A notebook's distributed cells as one script that runs without nbdist."""
