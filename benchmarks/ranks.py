@@ -116,11 +116,11 @@ def join(rank: int, size: int, folder: Path) -> None:
 
 def join_nbdist(size: int, folder: Path) -> None:
     """A group as engines join it: with the black box, and what is loaded by then left frozen."""
-    from nbdist.engine import runtime
+    from nbdist.engine import join as engine_join
     from nbdist.parallel.accelerator import accelerator
 
     start = {"world_size": size, "backend": "auto", "deadline_s": 60.0, "gpus": []}
-    runtime.join_at_start(folder, start)
+    engine_join.join_at_start(folder, start)
     assert accelerator
     gc.freeze()  # as engines do before the first cell
 

@@ -2,7 +2,7 @@
 
 Run by its path, before nbdist can be imported, so the first lines use the standard library
 alone. Torch is imported while the controller is still coming up; then its connection file is waited
-for, and once the engine is on its way there it joins the group (engine/arrival.py).
+for, and once the engine is on its way there it joins the group (engine/early_join.py).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def main() -> None:
     # child processes print.
     os.environ.pop("PYTEST_CURRENT_TEST", None)
 
-    from nbdist.engine import scratch
+    from nbdist.engine import child_sockets
     from nbdist.rpc.rank import crash_files
 
     crash_files.arm(run_dir, int(os.environ["RANK"]))
-    scratch.use(run_dir, int(os.environ["RANK"]))
+    child_sockets.use(run_dir, int(os.environ["RANK"]))
 
     import torch  # noqa: F401  # the longest part, before there is anything to register with
 

@@ -28,9 +28,9 @@ def usage(is_remote: bool) -> Answer:
         is_remote: The notebook is on another host: host and GPU, which it reads itself
             otherwise, are wanted as well.
     """
-    from nbdist.engine import runtime  # it needs the responder, which needs this module
+    from nbdist.engine import join  # it needs the responder, which needs this module
 
-    place = runtime.current().place
+    place = join.current().place
     is_gpu = place.device != "cpu"
     allocator = _allocator(place.device) if is_gpu else None
     if not is_remote:

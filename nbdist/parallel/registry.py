@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from nbdist.engine import runtime
+from nbdist.engine import join
 from nbdist.parallel.accelerator import guard
 from nbdist.parallel.build import Built
 from nbdist.parallel.consensus import same_random, together, world_size
@@ -106,7 +106,7 @@ def grid_for(choice: Choice) -> Grid:
 
 def device() -> torch.device:
     """Where this rank's models lie."""
-    return torch.device(runtime.current().place.device)
+    return torch.device(join.current().place.device)
 
 
 def watch(watcher: Watcher) -> None:

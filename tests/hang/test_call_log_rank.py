@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from nbdist.engine import cells
+from nbdist.engine import shell_hooks
 from nbdist.hang import call_log as layout
 from nbdist.hang.rank import call_log
 from nbdist.hang.rank.describe_call import GROUP_CALLS, TRANSFERS
@@ -298,7 +298,7 @@ class Engine:
         self.shell.showtraceback = lambda *_args, **_options: None  # it would need a socket
         self.shell.showsyntaxerror = self.shell.showtraceback
         self.kernel.log = logging.getLogger("test")
-        cells.allow_top_level_await(self.kernel)
+        shell_hooks.allow_top_level_await(self.kernel)
 
     def run(self, source: str, run: int | None = None) -> dict[str, Any]:
         """Run a cell as an execute_request does, with this run id in its metadata."""

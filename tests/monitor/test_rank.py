@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nbdist.core.nvml import GpuWatch
-from nbdist.engine import runtime
+from nbdist.engine import join
 from nbdist.monitor import rank as monitor_rank
 from nbdist.monitor.samples import Allocator, Answer
 from tests.support.gpus import Driver
@@ -29,7 +29,7 @@ STATS = {
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process as a rank on GPU 8c2a1f, CUDA in use."""
     place = SimpleNamespace(device="cuda:1", device_uuid="8c2a1f", pid=1)
-    monkeypatch.setattr(runtime, "current", lambda: SimpleNamespace(place=place))
+    monkeypatch.setattr(join, "current", lambda: SimpleNamespace(place=place))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_stats", {"cuda:1": STATS}.__getitem__)
     watch = GpuWatch(monitor_rank._open, 0.01)

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.engine import ahead
+from nbdist.engine import idle_imports
 from tests.support.kernel import notebook_env
 
 HEAVY = ("sympy", "accelerate", "torch.distributed.tensor", "torch._dynamo")
 RANK = """
     import json, sys
     from pathlib import Path
-    from nbdist.engine import runtime
+    from nbdist.engine import join
     from nbdist.parallel.accelerator.lazy import LazyAccelerator
 
-    runtime.join_at_start(
+    join.join_at_start(
         Path(sys.argv[1]), {"world_size": 1, "backend": "auto", "deadline_s": 30, "gpus": []})
     one, other, third, fourth = (LazyAccelerator() for _ in range(4))
     heavy = [name for name in %r if name in sys.modules]
@@ -76,14 +76,14 @@ def test_modules_are_imported_one_by_one_and_cells_come_between(
     for name in ("ahead_a", "ahead_b"):
         (tmp_path / f"{name}.py").write_text("held = [[] for _ in range(1000)]\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(ahead, "AFTER_S", 0.0)
+    monkeypatch.setattr(idle_imports, "AFTER_S", 0.0)
     seen: list[list[str]] = []
 
     def loaded() -> list[str]:
         return sorted(name for name in sys.modules if name.startswith("ahead_"))
 
     async def idle(*, has_run: bool) -> None:
-        ahead.begin(lambda: has_run, ("ahead_a", "ahead_b"))
+        idle_imports.begin(lambda: has_run, ("ahead_a", "ahead_b"))
         while len(loaded()) < 2:
             seen.append(loaded())
             await asyncio.sleep(0)

@@ -47,7 +47,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from nbdist.hang.recovery import merge_made
-from nbdist.engine import runtime
+from nbdist.engine import join as runtime
 from nbdist.hang.rank import gloo_abort, process_groups
 from nbdist.parallel import live_models, sync_model as sync
 from nbdist.errors import NbdistError

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from nbdist.core.ranks import rank_label
-from nbdist.engine import runtime
+from nbdist.engine import join
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import call_log, debug_checks, gloo_abort, main_thread, nccl_abort
 from nbdist.hang.recovery import DEADLINE_S, MadeGroup, Recovered
@@ -118,7 +118,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
             higher generation can be tried. Or a group has been recovered 249 times, which is
             all that torch allows.
     """
-    state = runtime.current()
+    state = join.current()
     world = _world()
     groups = {pg: tuple(world.pg_group_ranks[pg]) for pg in world.pg_map}
     whole = [pg for pg, ranks in groups.items() if not set(ranks) & set(dead)]

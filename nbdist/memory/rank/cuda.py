@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nbdist.engine import runtime
+from nbdist.engine import join
 from nbdist.memory.categories import Claim, categorised
 from nbdist.memory.rank.marks import Marks, merged
 from nbdist.memory.rank.owners import Owner
@@ -34,7 +34,7 @@ class CudaRecorder:
     def __init__(self, options: MemoryOptions) -> None:
         self.problem = ""
         self._options = options
-        self._device = torch.device(runtime.current().place.device)
+        self._device = torch.device(join.current().place.device)
         self._times_ns: list[int] = []
         self._backwards = _Backwards()
         self._counted = 0  # events of the allocator's whole life, at the beginning
@@ -248,7 +248,7 @@ def of_now(
         memory: Who and where.
         before: torch's snapshot of an earlier moment, to be used instead.
     """
-    device = torch.device(runtime.current().place.device)
+    device = torch.device(join.current().place.device)
     ask = getattr(torch.cuda.memory, "_snapshot", None)
     empty: Mapping[str, Any] = {"segments": []}
     taken = before or (empty if ask is None else ask())

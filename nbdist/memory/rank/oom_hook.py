@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nbdist.engine.cells import chain
+from nbdist.engine.shell_hooks import chain
 from nbdist.memory import oom_message
 from nbdist.memory.oom_remedies import Shortage
 

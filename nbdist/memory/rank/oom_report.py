@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from nbdist.engine import runtime
+from nbdist.engine import join
 from nbdist.errors import OptionError
 from nbdist.memory.oom_message import HOST, UNKNOWN, Told
 from nbdist.memory.oom_remedies import BACKWARD, FORWARD, STEPPING, Holder, Shortage
@@ -54,7 +54,7 @@ def noted(told: Told, error: BaseException, before: Mapping[str, Any] | None = N
     except Exception as problem:  # noqa: BLE001  # the cell's own error is the one to be seen
         nothing = tuple(0 for _ in CATEGORIES)
         why = f"What held the memory could not be noted: {problem!r}."
-        rank = runtime.current().place.rank
+        rank = join.current().place.rank
         return Shortage(rank, told, _phase(error), nothing, (), limit, free, None, problem=why)
 
 
@@ -178,6 +178,6 @@ def _room(told: Told) -> tuple[int, int]:
     total, free = told.total_bytes, told.free_bytes
     with contextlib.suppress(RuntimeError, AssertionError):
         if UNKNOWN in (total, free):
-            now_free, total = torch.cuda.mem_get_info(runtime.current().place.device)
+            now_free, total = torch.cuda.mem_get_info(join.current().place.device)
             free = now_free if free == UNKNOWN else free
     return max(total, 0), free

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from nbdist.engine import runtime
+from nbdist.engine import join
 from nbdist.errors import SnapshotError
 from nbdist.memory.rank import cpu, cuda, owners
 from nbdist.memory.rank.cpu import CpuRecorder
@@ -248,12 +248,12 @@ def sent(memory: RankMemory, folders: Sequence[str]) -> Parcel:
 
 
 def _device() -> str:
-    return str(runtime.current().place.device)
+    return str(join.current().place.device)
 
 
 def _here() -> RankMemory:
     """Who and where, without blocks."""
-    found = empty(runtime.current().place.rank, socket.gethostname(), "")
+    found = empty(join.current().place.rank, socket.gethostname(), "")
     return RankMemory(
         found.rank, found.host, found.device, found.blocks, version=str(torch.__version__)
     )

@@ -23,7 +23,7 @@ from nbdist.switch.report import Switched
 from nbdist.trace.trace import TraceOptions
 from nbdist.variables.pack import Parcel
 
-RUNTIME = "nbdist.engine.runtime"
+RUNTIME = "nbdist.engine.join"
 BANDWIDTH = "nbdist.bandwidth.rank"
 BLACKBOX = "nbdist.hang.rank.call_log"
 COMPARED = "nbdist.comparison.rank"

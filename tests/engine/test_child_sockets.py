@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.engine import scratch
+from nbdist.engine import child_sockets
 
 pytestmark = pytest.mark.engine
 
@@ -26,12 +26,12 @@ def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 def test_multiprocessing_takes_the_folder() -> None:
     """The private place that is written to is the one that its own function reads."""
     with tempfile.TemporaryDirectory(prefix="n-") as run_dir:
-        assert scratch.use(Path(run_dir), 3)
+        assert child_sockets.use(Path(run_dir), 3)
         folder = Path(multiprocessing.util.get_temp_dir())
 
         assert folder == Path(run_dir) / "mp.3"
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert not scratch.use(Path(run_dir), 4)  # children know of the first
+        assert not child_sockets.use(Path(run_dir), 4)  # children know of the first
 
 
 def test_a_path_too_long_for_a_socket_is_not_used(config: dict[str, object]) -> None:
@@ -42,14 +42,14 @@ def test_a_path_too_long_for_a_socket_is_not_used(config: dict[str, object]) -> 
         long.mkdir()
         fit.mkdir()
 
-        assert not scratch.use(long, 0)
+        assert not child_sockets.use(long, 0)
         assert (config["tempdir"], list(long.iterdir())) == (None, [])
-        assert scratch.use(fit, 0)
+        assert child_sockets.use(fit, 0)
         with multiprocessing.connection.Listener(family="AF_UNIX") as listener:
             assert len(str(listener.address)) == 103
 
 
 def test_where_it_cannot_be_made_all_stays_as_it_was(config: dict[str, object]) -> None:
     """A full disk, or a run folder that is gone, must not keep a rank from starting."""
-    assert not scratch.use(Path("/nowhere"), 0)
+    assert not child_sockets.use(Path("/nowhere"), 0)
     assert config["tempdir"] is None

@@ -27,7 +27,7 @@ from nbdist.core import topology
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
-from nbdist.engine import ahead, cells, facts, responder, scratch
+from nbdist.engine import child_sockets, facts, idle_imports, responder, shell_hooks
 from nbdist.errors import NbdistError, StartError
 from nbdist.hang.rank import call_log
 from nbdist.hang.recovery import MadeGroup
@@ -238,7 +238,7 @@ def prepare(seed: int | None = None) -> Topology:
 
         set_seed(seed)
     shell = get_ipython()
-    cells.install(shell)
+    shell_hooks.install(shell)
     oom_hook.install(shell.kernel)
     cell_hook.install(shell.kernel)
     watch.watch_cells(shell.kernel)
@@ -248,7 +248,7 @@ def prepare(seed: int | None = None) -> Topology:
     is_here = bool(run_dir.name) and run_dir.is_dir()  # not for an engine on another host
     if is_here:
         crash_files.arm(run_dir, place.rank)
-        scratch.use(run_dir, place.rank)
+        child_sockets.use(run_dir, place.rank)
     crash_files.note_cells(shell.compile, run_dir if is_here else None, place.rank)
     shell.push(
         {
@@ -267,8 +267,8 @@ def prepare(seed: int | None = None) -> Topology:
     def has_run() -> bool:
         return bool(shell.execution_count > 1)
 
-    ahead.settle(has_run)
-    ahead.begin(has_run)
+    idle_imports.settle(has_run)
+    idle_imports.begin(has_run)
     return runtime.topology
 
 

@@ -23,9 +23,9 @@ def soon() -> None:
 
 
 def _join() -> None:
-    from nbdist.engine import runtime  # takes a moment, in which the heart is to beat already
+    from nbdist.engine import join  # takes a moment, in which the heart is to beat already
 
     run_dir = Path(os.environ["NBDIST_RUN"])
     start = json.loads((run_dir / "notebook.json").read_text())["start"]
-    runtime.join_at_start(run_dir, start)
+    join.join_at_start(run_dir, start)
     (run_dir / f"joined.{os.environ['RANK']}").touch()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nbdist.core.topology import EngineReport
-from nbdist.engine import facts, runtime
+from nbdist.engine import facts, join
 from nbdist.errors import NbdistError, StartError
 from tests.support.kernel import notebook_env
 
@@ -25,20 +25,20 @@ pytestmark = pytest.mark.engine
 RANK = """
     import json, sys
     from pathlib import Path
-    from nbdist.engine import runtime
+    from nbdist.engine import join
     run_dir = Path(sys.argv[1])
-    runtime.join_at_start(run_dir, json.loads((run_dir / "start.json").read_text()))
+    join.join_at_start(run_dir, json.loads((run_dir / "start.json").read_text()))
     import os, torch, torch.distributed as dist
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
     late = int(sys.argv[2])
-    first = runtime.barrier("first", 20.0)
+    first = join.barrier("first", 20.0)
     try:
         # The last one to come to the barrier is the one that is named.
-        alone = runtime.barrier("second", 1.0) if late != dist.get_rank() else 0.0
+        alone = join.barrier("second", 1.0) if late != dist.get_rank() else 0.0
     except Exception as error:
         alone = f"{type(error).__name__}: {error}"
-    plan = runtime.current().topology
+    plan = join.current().topology
     print(json.dumps({
         "rank": dist.get_rank(), "total": total.item(), "backend": plan.backend,
         "ranks": [p.rank for p in plan.ranks], "pids": [p.pid for p in plan.ranks],
@@ -121,7 +121,7 @@ def test_reports_are_exchanged_in_rank_order(tmp_path: Path) -> None:
 
     def one(rank: int) -> None:
         store = dist.FileStore(str(tmp_path / "store"), 3)
-        found[rank] = runtime.exchange_reports(store, report(rank), 3, 20.0)
+        found[rank] = join.exchange_reports(store, report(rank), 3, 20.0)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in (2, 0, 1)]
     for thread in threads:
@@ -138,7 +138,7 @@ def test_missing_reports_are_named_after_the_deadline(tmp_path: Path) -> None:
     dist.FileStore(str(tmp_path / "store"), 4).set("report/2", "here")
     began_s = time.monotonic()
     with pytest.raises(StartError, match=r"rank 0 waited 0 s for rank\(s\) 1,3 to join"):
-        runtime.exchange_reports(store, report(0), 4, 0.3)
+        join.exchange_reports(store, report(0), 4, 0.3)
 
     assert time.monotonic() - began_s < 5
 
@@ -146,9 +146,9 @@ def test_missing_reports_are_named_after_the_deadline(tmp_path: Path) -> None:
 def test_nothing_is_known_before_a_rank_has_joined() -> None:
     """Asking a process outside of any group is an explained error."""
     with pytest.raises(StartError, match="has not joined"):
-        runtime.current()
+        join.current()
     with pytest.raises(NbdistError):
-        runtime.barrier("one", 0.1)
+        join.barrier("one", 0.1)
 
 
 def test_an_engine_describes_itself() -> None:
@@ -198,8 +198,8 @@ def test_reachable_addresses_are_those_that_answer() -> None:
     """Only an address with a listener on the port is found, in the order asked."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        found = runtime.reachable(("127.0.0.2", "127.0.0.1"), port, 1.0)
-    gone = runtime.reachable(("127.0.0.1",), port, 1.0)
+        found = join.reachable(("127.0.0.2", "127.0.0.1"), port, 1.0)
+    gone = join.reachable(("127.0.0.1",), port, 1.0)
 
     assert found == ("127.0.0.1",)
     assert gone == ()
@@ -207,8 +207,8 @@ def test_reachable_addresses_are_those_that_answer() -> None:
 
 def test_the_store_listens_on_the_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own listener would take every interface; ours takes the address it was given."""
-    monkeypatch.setattr(runtime, "_open_store", None)
-    port = runtime.open_store("127.0.0.1", 2)
+    monkeypatch.setattr(join, "_open_store", None)
+    port = join.open_store("127.0.0.1", 2)
     listening = [
         c.laddr.ip
         for c in psutil.Process().net_connections("tcp")
@@ -218,8 +218,8 @@ def test_the_store_listens_on_the_one_address(monkeypatch: pytest.MonkeyPatch) -
     client.set("key", "value")
 
     assert listening == ["127.0.0.1"]
-    assert runtime._open_store is not None
-    assert runtime._open_store.get("key") == b"value"
+    assert join._open_store is not None
+    assert join._open_store.get("key") == b"value"
 
 
 def test_taking_over_the_notebooks_folder_and_path(
@@ -229,7 +229,7 @@ def test_taking_over_the_notebooks_folder_and_path(
     monkeypatch.chdir(Path.cwd())
     monkeypatch.setattr(sys, "path", ["a"])
     path = sys.path
-    runtime.adopt_notebook(["b", "c"], str(tmp_path))
+    join.adopt_notebook(["b", "c"], str(tmp_path))
 
     assert path == ["b", "c"]
     assert Path.cwd() == tmp_path
