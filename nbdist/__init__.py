@@ -80,7 +80,7 @@ def session() -> Session:
     Raises:
         NotRunning: If there are none.
     """
-    from nbdist.notebook import NOTEBOOK
+    from nbdist.notebook.notebook import NOTEBOOK
 
     return NOTEBOOK.session
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from nbdist.commands import VERBS, WORDS
 from nbdist.errors import DistributedError, NbdistError, OptionError
-from nbdist.verbs import NOTEBOOK, Verb, help_view, parse
+from nbdist.notebook.verb import NOTEBOOK, Verb, help_view, parse
 
 FAILED = 1
 WRONG_USE = 2

@@ -11,8 +11,8 @@ from IPython.core.magic import no_var_expand
 from nbdist import commands, completion, routing
 from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK, SHOWN, CellOptions
-from nbdist.verbs import Parsed, Verb, help_view, parse
+from nbdist.notebook.notebook import NOTEBOOK, SHOWN, CellOptions
+from nbdist.notebook.verb import Parsed, Verb, help_view, parse
 
 
 def run_line(verb: Verb, line: str) -> None:

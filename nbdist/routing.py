@@ -13,8 +13,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.commands import REPLACED_MAGICS, VERBS
 from nbdist.errors import OptionError
-from nbdist.notebook import LOCAL, NOTEBOOK
-from nbdist.verbs import Verb
+from nbdist.notebook.notebook import LOCAL, NOTEBOOK
+from nbdist.notebook.verb import Verb
 
 LOCAL_CELL = "local"
 # Leave the notebook's own shell, in automatic mode as well.

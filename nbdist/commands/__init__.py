@@ -27,8 +27,8 @@ from nbdist.commands import (
     variables,
 )
 from nbdist.commands.running import start_and_show
-from nbdist.notebook import CellOptions, show
-from nbdist.verbs import NOTEBOOK, TERMINAL, Verb
+from nbdist.notebook.notebook import CellOptions, show
+from nbdist.notebook.verb import NOTEBOOK, TERMINAL, Verb
 
 __all__ = ["REPLACED_MAGICS", "VERBS", "WORDS", "cell_options", "show", "start_and_show"]
 

@@ -16,9 +16,9 @@ from nbdist.cluster.kernel.start import StartOptions
 from nbdist.commands.running import START_OPTIONS
 from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK
-from nbdist.verbs import TERMINAL, Option, Verb, positive_number
-from nbdist.view.progress import ProgressLine
+from nbdist.notebook.notebook import NOTEBOOK
+from nbdist.notebook.progress_line import ProgressLine
+from nbdist.notebook.verb import TERMINAL, Option, Verb, positive_number
 
 
 def measured(

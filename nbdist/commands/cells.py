@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK, CellOptions
-from nbdist.verbs import Option, Verb, positive_number
+from nbdist.notebook.notebook import NOTEBOOK, CellOptions
+from nbdist.notebook.verb import Option, Verb, positive_number
 
 
 def cell_options(values: Namespace) -> CellOptions:

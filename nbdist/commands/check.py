@@ -9,8 +9,8 @@ from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.lints import rules
 from nbdist.lints import view as checkup_view
-from nbdist.notebook import NOTEBOOK
-from nbdist.verbs import Option, Verb
+from nbdist.notebook.notebook import NOTEBOOK
+from nbdist.notebook.verb import Option, Verb
 
 
 def dist_check(values: Namespace) -> View:

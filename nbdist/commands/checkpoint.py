@@ -8,9 +8,9 @@ from nbdist.checkpoint import view as checkpoint_view
 from nbdist.checkpoint import weights_view
 from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK, show
+from nbdist.notebook.notebook import NOTEBOOK, show
+from nbdist.notebook.verb import Option, Verb
 from nbdist.strategy.options import listed
-from nbdist.verbs import Option, Verb
 
 
 def saved(path: str, *, is_async: bool) -> View:

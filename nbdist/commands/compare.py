@@ -11,10 +11,10 @@ from nbdist.comparison import view as comparison_view
 from nbdist.comparison.kernel import Comparing
 from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK, SHOWN
+from nbdist.notebook.notebook import NOTEBOOK, SHOWN
+from nbdist.notebook.verb import Option, Verb
 from nbdist.strategy.options import listed
 from nbdist.strategy.table import ROWS
-from nbdist.verbs import Option, Verb
 
 
 def compared(

@@ -18,11 +18,11 @@ from nbdist.config.report import TYPED, Around
 from nbdist.config.tree import Document
 from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook.notebook import NOTEBOOK
+from nbdist.notebook.verb import ANYWHERE, Option, Verb, positive_number, rank_count, strategy_given
+from nbdist.notebook.verb import strategy_options as typed_options
 from nbdist.strategy.choice import choose
 from nbdist.strategy.options import read as read_options
-from nbdist.verbs import ANYWHERE, Option, Verb, positive_number, rank_count, strategy_given
-from nbdist.verbs import strategy_options as typed_options
 
 # How a file's name says which form it has.
 _SUFFIXES = {

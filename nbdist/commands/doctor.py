@@ -11,8 +11,8 @@ from nbdist.diagnostics import checks
 from nbdist.diagnostics import kernel as diagnostics_kernel
 from nbdist.diagnostics import view as doctor_view
 from nbdist.diagnostics.facts import Facts
-from nbdist.notebook import NOTEBOOK
-from nbdist.verbs import ANYWHERE, Option, Verb
+from nbdist.notebook.notebook import NOTEBOOK
+from nbdist.notebook.verb import ANYWHERE, Option, Verb
 
 
 def dist_doctor(values: Namespace) -> View:

@@ -20,10 +20,10 @@ from nbdist.exporter import export
 from nbdist.exporter import kernel as exporter_kernel
 from nbdist.exporter import view as export_view
 from nbdist.exporter.export import Cell, Magic, Reader
-from nbdist.notebook import LOCAL, NOTEBOOK
+from nbdist.notebook.notebook import LOCAL, NOTEBOOK
+from nbdist.notebook.verb import ANYWHERE, Option, Verb, parse, strategy_given
 from nbdist.strategy import choice as strategies
 from nbdist.switch import kernel as switch_kernel
-from nbdist.verbs import ANYWHERE, Option, Verb, parse, strategy_given
 
 HISTORY = "history"
 

@@ -15,8 +15,8 @@ from nbdist.memory.diff import growth
 from nbdist.memory.snapshot import MemoryOptions, Snapshot
 from nbdist.memory.view.diff import grew
 from nbdist.memory.view.report import remembered
-from nbdist.notebook import NOTEBOOK, CellOptions, Record, show
-from nbdist.verbs import Option, Verb
+from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record, show
+from nbdist.notebook.verb import Option, Verb
 
 
 def dist_memory_cell(values: Namespace, code: str) -> None:

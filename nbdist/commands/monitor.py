@@ -13,9 +13,9 @@ from nbdist.errors import OptionError
 from nbdist.monitor import prometheus
 from nbdist.monitor import view as monitor_view
 from nbdist.monitor.kernel.monitor import Monitor
-from nbdist.notebook import NOTEBOOK
-from nbdist.verbs import Option, Verb, positive_number
-from nbdist.view.progress import ProgressLine
+from nbdist.notebook.notebook import NOTEBOOK
+from nbdist.notebook.progress_line import ProgressLine
+from nbdist.notebook.verb import Option, Verb, positive_number
 
 LARGEST_PORT = 65535
 # The first sample takes tens of milliseconds; two make a rate.

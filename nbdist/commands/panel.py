@@ -32,9 +32,9 @@ from nbdist.core.progress import Progress
 from nbdist.core.shown import is_stored
 from nbdist.core.view import View
 from nbdist.errors import NbdistError
-from nbdist.notebook import NOTEBOOK, SHOWN, CellOptions
+from nbdist.notebook.notebook import NOTEBOOK, SHOWN, CellOptions
+from nbdist.notebook.verb import Verb
 from nbdist.strategy.choice import Choice, described
-from nbdist.verbs import Verb
 from nbdist.view import panel as panel_view
 
 if TYPE_CHECKING:

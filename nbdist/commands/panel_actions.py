@@ -20,10 +20,10 @@ from nbdist.core.panel_board import Job
 from nbdist.core.panel_picker import Value
 from nbdist.core.view import View
 from nbdist.hang.kernel.maintenance import RESTART_S
-from nbdist.notebook import NOTEBOOK, Record
+from nbdist.notebook.notebook import NOTEBOOK, Record
+from nbdist.notebook.verb import parse
 from nbdist.strategy.choice import Choice
 from nbdist.switch import view as strategy_view
-from nbdist.verbs import parse
 
 TRACES = Path("traces")
 CHECKPOINTS = Path("checkpoints")

@@ -16,7 +16,7 @@ from IPython import get_ipython
 
 from nbdist.core.panel_board import Board, Job
 from nbdist.errors import NbdistError
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.sigint import Presses
 

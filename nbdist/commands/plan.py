@@ -23,7 +23,9 @@ from nbdist.commands.plan_check import checked
 from nbdist.core.topology import Topology
 from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook.notebook import NOTEBOOK
+from nbdist.notebook.verb import ANYWHERE, Option, Verb, rank_count, strategy_given
+from nbdist.notebook.verb import strategy_options as typed_options
 from nbdist.planner import devices
 from nbdist.planner.advice import advise
 from nbdist.planner.devices import DEVICES, Device
@@ -38,8 +40,6 @@ from nbdist.planner.view.plan_view import PlanView, shown_plan
 from nbdist.planner.workload import OPTIMIZERS, Load
 from nbdist.strategy import options
 from nbdist.strategy.footprint import RECIPES
-from nbdist.verbs import ANYWHERE, Option, Verb, rank_count, strategy_given
-from nbdist.verbs import strategy_options as typed_options
 
 _DEVICE = "h100"
 # What memory is counted by -> how.

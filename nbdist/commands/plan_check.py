@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.planner.check import checks
 from nbdist.planner.kernel.describe_model import checked_step, live_model
 from nbdist.planner.kernel.fake_process import FakeEngine

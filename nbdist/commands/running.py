@@ -13,9 +13,9 @@ from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.shown import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, OptionError
-from nbdist.notebook import LOCAL, NOTEBOOK
-from nbdist.switch import kernel as switch_kernel
-from nbdist.verbs import (
+from nbdist.notebook.notebook import LOCAL, NOTEBOOK
+from nbdist.notebook.progress_line import ProgressLine
+from nbdist.notebook.verb import (
     Option,
     Verb,
     positive_number,
@@ -23,7 +23,7 @@ from nbdist.verbs import (
     strategy_given,
     strategy_options,
 )
-from nbdist.view.progress import ProgressLine
+from nbdist.switch import kernel as switch_kernel
 
 
 def start_and_show(options: StartOptions, title: str = "starting") -> Started:

@@ -19,9 +19,9 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.core.view import View
 from nbdist.diagnostics import view as runs_view
 from nbdist.errors import NbdistError, NotRunning, OptionError
-from nbdist.notebook import NOTEBOOK, CellOptions
+from nbdist.notebook.notebook import NOTEBOOK, CellOptions
+from nbdist.notebook.verb import TERMINAL, Option, Verb
 from nbdist.rpc.kernel import functions
-from nbdist.verbs import TERMINAL, Option, Verb
 
 TAKE_DEADLINE_S = 30.0
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from nbdist.commands import cells
 from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK, CellOptions, Record, show
+from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record, show
+from nbdist.notebook.verb import Option, Verb
 from nbdist.trace import breakdown, finding_records
 from nbdist.trace.kernel.recordings import read_folder
 from nbdist.trace.trace import Trace, TraceOptions
 from nbdist.trace.view.report import traced
-from nbdist.verbs import Option, Verb
 
 
 def dist_profile(values: Namespace, code: str) -> None:

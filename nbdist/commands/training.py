@@ -6,13 +6,13 @@ from argparse import Namespace
 
 from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook.notebook import NOTEBOOK
+from nbdist.notebook.verb import Option, Verb, parse, rank_number, strategy_given, strategy_options
 from nbdist.strategy.choice import choose
 from nbdist.strategy.options import listed
 from nbdist.strategy.table import ROWS
 from nbdist.switch import kernel as switch_kernel
 from nbdist.switch import view as strategy_view
-from nbdist.verbs import Option, Verb, parse, rank_number, strategy_given, strategy_options
 
 
 def dist_sync_model(values: Namespace) -> View:

@@ -9,10 +9,10 @@ from IPython import get_ipython
 
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.view import View
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook.notebook import NOTEBOOK
+from nbdist.notebook.verb import Option, Verb
 from nbdist.variables.kernel import Moved
 from nbdist.variables.names import check_known, check_names, described, described_list
-from nbdist.verbs import Option, Verb
 
 
 def dist_push(values: Namespace) -> View:

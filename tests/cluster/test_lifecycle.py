@@ -343,7 +343,7 @@ def test_many_starts_leave_no_descriptor_and_no_thread() -> None:
     """After the first start and stop, more of them take no more descriptors or threads."""
     program = (
         "import os, threading, nbdist\n"
-        "from nbdist.notebook import NOTEBOOK\n"
+        "from nbdist.notebook.notebook import NOTEBOOK\n"
         "for _ in range(3):\n"
         "    nbdist.start(1).run('1')\n"
         "    NOTEBOOK.stop()\n"
@@ -362,7 +362,7 @@ def test_what_is_noticed_after_a_stop_leaves_nothing() -> None:
     """An end that ipyparallel notices late is told nobody, and does not bring the folder back."""
     program = (
         "import nbdist\n"
-        "from nbdist.notebook import NOTEBOOK\n"
+        "from nbdist.notebook.notebook import NOTEBOOK\n"
         "cluster = nbdist.start(1).cluster\n"
         "NOTEBOOK.stop()\n"
         "cluster._cluster.controller.state = 'running'\n"

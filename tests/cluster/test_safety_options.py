@@ -4,16 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from nbdist import commands, verbs
+from nbdist import commands
 from nbdist.cluster.kernel import launcher, start
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.commands import running
 from nbdist.errors import OptionError
+from nbdist.notebook import verb
 from tests.support.ranks import silent
 
 
 def typed(line: str) -> StartOptions:
-    parsed = verbs.parse(commands.VERBS["dist_init"], line)
+    parsed = verb.parse(commands.VERBS["dist_init"], line)
     return running.start_options(parsed.values)
 
 

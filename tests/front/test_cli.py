@@ -14,7 +14,7 @@ import pytest
 
 from nbdist import __version__, cli
 from nbdist.commands import VERBS, WORDS
-from nbdist.verbs import NOTEBOOK
+from nbdist.notebook.verb import NOTEBOOK
 from tests.front.conftest import start_ranks
 from tests.support import processes
 from tests.support.kernel import Kernel, notebook_env

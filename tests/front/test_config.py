@@ -13,8 +13,8 @@ import pytest
 from nbdist.cli import main
 from nbdist.commands import WORDS
 from nbdist.config.emit import run_line
+from nbdist.notebook.verb import parse, strategy_given
 from nbdist.strategy.choice import choose
-from nbdist.verbs import parse, strategy_given
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel, notebook_env
 

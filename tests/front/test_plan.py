@@ -71,7 +71,7 @@ def test_a_config_of_the_notebook(kernel: Kernel) -> None:
 def test_a_mistake_says_what_to_type(line: str) -> None:
     """The same words as in a notebook, without one."""
     from nbdist.commands import VERBS
-    from nbdist.verbs import parse
+    from nbdist.notebook.verb import parse
 
     verb = VERBS["dist_plan"]
     with pytest.raises(OptionError) as caught:

@@ -4,7 +4,7 @@ import pytest
 
 import nbdist
 from nbdist.commands.plan_check import checked
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.planner.view.check_view import CheckView
 from nbdist.planner.workload import Load
 

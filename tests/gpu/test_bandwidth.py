@@ -4,7 +4,7 @@ import pytest
 
 import nbdist
 from nbdist.bandwidth.results import OPS
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook.notebook import NOTEBOOK
 
 
 @pytest.mark.gpu(1)

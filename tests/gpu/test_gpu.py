@@ -82,7 +82,7 @@ def shared_gpu() -> Iterator[Session]:
 
 
 def _forget() -> None:
-    from nbdist.notebook import NOTEBOOK
+    from nbdist.notebook.notebook import NOTEBOOK
 
     if NOTEBOOK.is_running:
         NOTEBOOK.stop()

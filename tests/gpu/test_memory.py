@@ -14,7 +14,7 @@ from nbdist.memory.snapshot import (
     MemoryOptions,
     RankMemory,
 )
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook.notebook import NOTEBOOK
 
 _TRAIN = """
 model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 64))

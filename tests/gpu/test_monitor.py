@@ -7,7 +7,7 @@ import pytest
 import nbdist
 from nbdist.cluster.kernel import gpus
 from nbdist.core.nvml import QUERIES, parse_smi
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook.notebook import NOTEBOOK
 
 GIB = 2**30
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import nbdist
 from nbdist.memory import file as memory_file
 from nbdist.memory.snapshot import Frame, RankMemory
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook.notebook import NOTEBOOK
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "memory"
 STRATEGIES = {"ddp": {}, "fsdp": {}, "checkpoint": {"checkpoint": "full"}}

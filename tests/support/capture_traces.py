@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import nbdist
-from nbdist.notebook import NOTEBOOK
+from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.trace.trace import TraceOptions
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "traces"

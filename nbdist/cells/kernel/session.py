@@ -24,7 +24,6 @@ from nbdist.cells.kernel.cell_request import CellRequest, Sink
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.outputs import CellResult
 from nbdist.checkpoint.kernel import Checkpoints
-from nbdist.client.subjects import Subjects
 from nbdist.cluster.kernel import outside
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.exits import WITHOUT_CONTROLLER, Exit
@@ -43,6 +42,7 @@ from nbdist.memory import shortages
 from nbdist.memory.kernel import Memories
 from nbdist.memory.snapshot import MemoryOptions, Snapshot
 from nbdist.monitor.kernel import monitor
+from nbdist.notebook.session import Subjects
 from nbdist.rpc.kernel import functions, gather, sigint
 from nbdist.rpc.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RECORDING, CELL_RUN
 from nbdist.switch.kernel import Strategies

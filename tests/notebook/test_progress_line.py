@@ -9,8 +9,8 @@ import pytest
 
 from nbdist.core.progress import Progress
 from nbdist.core.view import View
-from nbdist.view import progress
-from nbdist.view.progress import ProgressLine, ShownProgress, line_html
+from nbdist.notebook import progress_line
+from nbdist.notebook.progress_line import ProgressLine, ShownProgress, line_html
 
 
 class _Handle:
@@ -37,9 +37,9 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         texts.append(f"publish {bundle['text/plain']}")
 
     monkeypatch.delenv("NBDIST_TEST", raising=False)
-    monkeypatch.setattr(progress, "DisplayHandle", _Handle)
-    monkeypatch.setattr(progress, "display", display)
-    monkeypatch.setattr(progress, "publish", publish)
+    monkeypatch.setattr(progress_line, "DisplayHandle", _Handle)
+    monkeypatch.setattr(progress_line, "display", display)
+    monkeypatch.setattr(progress_line, "publish", publish)
     return texts
 
 
@@ -53,7 +53,7 @@ def run() -> None:
 
 def test_in_a_notebook(shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In a notebook one display is updated and becomes the result."""
-    monkeypatch.setattr(progress, "get_ipython", lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setattr(progress_line, "get_ipython", lambda: SimpleNamespace(kernel=object()))
     run()
 
     assert shown == [
@@ -65,7 +65,7 @@ def test_in_a_notebook(shown: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_result_without_progress(shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing had to be waited for the result is displayed by itself."""
-    monkeypatch.setattr(progress, "get_ipython", lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setattr(progress_line, "get_ipython", lambda: SimpleNamespace(kernel=object()))
     ProgressLine("starting").finish(View("table"))
 
     assert shown == ["display table"]
@@ -73,7 +73,7 @@ def test_a_result_without_progress(shown: list[str], monkeypatch: pytest.MonkeyP
 
 def test_in_a_terminal(shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In IPython's terminal, which cannot update, every step is a line of its own."""
-    monkeypatch.setattr(progress, "get_ipython", SimpleNamespace)
+    monkeypatch.setattr(progress_line, "get_ipython", SimpleNamespace)
     run()
 
     assert shown == [
@@ -85,7 +85,7 @@ def test_in_a_terminal(shown: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_in_a_script(shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside IPython only the result is printed."""
-    monkeypatch.setattr(progress, "get_ipython", lambda: None)
+    monkeypatch.setattr(progress_line, "get_ipython", lambda: None)
     run()
 
     assert shown == ["publish table"]
@@ -95,7 +95,7 @@ def test_stored_outputs_have_the_result_alone(
     shown: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Under NBDIST_TEST=1 there is no line and no update, which timing would decide."""
-    monkeypatch.setattr(progress, "get_ipython", lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setattr(progress_line, "get_ipython", lambda: SimpleNamespace(kernel=object()))
     monkeypatch.setenv("NBDIST_TEST", "1")
     run()
 
@@ -120,7 +120,7 @@ class _Kernel:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
     """Of a notebook."""
     one = _Kernel()
-    monkeypatch.setattr(progress, "get_ipython", lambda: SimpleNamespace(kernel=one))
+    monkeypatch.setattr(progress_line, "get_ipython", lambda: SimpleNamespace(kernel=one))
     return one
 
 
@@ -201,7 +201,7 @@ def test_a_terminal_has_a_line_for_each_thing(
     shown: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """And none for each percent."""
-    monkeypatch.setattr(progress, "get_ipython", SimpleNamespace)
+    monkeypatch.setattr(progress_line, "get_ipython", SimpleNamespace)
     line = ShownProgress()
     for one in (Progress("switch", "planning"), HALF, Progress("switch", "moving", 2, 2), None):
         line(one)

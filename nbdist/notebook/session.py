@@ -92,7 +92,7 @@ class Subjects:
         return replicas.check(cast("Session", self))
 
     def check_every(self, every: int) -> None:
-        """Look before each so manieth step of an optimizer; 0 ends it; see lints.kernel.replicas."""
+        """Look before every so many steps of an optimizer; 0 ends it; see lints.kernel.replicas."""
         replicas.check_every(cast("Session", self), every)
 
     def trace_nan(self) -> None:

@@ -25,8 +25,8 @@ from nbdist.core.ranks import rank_label
 from nbdist.core.shown import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
+from nbdist.notebook.progress_line import ShownProgress
 from nbdist.recording.kernel import Recordings
-from nbdist.view.progress import ShownProgress
 
 LOCAL = "local"
 EXIT_GRACE_S = 1.0
