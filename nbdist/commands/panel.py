@@ -20,26 +20,25 @@ from IPython.display import DisplayHandle, display
 
 from nbdist.cells.kernel import progress
 from nbdist.cells.view.live_cell import publish
-from nbdist.client import panel as ranks_panel
-from nbdist.client.panel import Known
-from nbdist.commands import panel_actions, panel_plans
-from nbdist.commands.panel_actions import Chosen, Shows
-from nbdist.commands.panel_turns import Turns
-from nbdist.core import panel_picker
-from nbdist.core.panel import BUTTONS, PanelState, Plan, missing
-from nbdist.core.panel_board import Board, Job
 from nbdist.core.progress import Progress
 from nbdist.core.shown import is_stored
 from nbdist.core.view import View
 from nbdist.errors import NbdistError
 from nbdist.notebook.notebook import NOTEBOOK, SHOWN, CellOptions
 from nbdist.notebook.verb import Verb
+from nbdist.panel import actions, panel_plans, strategy_form
+from nbdist.panel import kernel as ranks_panel
+from nbdist.panel.actions import Chosen, Shows
+from nbdist.panel.job_queue import Board, Job
+from nbdist.panel.kernel import Known
+from nbdist.panel.scheduler import Turns
+from nbdist.panel.state import BUTTONS, PanelState, Plan, missing
+from nbdist.panel.view import html as panel_view
 from nbdist.strategy.choice import Choice, described
-from nbdist.view import panel as panel_view
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
-    from nbdist.view.panel_widgets import PanelWidgets
+    from nbdist.panel.view.widgets import PanelWidgets
 
 TICK_S = 1.0
 # A sample of every rank is there within a second; an idle rank answers at once.
@@ -109,7 +108,7 @@ class Panel:
         """Press a button, from any thread. Returns at once; what goes wrong is in the log.
 
         Args:
-            name: Of core.panel.BUTTONS.
+            name: Of panel.state.BUTTONS.
         """
         with self._logged(name):
             why = missing(name, self._facts())
@@ -176,7 +175,7 @@ class Panel:
             ranks=rows,
             waits=waits,
             strategy=described(self._current(session)),
-            models=tuple(panel_picker.model_told(model) for model in self._known.models),
+            models=tuple(strategy_form.model_told(model) for model in self._known.models),
         )
 
     def before_cell(self, code: str, options: CellOptions) -> CellOptions:
@@ -187,7 +186,7 @@ class Panel:
         if not name:
             return options
         self.board.note(f"{BUTTONS[name].magic} for cell [{NOTEBOOK.cell_number}]")
-        return replace(options, record=panel_actions.record(name, options.ranks))
+        return replace(options, record=actions.record(name, options.ranks))
 
     # The ranks that there are.
 
@@ -246,7 +245,7 @@ class Panel:
             return ""
         topology = session.topology
         on = (topology.world_size, topology.ranks[0].device.split(":")[0], topology.backend)
-        return panel_picker.picked(widgets.strategy.value, widgets.values, *on)
+        return strategy_form.picked(widgets.strategy.value, widgets.values, *on)
 
     def _plan(self) -> Plan:
         found, session = self._picked(), self._session
@@ -261,7 +260,7 @@ class Panel:
         current = self._current(self._session)
         if current != self._followed:
             self._followed = current
-            widgets.set_values(current.name, panel_picker.values_of(current))
+            widgets.set_values(current.name, strategy_form.values_of(current))
 
     def _facts(self) -> set[str]:
         session = self._now()
@@ -291,11 +290,11 @@ class Panel:
             rank = widgets.rank.value
             chosen = Chosen(widgets.strategy.value, widgets.values, None if rank == "" else rank)
         current = None if session is None else self._current(session)
-        return panel_actions.job(name, chosen, current, self._code)
+        return actions.job(name, chosen, current, self._code)
 
     def _act(self, job: Job) -> str:
         with SHOWN.silenced():
-            return panel_actions.act(job, self._shows)
+            return actions.act(job, self._shows)
 
     def interrupt(self) -> None:
         """As the stop button: the cells on the ranks, else what the notebook itself does."""
@@ -313,7 +312,7 @@ class Panel:
 
     def _show_status(self) -> None:
         with self._logged("status"):
-            panel_actions.status(NOTEBOOK.session, self._shows)
+            actions.status(NOTEBOOK.session, self._shows)
             self.board.note("status: see below", "done")
         self.refresh()
 
@@ -333,7 +332,7 @@ class Panel:
 
     def _made(self) -> PanelWidgets:
         from nbdist.commands import VERBS
-        from nbdist.view.panel_widgets import PanelWidgets  # which needs ipywidgets
+        from nbdist.panel.view.widgets import PanelWidgets  # which needs ipywidgets
 
         with self._lock:
             if self._widgets is None:

@@ -133,7 +133,7 @@ panel_tokens = torch.utils.data.DataLoader(torch.arange(1024).view(32, 32) % 200
 panel_lm, panel_opt, panel_tokens = accelerator.prepare(panel_lm, panel_opt, panel_tokens)
 """
 _BOTH = """
-from nbdist.core.panel_plan import Limit, counted
+from nbdist.panel.plan import Limit, counted
 from nbdist.strategy.choice import choose
 def both(name, **batch):
     row = nbdist.plan('panel_lm', engine='formulas', strategy=name, **batch).plan.rows[0]
@@ -249,7 +249,7 @@ def test_interrupt_is_not_lost_on_ranks_that_have_not_begun_the_cell(panel: Kern
 def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
     """Between two cells the kernel ignores SIGINT; what was pressed counts once the job acts."""
     panel.run(
-        "from nbdist.commands import panel_actions\n"
+        "from nbdist.panel import actions as panel_actions\n"
         "kept, take = dict(panel_actions._ACTIONS), PANEL.board.take\n"
         "panel_actions._ACTIONS['apply'] = lambda *_: time.sleep(600)\n"
         "def taking():\n"
@@ -272,7 +272,7 @@ def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
 def test_interrupt_ends_what_the_panel_itself_does(panel: Kernel) -> None:
     """A job that hangs is broken off; the log says so."""
     panel.run(
-        "from nbdist.commands import panel_actions\n"
+        "from nbdist.panel import actions as panel_actions\n"
         "kept = dict(panel_actions._ACTIONS)\n"
         "panel_actions._ACTIONS['apply'] = lambda *_: time.sleep(600)\n"
         "press('apply', strategy='fsdp'); later('interrupt', when=acting)"
@@ -289,7 +289,7 @@ def test_the_notebooks_stop_button_ends_what_the_panel_does(
 ) -> None:
     """Between cells, where the kernel would ignore SIGINT, or at a cell's very end."""
     asking = panel.start(
-        "from nbdist.commands import panel_actions\n"
+        "from nbdist.panel import actions as panel_actions\n"
         "import pathlib\n"
         "kept = dict(panel_actions._ACTIONS)\n"
         "def sleeping(*_): pathlib.Path('acting').touch(); time.sleep(600)\n"

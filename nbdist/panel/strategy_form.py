@@ -77,7 +77,7 @@ def _field(row: OptionRow) -> Field:
 
 
 def given(values: Mapping[str, Value]) -> dict[str, object]:
-    """What the fields say, as `strategy.choice.choose` takes it; fields left alone are not in it."""
+    """What the fields say, as `choose` takes it; fields left alone are not in it."""
     return {word: _typed(word, value) for word, value in values.items() if value not in {"", False}}
 
 

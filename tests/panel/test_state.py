@@ -2,12 +2,12 @@
 
 import pytest
 
-from nbdist.core.panel import BUTTONS, KINDS, bar_share, bar_told, missing, row_of
-from nbdist.core.panel_board import Board, Job
-from nbdist.core.panel_picker import Model, fields, given, picked, planned, typed, values_of
 from nbdist.core.topology import RankPlace
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import STATES, Doing, Sample
+from nbdist.panel.job_queue import Board, Job
+from nbdist.panel.state import BUTTONS, KINDS, bar_share, bar_told, missing, row_of
+from nbdist.panel.strategy_form import Model, fields, given, picked, planned, typed, values_of
 from nbdist.strategy.choice import Choice, choose
 from nbdist.strategy.footprint import RECIPES
 from nbdist.strategy.options import OPTIONS, takers

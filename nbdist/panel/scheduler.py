@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 from IPython import get_ipython
 
-from nbdist.core.panel_board import Board, Job
 from nbdist.errors import NbdistError
 from nbdist.notebook.notebook import NOTEBOOK
+from nbdist.panel.job_queue import Board, Job
 from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.sigint import Presses
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nbdist.core.panel import BUTTONS, Entry
+from nbdist.panel.state import BUTTONS, Entry
 
 LOG_LINES = 200
 

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from nbdist.core.panel_plan import Limit, counted, plan_of
+from nbdist.panel.plan import Limit, counted, plan_of
 from nbdist.planner.devices import DEVICES
 from nbdist.planner.live_model import Kind, LiveModel, by_kinds, load_of, shape_of
 from nbdist.planner.plan import plan

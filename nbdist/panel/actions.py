@@ -14,14 +14,14 @@ from IPython.utils.capture import capture_output
 from nbdist.cells.kernel.session import Session
 from nbdist.cluster import view as ranks_view
 from nbdist.commands import checkpoint, compare
-from nbdist.core import panel_picker
-from nbdist.core.panel import BUTTONS
-from nbdist.core.panel_board import Job
-from nbdist.core.panel_picker import Value
 from nbdist.core.view import View
 from nbdist.hang.kernel.maintenance import RESTART_S
 from nbdist.notebook.notebook import NOTEBOOK, Record
 from nbdist.notebook.verb import parse
+from nbdist.panel import strategy_form
+from nbdist.panel.job_queue import Job
+from nbdist.panel.state import BUTTONS
+from nbdist.panel.strategy_form import Value
 from nbdist.strategy.choice import Choice
 from nbdist.switch import view as strategy_view
 
@@ -59,7 +59,7 @@ class Chosen:
     @property
     def typed(self) -> str:
         """The strategy as it would be typed."""
-        return panel_picker.typed(self.name, self.values)
+        return strategy_form.typed(self.name, self.values)
 
 
 def job(name: str, chosen: Chosen, current: Choice | None, code: str) -> Job:
@@ -78,7 +78,7 @@ def job(name: str, chosen: Chosen, current: Choice | None, code: str) -> Job:
     elif name == "restart" and chosen.rank is not None:
         typed, argument = f"{typed} {chosen.rank}", chosen.rank
     elif name == "compare" and current is not None:
-        now = panel_picker.typed(current.name, panel_picker.values_of(current))
+        now = strategy_form.typed(current.name, strategy_form.values_of(current))
         strategies = list(dict.fromkeys([now, chosen.typed]))
         quoted = " ".join(f'"{one}"' if " " in one else one for one in strategies)
         typed, argument = f"{typed} {quoted} -- (the last cell)", (tuple(strategies), code)
@@ -95,7 +95,7 @@ def status(session: Session, shows: Shows) -> None:
 
 def _apply(argument: Any, _shows: Shows) -> str:
     name, values = argument
-    given = panel_picker.given(dict(values))
+    given = strategy_form.given(dict(values))
     return strategy_view.switched(NOTEBOOK.session.strategy.switch(name, **given)).text
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nbdist.core import units
-from nbdist.core.panel import Plan
 from nbdist.errors import OptionError
+from nbdist.panel.state import Plan
 from nbdist.planner.live_model import LiveModel, by_kinds, load_of, shape_of
 from nbdist.planner.memory import Memory
 from nbdist.planner.plan import NO, UNKNOWN, accumulating, verdict

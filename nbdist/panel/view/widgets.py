@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import ipywidgets
 
-from nbdist.core.panel import BUTTONS, PanelState, Plan
-from nbdist.core.panel_picker import UNSET, Field, Value, fields
+from nbdist.panel.state import BUTTONS, PanelState, Plan
+from nbdist.panel.strategy_form import UNSET, Field, Value, fields
+from nbdist.panel.view.html import LIVE_STYLE, log_html, plan_html, top_html
 from nbdist.strategy.table import ROWS
-from nbdist.view.panel import LIVE_STYLE, log_html, plan_html, top_html
 
 # In the order of the rows of buttons; the table of buttons has the rest.
 _TROUBLE = ("interrupt", "status", "restart")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from nbdist.cells.kernel.session import Session
-from nbdist.client import panel as ranks_panel
-from nbdist.client.panel import Known
 from nbdist.commands.plan import device_of_ranks
-from nbdist.core import panel_picker, panel_plan
-from nbdist.core.panel import Plan
-from nbdist.core.panel_plan import Limit
+from nbdist.panel import kernel as ranks_panel
+from nbdist.panel import plan as panel_panel_plan
+from nbdist.panel import strategy_form
+from nbdist.panel.kernel import Known
+from nbdist.panel.plan import Limit
+from nbdist.panel.state import Plan
 from nbdist.strategy.choice import Choice
 
 
 def plan(session: Session, choice: Choice, known: Known, current: Choice) -> Plan:
     """By the formulas of %dist_plan, of the models that a rank has told of; at once."""
     if known.models and known.sketches:
-        return panel_plan.plan_of(choice, known.sketches, limit(session), current)
-    text = panel_picker.planned(choice, known.models, current)
+        return panel_panel_plan.plan_of(choice, known.sketches, limit(session), current)
+    text = strategy_form.planned(choice, known.models, current)
     if known.problem:
         text += f"; states only: no rank could describe the models ({known.problem})"
     return Plan(text, is_possible=True)

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbdist.core.panel import BUTTONS, PanelState, Plan
-from nbdist.core.panel_picker import fields
+from nbdist.panel.state import BUTTONS, PanelState, Plan
+from nbdist.panel.strategy_form import fields
+from nbdist.panel.view.widgets import PanelWidgets, answer_in_subshell
 from nbdist.strategy.table import ROWS
-from nbdist.view.panel_widgets import PanelWidgets, answer_in_subshell
 
 
 class Owner:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.cells.kernel import status
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.panel import RankRow, row_of
-from nbdist.core.panel_picker import Model
-from nbdist.core.panel_plan import Limit
 from nbdist.hang import diagnose
+from nbdist.panel.plan import Limit
+from nbdist.panel.state import RankRow, row_of
+from nbdist.panel.strategy_form import Model
 from nbdist.planner.kernel import remote_plan
 from nbdist.planner.live_model import LiveModel
 from nbdist.rpc.kernel import functions

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nbdist.core.panel import Entry, PanelState, RankRow
-from nbdist.view.panel import log_html, still, top_html
+from nbdist.panel.state import Entry, PanelState, RankRow
+from nbdist.panel.view.html import log_html, still, top_html
 
 STATE = PanelState(
     "2 ranks on 1 host, gloo",

@@ -8,18 +8,9 @@ import time
 from collections.abc import Sequence
 
 from nbdist.core import units
-from nbdist.core.panel import (
-    KINDS,
-    OLD_S,
-    Entry,
-    PanelState,
-    Plan,
-    RankRow,
-    bar_share,
-    bar_told,
-)
 from nbdist.core.shown import PLACEHOLDER, is_stored, shown
 from nbdist.core.view import View, table
+from nbdist.panel.state import KINDS, OLD_S, Entry, PanelState, Plan, RankRow, bar_share, bar_told
 from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN
 
 # The live panel's page hides the picture that stands below it for when there is no panel.

@@ -1,0 +1,1 @@
+"""The panel as HTML and as widgets."""

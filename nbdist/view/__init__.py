@@ -1,1 +1,0 @@
-"""Records in, a View out: text always, HTML beside it."""
