@@ -12,6 +12,7 @@ from nbdist.commands import (
     cells,
     check,
     checkpoint,
+    cluster,
     compare,
     config,
     doctor,
@@ -20,13 +21,12 @@ from nbdist.commands import (
     monitor,
     panel,
     plan,
-    running,
+    strategy,
     terminal,
     trace,
-    training,
     variables,
 )
-from nbdist.commands.running import start_and_show
+from nbdist.commands.cluster import start_and_show
 from nbdist.notebook.notebook import CellOptions, show
 from nbdist.notebook.verb import NOTEBOOK, TERMINAL, Verb
 
@@ -34,8 +34,8 @@ __all__ = ["REPLACED_MAGICS", "VERBS", "WORDS", "cell_options", "show", "start_a
 
 # In the order of the help; each file of this folder holds those of one subject.
 _ALL = (
-    *running.VERBS,
-    *training.VERBS,
+    *cluster.VERBS,
+    *strategy.VERBS,
     *checkpoint.VERBS,
     *variables.VERBS,
     *cells.VERBS,

@@ -13,7 +13,7 @@ from nbdist.bandwidth.results import OPS, Bench, parse_ops
 from nbdist.bandwidth.sizes import parse_sizes
 from nbdist.cluster import view as ranks_view
 from nbdist.cluster.kernel.start import StartOptions
-from nbdist.commands.running import START_OPTIONS
+from nbdist.commands.cluster import START_OPTIONS
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from nbdist.cells.view.live_cell import publish
-from nbdist.commands.training import strategy_asked
+from nbdist.commands.strategy import strategy_asked
 from nbdist.comparison import view as comparison_view
 from nbdist.comparison.kernel import Comparing
 from nbdist.core.view import View

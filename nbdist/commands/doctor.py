@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from nbdist.cluster.kernel import orphans
-from nbdist.commands import running
+from nbdist.commands import cluster
 from nbdist.core.view import View
 from nbdist.diagnostics import checks
 from nbdist.diagnostics import kernel as diagnostics_kernel
@@ -28,7 +28,7 @@ def examined(*, is_cleaning: bool) -> View:
     is_running = NOTEBOOK.is_running
     collected = _of_running_ranks() if is_running else diagnostics_kernel.collect(None)
     view = doctor_view.findings(checks.examine(collected), done)
-    return doctor_view.below(view, running.status_view()) if is_running else view
+    return doctor_view.below(view, cluster.status_view()) if is_running else view
 
 
 def _of_running_ranks() -> Facts:

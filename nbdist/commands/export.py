@@ -13,7 +13,17 @@ from typing import Any
 from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist.commands import cells, check, compare, memory, running, trace, training
+from nbdist.commands import (
+    cells,
+    check,
+    cluster,
+    compare,
+    memory,
+    trace,
+)
+from nbdist.commands import (
+    strategy as commands_strategy,
+)
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.exporter import export
@@ -249,8 +259,8 @@ VERBS = (
 _TABLE = {
     verb.name: verb
     for verbs in (
-        running.VERBS,
-        training.VERBS,
+        cluster.VERBS,
+        commands_strategy.VERBS,
         cells.VERBS,
         trace.VERBS,
         memory.VERBS,

@@ -14,7 +14,7 @@ import nbdist
 from nbdist.cluster import view as ranks_view
 from nbdist.cluster.kernel import orphans, runs
 from nbdist.cluster.run_owner import RUNNING, STOPPED, Run
-from nbdist.commands.running import START_OPTIONS, start_options
+from nbdist.commands.cluster import START_OPTIONS, start_options
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.view import View
 from nbdist.diagnostics import view as runs_view

@@ -7,7 +7,7 @@ import pytest
 from nbdist import commands
 from nbdist.cluster.kernel import launcher, start
 from nbdist.cluster.kernel.start import StartOptions
-from nbdist.commands import running
+from nbdist.commands import cluster
 from nbdist.errors import OptionError
 from nbdist.notebook import verb
 from tests.support.ranks import silent
@@ -15,7 +15,7 @@ from tests.support.ranks import silent
 
 def typed(line: str) -> StartOptions:
     parsed = verb.parse(commands.VERBS["dist_init"], line)
-    return running.start_options(parsed.values)
+    return cluster.start_options(parsed.values)
 
 
 def test_defaults() -> None:
@@ -66,7 +66,7 @@ def test_both_can_be_compared_with_running_ranks() -> None:
     """Every option of a start but the deadline has the name by which it is typed."""
     fields = set(StartOptions.__dataclass_fields__) - {"deadline_s"}
 
-    assert set(running._TYPED) == fields
+    assert set(cluster._TYPED) == fields
 
 
 def test_levels_are_torchs() -> None:

@@ -62,7 +62,7 @@ print(repr((
 _RUN = """
 import nbdist
 from nbdist.comparison.kernel import Comparing
-from nbdist.commands.training import strategy_asked
+from nbdist.commands.strategy import strategy_asked
 def comparing(texts, code):
     asked = [(text, strategy_asked(text)) for text in texts]
     return Comparing(nbdist.session(), code).run(asked)
