@@ -256,14 +256,14 @@ def step() -> None:
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register the magics (`%load_ext nbdist`)."""
-    from nbdist import magics
+    from nbdist.frontend import magics
 
     magics.register(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """Take the routing of cells away; running ranks go on."""
-    from nbdist import magics
+    from nbdist.frontend import magics
 
     magics.unregister(shell)
 

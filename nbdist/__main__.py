@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from nbdist.cli import main
+from nbdist.frontend.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

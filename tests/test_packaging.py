@@ -136,7 +136,7 @@ def test_the_doctor_asks_for_the_same_versions() -> None:
 
 def test_the_command_line_is_installed() -> None:
     """`nbdist` is a script of the package."""
-    assert PROJECT["scripts"] == {"nbdist": "nbdist.cli:main"}
+    assert PROJECT["scripts"] == {"nbdist": "nbdist.frontend.cli:main"}
 
 
 def test_wheel_has_the_shipped_files(wheel: Path) -> None:

@@ -204,7 +204,7 @@ def test_wrong_use_in_a_terminal(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2 before any rank is started."""
-    from nbdist import cli
+    from nbdist.frontend import cli
 
     code = cli.main(["bench", *words])
     said = capsys.readouterr()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nbdist import __version__, cli
+from nbdist import __version__
 from nbdist.commands import VERBS, WORDS
+from nbdist.frontend import cli
 from nbdist.notebook.verb import NOTEBOOK
 from tests.front.conftest import start_ranks
 from tests.support import processes

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.cli import main
 from nbdist.commands import WORDS
 from nbdist.config.emit import run_line
+from nbdist.frontend.cli import main
 from nbdist.notebook.verb import parse, strategy_given
 from nbdist.strategy.choice import choose
 from tests.support.cells import Cell

@@ -319,7 +319,8 @@ def test_loading_twice_is_harmless(kernel: Kernel) -> None:
                  "%load_ext nbdist"):  # fmt: skip
         assert kernel.run(code).status == "ok"
     routes = kernel.run(
-        "[t.__module__ for t in get_ipython().input_transformers_cleanup].count('nbdist.routing')"
+        "[t.__module__ for t in get_ipython().input_transformers_cleanup]"
+        ".count('nbdist.frontend.input_transformer')"
     )
     cell = kernel.run("%%distributed\nrank")
 

@@ -8,9 +8,10 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import no_var_expand
 
-from nbdist import commands, completion, routing
+from nbdist import commands
 from nbdist.core.view import View
 from nbdist.errors import OptionError
+from nbdist.frontend import completer, input_transformer
 from nbdist.notebook.notebook import NOTEBOOK, SHOWN, CellOptions
 from nbdist.notebook.verb import Parsed, Verb, help_view, parse
 
@@ -30,7 +31,7 @@ def run_cell(verb: Verb, line: str, cell: str) -> None:
     """Run a cell magic and block: the way inside other magics and nested cells."""
     parsed = parse(verb, line)
     if not _is_answered(verb, parsed) and cell.strip():
-        verb.run(parsed.values, routing.sent_code(f"{verb.typed} {line}\n", cell))
+        verb.run(parsed.values, input_transformer.sent_code(f"{verb.typed} {line}\n", cell))
 
 
 def run_either(verb: Verb, line: str, cell: str | None = None) -> None:
@@ -52,7 +53,7 @@ def run_both(verb: Verb, line: str, cell: str | None = None) -> None:
                 f"%%{verb.name}: there is code behind -- and in the lines below. Leave out one."
             )
         above = f"%%{verb.name} {line}\n"
-        parsed.values.rest = routing.sent_code(above, cell) if cell.strip() else ""
+        parsed.values.rest = input_transformer.sent_code(above, cell) if cell.strip() else ""
     view = verb.run(parsed.values)
     if view is not None:
         commands.show(view)
@@ -123,19 +124,19 @@ def register(shell: InteractiveShell) -> None:
         add(function, kind, verb.name)
     for name in commands.REPLACED_MAGICS:
         add(functools.partial(answer, name), "line", name)
-    add(functools.partial(run_local, shell), "cell", routing.LOCAL_CELL)
+    add(functools.partial(run_local, shell), "cell", input_transformer.LOCAL_CELL)
     unregister(shell)
-    shell.input_transformers_cleanup.insert(0, routing.route)
-    completion.install(shell)
+    shell.input_transformers_cleanup.insert(0, input_transformer.route)
+    completer.install(shell)
 
 
 def unregister(shell: InteractiveShell) -> None:
     """Take the routing and the completion away again; the ranks go on."""
     kept = [one for one in shell.input_transformers_cleanup if not _is_ours(one)]
     shell.input_transformers_cleanup[:] = kept
-    completion.uninstall(shell)
+    completer.uninstall(shell)
 
 
 def _is_ours(transformer: Any) -> bool:
     # By name: after %reload_ext the function is another object.
-    return getattr(transformer, "__module__", "") == routing.__name__
+    return getattr(transformer, "__module__", "") == input_transformer.__name__

@@ -15,9 +15,9 @@ from nbdist import commands
 from nbdist.cells.completion import Reply, reply_of, reply_with, shifted
 from nbdist.cells.kernel import completion
 from nbdist.errors import OptionError
+from nbdist.frontend.input_transformer import Destination, destination
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK
 from nbdist.notebook.verb import Verb, parse
-from nbdist.routing import Destination, destination
 
 _OURS = "_nbdist_original"
 _MAGIC_LINE = re.compile(r"\s*(%%?)(\w+)[ \[]")

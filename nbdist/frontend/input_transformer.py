@@ -123,7 +123,7 @@ def sent_code(above: str, body: str) -> str:
 
 
 def _call(shell: InteractiveShell, name: str, line: str, code: str) -> str:
-    magics = "__import__('nbdist.magics').magics"
+    magics = "__import__('nbdist.frontend.magics').frontend.magics"
     call = f"await {magics}.run_typed" if shell.autoawait else f"{magics}.run_blocking"
     return f"{call}({name!r}, {line!r}, {code!r})\n"
 
