@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import Row
-from nbdist.trace.breakdown import Shares
-from nbdist.trace.downsample import laid
+from nbdist.trace.breakdown import TimeBreakdown
+from nbdist.trace.downsample import layout_rows
 from nbdist.trace.trace import KINDS, Trace
-from nbdist.trace.view.report import MOST_ROWS, traced
+from nbdist.trace.view.report import MOST_ROWS, trace_report
 from tests.support.drawn_traces import training
 from tests.support.lab import browser_page
 
@@ -27,7 +27,7 @@ FRAMES = 180
 FRAME_MS = 1000 / 60
 MOST_MB = 2
 DEADLINE_MS = 60_000
-NOTHING = Shares((), 0, None, (), (), 0.0)
+NOTHING = TimeBreakdown((), 0, None, (), (), 0.0)
 # Half of the time the picture is moved by a hundredth of its width for each frame of the screen,
 # then it is zoomed in and out again.
 MOVE = """count => new Promise(done => {
@@ -121,7 +121,7 @@ class _Shown:
 
 def _shown(trace: Trace, page: Page) -> _Shown:
     began_s = time.perf_counter()
-    bundle = traced(trace, NOTHING, [])._repr_mimebundle_()
+    bundle = trace_report(trace, NOTHING, [])._repr_mimebundle_()
     made_s = time.perf_counter()
     page.set_content(bundle["text/html"], wait_until="commit")
     _frame(page)
@@ -143,7 +143,7 @@ def _bars_s(trace: Trace) -> float:
     from matplotlib.figure import Figure
 
     began_s = time.perf_counter()
-    events = laid(trace, MOST_ROWS)
+    events = layout_rows(trace, MOST_ROWS)
     figure = Figure(figsize=(10, 6), dpi=160)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

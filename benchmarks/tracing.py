@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import Row
 from benchmarks.kernels import Notebook
 from nbdist.trace import breakdown, clock_sync, finding_records, read
-from nbdist.trace.view.report import traced
+from nbdist.trace.view.report import trace_report
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "traces" / "ddp"
 RANKS = 2
@@ -140,8 +140,8 @@ def _read_s(path: Path) -> float:
 def _shown_s(paths: list[Path]) -> float:
     trace = clock_sync.joined([read.read(path) for path in paths])
     began_s = time.perf_counter()
-    counted = breakdown.shares(trace)
-    view = traced(trace, counted, finding_records.findings(trace, counted))
+    counted = breakdown.breakdown(trace)
+    view = trace_report(trace, counted, finding_records.findings(trace, counted))
     assert view._repr_mimebundle_()["text/html"]
     assert sum(len(one.events) for one in trace.ranks) >= EVENTS
     return time.perf_counter() - began_s

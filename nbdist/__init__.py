@@ -154,9 +154,9 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
         OptionError: If a word does not exist, or degrees do not fit.
     """
     from nbdist.commands.plan import OPTIMIZER, Asked, planned
-    from nbdist.planner.workload import Load
+    from nbdist.planner.workload import Workload
 
-    load = Load(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
+    load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
     asked = Asked(ranks, gpu, memory, engine, inputs, optimizer)
     return planned(model, asked, load, strategy, strategy_options)
 

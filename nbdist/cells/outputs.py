@@ -27,7 +27,7 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rich:
+class DisplayOutput:
     """A figure, table or other display of one rank.
 
     Attributes:
@@ -46,14 +46,14 @@ class Rich:
 
 
 @dataclass(frozen=True, slots=True)
-class Clear:
+class ClearOutput:
     """clear_output() of the rank whose displays are shown."""
 
     rank: int
     wait: bool
 
 
-Event = Line | Bar | Rich | Clear
+Event = Line | Bar | DisplayOutput | ClearOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +154,14 @@ class _Output:
 class _RankFeed:
     failure: RankFailure | None = None
     text: _Tail = field(default_factory=_Tail)
-    unshown: list[Rich | Clear] = field(default_factory=list)
+    unshown: list[DisplayOutput | ClearOutput] = field(default_factory=list)
     outputs: list[_Output] = field(default_factory=list)
     clears_outputs: bool = False
     has_rich: bool = False
     has_ended: bool = False
 
 
-class CellFeed:
+class OutputReducer:
     """Folds the raw iopub messages of all chosen ranks into what to show.
 
     Text is merged over the ranks. Rich output is shown from the lowest rank that
@@ -250,11 +250,11 @@ class CellFeed:
         if rank == self.ranks[0] or (rank == shown_rank and not self._is_patient):
             return [payload]
         unshown = self._feeds[rank].unshown
-        if unshown and isinstance(unshown[-1], Clear):
+        if unshown and isinstance(unshown[-1], ClearOutput):
             unshown.clear()
-        if isinstance(payload, Clear) and not payload.wait:
+        if isinstance(payload, ClearOutput) and not payload.wait:
             unshown.clear()
-        elif isinstance(payload, Rich) and shown_rank not in {None, rank}:
+        elif isinstance(payload, DisplayOutput) and shown_rank not in {None, rank}:
             unshown.append(replace(payload, data={}))  # only counted from here on
         else:
             unshown.append(payload)
@@ -266,7 +266,7 @@ class CellFeed:
         if rank is None:
             return []
         unshown, self._feeds[rank].unshown = self._feeds[rank].unshown, []
-        return [payload for payload in unshown if isinstance(payload, Rich)]
+        return [payload for payload in unshown if isinstance(payload, DisplayOutput)]
 
     def _keep(self, rank: int, output: _Output) -> None:
         feed = self._feeds[rank]
@@ -312,22 +312,22 @@ class CellFeed:
                 output.data, output.metadata = rich.data, rich.metadata
         self._attach(rich, now_s)
 
-    def _rich(self, rank: int, message: Message, *, is_update: bool = False) -> Rich:
+    def _rich(self, rank: int, message: Message, *, is_update: bool = False) -> DisplayOutput:
         content = message["content"]
         data = dict(content["data"])
         if self._is_patient:
             data.pop(WIDGET_TYPE, None)
         metadata, transient = content.get("metadata") or {}, content.get("transient") or {}
-        return Rich(rank, data, metadata, transient, is_update=is_update)
+        return DisplayOutput(rank, data, metadata, transient, is_update=is_update)
 
-    def _attach(self, rich: Rich, now_s: float) -> None:
+    def _attach(self, rich: DisplayOutput, now_s: float) -> None:
         self._feeds[rich.rank].has_rich = True
         # An update changes a display elsewhere and leaves the line at hand alone.
         self._mergers["stdout"].attach(rich.rank, rich, now_s, ends_line=not rich.is_update)
 
     def _clear(self, rank: int, message: Message, now_s: float) -> None:
         wait = bool(message["content"].get("wait"))
-        self._mergers["stdout"].attach(rank, Clear(rank, wait=wait), now_s)
+        self._mergers["stdout"].attach(rank, ClearOutput(rank, wait=wait), now_s)
         self._feeds[rank].clears_outputs = True
         if not wait:
             self._feeds[rank].outputs.clear()
@@ -354,8 +354,8 @@ class CellFeed:
     }
 
 
-def _is_display(payload: Rich | Clear) -> bool:
-    return isinstance(payload, Rich) and not payload.is_update
+def _is_display(payload: DisplayOutput | ClearOutput) -> bool:
+    return isinstance(payload, DisplayOutput) and not payload.is_update
 
 
 def _displays_phrase(count: int, ranks: list[int]) -> str:

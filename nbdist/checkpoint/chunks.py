@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from nbdist.strategy.tensor_layout import Runs, Side, runs
+from nbdist.strategy.tensor_layout import Placement, Runs, local_runs
 
 # A larger box is cut: it is read, compared and shared out in parts of this size.
 MOST_BYTES = 64 << 20
@@ -47,7 +47,7 @@ class Stored:
     """
 
     name: str
-    side: Side
+    side: Placement
     item_bytes: int
 
 
@@ -61,7 +61,7 @@ class Part:
 
 
 @functools.lru_cache(maxsize=4096)
-def chunks(side: Side, world_size: int) -> tuple[Chunk, ...]:
+def chunks(side: Placement, world_size: int) -> tuple[Chunk, ...]:
     """The boxes that ranks hold of a tensor, in order of their offsets.
 
     Ranks that hold the same elements are holders of the same boxes. A tensor without elements
@@ -69,7 +69,7 @@ def chunks(side: Side, world_size: int) -> tuple[Chunk, ...]:
     """
     holders: dict[tuple[Runs, ...], list[int]] = {}
     for rank in range(world_size):
-        own = runs(side.layout, side.degrees, rank)
+        own = local_runs(side.layout, side.degrees, rank)
         if own is not None:
             holders.setdefault(own, []).append(rank)
     if math.prod(side.layout.shape) == 0:
@@ -80,12 +80,12 @@ def chunks(side: Side, world_size: int) -> tuple[Chunk, ...]:
     return tuple(sorted(found, key=lambda one: one.offsets))
 
 
-def own_chunks(side: Side, world_size: int, rank: int) -> tuple[Chunk, ...]:
+def own_chunks(side: Placement, world_size: int, rank: int) -> tuple[Chunk, ...]:
     """The boxes that one rank holds."""
     return tuple(one for one in chunks(side, world_size) if rank in one.holders)
 
 
-def is_complete(side: Side, world_size: int) -> bool:
+def is_complete(side: Placement, world_size: int) -> bool:
     """Whether the ranks together hold every element."""
     whole = math.prod(side.layout.shape)
     return sum(one.count for one in chunks(side, world_size)) == whole and bool(

@@ -327,7 +327,7 @@ def _own(error: BaseException, what: str) -> BaseException:
     """The error of a call to all ranks, as a checkpoint's."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(f"{what}; {error}" if str(error) else what)
-    if (refused := gather.refusal(error, CheckpointError)) is not None:
+    if (refused := gather.remote_error_message(error, CheckpointError)) is not None:
         return refused
     if type(error) is NbdistError:  # a rank has ended meanwhile, or raised what nobody foresaw
         return CheckpointError(f"{what}: {error}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from nbdist.checkpoint import other_formats, typed_json
 from nbdist.errors import CheckpointError
-from nbdist.strategy.choice import Choice
+from nbdist.strategy.choice import Strategy
 from nbdist.strategy.options import listed
 
 MANIFEST = "nbdist.json"
@@ -122,7 +122,7 @@ class Checkpoint:
     optimizers: tuple[SavedOptimizer, ...]
     versions: Versions
     world_size: int
-    strategy: Choice
+    strategy: Strategy
     saved_s: float
     files: tuple[SavedFile, ...]
     schedulers: tuple[Mapping[str, Any], ...] = ()

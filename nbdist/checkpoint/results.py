@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbdist.strategy.choice import Choice
+from nbdist.strategy.choice import Strategy
 
 RUNNING, DONE, FAILED = "running", "done", "failed"
 
@@ -66,7 +66,7 @@ class Saved:
     files: int
     tensors: int
     step: int
-    strategy: Choice
+    strategy: Strategy
     elapsed_s: float
     notes: tuple[str, ...] = ()
 
@@ -110,8 +110,8 @@ class Loaded:
     models: tuple[str, ...]
     optimizers: tuple[str, ...]
     step: int
-    saved_as: Choice
-    loaded_as: Choice
+    saved_as: Strategy
+    loaded_as: Strategy
     saved_size: int
     read_bytes: int
     notes: tuple[str, ...]

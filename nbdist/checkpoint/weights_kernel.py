@@ -46,7 +46,9 @@ def export(session: Session, path: str | Path, model: str = "") -> Exported:
     except KeyboardInterrupt as error:
         raise Interrupted(f"{error}; what was at {target} is as it was") from error
     except NbdistError as error:
-        if (refused := gather.refusal(error, OptionError, CheckpointError)) is not None:
+        if (
+            refused := gather.remote_error_message(error, OptionError, CheckpointError)
+        ) is not None:
             raise refused from error
         raise
     return told[0]

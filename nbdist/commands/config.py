@@ -14,7 +14,7 @@ from nbdist.config import kernel as config_kernel
 from nbdist.config import view as config_view
 from nbdist.config.emit import FORMS, SCRIPT, Setting
 from nbdist.config.launch import Configured, configured
-from nbdist.config.report import TYPED, Around
+from nbdist.config.report import TYPED, CheckContext
 from nbdist.config.tree import Document
 from nbdist.core.view import View
 from nbdist.errors import OptionError
@@ -133,7 +133,7 @@ def _form(form: str | None, path: Path) -> str:
 
 def checked(
     path: str | Path,
-    around: Around,
+    around: CheckContext,
     beside: Sequence[str | Path] = (),
     write: str | Path | None = None,
     *,
@@ -166,7 +166,7 @@ def checked(
     return config_view.corrected(before, after, told, str(write))
 
 
-def _completed(around: Around, others: tuple[Document, ...]) -> Around:
+def _completed(around: CheckContext, others: tuple[Document, ...]) -> CheckContext:
     """With the ranks that run here, and their degrees, where none are typed."""
     ranks, source = around.ranks, TYPED
     degrees = {"tp": around.tp, "pp": around.pp, "cp": around.cp, "dp": around.dp}
@@ -175,7 +175,7 @@ def _completed(around: Around, others: tuple[Document, ...]) -> Around:
         last = NOTEBOOK.session.strategy.last
         if last is not None and not any(degrees.values()):
             degrees |= {axis: getattr(last.degrees, axis) for axis in ("tp", "pp", "cp")}
-    return Around(ranks, source if ranks is not None else "", others=others, **degrees)
+    return CheckContext(ranks, source if ranks is not None else "", others=others, **degrees)
 
 
 def _named_by(document: Document, path: str | Path) -> list[Document]:
@@ -209,7 +209,7 @@ def _write(path: Path, text: str, *, is_forced: bool) -> None:
         raise OptionError(f"{path} cannot be written ({error.strerror}).") from error
 
 
-def around_of(ranks: int | None, given: Mapping[str, object]) -> Around:
+def around_of(ranks: int | None, given: Mapping[str, object]) -> CheckContext:
     """Ranks and degrees as typed.
 
     Raises:
@@ -223,7 +223,7 @@ def around_of(ranks: int | None, given: Mapping[str, object]) -> Around:
             "--tp, --pp, --cp and --dp."
         )
     degrees: dict[str, Any] = dict(read.degrees)
-    return Around(ranks, **degrees)
+    return CheckContext(ranks, **degrees)
 
 
 def dist_config(values: Namespace) -> View:

@@ -198,7 +198,9 @@ def _of_strategy(values: Namespace) -> Magic:
     return Magic(choice=_choice(switch_kernel.asked(name, strategy_given(values)), None))
 
 
-def _choice(asked: switch_kernel.Asked | None, world_size: int | None) -> strategies.Choice | None:
+def _choice(
+    asked: switch_kernel.Asked | None, world_size: int | None
+) -> strategies.Strategy | None:
     """The strategy for as many ranks as were typed, or as it takes."""
     if asked is None:
         return None

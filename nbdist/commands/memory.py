@@ -11,10 +11,10 @@ from nbdist.commands.trace import step_count
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.memory import file as memory_file
-from nbdist.memory.diff import growth
+from nbdist.memory.diff import diff
 from nbdist.memory.snapshot import MemoryOptions, Snapshot
 from nbdist.memory.view.diff import grew
-from nbdist.memory.view.report import remembered
+from nbdist.memory.view.report import memory_report
 from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record, show
 from nbdist.notebook.verb import Option, Verb
 
@@ -32,7 +32,7 @@ def cell_options(values: Namespace) -> CellOptions:
 
 
 def _publish(snapshot: Snapshot) -> None:
-    show(remembered(snapshot))
+    show(memory_report(snapshot))
 
 
 def dist_memory(values: Namespace) -> View:
@@ -52,7 +52,7 @@ def dist_memory(values: Namespace) -> View:
         return View("\n".join(f"written: {path}" for path in made))
     if values.since is not None:
         return _grown(values.since, snapshot)
-    return remembered(snapshot)
+    return memory_report(snapshot)
 
 
 def _asked(folder: Path | None, *, is_now: bool) -> Snapshot:
@@ -70,7 +70,7 @@ def _grown(since: str, snapshot: Snapshot) -> View:
             f"{since} is the recording that was made last: record another one with %%dist_memory, "
             "or compare with this moment: %dist_memory --now --since " + since
         )
-    return grew(growth(before, snapshot), since)
+    return grew(diff(before, snapshot), since)
 
 
 def saved(folder: str) -> Snapshot:

@@ -29,12 +29,12 @@ from nbdist.notebook.verb import Verb
 from nbdist.panel import actions, panel_plans, strategy_form
 from nbdist.panel import kernel as ranks_panel
 from nbdist.panel.actions import Chosen, Shows
-from nbdist.panel.job_queue import Board, Job
+from nbdist.panel.job_queue import Job, JobQueue
 from nbdist.panel.kernel import Known
-from nbdist.panel.scheduler import Turns
+from nbdist.panel.scheduler import JobScheduler
 from nbdist.panel.state import BUTTONS, PanelState, Plan, missing
 from nbdist.panel.view import html as panel_view
-from nbdist.strategy.choice import Choice, described
+from nbdist.strategy.choice import Strategy, described
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
@@ -55,8 +55,8 @@ class Panel:
     """The panel of this notebook. There is one; a page may show it several times."""
 
     def __init__(self) -> None:
-        self.board = Board()
-        self.turns = Turns(self.board, self._act, self._changed)
+        self.board = JobQueue()
+        self.turns = JobScheduler(self.board, self._act, self._changed)
         self._shows = Shows(self._progress, self._detail)
         self._lock = threading.RLock()
         self._widgets: PanelWidgets | None = None
@@ -64,8 +64,8 @@ class Panel:
         self._essence: object = None
         self._session: Session | None = None
         # What was chosen last when a rank was asked, and what it answered.
-        self._told: tuple[Choice, Choice] | None = None
-        self._followed: Choice | None = None
+        self._told: tuple[Strategy, Strategy] | None = None
+        self._followed: Strategy | None = None
         self._known = Known()
         self._code = self._bar = self._doing = ""
         self._ticker: threading.Event | None = None  # set to end the thread
@@ -206,7 +206,7 @@ class Panel:
                 self._ask_prepared()
         return session
 
-    def _current(self, session: Session) -> Choice:
+    def _current(self, session: Session) -> Strategy:
         """The strategy that counts: a rank's own answer, unless something was chosen since."""
         last = ranks_panel.last_choice(session)
         return self._told[1] if self._told is not None and self._told[0] == last else last
@@ -219,7 +219,7 @@ class Panel:
         take = functools.partial(self._take_prepared, ranks_panel.last_choice(session))
         return ranks_panel.prepared(session, take)
 
-    def _take_prepared(self, last: Choice, choice: Choice, known: Known) -> None:
+    def _take_prepared(self, last: Strategy, choice: Strategy, known: Known) -> None:
         self._told, self._known = (last, choice), known
         self.refresh()
 
@@ -239,7 +239,7 @@ class Panel:
 
     # The chosen strategy.
 
-    def _picked(self) -> Choice | str:
+    def _picked(self) -> Strategy | str:
         session, widgets = self._session, self._widgets
         if session is None or widgets is None:
             return ""
@@ -271,7 +271,7 @@ class Panel:
             "ranks": True,
             "trace": bool(session.traces.count),
             "code": bool(self._code),
-            "choice": isinstance(picked, Choice),
+            "choice": isinstance(picked, Strategy),
             "other": picked != self._current(session),
             "queue": bool(self.board.queued),
         }

@@ -37,7 +37,7 @@ from nbdist.planner.memory import memory_of
 from nbdist.planner.models import CONFIGS, ModelShape, model_of, of_config
 from nbdist.planner.plan import Engine, plan
 from nbdist.planner.view.plan_view import PlanView, shown_plan
-from nbdist.planner.workload import OPTIMIZERS, Load
+from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy import options
 from nbdist.strategy.footprint import RECIPES
 
@@ -74,7 +74,7 @@ class Asked:
 def planned(
     model: Any,
     asked: Asked,
-    load: Load,
+    load: Workload,
     strategy: str | None = None,
     given: Mapping[str, object] | None = None,
 ) -> PlanView:
@@ -251,7 +251,7 @@ def dist_plan(values: Namespace) -> View:
         raise OptionError(f"%dist_plan: --fp32 and --{[*others, 'precision'][0]} contradict.")
     if values.checkpoints_all:
         given["checkpoint"] = given["checkpoint"] or "full"
-    load = Load(
+    load = Workload(
         values.batch, values.sequence, values.optimizer or OPTIMIZER, values.recipe or "",
         values.samples or 0,
     )  # fmt: skip

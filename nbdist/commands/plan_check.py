@@ -15,14 +15,14 @@ from nbdist.planner.kernel.fake_process import FakeEngine
 from nbdist.planner.live_model import by_kinds, load_of, shape_of
 from nbdist.planner.plan import accumulating
 from nbdist.planner.view.check_view import shown_check
-from nbdist.planner.workload import Load
-from nbdist.strategy.choice import Choice, choose, described
+from nbdist.planner.workload import Workload
+from nbdist.strategy.choice import Strategy, choose, described
 
 
 def checked(
     name: str,
     inputs: str,
-    load: Load,
+    load: Workload,
     progress: Callable[[str], None] = lambda _text: None,
 ) -> View:
     """Predict a step's memory under the strategy that counts, and measure it on the ranks.
@@ -65,6 +65,6 @@ def checked(
     return shown_check(live, described(choice), load, memory, found, measured)
 
 
-def _once(choice: Choice) -> Choice:
+def _once(choice: Strategy) -> Strategy:
     """The choice with one backward for each step, as it is measured."""
     return replace(choice, options=replace(choice.options, accumulate=1))

@@ -14,7 +14,7 @@ from nbdist.notebook.verb import Option, Verb
 from nbdist.trace import breakdown, finding_records
 from nbdist.trace.kernel.recordings import read_folder
 from nbdist.trace.trace import Trace, TraceOptions
-from nbdist.trace.view.report import traced
+from nbdist.trace.view.report import trace_report
 
 
 def dist_profile(values: Namespace, code: str) -> None:
@@ -50,8 +50,8 @@ def dist_trace(values: Namespace) -> View:
 
 def shown(trace: Trace) -> View:
     """What a trace says."""
-    shares = breakdown.shares(trace)
-    return traced(trace, shares, finding_records.findings(trace, shares))
+    shares = breakdown.breakdown(trace)
+    return trace_report(trace, shares, finding_records.findings(trace, shares))
 
 
 def read(folder: Path) -> Trace:

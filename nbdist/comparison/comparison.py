@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import Choice, described
-from nbdist.trace.breakdown import RankShares, Shares
+from nbdist.strategy.choice import Strategy, described
+from nbdist.trace.breakdown import RankBreakdown, TimeBreakdown
 
 # Of a step, in the order in which they are drawn; trace.breakdown says what each is.
 PARTS = ("compute", "communication", "copy", "data", "idle")
@@ -62,7 +62,7 @@ class Row:
         problem: Why there are no numbers, as a sentence; empty where there are.
         strategy: `strategy.choice.described`.
         dp: Ranks that see different data: a step takes so many of the loader's batches.
-        step_ns: As Shares.step_ns; of the whole cell, where it makes no steps.
+        step_ns: As TimeBreakdown.step_ns; of the whole cell, where it makes no steps.
         has_steps: Whether it makes steps.
         parts: Share of each of PARTS in that, over all ranks.
         overlap: Share of communication under which something computes; None without any.
@@ -108,8 +108,8 @@ class Comparison:
 
 def row(
     asked: str,
-    choice: Choice,
-    shares: Shares,
+    choice: Strategy,
+    shares: TimeBreakdown,
     warm: Sequence[Watched],
     recorded: Sequence[Watched],
 ) -> Row:
@@ -151,11 +151,11 @@ def row(
     )
 
 
-def _parts_ns(one: RankShares) -> tuple[int, ...]:
+def _parts_ns(one: RankBreakdown) -> tuple[int, ...]:
     return one.compute_ns, one.exposed_ns, one.copy_ns, one.data_ns, one.idle_ns
 
 
-def _formula_bytes(choice: Choice, most: Watched) -> float | None:
+def _formula_bytes(choice: Strategy, most: Watched) -> float | None:
     """What the strategy's formula gives: it is of Adam."""
     if not most.has_adam or not most.n_parameters:
         return None

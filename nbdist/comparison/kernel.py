@@ -11,7 +11,7 @@ from nbdist.comparison import comparison
 from nbdist.comparison.comparison import Comparison, Row, Watched
 from nbdist.errors import DistributedError, Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import functions
-from nbdist.strategy.choice import Choice, described
+from nbdist.strategy.choice import Strategy, described
 from nbdist.switch.kernel import Asked, chosen
 from nbdist.trace import breakdown
 from nbdist.trace.trace import TraceOptions
@@ -92,7 +92,7 @@ class Comparing:
         session.strategy.compared = found
         return found
 
-    def _row(self, text: str, one: Asked, before: Choice) -> Row:
+    def _row(self, text: str, one: Asked, before: Strategy) -> Row:
         session = self._session
         try:
             choice = chosen(one, session.topology)
@@ -113,7 +113,7 @@ class Comparing:
         self._back(before)
         return found
 
-    def _measured(self, text: str, choice: Choice) -> Row:
+    def _measured(self, text: str, choice: Strategy) -> Row:
         session = self._session
         self._call(functions.watch_memory, WATCH_S)
         session.run(self._code)
@@ -123,9 +123,9 @@ class Comparing:
         self._call(functions.watch_memory, WATCH_S)
         trace = session.profile(self._code, RECORDED)
         recorded: list[Watched] = self._call(functions.watched_memory, WATCH_S)
-        return comparison.row(text, choice, breakdown.shares(trace), warm, recorded)
+        return comparison.row(text, choice, breakdown.breakdown(trace), warm, recorded)
 
-    def _back(self, before: Choice) -> None:
+    def _back(self, before: Strategy) -> None:
         """Everything as it was before the strategy."""
         try:
             self._call(functions.clear_made, KEEP_S)

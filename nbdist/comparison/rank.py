@@ -28,13 +28,13 @@ from nbdist.comparison.comparison import Held, Watched
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import registry
 from nbdist.parallel.build import local_of
-from nbdist.parallel.consensus import random_kept
+from nbdist.parallel.consensus import fork_rng
 from nbdist.parallel.dp import fsdp
 from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.reshard.full_state import local_values
+from nbdist.parallel.reshard.full_state import local_state
 from nbdist.rpc.rank import namespace
 from nbdist.strategy.choice import label, rows_of
-from nbdist.switch.rank.commit import called
+from nbdist.switch.rank.commit import display_name
 
 _PROC = Path("/proc/self")
 # Written to clear_refs: the highest resident memory counts from now on (man 5 proc).
@@ -42,7 +42,7 @@ _RESET_PEAK = "5"
 
 
 @dataclass(slots=True)
-class Stepper:
+class OptimizerSnapshot:
     """An optimizer as it was: settings of each group, and state of each parameter in it."""
 
     optimizer: Optimizer
@@ -62,7 +62,7 @@ class _Kept:
     """
 
     models: list[tuple[Prepared, dict[str, torch.Tensor], list[tuple[torch.nn.Module, bool]]]]
-    steppers: list[Stepper]
+    steppers: list[OptimizerSnapshot]
     others: list[Callable[[], None]]
     names: dict[str, Any]
 
@@ -93,7 +93,7 @@ class _State:
 _state = _State()
 
 
-def keep() -> tuple[str, ...]:
+def save_training_state() -> tuple[str, ...]:
     """Copy what training changes on this rank, to the host; the names of the live models.
 
     Raises:
@@ -115,19 +115,19 @@ def keep() -> tuple[str, ...]:
         models=[
             (
                 one,
-                {name: _copied(value) for name, value in local_values(one).items()},
+                {name: _copied(value) for name, value in local_state(one).items()},
                 [(module, module.training) for module in one.base.modules()],
             )
             for one in models
         ],
         steppers=[stepper_of(one) for one in registry.bound_optimizers()],
-        others=[random_kept(), *(put for one in watchers for put in _of_accelerator(one))],
+        others=[fork_rng(), *(put for one in watchers for put in _of_accelerator(one))],
         names={k: v for k, v in namespace.everything().items() if not k.startswith("_")},
     )
-    return tuple(called(one.built) for one in models)
+    return tuple(display_name(one.built) for one in models)
 
 
-def clear() -> None:
+def clear_new_variables() -> None:
     """Forget the models and variables that the cell has made on this rank.
 
     Variables that it has bound anew stand for what they stood for before, unless there are live
@@ -145,7 +145,7 @@ def clear() -> None:
     gc.collect()
 
 
-def restore() -> None:
+def restore_training_state() -> None:
     """Put back what `keep` has copied, in place; gradients are cleared. This rank alone.
 
     Raises:
@@ -154,7 +154,7 @@ def restore() -> None:
     kept = _kept()
     for one, values, modes in kept.models:
         fsdp.settle(one.built.job.root)
-        _copy_into(local_values(one), values, type(one.base).__name__)
+        _copy_into(local_state(one), values, type(one.base).__name__)
         for module, is_training in modes:
             module.training = is_training
         for parameter in one.base.parameters():
@@ -165,13 +165,13 @@ def restore() -> None:
         put()
 
 
-def drop() -> None:
+def discard_training_state() -> None:
     """Forget the copies."""
     _stop_watching()
     _state.kept = None
 
 
-def watch() -> None:
+def start_peak_memory() -> None:
     """Watch this rank's memory from now on, until `watched`."""
     _stop_watching()
     gc.collect()
@@ -184,7 +184,7 @@ def watch() -> None:
     one.hook = register_optimizer_step_post_hook(lambda optimizer, *_: _count(one, optimizer))
 
 
-def watched() -> Watched:
+def peak_memory() -> Watched:
     """What this rank's memory came to since `watch`."""
     one = _state.watch
     _stop_watching()
@@ -218,10 +218,10 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def stepper_of(optimizer: Optimizer) -> Stepper:
+def stepper_of(optimizer: Optimizer) -> OptimizerSnapshot:
     """A copy of an optimizer's settings and state, on the host."""
     groups = optimizer.param_groups
-    return Stepper(
+    return OptimizerSnapshot(
         optimizer,
         [{key: _copied(value) for key, value in g.items() if key != "params"} for g in groups],
         [[_state_of(optimizer, parameter) for parameter in g["params"]] for g in groups],
@@ -234,7 +234,7 @@ def _state_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any] |
     return {key: _copied(value) for key, value in optimizer.state[parameter].items()}
 
 
-def put_back(stepper: Stepper) -> None:
+def put_back(stepper: OptimizerSnapshot) -> None:
     """Let an optimizer have what `stepper_of` has copied, in place."""
     optimizer = stepper.optimizer
     name = type(optimizer).__name__

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from nbdist.config import deepspeed, fsdp, keys
 from nbdist.config.batch import check_ranks
-from nbdist.config.report import Around, Notes, check_keys, check_type, is_count, is_true
+from nbdist.config.report import CheckContext, Report, check_keys, check_type, is_count, is_true
 from nbdist.config.tree import ADD, REMOVE, RENAME, SET, Document, Fix
 from nbdist.core.finding import BAD, WARN
 
@@ -29,7 +29,7 @@ def is_one(document: Document) -> bool:
     return bool(found & telling) or {"num_processes", "mixed_precision"} <= found
 
 
-def check(notes: Notes, around: Around) -> None:
+def check(notes: Report, around: CheckContext) -> None:
     """Everything that a configuration of Accelerate can say wrong."""
     if notes.document.value("compute_environment") == "AMAZON_SAGEMAKER":
         notes.good(
@@ -40,7 +40,7 @@ def check(notes: Notes, around: Around) -> None:
         rule(notes, around)
 
 
-def _top(notes: Notes, _around: Around) -> None:
+def _top(notes: Report, _around: CheckContext) -> None:
     known = {**keys.ACCELERATE, **keys.ACCELERATE_OLD}
     check_keys(
         notes, (), known, lambda _key: (BAD, "Accelerate refuses a key that it does not know")
@@ -64,7 +64,7 @@ def _top(notes: Notes, _around: Around) -> None:
         )
 
 
-def _parts(notes: Notes, _around: Around) -> None:
+def _parts(notes: Report, _around: CheckContext) -> None:
     document = notes.document
     for part, known in keys.ACCELERATE_PARTS.items():
         if isinstance(document.value(part), dict):
@@ -80,7 +80,7 @@ def _parts(notes: Notes, _around: Around) -> None:
             )
 
 
-def _part(notes: Notes, part: str, known: keys.Keys) -> None:
+def _part(notes: Report, part: str, known: keys.Keys) -> None:
     """The keys of one mapping; short names as well where Accelerate takes them."""
     document = notes.document
     short = keys.PREFIXES.get(part, "")
@@ -101,7 +101,7 @@ def _part(notes: Notes, part: str, known: keys.Keys) -> None:
     check_keys(notes, (part,), table, lambda _key: (WARN, why))
 
 
-def _processes(notes: Notes, around: Around) -> None:
+def _processes(notes: Report, around: CheckContext) -> None:
     document = notes.document
     processes, machines = document.value("num_processes"), document.value("num_machines") or 1
     if not document.has("num_processes") and document.value("distributed_type") not in ("NO", None):
@@ -130,7 +130,7 @@ def _processes(notes: Notes, around: Around) -> None:
     _machines(notes, machines)
 
 
-def _machines(notes: Notes, machines: int) -> None:
+def _machines(notes: Report, machines: int) -> None:
     document = notes.document
     rank = document.value("machine_rank") or 0
     if isinstance(rank, int) and rank >= machines:
@@ -152,7 +152,7 @@ def _has_launcher(document: Document) -> bool:
     return document.value(_DEEPSPEED, "deepspeed_multinode_launcher") not in (None, "standard")
 
 
-def _devices(notes: Notes, _around: Around) -> None:
+def _devices(notes: Report, _around: CheckContext) -> None:
     document = notes.document
     ids, processes = document.value("gpu_ids"), document.value("num_processes")
     kind, machines = document.value("distributed_type"), document.value("num_machines") or 1
@@ -171,7 +171,7 @@ def _devices(notes: Notes, _around: Around) -> None:
     _one_process(notes, kind, processes)
 
 
-def _one_process(notes: Notes, kind: object, processes: object) -> None:
+def _one_process(notes: Report, kind: object, processes: object) -> None:
     """Several processes that this distributed_type does not start."""
     document = notes.document
     if not is_count(processes) or processes == 1:
@@ -190,7 +190,7 @@ def _one_process(notes: Notes, kind: object, processes: object) -> None:
         notes.bad(("distributed_type",), why, what, fix)
 
 
-def _deepspeed(notes: Notes, around: Around) -> None:
+def _deepspeed(notes: Report, around: CheckContext) -> None:
     document = notes.document
     if document.value("distributed_type") != "DEEPSPEED":
         return
@@ -208,7 +208,7 @@ def _deepspeed(notes: Notes, around: Around) -> None:
     _inline(notes, 2 if stage is None else stage)
 
 
-def _inline(notes: Notes, stage: object) -> None:
+def _inline(notes: Report, stage: object) -> None:
     """DeepSpeed's settings inside of the YAML."""
     document = notes.document
     if document.value(_DEEPSPEED, "offload_param_device") in ("cpu", "nvme") and stage != 3:
@@ -235,12 +235,12 @@ def _inline(notes: Notes, stage: object) -> None:
         notes.warn((_DEEPSPEED, "gradient_clipping"), why, "write it into a deepspeed_config_file")
 
 
-def _refused_beside(notes: Notes, path: tuple[str, ...]) -> None:
+def _refused_beside(notes: Report, path: tuple[str, ...]) -> None:
     why = "Accelerate refuses it beside deepspeed_config_file, which says it"
     notes.bad(path, why, "take it out here", Fix(REMOVE, path))
 
 
-def _named_file(notes: Notes, around: Around) -> None:
+def _named_file(notes: Report, around: CheckContext) -> None:
     path = (_DEEPSPEED, "deepspeed_config_file")
     named = str(notes.document.value(*path))
     if not any(deepspeed.is_one(other) for other in around.others):
@@ -248,14 +248,14 @@ def _named_file(notes: Notes, around: Around) -> None:
         notes.warn(path, why, f"see that {named} is where you start")
 
 
-def _ranks(notes: Notes, around: Around) -> None:
+def _ranks(notes: Report, around: CheckContext) -> None:
     if not notes.document.entries("parallelism_config") and not notes.document.entries(
         "megatron_lm_config"
     ):
         check_ranks(notes, around)
 
 
-def _old_dynamo(notes: Notes, _around: Around) -> None:
+def _old_dynamo(notes: Report, _around: CheckContext) -> None:
     backend = notes.document.entry("dynamo_backend")
     if backend is not None:
         check_type(
@@ -263,7 +263,7 @@ def _old_dynamo(notes: Notes, _around: Around) -> None:
         )
 
 
-_RULES: tuple[Callable[[Notes, Around], None], ...] = (
+_RULES: tuple[Callable[[Report, CheckContext], None], ...] = (
     _top, _parts, _processes, _devices, _ranks, _deepspeed, _old_dynamo, fsdp.check_fsdp,
     fsdp.check_mesh, fsdp.check_megatron,
 )  # fmt: skip

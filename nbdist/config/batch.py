@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nbdist.config.report import Around, Notes, is_count
+from nbdist.config.report import CheckContext, Report, is_count
 from nbdist.config.tree import SET, Fix
 from nbdist.core.finding import BAD
 
@@ -25,7 +25,7 @@ class Batch:
     accumulation: Path = ("gradient_accumulation_steps",)
 
 
-def check_ranks(notes: Notes, around: Around) -> int | None:
+def check_ranks(notes: Report, around: CheckContext) -> int | None:
     """How many ranks see different data; None where it is not known.
 
     Notes where tp x pp x cp (x dp) and the ranks do not go together.
@@ -64,7 +64,7 @@ def check_ranks(notes: Notes, around: Around) -> int | None:
     return dp
 
 
-def check_batch(notes: Notes, names: Batch, dp: int | None) -> None:
+def check_batch(notes: Report, names: Batch, dp: int | None) -> None:
     """Note where the equation does not come out whole, and which number to change to what.
 
     Args:
@@ -109,7 +109,7 @@ def _equation(whole: int, micro: int, accumulation: int, dp: int) -> str:
 
 
 def _mismatch(
-    notes: Notes, names: Batch, read: tuple[int, int | None, int | None], dp: int
+    notes: Report, names: Batch, read: tuple[int, int | None, int | None], dp: int
 ) -> None:
     """The samples of a step stay as they are where a whole accumulation can be found."""
     whole, micro, accumulation = read
@@ -143,7 +143,7 @@ def _mismatch(
 
 
 def _without_ranks(
-    notes: Notes, names: Batch, whole: int | None, micro: int | None, accumulation: int | None
+    notes: Report, names: Batch, whole: int | None, micro: int | None, accumulation: int | None
 ) -> None:
     """What the numbers say by themselves: for how many ranks they are."""
     if whole is None:

@@ -11,9 +11,9 @@ from nbdist.config.report import (
     DEEPSPEED,
     INSTRUCTLAB,
     KNOWN,
-    Around,
+    CheckContext,
     Checked,
-    Notes,
+    Report,
     is_count,
     remarks_of,
     shown,
@@ -21,7 +21,7 @@ from nbdist.config.report import (
 from nbdist.config.tree import REMOVE, RENAME, Document, Fix, dotted, fixed, without
 from nbdist.errors import OptionError
 
-_KINDS: dict[str, tuple[Callable[[Document], bool], Callable[[Notes, Around], None]]] = {
+_KINDS: dict[str, tuple[Callable[[Document], bool], Callable[[Report, CheckContext], None]]] = {
     ACCELERATE: (accelerate.is_one, accelerate.check),
     INSTRUCTLAB: (instructlab.is_one, instructlab.check),
     DEEPSPEED: (deepspeed.is_one, deepspeed.check),
@@ -37,7 +37,7 @@ def kind_of(document: Document) -> str:
     return next((kind for kind, (is_one, _) in _KINDS.items() if is_one(document)), "")
 
 
-def check(document: Document, around: Around) -> Checked:
+def check(document: Document, around: CheckContext) -> Checked:
     """What is wrong with a configuration, and with those that count together with it.
 
     Args:
@@ -55,8 +55,8 @@ def check(document: Document, around: Around) -> Checked:
     return replace(checked, remarks=(*checked.remarks, *told))
 
 
-def _check_alone(document: Document, around: Around) -> Checked:
-    notes = Notes(document)
+def _check_alone(document: Document, around: CheckContext) -> Checked:
+    notes = Report(document)
     notes.flaws()
     kind = kind_of(document)
     if not kind:
@@ -73,7 +73,7 @@ def _check_alone(document: Document, around: Around) -> Checked:
     return _with_typed_ranks(checked, around) if around.is_typed else checked
 
 
-def _with_typed_ranks(checked: Checked, around: Around) -> Checked:
+def _with_typed_ranks(checked: Checked, around: CheckContext) -> Checked:
     """Without changes that would make other ranks than those that were typed."""
     path = _RANKS.get(checked.kind)
     remarks = [
@@ -85,7 +85,7 @@ def _with_typed_ranks(checked: Checked, around: Around) -> Checked:
     return replace(checked, remarks=tuple(remarks))
 
 
-def _with_ranks(document: Document, kind: str, around: Around) -> Around:
+def _with_ranks(document: Document, kind: str, around: CheckContext) -> CheckContext:
     path = _RANKS.get(kind)
     said = None if path is None else document.value(*path)
     if around.ranks is None and is_count(said):
@@ -95,7 +95,7 @@ def _with_ranks(document: Document, kind: str, around: Around) -> Around:
 
 
 def corrected(
-    checked: Checked, around: Around, read: Callable[[str], Document]
+    checked: Checked, around: CheckContext, read: Callable[[str], Document]
 ) -> tuple[Checked, tuple[str, ...]]:
     """The same configuration with the changes that its remarks name, and checked again.
 

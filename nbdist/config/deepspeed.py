@@ -11,7 +11,7 @@ from typing import Any
 
 from nbdist.config import keys
 from nbdist.config.batch import Batch, check_batch, check_ranks
-from nbdist.config.report import Around, Notes, check_keys, check_type, is_count
+from nbdist.config.report import CheckContext, Report, check_keys, check_type, is_count
 from nbdist.config.tree import ADD, REMOVE, SET, Document, Fix, walk
 from nbdist.core.finding import BAD, WARN
 
@@ -28,7 +28,7 @@ def is_one(document: Document) -> bool:
     return bool(found & {_ZERO, *_BATCH.whole, *_BATCH.micro}) or len(found) > 1
 
 
-def check(notes: Notes, around: Around) -> None:
+def check(notes: Report, around: CheckContext) -> None:
     """Everything that a DeepSpeed JSON can say wrong."""
     for rule in _RULES:
         rule(notes, around)
@@ -44,7 +44,7 @@ def stage_of(document: Document) -> Any:
     return document.value(_ZERO, "stage") or 0
 
 
-def _keys(notes: Notes, _around: Around) -> None:
+def _keys(notes: Report, _around: CheckContext) -> None:
     check_keys(notes, (), keys.DEEPSPEED, lambda _key: (
         WARN, "DeepSpeed has no such key, and passes over it in silence"))  # fmt: skip
     for path, known in keys.DEEPSPEED_PARTS.items():
@@ -60,7 +60,7 @@ def _keys(notes: Notes, _around: Around) -> None:
                 check_type(notes, (*part, "params", entry.key), entry, keys.NUMBER)
 
 
-def _autos(notes: Notes, _around: Around) -> None:
+def _autos(notes: Report, _around: CheckContext) -> None:
     paths = [path for path, entry in walk(notes.document.root) if entry.node.value == "auto"]
     if not paths:
         return
@@ -74,7 +74,7 @@ def _autos(notes: Notes, _around: Around) -> None:
     notes.good("auto", told, lines)
 
 
-def _ranks_and_batch(notes: Notes, around: Around) -> None:
+def _ranks_and_batch(notes: Report, around: CheckContext) -> None:
     dp = check_ranks(notes, around)
     document = notes.document
     check_batch(notes, _BATCH, dp)
@@ -94,7 +94,7 @@ def _ranks_and_batch(notes: Notes, around: Around) -> None:
             notes.bad(_BATCH.micro, why, f"change it to {theirs}", Fix(SET, _BATCH.micro, theirs))
 
 
-def _precision(notes: Notes, around: Around) -> None:
+def _precision(notes: Report, around: CheckContext) -> None:
     document = notes.document
     on = precision_of(document)
     wanted = next(iter(_wanted(around.others)), None)
@@ -132,7 +132,7 @@ def _wanted(others: tuple[Document, ...]) -> Iterator[tuple[str, str]]:
                 yield f"{other.name}, line {other.line(*path)},", value
 
 
-def _stage(notes: Notes, _around: Around) -> None:
+def _stage(notes: Report, _around: CheckContext) -> None:
     document = notes.document
     stage = document.value(_ZERO, "stage")
     if (
@@ -164,7 +164,7 @@ def _stage(notes: Notes, _around: Around) -> None:
         )
 
 
-def _offload(notes: Notes, _around: Around) -> None:
+def _offload(notes: Report, _around: CheckContext) -> None:
     document = notes.document
     stage = stage_of(document)
     for part in ("offload_optimizer", "offload_param"):
@@ -198,7 +198,7 @@ def _offload(notes: Notes, _around: Around) -> None:
             )
 
 
-def _optimizer(notes: Notes, _around: Around) -> None:
+def _optimizer(notes: Report, _around: CheckContext) -> None:
     document = notes.document
     if document.has("optimizer", "params", "max_grad_norm"):
         notes.warn(
@@ -225,7 +225,7 @@ def _optimizer(notes: Notes, _around: Around) -> None:
             notes.bad(("scheduler", "params", "warmup_num_steps"), why, f"use less than {total}")
 
 
-def _clipping(notes: Notes, _around: Around) -> None:
+def _clipping(notes: Report, _around: CheckContext) -> None:
     document = notes.document
     has_batch = any(document.has(key) for key in _FILLED)
     if has_batch and not document.has("gradient_clipping"):
@@ -236,6 +236,6 @@ def _clipping(notes: Notes, _around: Around) -> None:
         )
 
 
-_RULES: tuple[Callable[[Notes, Around], None], ...] = (
+_RULES: tuple[Callable[[Report, CheckContext], None], ...] = (
     _keys, _autos, _ranks_and_batch, _precision, _stage, _offload, _optimizer, _clipping,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 from nbdist.config.tree import YAML, written
 from nbdist.errors import OptionError
-from nbdist.strategy.choice import AXES, Choice, Options, described, options_phrase
+from nbdist.strategy.choice import AXES, Options, Strategy, described, options_phrase
 
 ACCELERATE = "accelerate"
 DEEPSPEED = "deepspeed"
@@ -40,7 +40,7 @@ class Setting:
         first_host: The name of the host of rank 0; "" where it is not known.
     """
 
-    choice: Choice
+    choice: Strategy
     hosts: int = 1
     device: str = "cuda"
     blocks: tuple[str, ...] = ()
@@ -197,7 +197,7 @@ def notes(setting: Setting) -> tuple[str, ...]:
     return tuple(told)
 
 
-def script_notes(options: Options, choice: Choice) -> list[str]:
+def script_notes(options: Options, choice: Strategy) -> list[str]:
     """Options of the strategy that only the script can have."""
     handlers = [
         (options.bucket_mb is not None, f"bucket_cap_mb={options.bucket_mb or 0:g}"),
@@ -241,7 +241,7 @@ _NO_SEQUENCES = (
 )
 
 
-def _refusal(choice: Choice) -> Refusal | None:
+def _refusal(choice: Strategy) -> Refusal | None:
     """Why Accelerate has no key for a strategy; None where it has."""
     degrees, name = choice.degrees, choice.name
     reasons = (
@@ -261,7 +261,7 @@ def _refusal(choice: Choice) -> Refusal | None:
     return None if why is None else Refusal(f"{why}; what trains so: {run_line(choice)}")
 
 
-def run_line(choice: Choice, script: str = SCRIPT) -> str:
+def run_line(choice: Strategy, script: str = SCRIPT) -> str:
     """What starts a script on ranks under a strategy, with nbdist."""
     degrees = choice.degrees
     words = {"pp": degrees.pp, "dp": degrees.dp, "cp": degrees.cp, "tp": degrees.tp}
@@ -275,7 +275,7 @@ def run_line(choice: Choice, script: str = SCRIPT) -> str:
     return " ".join(filter(None, [start, *meshed, typed]))
 
 
-def _distributed_type(choice: Choice) -> str:
+def _distributed_type(choice: Strategy) -> str:
     if choice.name == "deepspeed":
         return "DEEPSPEED"
     if choice.degrees.dp_shard > 1:
@@ -306,7 +306,7 @@ def _fsdp(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _mesh(choice: Choice) -> dict[str, int]:
+def _mesh(choice: Strategy) -> dict[str, int]:
     """Accelerate's degrees, where one axis alone does not say it."""
     degrees = choice.degrees
     if choice.name == "fsdp1" or (
@@ -318,7 +318,7 @@ def _mesh(choice: Choice) -> dict[str, int]:
     return {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
 
 
-def _can_checkpoint(choice: Choice) -> bool:
+def _can_checkpoint(choice: Strategy) -> bool:
     return choice.degrees.dp_shard > 1 and choice.options.checkpoint == "full"
 
 
@@ -341,7 +341,7 @@ def _about_cpu(setting: Setting) -> list[str]:
     return told
 
 
-def _about_tp(choice: Choice) -> list[str]:
+def _about_tp(choice: Strategy) -> list[str]:
     if choice.degrees.tp == 1 or _refusal(choice) is not None:
         return []
     loaded = "from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"

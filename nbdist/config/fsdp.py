@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from nbdist.config.batch import check_ranks
-from nbdist.config.report import Around, Notes, is_count, is_true
+from nbdist.config.report import CheckContext, Report, is_count, is_true
 from nbdist.config.tree import REMOVE, SET, Document, Fix
 
 _FSDP = "fsdp_config"
@@ -23,7 +23,7 @@ _OF_VERSION_1 = {
 _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 
 
-def check_fsdp(notes: Notes, _around: Around) -> None:
+def check_fsdp(notes: Report, _around: CheckContext) -> None:
     """FSDP: which keys belong to which version, and what they need."""
     document = notes.document
     if document.value("distributed_type") != "FSDP":
@@ -52,7 +52,7 @@ def check_fsdp(notes: Notes, _around: Around) -> None:
         notes.bad(path, why, "change it to true, or fsdp_cpu_ram_efficient_loading to false", fix)
 
 
-def _version_2(notes: Notes) -> None:
+def _version_2(notes: Report) -> None:
     document = notes.document
     for key, instead in _OF_VERSION_1.items():
         path = _path(document, key)
@@ -71,7 +71,7 @@ def _version_2(notes: Notes) -> None:
         notes.bad(path, why, "write SHARDED_STATE_DICT", Fix(SET, path, "SHARDED_STATE_DICT"))
 
 
-def _wrapping(notes: Notes) -> None:
+def _wrapping(notes: Report) -> None:
     document = notes.document
     policy = _of(document, "fsdp_auto_wrap_policy")
     if policy == "TRANSFORMER_BASED_WRAP" and not _of(
@@ -94,7 +94,7 @@ def _wrapping(notes: Notes) -> None:
         notes.warn(path, why, "take it out", Fix(REMOVE, path))
 
 
-def _needs_checkpointing(notes: Notes, version: str) -> None:
+def _needs_checkpointing(notes: Report, version: str) -> None:
     path = _path(notes.document, "fsdp_activation_checkpointing_offload")
     if not is_true(_of(notes.document, "fsdp_activation_checkpointing")):
         fix = Fix(SET, (_FSDP, "fsdp_activation_checkpointing"), True)
@@ -104,7 +104,7 @@ def _needs_checkpointing(notes: Notes, version: str) -> None:
         notes.bad(path, "FSDP1 does not have it", "write fsdp_version: 2, or false here", fix)
 
 
-def check_mesh(notes: Notes, around: Around) -> None:
+def check_mesh(notes: Report, around: CheckContext) -> None:
     """parallelism_config: its degrees against the ranks, and what goes together."""
     document = notes.document
     names = {entry.key for entry in document.entries(_MESH)}
@@ -142,7 +142,7 @@ def check_mesh(notes: Notes, around: Around) -> None:
         notes.bad((_MESH,), "cp and sp exclude each other", "change one of them to 1")
 
 
-def _product(notes: Notes, around: Around, product: int, told: str) -> None:
+def _product(notes: Report, around: CheckContext, product: int, told: str) -> None:
     ranks = around.ranks
     if ranks is None:
         notes.good(
@@ -164,7 +164,7 @@ def _product(notes: Notes, around: Around, product: int, told: str) -> None:
     notes.bad((_MESH,), why, f"change the ranks to {product}, or a degree to a divisor of {ranks}")
 
 
-def check_megatron(notes: Notes, around: Around) -> None:
+def check_megatron(notes: Report, around: CheckContext) -> None:
     """Megatron-LM: TP x PP (x CP) against the ranks, and what a pipeline needs."""
     document = notes.document
     if document.value("distributed_type") != "MEGATRON_LM":

@@ -10,7 +10,7 @@ from typing import Any
 from nbdist.config import deepspeed
 from nbdist.config.batch import Batch, check_batch, check_ranks
 from nbdist.config.keys import COUNT
-from nbdist.config.report import Around, Notes, check_type, is_count
+from nbdist.config.report import CheckContext, Report, check_type, is_count
 from nbdist.config.tree import SET, Document, Fix
 
 _BATCH = Batch(
@@ -26,7 +26,7 @@ def is_one(document: Document) -> bool:
     return bool(_TELLING & {entry.key for entry in document.entries("train")})
 
 
-def check(notes: Notes, around: Around) -> None:
+def check(notes: Report, around: CheckContext) -> None:
     """The batch against the ranks, and what it says twice: here and in DeepSpeed's file."""
     notes.good(
         "keys", "of train: those of batch, ranks, precision and stage were checked, no others"
@@ -52,12 +52,12 @@ def _paths() -> tuple[tuple[str, ...], ...]:
     return _BATCH.whole, _BATCH.micro, _BATCH.accumulation
 
 
-def _is_one_host(gpus: int, around: Around) -> bool:
+def _is_one_host(gpus: int, around: CheckContext) -> bool:
     """Whether the ranks are no multiple of those of a host, so that there cannot be several."""
     return around.ranks is not None and around.ranks % gpus != 0
 
 
-def _beside(notes: Notes, other: Document) -> None:
+def _beside(notes: Report, other: Document) -> None:
     """What DeepSpeed's file says otherwise."""
     on = deepspeed.precision_of(other)
     precision = notes.document.value("train", "mixed_precision")

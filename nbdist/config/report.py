@@ -38,7 +38,7 @@ _SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class CheckContext:
     """What is known beside the file.
 
     Attributes:
@@ -64,7 +64,7 @@ class Around:
 
 
 @dataclass(frozen=True, slots=True)
-class Remark:
+class ConfigFinding:
     """One finding.
 
     Attributes:
@@ -90,7 +90,7 @@ class Checked:
 
     document: Document
     kind: str
-    remarks: tuple[Remark, ...]
+    remarks: tuple[ConfigFinding, ...]
 
     def __bool__(self) -> bool:
         """Whether it can run as it is: nothing found is bad."""
@@ -108,7 +108,7 @@ class Checked:
 
 
 @dataclass(slots=True)
-class Notes:
+class Report:
     """Collects the remarks about one document.
 
     Attributes:
@@ -117,11 +117,11 @@ class Notes:
     """
 
     document: Document
-    said: list[Remark] = field(default_factory=list)
+    said: list[ConfigFinding] = field(default_factory=list)
 
     def good(self, name: str, found: str, line: int = 0) -> None:
         """Note something that is well."""
-        self.said.append(Remark(Finding(name, found, OK), line))
+        self.said.append(ConfigFinding(Finding(name, found, OK), line))
 
     def say(
         self, verdict: str, path: tuple[str, ...], why: str, what: str, *fixes: Fix, found: str = ""
@@ -132,7 +132,7 @@ class Notes:
             found = "not there" if entry is None else shown(plain(entry.node))
         line = self.document.line(*path)
         finding = Finding(dotted(path), found, verdict, why, what)
-        self.said.append(Remark(finding, line, fixes))
+        self.said.append(ConfigFinding(finding, line, fixes))
 
     def bad(self, path: tuple[str, ...], why: str, what: str, *fixes: Fix, found: str = "") -> None:
         """Note what cannot run, or would not do what it says."""
@@ -146,7 +146,7 @@ class Notes:
         """Note what is not in the file's format."""
         for flaw in self.document.flaws:
             finding = Finding(flaw.name, shown(flaw.found), BAD, flaw.why, flaw.what)
-            self.said.append(Remark(finding, flaw.line))
+            self.said.append(ConfigFinding(finding, flaw.line))
 
     def done(self, kind: str) -> Checked:
         """All of it, in the order of the lines."""
@@ -174,7 +174,7 @@ def is_true(value: Any) -> bool:
 
 
 def check_keys(
-    notes: Notes, path: tuple[str, ...], keys: Keys, unknown: Callable[[str], tuple[str, str]]
+    notes: Report, path: tuple[str, ...], keys: Keys, unknown: Callable[[str], tuple[str, str]]
 ) -> None:
     """Compare a mapping's keys and values with a table.
 
@@ -201,7 +201,7 @@ def check_keys(
             notes.say(verdict, here, why, "take it out", Fix(REMOVE, here))
 
 
-def check_type(notes: Notes, path: tuple[str, ...], entry: Entry, kind: str) -> None:
+def check_type(notes: Report, path: tuple[str, ...], entry: Entry, kind: str) -> None:
     """Note a value that is not of its key's type, with the one that was meant where it is clear."""
     value = plain(entry.node)
     if value is None or _fits(value, kind):
@@ -220,7 +220,7 @@ def check_type(notes: Notes, path: tuple[str, ...], entry: Entry, kind: str) -> 
         notes.bad(path, why, what, Fix(SET, path, meant))
 
 
-def _check_choice(notes: Notes, path: tuple[str, ...], entry: Entry, choices: list[str]) -> None:
+def _check_choice(notes: Report, path: tuple[str, ...], entry: Entry, choices: list[str]) -> None:
     value = plain(entry.node)
     if str(value) in choices and not isinstance(value, bool):
         return
@@ -295,10 +295,10 @@ def _type(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def remarks_of(checked: Checked, name: str) -> Iterator[Remark]:
+def remarks_of(checked: Checked, name: str) -> Iterator[ConfigFinding]:
     """The bad and unwise remarks about another file, with its name; without their changes."""
     for one in checked.remarks:
         if one.finding.verdict != OK:
             where = f"{name}, line {one.line}" if one.line else name
             finding = replace(one.finding, name=f"{where}: {one.finding.name}")
-            yield Remark(finding)
+            yield ConfigFinding(finding)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nbdist.config.emit import FORMS, SBATCH
 from nbdist.config.launch import Configured
-from nbdist.config.report import Checked, Remark
+from nbdist.config.report import Checked, ConfigFinding
 from nbdist.core.finding import BAD, OK, WARN
 from nbdist.core.view import View, table
 from nbdist.strategy.choice import described
@@ -52,7 +52,7 @@ def checked(one: Checked, done: Sequence[str] = (), name: str = "") -> CheckView
     return CheckView(view.text, view.html, one.is_bad, checked=one)
 
 
-def _advice(remark: Remark) -> str:
+def _advice(remark: ConfigFinding) -> str:
     finding = remark.finding
     where = f"line {remark.line} " if remark.line else ""
     return f"{where}{finding.verdict} {finding.name}: {finding.why}; {finding.what}"

@@ -20,7 +20,7 @@ _REMOVE = "remove it from the environment and restart the kernel"
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class HostContext:
     """What a value is judged against.
 
     Attributes:
@@ -36,7 +36,7 @@ class Around:
 
 # (verdict, why, what to do) of a value.
 Judged = tuple[str, str, str]
-Judge = Callable[[str, Around], Judged]
+Judge = Callable[[str, HostContext], Judged]
 FINE: Judged = (OK, "", "")
 
 
@@ -53,11 +53,11 @@ def settings(
     Args:
         environ: The notebook's.
         given: What nbdist's launcher gives local ranks beside or instead of that.
-        interfaces: See Around.
-        gpus: See Around.
-        threads_per_rank: See Around.
+        interfaces: See CheckContext.
+        gpus: See CheckContext.
+        threads_per_rank: See CheckContext.
     """
-    around = Around(interfaces, gpus, threads_per_rank)
+    around = HostContext(interfaces, gpus, threads_per_rank)
     names = {name for name in (*environ, *given) if _is_listed(name)} | SHOWN_UNSET
     for name in sorted(names):
         yield _finding(name, environ.get(name), given.get(name), around)
@@ -67,7 +67,7 @@ def _is_listed(name: str) -> bool:
     return name in RULES or name.startswith(PREFIXES)
 
 
-def _finding(name: str, typed: str | None, given: str | None, around: Around) -> Finding:
+def _finding(name: str, typed: str | None, given: str | None, around: HostContext) -> Finding:
     if typed is None:
         return Finding(name, UNSET if given is None else f"{given or EMPTY} ({LAUNCHER})")
     found = f"{typed or EMPTY} ({NOTEBOOK})"
@@ -95,7 +95,7 @@ def _is_on(value: str) -> bool:
 def switch(why: str) -> Judge:
     """A rule for what should not be on."""
 
-    def judge(value: str, _around: Around) -> Judged:
+    def judge(value: str, _around: HostContext) -> Judged:
         return (WARN, why, _REMOVE) if _is_on(value) else FINE
 
     return judge
@@ -104,13 +104,13 @@ def switch(why: str) -> Judge:
 def always(why: str, what: str = _REMOVE) -> Judge:
     """A rule for what should not be there at all."""
 
-    def judge(_value: str, _around: Around) -> Judged:
+    def judge(_value: str, _around: HostContext) -> Judged:
         return WARN, why, what
 
     return judge
 
 
-def nccl_debug(value: str, _around: Around) -> Judged:
+def nccl_debug(value: str, _around: HostContext) -> Judged:
     """How much NCCL writes into every cell's output."""
     if value.strip().upper() == "TRACE":
         return WARN, "NCCL writes a line for each call, which is slow and fills outputs", _less()
@@ -123,12 +123,12 @@ def _less() -> str:
     return "NCCL_DEBUG=WARN tells of errors alone"
 
 
-def gloo_interfaces(value: str, around: Around) -> Judged:
+def gloo_interfaces(value: str, around: HostContext) -> Judged:
     """Whether the interfaces exist that Gloo is told to use: exact names, separated by commas."""
     return _missing("Gloo", [one.strip() for one in value.split(",")], around.interfaces)
 
 
-def nccl_interfaces(value: str, around: Around) -> Judged:
+def nccl_interfaces(value: str, around: HostContext) -> Judged:
     """Whether NCCL's list leaves any interface: prefixes, `=` for exact names, `^` for all but."""
     text = value.strip()
     is_excluded, is_exact = text.startswith("^"), "=" in text[:2]
@@ -154,7 +154,7 @@ def _no_interface(who: str, value: str, interfaces: Sequence[str]) -> Judged:
     )
 
 
-def threads(value: str, around: Around) -> Judged:
+def threads(value: str, around: HostContext) -> Judged:
     """Whether the ranks' threads have cores of their own."""
     text = value.strip().split(",", maxsplit=1)[0]
     if not text.isdigit() or int(text) < 1:
@@ -172,7 +172,7 @@ def threads(value: str, around: Around) -> Judged:
     return FINE
 
 
-def visible_gpus(value: str, around: Around) -> Judged:
+def visible_gpus(value: str, around: HostContext) -> Judged:
     """Whether CUDA_VISIBLE_DEVICES names GPUs that exist; CUDA ends the list at the first other."""
     entries = [one.strip() for one in value.split(",") if one.strip()]
     if not entries or entries[0] == "-1":
@@ -189,7 +189,7 @@ def visible_gpus(value: str, around: Around) -> Judged:
     return FINE
 
 
-def debug_level(value: str, _around: Around) -> Judged:
+def debug_level(value: str, _around: HostContext) -> Judged:
     """How often torch checks collectives itself."""
     level = value.strip().upper()
     if level not in {"OFF", "INFO", "DETAIL"}:

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 
-def soon() -> None:
+def join_when_ready() -> None:
     """Join once the engine's heart beats, unless this process replaces a rank.
 
     ipyparallel runs it when it has made the engine's shell (cluster/kernel/launcher.py). In the

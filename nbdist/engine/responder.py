@@ -72,8 +72,8 @@ def snapshot() -> tuple[float, bytes | None]:
 TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
         "ping": ping,
-        "look": main_thread.look,
-        "newest": main_thread.newest,
+        "look": main_thread.snapshot,
+        "newest": main_thread.newest_collectives,
         "stacks": all_stacks,
         "abort": abort,
         "snapshot": snapshot,
@@ -114,7 +114,7 @@ def install(kernel: Any) -> None:
     handlers[wire.CONTROL_REQUEST] = respond
 
 
-@gc_pause.put_off()  # requests to abort would wait behind a finalizer
+@gc_pause.gc_paused()  # requests to abort would wait behind a finalizer
 def answer(request: Any) -> tuple[dict[str, str], list[bytes]]:
     """Content and buffers of the reply to a message; what the function raised is in it."""
     try:

@@ -18,7 +18,7 @@ from nbdist.exporter import script
 from nbdist.exporter import source as text
 from nbdist.exporter.cell import CHANGED, LEFT_OUT, LeftOutError, Note, Part
 from nbdist.exporter.script import Names, Piece, Settings
-from nbdist.strategy.choice import Choice, described
+from nbdist.strategy.choice import Strategy, described
 
 LOCAL = "local"
 CELL_VERBS = frozenset({"distributed", "rank", "dist_profile", "dist_memory", LOCAL})
@@ -63,7 +63,7 @@ class Magic:
     timeout_s: float | None = None
     world_size: int | None = None
     seed: int | None = None
-    choice: Choice | None = None
+    choice: Strategy | None = None
     note: str = ""
     problem: str = ""
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from nbdist.exporter import source as text
 from nbdist.exporter.cell import Part
-from nbdist.strategy.choice import Choice, Options, described
+from nbdist.strategy.choice import Options, Strategy, described
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Settings:
 
     world_size: int
     seed: int | None
-    choice: Choice | None
+    choice: Strategy | None
     remarks: tuple[str, ...]
 
 
@@ -229,7 +229,7 @@ def _first_lines(title: str, settings: Settings, remark: str) -> list[str]:
     return lines
 
 
-def _strategy_remark(choice: Choice | None) -> str:
+def _strategy_remark(choice: Strategy | None) -> str:
     """What to say of a strategy that plain Accelerate does not have; "" where it has it."""
     if choice is None or _arguments(choice) is not None:
         return ""
@@ -239,7 +239,7 @@ def _strategy_remark(choice: Choice | None) -> str:
     )
 
 
-def _accelerator(choice: Choice | None, *, is_ours: bool) -> tuple[str, str]:
+def _accelerator(choice: Strategy | None, *, is_ours: bool) -> tuple[str, str]:
     """The arguments of the script's Accelerator, and what to say in the head."""
     given = None if choice is None else _arguments(choice)
     if choice is None or given is None:
@@ -249,7 +249,7 @@ def _accelerator(choice: Choice | None, *, is_ours: bool) -> tuple[str, str]:
     return given, ""
 
 
-def _arguments(choice: Choice) -> str | None:
+def _arguments(choice: Strategy) -> str | None:
     """The strategy as arguments of Accelerate's Accelerator; None where it has none for it."""
     bare = replace(choice.options, precision="fp32", accumulate=1)
     if choice.name != "ddp" or bare != Options():

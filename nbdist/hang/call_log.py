@@ -17,7 +17,7 @@ from mmap import mmap
 from time import monotonic
 
 from nbdist.core.ranks import pack_ranks, unpack_ranks
-from nbdist.hang.records import Box, Call, Group, Place
+from nbdist.hang.records import Call, CallLog, Group, Place
 
 WORD_BYTES = 8
 LAYOUT_VERSION = 1
@@ -287,7 +287,7 @@ def settled(source: bytes | memoryview | mmap) -> bytes:
     return words.tobytes()
 
 
-def read(source: bytes | memoryview | mmap) -> Box:
+def read(source: bytes | memoryview | mmap) -> CallLog:
     """What a rank's black box says at this moment.
 
     Raises:
@@ -303,7 +303,7 @@ def read(source: bytes | memoryview | mmap) -> Box:
         )
     run, state = divmod(words[_RUN], len(CELL_STATES))
     names, groups, transfers = _read_channels(data, words)
-    return Box(
+    return CallLog(
         rank=words[_RANK],
         pid=words[_PID],
         generation=words[_GENERATION],
@@ -329,7 +329,7 @@ def newest_run(source: bytes | memoryview | mmap) -> int:
 def _read_channels(
     data: bytes, words: Sequence[int]
 ) -> tuple[dict[int, str], dict[str, Group], dict[tuple[str, int, int], int]]:
-    """Channel -> name of its group (dropped ones too), and what `Box` tells of channels."""
+    """Channel -> name of its group (dropped ones too), and what `CallLog` tells of channels."""
     names: dict[int, str] = {}
     groups: dict[str, Group] = {}
     transfers: dict[tuple[str, int, int], int] = {}

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from nbdist.core.failures import ranks_phrase
-from nbdist.hang.records import Box, Call, CxxCall, Finding, RankView
-from nbdist.hang.text import Need, act_of, at_told, blamed, last_call, line, name_told, place_told
-from nbdist.hang.wait_graph import OVER, Scene, count_in, is_transfer, last_event_s
+from nbdist.hang.records import Call, CallLog, Finding, FlightRecorderEntry, RankView
+from nbdist.hang.text import (
+    BlockingRank,
+    act_of,
+    at_told,
+    blamed,
+    last_call,
+    line,
+    name_told,
+    place_told,
+)
+from nbdist.hang.wait_graph import OVER, WaitGraph, count_in, is_transfer, last_event_s
 
 # A rank without flight recorder that sleeps in torch is spoken of after so many times `after_s`.
 _SLEEPS_LONG = 3.0
@@ -23,7 +32,7 @@ def diagnose(views: Sequence[RankView], now_s: float, after_s: float = 1.0) -> t
         now_s: The host's monotonic clock.
         after_s: Shorter waits alone make no finding; beside a longer one they are told too.
     """
-    scene = Scene(views)
+    scene = WaitGraph(views)
     stuck = set(scene.needs) - scene.movable
     findings = []
     for waiting, is_certain in ((stuck, True), (set(scene.needs) - stuck, False)):
@@ -41,7 +50,7 @@ def diagnose(views: Sequence[RankView], now_s: float, after_s: float = 1.0) -> t
     return (*findings, *_sleepers(scene, now_s - _SLEEPS_LONG * after_s))
 
 
-def mismatches(boxes: Sequence[Box], run: int) -> tuple[str, ...]:
+def mismatches(boxes: Sequence[CallLog], run: int) -> tuple[str, ...]:
     """Calls of one cell that ended on all ranks, but did not fit together.
 
     In ops that need the same shape on every rank Gloo gives wrong data then, without an error.
@@ -67,7 +76,7 @@ def mismatches(boxes: Sequence[Box], run: int) -> tuple[str, ...]:
     return tuple(told)
 
 
-def last_words(boxes: Sequence[Box], rank: int, *, is_abort: bool) -> str:
+def last_words(boxes: Sequence[CallLog], rank: int, *, is_abort: bool) -> str:
     """What a rank that has ended was doing in torch.distributed; empty if nothing in this cell.
 
     Gloo ends a process by SIGABRT that gets more bytes than its own part of a call has: then it
@@ -89,7 +98,7 @@ def last_words(boxes: Sequence[Box], rank: int, *, is_abort: bool) -> str:
     return last_call(own)
 
 
-def _part(box: Box, own: Box, call: Call) -> Call | None:
+def _part(box: CallLog, own: CallLog, call: Call) -> Call | None:
     """A rank's part in another one's call, whatever became of it; None where it has none."""
     key = (call.group, call.number, call.run)
     parts = (one for one in reversed(box.calls) if (one.group, one.number, one.run) == key)
@@ -97,7 +106,9 @@ def _part(box: Box, own: Box, call: Call) -> Call | None:
     return None if same is None or is_transfer(same) else same
 
 
-def counts_differ(boxes: Sequence[Box], newest: Mapping[int, Mapping[str, CxxCall]]) -> bool:
+def counts_differ(
+    boxes: Sequence[CallLog], newest: Mapping[int, Mapping[str, FlightRecorderEntry]]
+) -> bool:
     """Whether members of a group have made different numbers of calls: it is out of step.
 
     Args:
@@ -122,7 +133,7 @@ def counts_differ(boxes: Sequence[Box], newest: Mapping[int, Mapping[str, CxxCal
 
 
 def _newest_differ(
-    members: Mapping[str, set[int]], newest: Mapping[int, Mapping[str, CxxCall]]
+    members: Mapping[str, set[int]], newest: Mapping[int, Mapping[str, FlightRecorderEntry]]
 ) -> bool:
     names = {name for calls in newest.values() for name in calls}
     for name in names:
@@ -136,7 +147,7 @@ def _newest_differ(
     return False
 
 
-def _sleepers(scene: Scene, until_s: float) -> Iterator[Finding]:
+def _sleepers(scene: WaitGraph, until_s: float) -> Iterator[Finding]:
     """Ranks that sleep in torch, with nothing to tell where, while all others are done."""
     asleep = [rank for rank in scene.views if _is_asleep(scene, rank, until_s)]
     others = sorted(set(scene.views) - set(asleep))
@@ -156,7 +167,7 @@ def _sleepers(scene: Scene, until_s: float) -> Iterator[Finding]:
     yield Finding(text, is_certain=False, waiting=tuple(sorted(asleep)), blamed=())
 
 
-def _is_asleep(scene: Scene, rank: int, until_s: float) -> bool:
+def _is_asleep(scene: WaitGraph, rank: int, until_s: float) -> bool:
     look = scene.views[rank].look
     if look is None or scene.states[rank] != "running" or rank in scene.waits:
         return False
@@ -164,7 +175,7 @@ def _is_asleep(scene: Scene, rank: int, until_s: float) -> bool:
     return is_blind and last_event_s(scene.views[rank].box) <= until_s
 
 
-def _together(ranks: set[int], needs: Mapping[int, Sequence[Need]]) -> list[set[int]]:
+def _together(ranks: set[int], needs: Mapping[int, Sequence[BlockingRank]]) -> list[set[int]]:
     """Waiting ranks by cause: two belong together that need the same rank, or one the other."""
     found: list[tuple[set[int], set[int]]] = []
     for rank in sorted(ranks):

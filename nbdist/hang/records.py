@@ -71,7 +71,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class CallLog:
     """A rank's black box at one moment.
 
     Attributes:
@@ -102,7 +102,7 @@ class Box:
         """The newest call in which the rank is inside now."""
         return next((call for call in reversed(self.calls) if call.state == "waiting"), None)
 
-    def shifted(self, seconds: float) -> Box:
+    def shifted(self, seconds: float) -> CallLog:
         """The same by a clock that is this much ahead, for a box of another host."""
         calls = tuple(
             replace(
@@ -116,7 +116,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class CxxCall:
+class FlightRecorderEntry:
     """The newest collective of a group in torch's flight recorder, C++ callers included.
 
     Attributes:
@@ -133,7 +133,7 @@ class CxxCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ThreadSnapshot:
     """What a rank answers while its main thread is busy or blocked.
 
     Attributes:
@@ -150,7 +150,7 @@ class Look:
     stack: tuple[str, ...]
     is_in_torch: bool
     is_asleep: bool
-    newest: Mapping[str, CxxCall] = field(default_factory=dict)
+    newest: Mapping[str, FlightRecorderEntry] = field(default_factory=dict)
     is_free: bool = False
     free_threads: tuple[str, ...] = ()
 
@@ -172,8 +172,8 @@ class RankView:
     rank: int
     state: str
     how: str = ""
-    box: Box | None = None
-    look: Look | None = None
+    box: CallLog | None = None
+    look: ThreadSnapshot | None = None
     looked_s: float = 0.0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.core.failures import ranks_phrase
-from nbdist.hang.records import Box, Call, CxxCall, Place, RankView
+from nbdist.hang.records import Call, CallLog, FlightRecorderEntry, Place, RankView
 
 # A line of source longer than this is cut.
 SOURCE_CHARACTERS = 80
@@ -59,7 +59,7 @@ _VAGUE = {"instead": "other collectives", "unlike": "other arguments"}
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class CallText:
     """A call as far as it is told.
 
     Attributes:
@@ -81,7 +81,7 @@ class Act:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitText:
     """A rank that waits.
 
     Attributes:
@@ -95,14 +95,14 @@ class Wait:
 
     rank: int
     key: tuple[str, ...]
-    act: Act
+    act: CallText
     members: tuple[int, ...]
     partner: str
     since_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class BlockingRank:
     """A rank's part in a call for which another rank waits.
 
     Attributes:
@@ -119,19 +119,19 @@ class Need:
     kind: str
     how: str = ""
     at: Place | None = None
-    theirs: Act | None = None
-    mine: Act | None = None
+    theirs: CallText | None = None
+    mine: CallText | None = None
     is_open: bool = False
 
 
-def act_of(call: Call) -> Act:
+def act_of(call: Call) -> CallText:
     """A recorded call."""
-    return Act(call.op, call.detail, call.place)
+    return CallText(call.op, call.detail, call.place)
 
 
-def act_inside(call: CxxCall, place: Place | None) -> Act:
+def act_inside(call: FlightRecorderEntry, place: Place | None) -> CallText:
     """A call that C++ issued."""
-    return Act(call.op, call.detail, place, is_inside=True)
+    return CallText(call.op, call.detail, place, is_inside=True)
 
 
 def place_told(place: Place | None, *, with_source: bool = True) -> str:
@@ -146,17 +146,17 @@ def place_told(place: Place | None, *, with_source: bool = True) -> str:
     return f"{told}: {source}" if with_source and source else told
 
 
-def name_told(act: Act) -> str:
+def name_told(act: CallText) -> str:
     """`all_reduce(float32[3])`."""
     return f"{act.op}({act.detail})"
 
 
-def act_told(act: Act, *, with_source: bool = True, of: str = "") -> str:
+def act_told(act: CallText, *, with_source: bool = True, of: str = "") -> str:
     """`all_reduce(float32[3]) at line 7 of cell [12]: dist.all_reduce(x)`."""
     return f"{name_told(act)}{of}{at_told(act, with_source=with_source)}"
 
 
-def last_call(box: Box) -> str:
+def last_call(box: CallLog) -> str:
     """What a dead rank did last in torch.distributed; empty if it made no call."""
     if not box.calls:
         return ""
@@ -166,7 +166,7 @@ def last_call(box: Box) -> str:
     return f"its last call was {told} ({end.get(call.state, 'which was over')})"
 
 
-def state_of(box: Box | None, view: RankView) -> str:
+def state_of(box: CallLog | None, view: RankView) -> str:
     """`waiting in all_reduce(float32[3]) at line 7 of cell [12]`; empty if it does not wait.
 
     For a call that C++ issued this is likely, not certain: the recorder sees some never end.
@@ -181,7 +181,7 @@ def state_of(box: Box | None, view: RankView) -> str:
     return ""
 
 
-def line(waits: Sequence[Wait], needs: Mapping[int, Sequence[Need]]) -> str:
+def line(waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]]) -> str:
     """Who waits where, and for what, in one line.
 
     Args:
@@ -189,7 +189,7 @@ def line(waits: Sequence[Wait], needs: Mapping[int, Sequence[Need]]) -> str:
         needs: What each of them lacks.
     """
     told = _with_causes(waits, needs)
-    blocks: dict[frozenset[Need], list[Wait]] = {}
+    blocks: dict[frozenset[BlockingRank], list[WaitText]] = {}
     for main, own in told:
         blocks.setdefault(own, []).extend(main)
     is_cycle = not any(own for _, own in told)
@@ -200,17 +200,19 @@ def line(waits: Sequence[Wait], needs: Mapping[int, Sequence[Need]]) -> str:
     return "; ".join(clauses)
 
 
-def blamed(waits: Sequence[Wait], needs: Mapping[int, Sequence[Need]]) -> tuple[int, ...]:
+def blamed(
+    waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]]
+) -> tuple[int, ...]:
     """The ranks that the line gives as the reason; in a circle all that are waited for."""
     causes = {need.rank for _, own in _with_causes(waits, needs) for need in own}
     return tuple(sorted(causes or {need.rank for wait in waits for need in needs[wait.rank]}))
 
 
 def _with_causes(
-    waits: Sequence[Wait], needs: Mapping[int, Sequence[Need]]
-) -> list[tuple[list[Wait], frozenset[Need]]]:
+    waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]]
+) -> list[tuple[list[WaitText], frozenset[BlockingRank]]]:
     """Those in each call that are told as waiting, with the reasons that are told."""
-    calls: dict[tuple[str, ...], list[Wait]] = {}
+    calls: dict[tuple[str, ...], list[WaitText]] = {}
     for wait in waits:
         calls.setdefault(wait.key, []).append(wait)
     here = {wait.rank for wait in waits}
@@ -218,7 +220,7 @@ def _with_causes(
     return [(main, _causes(main, needs, here)) for main in mains]
 
 
-def _main(same: Sequence[Wait]) -> list[Wait]:
+def _main(same: Sequence[WaitText]) -> list[WaitText]:
     """Those in one call that do what most of them do; the others are told as a reason."""
     kinds = [wait.act.kind for wait in same]
     most = max(kinds, key=kinds.count)  # the lowest rank's where two are as many
@@ -226,8 +228,8 @@ def _main(same: Sequence[Wait]) -> list[Wait]:
 
 
 def _causes(
-    main: Sequence[Wait], needs: Mapping[int, Sequence[Need]], here: set[int]
-) -> frozenset[Need]:
+    main: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]], here: set[int]
+) -> frozenset[BlockingRank]:
     """What these lack, ranks aside that are told as waiting themselves."""
     return frozenset(
         need
@@ -237,7 +239,7 @@ def _causes(
     )
 
 
-def _block(waits: Sequence[Wait], causes: Iterable[Need]) -> list[str]:
+def _block(waits: Sequence[WaitText], causes: Iterable[BlockingRank]) -> list[str]:
     """Ranks that wait for the same reasons, then the reasons."""
     it, calling = _it(waits)
     place = waits[0].act.place
@@ -261,7 +263,7 @@ def _block(waits: Sequence[Wait], causes: Iterable[Need]) -> list[str]:
 
 
 def _consequences(
-    waits: Sequence[Wait], needs: Mapping[int, Sequence[Need]], *, is_cycle: bool
+    waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]], *, is_cycle: bool
 ) -> list[str]:
     """Ranks that wait for others of this line alone."""
     if is_cycle:
@@ -275,10 +277,10 @@ def _consequences(
     )
 
 
-def _clauses(waits: Sequence[Wait], whom: Mapping[int, str] | None = None) -> list[str]:
+def _clauses(waits: Sequence[WaitText], whom: Mapping[int, str] | None = None) -> list[str]:
     """`ranks 0-2 wait in all_reduce(float32[3]) at line 7 of cell [12]: ...`, for each call."""
 
-    def told(wait: Wait, *, is_short: bool) -> str:
+    def told(wait: WaitText, *, is_short: bool) -> str:
         act = wait.act
         if is_short:
             return f" in {act.op}{at_told(act)}"
@@ -310,7 +312,7 @@ def _few(clauses: Sequence[tuple[list[int], str]], rest_text: str) -> list[str]:
     return [*told, f"{ranks_phrase(rest)} {rest_text}"] if rest else told
 
 
-def _it(waits: Sequence[Wait]) -> tuple[str, str]:
+def _it(waits: Sequence[WaitText]) -> tuple[str, str]:
     """How these calls are named again: as they are, and after "without"."""
     partners = {wait.partner for wait in waits}
     if len(partners) == 1 and waits[0].partner:
@@ -320,7 +322,7 @@ def _it(waits: Sequence[Wait]) -> tuple[str, str]:
     return it, f"calling {it}"
 
 
-def _fields(need: Need, near: Place | None, *, is_short: bool) -> dict[str, str]:
+def _fields(need: BlockingRank, near: Place | None, *, is_short: bool) -> dict[str, str]:
     """What the texts of _MISSING are filled with."""
     at = place_told(need.at)
     how = {"raised": need.how or "an error", "raised in": need.how or "an error"}
@@ -333,7 +335,7 @@ def _fields(need: Need, near: Place | None, *, is_short: bool) -> dict[str, str]
     }
 
 
-def _theirs(need: Need, near: Place | None, *, is_short: bool) -> str:
+def _theirs(need: BlockingRank, near: Place | None, *, is_short: bool) -> str:
     act = need.theirs
     if act is None:
         return "it"
@@ -343,7 +345,7 @@ def _theirs(need: Need, near: Place | None, *, is_short: bool) -> str:
     return what if is_short else what + at_told(act, near, with_source=need.kind == "waiting")
 
 
-def at_told(act: Act, near: Place | None = None, *, with_source: bool = True) -> str:
+def at_told(act: CallText, near: Place | None = None, *, with_source: bool = True) -> str:
     """` at line 7 of cell [12]: ...`, to be put behind; only the line if `near` is as near."""
     place = act.place
     if place is None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nbdist.hang.records import Box, Call, CxxCall, RankView
-from nbdist.hang.text import Act, Need, Wait, act_inside, act_of
+from nbdist.hang.records import Call, CallLog, FlightRecorderEntry, RankView
+from nbdist.hang.text import BlockingRank, CallText, WaitText, act_inside, act_of
 
 # Ranks in these states make no further call in this cell.
 OVER = frozenset({"finished", "raised", "ended", "absent"})
@@ -22,7 +22,7 @@ NEVER_COME = frozenset({"finished", "absent", "instead"})
 _PARTNERS = {True: "a recv from", False: "a send to"}
 
 
-class Scene:
+class WaitGraph:
     """All ranks at one moment.
 
     Attributes:
@@ -69,7 +69,7 @@ class Scene:
                 return "running"  # the box is the older one: what it counts is not the end
         return view.state
 
-    def _wait(self, view: RankView) -> Wait | None:
+    def _wait(self, view: RankView) -> WaitText | None:
         if self.states[view.rank] != "running":
             return None
         call = self._call(view.rank)
@@ -79,7 +79,7 @@ class Scene:
         members = () if partner else self._told_members(call.group)
         ends = (str(view.rank), str(call.peer)) if partner else ()
         key = ("call", call.group, str(call.number), *ends)
-        return Wait(view.rank, key, act_of(call), members, partner, call.began_s)
+        return WaitText(view.rank, key, act_of(call), members, partner, call.began_s)
 
     def _call(self, rank: int) -> Call | None:
         """The call from Python in which it waits; a box of another cell counts as nothing."""
@@ -90,7 +90,7 @@ class Scene:
         # Work that C++ has issued is waited for without a number: the recorder knows which it is.
         return None if call is not None and call.op == "wait" and not call.number else call
 
-    def _in_other_threads(self, rank: int) -> list[tuple[Need, ...]]:
+    def _in_other_threads(self, rank: int) -> list[tuple[BlockingRank, ...]]:
         """What further calls lack in which the rank is at the same time."""
         told, box = self._call(rank), self.views[rank].box
         if told is None or box is None:
@@ -98,7 +98,7 @@ class Scene:
         calls = [one for one in box.calls if one.state == "waiting" and one is not told]
         return [tuple(self._call_needs(rank, one)) for one in calls]
 
-    def _inner_wait(self, view: RankView) -> Wait | None:
+    def _inner_wait(self, view: RankView) -> WaitText | None:
         """A wait in a call that C++ issued.
 
         The recorder never sees some calls end. So a pending one is waited in only if the main
@@ -107,10 +107,12 @@ class Scene:
         for group, pending, _ in self._pending(view.rank):
             act = act_inside(pending, view.look.place if view.look else None)
             key = ("inner", group, str(pending.number))
-            return Wait(view.rank, key, act, self._told_members(group), "", last_event_s(view.box))
+            return WaitText(
+                view.rank, key, act, self._told_members(group), "", last_event_s(view.box)
+            )
         return None
 
-    def _pending(self, rank: int) -> list[tuple[str, CxxCall, bool]]:
+    def _pending(self, rank: int) -> list[tuple[str, FlightRecorderEntry, bool]]:
         """Calls in which somebody's part is missing, and whether it may sleep elsewhere."""
         view = self.views[rank]
         look, box = view.look, view.box
@@ -131,7 +133,7 @@ class Scene:
                 found.append((group, call, group in issued))
         return [one for one in found if not one[2]] or found
 
-    def _needs(self, rank: int) -> Iterator[Need]:
+    def _needs(self, rank: int) -> Iterator[BlockingRank]:
         call = self._call(rank)
         if call is None:
             for group, pending, is_open in self._pending(rank):
@@ -141,13 +143,13 @@ class Scene:
         else:
             yield from self._call_needs(rank, call)
 
-    def _call_needs(self, rank: int, call: Call) -> Iterator[Need]:
+    def _call_needs(self, rank: int, call: Call) -> Iterator[BlockingRank]:
         if is_transfer(call):
             yield from self._transfer_needs(rank, call)
         elif call.number:
             yield from self._collective_needs(rank, call)
 
-    def _inner_need(self, q: int, group: str, call: CxxCall) -> Need | None:
+    def _inner_need(self, q: int, group: str, call: FlightRecorderEntry) -> BlockingRank | None:
         theirs = self._newest(q, group)
         if theirs is None or theirs.number < call.number:
             look = self.views[q].look
@@ -157,13 +159,13 @@ class Scene:
         if _differ(theirs, call):
             wait = self.waits.get(q)
             place = wait.act.place if wait is not None else None
-            act = Act(theirs.op, theirs.detail, place)
-            return Need(q, "instead" if theirs.op != call.op else "unlike", theirs=act)
+            act = CallText(theirs.op, theirs.detail, place)
+            return BlockingRank(q, "instead" if theirs.op != call.op else "unlike", theirs=act)
         if theirs.number == call.number and theirs.is_pending and self.states[q] == "ended":
             return self._need(q, "ended in", is_open=True)  # its part may have been done
         return None
 
-    def _collective_needs(self, rank: int, call: Call) -> Iterator[Need]:
+    def _collective_needs(self, rank: int, call: Call) -> Iterator[BlockingRank]:
         mine = self.views[rank].box
         others = [q for q in self._members(call.group) if q != rank]
         found = [need for q in others if (need := self._part(q, rank, call)) is not None]
@@ -174,7 +176,7 @@ class Scene:
         firm = [need for need in found if need.kind != "ended in" or not need.is_open]
         yield from firm or found
 
-    def _part(self, q: int, rank: int, call: Call) -> Need | None:
+    def _part(self, q: int, rank: int, call: Call) -> BlockingRank | None:
         """Why q's part in this call is missing; None where it is there."""
         mine, box = self.views[rank].box, self.views[q].box
         if box is None or mine is None:
@@ -189,7 +191,7 @@ class Scene:
         theirs = self._made(box, call.group).calls.get(call.number)
         return None if theirs is None else self._unfit(q, act_of(call), theirs)
 
-    def _broken_in(self, box: Box, call: Call) -> Call | None:
+    def _broken_in(self, box: CallLog, call: Call) -> Call | None:
         """A rank's call of this number in this cell that raised, for which it is not counted."""
         same = (self.run, call.group, call.number, "raised")
         calls = (one for one in reversed(box.calls) if not is_transfer(one))
@@ -197,7 +199,9 @@ class Scene:
             (one for one in calls if (one.run, one.group, one.number, one.state) == same), None
         )
 
-    def _unfit(self, q: int, mine: Act, theirs: Call, *, fits_any: bool = False) -> Need | None:
+    def _unfit(
+        self, q: int, mine: CallText, theirs: Call, *, fits_any: bool = False
+    ) -> BlockingRank | None:
         """Why q's call of the same number is no part in this one; None where it is."""
         act, state = act_of(theirs), self.states[q]
         differs = not fits_any and act.kind != mine.kind
@@ -208,12 +212,14 @@ class Scene:
             return self._need(q, "raised in", act if differs else None)
         if differs:
             kind = "instead" if act.op != mine.op else "unlike"
-            return Need(q, kind, theirs=act)
+            return BlockingRank(q, kind, theirs=act)
         if state == "stopped" and theirs.state != "done":
             return self._need(q, "stopped")
         return None
 
-    def _earlier(self, q: int, mine: Box, call: Call, *, is_open: bool = False) -> Need | None:
+    def _earlier(
+        self, q: int, mine: CallLog, call: Call, *, is_open: bool = False
+    ) -> BlockingRank | None:
         """The first number before this at which q called another op, in this cell."""
         box = self.views[q].box
         if box is None or box.generation != mine.generation:
@@ -225,15 +231,15 @@ class Scene:
             other = theirs.calls.get(number)
             if number < call.number and made.run == self.run and other and other.op != made.op:
                 acts = act_of(other), act_of(made)
-                return Need(q, "earlier", theirs=acts[0], mine=acts[1], is_open=is_open)
+                return BlockingRank(q, "earlier", theirs=acts[0], mine=acts[1], is_open=is_open)
         return None
 
-    def _made(self, box: Box, group: str) -> _Made:
+    def _made(self, box: CallLog, group: str) -> _Made:
         if (box.rank, group) not in self._known:
             self._known[box.rank, group] = _made_in(box, group)
         return self._known[box.rank, group]
 
-    def _transfer_needs(self, rank: int, call: Call) -> Iterator[Need]:
+    def _transfer_needs(self, rank: int, call: Call) -> Iterator[BlockingRank]:
         if call.peer is None:
             yield from self._any_needs(rank, call)
             return
@@ -257,7 +263,7 @@ class Scene:
             if need:
                 yield need
 
-    def _any_needs(self, rank: int, call: Call) -> Iterator[Need]:
+    def _any_needs(self, rank: int, call: Call) -> Iterator[BlockingRank]:
         """A recv from any rank: none is needed for sure, but all until one has sent."""
         mine = self.views[rank].box
         others = [q for q in self._members(call.group) if q != rank]
@@ -270,22 +276,24 @@ class Scene:
         for q, box in zip(others, boxes, strict=True):
             yield self._missing(q, is_open=box is None)
 
-    def _missing(self, q: int, *, is_open: bool = False) -> Need:
+    def _missing(self, q: int, *, is_open: bool = False) -> BlockingRank:
         """That q has not come, and what it does instead."""
         state = self.states[q]
         is_done = q in self.waits or state in {"finished", "raised"}
         if is_done and (threads := self._free_threads(q)):
-            return Need(q, "threaded", ", ".join(threads), is_open=True)
+            return BlockingRank(q, "threaded", ", ".join(threads), is_open=True)
         if state == "running" and q in self.waits:
-            return Need(q, "waiting", theirs=self.waits[q].act, is_open=is_open)
+            return BlockingRank(q, "waiting", theirs=self.waits[q].act, is_open=is_open)
         if is_open and state in OVER:
             state = "unknown"
         return self._need(q, state, is_open=is_open)
 
-    def _need(self, q: int, kind: str, theirs: Act | None = None, *, is_open: bool = False) -> Need:
+    def _need(
+        self, q: int, kind: str, theirs: CallText | None = None, *, is_open: bool = False
+    ) -> BlockingRank:
         view = self.views[q]
         at = view.look.place if view.look is not None and kind == "running" else None
-        return Need(q, kind, view.how, at, theirs, is_open=is_open)
+        return BlockingRank(q, kind, view.how, at, theirs, is_open=is_open)
 
     def _members(self, group: str) -> tuple[int, ...]:
         """The ranks of a group, as far as anybody's box knows it; else those that name it."""
@@ -302,7 +310,7 @@ class Scene:
         members = self._members(group)
         return () if set(members) == set(self.views) else members
 
-    def _newest(self, rank: int, group: str) -> CxxCall | None:
+    def _newest(self, rank: int, group: str) -> FlightRecorderEntry | None:
         look = self.views[rank].look
         return None if look is None else look.newest.get(group)
 
@@ -344,12 +352,12 @@ def is_transfer(call: Call) -> bool:
     return "send" in call.op or "recv" in call.op
 
 
-def count_in(box: Box, group: str) -> int:
+def count_in(box: CallLog, group: str) -> int:
     """Collectives that the rank has made in the group."""
     return box.groups[group].calls if group in box.groups else 0
 
 
-def last_event_s(box: Box | None) -> float:
+def last_event_s(box: CallLog | None) -> float:
     """When the rank was last seen to do something; a wait that C++ began is younger."""
     if box is None:
         return 0.0
@@ -365,7 +373,7 @@ class _Made:
     ops: tuple[tuple[int, str], ...]
 
 
-def _made_in(box: Box, group: str) -> _Made:
+def _made_in(box: CallLog, group: str) -> _Made:
     count = count_in(box, group)
     found = {
         call.number: call  # the newest of a number: older ones were before a recovery
@@ -376,7 +384,7 @@ def _made_in(box: Box, group: str) -> _Made:
     return _Made(calls, tuple((number, call.op) for number, call in calls.items()))
 
 
-def _other_end(box: Box, call: Call, rank: int) -> Call | None:
+def _other_end(box: CallLog, call: Call, rank: int) -> Call | None:
     """The call of the same number at the other end of a transfer."""
     is_send = "send" in call.op
     return next(
@@ -391,7 +399,7 @@ def _other_end(box: Box, call: Call, rank: int) -> Call | None:
     )
 
 
-def _differ(one: CxxCall, other: CxxCall) -> bool:
+def _differ(one: FlightRecorderEntry, other: FlightRecorderEntry) -> bool:
     """Whether two calls of one number do not fit together."""
     if one.number != other.number:
         return False

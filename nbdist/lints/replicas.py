@@ -129,7 +129,7 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkup:
+class ReplicaCheck:
     """What a check of all ranks came to.
 
     Attributes:
@@ -161,13 +161,13 @@ class Checkup:
                 chosen.append(one)
         return tuple(chosen)
 
-    def measured(self, sizes: Mapping[Difference, float | None]) -> Checkup:
+    def measured(self, sizes: Mapping[Difference, float | None]) -> ReplicaCheck:
         """The same with sizes of differences."""
         found = (replace(one, largest=sizes.get(one)) for one in self.differences)
         return replace(self, differences=tuple(found))
 
 
-def compare(told: Mapping[int, Sequence[ModelLook]]) -> Checkup:
+def compare(told: Mapping[int, Sequence[ModelLook]]) -> ReplicaCheck:
     """All ranks' looks as one.
 
     Args:
@@ -180,7 +180,7 @@ def compare(told: Mapping[int, Sequence[ModelLook]]) -> Checkup:
         models.append(_counted(name, own, told))
         differences += _differences(name, own)
         not_finite += _not_finite(name, own)
-    return Checkup(tuple(sorted(told)), tuple(models), tuple(differences), tuple(not_finite))
+    return ReplicaCheck(tuple(sorted(told)), tuple(models), tuple(differences), tuple(not_finite))
 
 
 def _counted(name: str, own: Mapping[int, ModelLook], told: Iterable[int]) -> Counted:

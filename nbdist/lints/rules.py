@@ -19,7 +19,7 @@ LEAST_BATCHES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observation:
     """What one rank saw in one cell.
 
     Attributes:
@@ -37,7 +37,7 @@ Facts = Mapping[int, Mapping[str, Any]]  # of the ranks that saw it
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class RuleHit:
     """What a lint has found: a clause with its numbers, and the ranks that it is about."""
 
     found: str
@@ -60,7 +60,7 @@ class Lint:
 
     name: str
     when: str
-    judge: Callable[[str, Facts], list[Hit]]
+    judge: Callable[[str, Facts], list[RuleHit]]
     why: str
     do: str
     needs_success: bool = False
@@ -68,7 +68,7 @@ class Lint:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Diagnostic:
     """A lint that was found in a cell.
 
     Attributes:
@@ -79,7 +79,7 @@ class Told:
 
     lint: str
     subject: str
-    hit: Hit
+    hit: RuleHit
 
     @property
     def lines(self) -> tuple[str, str]:
@@ -91,7 +91,7 @@ class Told:
         )
 
 
-def judged(seen: Mapping[int, Sequence[Seen]], *, is_ok: bool) -> list[Told]:
+def evaluate(seen: Mapping[int, Sequence[Observation]], *, is_ok: bool) -> list[Diagnostic]:
     """What is to be told of a cell, in the table's order.
 
     Args:
@@ -107,7 +107,7 @@ def judged(seen: Mapping[int, Sequence[Seen]], *, is_ok: bool) -> list[Told]:
     for row in LINTS.values():
         for (name, subject), facts in grouped.items():
             if name == row.name and (is_ok or not row.needs_success):
-                told += [Told(name, subject, hit) for hit in row.judge(subject, facts)]
+                told += [Diagnostic(name, subject, hit) for hit in row.judge(subject, facts)]
     known = {one.subject for one in told if one.lint == "apart-since"}  # which says more
     return [one for one in told if one.lint != "parameters-apart" or one.subject not in known]
 
@@ -133,19 +133,21 @@ def silenced_by(text: str) -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(checked(known)), tuple(word for word in words if word not in known)
 
 
-def _each(sentence: Callable[[str, Mapping[str, Any]], str]) -> Callable[[str, Facts], list[Hit]]:
+def _each(
+    sentence: Callable[[str, Mapping[str, Any]], str],
+) -> Callable[[str, Facts], list[RuleHit]]:
     """A lint that each rank sees by itself; ranks with the same sentence are one hit."""
 
-    def judge(subject: str, facts: Facts) -> list[Hit]:
+    def judge(subject: str, facts: Facts) -> list[RuleHit]:
         ranks_of: dict[str, list[int]] = {}
         for rank, own in facts.items():
             ranks_of.setdefault(sentence(subject, own), []).append(rank)
-        return [Hit(text, tuple(ranks)) for text, ranks in ranks_of.items()]
+        return [RuleHit(text, tuple(ranks)) for text, ranks in ranks_of.items()]
 
     return judge
 
 
-def _alike(subject: str, facts: Facts) -> list[Hit]:
+def _alike(subject: str, facts: Facts) -> list[RuleHit]:
     """Ranks whose data should differ, and whose first batches do not."""
     found: list[list[int]] = []
     for rank in facts:
@@ -155,7 +157,7 @@ def _alike(subject: str, facts: Facts) -> list[Hit]:
         else:
             mates.append(rank)
     return [
-        Hit(
+        RuleHit(
             f"{subject} gave {ranks_phrase(ranks)} the same batches ({_compared(facts, ranks)})",
             tuple(ranks),
         )
@@ -177,16 +179,18 @@ def _compared(facts: Facts, ranks: Sequence[int]) -> str:
     return f"the first {min(len(facts[rank]['digests']) for rank in ranks)} were compared"
 
 
-def _apart(sentence: str) -> Callable[[str, Facts], list[Hit]]:
+def _apart(sentence: str) -> Callable[[str, Facts], list[RuleHit]]:
     """A lint about values that should be the same on all ranks of a group."""
 
-    def judge(subject: str, facts: Facts) -> list[Hit]:
+    def judge(subject: str, facts: Facts) -> list[RuleHit]:
         groups: dict[tuple[int, ...], dict[str, list[int]]] = {}
         for rank, own in facts.items():
             by_digest = groups.setdefault(tuple(own["ranks"]), {})
             by_digest.setdefault(own["digest"], []).append(rank)
         return [
-            Hit(sentence.format(subject=subject, who=_versus(by_digest)), tuple(sorted(members)))
+            RuleHit(
+                sentence.format(subject=subject, who=_versus(by_digest)), tuple(sorted(members))
+            )
             for members, by_digest in groups.items()
             if len(by_digest) > 1
         ]
@@ -198,7 +202,7 @@ def _versus(by_digest: Mapping[str, Sequence[int]]) -> str:
     return " and ".join(ranks_phrase(ranks) for ranks in by_digest.values())
 
 
-def _apart_since(subject: str, facts: Facts) -> list[Hit]:
+def _apart_since(subject: str, facts: Facts) -> list[RuleHit]:
     """The first looks of `--every N` at which ranks that hold the same had other parameters."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, own in facts.items():
@@ -213,7 +217,7 @@ def _apart_since(subject: str, facts: Facts) -> list[Hit]:
                 by_digest.setdefault(looks[rank][step], []).append(rank)
             if len(by_digest) > 1:
                 hits.append(
-                    Hit(
+                    RuleHit(
                         f"before step {step} of its optimizer the parameters of {subject} differed "
                         f"between {_versus(by_digest)} (looked at every "
                         f"{facts[ranks[0]]['every']})",
@@ -224,7 +228,7 @@ def _apart_since(subject: str, facts: Facts) -> list[Hit]:
     return hits
 
 
-def _workers(_subject: str, facts: Facts) -> list[Hit]:
+def _workers(_subject: str, facts: Facts) -> list[RuleHit]:
     hosts: dict[str, list[int]] = {}
     for rank, own in facts.items():
         hosts.setdefault(own["host"], []).append(rank)
@@ -235,7 +239,7 @@ def _workers(_subject: str, facts: Facts) -> list[Hit]:
         if total > cores:
             # A host's name is no news on one host, and differs from machine to machine.
             hits.append(
-                Hit(
+                RuleHit(
                     f"{len(ranks)} rank{'s' * (len(ranks) > 1)} of one host started {total} "
                     f"DataLoader workers on {cores} core{'s' * (cores > 1)}",
                     tuple(ranks),

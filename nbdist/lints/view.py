@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.view import View, table
-from nbdist.lints.replicas import GRADIENT, KINDS, Checkup, Counted, Difference, NotFinite
+from nbdist.lints.replicas import GRADIENT, KINDS, Counted, Difference, NotFinite, ReplicaCheck
 
 # Tensors that are named of each kind; more are counted.
 SHOWN = 5
 
 
-def checkup(found: Checkup) -> View:
+def checkup(found: ReplicaCheck) -> View:
     """All models, one row each; below it each difference and what is not finite."""
     if not found.models:
         return View("no model is on the ranks")
@@ -34,7 +34,7 @@ def lints(states: Sequence[tuple[str, str, str]]) -> View:
     return table(["lint", "state", "told when"], rows, after=after)
 
 
-def _verdict(found: Checkup) -> str:
+def _verdict(found: ReplicaCheck) -> str:
     who = f"{len(found.ranks)} rank{'s' if len(found.ranks) > 1 else ''}"
     if found.is_healthy:
         return f"healthy: on {who} everything is finite, and equal where it should be"
@@ -52,7 +52,7 @@ def _cell(one: Counted, kind: str) -> str:
     return f"{count}, {compared} compared"
 
 
-def _lines(found: Checkup, model: Counted) -> Iterator[str]:
+def _lines(found: ReplicaCheck, model: Counted) -> Iterator[str]:
     for bad in found.not_finite:
         if bad.model == model.name:
             yield _not_finite(bad)

@@ -63,7 +63,7 @@ class _Rows:
         return True
 
 
-def paired(
+def pair_events(
     before: Sequence[tuple[int, int]],
     events: Sequence[Event],
     most_events: int,

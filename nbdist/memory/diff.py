@@ -80,7 +80,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class SnapshotDiff:
     """What has grown.
 
     Attributes:
@@ -96,7 +96,7 @@ class Growth:
     notes: tuple[str, ...] = ()
 
 
-def growth(before: Snapshot, after: Snapshot) -> Growth:
+def diff(before: Snapshot, after: Snapshot) -> SnapshotDiff:
     """What is in use at the end of the second snapshot beyond what was at the end of the first."""
     first = {one.rank: one for one in before.ranks if _is_there(one)}
     second = {one.rank: one for one in after.ranks if _is_there(one)}
@@ -109,7 +109,7 @@ def growth(before: Snapshot, after: Snapshot) -> Growth:
         for kind, amounts in _compared(old, new):
             found[kind].append((rank, *amounts))
     changes = [_merged(kind, rows) for kind, rows in found.items()]
-    return Growth(
+    return SnapshotDiff(
         tuple(sorted((c for c in changes if c.grown_bytes > 0), key=_order)),
         tuple(sorted((c for c in changes if c.grown_bytes < 0), key=_order)),
         totals,

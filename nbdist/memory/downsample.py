@@ -19,9 +19,9 @@ from nbdist.memory.timeline import (
     Truths,
     changes,
     is_in_use,
-    lives,
+    lifetimes,
+    m4_downsample,
     sizes_at,
-    telling,
     totals,
 )
 
@@ -30,7 +30,7 @@ MOST_MOMENTS = 12_000
 
 
 @dataclass(frozen=True, slots=True)
-class Thinned:
+class DownsampledRank:
     """What a live picture shows of one rank.
 
     Attributes:
@@ -58,7 +58,7 @@ class Level:
     """
 
     least_bytes: int
-    ranks: tuple[Thinned, ...]
+    ranks: tuple[DownsampledRank, ...]
 
     @property
     def merged(self) -> int:
@@ -81,10 +81,10 @@ def level(ranks: Sequence[RankMemory], most_blocks: int) -> Level:
     room = most_blocks if most_blocks >= len(every) else most_blocks - at_peaks * len(ranks)
     least = next(one for one in _sizes() if len(every) - np.searchsorted(every, one) <= room)
     moments = min(MOST_MOMENTS, 2 * most_blocks) // max(len(ranks), 1)
-    return Level(least, tuple(thinned(rank, least, at_peaks, moments) for rank in ranks))
+    return Level(least, tuple(downsample(rank, least, at_peaks, moments) for rank in ranks))
 
 
-def thinned(rank: RankMemory, least_bytes: int, at_peak: int, moments: int) -> Thinned:
+def downsample(rank: RankMemory, least_bytes: int, at_peak: int, moments: int) -> DownsampledRank:
     """One rank; blocks below `least_bytes` merged but for the `at_peak` largest at the peak.
 
     Args:
@@ -97,18 +97,18 @@ def thinned(rank: RankMemory, least_bytes: int, at_peak: int, moments: int) -> T
     kept = blocks.size_bytes >= least_bytes
     if kept.all():
         none = np.zeros(0, np.int64)
-        return Thinned(blocks, none, none, none, 0)
+        return DownsampledRank(blocks, none, none, none, 0)
     made = changes(blocks)
     time_ns, total = totals(made)
     there = np.flatnonzero(is_in_use(blocks, int(time_ns[np.argmax(total)])) & ~kept)
     largest = there[np.argsort(-blocks.size_bytes[there], kind="stable")[:at_peak]]
     kept[largest] = True
-    told = [time_ns[telling(time_ns, total, moments)], *_edges(blocks, kept)]
+    told = [time_ns[m4_downsample(time_ns, total, moments)], *_edges(blocks, kept)]
     at_ns = np.unique(np.concatenate(told))
     sizes = sizes_at(changes(chosen(blocks, ~kept)), at_ns).reshape(len(at_ns), CLASSES)
     steps = np.diff(sizes, axis=0, prepend=0)
     moment, code = np.nonzero(steps)
-    return Thinned(
+    return DownsampledRank(
         chosen(blocks, kept), at_ns[moment], code, steps[moment, code], int((~kept).sum())
     )
 
@@ -120,7 +120,7 @@ def chosen(blocks: Blocks, mask: Truths) -> Blocks:
 
 def _edges(blocks: Blocks, kept: Truths) -> list[Integers]:
     """When the blocks that stay come and go."""
-    start_ns, end_ns = (column[kept] for column in lives(blocks))
+    start_ns, end_ns = (column[kept] for column in lifetimes(blocks))
     return [start_ns, end_ns[end_ns != STAYS]]
 
 

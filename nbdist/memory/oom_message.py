@@ -18,7 +18,7 @@ DEVICE, HOST = "device", "host"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class OomMessage:
     """What an error says; UNKNOWN where it does not.
 
     Attributes:
@@ -83,7 +83,7 @@ _DRIVER = re.compile(r"CUDA (?:driver )?error: out of memory|HIP error: out of m
 _PYTHON = frozenset({"MemoryError", "_ArrayMemoryError", "ArrayMemoryError"})
 
 
-def told_by(name: str, message: str) -> Told | None:
+def parse_oom(name: str, message: str) -> OomMessage | None:
     """What an error says of memory that ran out; None of any other error.
 
     Args:
@@ -95,25 +95,25 @@ def told_by(name: str, message: str) -> Told | None:
             return read(found, message)
     if name in _PYTHON:
         asked = _NUMPY.search(message)
-        return Told("Python", HOST, _bytes(*asked.groups()) if asked else UNKNOWN)
+        return OomMessage("Python", HOST, _bytes(*asked.groups()) if asked else UNKNOWN)
     return None
 
 
-def is_told_in(text: str) -> bool:
+def has_oom(text: str) -> bool:
     """Whether a traceback, of an error that came from another one too, tells of it."""
     return any(pattern.search(text) for pattern, _ in _READERS) or any(
         re.search(rf"\b{name}\b", text) for name in _PYTHON
     )
 
 
-def _of_device(found: re.Match[str], message: str) -> Told:
+def _of_device(found: re.Match[str], message: str) -> OomMessage:
     values = {name: _first(patterns, message) for name, patterns in _FIELDS.items()}
     reserved = _first((_RESERVED,), message)
     if values["unused_bytes"] == UNKNOWN and UNKNOWN not in (reserved, values["allocated_bytes"]):
         values["unused_bytes"] = max(0, reserved - values["allocated_bytes"])
     others = [_bytes(*one) for one in _OTHERS.findall(message)]
     number = _DEVICE_NUMBER.search(message)
-    return Told(
+    return OomMessage(
         by=found.group(1),
         memory=DEVICE,
         device=int(number.group(1) or number.group(2)) if number else UNKNOWN,
@@ -129,20 +129,20 @@ def _first(patterns: tuple[re.Pattern[str], ...], message: str) -> int:
     return UNKNOWN
 
 
-def _of_cpu(found: re.Match[str], _message: str) -> Told:
-    return Told("CPU", HOST, int(found.group(1)))
+def _of_cpu(found: re.Match[str], _message: str) -> OomMessage:
+    return OomMessage("CPU", HOST, int(found.group(1)))
 
 
-def _of_nccl(_found: re.Match[str], message: str) -> Told:
+def _of_nccl(_found: re.Match[str], message: str) -> OomMessage:
     asked = _NCCL_SIZE.search(message)
-    return Told("NCCL", DEVICE, int(asked.group(1)) if asked else UNKNOWN)
+    return OomMessage("NCCL", DEVICE, int(asked.group(1)) if asked else UNKNOWN)
 
 
-def _of_library(by: str) -> Callable[[re.Match[str], str], Told]:
-    return lambda _found, _message: Told(by, DEVICE)
+def _of_library(by: str) -> Callable[[re.Match[str], str], OomMessage]:
+    return lambda _found, _message: OomMessage(by, DEVICE)
 
 
-_READERS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Told]], ...] = (
+_READERS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], OomMessage]], ...] = (
     (_DEVICE, _of_device),
     (_CPU, _of_cpu),
     (_CUBLAS, _of_library("cuBLAS")),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from nbdist.errors import OptionError
-from nbdist.memory.oom_message import DEVICE, UNKNOWN, Told
+from nbdist.memory.oom_message import DEVICE, UNKNOWN, OomMessage
 from nbdist.memory.snapshot import (
     ACTIVATION,
     COMMUNICATION,
@@ -21,7 +21,7 @@ from nbdist.memory.snapshot import (
     TEMPORARY,
 )
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import Choice, choose, steps_of
+from nbdist.strategy.choice import Strategy, choose, steps_of
 from nbdist.strategy.table import HELD
 
 # Where a step was when it failed; empty outside of one.
@@ -52,7 +52,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Shortage:
+class OomReport:
     """What a rank knew when its memory ran out.
 
     Attributes:
@@ -69,13 +69,13 @@ class Shortage:
     """
 
     rank: int
-    told: Told
+    told: OomMessage
     phase: str
     categories: tuple[int, ...]
     holders: tuple[Holder, ...]
     limit_bytes: int
     free_bytes: int
-    choice: Choice | None
+    choice: Strategy | None
     blocks: int = 0
     problem: str = ""
 
@@ -113,7 +113,7 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class Remedy:
     """One remedy.
 
     Attributes:
@@ -129,27 +129,27 @@ class Rung:
     why: str
 
 
-def ladder(shortage: Shortage) -> tuple[Rung, ...]:
+def remedies(shortage: OomReport) -> tuple[Remedy, ...]:
     """Remedies in the order in which to try them: the cheap ones first. Taken ones are left out."""
     return tuple(rung for step in _STEPS for rung in step(shortage))
 
 
-def _rung(shortage: Shortage, what: str, gain: float, why: str) -> Rung:
+def _rung(shortage: OomReport, what: str, gain: float, why: str) -> Remedy:
     lacking = shortage.lacking_bytes
     fits = None if UNKNOWN in (gain, lacking) else gain >= lacking
-    return Rung(what, round(gain), fits, why)
+    return Remedy(what, round(gain), fits, why)
 
 
 _NONE_SEEN = "no activations were seen to predict from"
 
 
-def _batch(shortage: Shortage) -> Iterator[Rung]:
+def _batch(shortage: OomReport) -> Iterator[Remedy]:
     scaled = shortage.scaled_bytes
     why = "half of the activations" if scaled else _NONE_SEEN
     yield _rung(shortage, "half the batch", scaled / 2 if scaled else UNKNOWN, why)
 
 
-def _accumulation(shortage: Shortage) -> Iterator[Rung]:
+def _accumulation(shortage: OomReport) -> Iterator[Remedy]:
     times = 2 * (shortage.choice.options.accumulate if shortage.choice else 1)
     scaled = shortage.scaled_bytes
     why = "the same, and a step trains on as much as before" if scaled else _NONE_SEEN
@@ -157,16 +157,16 @@ def _accumulation(shortage: Shortage) -> Iterator[Rung]:
     yield _rung(shortage, what, scaled / 2 if scaled else UNKNOWN, why)
 
 
-def _half_precision(shortage: Shortage) -> Iterator[Rung]:
+def _half_precision(shortage: OomReport) -> Iterator[Remedy]:
     choice = shortage.choice
     if choice is not None and choice.options.precision != "fp32":
         return
     what = "--bf16"
     if choice is None:
-        yield Rung(what, UNKNOWN, None, "no prepared model to predict from")
+        yield Remedy(what, UNKNOWN, None, "no prepared model to predict from")
         return
     if not shortage.scaled_bytes:
-        yield Rung(what, UNKNOWN, None, _NONE_SEEN)
+        yield Remedy(what, UNKNOWN, None, _NONE_SEEN)
         return
     gathers = "fsdp" in steps_of(choice) or choice.name == "deepspeed"
     # autocast keeps copies of the weights beside them; FSDP gathers them in half as many bytes.
@@ -176,22 +176,22 @@ def _half_precision(shortage: Shortage) -> Iterator[Rung]:
     yield _rung(shortage, what, gain, why)
 
 
-def _checkpoint(shortage: Shortage) -> Iterator[Rung]:
+def _checkpoint(shortage: OomReport) -> Iterator[Remedy]:
     choice = shortage.choice
     if choice is not None and choice.options.checkpoint:
         return
     what, kept = "--checkpoint full", shortage.activation_bytes
     if not kept:
-        yield Rung(what, UNKNOWN, None, _NONE_SEEN)
+        yield Remedy(what, UNKNOWN, None, _NONE_SEEN)
     elif shortage.blocks < 2:
-        yield Rung(what, UNKNOWN, None, "no list of two or more like layers was found")
+        yield Remedy(what, UNKNOWN, None, "no list of two or more like layers was found")
     else:
         gain = max(0.0, kept * (1 - 1 / shortage.blocks - _INPUT_SHARE))
         why = f"activations of one of {shortage.blocks} blocks, and inputs of all, are left"
         yield _rung(shortage, what, gain, why)
 
 
-def _allocator(shortage: Shortage) -> Iterator[Rung]:
+def _allocator(shortage: OomReport) -> Iterator[Remedy]:
     """Only where what the allocator holds and does not use would be enough."""
     unused, asked = shortage.told.unused_bytes, shortage.told.asked_bytes
     if shortage.told.memory == DEVICE and unused > 0 and 0 < asked <= unused:
@@ -203,11 +203,11 @@ def _allocator(shortage: Shortage) -> Iterator[Rung]:
         )
 
 
-def _split(shortage: Shortage) -> Iterator[Rung]:
+def _split(shortage: OomReport) -> Iterator[Remedy]:
     """Strategies under which a rank holds less of the states."""
     choice = shortage.choice
     if choice is None:
-        yield Rung("%dist_strategy fsdp", UNKNOWN, None, "no prepared model to predict from")
+        yield Remedy("%dist_strategy fsdp", UNKNOWN, None, "no prepared model to predict from")
         return
     ranks = max(2, choice.world_size)
     on = "" if ranks == choice.world_size else f" on {ranks} ranks (%dist_init -n {ranks})"
@@ -222,7 +222,7 @@ def _split(shortage: Shortage) -> Iterator[Rung]:
         yield _rung(shortage, f"{what}{_degrees(other)}{on}", gain, f"states as {formula}")
 
 
-def _offload(shortage: Shortage) -> Iterator[Rung]:
+def _offload(shortage: OomReport) -> Iterator[Remedy]:
     """Of a GPU alone: on a CPU the states lie in the host's memory already."""
     choice = shortage.choice
     if shortage.told.memory != DEVICE or (choice and choice.options.offload == "nvme"):
@@ -237,7 +237,7 @@ def _offload(shortage: Shortage) -> Iterator[Rung]:
         words = "".join(f" --{key} {value}" for key, value in own.items())
         what = f"%dist_strategy {name}{words} --offload {where}"
         if choice is None:
-            yield Rung(what, UNKNOWN, None, "no prepared model to predict from")
+            yield Remedy(what, UNKNOWN, None, "no prepared model to predict from")
         elif is_on_host:
             yield _rung(shortage, what, 0, "frees the host's memory, not the device's")
         else:
@@ -245,12 +245,12 @@ def _offload(shortage: Shortage) -> Iterator[Rung]:
             yield _rung(shortage, what, max(0, gain), "all states leave the device, block by block")
 
 
-_STEPS: tuple[Callable[[Shortage], Iterator[Rung]], ...] = (
+_STEPS: tuple[Callable[[OomReport], Iterator[Remedy]], ...] = (
     _batch, _accumulation, _half_precision, _checkpoint, _allocator, _split, _offload,
 )  # fmt: skip
 
 
-def _like(choice: Choice, name: str, own: Mapping[str, object], ranks: int) -> Choice | None:
+def _like(choice: Strategy, name: str, own: Mapping[str, object], ranks: int) -> Strategy | None:
     """Another strategy with the degrees and options that are in use; None where it does not go."""
     degrees = choice.degrees
     kept = {word: n for word in ("tp", "pp", "cp") if (n := getattr(degrees, word)) > 1}
@@ -262,16 +262,16 @@ def _like(choice: Choice, name: str, own: Mapping[str, object], ranks: int) -> C
         return None
 
 
-def _degrees(choice: Choice) -> str:
+def _degrees(choice: Strategy) -> str:
     words = ((word, getattr(choice.degrees, word)) for word in ("tp", "pp", "cp"))
     return "".join(f" --{word} {degree}" for word, degree in words if degree > 1)
 
 
-def _states(shortage: Shortage) -> int:
+def _states(shortage: OomReport) -> int:
     return sum(shortage.categories[_CATEGORY[what]] for what in HELD)
 
 
-def _gain(shortage: Shortage, now: Choice, other: Choice) -> float:
+def _gain(shortage: OomReport, now: Strategy, other: Strategy) -> float:
     """Bytes of states less, without what is gathered meanwhile."""
     gain = 0.0
     for what in HELD:
@@ -286,7 +286,7 @@ def _gain(shortage: Shortage, now: Choice, other: Choice) -> float:
     return gain - (_gathered(shortage, now) if is_gathered else 0)
 
 
-def _gathered(shortage: Shortage, now: Choice) -> float:
+def _gathered(shortage: OomReport, now: Strategy) -> float:
     """Parameters that are whole at a time while their states are split."""
     held = shortage.categories[PARAMETER]
     whole = held * footprint.axes_size(now, footprint.split_axes(now, "parameters"))

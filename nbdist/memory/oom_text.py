@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nbdist.core.units import size
-from nbdist.memory.oom_message import HOST, UNKNOWN, Told
-from nbdist.memory.oom_remedies import Rung, Shortage, ladder
+from nbdist.memory.oom_message import HOST, UNKNOWN, OomMessage
+from nbdist.memory.oom_remedies import OomReport, Remedy, remedies
 from nbdist.memory.snapshot import CATEGORIES, OPTIMIZER
 
 _PHASES = {
@@ -16,29 +16,29 @@ _FITS = {True: "fits", False: "not enough", None: ""}
 MORE = "%dist_memory shows what was in use when it failed"
 
 
-def block(shortage: Shortage) -> str:
+def block(shortage: OomReport) -> str:
     """What ran out, what held it, and the ladder of remedies; lines of text."""
     return "\n".join((*_what(shortage), *_held(shortage), *_ladder(shortage), MORE))
 
 
-def unmeasured(rank: int, told: Told, why: str) -> str:
+def unmeasured(rank: int, told: OomMessage, why: str) -> str:
     """The same where the rank could not be asked."""
     return f"rank {rank} ran out of {_memory(told)}{_asked(told)}; what held it is not known: {why}"
 
 
-def _memory(told: Told) -> str:
+def _memory(told: OomMessage) -> str:
     if told.memory == HOST:
         return "the host's memory"
     number = f" {told.device}" if told.device != UNKNOWN else ""
     return f"memory of its GPU{number}"
 
 
-def _asked(told: Told) -> str:
+def _asked(told: OomMessage) -> str:
     by = f" by {told.by}" if told.by not in {"CUDA", "HIP", "XPU", "CPU"} else ""
     return f": {size(told.asked_bytes)} asked for{by}" if told.asked_bytes != UNKNOWN else by
 
 
-def _what(shortage: Shortage) -> Iterator[str]:
+def _what(shortage: OomReport) -> Iterator[str]:
     told = shortage.told
     free = f"; {size(shortage.free_bytes)} free" if shortage.free_bytes != UNKNOWN else ""
     limit = f" of {size(shortage.limit_bytes)}" if free and shortage.limit_bytes else ""
@@ -57,7 +57,7 @@ def _what(shortage: Shortage) -> Iterator[str]:
         )
 
 
-def _held(shortage: Shortage) -> Iterator[str]:
+def _held(shortage: OomReport) -> Iterator[str]:
     if shortage.problem:
         yield shortage.problem
     parts = [
@@ -77,8 +77,8 @@ def _held(shortage: Shortage) -> Iterator[str]:
         yield f"the largest: {'; '.join(largest)}"
 
 
-def _ladder(shortage: Shortage) -> Iterator[str]:
-    rungs = ladder(shortage)
+def _ladder(shortage: OomReport) -> Iterator[str]:
+    rungs = remedies(shortage)
     yield (
         "what would help, cheap first; gains are predicted from what this rank held"
         + (f", {size(shortage.lacking_bytes)} lack" if shortage.lacking_bytes > 0 else "")
@@ -92,5 +92,5 @@ def _ladder(shortage: Shortage) -> Iterator[str]:
         yield "the optimizer has no state yet: its first step adds that to what is in use"
 
 
-def _gain(rung: Rung) -> str:
+def _gain(rung: Remedy) -> str:
     return "-" if rung.gain_bytes == UNKNOWN else f"-{size(rung.gain_bytes)}"

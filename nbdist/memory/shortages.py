@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.core.failures import RankFailure, plain
 from nbdist.memory import oom_message, oom_text
-from nbdist.memory.oom_remedies import Shortage
+from nbdist.memory.oom_remedies import OomReport
 from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ def advice(session: Session, failure: RankFailure) -> str:
         session: Its cell has ended on this rank.
         failure: Of that cell.
     """
-    told = oom_message.told_by(failure.name, failure.message)
-    if told is None and not oom_message.is_told_in(plain("\n".join(failure.traceback))):
+    told = oom_message.parse_oom(failure.name, failure.message)
+    if told is None and not oom_message.has_oom(plain("\n".join(failure.traceback))):
         return ""
     found, why = _asked(session, failure.rank)
     if found is not None:
@@ -35,7 +35,7 @@ def advice(session: Session, failure: RankFailure) -> str:
     return "" if told is None else oom_text.unmeasured(failure.rank, told, why)
 
 
-def _asked(session: Session, rank: int) -> tuple[Shortage | None, str]:
+def _asked(session: Session, rank: int) -> tuple[OomReport | None, str]:
     """What a rank knows, or why nothing is known."""
     if not session.is_connected(rank):
         return None, "the rank has ended"

@@ -56,7 +56,7 @@ class Changes:
     block: Integers
 
 
-def lives(blocks: Blocks) -> tuple[Integers, Integers]:
+def lifetimes(blocks: Blocks) -> tuple[Integers, Integers]:
     """From when, and up to when, each block is in use; STAYS where to the end."""
     start_ns = np.maximum(blocks.start_ns, 0)
     least_ns = np.where(blocks.end_ns == STAYS, 0, start_ns + 1)
@@ -65,7 +65,7 @@ def lives(blocks: Blocks) -> tuple[Integers, Integers]:
 
 def is_in_use(blocks: Blocks, time_ns: int) -> Truths:
     """Which blocks are in use at a moment."""
-    start_ns, end_ns = lives(blocks)
+    start_ns, end_ns = lifetimes(blocks)
     found: Truths = (start_ns <= time_ns) & (time_ns < end_ns)
     return found
 
@@ -77,7 +77,7 @@ def codes(blocks: Blocks) -> Integers:
 
 def changes(blocks: Blocks) -> Changes:
     """All of them, by time; of one moment releases first, then as the blocks stand."""
-    start_ns, end_ns = lives(blocks)
+    start_ns, end_ns = lifetimes(blocks)
     ends = np.flatnonzero(end_ns != STAYS)
     block = np.concatenate([ends, np.arange(len(blocks))])
     time_ns = np.concatenate([end_ns[ends], start_ns])
@@ -103,7 +103,7 @@ def curve(blocks: Blocks, most: int | None = None) -> Curve:
     made = changes(blocks)
     time_ns, total = totals(made)
     if most is not None:
-        time_ns = time_ns[telling(time_ns, total, most)]
+        time_ns = time_ns[m4_downsample(time_ns, total, most)]
     return Curve(time_ns, sizes_at(made, time_ns))
 
 
@@ -117,7 +117,7 @@ def sizes_at(made: Changes, time_ns: Integers) -> Integers:
     return found.reshape(len(time_ns), len(CATEGORIES), 2)
 
 
-def telling(time_ns: Integers, value: Integers, most: int) -> Integers:
+def m4_downsample(time_ns: Integers, value: Integers, most: int) -> Integers:
     """Places of about `most` moments that show what all of them show.
 
     Time is cut into stretches of equal length; of each the first and last moment, the lowest and

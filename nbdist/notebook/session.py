@@ -18,7 +18,7 @@ from nbdist.config.emit import SCRIPT
 from nbdist.config.launch import Configured, configured
 from nbdist.lints.kernel import replicas
 from nbdist.lints.kernel.lints import Lints
-from nbdist.lints.replicas import Checkup
+from nbdist.lints.replicas import ReplicaCheck
 from nbdist.memory.kernel import Memories
 from nbdist.memory.snapshot import Snapshot
 from nbdist.trace.kernel.recordings import Traces
@@ -87,7 +87,7 @@ class Subjects:
         """Write a model's weights into one safetensors file; see checkpoint.weights_kernel."""
         return weights_kernel.export(cast("Session", self), path, model)
 
-    def check(self) -> Checkup:
+    def check(self) -> ReplicaCheck:
         """Compare the models of all ranks, and look for NaN and inf; see lints.kernel.replicas."""
         return replicas.check(cast("Session", self))
 

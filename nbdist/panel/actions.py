@@ -22,7 +22,7 @@ from nbdist.panel import strategy_form
 from nbdist.panel.job_queue import Job
 from nbdist.panel.state import BUTTONS
 from nbdist.panel.strategy_form import Value
-from nbdist.strategy.choice import Choice
+from nbdist.strategy.choice import Strategy
 from nbdist.switch import view as strategy_view
 
 TRACES = Path("traces")
@@ -62,7 +62,7 @@ class Chosen:
         return strategy_form.typed(self.name, self.values)
 
 
-def job(name: str, chosen: Chosen, current: Choice | None, code: str) -> Job:
+def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> Job:
     """What pressing a button asks for.
 
     Args:

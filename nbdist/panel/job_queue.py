@@ -31,7 +31,7 @@ class Job:
     argument: object = None
 
 
-class Board:
+class JobQueue:
     """The queue and the log of one panel."""
 
     def __init__(self, clock_s: Callable[[], float] = time.time):

@@ -18,7 +18,7 @@ from nbdist.panel.strategy_form import Model
 from nbdist.planner.kernel import remote_plan
 from nbdist.planner.live_model import LiveModel
 from nbdist.rpc.kernel import functions
-from nbdist.strategy.choice import Choice, default_choice
+from nbdist.strategy.choice import Strategy, default_choice
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.cell_run import CellRun
@@ -97,7 +97,7 @@ class Known:
 
 
 def prepared(
-    session: Session, take: Callable[[Choice, Known], object]
+    session: Session, take: Callable[[Strategy, Known], object]
 ) -> Callable[[float], object]:
     """Ask a rank for its strategy and models; `take` is called with them, in another thread.
 
@@ -151,6 +151,6 @@ def models_of(sizes: Sequence[tuple[str, int, int]]) -> tuple[Model, ...]:
     return tuple(Model(*one) for one in sizes)
 
 
-def last_choice(session: Session) -> Choice:
+def last_choice(session: Session) -> Strategy:
     """The strategy as far as the notebook knows without asking."""
     return session.strategy.last or default_choice(session.topology.world_size)

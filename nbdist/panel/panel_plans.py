@@ -10,10 +10,10 @@ from nbdist.panel import strategy_form
 from nbdist.panel.kernel import Known
 from nbdist.panel.plan import Limit
 from nbdist.panel.state import Plan
-from nbdist.strategy.choice import Choice
+from nbdist.strategy.choice import Strategy
 
 
-def plan(session: Session, choice: Choice, known: Known, current: Choice) -> Plan:
+def plan(session: Session, choice: Strategy, known: Known, current: Strategy) -> Plan:
     """By the formulas of %dist_plan, of the models that a rank has told of; at once."""
     if known.models and known.sketches:
         return panel_panel_plan.plan_of(choice, known.sketches, limit(session), current)

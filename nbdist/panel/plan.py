@@ -14,8 +14,8 @@ from nbdist.panel.state import Plan
 from nbdist.planner.live_model import LiveModel, by_kinds, load_of, shape_of
 from nbdist.planner.memory import Memory
 from nbdist.planner.plan import NO, UNKNOWN, accumulating, verdict
-from nbdist.planner.workload import Load
-from nbdist.strategy.choice import Choice
+from nbdist.planner.workload import Workload
+from nbdist.strategy.choice import Strategy
 
 # Of a step: what is more than states.
 _MORE = ("activations", "buffers", "overhead")
@@ -45,11 +45,11 @@ class Counted:
     """
 
     memory: Memory
-    loads: tuple[Load, ...]
+    loads: tuple[Workload, ...]
 
 
 def counted(
-    choice: Choice, models: Sequence[LiveModel], limit: Limit, typed: Load | None = None
+    choice: Strategy, models: Sequence[LiveModel], limit: Limit, typed: Workload | None = None
 ) -> Counted:
     """The memory of the rank that needs most, as if all models were in a step at once.
 
@@ -64,7 +64,7 @@ def counted(
     """
     loads, found = [], []
     for live in models:
-        load = load_of(live, Load()) if typed is None else replace(typed, optimizer=_word(live))
+        load = load_of(live, Workload()) if typed is None else replace(typed, optimizer=_word(live))
         load = replace(load, has_gpu=limit.has_gpu)
         loads.append(load)
         found.append(by_kinds(live, shape_of(live), accumulating(choice, load), load))
@@ -72,7 +72,7 @@ def counted(
 
 
 def _word(live: LiveModel) -> str:
-    return load_of(live, Load()).optimizer
+    return load_of(live, Workload()).optimizer
 
 
 def _together(found: Sequence[Memory]) -> Memory:
@@ -95,11 +95,11 @@ def _together(found: Sequence[Memory]) -> Memory:
 
 
 def plan_of(
-    choice: Choice,
+    choice: Strategy,
     models: Sequence[LiveModel],
     limit: Limit,
-    current: Choice | None = None,
-    typed: Load | None = None,
+    current: Strategy | None = None,
+    typed: Workload | None = None,
 ) -> Plan:
     """What each rank would hold between steps, and in one, beside its device's limit.
 
@@ -132,7 +132,9 @@ def plan_of(
     return Plan(f"{text}\n{step}; {_batch_told(models, found.loads, typed)}", True, word, share)
 
 
-def _now(current: Choice, models: Sequence[LiveModel], limit: Limit, typed: Load | None) -> str:
+def _now(
+    current: Strategy, models: Sequence[LiveModel], limit: Limit, typed: Workload | None
+) -> str:
     try:
         return f", now {units.size(counted(current, models, limit, typed).memory.states)}"
     except OptionError:  # it has a batch that the formulas refuse, and runs all the same
@@ -144,7 +146,7 @@ def _sum(memory: Memory, names: Sequence[str]) -> str:
     return " + ".join(f"{name} {units.size(size)}" for name, size in sizes.items() if size)
 
 
-def _why_partial(choice: Choice, models: Sequence[LiveModel]) -> str:
+def _why_partial(choice: Strategy, models: Sequence[LiveModel]) -> str:
     if choice.options.offload:
         return "states only: what --offload leaves of activations is not in the formulas"
     unknown = [one for one in models if not shape_of(one).has_shape]
@@ -156,7 +158,9 @@ def _why_partial(choice: Choice, models: Sequence[LiveModel]) -> str:
     )
 
 
-def _batch_told(models: Sequence[LiveModel], loads: Sequence[Load], typed: Load | None) -> str:
+def _batch_told(
+    models: Sequence[LiveModel], loads: Sequence[Workload], typed: Workload | None
+) -> str:
     """Which batch was counted with, and who says so."""
     load = loads[0]
     told = f"batch {load.batch} x {load.sequence} tokens"

@@ -16,15 +16,15 @@ from IPython import get_ipython
 
 from nbdist.errors import NbdistError
 from nbdist.notebook.notebook import NOTEBOOK
-from nbdist.panel.job_queue import Board, Job
+from nbdist.panel.job_queue import Job, JobQueue
 from nbdist.rpc.kernel import sigint
-from nbdist.rpc.kernel.sigint import Presses
+from nbdist.rpc.kernel.sigint import PendingInterrupts
 
 
-class Turns:
+class JobScheduler:
     """The turns of cells and jobs in one notebook."""
 
-    def __init__(self, board: Board, act: Callable[[Job], str], changed: Callable[[], None]):
+    def __init__(self, board: JobQueue, act: Callable[[Job], str], changed: Callable[[], None]):
         """Nothing is watched yet.
 
         Args:
@@ -89,7 +89,7 @@ class Turns:
         """Do what is queued, unless a cell runs: then its end does."""
         while not self._cells and self._board.queued:
             # One that is pressed once the job counts as begun, is for it, and not lost.
-            with sigint.counted() as pressed:
+            with sigint.deferred_sigint() as pressed:
                 job = self._board.take()
                 if job is None:
                     return
@@ -97,7 +97,7 @@ class Turns:
                 self._board.finish(*self._outcome(job, pressed))
             self._changed()
 
-    def _outcome(self, job: Job, pressed: Presses) -> tuple[str, str]:
+    def _outcome(self, job: Job, pressed: PendingInterrupts) -> tuple[str, str]:
         try:
             with _interruptible():
                 pressed.check()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from nbdist.core import units
 from nbdist.errors import OptionError
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import Choice, Options, choose
+from nbdist.strategy.choice import Options, Strategy, choose
 from nbdist.strategy.degrees import WORDS, divisors
 from nbdist.strategy.options import DEGREES, OPTIONS, OptionRow, takers
 from nbdist.strategy.table import ROWS
@@ -97,7 +97,7 @@ def picked(
     world_size: int,
     device_type: str = "",
     backend: str = "",
-) -> Choice | str:
+) -> Strategy | str:
     """The choice that the fields make, or why it cannot be had."""
     try:
         return choose(name, given(values), world_size, device_type=device_type, backend=backend)
@@ -105,7 +105,7 @@ def picked(
         return str(error)
 
 
-def values_of(choice: Choice) -> dict[str, Value]:
+def values_of(choice: Strategy) -> dict[str, Value]:
     """The fields of a choice, so that `picked` gives it again; fields at their default left out."""
     own, default = WORDS[ROWS[choice.name].axis], Options()
     degrees = choice.degrees
@@ -163,7 +163,7 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def planned(choice: Choice, models: Sequence[Model], current: Choice | None = None) -> str:
+def planned(choice: Strategy, models: Sequence[Model], current: Strategy | None = None) -> str:
     """What each rank would hold of the prepared models between steps, with Adam's state.
 
     By strategy.footprint's formula; activations are not in it.
@@ -188,7 +188,7 @@ def planned(choice: Choice, models: Sequence[Model], current: Choice | None = No
     return f"each rank holds {units.size(sum(parts.values()))} between steps{now}: {told} (Adam)"
 
 
-def _held(choice: Choice, models: Sequence[Model]) -> dict[str, float]:
+def _held(choice: Strategy, models: Sequence[Model]) -> dict[str, float]:
     parts: dict[str, float] = {}
     for model in models:
         one = footprint.held_parts(choice, model.n_parameters, _recipe(choice, model))
@@ -196,7 +196,7 @@ def _held(choice: Choice, models: Sequence[Model]) -> dict[str, float]:
     return parts
 
 
-def _recipe(choice: Choice, model: Model) -> footprint.Recipe:
+def _recipe(choice: Strategy, model: Model) -> footprint.Recipe:
     """By what is stored of this model: parameters that are no fp32 have gradients like them."""
     is_short = model.parameter_bytes < 4 * model.n_parameters
     return footprint.RECIPES["bf16"] if is_short else footprint.recipe_of(choice)

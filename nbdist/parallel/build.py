@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import module_patches, transforms
 from nbdist.parallel.consensus import interrupts_held
-from nbdist.parallel.transform import Job, Layouts, Step
+from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.choice import Degrees
-from nbdist.strategy.tensor_layout import Side, TensorLayout, local_shape, runs
+from nbdist.strategy.tensor_layout import Placement, TensorLayout, local_runs, local_shape
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -41,8 +41,8 @@ class Built:
         changes: What the steps have done to base's modules.
     """
 
-    job: Job
-    steps: tuple[Step, ...]
+    job: ModelBuild
+    steps: tuple[Transform, ...]
     layouts: Layouts
     names: dict[str, tuple[str, ...]]
     parameter_names: tuple[str, ...]
@@ -51,9 +51,9 @@ class Built:
     outer: torch.nn.Module | None = None
     changes: list[module_patches.Change] = field(default_factory=list)
 
-    def side(self, name: str) -> Side:
+    def side(self, name: str) -> Placement:
         """How a parameter or buffer lies."""
-        return Side(self.layouts[name], self.job.grid.degrees)
+        return Placement(self.layouts[name], self.job.grid.degrees)
 
     @property
     def title(self) -> str:
@@ -62,7 +62,7 @@ class Built:
         return (kinds or [type(self.job.base)])[0].__name__
 
 
-def plan(job: Job, own_steps: Sequence[Step] | None = None) -> Built:
+def plan(job: ModelBuild, own_steps: Sequence[Transform] | None = None) -> Built:
     """Say how a model will lie. Nothing is changed, no rank is met; the same on all ranks.
 
     Args:
@@ -97,10 +97,10 @@ def commit(
         before: What an earlier strategy has changed: taken off first.
     """
     job = built.job
-    module_patches.take_off(before)
+    module_patches.revert(before)
     job.root = job.base
     old = _to_meta(built)
-    photos = module_patches.photograph(job.base)
+    photos = module_patches.snapshot_modules(job.base)
     for step in built.steps:
         step.lay_out(job)
     _fill(built, local, old)
@@ -108,12 +108,14 @@ def commit(
     for step in built.steps:
         outer = step.wrap(job, outer)
     built.outer = outer
-    built.changes = module_patches.changes(photos)
+    built.changes = module_patches.diff(photos)
     return outer
 
 
 def build(
-    job: Job, values: Mapping[str, torch.Tensor], own_steps: Sequence[Step] | None = None
+    job: ModelBuild,
+    values: Mapping[str, torch.Tensor],
+    own_steps: Sequence[Transform] | None = None,
 ) -> torch.nn.Module:
     """Put a model under its strategy and return what is called. This rank alone.
 
@@ -141,9 +143,9 @@ def bare(built: Built) -> Iterator[None]:
     Plans look at classes, attributes and shapes, and a strategy changes these.
     """
     with interrupts_held():
-        photos = module_patches.photograph(built.job.base)
+        photos = module_patches.snapshot_modules(built.job.base)
         try:
-            module_patches.take_off(built.changes)
+            module_patches.revert(built.changes)
             _to_meta(built)
             yield
         finally:
@@ -154,7 +156,7 @@ def part_of(
     whole: torch.Tensor, layout: TensorLayout, degrees: Degrees, rank: int
 ) -> torch.Tensor | None:
     """What a rank holds of a whole tensor; None for nothing."""
-    own = runs(layout, degrees, rank)
+    own = local_runs(layout, degrees, rank)
     if own is None:
         return None
     for dim, pieces in enumerate(own):

@@ -48,7 +48,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def together(what: str, function: Callable[[], T]) -> list[T]:
+def all_or_none(what: str, function: Callable[[], T]) -> list[T]:
     """Every rank's result of a function that meets no rank. Collective: every rank.
 
     Raises:
@@ -59,15 +59,15 @@ def together(what: str, function: Callable[[], T]) -> list[T]:
     try:
         told = _Told(function())
     except BaseException as caught:  # noqa: BLE001  # raised below, once the others know
-        error, told = caught, _Told(failure=sentence(caught))
-    everyone = gathered(told)
+        error, told = caught, _Told(failure=one_line(caught))
+    everyone = all_gather_object(told)
     if error is not None:
         raise error
     raise_failures(what, {rank: one.failure for rank, one in enumerate(everyone) if one.failure})
     return [one.value for one in everyone]
 
 
-def gathered(own: T) -> list[T]:
+def all_gather_object(own: T) -> list[T]:
     """Every rank's object, in order. Collective: every rank.
 
     torch's all_gather_object asks for the lengths first, in a call of its own, and most of what a
@@ -118,7 +118,7 @@ def raise_failures(what: str, failures: dict[int, str]) -> None:
         )
 
 
-class Ballot:
+class CommitVote:
     """One question that every rank answers without a collective: did its part go well?
 
     It goes through the ranks' store. A collective could be aborted on one rank when the other
@@ -175,14 +175,14 @@ def interrupts_held() -> Iterator[None]:
 @contextlib.contextmanager
 def same_random() -> Iterator[None]:
     """Leave Python's, numpy's and torch's generators as they were before."""
-    put_back = random_kept()
+    put_back = fork_rng()
     try:
         yield
     finally:
         put_back()
 
 
-def random_kept() -> Callable[[], None]:
+def fork_rng() -> Callable[[], None]:
     """What puts Python's, numpy's and torch's generators back to what they are now."""
     python, host = random.getstate(), torch.random.get_rng_state()
     # Accelerate needs numpy, and seeds its global generator.
@@ -200,7 +200,7 @@ def random_kept() -> Callable[[], None]:
     return put_back
 
 
-def sentence(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """What failed, for another rank's user."""
     text = str(error)
     if isinstance(error, NbdistError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nbdist.parallel.precision import DTYPES
-from nbdist.strategy.choice import Choice
+from nbdist.strategy.choice import Strategy
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ def note(mixed_precision: str) -> None:
     _said.precision = mixed_precision if mixed_precision in DTYPES else "fp32"
 
 
-def filled(choice: Choice) -> Choice:
+def filled(choice: Strategy) -> Strategy:
     """The choice with the Accelerator's precision, unless its own options name one."""
     if choice.options.precision != "fp32" or _said.precision == "fp32":
         return choice

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nbdist.strategy.choice import AXES, Choice, Degrees
+from nbdist.strategy.choice import AXES, Degrees, Strategy
 
 
 @dataclass(slots=True)
-class Grid:
+class ParallelMesh:
     """A mesh of all ranks. Made by `make_grid`.
 
     Attributes:
@@ -71,16 +71,16 @@ class Grid:
         return own
 
 
-def make_grid(choice: Choice, device_type: str) -> Grid:
+def build_mesh(choice: Strategy, device_type: str) -> ParallelMesh:
     """The mesh of a choice. Collective: every rank, with the same choice."""
     degrees = choice.degrees
     rank = dist.get_rank()
     if choice.name == "single":
-        return Grid(degrees, rank, degrees.coordinate(0), None)
+        return ParallelMesh(degrees, rank, degrees.coordinate(0), None)
     names = tuple(a for a in AXES if getattr(degrees, a) > 1) or ("dp_shard",)
     shape = tuple(getattr(degrees, axis) for axis in names)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    return Grid(degrees, rank, degrees.coordinate(rank), mesh)
+    return ParallelMesh(degrees, rank, degrees.coordinate(rank), mesh)
 
 
 def groups_along(degrees: Degrees, axes: tuple[str, ...]) -> list[list[int]]:

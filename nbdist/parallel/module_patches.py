@@ -28,7 +28,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Photo:
+class ModuleSnapshot:
     """One module as it was.
 
     Attributes:
@@ -65,11 +65,11 @@ class Change:
     tables: dict[str, dict[Any, tuple[Any, Any]]] = field(default_factory=dict)
 
 
-def photograph(base: torch.nn.Module) -> list[Photo]:
+def snapshot_modules(base: torch.nn.Module) -> list[ModuleSnapshot]:
     """Every module of a model as it is; no values are copied."""
     states = _shard_states()
     return [
-        Photo(
+        ModuleSnapshot(
             module,
             type(module),
             dict(vars(module)),
@@ -81,7 +81,7 @@ def photograph(base: torch.nn.Module) -> list[Photo]:
     ]
 
 
-def restore(photos: Iterable[Photo]) -> None:
+def restore(photos: Iterable[ModuleSnapshot]) -> None:
     """Make modules exactly what they were. Tables stay the same dicts, which handles refer to."""
     states = _shard_states()
     for photo in photos:
@@ -98,7 +98,7 @@ def restore(photos: Iterable[Photo]) -> None:
         _set_shard_state(states, module, photo.shard_state)
 
 
-def changes(photos: Iterable[Photo]) -> list[Change]:
+def diff(photos: Iterable[ModuleSnapshot]) -> list[Change]:
     """What differs since the photos, for each module. Parameters and buffers do not count."""
     found = []
     for photo in photos:
@@ -119,7 +119,7 @@ def changes(photos: Iterable[Photo]) -> list[Change]:
     return found
 
 
-def take_off(done: Iterable[Change]) -> None:
+def revert(done: Iterable[Change]) -> None:
     """Undo changes, wherever there still is what the steps had put there."""
     states = _shard_states()
     for change in done:

@@ -14,12 +14,12 @@ from nbdist.errors import OptionError
 from nbdist.parallel.activation_checkpointing import checkpoint_block, chosen
 from nbdist.parallel.blocks import Blocks, candidates, find_blocks
 from nbdist.parallel.sdpa import choose_backend, refuse_backend
-from nbdist.parallel.transform import Job, Layouts, Step
+from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
-def _plan(job: Job, layouts: Layouts) -> Layouts:
+def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """Changes no layout; refuses what the model or the device does not have."""
     options = job.choice.options
     refuse_backend(job)
@@ -31,7 +31,7 @@ def _plan(job: Job, layouts: Layouts) -> Layouts:
     return layouts
 
 
-def _lay_out(job: Job) -> None:
+def _lay_out(job: ModelBuild) -> None:
     """Set the forward of blocks and of the root; no parameter is touched.
 
     From inside to outside of a block: attention's kernel, computed again, compiled. The
@@ -53,7 +53,7 @@ def _lay_out(job: Job) -> None:
         choose_backend(job.root, options.sdpa, is_checked=not options.is_compiled)
 
 
-def _blocks(job: Job, what: str) -> Blocks:
+def _blocks(job: ModelBuild, what: str) -> Blocks:
     if not job.choice.options.blocks and not candidates(job.base):
         try:
             return find_blocks(job.base)
@@ -154,4 +154,4 @@ def _place_steps(optimizer: torch.optim.Optimizer) -> None:
                 state["step"] = state["step"].to(step_device(group, parameter))
 
 
-STEP = Step(plan=_plan, lay_out=_lay_out)
+STEP = Transform(plan=_plan, lay_out=_lay_out)

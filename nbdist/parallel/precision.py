@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.transform import Job, Layouts, Step
+from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _plan(job: Job, layouts: Layouts) -> Layouts:
+def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """Changes no layout: parameters stay as they are, each use of one is cast."""
     precision = job.choice.options.precision
     if precision in DTYPES and not torch.amp.is_autocast_available(job.device.type):
@@ -30,7 +30,7 @@ def _plan(job: Job, layouts: Layouts) -> Layouts:
     return layouts
 
 
-def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     """Put autocast around the forward of the root: a pipeline's stage, else the user's module.
 
     Under FSDP too, beside its policy. The policy gathers parameters in half the bytes, but
@@ -78,4 +78,4 @@ def to_fp32(value: Any) -> Any:
     return value
 
 
-STEP = Step(plan=_plan, wrap=_wrap)
+STEP = Transform(plan=_plan, wrap=_wrap)

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from nbdist.errors import NbdistError, OptionError
 from nbdist.lints.rank import initial_values
 from nbdist.parallel import build, live_models, module_patches
-from nbdist.parallel.consensus import same_random, together
+from nbdist.parallel.consensus import all_or_none, same_random
 from nbdist.parallel.dp import fsdp, zero1
-from nbdist.parallel.mesh import Grid
+from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.registry import (
     agree_on_numbers,
@@ -40,12 +40,12 @@ from nbdist.parallel.reshard.full_state import (
     full_state,
     load_full,
     load_full_optimizer_state,
-    place,
+    shard_into,
 )
-from nbdist.parallel.reshard.redistribute import Move, exchange
-from nbdist.parallel.transform import Job
-from nbdist.strategy.choice import Choice, Degrees, steps_of
-from nbdist.strategy.tensor_layout import Side, TensorLayout
+from nbdist.parallel.reshard.redistribute import Reshard, redistribute
+from nbdist.parallel.transform import ModelBuild
+from nbdist.strategy.choice import Degrees, Strategy, steps_of
+from nbdist.strategy.tensor_layout import Placement, TensorLayout
 
 __all__ = [
     "bind",
@@ -86,14 +86,14 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
     choice = current()
     with same_random():
         if live_models.is_alone():
-            job = Job(model, choice, _grid_alone(choice), device(), accelerator=accelerator)
+            job = ModelBuild(model, choice, _grid_alone(choice), device(), accelerator=accelerator)
             built = build.plan(job)
             return _commit(built, _own_values(built))
-        job = Job(model, choice, grid_for(choice), device(), accelerator=accelerator)
+        job = ModelBuild(model, choice, grid_for(choice), device(), accelerator=accelerator)
         what = f"Preparing {type(model).__name__}"
         planned: list[build.Built] = []
-        told = together(what, lambda: _sketch(planned, job))
-        agree_on_numbers(together(what, lambda: _compare(told)))
+        told = all_or_none(what, lambda: _sketch(planned, job))
+        agree_on_numbers(all_or_none(what, lambda: _compare(told)))
         initial_values.note_initial(type(model).__name__, build.tensors_of(model).values())
         local = _first_values(planned[0])
         return _commit(planned[0], local)
@@ -121,7 +121,7 @@ def bind(optimizer: Optimizer) -> None:
     if before:
         new = {key: state_side(names[key][0].built, names[key][1]) for key in before}
         old = {key: names[key][0].whole(names[key][1]) for key in before}
-        place(optimizer, before, after, old, new)
+        shard_into(optimizer, before, after, old, new)
         replace_parameters(optimizer, {id(before[key]): after[key] for key in before})
     bound(optimizer)
     attach_steps(optimizer, prepared())
@@ -152,7 +152,7 @@ def _owners(known: list[Prepared]) -> dict[int, int]:
     }
 
 
-def _sketch(planned: list[build.Built], job: Job) -> list[tuple[str, tuple[int, ...], str]]:
+def _sketch(planned: list[build.Built], job: ModelBuild) -> list[tuple[str, tuple[int, ...], str]]:
     """Plan, and say what all ranks' models must have alike."""
     found = build.tensors_of(job.base)
     lacking = [name for name, tensor in found.items() if tensor.is_meta]
@@ -188,19 +188,19 @@ def _first_values(built: build.Built) -> dict[str, torch.Tensor]:
     """This rank's part of rank 0's values. Collective."""
     found = build.tensors_of(built.job.base)
     degrees = built.job.grid.degrees
-    moves: dict[bool, list[Move]] = {True: [], False: []}
+    moves: dict[bool, list[Reshard]] = {True: [], False: []}
     held = {}
     for name, layout in built.layouts.items():
         tensor = found[name].detach()
         if built.job.grid.rank == 0:
             held[name] = tensor
-        old = Side(TensorLayout(layout.shape, ranks=frozenset({0})), Degrees())
+        old = Placement(TensorLayout(layout.shape, ranks=frozenset({0})), Degrees())
         is_parameter = isinstance(found[name], torch.nn.Parameter)
-        moves[is_parameter].append(Move(name, tensor.dtype, old, Side(layout, degrees)))
+        moves[is_parameter].append(Reshard(name, tensor.dtype, old, Placement(layout, degrees)))
     home = fsdp.parameter_device(built.job.choice, built.job.device)
     return {
-        **exchange(moves[True], held, home),
-        **exchange(moves[False], held, built.job.device),
+        **redistribute(moves[True], held, home),
+        **redistribute(moves[False], held, built.job.device),
     }
 
 
@@ -210,7 +210,7 @@ def _own_values(built: build.Built) -> dict[str, torch.Tensor]:
     return {name: found[name].detach().to(built.job.device) for name in built.layouts}
 
 
-def _grid_alone(choice: Choice) -> Grid:
+def _grid_alone(choice: Strategy) -> ParallelMesh:
     """A mesh that needs no other rank: of ddp, over all ranks.
 
     Raises:
@@ -223,7 +223,7 @@ def _grid_alone(choice: Choice) -> Grid:
             "then load a saved state."
         )
     rank = dist.get_rank()
-    alone = Grid(choice.degrees, rank, choice.degrees.coordinate(rank), None)
+    alone = ParallelMesh(choice.degrees, rank, choice.degrees.coordinate(rank), None)
     if choice.name == "ddp" and choice.degrees.dp > 1:
         assert dist.group.WORLD is not None
         alone._groups["dp_replicate",] = dist.group.WORLD  # noqa: SLF001  # its own table
@@ -233,7 +233,7 @@ def _grid_alone(choice: Choice) -> Grid:
 def _commit(built: build.Built, local: Mapping[str, torch.Tensor]) -> torch.nn.Module:
     """Change the model; as it was before where that fails. This rank alone."""
     base = built.job.base
-    photos = module_patches.photograph(base)
+    photos = module_patches.snapshot_modules(base)
     found = build.tensors_of(base)
     old = {name: found[name] for name in built.names}
     try:

@@ -12,7 +12,7 @@ import torch
 from nbdist.parallel.build import Built
 from nbdist.parallel.transform import Layouts
 from nbdist.strategy.choice import Degrees
-from nbdist.strategy.tensor_layout import Side, TensorLayout
+from nbdist.strategy.tensor_layout import Placement, TensorLayout
 
 # Where a module keeps it: what a variable holds keeps it alive, and nothing else does.
 _ATTRIBUTE = "_nbdist_prepared"
@@ -61,13 +61,13 @@ class Prepared:
         """What is in the model, by first name; on meta where this rank does not hold it."""
         return self.built.parameters
 
-    def side(self, name: str) -> Side:
+    def side(self, name: str) -> Placement:
         """How a parameter or buffer lies."""
         return self.built.side(name)
 
-    def whole(self, name: str, ranks: frozenset[int] | None = None) -> Side:
+    def whole(self, name: str, ranks: frozenset[int] | None = None) -> Placement:
         """All of it, on these ranks; None for every rank."""
-        return Side(TensorLayout(self.layouts[name].shape, ranks=ranks), Degrees())
+        return Placement(TensorLayout(self.layouts[name].shape, ranks=ranks), Degrees())
 
     def remember(self, old: dict[str, torch.Tensor]) -> None:
         """Note parameters that are replaced now, by first name."""

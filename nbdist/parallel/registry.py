@@ -13,21 +13,21 @@ from torch.optim import Optimizer
 from nbdist.engine import join
 from nbdist.parallel.accelerator import guard
 from nbdist.parallel.build import Built
-from nbdist.parallel.consensus import same_random, together, world_size
+from nbdist.parallel.consensus import all_or_none, same_random, world_size
 from nbdist.parallel.dp import fsdp1_state, zero1
-from nbdist.parallel.mesh import Grid, make_grid
+from nbdist.parallel.mesh import ParallelMesh, build_mesh
 from nbdist.parallel.prepared import Prepared, attach, attached
-from nbdist.strategy.choice import Choice, Degrees, default_choice, steps_of
-from nbdist.strategy.tensor_layout import Side, TensorLayout
+from nbdist.strategy.choice import Degrees, Strategy, default_choice, steps_of
+from nbdist.strategy.tensor_layout import Placement, TensorLayout
 
 
 class Watcher(Protocol):
     """What wants to know of a switch."""
 
-    def before_switch(self, old: Choice, new: Choice) -> None:
+    def before_switch(self, old: Strategy, new: Strategy) -> None:
         """Called before anything changes; raises OptionError if it cannot follow. No rank met."""
 
-    def after_switch(self, old: Choice, new: Choice) -> None:
+    def after_switch(self, old: Strategy, new: Strategy) -> None:
         """Called on every rank after a switch. Meets no rank."""
 
 
@@ -57,8 +57,8 @@ class _Live:
         numbers: How many were given to models and optimizers.
     """
 
-    choice: Choice | None = None
-    grids: dict[tuple[bool, Degrees], Grid] = field(default_factory=dict)
+    choice: Strategy | None = None
+    grids: dict[tuple[bool, Degrees], ParallelMesh] = field(default_factory=dict)
     prepared: list[weakref.ref[Prepared]] = field(default_factory=list)
     bound: weakref.WeakKeyDictionary[Optimizer, Bound] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -72,34 +72,34 @@ _OWNERS = "zero1"
 _live = _Live()
 
 
-def current() -> Choice:
+def current() -> Strategy:
     """The strategy under which models are prepared, and are now."""
     return _live.choice or default_choice(world_size())
 
 
-def set_choice(choice: Choice) -> None:
+def set_choice(choice: Strategy) -> None:
     """Let models be prepared under a strategy from now on; those that there are stay."""
     guard.watch(lambda: current().name)
     _live.choice = choice
 
 
-def grid() -> Grid:
+def grid() -> ParallelMesh:
     """The mesh of the current strategy. Collective at its first use: every rank."""
     choice = current()
     return _live.grids.get(_key(choice)) or grid_for(choice)
 
 
-def grid_for(choice: Choice) -> Grid:
+def grid_for(choice: Strategy) -> ParallelMesh:
     """The mesh of a strategy. Collective: every rank, with the same one.
 
     Made anew on all ranks where one of them has not got it: it has replaced another.
     """
     known = _live.grids.get(_key(choice))
-    if all(together("Making the mesh", lambda: known is not None)):
+    if all(all_or_none("Making the mesh", lambda: known is not None)):
         assert known is not None
         return known
     with same_random():
-        made = make_grid(choice, device().type)
+        made = build_mesh(choice, device().type)
     _live.grids[_key(choice)] = made
     return made
 
@@ -114,13 +114,13 @@ def watch(watcher: Watcher) -> None:
     _live.watchers.append(weakref.ref(watcher))
 
 
-def ask(old: Choice, new: Choice) -> None:
+def ask(old: Strategy, new: Strategy) -> None:
     """Ask the watchers whether they can follow a switch; one that cannot raises OptionError."""
     for watcher in watchers():
         watcher.before_switch(old, new)
 
 
-def tell(old: Choice, new: Choice) -> None:
+def tell(old: Strategy, new: Strategy) -> None:
     """Tell the watchers of a switch."""
     for watcher in watchers():
         watcher.after_switch(old, new)
@@ -227,13 +227,13 @@ def unique_name(place: int, name: str) -> str:
     return f"model {place + 1}: {name}" if place else name
 
 
-def state_side(built: Built, name: str) -> Side:
+def state_side(built: Built, name: str) -> Placement:
     """How an optimizer's state of a parameter lies."""
     side = built.side(name)
     if "zero1" not in steps_of(built.job.choice):
         return side
     owner = owner_names(built)[name]
-    return Side(replace(side.layout, ranks=frozenset({owner})), side.degrees)
+    return Placement(replace(side.layout, ranks=frozenset({owner})), side.degrees)
 
 
 def owner_names(built: Built) -> dict[str, int]:
@@ -245,5 +245,5 @@ def owner_names(built: Built) -> dict[str, int]:
     return found
 
 
-def _key(choice: Choice) -> tuple[bool, Degrees]:
+def _key(choice: Strategy) -> tuple[bool, Degrees]:
     return choice.name == "single", choice.degrees

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from nbdist.errors import OptionError
-from nbdist.parallel.transform import Job
+from nbdist.parallel.transform import ModelBuild
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -23,7 +23,7 @@ _BACKENDS = {
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def refuse_backend(job: Job) -> None:
+def refuse_backend(job: ModelBuild) -> None:
     """Refuse a backend that this device or model would not run. No rank is met.
 
     Raises:
@@ -130,7 +130,7 @@ def _available(device: torch.device) -> tuple[str, ...]:
     return tuple(name for name, there in is_there.items() if there)
 
 
-def _refuse_own_attention(job: Job, wanted: str) -> None:
+def _refuse_own_attention(job: ModelBuild, wanted: str) -> None:
     """A Hugging Face model says which attention it uses; only sdpa's kernel can be chosen."""
     config = getattr(job.base, "config", None)
     own = getattr(config, "_attn_implementation", None)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from nbdist.parallel.mesh import Grid
-from nbdist.strategy.choice import Choice
+from nbdist.parallel.mesh import ParallelMesh
+from nbdist.strategy.choice import Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
 
 # Name (as in base.named_parameters and named_buffers, the first one of tied weights) -> layout.
@@ -17,7 +17,7 @@ Layouts = dict[str, TensorLayout]
 
 
 @dataclass(slots=True)
-class Job:
+class ModelBuild:
     """One model that is being put under a strategy on this rank.
 
     Attributes:
@@ -31,8 +31,8 @@ class Job:
     """
 
     base: torch.nn.Module
-    choice: Choice
-    grid: Grid
+    choice: Strategy
+    grid: ParallelMesh
     device: torch.device
     root: torch.nn.Module = field(init=False)
     kept: dict[str, Any] = field(default_factory=dict)
@@ -42,20 +42,20 @@ class Job:
         self.root = self.base
 
 
-def _same(_job: Job, layouts: Layouts) -> Layouts:
+def _same(_job: ModelBuild, layouts: Layouts) -> Layouts:
     return layouts
 
 
-def _nothing(_job: Job) -> None:
+def _nothing(_job: ModelBuild) -> None:
     pass
 
 
-def _as_it_is(_job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+def _as_it_is(_job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     return outer
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Transform:
     """What an axis or an option does to a model, in this order.
 
     Attributes:
@@ -68,6 +68,6 @@ class Step:
         wrap: Parameters are real now. Returns what the user calls. No rank is met.
     """
 
-    plan: Callable[[Job, Layouts], Layouts] = _same
-    lay_out: Callable[[Job], None] = _nothing
-    wrap: Callable[[Job, torch.nn.Module], torch.nn.Module] = _as_it_is
+    plan: Callable[[ModelBuild, Layouts], Layouts] = _same
+    lay_out: Callable[[ModelBuild], None] = _nothing
+    wrap: Callable[[ModelBuild, torch.nn.Module], torch.nn.Module] = _as_it_is

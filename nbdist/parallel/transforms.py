@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
-from nbdist.parallel.transform import Step
-from nbdist.strategy.choice import Choice, steps_of
+from nbdist.parallel.transform import Transform
+from nbdist.strategy.choice import Strategy, steps_of
 
 # Name -> module and attribute. Imported when first used: some need packages of their own.
 STEPS = {
@@ -24,18 +24,18 @@ STEPS = {
 }
 
 
-def steps_for(choice: Choice) -> tuple[Step, ...]:
+def steps_for(choice: Strategy) -> tuple[Transform, ...]:
     """What a choice does to a model, in order."""
     return named(steps_of(choice))
 
 
-def named(names: Iterable[str]) -> tuple[Step, ...]:
+def named(names: Iterable[str]) -> tuple[Transform, ...]:
     """Steps by name."""
     return tuple(_step(name) for name in names)
 
 
-def _step(name: str) -> Step:
+def _step(name: str) -> Transform:
     module, attribute = STEPS[name]
-    step = getattr(importlib.import_module(f"nbdist.engine.parallel.{module}"), attribute)
-    assert isinstance(step, Step)
+    step = getattr(importlib.import_module(f"nbdist.parallel.{module}"), attribute)
+    assert isinstance(step, Transform)
     return step

@@ -9,15 +9,15 @@ import math
 from dataclasses import replace
 
 from nbdist.planner.models import ModelShape, Transformer
-from nbdist.planner.workload import Load, Widths, micro_batches
-from nbdist.strategy.choice import Choice
+from nbdist.planner.workload import Widths, Workload, micro_batches
+from nbdist.strategy.choice import Strategy
 
 # Model chunks of each rank under --schedule interleaved.
 CHUNKS = 2
 
 
 def block_bytes(
-    shape: Transformer, load: Load, widths: Widths, choice: Choice, *, kind: str = ""
+    shape: Transformer, load: Workload, widths: Widths, choice: Strategy, *, kind: str = ""
 ) -> float:
     """Activations that one block keeps of one batch on one rank.
 
@@ -69,14 +69,14 @@ def _inputs(shape: Transformer, widths: Widths) -> int:
     return (1 if shape.has_one_qkv else 3) + (2 if shape.is_gated else 1)
 
 
-def _score_bytes(shape: Transformer, choice: Choice, x: int) -> int:
+def _score_bytes(shape: Transformer, choice: Strategy, x: int) -> int:
     """Kept for each pair of tokens and head: nothing by flash or efficient attention."""
     if choice.options.sdpa != "math":
         return 0
     return 2 * x + 1 if shape.has_dropout else x
 
 
-def logits_bytes(shape: Transformer, load: Load, widths: Widths, choice: Choice) -> float:
+def logits_bytes(shape: Transformer, load: Workload, widths: Widths, choice: Strategy) -> float:
     """After the last block: norm, head and loss.
 
     Log-softmax in fp32, the gradient of the loss by it, and the logits' gradient: these are there
@@ -88,7 +88,7 @@ def logits_bytes(shape: Transformer, load: Load, widths: Widths, choice: Choice)
     return tokens * (norm + shape.vocab * 12)
 
 
-def activations(model: ModelShape, choice: Choice, load: Load, widths: Widths) -> float:
+def activations(model: ModelShape, choice: Strategy, load: Workload, widths: Widths) -> float:
     """Of the pipeline stage that has most; without a pipeline all blocks are one stage."""
     stages, pieces = choice.degrees.pp, micro_batches(choice, load)
     piece = replace(load, batch=load.batch // pieces)
@@ -103,7 +103,7 @@ def activations(model: ModelShape, choice: Choice, load: Load, widths: Widths) -
     return max(first, last) + casts
 
 
-def in_flight(choice: Choice, pieces: int) -> float:
+def in_flight(choice: Strategy, pieces: int) -> float:
     """Micro-batches whose activations the first stage keeps at one time.
 
     Source: https://arxiv.org/abs/2104.04473 section 2.2, and Korthikanti et al. for interleaved.
@@ -117,7 +117,7 @@ def in_flight(choice: Choice, pieces: int) -> float:
 
 
 def _blocks_bytes(
-    shape: Transformer, choice: Choice, load: Load, widths: Widths, layers: int
+    shape: Transformer, choice: Strategy, load: Workload, widths: Widths, layers: int
 ) -> float:
     """Of so many blocks, as --checkpoint has it: what is kept, and one block computed again."""
     how = choice.options.checkpoint

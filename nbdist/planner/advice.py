@@ -9,7 +9,7 @@ from nbdist.bandwidth.results import LinkModel
 from nbdist.core.units import exact_size
 from nbdist.errors import OptionError
 from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN, Plan, Row, plan
-from nbdist.strategy.choice import Choice
+from nbdist.strategy.choice import Strategy
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.options import DEGREES
 
@@ -171,7 +171,7 @@ def _safe(
     planned: Plan,
     options: Mapping[str, object],
     measured: LinkModel | None = None,
-    like: Choice | None = None,
+    like: Strategy | None = None,
 ) -> Row | None:
     """The cheapest safe row of another plan, or the one like a choice; None without one."""
     given = dict(options)

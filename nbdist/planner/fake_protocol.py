@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from nbdist.planner.memory import Memory
-from nbdist.planner.workload import Load
-from nbdist.strategy.choice import Choice
+from nbdist.planner.workload import Workload
+from nbdist.strategy.choice import Strategy
 
 NAME = "fake run"
 _LENGTH = struct.Struct("<Q")
@@ -45,8 +45,8 @@ class Asked:
     """
 
     source: Source | None
-    choice: Choice
-    load: Load
+    choice: Strategy
+    load: Workload
 
 
 @dataclass(frozen=True, slots=True)

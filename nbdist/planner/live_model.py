@@ -12,9 +12,9 @@ from nbdist.errors import NbdistError, OptionError
 from nbdist.planner.fake_protocol import Source
 from nbdist.planner.memory import OVERHEAD_BYTES, Memory, has_buckets, memory_of
 from nbdist.planner.models import ModelShape, of_config, of_count
-from nbdist.planner.workload import OPTIMIZERS, Load
+from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import Choice
+from nbdist.strategy.choice import Strategy
 
 # A config speaks for a model whose number of parameters is as close: adapters add a few.
 _SAME = 0.02
@@ -126,7 +126,7 @@ def shape_of(live: LiveModel) -> ModelShape:
     )
 
 
-def load_of(live: LiveModel, load: Load, optimizer: str | None = None) -> Load:
+def load_of(live: LiveModel, load: Workload, optimizer: str | None = None) -> Workload:
     """The load with the model's own optimizer and batch, where they are known.
 
     Args:
@@ -161,7 +161,7 @@ def described(live: LiveModel) -> tuple[str, ...]:
     return f"{live.name} is a {live.title}: {kinds}", second
 
 
-def by_kinds(live: LiveModel, model: ModelShape, choice: Choice, load: Load) -> Memory:
+def by_kinds(live: LiveModel, model: ModelShape, choice: Strategy, load: Workload) -> Memory:
     """The memory by formulas, with what is frozen: no gradient and no state of an optimizer.
 
     As if everything could be split evenly. Without a shape activations are not counted.
@@ -188,7 +188,7 @@ def by_kinds(live: LiveModel, model: ModelShape, choice: Choice, load: Load) -> 
     return Memory(**states, activations=0, buffers=buffers, overhead=overhead, is_partial=True)
 
 
-def _parts(choice: Choice, what: str) -> int:
+def _parts(choice: Strategy, what: str) -> int:
     return footprint.axes_size(choice, footprint.split_axes(choice, what))
 
 

@@ -12,9 +12,16 @@ from dataclasses import dataclass, replace
 from nbdist.errors import OptionError
 from nbdist.planner.activations import activations, block_bytes, logits_bytes
 from nbdist.planner.models import ModelShape
-from nbdist.planner.workload import OPTIMIZERS, Load, Widths, micro_batches, recipe_for, widths_of
+from nbdist.planner.workload import (
+    OPTIMIZERS,
+    Widths,
+    Workload,
+    micro_batches,
+    recipe_for,
+    widths_of,
+)
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import Choice, steps_of
+from nbdist.strategy.choice import Strategy, steps_of
 from nbdist.strategy.footprint import Recipe
 
 FORMULAS = "formulas"
@@ -91,7 +98,7 @@ class Memory:
         return self.parameters + self.gradients + self.buffers + self.step
 
 
-def memory_of(model: ModelShape, choice: Choice, load: Load) -> Memory:
+def memory_of(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
     """The memory of the rank that needs most.
 
     Raises:
@@ -129,7 +136,7 @@ def memory_of(model: ModelShape, choice: Choice, load: Load) -> Memory:
     return _offloaded(memory, choice)
 
 
-def _offloaded(memory: Memory, choice: Choice) -> Memory:
+def _offloaded(memory: Memory, choice: Strategy) -> Memory:
     """With what --offload moves to the host: all states, or what DeepSpeed's stage splits."""
     if not choice.options.offload:
         return memory
@@ -141,7 +148,7 @@ def _offloaded(memory: Memory, choice: Choice) -> Memory:
     return replace(memory, host=on_host, **rest)  # type: ignore[arg-type]  # names of numbers
 
 
-def check_fits(model: ModelShape, choice: Choice, load: Load) -> None:
+def check_fits(model: ModelShape, choice: Strategy, load: Workload) -> None:
     """Refuse degrees that do not divide heads, blocks or the batch.
 
     Raises:
@@ -176,13 +183,13 @@ def _check_heads(model: ModelShape, word: str, degree: int) -> None:
         )
 
 
-def has_buckets(choice: Choice) -> bool:
+def has_buckets(choice: Strategy) -> bool:
     """Whether DDP's buckets hold a copy of each gradient: gradient_as_bucket_view is off."""
     return "ddp" in steps_of(choice) and choice.degrees.dp * choice.degrees.cp > 1
 
 
 def _buffers(
-    model: ModelShape, choice: Choice, load: Load, widths: Widths, recipe: Recipe
+    model: ModelShape, choice: Strategy, load: Workload, widths: Widths, recipe: Recipe
 ) -> float:
     steps, degrees = {*steps_of(choice)}, choice.degrees
     total = 0.0
@@ -204,7 +211,7 @@ def _buffers(
     return total
 
 
-def _standing(model: ModelShape, choice: Choice, widths: Widths, buffers: float) -> float:
+def _standing(model: ModelShape, choice: Strategy, widths: Widths, buffers: float) -> float:
     """Of the buffers, what is there all the time: not the blocks that FSDP gathers in turn."""
     if not {"fsdp", "fsdp1"} & {*steps_of(choice)} or choice.degrees.dp == 1:
         return buffers
@@ -214,7 +221,7 @@ def _standing(model: ModelShape, choice: Choice, widths: Widths, buffers: float)
     return model.root_parameters / split * widths.gathered
 
 
-def _gathered(model: ModelShape, choice: Choice, widths: Widths) -> float:
+def _gathered(model: ModelShape, choice: Strategy, widths: Widths) -> float:
     """What FSDP has whole: two blocks (one is gathered ahead) or all, root, one block's gradients.
 
     Gradients stand there as backward made them and once more as they are reduced.

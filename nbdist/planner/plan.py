@@ -15,8 +15,8 @@ from nbdist.planner.devices import Device
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape
 from nbdist.planner.step_time import Time, flows, samples, time_of
-from nbdist.planner.workload import Load, check_load, recipe_for
-from nbdist.strategy.choice import Choice, choose, label, mesh_phrase
+from nbdist.planner.workload import Workload, check_load, recipe_for
+from nbdist.strategy.choice import Strategy, choose, label, mesh_phrase
 from nbdist.strategy.footprint import Recipe
 from nbdist.strategy.options import listed
 from nbdist.strategy.table import HELD
@@ -27,7 +27,7 @@ SAFE, RISKY, NO, UNKNOWN = "safe", "risky", "no", "?"
 # al. 2024, https://arxiv.org/abs/2411.06465.
 SAFE_SHARE = 0.8
 
-Engine = Callable[[ModelShape, Choice, Load], Memory]
+Engine = Callable[[ModelShape, Strategy, Workload], Memory]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Row:
     """
 
     typed: str
-    choice: Choice | None = None
+    choice: Strategy | None = None
     problem: str = ""
     recipe: Recipe | None = None
     memory: Memory | None = None
@@ -84,7 +84,7 @@ class Plan:
     model: ModelShape
     device: Device
     world_size: int
-    load: Load
+    load: Workload
     rows: tuple[Row, ...]
     assumed: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
     model: ModelShape,
     device: Device,
     world_size: int,
-    load: Load,
+    load: Workload,
     *,
     strategy: str | None = None,
     given: Mapping[str, object] | None = None,
@@ -157,7 +157,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
     check_load(load)
     _check_device(device, given)
 
-    def row(typed: str, choice: Choice) -> Row:
+    def row(typed: str, choice: Strategy) -> Row:
         choice = accumulating(choice, load)
         memory = engine(model, choice, load)
         return Row(
@@ -191,7 +191,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
     return Plan(model, device, world_size, load, rows, assumed)
 
 
-def accumulating(choice: Choice, load: Load) -> Choice:
+def accumulating(choice: Strategy, load: Workload) -> Strategy:
     """The choice with as many backwards per step as an effective batch needs.
 
     Raises:
@@ -243,7 +243,7 @@ def _row_or_problem(
     own: Mapping[str, object],
     given: Mapping[str, object],
     world_size: int,
-    row: Callable[[str, Choice], Row],
+    row: Callable[[str, Strategy], Row],
 ) -> Row:
     typed = _typed(name, own)
     try:

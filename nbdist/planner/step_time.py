@@ -12,9 +12,9 @@ from nbdist.bandwidth.results import OPS, LinkModel
 from nbdist.planner.activations import CHUNKS
 from nbdist.planner.devices import Device, link_of
 from nbdist.planner.models import ModelShape
-from nbdist.planner.workload import Load, micro_batches, recipe_for, widths_of
+from nbdist.planner.workload import Workload, micro_batches, recipe_for, widths_of
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import AXES, Choice
+from nbdist.strategy.choice import AXES, Strategy
 from nbdist.strategy.table import Sent
 
 # Of the peak that a data sheet names. Llama 3 was trained at 38 to 43 %:
@@ -93,13 +93,13 @@ def bubble(stages: int, pieces: int, schedule: str = "1f1b") -> float:
     return waits / (pieces + waits)
 
 
-def samples(choice: Choice, load: Load) -> int:
+def samples(choice: Strategy, load: Workload) -> int:
     """The effective batch: of each data-parallel rank, not of each rank."""
     dp = 1 if choice.name == "single" else choice.degrees.dp
     return load.batch * dp * choice.options.accumulate
 
 
-def flows(model: ModelShape, choice: Choice, load: Load) -> tuple[Flow, ...]:
+def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ...]:
     """What a rank sends in a step of the optimizer, with activations."""
     recipe = recipe_for(choice, load)
     widths = widths_of(choice, recipe)
@@ -131,19 +131,19 @@ def flows(model: ModelShape, choice: Choice, load: Load) -> tuple[Flow, ...]:
     return tuple(found)
 
 
-def _gathers_again(choice: Choice) -> bool:
+def _gathers_again(choice: Strategy) -> bool:
     """Whether each backward gathers parameters, and not the optimizer's step alone."""
     return choice.name != "deepspeed" or choice.options.stage == 3
 
 
-def _repeated(choice: Choice, sent: Sent, layers: int) -> float:
+def _repeated(choice: Strategy, sent: Sent, layers: int) -> float:
     """How often what is sent of a block, or between stages, is sent in a forward and backward."""
     if sent.what == "boundary":
         return 1.0
     return layers + again_blocks(choice, layers) * _FORWARD[sent.call]
 
 
-def again_blocks(choice: Choice, layers: int) -> int:
+def again_blocks(choice: Strategy, layers: int) -> int:
     """Of so many blocks, those whose products are computed again in backward."""
     how = choice.options.checkpoint
     if how.isdecimal():
@@ -152,7 +152,11 @@ def again_blocks(choice: Choice, layers: int) -> int:
 
 
 def time_of(
-    model: ModelShape, choice: Choice, load: Load, device: Device, measured: LinkModel | None = None
+    model: ModelShape,
+    choice: Strategy,
+    load: Workload,
+    device: Device,
+    measured: LinkModel | None = None,
 ) -> Time | None:
     """The time of a step of the optimizer, estimated; None where the device's speed is not known.
 
@@ -182,7 +186,7 @@ def time_of(
     )
 
 
-def flops_of(model: ModelShape, choice: Choice, load: Load) -> float:
+def flops_of(model: ModelShape, choice: Strategy, load: Workload) -> float:
     """Operations of all ranks of one copy of the model in a step of the optimizer.
 
     6 per parameter and token, and 12 for each layer, width and pair of tokens in attention;
@@ -196,7 +200,9 @@ def flops_of(model: ModelShape, choice: Choice, load: Load) -> float:
     return each * (1 + part / 3) * load.batch * load.sequence * choice.options.accumulate
 
 
-def _compute_s(model: ModelShape, choice: Choice, load: Load, device: Device, peak: float) -> float:
+def _compute_s(
+    model: ModelShape, choice: Strategy, load: Workload, device: Device, peak: float
+) -> float:
     """Arithmetic or the reading of weights, whichever is longer, and the optimizer's memory."""
     degrees, recipe = choice.degrees, recipe_for(choice, load)
     split = degrees.tp * degrees.pp
@@ -211,7 +217,7 @@ def _compute_s(model: ModelShape, choice: Choice, load: Load, device: Device, pe
 
 
 def _flow_s(
-    flow: Flow, choice: Choice, device: Device, measured: LinkModel | None
+    flow: Flow, choice: Strategy, device: Device, measured: LinkModel | None
 ) -> tuple[float, bool]:
     """Seconds, and whether by measurement."""
     n = footprint.axes_size(choice, flow.sent.axes)
@@ -223,7 +229,7 @@ def _flow_s(
     return (flow.wire_bytes / link.bytes_per_s if link else 0.0), False
 
 
-def _span(choice: Choice, axes: tuple[str, ...]) -> int:
+def _span(choice: Strategy, axes: tuple[str, ...]) -> int:
     """Over how many neighbouring ranks a group along these axes lies."""
     outermost = min(AXES.index(axis) for axis in axes if getattr(choice.degrees, axis) > 1)
     return math.prod(getattr(choice.degrees, axis) for axis in AXES[outermost:])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nbdist.errors import OptionError
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import Choice, steps_of
+from nbdist.strategy.choice import Strategy, steps_of
 from nbdist.strategy.footprint import Recipe
 
 
@@ -42,7 +42,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """What is trained with in a step.
 
     Attributes:
@@ -83,7 +83,7 @@ class Widths:
     reduced: int
 
 
-def recipe_for(choice: Choice, load: Load) -> Recipe:
+def recipe_for(choice: Strategy, load: Workload) -> Recipe:
     """What is stored for a parameter: that of the choice or the one asked for, by optimizer."""
     recipe = footprint.RECIPES[load.recipe] if load.recipe else footprint.recipe_of(choice)
     optimizer, adam = OPTIMIZERS[load.optimizer], OPTIMIZERS["adamw"]
@@ -96,7 +96,7 @@ def recipe_for(choice: Choice, load: Load) -> Recipe:
     )
 
 
-def widths_of(choice: Choice, recipe: Recipe) -> Widths:
+def widths_of(choice: Strategy, recipe: Recipe) -> Widths:
     """Bytes of numbers under a choice. FSDP gathers in the type that forward computes in."""
     if recipe.parameters == 2:
         return Widths(2, 2, 0, 2, recipe.gradients)
@@ -107,7 +107,7 @@ def widths_of(choice: Choice, recipe: Recipe) -> Widths:
     return Widths(2, 4, 2, 4, 2 if choice.options.hook in {"fp16", "bf16"} else 4)
 
 
-def check_load(load: Load) -> None:
+def check_load(load: Workload) -> None:
     """Refuse a load that is wrong whatever the model and the strategy.
 
     Raises:
@@ -126,7 +126,7 @@ def check_load(load: Load) -> None:
             raise OptionError(f"There is no {flag} {word}. Choose one of {named}.")
 
 
-def micro_batches(choice: Choice, load: Load) -> int:
+def micro_batches(choice: Strategy, load: Workload) -> int:
     """Pieces of a batch: as asked for, or the most, up to two per stage, that divide it."""
     stages = choice.degrees.pp
     if stages == 1:

@@ -14,7 +14,7 @@ from nbdist.cells.kernel import progress
 from nbdist.cells.kernel.progress import Tell
 from nbdist.errors import Interrupted, NbdistError
 from nbdist.variables import unpack
-from nbdist.variables.pack import Parcel
+from nbdist.variables.pack import PackedValue
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
@@ -46,7 +46,7 @@ class Subject:
     noun: str
     nouns: str
     begin: Callable[..., Future[None]]
-    finish: Callable[..., Future[Parcel]]
+    finish: Callable[..., Future[PackedValue]]
     nothing: Callable[[], NbdistError]
 
 
@@ -132,7 +132,7 @@ class Recordings(Generic[Options, Result]):
         raise NotImplementedError
 
     def _taken(
-        self, ask: Callable[..., Future[Parcel]], ranks: Sequence[int]
+        self, ask: Callable[..., Future[PackedValue]], ranks: Sequence[int]
     ) -> dict[int, dict[str, Any]]:
         """What each rank gives, opened, or {"problem": why it gives nothing}."""
         with self._session.variables.folders(ranks) as folders:
@@ -140,10 +140,10 @@ class Recordings(Generic[Options, Result]):
             return {rank: self._opened(answer) for rank, answer in answers.items()}
 
     def _asked(
-        self, ask: Callable[..., Future[Parcel]], ranks: Sequence[int], folders: Sequence[str]
-    ) -> dict[int, Parcel | str]:
+        self, ask: Callable[..., Future[PackedValue]], ranks: Sequence[int], folders: Sequence[str]
+    ) -> dict[int, PackedValue | str]:
         session, noun = self._session, self._subject.noun
-        found: dict[int, Parcel | str] = {}
+        found: dict[int, PackedValue | str] = {}
         asked: dict[int, Future[Any]] = {}
         for rank in ranks:
             if not session.is_connected(rank):
@@ -165,11 +165,11 @@ class Recordings(Generic[Options, Result]):
             raise Interrupted(f"the {self._subject.nouns} of the ranks were not read") from None
         return {rank: found[rank] for rank in ranks}
 
-    def _answer(self, rank: int, future: Future[Any], end_s: float) -> Parcel | str:
+    def _answer(self, rank: int, future: Future[Any], end_s: float) -> PackedValue | str:
         noun = self._subject.noun
         while True:
             try:
-                parcel: Parcel = future.result(min(POLL_S, max(0.0, end_s - time.monotonic())))
+                parcel: PackedValue = future.result(min(POLL_S, max(0.0, end_s - time.monotonic())))
             except TimeoutError:
                 if not self._session.is_connected(rank):
                     return f"It ended while its {noun} was read."
@@ -180,7 +180,7 @@ class Recordings(Generic[Options, Result]):
             else:
                 return parcel
 
-    def _opened(self, answer: Parcel | str) -> dict[str, Any]:
+    def _opened(self, answer: PackedValue | str) -> dict[str, Any]:
         if isinstance(answer, str):
             return {"problem": answer}
         try:

@@ -1,7 +1,7 @@
 """Parallel strategies as data: what was chosen, and how many ranks lie along each axis.
 
 The rows are in strategy.table, the options in strategy.options. `choose` turns what
-was typed into a Choice.
+was typed into a Strategy.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Strategy:
     """A strategy with its degrees and options, for a number of ranks.
 
     Attributes:
@@ -131,7 +131,7 @@ class Choice:
     options: Options = field(default_factory=Options)
 
 
-def rows_of(choice: Choice) -> tuple[Row, ...]:
+def rows_of(choice: Strategy) -> tuple[Row, ...]:
     """The rows that work together in a choice, outermost axis first; one mostly.
 
     By its degrees: a mesh of pp, dp_shard and tp is pp, fsdp and tp, whichever name was typed.
@@ -144,7 +144,7 @@ def rows_of(choice: Choice) -> tuple[Row, ...]:
     return tuple(ROWS[one] for one in used or [name])
 
 
-def steps_of(choice: Choice) -> tuple[str, ...]:
+def steps_of(choice: Strategy) -> tuple[str, ...]:
     """What a rank does to a model under this choice, in order: keys of parallel/transforms.py."""
     rows, options = rows_of(choice), choice.options
     wanted = {step for row in rows for step in row.steps}
@@ -156,7 +156,7 @@ def steps_of(choice: Choice) -> tuple[str, ...]:
     return tuple(step for step in STEPS if step in wanted)
 
 
-def label(choice: Choice) -> str:
+def label(choice: Strategy) -> str:
     """A choice as a person would name it: `fsdp`, `pp x fsdp x tp`, `ddp x cp`."""
     names = [row.name for row in rows_of(choice)]
     if choice.name in {"cp", "ulysses"} and choice.degrees.dp > 1:
@@ -164,7 +164,7 @@ def label(choice: Choice) -> str:
     return " x ".join(names)
 
 
-def mesh_phrase(choice: Choice) -> str:
+def mesh_phrase(choice: Strategy) -> str:
     """The mesh in the words in which degrees are typed: `pp 2 x dp 2 x tp 2`; "" of one rank."""
     degrees = choice.degrees
     counts = {"pp": degrees.pp, "dp": degrees.dp, "cp": degrees.cp, "tp": degrees.tp}
@@ -174,7 +174,7 @@ def mesh_phrase(choice: Choice) -> str:
     return told
 
 
-def options_phrase(choice: Choice) -> str:
+def options_phrase(choice: Strategy) -> str:
     """The options that are not at their defaults, as they are typed; "" where all are."""
     default = Options()
     told = []
@@ -185,7 +185,7 @@ def options_phrase(choice: Choice) -> str:
     return " ".join(told)
 
 
-def described(choice: Choice) -> str:
+def described(choice: Strategy) -> str:
     """A choice in one phrase: `fsdp x tp, dp 2 x tp 2, --bf16`."""
     return ", ".join(filter(None, [label(choice), mesh_phrase(choice), options_phrase(choice)]))
 
@@ -197,7 +197,7 @@ def choose(
     *,
     device_type: str = "",
     backend: str = "",
-) -> Choice:
+) -> Strategy:
     """What was typed, as a choice for so many ranks.
 
     The name is settled by the mesh: `fsdp --tp 2`, `tp --dp 2` and `--dp 2 --tp 2` are equal.
@@ -224,12 +224,12 @@ def choose(
     settled = row.name
     if row.name in _MESHED:
         settled = next((word for word in ("pp", "tp") if counts.get(word, 1) > 1), "fsdp")
-    choice = Choice(settled, mesh, world_size, options)
+    choice = Strategy(settled, mesh, world_size, options)
     validate.check(choice, rows_of(choice), set(read.options), device_type, backend)
     return choice
 
 
-def default_choice(world_size: int) -> Choice:
+def default_choice(world_size: int) -> Strategy:
     """What counts where nothing was chosen: ddp, as with Accelerate."""
     return choose("ddp", {}, world_size)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from nbdist.strategy.choice import Choice, rows_of
+from nbdist.strategy.choice import Strategy, rows_of
 from nbdist.strategy.table import HELD, Row, Sent
 
 
@@ -51,14 +51,14 @@ RECIPES: Mapping[str, Recipe] = {
 _BY_STAGE = {1: ("optimizer",), 2: ("gradients", "optimizer"), 3: HELD}
 
 
-def recipe_of(choice: Choice) -> Recipe:
+def recipe_of(choice: Strategy) -> Recipe:
     """What nbdist stores under a choice, with Adam."""
     if choice.options.precision == "fp32":
         return RECIPES["fp32"]
     return RECIPES["mixed" if choice.name == "deepspeed" else "autocast"]
 
 
-def split_axes(choice: Choice, what: str) -> tuple[str, ...]:
+def split_axes(choice: Strategy, what: str) -> tuple[str, ...]:
     """The axes, of those with ranks, over which a word of HELD, batch or sequence is split."""
     axes = []
     for row in rows_of(choice):
@@ -69,7 +69,7 @@ def split_axes(choice: Choice, what: str) -> tuple[str, ...]:
     return tuple(axis for axis in axes if getattr(choice.degrees, axis) > 1)
 
 
-def held_bytes(choice: Choice, n_parameters: float, recipe: Recipe) -> float:
+def held_bytes(choice: Strategy, n_parameters: float, recipe: Recipe) -> float:
     """Bytes that a rank holds of a model between two steps, with gradients and Adam's state.
 
     For layers of equal size: what cannot be split evenly, and what a pipeline's first and last
@@ -78,7 +78,7 @@ def held_bytes(choice: Choice, n_parameters: float, recipe: Recipe) -> float:
     return sum(held_parts(choice, n_parameters, recipe).values())
 
 
-def held_parts(choice: Choice, n_parameters: float, recipe: Recipe) -> dict[str, float]:
+def held_parts(choice: Strategy, n_parameters: float, recipe: Recipe) -> dict[str, float]:
     """The same taken apart: word of HELD -> bytes."""
     return {
         what: n_parameters * getattr(recipe, what) / axes_size(choice, split_axes(choice, what))
@@ -86,7 +86,7 @@ def held_parts(choice: Choice, n_parameters: float, recipe: Recipe) -> dict[str,
     }
 
 
-def held_formula(choice: Choice) -> str:
+def held_formula(choice: Strategy) -> str:
     """The same in letters: p, g and o are a parameter's bytes, the others are degrees."""
     shares: dict[tuple[str, ...], list[str]] = {}
     for what in HELD:
@@ -94,7 +94,7 @@ def held_formula(choice: Choice) -> str:
     return " + ".join(_share(choice, axes, letters) for axes, letters in shares.items())
 
 
-def _share(choice: Choice, axes: tuple[str, ...], letters: list[str]) -> str:
+def _share(choice: Strategy, axes: tuple[str, ...], letters: list[str]) -> str:
     text = " + ".join(letters)
     if not axes:
         return text
@@ -131,18 +131,18 @@ CALLS: Mapping[str, Call] = {
 }
 
 
-def sent_of(choice: Choice) -> tuple[Sent, ...]:
+def sent_of(choice: Strategy) -> tuple[Sent, ...]:
     """What a rank sends in a step of the optimizer, along the axes that have ranks."""
     sends = [sent for row in rows_of(choice) for sent in _sends(row, choice)]
     return tuple(sent for sent in sends if axes_size(choice, sent.axes) > 1)
 
 
-def axes_size(choice: Choice, axes: tuple[str, ...]) -> int:
+def axes_size(choice: Strategy, axes: tuple[str, ...]) -> int:
     """How many ranks lie along axes together."""
     return math.prod(getattr(choice.degrees, axis) for axis in axes)
 
 
-def _sends(row: Row, choice: Choice) -> tuple[Sent, ...]:
+def _sends(row: Row, choice: Strategy) -> tuple[Sent, ...]:
     """A row's, with what its options change."""
     options = choice.options
     gathers_once = options.shard == "grad-op" if row.name != "deepspeed" else options.stage < 3
@@ -152,7 +152,7 @@ def _sends(row: Row, choice: Choice) -> tuple[Sent, ...]:
 
 
 def sent_bytes(
-    choice: Choice, n_parameters: float, *, parameter_bytes: int = 4, gradient_bytes: int = 4
+    choice: Strategy, n_parameters: float, *, parameter_bytes: int = 4, gradient_bytes: int = 4
 ) -> float:
     """Bytes of parameters and gradients that a rank sends in a step of the optimizer.
 
@@ -173,20 +173,20 @@ def sent_bytes(
     )
 
 
-def model_message(choice: Choice, sent: Sent, model_bytes: float) -> float:
+def model_message(choice: Strategy, sent: Sent, model_bytes: float) -> float:
     """Of so many bytes of parameters or gradients, those that one message is about."""
     # What tp and pp split is not there to be sent; copies reduce what dp_shard has left.
     message = model_bytes / (choice.degrees.tp * choice.degrees.pp)
     return message / choice.degrees.dp_shard if "dp_replicate" in sent.axes else message
 
 
-def wire_bytes(choice: Choice, sent: Sent, message_bytes: float) -> float:
+def wire_bytes(choice: Strategy, sent: Sent, message_bytes: float) -> float:
     """Bytes that a rank sends where all ranks along the axes make up messages of this size."""
     share = CALLS[sent.call].share(axes_size(choice, sent.axes))
     return sent.times * share * message_bytes
 
 
-def sent_phrases(choice: Choice) -> tuple[str, ...]:
+def sent_phrases(choice: Strategy) -> tuple[str, ...]:
     """What a rank sends, a phrase each: `all-gather parameters 2 x over dp`."""
     told = []
     for sent in sent_of(choice):
@@ -200,7 +200,7 @@ def sent_phrases(choice: Choice) -> tuple[str, ...]:
 _PER = {"activations": ", per block", "keys-values": ", per block", "boundary": ", per stage"}
 
 
-def _word(choice: Choice, axis: str) -> str:
+def _word(choice: Strategy, axis: str) -> str:
     """An axis as its degree is typed; of hybrid sharding, copies and the ranks of each."""
     if choice.degrees.dp_shard > 1 and choice.degrees.dp_replicate > 1:
         return {"dp_shard": "shard", "dp_replicate": "replicas"}.get(axis, axis)

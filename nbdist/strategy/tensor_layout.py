@@ -45,7 +45,7 @@ class TensorLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class Placement:
     """A layout on a mesh: enough to say what each rank holds.
 
     Attributes:
@@ -58,7 +58,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Transfer:
     """A box of elements that one rank needs and others have.
 
     Attributes:
@@ -78,7 +78,7 @@ class Piece:
 
 # A switch asks for the same some ten times, for each parameter and its states.
 @functools.lru_cache(maxsize=16384)
-def runs(layout: TensorLayout, degrees: Degrees, rank: int) -> tuple[Runs, ...] | None:
+def local_runs(layout: TensorLayout, degrees: Degrees, rank: int) -> tuple[Runs, ...] | None:
     """What a rank holds of a tensor, for each dim; None if it holds nothing of it.
 
     A rank whose share of a split is empty holds an empty tensor: a dim without runs. Equal
@@ -107,32 +107,32 @@ def runs(layout: TensorLayout, degrees: Degrees, rank: int) -> tuple[Runs, ...] 
 
 def local_shape(layout: TensorLayout, degrees: Degrees, rank: int) -> tuple[int, ...] | None:
     """Shape of what a rank holds; None if it holds nothing of it."""
-    own = runs(layout, degrees, rank)
+    own = local_runs(layout, degrees, rank)
     return None if own is None else tuple(map(_length, own))
 
 
 @functools.lru_cache(maxsize=4096)
 def is_first(layout: TensorLayout, degrees: Degrees, rank: int) -> bool:
     """Whether a rank holds a part that no lower rank holds: who counts it, where each is once."""
-    own = runs(layout, degrees, rank)
+    own = local_runs(layout, degrees, rank)
     if own is None:
         return False
-    return all(runs(layout, degrees, lower) != own for lower in range(rank))
+    return all(local_runs(layout, degrees, lower) != own for lower in range(rank))
 
 
-def is_same(old: Side, new: Side, world_size: int) -> bool:
+def is_same(old: Placement, new: Placement, world_size: int) -> bool:
     """Whether every rank holds the same on both sides."""
     return old == new or all(
-        runs(old.layout, old.degrees, rank) == runs(new.layout, new.degrees, rank)
+        local_runs(old.layout, old.degrees, rank) == local_runs(new.layout, new.degrees, rank)
         for rank in range(world_size)
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def missing(old: Side, new: Side, world_size: int) -> tuple[int, ...]:
+def missing(old: Placement, new: Placement, world_size: int) -> tuple[int, ...]:
     """Ranks that need elements on the new side which no rank has on the old one."""
     found: dict[int, int] = {}
-    for piece in pieces(old, new, world_size):
+    for piece in transfers(old, new, world_size):
         found[piece.target] = found.get(piece.target, 0) + math.prod(piece.shape)
     return tuple(
         rank for rank in _changing(old, new, world_size) if found.get(rank, 0) != _size(new, rank)
@@ -141,7 +141,7 @@ def missing(old: Side, new: Side, world_size: int) -> tuple[int, ...]:
 
 # The blocks of a model, and the moments of each weight, ask the same again and again.
 @functools.lru_cache(maxsize=256)
-def pieces(old: Side, new: Side, world_size: int) -> tuple[Piece, ...]:
+def transfers(old: Placement, new: Placement, world_size: int) -> tuple[Transfer, ...]:
     """What each rank needs to get from the old side to the new one, by target.
 
     A rank that holds the same on both sides needs nothing. The pieces of a target do not
@@ -149,12 +149,12 @@ def pieces(old: Side, new: Side, world_size: int) -> tuple[Piece, ...]:
     """
     parts: dict[tuple[Runs, ...], list[int]] = {}
     for rank in range(world_size):
-        own = runs(old.layout, old.degrees, rank)
+        own = local_runs(old.layout, old.degrees, rank)
         if own is not None:
             parts.setdefault(own, []).append(rank)
     found = []
     for target in _changing(old, new, world_size):
-        wanted = runs(new.layout, new.degrees, target)
+        wanted = local_runs(new.layout, new.degrees, target)
         assert wanted is not None
         for own, sources in parts.items():
             dims = tuple(map(_common, own, wanted))
@@ -163,11 +163,11 @@ def pieces(old: Side, new: Side, world_size: int) -> tuple[Piece, ...]:
                 is_stretch = all(len(cuts) == 1 for cuts in dims) and all(
                     _is_stretch(shape, tuple(map(_length, whole))) for whole in (own, wanted)
                 )
-                found.append(Piece(tuple(sources), target, dims, shape, is_stretch))
+                found.append(Transfer(tuple(sources), target, dims, shape, is_stretch))
     return tuple(found)
 
 
-def split(piece: Piece, limit: int) -> Iterator[Piece]:
+def split(piece: Transfer, limit: int) -> Iterator[Transfer]:
     """Cut a piece into boxes of at most `limit` elements, along its first dims."""
     shape = piece.shape
     dim = next((d for d, size in enumerate(shape) if size > 1), None)
@@ -187,12 +187,12 @@ def split(piece: Piece, limit: int) -> Iterator[Piece]:
         yield from split(replace(piece, dims=dims, shape=cut), limit)
 
 
-def _changing(old: Side, new: Side, world_size: int) -> list[int]:
+def _changing(old: Placement, new: Placement, world_size: int) -> list[int]:
     """The ranks that hold something on the new side that is not what they have."""
     found = []
     for rank in range(world_size):
-        wanted = runs(new.layout, new.degrees, rank)
-        if wanted is not None and wanted != runs(old.layout, old.degrees, rank):
+        wanted = local_runs(new.layout, new.degrees, rank)
+        if wanted is not None and wanted != local_runs(old.layout, old.degrees, rank):
             found.append(rank)
     return found
 
@@ -257,5 +257,5 @@ def _length(dim: Runs) -> int:
     return sum(length for _, length in dim)
 
 
-def _size(side: Side, rank: int) -> int:
+def _size(side: Placement, rank: int) -> int:
     return math.prod(local_shape(side.layout, side.degrees, rank) or (0,))

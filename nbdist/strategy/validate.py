@@ -11,7 +11,7 @@ from nbdist.strategy.options import OPTIONS, OptionRow, listed, takers
 from nbdist.strategy.table import Row
 
 if TYPE_CHECKING:
-    from nbdist.strategy.choice import Choice
+    from nbdist.strategy.choice import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class _Case:
         backend: "gloo" or "nccl"; empty where it is not known.
     """
 
-    choice: Choice
+    choice: Strategy
     rows: tuple[Row, ...]
     typed: Collection[str]
     device_type: str
@@ -44,7 +44,7 @@ class _Case:
 
 
 def check(
-    choice: Choice,
+    choice: Strategy,
     rows: tuple[Row, ...],
     typed: Collection[str],
     device_type: str = "",

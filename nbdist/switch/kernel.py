@@ -13,9 +13,9 @@ from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import functions, gather
 from nbdist.strategy import choice as strategy_choice
-from nbdist.strategy.choice import Choice
-from nbdist.switch.report import Switched
-from nbdist.switch.switched import together
+from nbdist.strategy.choice import Strategy
+from nbdist.switch.report import RankSwitchReport
+from nbdist.switch.switched import merge
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
@@ -55,7 +55,7 @@ def check(one: Asked, world_size: int) -> None:
     strategy_choice.choose(one.name, dict(one.given), world_size)
 
 
-def chosen(one: Asked, topology: Topology) -> Choice:
+def chosen(one: Asked, topology: Topology) -> Strategy:
     """What was typed, for these ranks.
 
     Raises:
@@ -79,7 +79,7 @@ class Strategies:
     """
 
     def __init__(self, session: Session):
-        self.last: Choice | None = None
+        self.last: Strategy | None = None
         self.compared: Comparison | None = None
         self._session = session
 
@@ -87,7 +87,7 @@ class Strategies:
         """Note what the ranks were started with."""
         self.last = None if one is None else chosen(one, self._session.topology)
 
-    def current(self) -> Choice:
+    def current(self) -> Strategy:
         """The strategy that counts now, with what the user's own Accelerator has added to it.
 
         Raises:
@@ -103,10 +103,10 @@ class Strategies:
             raise NbdistError(
                 f"The ranks have different strategies ({each}). %dist_reset starts them afresh."
             )
-        current: Choice = told[0]
+        current: Strategy = told[0]
         return current
 
-    def switch(self, name: str | None, /, **given: object) -> Switched:
+    def switch(self, name: str | None, /, **given: object) -> RankSwitchReport:
         """Put the live models under another strategy, or choose it for those to come.
 
         Args:
@@ -122,7 +122,7 @@ class Strategies:
         """
         return self.switch_to(chosen(Asked(name, tuple(given.items())), self._session.topology))
 
-    def switch_to(self, choice: Choice) -> Switched:
+    def switch_to(self, choice: Strategy) -> RankSwitchReport:
         """The same with a choice for these ranks."""
         self._session.upkeep.recover_if_needed()
         self.last = self.last or choice  # it may count, however this ends
@@ -134,8 +134,8 @@ class Strategies:
         except KeyboardInterrupt as error:
             raise Interrupted(f"{error}; %dist_strategy says which strategy counts now") from error
         except NbdistError as error:
-            if (refused := gather.refusal(error, OptionError)) is not None:
+            if (refused := gather.remote_error_message(error, OptionError)) is not None:
                 raise refused from error
             raise
         self.last = choice
-        return self._session.lints.of_switch(together(told))
+        return self._session.lints.of_switch(merge(told))

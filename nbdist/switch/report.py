@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbdist.strategy.choice import Choice
+from nbdist.strategy.choice import Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Switched:
+class RankSwitchReport:
     """What a switch did on one rank, for a person to read.
 
     Attributes:
@@ -24,8 +24,8 @@ class Switched:
             loader that depends on it, or no optimizer, is prepared.
     """
 
-    before: Choice
-    after: Choice
+    before: Strategy
+    after: Strategy
     models: tuple[str, ...]
     rebound: tuple[str, ...]
     lists: tuple[str, ...]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nbdist.core.ranks import rank_label
-from nbdist.switch.report import Switched
+from nbdist.switch.report import RankSwitchReport
 
 
-def together(told: Sequence[Switched]) -> Switched:
+def merge(told: Sequence[RankSwitchReport]) -> RankSwitchReport:
     """The ranks' records as one, in rank order.
 
     What is not the same on all ranks has its ranks in front: `[0] best = model`. The time is that

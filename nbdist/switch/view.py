@@ -9,15 +9,15 @@ from nbdist.core import units
 from nbdist.core.view import View, table
 from nbdist.errors import OptionError
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import Choice, choose, described, rows_of
+from nbdist.strategy.choice import Strategy, choose, described, rows_of
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.table import HELD, ROWS, Row
-from nbdist.switch.report import Switched
+from nbdist.switch.report import RankSwitchReport
 
 _NOTHING = "-"
 
 
-def current(choice: Choice) -> View:
+def current(choice: Strategy) -> View:
     """What %dist_strategy shows: the strategy that counts, and every row on these ranks."""
     rows = [_cells(row, choice) for row in ROWS.values()]
     return table(
@@ -34,7 +34,7 @@ _MORE = (
 )
 
 
-def _legend(choice: Choice) -> str:
+def _legend(choice: Strategy) -> str:
     recipe = footprint.RECIPES["fp32"]
     return (
         f"B: bytes per parameter on {ranks(choice.world_size)}. Held between steps: "
@@ -43,7 +43,7 @@ def _legend(choice: Choice) -> str:
     )
 
 
-def _batch(choice: Choice) -> str:
+def _batch(choice: Strategy) -> str:
     dp, accumulated = choice.degrees.dp, choice.options.accumulate
     text = f"effective batch: {dp} x the loader's"
     if accumulated > 1:
@@ -51,7 +51,7 @@ def _batch(choice: Choice) -> str:
     return f"{text} (data-parallel degree {dp} on {ranks(choice.world_size)})"
 
 
-def _cells(row: Row, current_choice: Choice) -> list[str]:
+def _cells(row: Row, current_choice: Strategy) -> list[str]:
     mark = ">" if row in rows_of(current_choice) else ""
     try:
         choice = choose(row.name, {}, current_choice.world_size)
@@ -62,7 +62,7 @@ def _cells(row: Row, current_choice: Choice) -> list[str]:
     return [mark, row.name, _splits(choice), f"{held:.1f}", f"{sent:.1f}", row.when]
 
 
-def _splits(choice: Choice) -> str:
+def _splits(choice: Strategy) -> str:
     """What a row splits; the three things that a rank holds are one word together."""
     held = [what for what in HELD if footprint.split_axes(choice, what)]
     told = ["model"] if len(held) == len(HELD) else held
@@ -70,7 +70,7 @@ def _splits(choice: Choice) -> str:
     return ", ".join(told) or "nothing"
 
 
-def switched(done: Switched) -> View:
+def switched(done: RankSwitchReport) -> View:
     """What a switch prints: what changed, which names were rebound, what is still the old."""
     if done.before == done.after:
         return _lines([f"{described(done.after)} already: nothing was changed"])
@@ -81,7 +81,7 @@ def switched(done: Switched) -> View:
     return _lines(lines)
 
 
-def _head(done: Switched) -> str:
+def _head(done: RankSwitchReport) -> str:
     after = described(done.after)
     if not done.models:
         return f"{after} from now on (was {described(done.before)}); no model is prepared yet"
@@ -92,7 +92,7 @@ def _head(done: Switched) -> str:
     )
 
 
-def _changes(done: Switched) -> list[str]:
+def _changes(done: RankSwitchReport) -> list[str]:
     told = {
         "models": done.models,
         "names that stand for another object now": done.rebound,

@@ -18,7 +18,7 @@ from nbdist.trace.trace import COMMUNICATION, KINDS, MARK, WAIT, Events, RankTra
 
 
 @dataclass(frozen=True, slots=True)
-class RankShares:
+class RankBreakdown:
     """How one rank spent the time that is looked at: its whole steps, or all where there are none.
 
     compute + exposed + copy + data + idle = window: each nanosecond counts once, for the first
@@ -112,7 +112,7 @@ class Slowest:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class TimeBreakdown:
     """What a trace says in numbers.
 
     Attributes:
@@ -127,7 +127,7 @@ class Shares:
         notes: What the numbers leave out, as sentences.
     """
 
-    ranks: tuple[RankShares, ...]
+    ranks: tuple[RankBreakdown, ...]
     step_ns: int
     slowest: Slowest | None
     operations: tuple[Operation, ...]
@@ -144,7 +144,7 @@ TOP = 12
 _SENT = {"reduce": "broadcast", "gather": "broadcast", "scatter": "broadcast"}
 
 
-def shares(trace: Trace) -> Shares:
+def breakdown(trace: Trace) -> TimeBreakdown:
     """Say in numbers where the time of a recorded cell went.
 
     Only steps that all ranks have recorded are counted; without steps, all that was recorded.
@@ -161,7 +161,7 @@ def shares(trace: Trace) -> Shares:
     )
     step_ns = _step_ns(ranks)
     traffic = _traffic(traces, spans_of, n_steps)
-    return Shares(
+    return TimeBreakdown(
         ranks=ranks,
         step_ns=step_ns,
         slowest=_slowest(ranks, straggler.costs(traces, calls, spans_of), step_ns),
@@ -174,7 +174,7 @@ def shares(trace: Trace) -> Shares:
     )
 
 
-def _rank(one: RankTrace, found: Spans, waited: Integers | None, n_steps: int) -> RankShares:
+def _rank(one: RankTrace, found: Spans, waited: Integers | None, n_steps: int) -> RankBreakdown:
     sets = [found.window, found.compute, found.communication, found.copy, found.data]
     cut, (inside, computes, communicates, copies, fetches) = intervals.pieces(sets)
     long_ns = cut[:, 1] - cut[:, 0]
@@ -185,7 +185,7 @@ def _rank(one: RankTrace, found: Spans, waited: Integers | None, n_steps: int) -
         rest &= ~going_on
     waits = np.empty((0, 2), np.int64) if waited is None else waited
     compute_ns, exposed_ns, copy_ns, data_ns = parts_ns
-    return RankShares(
+    return RankBreakdown(
         rank=one.rank,
         window_ns=intervals.length(found.window),
         compute_ns=compute_ns,
@@ -199,13 +199,15 @@ def _rank(one: RankTrace, found: Spans, waited: Integers | None, n_steps: int) -
     )
 
 
-def _step_ns(ranks: Sequence[RankShares]) -> int:
+def _step_ns(ranks: Sequence[RankBreakdown]) -> int:
     """The middle one of all steps, each as long as on the rank that took longest."""
     longest = [max(each) for each in zip(*(one.steps_ns for one in ranks), strict=True)]
     return int(np.median(longest)) if longest else 0
 
 
-def _slowest(ranks: Sequence[RankShares], costs: Mapping[int, int], step_ns: int) -> Slowest | None:
+def _slowest(
+    ranks: Sequence[RankBreakdown], costs: Mapping[int, int], step_ns: int
+) -> Slowest | None:
     if not costs:
         return None
     place = max(costs, key=lambda one: costs[one])

@@ -41,7 +41,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class TraceRows:
     """The events of all ranks as one set of columns, in the order of row, kind and start.
 
     Attributes:
@@ -83,15 +83,15 @@ class Items:
     Attributes:
         width_ns: Events shorter than this may be in blocks; 0: every item is an event.
         full_ns: No event that begins between these two is in a block.
-        row: Place in Laid.rows.
+        row: Place in TraceRows.rows.
         kind: Place in KINDS, of all events of a block.
         start_ns: Of the first event of a block.
         end_ns: The latest end.
         busy_ns: The durations together.
         count: Events in it; an item of one is that event itself.
-        name: Place in Laid.names, of the longest event, the first of equals.
+        name: Place in TraceRows.names, of the longest event, the first of equals.
         size_bytes: Together.
-        group: Place in Laid.groups, of the longest event, or -1.
+        group: Place in TraceRows.groups, of the longest event, or -1.
     """
 
     width_ns: int
@@ -115,7 +115,7 @@ class Items:
         return int(self.count[self.count > 1].sum())
 
 
-def laid(trace: Trace, most_rows: int) -> Laid:
+def layout_rows(trace: Trace, most_rows: int) -> TraceRows:
     """All events of a trace in rows, nested ones as deep as `most_rows` allows.
 
     Each lane shows LEAST_DEPTH levels in any case, as far as it has them.
@@ -144,7 +144,7 @@ def laid(trace: Trace, most_rows: int) -> Laid:
         )
     row, kind, start_ns, *others = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.lexsort((start_ns, row * len(KINDS) + kind))
-    return Laid(
+    return TraceRows(
         rows,
         tuple(names),
         tuple(groups),
@@ -154,7 +154,7 @@ def laid(trace: Trace, most_rows: int) -> Laid:
     )
 
 
-def merged(events: Laid, width_ns: int, full_ns: tuple[int, int] = NOWHERE) -> Items:
+def merged(events: TraceRows, width_ns: int, full_ns: tuple[int, int] = NOWHERE) -> Items:
     """The events at one resolution: at most one block for each row, kind and stretch of time.
 
     Durations, counts and sizes of each row and kind add up to those of the events.
@@ -176,7 +176,7 @@ def merged(events: Laid, width_ns: int, full_ns: tuple[int, int] = NOWHERE) -> I
     return Items(width_ns, full_ns, *(column[order] for column in columns))
 
 
-def finest(events: Laid, most_items: int, full_ns: tuple[int, int] = NOWHERE) -> Items:
+def finest_fitting(events: TraceRows, most_items: int, full_ns: tuple[int, int] = NOWHERE) -> Items:
     """The events at the finest resolution of the series 0, 1, 2, 5, 10 ... ns with so few items.
 
     Where even the coarsest has more (a block for each row and kind, and what is kept in full) it
@@ -195,7 +195,7 @@ def finest(events: Laid, most_items: int, full_ns: tuple[int, int] = NOWHERE) ->
     return merged(events, widths[high], full_ns)
 
 
-def full(trace: Trace, events: Laid, most_items: int) -> tuple[int, int]:
+def full(trace: Trace, events: TraceRows, most_items: int) -> tuple[int, int]:
     """A stretch in which so few events begin: the middle step, or as much of it as has room.
 
     Without steps it is a part of the whole recording, from its middle on.
@@ -237,7 +237,7 @@ def _numbers(texts: Sequence[str], known: dict[str, int]) -> Integers:
     return np.array([*(known.setdefault(text, len(known)) for text in texts), -1], np.int64)
 
 
-def _begins(events: Laid, short: Integers, width_ns: int) -> Integers:
+def _begins(events: TraceRows, short: Integers, width_ns: int) -> Integers:
     """Places in `short` at which another block begins."""
     if not len(short):
         return _NONE
@@ -247,7 +247,7 @@ def _begins(events: Laid, short: Integers, width_ns: int) -> Integers:
     return np.concatenate([[0], np.flatnonzero(differs) + 1])
 
 
-def _blocks(events: Laid, short: Integers, first: Integers) -> list[Integers]:
+def _blocks(events: TraceRows, short: Integers, first: Integers) -> list[Integers]:
     """The columns of the blocks that begin at these places in `short`, as Items has them."""
     if not len(first):
         return [_NONE] * 9
@@ -269,16 +269,16 @@ def _blocks(events: Laid, short: Integers, first: Integers) -> list[Integers]:
     ]
 
 
-def _is_within(events: Laid, between_ns: tuple[int, int]) -> Truths:
+def _is_within(events: TraceRows, between_ns: tuple[int, int]) -> Truths:
     begin_ns, end_ns = between_ns
     return (events.start_ns >= begin_ns) & (events.start_ns < end_ns)
 
 
-def _is_short(events: Laid, width_ns: int, full_ns: tuple[int, int]) -> Truths:
+def _is_short(events: TraceRows, width_ns: int, full_ns: tuple[int, int]) -> Truths:
     return (events.duration_ns < width_ns) & ~_is_within(events, full_ns)
 
 
-def _count(events: Laid, width_ns: int, full_ns: tuple[int, int]) -> int:
+def _count(events: TraceRows, width_ns: int, full_ns: tuple[int, int]) -> int:
     """How many items `merged` makes, without making them."""
     short = np.flatnonzero(_is_short(events, width_ns, full_ns))
     return len(events) - len(short) + len(_begins(events, short, width_ns))

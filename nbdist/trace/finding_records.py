@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbdist.trace import findings as rules
-from nbdist.trace.breakdown import Shares
+from nbdist.trace.breakdown import TimeBreakdown
 from nbdist.trace.findings import Look, Scene
 from nbdist.trace.spans import spans
 from nbdist.trace.trace import Trace
@@ -130,7 +130,7 @@ RULES = (
 )
 
 
-def findings(trace: Trace, shares: Shares) -> tuple[TraceFinding, ...]:
+def findings(trace: Trace, shares: TimeBreakdown) -> tuple[TraceFinding, ...]:
     """What slows the cell down by `RULES`, the largest first; empty where nothing does."""
     known = {one.rank: one for one in trace.ranks}
     scenes = [

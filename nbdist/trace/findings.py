@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nbdist.trace import intervals
-from nbdist.trace.breakdown import RankShares, Shares
+from nbdist.trace.breakdown import RankBreakdown, TimeBreakdown
 from nbdist.trace.intervals import Integers
 from nbdist.trace.names import AUTOGRAD
 from nbdist.trace.spans import Spans
@@ -50,9 +50,9 @@ class Scene:
     """
 
     trace: Trace
-    shares: Shares
+    shares: TimeBreakdown
     rank: RankTrace
-    own: RankShares
+    own: RankBreakdown
     spans: Spans
 
     @property

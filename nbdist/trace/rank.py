@@ -35,7 +35,7 @@ from nbdist.strategy import footprint
 from nbdist.trace import names, read
 from nbdist.trace.trace import TraceOptions
 from nbdist.variables import pack
-from nbdist.variables.pack import Parcel
+from nbdist.variables.pack import PackedValue
 
 FOLDER = "traces"
 
@@ -149,7 +149,7 @@ class _Recording:
             "ends": self.steps.ends,
             "skipped": int(has_warmup),
             "groups": {torch_name: name for name, torch_name in namespace.group_names().items()},
-            "calls": main_thread.issued(),
+            "calls": main_thread.flight_record(),
             **_expected(),
         }
 
@@ -180,7 +180,7 @@ def begin(options: TraceOptions, token: str) -> None:
     cell_hook.state.armed = _kept.last = _Recording(options, folder, token)
 
 
-def finish(folders: Sequence[str]) -> Parcel:
+def finish(folders: Sequence[str]) -> PackedValue:
     """What the last recording of this rank holds, as {"recording": Recording}.
 
     Args:
@@ -203,7 +203,7 @@ def finish(folders: Sequence[str]) -> Parcel:
     return pack.send(pack.pack({"recording": found}), folders)
 
 
-def text(folders: Sequence[str]) -> Parcel:
+def text(folders: Sequence[str]) -> PackedValue:
     """The file of the last recording, as {"text": bytes in an array}.
 
     Raises:

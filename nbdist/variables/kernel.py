@@ -23,7 +23,7 @@ from nbdist.errors import Interrupted, NbdistError, TransferError
 from nbdist.rpc.kernel import functions, sigint
 from nbdist.variables import bfloat16, pack, unpack
 from nbdist.variables.names import check_held, check_names
-from nbdist.variables.pack import Parcel
+from nbdist.variables.pack import PackedValue
 from nbdist.variables.unpack import Contents
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Variables:
             check_held(dict(zip(asked, lacking, strict=True)))
             with self.folders(chosen) as folders:
 
-                def send(call: functions.Caller, rank: int) -> Future[Parcel]:
+                def send(call: functions.Caller, rank: int) -> Future[PackedValue]:
                     return functions.send(call, rank, names, folders, rank in chosen, is_whole)
 
                 sent = self._call(send, ranks=asked, is_collective=is_whole)
@@ -174,11 +174,11 @@ class Variables:
                         made.append(tempfile.mkdtemp(prefix=prefix, dir=place))
             yield tuple(made)
         finally:
-            with sigint.counted():  # a second press would leave them
+            with sigint.deferred_sigint():  # a second press would leave them
                 for folder in made:
                     _remove(Path(folder))
 
-    def _remarks(self, came: Sequence[Parcel]) -> tuple[str, ...]:
+    def _remarks(self, came: Sequence[PackedValue]) -> tuple[str, ...]:
         """What the ranks said, each once, and types that became others, once in a session."""
         remarks = dict.fromkeys(remark for parcel in came for remark in parcel.remarks)
         if "torch" not in sys.modules:
@@ -192,7 +192,7 @@ class Variables:
         return tuple(remarks)
 
 
-def _opened(came: Mapping[int, Parcel]) -> list[dict[str, Any]]:
+def _opened(came: Mapping[int, PackedValue]) -> list[dict[str, Any]]:
     """The ranks' values. Their memory is read side by side, which fresh pages make slow."""
     absent = [name for name in HEAVY if name not in sys.modules]
     refused = {name: f"`import {name}` in the notebook first" for name in absent}
@@ -202,7 +202,7 @@ def _opened(came: Mapping[int, Parcel]) -> list[dict[str, Any]]:
         if is_over.is_set():
             raise TransferError("it was broken off")
 
-    def read(parcel: Parcel) -> Contents:
+    def read(parcel: PackedValue) -> Contents:
         memory = unpack.read(parcel, sys.modules.get("torch"), check)
         if parcel.path:
             Path(parcel.path).unlink(missing_ok=True)  # its memory, too, is free now

@@ -76,7 +76,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class PackedValue:
     """A packed value as it is sent.
 
     Attributes:
@@ -187,7 +187,7 @@ def _packed(
     return Packed(pieces, tuple(packer.tensors), tuple(packer.held))
 
 
-def send(packed: Packed, folders: Sequence[str | Path]) -> Parcel:
+def send(packed: Packed, folders: Sequence[str | Path]) -> PackedValue:
     """Make a parcel: through a file in one of the folders if it is large, else by itself.
 
     Args:
@@ -200,13 +200,13 @@ def send(packed: Packed, folders: Sequence[str | Path]) -> Parcel:
     """
     sizes = tuple(piece.nbytes for piece in packed.pieces)
     if not folders or packed.size_bytes < LARGE_BYTES:
-        return Parcel(sizes, packed.tensors, b"".join(packed.pieces), "", packed.remarks)
+        return PackedValue(sizes, packed.tensors, b"".join(packed.pieces), "", packed.remarks)
     full: list[str] = []
     for folder in folders:
         problem, path = _written(packed, Path(folder))
         if not problem:
             went = [f"it went through a file on the disk, as {full[0]}"] if full else []
-            return Parcel(sizes, packed.tensors, b"", str(path), (*packed.remarks, *went))
+            return PackedValue(sizes, packed.tensors, b"", str(path), (*packed.remarks, *went))
         full.append(problem)
     raise TransferError(
         f"There is no room for {size(packed.size_bytes)} on the way: {'; '.join(full)}. Free some, "

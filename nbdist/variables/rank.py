@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from nbdist.rpc.rank import namespace
 from nbdist.variables import pack, unpack
 from nbdist.variables.names import close_to
-from nbdist.variables.pack import Parcel
+from nbdist.variables.pack import PackedValue
 
 PART = "DTensors come as each rank's own part; --whole gathers them"
 
@@ -27,7 +27,7 @@ def lacking(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return {name: close_to(name, own) for name in names if name not in known}
 
 
-def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bool) -> Parcel:
+def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bool) -> PackedValue:
     """This rank's values of variables that it has.
 
     Args:
@@ -58,7 +58,7 @@ def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bo
         finds_culprit=not is_whole,
     )
     if not keeps:
-        return Parcel((), (), b"", "")
+        return PackedValue((), (), b"", "")
     return pack.send(replace(packed, remarks=(PART,) if parts else ()), folders)
 
 
@@ -74,7 +74,7 @@ def _own_part(tensor: DTensor) -> torch.Tensor:
     return part
 
 
-def receive(token: str, parcel: Parcel) -> None:
+def receive(token: str, parcel: PackedValue) -> None:
     """Make the values of a push; `bind` gives them their names once all ranks have them.
 
     Raises:

@@ -15,7 +15,14 @@ import numpy as np
 from nbdist.core import madvise
 from nbdist.errors import TransferError
 from nbdist.variables import bfloat16
-from nbdist.variables.pack import STEP_BYTES, Parcel, TensorRecord, memory_of, one_line, tensor_at
+from nbdist.variables.pack import (
+    STEP_BYTES,
+    PackedValue,
+    TensorRecord,
+    memory_of,
+    one_line,
+    tensor_at,
+)
 
 # From here on page faults cost more than the copy (500 MB: 0.41 s, with large pages 0.20 s).
 LARGE_PAGES_BYTES = 4 * 2**20
@@ -73,7 +80,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def opened(
-    parcel: Parcel, torch: Any = None, refused: Mapping[str, str] = MappingProxyType({})
+    parcel: PackedValue, torch: Any = None, refused: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
     """The values by name, in memory of their own. A file stays where it is.
 
@@ -88,7 +95,9 @@ def opened(
     return made(read(parcel, torch), refused)
 
 
-def read(parcel: Parcel, torch: Any = None, check: Callable[[], None] = lambda: None) -> Contents:
+def read(
+    parcel: PackedValue, torch: Any = None, check: Callable[[], None] = lambda: None
+) -> Contents:
     """The memory of a parcel, copied. Runs nothing of the sender's, so in any thread.
 
     Args:
@@ -133,7 +142,7 @@ def _not_made(error: Exception) -> TransferError:
     return TransferError(f"the value cannot be made: {one_line(error)}")
 
 
-def _source(parcel: Parcel) -> Any:
+def _source(parcel: PackedValue) -> Any:
     return Path(parcel.path).open("rb", buffering=0) if parcel.path else io.BytesIO(parcel.data)
 
 
@@ -177,7 +186,7 @@ def _array(record: TensorRecord, fill: Fill) -> np.ndarray:
     return array if record.dtype in _SAME_IN_NUMPY else bfloat16.to_float32(array, record.dtype)
 
 
-def lacking_types(parcel: Parcel) -> list[str]:
+def lacking_types(parcel: PackedValue) -> list[str]:
     """Torch's types in it that numpy lacks."""
     return sorted({record.dtype for record in parcel.tensors} - _SAME_IN_NUMPY)
 

@@ -13,7 +13,7 @@ from nbdist.planner.fake_protocol import NAME, Source
 from nbdist.planner.kernel.fake_process import FakeEngine
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import of_config, of_count
-from nbdist.planner.workload import Load
+from nbdist.planner.workload import Workload
 from nbdist.strategy.choice import choose
 from tests.accuracy.case import LONG, MODELS, SHORT, Case, Result, record
 from tests.accuracy.texts import RANKS
@@ -68,7 +68,7 @@ def _problems(case: Case, found: list[dict[str, Any]], engine: FakeEngine) -> li
     config = MODELS[case.model]
     engine.turn_to(Source(config=config or {}, pickled=bytes.fromhex(sent)))
     choice = choose(case.name, case.given, case.n)
-    load = Load(case.batch, case.sequence, has_gpu=False)
+    load = Workload(case.batch, case.sequence, has_gpu=False)
     shape = of_count(1e6, case.model) if config is None else of_config(config)
     formulas = None if config is None else memory_of(shape, choice, load).peak
     run = _run(engine, shape if config else None, case, load)
@@ -96,7 +96,7 @@ def _is_close(case: Case, run: Memory, measured: Measured) -> bool:
     return 0.94 * run.peak < measured.peak < 1.02 * run.peak + copies
 
 
-def _run(engine: FakeEngine, shape: Any, case: Case, load: Load) -> Memory:
+def _run(engine: FakeEngine, shape: Any, case: Case, load: Workload) -> Memory:
     known = shape or of_count(1e6, case.model)
     if shape is None:
         known = type(known)(known.name, known.parameters, known.shape, has_shape=False)

@@ -15,7 +15,7 @@ from nbconvert import HTMLExporter
 
 from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, OutOfMemory, Snapshot
 from nbdist.memory.timeline import changes, curve, peak_ns, totals
-from nbdist.memory.view.report import remembered
+from nbdist.memory.view.report import memory_report
 from tests.support.drawn_memory import MB, Piece, million, rank_memory, training
 from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
 from tests.support.live import DEADLINE_MS, LivePicture
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL = (
-    "from nbdist.memory.view.report import remembered\n"
+    "from nbdist.memory.view.report import memory_report\n"
     "from tests.support.drawn_memory import training\n"
     "remembered(training(device='cuda'))"
 )
@@ -310,7 +310,7 @@ def test_it_follows_jupyterlabs_theme(picture: Picture, notebook: LabNotebook) -
 def test_a_million_blocks_keep_their_peaks(notebook: LabNotebook) -> None:
     """Merged blocks are told as such; each rank's highest column is its true peak."""
     snapshot = million(200_000, ranks=2)
-    view = remembered(snapshot)
+    view = memory_report(snapshot)
     browser = notebook.page.context.browser
     assert browser is not None
     with contextlib.closing(browser.new_page()) as page:
@@ -330,7 +330,7 @@ def test_a_million_blocks_keep_their_peaks(notebook: LabNotebook) -> None:
 def test_one_moment_is_a_bar_for_each_rank(notebook: LabNotebook) -> None:
     """From left to right in bytes; zoom and tooltip as ever."""
     pieces = [Piece(30 * MB), Piece(70 * MB, category=ACTIVATION, is_exact=False)]
-    view = remembered(Snapshot(tuple(rank_memory(rank, pieces, 0) for rank in (0, 1))))
+    view = memory_report(Snapshot(tuple(rank_memory(rank, pieces, 0) for rank in (0, 1))))
     browser = notebook.page.context.browser
     assert browser is not None
     with contextlib.closing(browser.new_page()) as page:
@@ -361,7 +361,7 @@ def test_what_failed_is_marked_and_what_a_rank_lacks_is_told(notebook: LabNotebo
     browser = notebook.page.context.browser
     assert browser is not None
     with contextlib.closing(browser.new_page()) as page:
-        page.set_content(remembered(Snapshot((failed, lacking))).html)
+        page.set_content(memory_report(Snapshot((failed, lacking))).html)
         picture = Picture(page)
         picture.move_to(600, 90 * MB)
         told = picture.tip
@@ -387,7 +387,7 @@ def test_what_failed_is_marked_and_what_a_rank_lacks_is_told(notebook: LabNotebo
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_image_is_seen_where_the_script_fails(notebook: LabNotebook, scheme: str) -> None:
     """In an old browser the frame over it stays empty and lets it through."""
-    view = remembered(training())
+    view = memory_report(training())
     browser = notebook.page.context.browser
     assert browser is not None
     failures: list[str] = []

@@ -13,10 +13,10 @@ import pytest
 from matplotlib.image import imread
 from nbconvert import HTMLExporter
 
-from nbdist.trace.breakdown import Shares
+from nbdist.trace.breakdown import TimeBreakdown
 from nbdist.trace.finding_records import Spot, TraceFinding
 from nbdist.trace.trace import COMMUNICATION, KINDS
-from nbdist.trace.view.report import traced
+from nbdist.trace.view.report import trace_report
 from tests.support.drawn_traces import training
 from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
 from tests.support.live import DEADLINE_MS, LivePicture
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL = (
-    "from nbdist.trace.breakdown import Shares\n"
-    "from nbdist.trace.view.report import traced\n"
+    "from nbdist.trace.breakdown import TimeBreakdown\n"
+    "from nbdist.trace.view.report import trace_report\n"
     "from tests.support.drawn_traces import training\n"
-    "traced(training(3000), Shares((), 0, None, (), (), 0.0), [])"
+    "traced(training(3000), TimeBreakdown((), 0, None, (), (), 0.0), [])"
 )
 TRACE = training(3000)
 WHOLE_NS = max(step.end_ns for rank in TRACE.ranks for step in rank.steps)
@@ -227,7 +227,7 @@ def test_the_numbers_stand_below_it(notebook: LabNotebook) -> None:
 
 def test_a_large_trace_has_blocks_and_one_stretch_in_full(notebook: LabNotebook) -> None:
     """A block says how many events it stands for; the button shows where there are none."""
-    view = traced(training(400_000), Shares((), 0, None, (), (), 0.0), [])
+    view = trace_report(training(400_000), TimeBreakdown((), 0, None, (), (), 0.0), [])
     browser = notebook.page.context.browser
     assert browser is not None
     with contextlib.closing(browser.new_page()) as page:
@@ -253,7 +253,7 @@ def test_the_list_of_findings_leads_to_where_they_are(notebook: LabNotebook) -> 
     """The rank's rows are seen, with the spot in the middle third of the picture."""
     spot = Spot(7, 10_000_000, 11_000_000)
     finding = TraceFinding("one <b>late</b> rank", "found", "why", "what", (7,), 0.1, (spot,))
-    view = traced(training(4000, ranks=8), Shares((), 0, None, (), (), 0.0), [finding])
+    view = trace_report(training(4000, ranks=8), TimeBreakdown((), 0, None, (), (), 0.0), [finding])
     browser = notebook.page.context.browser
     assert browser is not None
     with contextlib.closing(browser.new_page()) as page:
@@ -271,7 +271,7 @@ def test_the_list_of_findings_leads_to_where_they_are(notebook: LabNotebook) -> 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.more_browser)])
 def test_the_image_is_seen_where_the_script_fails(notebook: LabNotebook, scheme: str) -> None:
     """In an old browser the frame over it stays empty and lets it through."""
-    view = traced(training(600), Shares((), 0, None, (), (), 0.0), [])
+    view = trace_report(training(600), TimeBreakdown((), 0, None, (), (), 0.0), [])
     browser = notebook.page.context.browser
     assert browser is not None
     failures: list[str] = []

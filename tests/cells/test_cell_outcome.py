@@ -5,27 +5,27 @@ import pickle
 import pytest
 
 from nbdist.cells.kernel.cell_outcome import (
-    Ending,
+    CellOutcome,
     is_by_interrupt,
-    stuck_told,
-    unreleased_told,
-    waits_told,
+    still_aborting_message,
+    unresponsive_message,
+    waiting_message,
 )
 from nbdist.cells.outputs import CellResult, RankResult
 from nbdist.core.failures import RankFailure
 from nbdist.errors import CellTimeout, Deadlock, DistributedError, Interrupted
-from nbdist.hang.kernel.group_recovery import Outcome
+from nbdist.hang.kernel.group_recovery import RecoveryOutcome
 
 LINE = "rank 0 waits in barrier at line 1 of cell [4]; rank 1 finished the cell without calling it"
 RELEASED = RankFailure(0, "RuntimeError", "[..] Connection closed by peer [127.0.0.1]:4711", ())
-RECOVERED = Outcome(is_recovered=True)
+RECOVERED = RecoveryOutcome(is_recovered=True)
 
 
 def ended(*ranks: RankResult) -> CellResult:
     return CellResult(ranks)
 
 
-def raised(ending: Ending, result: CellResult) -> BaseException:
+def raised(ending: CellOutcome, result: CellResult) -> BaseException:
     with pytest.raises(BaseException) as caught:  # noqa: PT011  # which one is looked at
         ending.raise_for(result, lambda failure: failure)
     return caught.value
@@ -33,7 +33,7 @@ def raised(ending: Ending, result: CellResult) -> BaseException:
 
 def test_a_deadlock_fails_with_its_line_and_says_what_is_back() -> None:
     """What the released rank raised is noise, and not shown."""
-    ending = Ending("", False, None, LINE, is_deadlock=True, grace_s=5.0, outcome=RECOVERED)
+    ending = CellOutcome("", False, None, LINE, is_deadlock=True, grace_s=5.0, outcome=RECOVERED)
     error = raised(ending, ended(RankResult(0, "error", 6.0, "", RELEASED), RankResult(1, "ok", 0)))
 
     assert isinstance(error, Deadlock)
@@ -46,7 +46,7 @@ def test_a_deadlock_fails_with_its_line_and_says_what_is_back() -> None:
 
 def test_an_aborted_cell_fails_although_the_code_caught_the_abort() -> None:
     """All ranks replied ok, and yet the collective was never made."""
-    ending = Ending("", False, None, LINE, is_deadlock=True, outcome=RECOVERED)
+    ending = CellOutcome("", False, None, LINE, is_deadlock=True, outcome=RECOVERED)
 
     assert isinstance(raised(ending, ended(RankResult(0, "ok", 6.0))), Deadlock)
 
@@ -54,7 +54,7 @@ def test_an_aborted_cell_fails_although_the_code_caught_the_abort() -> None:
 def test_the_peers_own_error_is_the_root_cause_of_a_deadlock() -> None:
     """Its traceback is shown; what came back is told."""
     own = RankFailure(1, "ValueError", "boom", ("Traceback of rank 1",))
-    ending = Ending("", False, None, LINE, is_deadlock=True, grace_s=1.0, outcome=RECOVERED)
+    ending = CellOutcome("", False, None, LINE, is_deadlock=True, grace_s=1.0, outcome=RECOVERED)
     error = raised(
         ending,
         ended(RankResult(0, "error", 2.0, "", RELEASED), RankResult(1, "error", 0.1, "", own)),
@@ -69,8 +69,8 @@ def test_the_peers_own_error_is_the_root_cause_of_a_deadlock() -> None:
 
 def test_an_interrupted_collective_is_an_interrupt() -> None:
     """Released by the abort that an interrupt asked for: KeyboardInterrupt, not a failure."""
-    told = waits_told({0: "waiting in barrier at line 1 of cell [4]"})
-    ending = Ending("", True, None, told, outcome=RECOVERED)
+    told = waiting_message({0: "waiting in barrier at line 1 of cell [4]"})
+    ending = CellOutcome("", True, None, told, outcome=RECOVERED)
     error = raised(
         ending, ended(RankResult(0, "interrupted", 1.0, "", RELEASED), RankResult(1, "ok", 0))
     )
@@ -84,8 +84,8 @@ def test_an_interrupted_collective_is_an_interrupt() -> None:
 
 def test_a_rank_in_c_code_is_named_with_the_way_to_replace_it() -> None:
     """After the notebook was given back."""
-    problem = Outcome(problem="the groups are made anew once rank 1 is back")
-    ending = Ending("", True, None, outcome=problem)
+    problem = RecoveryOutcome(problem="the groups are made anew once rank 1 is back")
+    ending = CellOutcome("", True, None, outcome=problem)
     error = raised(
         ending, ended(RankResult(0, "interrupted", 1.0), RankResult(1, "unfinished", 4.5))
     )
@@ -97,7 +97,7 @@ def test_a_rank_in_c_code_is_named_with_the_way_to_replace_it() -> None:
 
 def test_a_stopped_rank_is_named_with_the_way_to_wake_it() -> None:
     """No C code is to blame; the one beside it is told as ever."""
-    ending = Ending("", True, None, stopped=frozenset({1}))
+    ending = CellOutcome("", True, None, stopped=frozenset({1}))
     ranks = [RankResult(rank, "unfinished", 4.5) for rank in (0, 1)]
     error = raised(ending, ended(*ranks))
 
@@ -107,7 +107,7 @@ def test_a_stopped_rank_is_named_with_the_way_to_wake_it() -> None:
 
 def test_ranks_that_the_user_gave_up_on_are_not_said_to_run() -> None:
     """They were ended by the press."""
-    ending = Ending("", True, None, replaced=(1,))
+    ending = CellOutcome("", True, None, replaced=(1,))
     error = raised(
         ending, ended(RankResult(0, "interrupted", 1.0), RankResult(1, "unfinished", 2.0))
     )
@@ -118,7 +118,7 @@ def test_ranks_that_the_user_gave_up_on_are_not_said_to_run() -> None:
 
 def test_a_timeout_that_aborts_says_who_waited() -> None:
     """It is a CellTimeout with the wait in it."""
-    ending = Ending("", True, 3.0, LINE, outcome=RECOVERED)
+    ending = CellOutcome("", True, 3.0, LINE, outcome=RECOVERED)
     error = raised(ending, ended(RankResult(0, "interrupted", 4.0, "", RELEASED)))
 
     assert isinstance(error, CellTimeout)
@@ -145,14 +145,14 @@ def test_what_counts_as_interrupted(
 
 def test_equal_waits_are_one_phrase() -> None:
     """Ranks in the same line are named together."""
-    told = waits_told({0: "waiting in a", 1: "waiting in a", 2: "waiting in b"})
+    told = waiting_message({0: "waiting in a", 1: "waiting in a", 2: "waiting in b"})
 
     assert told == "ranks 0-1 were waiting in a; rank 2 was waiting in b"
 
 
 def test_stuck_ranks_are_told_with_their_place_and_the_price() -> None:
     """The next press is explained before it does anything."""
-    told = stuck_told([1], {1: "line 3 of cell [12]: a @ b"}, (), can_replace=True)
+    told = unresponsive_message([1], {1: "line 3 of cell [12]: a @ b"}, (), can_replace=True)
 
     assert "rank 1 is not back yet" in told
     assert "line 3 of cell [12]: a @ b" in told
@@ -161,7 +161,7 @@ def test_stuck_ranks_are_told_with_their_place_and_the_price() -> None:
 
 def test_a_press_promises_no_replacement_where_there_is_none() -> None:
     """Ranks that a batch system or another host has started cannot be replaced one by one."""
-    told = stuck_told([0, 1], {}, (), can_replace=False)
+    told = unresponsive_message([0, 1], {}, (), can_replace=False)
 
     assert "Another press gives the notebook back" in told
     assert "lost" not in told
@@ -169,8 +169,8 @@ def test_a_press_promises_no_replacement_where_there_is_none() -> None:
 
 def test_a_stopped_rank_is_not_said_to_be_in_c_code() -> None:
     """It is where it was when the signal came, and nothing reaches it there."""
-    alone = stuck_told([1], {1: "line 3 of cell [12]: a @ b"}, {1}, can_replace=True)
-    both = stuck_told([0, 1], {0: "line 1"}, {1}, can_replace=True)
+    alone = unresponsive_message([1], {1: "line 3 of cell [12]: a @ b"}, {1}, can_replace=True)
+    both = unresponsive_message([0, 1], {0: "line 1"}, {1}, can_replace=True)
 
     assert alone == (
         "rank 1 is stopped (SIGSTOP): no interrupt before kill -CONT. Another press ends and "
@@ -182,11 +182,11 @@ def test_a_stopped_rank_is_not_said_to_be_in_c_code() -> None:
 
 def test_only_who_is_in_a_collective_is_held_by_the_abort() -> None:
     """A rank that computes had no part in the deadlock: its cell ends when it is done."""
-    held = unreleased_told([0, 1], {0}, is_named=False)
-    computing = unreleased_told([1], {}, is_named=False)
+    held = still_aborting_message([0, 1], {0}, is_named=False)
+    computing = still_aborting_message([1], {}, is_named=False)
 
     assert [line.partition(":")[0] for line in held] == ["rank 0 is not back from the abort"]
     assert [line.partition(":")[0] for line in computing] == [
         "rank 1 is still running, in no collective"
     ]
-    assert unreleased_told([1], {}, is_named=True) == ()
+    assert still_aborting_message([1], {}, is_named=True) == ()

@@ -2,12 +2,17 @@
 
 import pytest
 
-from nbdist.cells.kernel.interrupt import GIVE_BACK_AGAIN_S, GIVE_BACK_S, NEVER_S, Ladder
+from nbdist.cells.kernel.interrupt import (
+    GIVE_BACK_AGAIN_S,
+    GIVE_BACK_S,
+    NEVER_S,
+    InterruptEscalation,
+)
 
 
 def test_nothing_happens_before_a_press() -> None:
     """No signal, no abort, no end."""
-    ladder = Ladder()
+    ladder = InterruptEscalation()
 
     assert not ladder.has_begun
     assert {ladder.sigint_s(1.0), ladder.abort_s, ladder.warn_s, ladder.give_back_s} == {NEVER_S}
@@ -15,7 +20,7 @@ def test_nothing_happens_before_a_press() -> None:
 
 def test_one_press_interrupts_aborts_warns_and_gives_back_in_that_order() -> None:
     """SIGINT a moment after the cell has begun, abort after 1 s, the notebook within 5 s."""
-    ladder = Ladder()
+    ladder = InterruptEscalation()
     ladder.press(100.0)
 
     assert ladder.sigint_s(90.0) < 100.0
@@ -28,7 +33,7 @@ def test_one_press_interrupts_aborts_warns_and_gives_back_in_that_order() -> Non
 
 def test_a_second_press_hurries_and_takes_no_rank_away() -> None:
     """Aborts at once and gives the notebook back soon; nobody was warned, so nobody is ended."""
-    ladder = Ladder()
+    ladder = InterruptEscalation()
     ladder.press(100.0)
     ladder.press(100.3)
 
@@ -39,7 +44,7 @@ def test_a_second_press_hurries_and_takes_no_rank_away() -> None:
 
 def test_a_press_after_the_warning_gives_the_ranks_up() -> None:
     """Only a user who has read what it costs ends a rank."""
-    ladder = Ladder()
+    ladder = InterruptEscalation()
     ladder.press(100.0)
     ladder.warned(101.6)
     ladder.press(101.6)
@@ -53,7 +58,7 @@ def test_a_press_after_the_warning_gives_the_ranks_up() -> None:
 
 def test_a_warning_is_given_once() -> None:
     """After it nothing more is due."""
-    ladder = Ladder()
+    ladder = InterruptEscalation()
     ladder.press(100.0)
     ladder.warned(101.6)
 
@@ -63,7 +68,7 @@ def test_a_warning_is_given_once() -> None:
 
 def test_a_timeout_begins_the_same_without_a_press() -> None:
     """And the first press after it does not count as a second one."""
-    ladder = Ladder()
+    ladder = InterruptEscalation()
     ladder.time_out(100.0)
     ladder.press(100.2)
 
@@ -74,7 +79,7 @@ def test_a_timeout_begins_the_same_without_a_press() -> None:
 
 def test_each_press_interrupts_once_more_but_not_at_once() -> None:
     """Code that has caught the first KeyboardInterrupt gets another; what cleans up has time."""
-    ladder = Ladder()
+    ladder = InterruptEscalation()
     ladder.press(100.0)
 
     assert ladder.sigint_s(90.0, 100.0) == NEVER_S
@@ -86,7 +91,7 @@ def test_each_press_interrupts_once_more_but_not_at_once() -> None:
 
 def test_a_hurried_press_waits_for_an_abort_to_end() -> None:
     """Ranks that were just released get the time to come back, and their groups with them."""
-    ladder = Ladder()
+    ladder = InterruptEscalation()
     ladder.press(100.0)
     ladder.press(100.05)
     ladder.aborted(100.1)

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from nbdist.cells.line_merger import Bar, Line
-from nbdist.cells.outputs import CellFeed, CellResult, Clear, Event, RankResult, Rich
+from nbdist.cells.outputs import (
+    CellResult,
+    ClearOutput,
+    DisplayOutput,
+    Event,
+    OutputReducer,
+    RankResult,
+)
 from nbdist.cells.view import live_cell
 from nbdist.cells.view.live_cell import LiveCell, clear, publish
 
@@ -109,7 +116,7 @@ def test_lines_are_written_at_once(notebook: Notebook) -> None:
 
 def test_displays_come_between_their_lines(notebook: Notebook) -> None:
     """What was written before a figure is out before the figure is published."""
-    figure = Rich(0, {"image/png": "x"}, {}, {})
+    figure = DisplayOutput(0, {"image/png": "x"}, {}, {})
     notebook.cell().draw([Line("stdout", "a\n"), figure, Line("stdout", "b\n")])
 
     assert notebook.written == [("stdout", "a\n"), ("display", ""), ("stdout", "b\n")]
@@ -117,14 +124,16 @@ def test_displays_come_between_their_lines(notebook: Notebook) -> None:
 
 def test_displays_are_passed_on(notebook: Notebook) -> None:
     """Data, metadata, display_id and whether it is an update reach IPython unchanged."""
-    notebook.cell().draw([Rich(0, {"a": 1}, {"m": 1}, {"display_id": "d"}, is_update=True)])
+    notebook.cell().draw(
+        [DisplayOutput(0, {"a": 1}, {"m": 1}, {"display_id": "d"}, is_update=True)]
+    )
 
     assert notebook.published == [({"a": 1}, {"m": 1}, {"display_id": "d"}, {"is_update": True})]
 
 
 def test_clear_is_passed_on(notebook: Notebook) -> None:
     """clear_output() keeps its `wait`."""
-    notebook.cell().draw([Clear(0, wait=True), Clear(0, wait=False)])
+    notebook.cell().draw([ClearOutput(0, wait=True), ClearOutput(0, wait=False)])
 
     assert notebook.published == [("clear", {"wait": True}), ("clear", {"wait": False})]
 
@@ -263,7 +272,7 @@ def test_clear_output_begins_anew(notebook: Notebook) -> None:
     """After clear_output() the next 500 lines are shown again, and the old file is gone."""
     cell = notebook.cell()
     cell.draw([out(number) for number in range(2000)])
-    cell.draw([Clear(0, wait=True)])
+    cell.draw([ClearOutput(0, wait=True)])
     existed = notebook.path.exists()
     cell.draw([Line("stdout", "[0] fresh\n")])
     cell.close(RESULT)
@@ -277,7 +286,7 @@ def test_both_ends_of_what_came_after_clear_output(notebook: Notebook) -> None:
     """A second long stretch has its own note and its own file."""
     cell = notebook.cell()
     cell.draw([out(number) for number in range(2000)])
-    cell.draw([Clear(0, wait=False), *(out(number) for number in range(5000, 7000))])
+    cell.draw([ClearOutput(0, wait=False), *(out(number) for number in range(5000, 7000))])
     cell.close(RESULT)
 
     assert notebook.files == 2
@@ -288,7 +297,7 @@ def test_both_ends_of_what_came_after_clear_output(notebook: Notebook) -> None:
 def test_from_messages_to_the_file(notebook: Notebook) -> None:
     """100,000 lines of each of two ranks, different ones, reach the file in seconds."""
     began_s = time.monotonic()
-    feed, cell = CellFeed(range(2)), notebook.cell()
+    feed, cell = OutputReducer(range(2)), notebook.cell()
     for start in range(0, 100_000, 1000):
         for rank in range(2):
             text = "".join(f"{rank} {number}\n" for number in range(start, start + 1000))
@@ -436,9 +445,9 @@ def test_a_bar_is_gone_when_the_cell_ends(notebook: Notebook) -> None:
 def test_a_bar_is_erased_before_a_figure(notebook: Notebook) -> None:
     """A figure does not come below the remains of a bar."""
     cell = notebook.cell()
-    cell.draw([Bar("stderr", "[0] 50%"), Rich(0, {}, {}, {})])
+    cell.draw([Bar("stderr", "[0] 50%"), DisplayOutput(0, {}, {}, {})])
     cell.draw([Bar("stderr", "[0] 60%")])
-    cell.draw([Rich(0, {}, {}, {})])
+    cell.draw([DisplayOutput(0, {}, {}, {})])
     cell.close(RESULT)
 
     assert notebook.screen() == [""]
@@ -448,7 +457,7 @@ def test_after_clear_output_a_bar_needs_no_erasing(notebook: Notebook) -> None:
     """What clear_output() removed is not erased again, which would be an output of its own."""
     cell = notebook.cell()
     cell.draw([Bar("stderr", "[0] 50%")])
-    cell.draw([Clear(0, wait=True), Bar("stderr", "")])
+    cell.draw([ClearOutput(0, wait=True), Bar("stderr", "")])
     cell.close(RESULT)
 
     assert notebook.written == [("stderr", "\r[0] 50%"), ("clear", "")]

@@ -12,12 +12,12 @@ import pytest
 from nbdist.cells.line_merger import Bar, Line
 from nbdist.cells.outputs import (
     KEPT_TEXT_CHARACTERS,
-    CellFeed,
     CellResult,
-    Clear,
+    ClearOutput,
+    DisplayOutput,
     Event,
+    OutputReducer,
     RankResult,
-    Rich,
     elapsed_line,
 )
 from nbdist.core.failures import RankFailure
@@ -63,14 +63,14 @@ def png(name: str) -> dict[str, Any]:
     return {"image/png": name, "text/plain": "<Figure>"}
 
 
-def fed(feed: CellFeed, *messages: tuple[int, dict[str, Any]]) -> list[Event]:
+def fed(feed: OutputReducer, *messages: tuple[int, dict[str, Any]]) -> list[Event]:
     """What is shown after these messages."""
     for rank, one in messages:
         feed.feed(rank, one, 0)
     return feed.due(0)
 
 
-def ended(feed: CellFeed) -> list[Event]:
+def ended(feed: OutputReducer) -> list[Event]:
     """What is shown once all ranks have ended."""
     for rank in feed.ranks:
         feed.end(rank, 0)
@@ -85,7 +85,7 @@ def told(events: list[Event]) -> list[str]:
             texts.append(event.text.removesuffix("\n"))
         elif isinstance(event, Bar):
             texts.append(f"bar {event.text}")
-        elif isinstance(event, Clear):
+        elif isinstance(event, ClearOutput):
             texts.append(f"clear {event.rank}{' wait' if event.wait else ''}")
         else:
             verb = "updates" if event.is_update else "shows"
@@ -98,14 +98,14 @@ def told(events: list[Event]) -> list[str]:
 
 def test_print() -> None:
     """Printed lines are merged over the ranks."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
 
     assert fed(feed, (1, stream("x\n")), (0, stream("x\n"))) == [Line("stdout", "[0-1] x\n")]
 
 
 def test_streams_are_separate() -> None:
     """Lines of stdout and of stderr are counted apart and keep their stream."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     events = fed(
         feed,
         (0, stream("w\n", "stderr")),
@@ -119,7 +119,7 @@ def test_streams_are_separate() -> None:
 
 def test_a_silent_stream_does_not_hold_back_the_other() -> None:
     """A rank that warns alone is waited with on stderr only."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     events = fed(
         feed, (0, stream("w\n", "stderr")), (0, stream("x\n")), (1, stream("x\n"))
     )  # fmt: skip
@@ -131,7 +131,7 @@ def test_a_silent_stream_does_not_hold_back_the_other() -> None:
 
 def test_next_due_is_the_earlier_of_both_streams() -> None:
     """What waits on either stream counts, whichever is due first; None for never."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     nothing = feed.next_due_s()
     feed.feed(0, stream("x\n"), 4.0)
     feed.feed(0, stream("w\n", "stderr"), 4.5)
@@ -143,7 +143,7 @@ def test_next_due_is_the_earlier_of_both_streams() -> None:
 
 def test_results_are_lines() -> None:
     """A last expression's text is merged as a block among the printed lines."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     events = fed(
         feed,
         (0, stream("a\n")),
@@ -157,7 +157,7 @@ def test_results_are_lines() -> None:
 
 def test_results_that_differ() -> None:
     """Results that differ are shown per rank, in rank order."""
-    feed = CellFeed(range(3))
+    feed = OutputReducer(range(3))
 
     assert told(fed(feed, (2, result("2")), (0, result("0")), (1, result("1")))) == [
         "[0] 0",
@@ -168,14 +168,14 @@ def test_results_that_differ() -> None:
 
 def test_a_text_display_is_a_line() -> None:
     """display() of an object without any rich form is text, like its result would be."""
-    feed = CellFeed([0])
+    feed = OutputReducer([0])
 
     assert told(fed(feed, (0, display({"text/plain": "'x'"})))) == ["[0] 'x'"]
 
 
 def test_an_empty_display_is_nothing() -> None:
     """A display without data and without an id shows nothing, not an empty line."""
-    feed = CellFeed([0])
+    feed = OutputReducer([0])
 
     assert fed(feed, (0, display({}))) == []
     assert ended(feed) == []
@@ -183,7 +183,7 @@ def test_an_empty_display_is_nothing() -> None:
 
 def test_other_messages_are_passed_over() -> None:
     """Status and input messages show nothing."""
-    feed = CellFeed([0])
+    feed = OutputReducer([0])
 
     assert fed(feed, (0, message("status", execution_state="busy"))) == []
     assert fed(feed, (0, message("execute_input", code="x"))) == []
@@ -192,7 +192,7 @@ def test_other_messages_are_passed_over() -> None:
 
 def test_text_of_a_rank() -> None:
     """A rank's text is what it printed on stdout and its results, as it wrote them."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     fed(
         feed,
         (0, stream("a\n")),
@@ -208,7 +208,7 @@ def test_text_of_a_rank() -> None:
 
 def test_the_end_of_a_long_text_is_kept() -> None:
     """Of a very long text exactly the last million characters are kept."""
-    feed = CellFeed([0])
+    feed = OutputReducer([0])
     pieces = [f"{number}\n" for number in range(400_000)]
     whole = "".join(pieces)
     for start in range(0, len(pieces), 1000):
@@ -223,7 +223,7 @@ def test_the_end_of_a_long_text_is_kept() -> None:
 
 def test_rank_0_shows_its_figure_in_place() -> None:
     """Rank 0's figure stands between the lines around it; the other's is counted."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     messages = [(rank, one) for rank in (1, 0) for one in (stream("a\n"), display(), stream("b\n"))]
 
     assert told(fed(feed, *messages)) == ["[0-1] a", "0 shows iVBORw0K", "[0-1] b"]
@@ -232,14 +232,14 @@ def test_rank_0_shows_its_figure_in_place() -> None:
 
 def test_the_lowest_chosen_rank_shows() -> None:
     """With ranks 2 and 3 chosen it is rank 2 whose figures are shown."""
-    feed = CellFeed((3, 2))
+    feed = OutputReducer((3, 2))
 
     assert told(fed(feed, (3, display()), (2, display()))) == ["2 shows iVBORw0K"]
 
 
 def test_everything_of_a_display_is_passed_on() -> None:
     """MIME bundle, metadata and display_id come through unchanged."""
-    feed = CellFeed([0])
+    feed = OutputReducer([0])
     one = message(
         "display_data",
         data=PNG,
@@ -247,12 +247,14 @@ def test_everything_of_a_display_is_passed_on() -> None:
         transient={"display_id": "a"},
     )
 
-    assert fed(feed, (0, one)) == [Rich(0, PNG, {"image/png": {"width": 10}}, {"display_id": "a"})]
+    assert fed(feed, (0, one)) == [
+        DisplayOutput(0, PNG, {"image/png": {"width": 10}}, {"display_id": "a"})
+    ]
 
 
 def test_a_higher_rank_shows_once_the_lower_ended_without() -> None:
     """A figure of rank 2 alone is shown when ranks 0 and 1 have ended, and is not hidden."""
-    feed = CellFeed(range(3))
+    feed = OutputReducer(range(3))
     first = fed(feed, (2, display()))
     feed.end(0, 0)
     second = feed.due(0)
@@ -268,7 +270,7 @@ def test_a_higher_rank_shows_once_the_lower_ended_without() -> None:
 
 def test_late_figures_keep_their_order() -> None:
     """A figure that waited for the lower rank's end comes before one that came after it."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     fed(feed, (1, display(png("first"))))
     feed.end(0, 0)
 
@@ -277,7 +279,7 @@ def test_late_figures_keep_their_order() -> None:
 
 def test_a_figure_that_still_waits_counts() -> None:
     """Rank 0 has ended but its figure waits behind a line: rank 1's is not shown instead."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     first = fed(feed, (0, stream("a\n")), (0, display(png("0"))), (1, display(png("1"))))
     feed.end(0, 0)
     second = feed.due(0.5)
@@ -290,7 +292,7 @@ def test_a_figure_that_still_waits_counts() -> None:
 
 def test_rank_0_after_rank_1() -> None:
     """Rank 0's figure is the one shown, even when rank 1's came long before."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     fed(feed, (1, display(png("1"))))
     events = fed(feed, (0, display(png("0"))))
 
@@ -301,7 +303,7 @@ def test_rank_0_after_rank_1() -> None:
 
 def test_only_one_rank_of_many_is_shown() -> None:
     """When rank 0 shows nothing, rank 1's figures are shown and those of 2 and 3 are counted."""
-    feed = CellFeed(range(4))
+    feed = OutputReducer(range(4))
     for rank in (3, 2, 1):
         fed(feed, (rank, display(png(f"{rank}a"))), (rank, display(png(f"{rank}b"))))
 
@@ -313,7 +315,7 @@ def test_only_one_rank_of_many_is_shown() -> None:
 
 def test_hidden_counts_are_told_by_count() -> None:
     """Ranks with the same number of hidden displays are told together."""
-    feed = CellFeed(range(4))
+    feed = OutputReducer(range(4))
     fed(feed, (0, display()), (1, display()), (3, display()), (2, display()), (2, display()))
 
     assert feed.hidden() == (
@@ -324,7 +326,7 @@ def test_hidden_counts_are_told_by_count() -> None:
 
 def test_hidden_bars_are_told() -> None:
     """Progress bars that are not shown are told with their ranks."""
-    feed = CellFeed(range(3))
+    feed = OutputReducer(range(3))
     for rank in range(3):
         text = f"\r 50%|  | {rank}.1it/s\r100%|##| {rank}.2it/s\n"
         feed.feed(rank, stream(text, "stderr"), 0)
@@ -336,7 +338,7 @@ def test_hidden_bars_are_told() -> None:
 
 def test_nothing_hidden_is_no_sentence() -> None:
     """When all was shown there is nothing to tell."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     fed(feed, (0, stream("x\n")), (1, stream("x\n")), (0, display()))
 
     assert feed.hidden() == ""
@@ -344,7 +346,7 @@ def test_nothing_hidden_is_no_sentence() -> None:
 
 def test_hidden_figures_are_not_kept_in_memory() -> None:
     """Figures that are known not to be shown are counted without their data."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     fed(feed, (0, display()))
     for _ in range(3):
         fed(feed, (1, display()))
@@ -355,7 +357,7 @@ def test_hidden_figures_are_not_kept_in_memory() -> None:
 
 def test_a_text_display_with_an_id_can_be_updated() -> None:
     """Text that may be updated is a display: a line could not change any more."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     events = fed(
         feed,
         (0, display({"text/plain": "'x'"}, "a")),
@@ -370,7 +372,7 @@ def test_a_text_display_with_an_id_can_be_updated() -> None:
 
 def test_an_empty_display_with_an_id_is_passed_on() -> None:
     """display(display_id=True) makes an empty place that updates fill."""
-    feed = CellFeed([0])
+    feed = OutputReducer([0])
 
     assert told(fed(feed, (0, display({}, "a")), (0, update(PNG, "a")))) == [
         "0 shows",
@@ -380,7 +382,7 @@ def test_an_empty_display_with_an_id_is_passed_on() -> None:
 
 def test_updates_of_hidden_displays_are_not_shown() -> None:
     """Rank 1's updates go the way of its display; they are not counted as further ones."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     fed(feed, (0, display(display_id="a")), (1, display(display_id="b")))
 
     assert fed(feed, (1, update(PNG, "b")), (1, update(PNG, "b"))) == []
@@ -389,7 +391,7 @@ def test_updates_of_hidden_displays_are_not_shown() -> None:
 
 def test_updates_keep_the_line_at_hand() -> None:
     """A display updated in the midst of a printed line leaves the line whole."""
-    feed = CellFeed([0])
+    feed = OutputReducer([0])
     events = fed(
         feed,
         (0, display(display_id="a")),
@@ -403,7 +405,7 @@ def test_updates_keep_the_line_at_hand() -> None:
 
 def test_clear_output_is_done_once() -> None:
     """When every rank clears, the notebook's output is cleared once, at rank 0's place."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     messages = [
         (rank, one) for rank in (1, 0) for one in (stream("a\n"), clear(wait=True), stream("b\n"))
     ]
@@ -413,7 +415,7 @@ def test_clear_output_is_done_once() -> None:
 
 def test_clear_output_takes_no_display_from_others() -> None:
     """Rank 0 that clears but shows nothing does not keep rank 1's figure from being shown."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
 
     assert told(fed(feed, (0, clear()), (1, display()))) == ["clear 0"]
     assert told(ended(feed)) == ["1 shows iVBORw0K"]
@@ -421,7 +423,7 @@ def test_clear_output_takes_no_display_from_others() -> None:
 
 def test_a_late_display_clears_nothing_of_the_others() -> None:
     """Of figures that rank 1 cleared before they could be shown, only the last one comes."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     events = fed(
         feed,
         (0, stream("a\n")),
@@ -439,7 +441,7 @@ def test_a_late_display_clears_nothing_of_the_others() -> None:
 
 def test_clear_with_wait_at_the_end_clears_nothing() -> None:
     """clear_output(wait=True) waits for the next output; without one the figure stays."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     fed(feed, (1, display(png("1"))), (1, clear(wait=True)))
 
     assert told(ended(feed)) == ["1 shows 1"]
@@ -447,7 +449,7 @@ def test_clear_with_wait_at_the_end_clears_nothing() -> None:
 
 def test_cleared_displays_of_hidden_ranks_are_not_counted() -> None:
     """A loop that shows one figure at a time hides one figure, not as many as it has steps."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     for step in range(10):
         for rank in range(2):
             fed(feed, (rank, clear(wait=True)), (rank, display(png(f"{step}"))))
@@ -457,7 +459,7 @@ def test_cleared_displays_of_hidden_ranks_are_not_counted() -> None:
 
 def test_widgets_are_shown_live_from_the_lowest_rank() -> None:
     """A widget is a display like any other: its messages find their way to the rank."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     widget = {"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "0/3"}
     events = fed(feed, (0, display(widget)), (1, display(widget)))
 
@@ -467,7 +469,7 @@ def test_widgets_are_shown_live_from_the_lowest_rank() -> None:
 
 def test_stored_widgets_are_text() -> None:
     """Where outputs are stored a widget is its text: nothing else of it would be left."""
-    feed = CellFeed(range(2), is_patient=True)
+    feed = OutputReducer(range(2), is_patient=True)
     widget = {
         "application/vnd.jupyter.widget-view+json": {"model_id": "x"},
         "text/plain": "  0%|          | 0/3",
@@ -509,7 +511,7 @@ def cut(generator: random.Random, one: dict[str, Any]) -> list[dict[str, Any]]:
 
 def played(messages: list[list[dict[str, Any]]], generator: random.Random) -> tuple[Any, ...]:
     """All that a patient feed makes of what the ranks sent, cut and interleaved by chance."""
-    feed = CellFeed(range(len(messages)), is_patient=True, keeps_outputs=True)
+    feed = OutputReducer(range(len(messages)), is_patient=True, keeps_outputs=True)
     left = [[piece for one in sent for piece in cut(generator, one)] for sent in messages]
     events: list[Event] = []
     going = list(feed.ranks)
@@ -545,7 +547,7 @@ def test_patient_result_depends_on_what_was_sent_alone(seed: int) -> None:
 
 def test_a_patient_late_figure_comes_last() -> None:
     """When patient, a figure of a higher rank alone stands below all lines."""
-    feed = CellFeed(range(2), is_patient=True)
+    feed = OutputReducer(range(2), is_patient=True)
     feed.end(0, 0)
     events = fed(feed, (1, display()), (1, stream("a\n")))
 
@@ -559,7 +561,7 @@ def test_a_patient_late_figure_comes_last() -> None:
 
 def test_outputs_are_kept_on_request_only() -> None:
     """Without a need for tabs no outputs are collected."""
-    feed = CellFeed([0])
+    feed = OutputReducer([0])
     fed(feed, (0, stream("x\n")), (0, display()))
 
     assert feed.outputs(0) == ()
@@ -567,7 +569,7 @@ def test_outputs_are_kept_on_request_only() -> None:
 
 def test_outputs_are_in_notebook_format() -> None:
     """Every rank's outputs come in order, neighbouring pieces of a stream joined."""
-    feed = CellFeed(range(2), keeps_outputs=True)
+    feed = OutputReducer(range(2), keeps_outputs=True)
     figure = message("display_data", data=PNG, metadata={"image/png": {"width": 5}}, transient={})
     fed(
         feed,
@@ -591,7 +593,7 @@ def test_outputs_are_in_notebook_format() -> None:
 
 def test_outputs_follow_updates() -> None:
     """A tab shows what a display became, in its place, on the rank that updated it."""
-    feed = CellFeed(range(2), keeps_outputs=True)
+    feed = OutputReducer(range(2), keeps_outputs=True)
     fed(feed, (0, display(png("old"), "a")), (0, stream("x\n")), (1, display(png("old"), "a")))
     fed(feed, (0, update(png("new"), "a")))
 
@@ -601,7 +603,7 @@ def test_outputs_follow_updates() -> None:
 
 def test_outputs_follow_clear_output() -> None:
     """clear_output() empties the rank's tab at once, or at the next output with wait."""
-    feed = CellFeed([0], keeps_outputs=True)
+    feed = OutputReducer([0], keeps_outputs=True)
     fed(feed, (0, stream("a\n")), (0, clear()), (0, stream("b\n")))
     cleared = feed.outputs(0)
     fed(feed, (0, clear(wait=True)))
@@ -615,7 +617,7 @@ def test_outputs_follow_clear_output() -> None:
 
 def test_a_long_output_says_what_it_lacks() -> None:
     """Of a very long text a tab keeps the end, and tells how much came before it."""
-    feed = CellFeed([0], keeps_outputs=True)
+    feed = OutputReducer([0], keeps_outputs=True)
     for _ in range(30):
         feed.feed(0, stream("x" * 100_000), 0)
     (output,) = feed.outputs(0)
@@ -630,7 +632,7 @@ def test_a_long_output_says_what_it_lacks() -> None:
 
 def test_an_error_becomes_a_failure() -> None:
     """An error message is not shown at once; it is kept with its traceback and its date."""
-    feed = CellFeed(range(2))
+    feed = OutputReducer(range(2))
     error = message("error", ename="ValueError", evalue="boom", traceback=["a", "b"])
     error["header"]["date"] = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -645,7 +647,7 @@ def test_an_error_becomes_a_failure() -> None:
 )
 def test_dates_as_text(date: str, at_s: float) -> None:
     """A date that has not been parsed is read with its time zone."""
-    feed = CellFeed([0])
+    feed = OutputReducer([0])
     error = message("error", ename="E", evalue="", traceback=[])
     error["header"]["date"] = date
     fed(feed, (0, error))
@@ -657,7 +659,7 @@ def test_dates_as_text(date: str, at_s: float) -> None:
 
 def test_an_error_without_a_date() -> None:
     """A failure whose time is unknown is kept as well."""
-    feed = CellFeed([0])
+    feed = OutputReducer([0])
     fed(feed, (0, message("error", ename="E", evalue="m", traceback=[])))
 
     assert feed.failure(0) == RankFailure(0, "E", "m")
@@ -701,7 +703,7 @@ def test_elapsed_line(elapsed_s: dict[int, float], expected: str) -> None:
 
 def test_many_small_messages() -> None:
     """100,000 messages of one line from each of two ranks pass in seconds, none lost."""
-    feed = CellFeed(range(2), keeps_outputs=True)
+    feed = OutputReducer(range(2), keeps_outputs=True)
     began_s = time.monotonic()
     shown = []
     for number in range(100_000):

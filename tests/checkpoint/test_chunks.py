@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.checkpoint.chunks import MOST_BYTES, Stored, chunks, is_complete, own_chunks, shared_out
 from nbdist.strategy.choice import Degrees
-from nbdist.strategy.tensor_layout import Side, TensorLayout, runs
+from nbdist.strategy.tensor_layout import Placement, TensorLayout, local_runs
 from tests.strategy.test_tensor_layout import held, some_side
 
 SHAPES = [(), (1,), (7,), (12, 5), (6, 4, 3), (3, 0), (0,)]
@@ -43,15 +43,17 @@ def test_the_chunks_of_a_rank_are_what_it_holds(seed: int) -> None:
     draw = random.Random(seed)
     side = some_side(draw, draw.choice([(7,), (12, 5), (6, 4, 3)]))
     for rank in range(4):
-        own = runs(side.layout, side.degrees, rank)
+        own = local_runs(side.layout, side.degrees, rank)
         count = 0 if own is None else int(np.prod([sum(n for _, n in dim) for dim in own]))
         assert sum(one.count for one in own_chunks(side, 4, rank)) == count
 
 
 def test_copies_are_shared_out_evenly() -> None:
     """Every rank writes as much of what all have; a large tensor is cut for that."""
-    side = Side(TensorLayout((1 << 12, 1 << 10)), Degrees(dp_replicate=4))
-    small = [Stored(f"small {n}", Side(TensorLayout((64,)), side.degrees), 4) for n in range(40)]
+    side = Placement(TensorLayout((1 << 12, 1 << 10)), Degrees(dp_replicate=4))
+    small = [
+        Stored(f"small {n}", Placement(TensorLayout((64,)), side.degrees), 4) for n in range(40)
+    ]
     written: Counter[int] = Counter()
     for part in shared_out([Stored("large", side, 4), *small], 4):
         written[part.writer] += part.chunk.count * 4
@@ -63,7 +65,7 @@ def test_copies_are_shared_out_evenly() -> None:
 def test_no_chunk_is_larger_than_the_limit() -> None:
     """Also of a tensor that one rank has alone, whose first dim is 1."""
     layout = TensorLayout((1, 3 * MOST_BYTES // 4 // 1000, 1000), ranks=frozenset({2}))
-    parts = shared_out([Stored("one", Side(layout, Degrees()), 4)], 4)
+    parts = shared_out([Stored("one", Placement(layout, Degrees()), 4)], 4)
 
     assert {part.writer for part in parts} == {2}
     assert max(part.chunk.count for part in parts) * 4 <= MOST_BYTES
@@ -72,7 +74,7 @@ def test_no_chunk_is_larger_than_the_limit() -> None:
 
 def test_a_tensor_without_elements_is_one_chunk() -> None:
     """So that the checkpoint knows of it."""
-    side = Side(TensorLayout((3, 0)), Degrees(dp_replicate=2))
+    side = Placement(TensorLayout((3, 0)), Degrees(dp_replicate=2))
     (one,) = chunks(side, 2)
 
     assert (one.sizes, one.holders) == ((3, 0), (0, 1))

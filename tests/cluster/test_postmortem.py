@@ -17,7 +17,7 @@ import pytest
 
 from nbdist.cells.kernel.session import Session
 from nbdist.cluster.kernel import postmortem
-from nbdist.cluster.kernel.postmortem import Watched
+from nbdist.cluster.kernel.postmortem import Postmortem
 from nbdist.core.exit_cause import CRASH_FILE, DUMP_SIGNAL
 from nbdist.errors import NbdistError
 from nbdist.rpc.wire import CELL_NUMBER
@@ -67,7 +67,7 @@ def end(process: subprocess.Popen[str]) -> int:
 def test_a_segmentation_fault_tells_its_line(tmp_path: Path) -> None:
     """The function in which it happened, without a cell."""
     with rank_process(tmp_path, "import ctypes; ctypes.string_at(0)") as process:
-        watched = Watched(tmp_path, 0, process.pid)
+        watched = Postmortem(tmp_path, 0, process.pid)
         code = end(process)
 
     assert watched.cause(code).startswith("signal SIGSEGV in ctypes/__init__.py, line ")
@@ -78,10 +78,10 @@ def test_a_segmentation_fault_tells_its_line(tmp_path: Path) -> None:
 def test_an_exit_and_a_kill(tmp_path: Path) -> None:
     """An exit code, somebody's SIGKILL, and our own."""
     with rank_process(tmp_path, "import os; os._exit(3)") as process:
-        leaving = Watched(tmp_path, 0, process.pid)
+        leaving = Postmortem(tmp_path, 0, process.pid)
         code = end(process)
     with rank_process(tmp_path, "") as process:
-        killed = Watched(tmp_path, 0, process.pid)
+        killed = Postmortem(tmp_path, 0, process.pid)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(DEADLINE_S)
 
@@ -121,7 +121,7 @@ def test_a_kill_for_memory_is_told(tmp_path: Path, small_group: Path) -> None:
     code = "x = bytearray(400_000_000); x[::4096] = bytes(len(x[::4096]))"
     with rank_process(tmp_path, code) as process:
         (small_group / "cgroup.procs").write_text(str(process.pid))
-        watched = Watched(tmp_path, 0, process.pid)
+        watched = Postmortem(tmp_path, 0, process.pid)
         exit_code = end(process)
 
     assert exit_code == -signal.SIGKILL
@@ -187,9 +187,9 @@ class Cells:
         self.channel.execute(engine, code, {CELL_NUMBER: number}, lambda _: None, done.put)
         return done
 
-    def watched(self, rank: int) -> Watched:
+    def watched(self, rank: int) -> Postmortem:
         cluster = self.session.cluster
-        return Watched(cluster.run_dir, rank, cluster.pids()[rank])
+        return Postmortem(cluster.run_dir, rank, cluster.pids()[rank])
 
     def ended(self, rank: int) -> int | None:
         found = self.session.cluster.exit_of(rank, DEADLINE_S)

@@ -6,7 +6,7 @@ import pytest
 
 from nbdist.comparison.comparison import PARTS, Held, Watched, row
 from nbdist.strategy.choice import choose
-from nbdist.trace.breakdown import Shares, shares
+from nbdist.trace.breakdown import TimeBreakdown, breakdown
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, DATA
 from tests.support.traces import Did, rank_trace, trace
 
@@ -20,9 +20,9 @@ STEPS = [
 SEEN = Watched(Held(400, 400, 800), 5_000, is_device=False, n_parameters=100, has_adam=True)
 
 
-def traced(*ends: float, formula_bytes: float | None = None) -> Shares:
+def traced(*ends: float, formula_bytes: float | None = None) -> TimeBreakdown:
     ranks = [rank_trace(rank, STEPS, [0, *ends]) for rank in range(2)]
-    return shares(replace(trace(*ranks), formula_bytes=formula_bytes))
+    return breakdown(replace(trace(*ranks), formula_bytes=formula_bytes))
 
 
 def test_a_row_has_time_overlap_memory_and_bytes() -> None:
@@ -69,7 +69,7 @@ def test_what_is_not_known_is_none() -> None:
 def test_a_cell_without_steps_or_communication_is_told_whole() -> None:
     """Its time is what was recorded; there is nothing that could be hidden."""
     ranks = [rank_trace(0, [Did(COMPUTE, 0, 10)]), rank_trace(1, [Did(COMPUTE, 0, 12)])]
-    found = row("single", choose("single", {}, 2), shares(trace(*ranks)), [SEEN] * 2, [SEEN] * 2)
+    found = row("single", choose("single", {}, 2), breakdown(trace(*ranks)), [SEEN] * 2, [SEEN] * 2)
 
     assert (found.step_ns, found.has_steps, found.overlap) == (12_000_000, False, None)
     assert (found.dp, found.parts[0]) == (1, 1.0)
@@ -77,6 +77,6 @@ def test_a_cell_without_steps_or_communication_is_told_whole() -> None:
 
 def test_nothing_recorded_is_a_row_of_zeros() -> None:
     """Such as where every rank's profiler was taken by the cell."""
-    found = row("ddp", choose("ddp", {}, 2), shares(trace()), [SEEN] * 2, [SEEN] * 2)
+    found = row("ddp", choose("ddp", {}, 2), breakdown(trace()), [SEEN] * 2, [SEEN] * 2)
 
     assert (found.step_ns, found.parts) == (0, (0.0,) * len(PARTS))

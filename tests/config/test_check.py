@@ -13,7 +13,7 @@ import yaml
 
 from nbdist.config.check import check, corrected, kind_of
 from nbdist.config.emit import Refusal, Setting, accelerate_config, deepspeed_config
-from nbdist.config.report import Around, Checked
+from nbdist.config.report import CheckContext, Checked
 from nbdist.config.tree import plain
 from nbdist.config.yaml_reader import load, read
 from nbdist.core.finding import BAD, WARN
@@ -23,11 +23,11 @@ from nbdist.strategy.table import ROWS
 _DATA = Path(__file__).resolve().parents[1] / "data" / "configs"
 
 
-def checked(text: str, around: Around = Around()) -> Checked:  # noqa: B008  # it is frozen
+def checked(text: str, around: CheckContext = CheckContext()) -> Checked:  # noqa: B008  # it is frozen
     return check(read("mine", text.strip()), around)
 
 
-def mended(one: Checked, around: Around) -> Checked:
+def mended(one: Checked, around: CheckContext) -> Checked:
     """What is found in the corrected text."""
     document = one.document
     return corrected(one, around, lambda text: read(document.name, text, document.syntax))[0]
@@ -43,20 +43,20 @@ def told(one: Checked, verdict: str) -> list[str]:
 
 
 # The documents' own configurations: file, ranks and degrees, what is bad, what the corrected has.
-_OWN: dict[str, tuple[str, Around, list[str], list[str]]] = {
-    "ddp": ("accelerate_ddp.yaml", Around(), [], []),
-    "deepspeed": ("accelerate_deepspeed.yaml", Around(), [], []),
-    "fsdp": ("accelerate_fsdp.yaml", Around(), [], []),
-    "stage 1": ("zero1_part.json", Around(), [], []),
-    "stage 2": ("zero2_part.json", Around(), [], []),
-    "stage 3": ("zero3_part.json", Around(8, "--ranks"), [], []),
-    "stage 2, all": ("zero2_adamw.json", Around(8, "--ranks"), [], []),
-    "stage 3, all": ("zero3_adamw.json", Around(4, "--ranks"), [], []),
-    "training": ("instructlab.yaml", Around(), [], []),
+_OWN: dict[str, tuple[str, CheckContext, list[str], list[str]]] = {
+    "ddp": ("accelerate_ddp.yaml", CheckContext(), [], []),
+    "deepspeed": ("accelerate_deepspeed.yaml", CheckContext(), [], []),
+    "fsdp": ("accelerate_fsdp.yaml", CheckContext(), [], []),
+    "stage 1": ("zero1_part.json", CheckContext(), [], []),
+    "stage 2": ("zero2_part.json", CheckContext(), [], []),
+    "stage 3": ("zero3_part.json", CheckContext(8, "--ranks"), [], []),
+    "stage 2, all": ("zero2_adamw.json", CheckContext(8, "--ranks"), [], []),
+    "stage 3, all": ("zero3_adamw.json", CheckContext(4, "--ranks"), [], []),
+    "training": ("instructlab.yaml", CheckContext(), [], []),
     # The four that cannot run.
     "three axes": (
         "three_axes.json",
-        Around(800, "--ranks", tp=8, pp=4),
+        CheckContext(800, "--ranks", tp=8, pp=4),
         ["2 train_batch_size: 2048 = micro-batch 4 x accumulation x 25 data-parallel ranks does not "
          "come out: 2048 / 100 = 20.48; change train_batch_size to 2000 (accumulation 20) or 2100",
          "6 comment: JSON has no comments"],
@@ -64,21 +64,21 @@ _OWN: dict[str, tuple[str, Around, list[str], list[str]]] = {
     ),
     "offload": (
         "zero3_offload.json",
-        Around(8, "--ranks"),
+        CheckContext(8, "--ranks"),
         ["6 comment", "19 train_batch_size: 16 is not micro-batch 1 x accumulation 16 x 8 "
          "data-parallel ranks = 128; change gradient_accumulation_steps from 16 to 2"],
         ['"gradient_accumulation_steps": 2,', '"pin_memory": true\n'],
     ),
     "two hosts": (
         "instructlab.yaml",
-        Around(8, "--ranks"),
+        CheckContext(8, "--ranks"),
         ["14 train.effective_batch_size: 128 is not micro-batch 8 x accumulation 4 x 8 "
          "data-parallel ranks = 256; change gradient_accumulation_steps from 4 to 2"],
         ["gradient_accumulation_steps: 2\n", "effective_batch_size: 128 # 8 * 4 * 4 GPUs"],
     ),
     "two precisions": (
         "zero3_adamw.json",
-        Around(4, "--ranks", others=(load(_DATA / "instructlab.yaml"),)),
+        CheckContext(4, "--ranks", others=(load(_DATA / "instructlab.yaml"),)),
         ["5 fp16.enabled: fp16 is on here, and "],
         ['"enabled": false', '"bf16": {"enabled": true}'],
     ),
@@ -208,7 +208,7 @@ def test_what_is_wrong_is_told_and_mended(text: str) -> None:
     """Each mistake alone: the verdict, the words with the numbers, and the corrected value."""
     verdict, part, right = _CASES[text]
     one = checked(text)
-    after = mended(one, Around())
+    after = mended(one, CheckContext())
 
     assert not verdict or [line for line in told(one, verdict) if part in line], one.findings
     assert verdict == BAD or not one.is_bad, told(one, BAD)
@@ -241,7 +241,7 @@ def test_the_batch_equation(numbers: tuple[str, str, str, int | None]) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     pairs = zip(names, numbers[:3], strict=True)
     given = ", ".join(f'"{name}": {number}' for name, number in pairs if number != "-")
-    around = Around(numbers[3], "--ranks")
+    around = CheckContext(numbers[3], "--ranks")
     one = checked(f'{{{given}, "gradient_clipping": 1.0}}', around)
     lines = [f"{f.found} {f.why}; {f.what}" for f in one.findings]
 
@@ -252,8 +252,8 @@ def test_the_batch_equation(numbers: tuple[str, str, str, int | None]) -> None:
 def test_degrees_that_do_not_form_the_ranks() -> None:
     """TP x PP x DP against the ranks, with the numbers that work."""
     text = '{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}'
-    odd = told(checked(text, Around(12, "--ranks", tp=8)), BAD)
-    three = told(checked(text, Around(800, "--ranks", tp=8, pp=4, dp=20)), BAD)
+    odd = told(checked(text, CheckContext(12, "--ranks", tp=8)), BAD)
+    three = told(checked(text, CheckContext(800, "--ranks", tp=8, pp=4, dp=20)), BAD)
 
     assert "12 ranks (--ranks) cannot form tp 8: 12 / 8 = 1.5; use 8 or 16 ranks" in odd[0]
     assert "tp 8 x pp 4 x dp 20 are 640 ranks, and there are 800" in three[0]
@@ -262,7 +262,7 @@ def test_degrees_that_do_not_form_the_ranks() -> None:
 
 def test_ranks_that_are_typed_count_and_those_that_run_are_only_told() -> None:
     """num_processes is changed for --ranks, and left for the ranks that happen to run."""
-    typed, here = Around(2, "--ranks"), Around(2, "as run here")
+    typed, here = CheckContext(2, "--ranks"), CheckContext(2, "as run here")
 
     assert "num_processes: 2" in mended(checked(_LAUNCH, typed), typed).document.text
     assert "num_processes: 4" in mended(checked(_LAUNCH, here), here).document.text
@@ -276,8 +276,8 @@ def test_files_that_count_together() -> None:
         "ds.json",
         '{"train_batch_size": 9, "zero_optimization": {"stge": 2}, "fp16": {"enabled": true}}',
     )
-    one = checked(_DS + "  deepspeed_config_file: ds.json", Around(others=(ds,)))
-    lab = check(load(_DATA / "instructlab.yaml"), Around(others=(ds,)))
+    one = checked(_DS + "  deepspeed_config_file: ds.json", CheckContext(others=(ds,)))
+    lab = check(load(_DATA / "instructlab.yaml"), CheckContext(others=(ds,)))
 
     assert [line for line in told(one, BAD) if "ds.json, line 1: zero_optimization.stge" in line]
     assert [line for line in told(one, BAD) if "9 / 8 = 1.125" in line]
@@ -290,7 +290,7 @@ def test_two_rules_that_disagree_end() -> None:
         "ds.json",
         '{"train_batch_size": 128, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}',
     )
-    around = Around(8, "--ranks", others=(ds,))
+    around = CheckContext(8, "--ranks", others=(ds,))
     after, changes = corrected(
         check(load(_DATA / "instructlab.yaml"), around), around, lambda text: read("mine", text)
     )
@@ -303,7 +303,9 @@ def test_an_anchor_is_left_alone() -> None:
     """A change that would take away what other lines refer to is told and not made."""
     text = "distributed_type: MULTI_GPU\nnum_processes: &n '4'\nnum_machines: *n\n"
     document = read("a.yaml", text)
-    after, changes = corrected(check(document, Around()), Around(), lambda new: read("a.yaml", new))
+    after, changes = corrected(
+        check(document, CheckContext()), CheckContext(), lambda new: read("a.yaml", new)
+    )
 
     assert after.is_bad
     assert "not made, as other lines refer to this one" in changes[0]
@@ -355,7 +357,12 @@ def test_whatever_stands_in_a_file_is_checked(seed: int) -> None:
     """No value breaks the check, and what is written corrected is in the file's format."""
     chance = random.Random(seed)  # not for secrets
     texts = [*(path.read_text() for path in sorted(_DATA.iterdir())), *_CASES]
-    arounds = [Around(), Around(8, "--ranks"), Around(6, "--ranks", tp=4), Around(7, "as run here")]
+    arounds = [
+        CheckContext(),
+        CheckContext(8, "--ranks"),
+        CheckContext(6, "--ranks", tp=4),
+        CheckContext(7, "as run here"),
+    ]
     for text in texts:
         document = read("mine", text)
         odd = _odd(plain(document.root), chance)

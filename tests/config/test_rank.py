@@ -20,7 +20,7 @@ from nbdist.config import keys
 from nbdist.config.check import check, corrected
 from nbdist.config.emit import FORMS, Setting, deepspeed_text
 from nbdist.config.launch import configured, environment
-from nbdist.config.report import Around
+from nbdist.config.report import CheckContext
 from nbdist.config.yaml_reader import load, read
 from nbdist.strategy.choice import choose
 
@@ -153,7 +153,7 @@ def test_what_is_written_passes_the_check(name: str) -> None:
     yaml = read("a.yaml", configured(one).texts["accelerate"])
     json_text = deepspeed_text(one)
     others = (read("ds.json", json_text),) if isinstance(json_text, str) else ()
-    found = check(yaml, Around(others=others))
+    found = check(yaml, CheckContext(others=others))
 
     # "auto" and version 1 of FSDP are worth a word, whoever writes them.
     unwise = [f for f in found.findings if f.verdict != "ok" and "train_" not in f.name]
@@ -176,8 +176,10 @@ def test_what_accelerate_writes_itself_is_good(tmp_path: Path) -> None:
     )  # fmt: skip
     asked.to_yaml_file(str(tmp_path / "asked.yaml"))
 
-    assert not check(load(tmp_path / "basic.yaml"), Around()).is_bad
-    assert {f.verdict for f in check(load(tmp_path / "asked.yaml"), Around()).findings} == {"ok"}
+    assert not check(load(tmp_path / "basic.yaml"), CheckContext()).is_bad
+    assert {f.verdict for f in check(load(tmp_path / "asked.yaml"), CheckContext()).findings} == {
+        "ok"
+    }
 
 
 _REFUSED = {
@@ -212,8 +214,8 @@ def test_what_is_bad_is_refused_by_accelerate_and_taken_when_corrected(
     with pytest.raises((ValueError, AttributeError, TypeError)) as caught:
         plugins(prepared(path))
     document = load(path)
-    found = check(document, Around())
-    after, told = corrected(found, Around(), lambda new: read(path, new))
+    found = check(document, CheckContext())
+    after, told = corrected(found, CheckContext(), lambda new: read(path, new))
 
     assert _REFUSED[text] in str(caught.value)
     assert found.is_bad
@@ -232,7 +234,9 @@ def test_the_guides_configurations(tmp_path: Path, plugins: Any, file: str) -> N
         plugins(prepared(str(_DATA / file)))
         return
     around = (
-        Around(800, "--ranks", tp=8, pp=4) if file == "three_axes.json" else Around(8, "--ranks")
+        CheckContext(800, "--ranks", tp=8, pp=4)
+        if file == "three_axes.json"
+        else CheckContext(8, "--ranks")
     )
     found = check(load(_DATA / file), around)
     after, _ = corrected(found, around, lambda text: read(file, text))

@@ -6,7 +6,7 @@ import nbdist
 from nbdist.commands.plan_check import checked
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.planner.view.check_view import CheckView
-from nbdist.planner.workload import Load
+from nbdist.planner.workload import Workload
 
 _MODEL = """
 import torch
@@ -26,7 +26,7 @@ def test_states_are_exact_and_the_peak_is_close(strategy: str) -> None:
     session = nbdist.start(2, gpus="0", strategy=strategy)
     try:
         session.run(_MODEL)
-        view = checked("lm", "", Load(batch=2, sequence=256))
+        view = checked("lm", "", Workload(batch=2, sequence=256))
     finally:
         NOTEBOOK.stop()
 

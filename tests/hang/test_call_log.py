@@ -24,7 +24,7 @@ from nbdist.hang.call_log import (
     pack_place,
     pack_what,
 )
-from nbdist.hang.records import Box, Group, Place
+from nbdist.hang.records import CallLog, Group, Place
 
 PLACE = Place(cell=12, file="", line=7, source="dist.all_reduce(x)  # Σ")
 
@@ -35,7 +35,7 @@ def new_writer() -> tuple[bytearray, Writer]:
     return memory, Writer(memory, rank=3, pid=99)
 
 
-def read(memory: bytearray) -> Box:
+def read(memory: bytearray) -> CallLog:
     """What it says now."""
     return call_log.read(memoryview(memory))
 

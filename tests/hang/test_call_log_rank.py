@@ -25,7 +25,7 @@ from nbdist.engine import shell_hooks
 from nbdist.hang import call_log as layout
 from nbdist.hang.rank import call_log
 from nbdist.hang.rank.describe_call import GROUP_CALLS, TRANSFERS
-from nbdist.hang.records import Box, Call
+from nbdist.hang.records import Call, CallLog
 from nbdist.rpc.wire import CELL_RUN
 
 pytestmark = pytest.mark.engine
@@ -44,7 +44,7 @@ def _box() -> Iterator[layout.Writer]:
         dist.destroy_process_group()
 
 
-def now() -> Box:
+def now() -> CallLog:
     """What the box says."""
     snapshot = call_log.snapshot()
     assert snapshot is not None

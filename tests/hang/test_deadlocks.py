@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 import pytest
 
 from nbdist.hang.diagnose import diagnose
-from nbdist.hang.records import Box, Call, CxxCall, Group, Look, Place, RankView
+from nbdist.hang.records import (
+    Call,
+    CallLog,
+    FlightRecorderEntry,
+    Group,
+    Place,
+    RankView,
+    ThreadSnapshot,
+)
 
 PROGRAMS = 150
 RUN = 3
@@ -157,7 +165,7 @@ class Simulation:
             name = str(part.channel[0])
             is_over = part is not rank.blocked and part.is_waited
             if part.kind in {"python", "inner"}:
-                newest[name] = CxxCall(part.op, "f[3]", part.total, not is_over)
+                newest[name] = FlightRecorderEntry(part.op, "f[3]", part.total, not is_over)
             if part.kind != "inner":
                 calls.append(self._call(who, part, part is rank.blocked))
             if part.kind == "python":
@@ -165,10 +173,10 @@ class Simulation:
             elif part.kind != "inner":
                 transfers[name, int(str(part.channel[1])), int(str(part.channel[2]))] += 1
         is_inner = rank.blocked is not None
-        look = Look(Place(1, "", 1), (), is_inner, is_inner, newest)
+        look = ThreadSnapshot(Place(1, "", 1), (), is_inner, is_inner, newest)
         own = {n: Group(n, m, groups[n]) for n, m in self.groups.items() if who in m}
         in_box = state if state in {"finished", "raised"} else "running"
-        box = Box(who, who, 0, RUN, in_box, 0.0, own, transfers, tuple(calls))
+        box = CallLog(who, who, 0, RUN, in_box, 0.0, own, transfers, tuple(calls))
         return RankView(who, state, "x" * (state != "finished"), box, look)
 
     def _call(self, who: int, part: Part, is_blocked: bool) -> Call:

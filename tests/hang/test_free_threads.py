@@ -13,7 +13,7 @@ from types import FrameType, SimpleNamespace
 import pytest
 
 from nbdist.hang.rank import free_threads, recorder
-from nbdist.hang.rank.source_line import Places
+from nbdist.hang.rank.source_line import UserFrameFinder
 
 pytestmark = pytest.mark.engine
 
@@ -60,7 +60,9 @@ def is_waiting(frame: FrameType) -> bool:
 
 
 def seen_while(
-    main: Callable[[Callable[[], object]], object], *release: Held, places: Places | None = None
+    main: Callable[[Callable[[], object]], object],
+    *release: Held,
+    places: UserFrameFinder | None = None,
 ) -> Seen:
     """What another thread sees while this one, the main thread, is in the wait of `main`.
 
@@ -76,7 +78,7 @@ def seen_while(
         end_s = time.monotonic() + DEADLINE_S
         while not began or not is_waiting(sys._current_frames()[main_ident]):
             assert time.monotonic() < end_s
-        found.append(free_threads.free(places or Places(), waits_inside=False))
+        found.append(free_threads.free(places or UserFrameFinder(), waits_inside=False))
         looked.set()
         for one in release:
             one.may_go.set()
@@ -124,7 +126,7 @@ def test_a_task_that_a_cell_has_left_may_call_too() -> None:
 
     async def both() -> tuple[Seen, Seen]:
         loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
-        places = Places(SimpleNamespace(kernel=SimpleNamespace(io_loop=loop)))
+        places = UserFrameFinder(SimpleNamespace(kernel=SimpleNamespace(io_loop=loop)))
         places.is_users = lambda frame: frame is not None and "later" in frame.f_code.co_name  # type: ignore[method-assign]
         task = asyncio.create_task(later())
         await asyncio.sleep(0)
@@ -144,7 +146,9 @@ def test_nothing_that_threads_hold_is_kept() -> None:
 
     def looked_at() -> weakref.ref[Kept]:
         kept = Kept()
-        thread = threading.Thread(target=lambda: free_threads.free(Places(), waits_inside=False))
+        thread = threading.Thread(
+            target=lambda: free_threads.free(UserFrameFinder(), waits_inside=False)
+        )
         thread.start()
         thread.join(DEADLINE_S)
         return weakref.ref(kept)

@@ -4,15 +4,15 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from nbdist.cells.kernel.session import Session
-from nbdist.hang.kernel.group_recovery import COUNT_S, LOOK_S, RECOVER_S, Aftermath
-from nbdist.hang.records import Box, Group
+from nbdist.hang.kernel.group_recovery import COUNT_S, LOOK_S, RECOVER_S, GroupRecovery
+from nbdist.hang.records import CallLog, Group
 from nbdist.hang.recovery import Recovered
 
 RECOVERED = Recovered(1, ("0",), {}, ("model",), {"model": 2}, {"model": "aa/bb"})
 
 
-def box(rank: int, calls: int) -> Box:
-    return Box(rank, 1, 0, 3, "raised", 0.0, {"0": Group("0", (0, 1), calls)}, {}, ())
+def box(rank: int, calls: int) -> CallLog:
+    return CallLog(rank, 1, 0, 3, "raised", 0.0, {"0": Group("0", (0, 1), calls)}, {}, ())
 
 
 def done(value: Any) -> Future[Any]:
@@ -38,7 +38,7 @@ class FakeHealth:
         """As the test has set it."""
         return self.newest
 
-    def boxes(self) -> dict[int, Box]:
+    def boxes(self) -> dict[int, CallLog]:
         """By rank."""
         return {rank: box(rank, calls) for rank, calls in enumerate(self.calls)}
 
@@ -71,8 +71,8 @@ class FakeSession:
         return self.recoveries[-1]
 
 
-def begin(session: FakeSession, *, is_certain: bool = False) -> Aftermath:
-    return Aftermath(cast("Session", session), 100.0, is_certain=is_certain)
+def begin(session: FakeSession, *, is_certain: bool = False) -> GroupRecovery:
+    return GroupRecovery(cast("Session", session), 100.0, is_certain=is_certain)
 
 
 def test_groups_in_step_are_left_alone() -> None:

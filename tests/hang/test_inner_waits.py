@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from nbdist.hang.diagnose import diagnose
-from nbdist.hang.records import Finding, Look, RankView
+from nbdist.hang.records import Finding, RankView, ThreadSnapshot
 from tests.support.boxes import NOW_S, at, call, found, inner, look, reduce, view
 
 
-def step(number: int, *, is_pending: bool = True, is_asleep: bool = True) -> Look:
+def step(number: int, *, is_pending: bool = True, is_asleep: bool = True) -> ThreadSnapshot:
     """A rank in the backward of DDP."""
     place = at(3, "loss.backward()")
     return look(

@@ -15,7 +15,7 @@ import pytest
 
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.hang.rank import main_thread
-from nbdist.hang.records import CxxCall, Look, Place
+from nbdist.hang.records import FlightRecorderEntry, Place, ThreadSnapshot
 from nbdist.rpc.kernel import functions
 from nbdist.rpc.kernel.channel import Channel
 from nbdist.rpc.wire import CELL_NUMBER
@@ -59,14 +59,14 @@ class Ranks:
         """The number of the newest cell."""
         return self._number
 
-    def look(self, rank: int) -> Look:
+    def look(self, rank: int) -> ThreadSnapshot:
         look = functions.look(self.channel.ask, rank).result(DEADLINE_S)
-        assert isinstance(look, Look)
+        assert isinstance(look, ThreadSnapshot)
         return look
 
-    def look_when(self, rank: int, is_right: Callable[[Look], bool]) -> Look:
+    def look_when(self, rank: int, is_right: Callable[[ThreadSnapshot], bool]) -> ThreadSnapshot:
         """The first look for which the condition holds."""
-        found: list[Look] = []
+        found: list[ThreadSnapshot] = []
 
         def is_there() -> bool:
             found.append(self.look(rank))
@@ -85,16 +85,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield Ranks(session.cluster.channel)
 
 
-def waits_in_torch(look: Look) -> bool:
+def waits_in_torch(look: ThreadSnapshot) -> bool:
     return look.is_in_torch and look.is_asleep
 
 
-def waits_beyond(number: int) -> Callable[[Look], bool]:
+def waits_beyond(number: int) -> Callable[[ThreadSnapshot], bool]:
     """Whether a rank waits in torch, and more calls are noted (torch does so a moment later)."""
     return lambda look: waits_in_torch(look) and number_of(look) > number
 
 
-def number_of(look: Look) -> int:
+def number_of(look: ThreadSnapshot) -> int:
     return look.newest[WORLD].number if WORLD in look.newest else 0
 
 
@@ -110,7 +110,9 @@ def test_a_collective_that_waits(ranks: Ranks) -> None:
     assert look.place == Place(ranks.cell - 1, "", 3, "dist.all_reduce(x)")
     assert look.stack[0] == f"cell [{ranks.cell - 1}], line 3: dist.all_reduce(x)"
     assert "torch/distributed/distributed_c10d.py" in look.stack[-1]
-    assert look.newest[WORLD] == CxxCall("all_reduce", "float32[3]", before + 1, is_pending=True)
+    assert look.newest[WORLD] == FlightRecorderEntry(
+        "all_reduce", "float32[3]", before + 1, is_pending=True
+    )
     assert other.place is None
     assert other.stack == ()
     assert number_of(other) == before
@@ -142,7 +144,9 @@ def test_ddp_waits_in_backward(ranks: Ranks) -> None:
     end()
 
     assert look.place == Place(ranks.cell - 1, "", 2, "loss.backward()")
-    assert look.newest[WORLD] == CxxCall("all_reduce", "float32[25]", before + 1, is_pending=True)
+    assert look.newest[WORLD] == FlightRecorderEntry(
+        "all_reduce", "float32[25]", before + 1, is_pending=True
+    )
     assert number_of(other) == before
 
 
@@ -159,7 +163,9 @@ def test_fsdp_waits_in_forward(ranks: Ranks) -> None:
     end()
 
     assert look.place == Place(ranks.cell - 1, "", 1, "y = f(torch.ones(2, 8))")
-    assert look.newest[WORLD] == CxxCall("all_gather", "float32[36]", before + 1, is_pending=True)
+    assert look.newest[WORLD] == FlightRecorderEntry(
+        "all_gather", "float32[36]", before + 1, is_pending=True
+    )
     assert number_of(other) == before
 
 
@@ -240,7 +246,7 @@ import torch, torch.distributed as dist
 from nbdist.hang.rank import main_thread as looks
 
 def told():
-    return {name: [c.op, c.number] for name, c in looks.newest().items()}
+    return {name: [c.op, c.number] for name, c in looks.newest_collectives().items()}
 
 folder = tempfile.mkdtemp(dir=sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/0", 1), rank=0, world_size=1)
@@ -306,7 +312,7 @@ def test_entries_that_do_not_count() -> None:
 
     assert main_thread.newest_of(others, mark=3, base={}) == {}
     assert main_thread.newest_of([*others, entry()], mark=3, base={0: 1}) == {
-        "0": CxxCall("_all_gather_base", "bfloat16[2, 3]", 3, is_pending=True)
+        "0": FlightRecorderEntry("_all_gather_base", "bfloat16[2, 3]", 3, is_pending=True)
     }
 
 
@@ -334,7 +340,7 @@ def test_without_a_recorder_nothing_is_known(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(main_thread, "_recorders", [])
     main_thread.mark_recovered()
 
-    assert main_thread.newest() == {}
+    assert main_thread.newest_collectives() == {}
 
 
 class _Kept:
@@ -357,7 +363,7 @@ def test_a_look_frees_nothing_of_the_main_threads(monkeypatch: pytest.MonkeyPatc
         assert is_watching.wait(DEADLINE_S)
         return weakref.ref(kept)
 
-    thread = threading.Thread(target=main_thread.look)
+    thread = threading.Thread(target=main_thread.snapshot)
     kept = looked_at()
 
     assert kept() is None

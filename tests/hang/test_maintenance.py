@@ -11,7 +11,7 @@ import pytest
 
 from nbdist.cells.kernel.session import Session
 from nbdist.errors import DistributedError, Interrupted, NbdistError
-from nbdist.hang.kernel.maintenance import RELEASE_S, Upkeep
+from nbdist.hang.kernel.maintenance import RELEASE_S, Maintenance
 
 # Rank 0 fails while it packs this, when rank 1 waits for what it sends.
 UNSENDABLE = """
@@ -56,7 +56,7 @@ class FakeSession:
 
     def __init__(self) -> None:
         self.health = FakeHealth()
-        self.upkeep = Upkeep(cast("Session", self))
+        self.upkeep = Maintenance(cast("Session", self))
 
 
 def test_ranks_that_answer_by_themselves_are_not_broken_off() -> None:

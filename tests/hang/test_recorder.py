@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nbdist.hang import call_log as layout
-from nbdist.hang.records import Box, Call
+from nbdist.hang.records import Call, CallLog
 from tests.support.torch_ranks import forked_rank
 
 pytestmark = pytest.mark.engine
@@ -74,7 +74,7 @@ class Peers:
         """Let it go on."""
         self._pipes[rank][0].write(b"\n")
 
-    def box(self, rank: int) -> Box:
+    def box(self, rank: int) -> CallLog:
         """Its box, read without asking it."""
         with (self.folder / "boxes" / str(rank)).open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

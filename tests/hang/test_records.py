@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.hang.diagnose import counts_differ, last_words, mismatches
-from nbdist.hang.records import Box, Call, RankView
+from nbdist.hang.records import Call, CallLog, RankView
 from nbdist.hang.text import last_call, place_told, state_of
 from tests.support.boxes import REDUCE, RUN, WORLD, at, box, call, inner, look, reduce, view
 
@@ -112,7 +112,7 @@ def test_a_dead_rank_counts_for_nothing_in_the_counts() -> None:
 
 def test_counts_of_the_flight_recorder_are_compared() -> None:
     """Where it is there: equal, different, none at all, none in this group."""
-    boxes: list[Box] = [box(rank, groups=PAIR) for rank in (0, 1)]
+    boxes: list[CallLog] = [box(rank, groups=PAIR) for rank in (0, 1)]
     three, four = ({WORLD: inner("all_reduce", "", number)} for number in (3, 4))
 
     assert not counts_differ(boxes, {0: three, 1: three})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.hang.rank.source_line import Places
+from nbdist.hang.rank.source_line import UserFrameFinder
 
 
 def called_in(file: str) -> FrameType:
@@ -22,7 +22,7 @@ def called_in(file: str) -> FrameType:
 )
 def test_a_package_installed_anywhere_is_not_the_users(folder: str) -> None:
     """Also one that only PYTHONPATH or a .pth file puts on the path of this Python."""
-    place = Places().find(called_in(f"{folder}/loop.py"))
+    place = UserFrameFinder().find(called_in(f"{folder}/loop.py"))
 
     assert place is not None
     assert place.file == "test_places.py"
@@ -30,7 +30,7 @@ def test_a_package_installed_anywhere_is_not_the_users(folder: str) -> None:
 
 def test_a_file_of_the_user_is_told_with_its_line() -> None:
     """The innermost one, by its base name."""
-    place = Places().find(called_in("/work/project/train.py"))
+    place = UserFrameFinder().find(called_in("/work/project/train.py"))
 
     assert place is not None
     assert (place.cell, place.file, place.line) == (None, "train.py", 2)

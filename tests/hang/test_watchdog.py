@@ -8,14 +8,22 @@ import pytest
 
 from nbdist.hang.kernel.health import LOOK_PAUSE_S, Health
 from nbdist.hang.kernel.watchdog import AFTER_S, LATE_S, PAUSE_S, Watchdog
-from nbdist.hang.records import Box, Call, CxxCall, Group, Look, Place, RankView
+from nbdist.hang.records import (
+    Call,
+    CallLog,
+    FlightRecorderEntry,
+    Group,
+    Place,
+    RankView,
+    ThreadSnapshot,
+)
 
 RUN = 7
 WORLD = Group("0", (0, 1), 0)
 GRACE_S = 5.0
 
 
-def box(rank: int, state: str = "running", waits_since_s: float | None = None) -> Box:
+def box(rank: int, state: str = "running", waits_since_s: float | None = None) -> CallLog:
     """A rank that has made no call, or waits in its first one."""
     calls: tuple[Call, ...] = ()
     if waits_since_s is not None:
@@ -26,18 +34,18 @@ def box(rank: int, state: str = "running", waits_since_s: float | None = None) -
             ),
         )
     group = Group("0", (0, 1), len(calls))
-    return Box(rank, 100 + rank, 0, RUN, state, 0.0, {"0": group}, {}, calls)
+    return CallLog(rank, 100 + rank, 0, RUN, state, 0.0, {"0": group}, {}, calls)
 
 
 class FakeHealth:
     """Boxes that the test writes."""
 
-    def __init__(self, boxes: Mapping[int, Box]):
+    def __init__(self, boxes: Mapping[int, CallLog]):
         self.boxes = dict(boxes)
         self.asked: list[int] = []
         self.stopped: set[int] = set()
-        self.answers: dict[int, Look] = {}
-        self.looks: dict[int, tuple[Look, float]] = {}
+        self.answers: dict[int, ThreadSnapshot] = {}
+        self.looks: dict[int, tuple[ThreadSnapshot, float]] = {}
         self.is_deaf = False
 
     def forget_looks(self) -> None:
@@ -52,7 +60,10 @@ class FakeHealth:
             self.asked.append(rank)
             _, looked_s = self.looks.get(rank, (None, 0.0))
             if not self.is_deaf and not newer_than_s <= looked_s > now_s - LOOK_PAUSE_S:
-                self.looks[rank] = self.answers.get(rank, Look(None, (), False, False)), now_s
+                self.looks[rank] = (
+                    self.answers.get(rank, ThreadSnapshot(None, (), False, False)),
+                    now_s,
+                )
 
     def views(self, states: Mapping[int, tuple[str, str]]) -> list[RankView]:
         """As Health does, without processes."""
@@ -71,7 +82,7 @@ class FakeHealth:
 class Watch:
     """A watchdog, its boxes, and a clock that goes forward in its own pauses."""
 
-    def __init__(self, boxes: Mapping[int, Box], *, is_quiet: bool = False):
+    def __init__(self, boxes: Mapping[int, CallLog], *, is_quiet: bool = False):
         self.health = FakeHealth(boxes)
         self.states: dict[int, tuple[str, str]] = dict.fromkeys(boxes, ("running", ""))
         self.dog = Watchdog(cast("Health", self.health), 0.0, GRACE_S, is_quiet=is_quiet)
@@ -180,10 +191,12 @@ def test_ranks_are_asked_when_nobody_makes_a_call_or_somebody_is_done() -> None:
 
 def test_an_old_answer_beside_a_new_box_is_no_deadlock() -> None:
     """Rank 1 may have left its call since it answered; only a new answer tells."""
-    pending = CxxCall("all_gather", "float32[3]", 1, is_pending=True)
+    pending = FlightRecorderEntry("all_gather", "float32[3]", 1, is_pending=True)
     watch = Watch({0: box(0), 1: box(1)})
-    watch.health.answers[0] = Look(None, (), False, False, {"0": replace(pending, number=0)})
-    watch.health.answers[1] = Look(None, (), True, True, {"0": pending})
+    watch.health.answers[0] = ThreadSnapshot(
+        None, (), False, False, {"0": replace(pending, number=0)}
+    )
+    watch.health.answers[1] = ThreadSnapshot(None, (), True, True, {"0": pending})
     watch.until(1.0)  # asked, as nobody makes a call
     watch.health.is_deaf = True
     watch.health.boxes[0] = box(0, "finished")
@@ -215,7 +228,7 @@ def test_a_rank_whose_other_thread_goes_on_is_only_late() -> None:
     """It has finished the cell, and may make the call all the same."""
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
     watch.states[1] = "finished", ""
-    watch.health.answers[1] = Look(None, (), False, False, free_threads=("loader",))
+    watch.health.answers[1] = ThreadSnapshot(None, (), False, False, free_threads=("loader",))
     watch.until(30.0)
 
     (told_s, line), *others = watch.told

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from nbdist.lints import replicas, view
-from nbdist.lints.replicas import BUFFER, GRADIENT, PARAMETER, Checkup, Look, ModelLook
+from nbdist.lints.replicas import BUFFER, GRADIENT, PARAMETER, Look, ModelLook, ReplicaCheck
 
 W = Look(PARAMETER, "up.weight", "all", 7, 12)
 
 
-def told(*looks: tuple[Look, ...], notes: tuple[str, ...] = ()) -> Checkup:
+def told(*looks: tuple[Look, ...], notes: tuple[str, ...] = ()) -> ReplicaCheck:
     return replicas.compare(
         {rank: [ModelLook("model", "ddp", own, notes)] for rank, own in enumerate(looks)}
     )

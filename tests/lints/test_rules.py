@@ -7,34 +7,36 @@ import pytest
 from nbdist.errors import OptionError
 from nbdist.lints import rules
 from nbdist.lints.kernel.lints import Lints
-from nbdist.lints.rules import LINTS, Seen
+from nbdist.lints.rules import LINTS, Observation
 from nbdist.rpc.wire import SEEN
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 BOTH = [0, 1]
 
 
-def same(*digests: str, peers: list[int] | None = None) -> Seen:
-    return Seen("same-data", "loader", {"digests": list(digests), "peers": peers or BOTH})
+def same(*digests: str, peers: list[int] | None = None) -> Observation:
+    return Observation("same-data", "loader", {"digests": list(digests), "peers": peers or BOTH})
 
 
-def apart(digest: str, ranks: list[int] | None = None) -> Seen:
-    return Seen("parameters-apart", "model", {"digest": digest, "ranks": ranks or BOTH})
+def apart(digest: str, ranks: list[int] | None = None) -> Observation:
+    return Observation("parameters-apart", "model", {"digest": digest, "ranks": ranks or BOTH})
 
 
-def workers(count: int, cores: int = 8, host: str = "h") -> Seen:
-    return Seen("workers", "w", {"workers": count, "cores": cores, "host": host})
+def workers(count: int, cores: int = 8, host: str = "h") -> Observation:
+    return Observation("workers", "w", {"workers": count, "cores": cores, "host": host})
 
 
-def since(*digests: str) -> Seen:
+def since(*digests: str) -> Observation:
     steps = [10 * (n + 1) for n in range(len(digests))]
     facts = {"ranks": BOTH, "steps": steps, "digests": list(digests), "every": 10}
-    return Seen("apart-since", "model", facts)
+    return Observation("apart-since", "model", facts)
 
 
-def told(*seen: Seen | list[Seen], is_ok: bool = True) -> list[tuple[str, tuple[int, ...]]]:
+def told(
+    *seen: Observation | list[Observation], is_ok: bool = True
+) -> list[tuple[str, tuple[int, ...]]]:
     by_rank = {r: own if isinstance(own, list) else [own] for r, own in enumerate(seen)}
-    return [(one.lint, one.hit.ranks) for one in rules.judged(by_rank, is_ok=is_ok)]
+    return [(one.lint, one.hit.ranks) for one in rules.evaluate(by_rank, is_ok=is_ok)]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def told(*seen: Seen | list[Seen], is_ok: bool = True) -> list[tuple[str, tuple[
         ([same(A, B, peers=[0]), same(A, B, peers=[1])], None),  # tp: they must see the same
     ],
 )
-def test_the_same_data(seen: list[Seen], ranks: tuple[int, ...] | None) -> None:
+def test_the_same_data(seen: list[Observation], ranks: tuple[int, ...] | None) -> None:
     """Only for ranks along the data-parallel axes, from two different batches on."""
     assert told(*seen) == ([("same-data", ranks)] if ranks else [])
 
@@ -78,7 +80,7 @@ def test_workers_of_one_host_are_added_up() -> None:
 def test_the_first_look_that_differs_is_named() -> None:
     """And the lint that says less is left out."""
     seen = {0: [since(A, B, C), apart(A)], 1: [since(A, C, A), apart(B)]}
-    (one,) = rules.judged(seen, is_ok=True)
+    (one,) = rules.evaluate(seen, is_ok=True)
 
     assert one.lint == "apart-since"
     assert "before step 20 of its optimizer the parameters of model differed" in one.hit.found
@@ -88,7 +90,7 @@ def test_the_first_look_that_differs_is_named() -> None:
 def test_ranks_with_the_same_sentence_are_one_hit() -> None:
     """Different ones are told each."""
     four, two = (
-        Seen("loss-not-divided", "line 3: loss.backward()", {"place": "line 3", "count": n})
+        Observation("loss-not-divided", "line 3: loss.backward()", {"place": "line 3", "count": n})
         for n in (4, 2)
     )
 
@@ -98,7 +100,7 @@ def test_ranks_with_the_same_sentence_are_one_hit() -> None:
 
 def test_every_lint_says_what_to_do_and_how_to_hear_no_more() -> None:
     """Two lines: what and where; why, what to do, how to silence it."""
-    (one,) = rules.judged({0: [same(A, B)], 1: [same(A, B)]}, is_ok=True)
+    (one,) = rules.evaluate({0: [same(A, B)], 1: [same(A, B)]}, is_ok=True)
     first, second = one.lines
 
     assert first == (
@@ -120,7 +122,7 @@ class TestOnce:
     """What a session tells, and how often."""
 
     @staticmethod
-    def cell(one: Lints, run: int, *seen: Seen) -> tuple[str, ...]:
+    def cell(one: Lints, run: int, *seen: Observation) -> tuple[str, ...]:
         """The lines of a cell in which each rank saw this."""
         for rank, own in enumerate(seen):
             take = one.listening(run, rank, lambda _message: None)
@@ -131,7 +133,7 @@ class TestOnce:
     def test_a_cause_is_told_once_and_another_one_again(self) -> None:
         """The same model, then another."""
         session = Lints()
-        other = [Seen("parameters-apart", "net", apart(d).facts) for d in (A, B)]
+        other = [Observation("parameters-apart", "net", apart(d).facts) for d in (A, B)]
 
         assert len(self.cell(session, 1, apart(A), apart(B))) == 2
         assert self.cell(session, 2, apart(A), apart(B)) == ()

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from nbdist.memory.blocks import NOWHERE, Event, paired
+from nbdist.memory.blocks import NOWHERE, Event, pair_events
 from nbdist.memory.snapshot import BEFORE, STAYS
 
 Rows = list[tuple[int, int, int, int]]
@@ -17,7 +17,7 @@ def rows(
     before: list[tuple[int, int]], events: list[Event], most_events: int = 100
 ) -> tuple[Rows, int]:
     """(address, bytes, start, end) of each block, and what was lost."""
-    blocks, lost = paired(before, events, most_events)
+    blocks, lost = pair_events(before, events, most_events)
     columns = (blocks.address, blocks.size_bytes, blocks.start_ns, blocks.end_ns)
     return [tuple(map(int, row)) for row in zip(*columns, strict=True)], lost  # type: ignore[misc]
 
@@ -27,7 +27,7 @@ def test_an_allocation_ends_with_its_free_or_stays() -> None:
     events = [Event(5, 100, 8, 3, 4), Event(6, 200, 16), Event(9, 100, -8)]
 
     assert rows([], events) == ([(100, 8, 5, 9), (200, 16, 6, STAYS)], 0)
-    blocks, _ = paired([], events, 100)
+    blocks, _ = pair_events([], events, 100)
     assert (blocks.stack.tolist(), blocks.operator.tolist()) == ([3, -1], [4, -1])
 
 
@@ -81,7 +81,7 @@ def test_bytes_in_use_are_those_of_a_simulated_allocator(seed: int) -> None:
             events.append(Event(now, address, heap[address]))
         in_use.append((now, dict(heap)))
     bound = draw.randint(1, 70)
-    blocks, lost = paired(list(before.items()), events, bound)
+    blocks, lost = pair_events(list(before.items()), events, bound)
 
     assert lost == max(0, len(events) - bound)
     assert bool((np.diff(blocks.start_ns) >= 0).all())

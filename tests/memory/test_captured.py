@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nbdist.memory import file as memory_file
-from nbdist.memory.diff import growth
+from nbdist.memory.diff import diff
 from nbdist.memory.finding_records import findings
 from nbdist.memory.peak import peaks
 from nbdist.memory.snapshot import (
@@ -127,7 +127,7 @@ def test_the_peak_is_the_most_of_a_plain_sum(name: str) -> None:
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "checkpoint"])
 def test_a_leak_is_what_grew(name: str) -> None:
     """Two tensors of a thousand numbers on each rank, by the list and by the line."""
-    found = growth(read(name), read(f"{name}_leak")).grown
+    found = diff(read(name), read(f"{name}_leak")).grown
     kept = [one for one in found if one.kind.name == "kept[...]"]
 
     assert [dict(one.ranks) for one in kept] == [{0: LEAK, 1: LEAK}]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from nbdist.memory.blocks import NOWHERE, Event, paired
+from nbdist.memory.blocks import NOWHERE, Event, pair_events
 from nbdist.memory.categories import Claim, categorised, with_foreign
 from nbdist.memory.snapshot import (
     ACTIVATION,
@@ -50,7 +50,7 @@ def memory(
             events.append(Event(end, address, -address - 1))
     before = [(address, address + 1) for address, start, _ in spans if start == BEFORE]
     events.sort(key=lambda one: (one.time_ns, one.size_bytes > 0))
-    blocks, _ = paired(before, events, 10**6)
+    blocks, _ = pair_events(before, events, 10**6)
     return RankMemory(0, "one", "cpu", blocks, phases=phases, stacks=stacks, names=names)
 
 
@@ -181,7 +181,7 @@ def test_claims_without_an_address_take_a_block_of_their_size() -> None:
     made = memory([(7, 10, STAYS), (7 + 50, 10, STAYS)], (), (stack,), places=[(0, -1), (-1, -1)])
     claims = [Claim(500, NOWHERE, 8, COMMUNICATION, name) for name in ("bucket 0", "bucket 1")]
     assert kinds(categorised(made, claims)) == {7: "communication!", 57: "unknown"}
-    blocks, _ = paired([(NOWHERE, 8), (NOWHERE, 8)], [Event(40, 99, -8)], 9)
+    blocks, _ = pair_events([(NOWHERE, 8), (NOWHERE, 8)], [Event(40, 99, -8)], 9)
     there = RankMemory(0, "one", "cpu", blocks)
     begin = [Claim(0, NOWHERE, 8, COMMUNICATION, name) for name in ("bucket 0", "bucket 1")]
     found = categorised(there, begin)
@@ -191,7 +191,7 @@ def test_claims_without_an_address_take_a_block_of_their_size() -> None:
 
 def test_a_bucket_of_before_on_a_gpu_is_concluded_from_its_size() -> None:
     """Rounded up as the allocator does; nothing else tells of it."""
-    blocks, _ = paired([(4096, 1024), (8192, 512)], [], 9)
+    blocks, _ = pair_events([(4096, 1024), (8192, 512)], [], 9)
     claims = [Claim(0, NOWHERE, 1000, COMMUNICATION, "bucket 0")]
     found = categorised(RankMemory(0, "one", "cuda", blocks), claims)
 
@@ -313,7 +313,7 @@ def test_any_history_has_the_categories_of_a_slow_simulation(seed: int) -> None:
     if world.phase != "forward":
         world.phases.append(Phase(world.phase, world.began, 10**6))
     world.draw.shuffle(world.claims)
-    blocks, _ = paired(world.before, world.events, 10**6)
+    blocks, _ = pair_events(world.before, world.events, 10**6)
     one = RankMemory(0, "one", "cpu", blocks, phases=tuple(world.phases))
     found = categorised(one, world.claims)
 

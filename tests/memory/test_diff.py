@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbdist.memory.diff import NO_LINES, Amount, Kind, growth
+from nbdist.memory.diff import NO_LINES, Amount, Kind, diff
 from nbdist.memory.snapshot import (
     ACTIVATION,
     BEFORE,
@@ -74,7 +74,7 @@ def test_reused_address_is_a_new_block() -> None:
     after = snapshot(
         memory(0, Has(1, 15 * KB, (LINE3,)), Has(2, 20 * KB, (LINE9,)), Has(3, KB, (LINE3,)))
     )
-    found = growth(before, after)
+    found = diff(before, after)
 
     (grown,) = found.grown
     assert grown.kind == Kind((LINE9,), UNKNOWN, "")
@@ -94,7 +94,7 @@ def test_what_is_freed_and_made_again_has_not_grown() -> None:
     """Gradients of each step are at other addresses, and are as large as before."""
     has = [Has(n, KB, (LINE9,), GRADIENT, f"layers.{n}.weight") for n in range(3)]
     moved = [replace(one, address=one.address + 100) for one in has]
-    found = growth(snapshot(memory(0, *has)), snapshot(memory(0, *moved)))
+    found = diff(snapshot(memory(0, *has)), snapshot(memory(0, *moved)))
 
     assert (found.grown, found.shrunk) == ((), ())
     assert "nothing has grown" in grew(found, "start").text
@@ -111,7 +111,7 @@ def test_lines_of_libraries_do_not_part_what_one_line_made() -> None:
             Has(9, 50 * KB, (LINE3,), ACTIVATION, end=5),
         )
     )
-    found = growth(snapshot(memory(0)), after)
+    found = diff(snapshot(memory(0)), after)
 
     assert [(one.kind.lines, one.after) for one in found.grown] == [
         ((LINE3, LINE9), Amount(2, 2 * KB)),
@@ -128,7 +128,7 @@ def test_owners_without_lines_grow_by_name_and_size() -> None:
             Has(2, 8), Has(3, 8), Has(4, 16), Has(5, 40, name="cache['a'].keys[3]"),
         )
     )  # fmt: skip
-    found = growth(before, after)
+    found = diff(before, after)
 
     assert [(one.kind.name, one.kind.size_bytes, one.before, one.after) for one in found.grown] == [
         ("cache[...].keys[...]", 0, Amount(), Amount(1, 40)),
@@ -147,7 +147,7 @@ def test_ranks_are_merged_and_told() -> None:
         memory(1, Has(1, KB, at)),
         memory(3, Has(1, 99 * KB, at)),
     )
-    found = growth(before, after)
+    found = diff(before, after)
 
     (grown,) = found.grown
     assert (grown.before, grown.after) == (Amount(2, 2 * KB), Amount(3, 6 * KB))
@@ -164,7 +164,7 @@ def test_block_of_an_older_recording_keeps_its_lines() -> None:
     after = snapshot(
         memory(0, Has(1, KB, name="losses[0]"), Has(2, KB), Has(3, KB, (LINE3,), ACTIVATION))
     )
-    found = growth(before, after)
+    found = diff(before, after)
 
     assert found.shrunk == ()
     (grown,) = found.grown
@@ -175,7 +175,7 @@ def test_block_of_an_older_recording_keeps_its_lines() -> None:
 def test_rank_that_gave_nothing_is_not_compared() -> None:
     """All that it has in the other snapshot would seem to have grown."""
     there = memory(1, Has(1, KB, (LINE3,)))
-    found = growth(snapshot(memory(0), empty(1, "one", "It ended.")), snapshot(memory(0), there))
+    found = diff(snapshot(memory(0), empty(1, "one", "It ended.")), snapshot(memory(0), there))
 
     assert (found.grown, list(found.ranks)) == ((), [0])
     assert found.notes == (
@@ -202,7 +202,7 @@ def test_sums_are_as_a_plain_count_says(seed: int) -> None:
         return memory(rank, *has), [one for one in has if one.end == STAYS]
 
     first, second = some(0), some(0)
-    found = growth(snapshot(first[0]), snapshot(second[0]))
+    found = diff(snapshot(first[0]), snapshot(second[0]))
 
     sizes = [sum(one.size for one in has) for _, has in (first, second)]
     changed = sum(one.grown_bytes for one in (*found.grown, *found.shrunk))
@@ -215,7 +215,7 @@ def test_table(monkeypatch: Any) -> None:
     """Every number with its line, name and ranks; the rest in sum."""
     after = [Has(n, KB * (n + 1), (Frame("train.py", n + 1, "step"),)) for n in range(25)]
     after.append(Has(99, 10**6, (LINE9,), ACTIVATION, "losses[3]"))
-    found = growth(
+    found = diff(
         snapshot(memory(0, Has(500, 3 * KB, name="old")), memory(1)),
         snapshot(memory(0, *after), memory(1)),
     )

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nbdist.memory.downsample import Thinned, level, thinned
+from nbdist.memory.downsample import DownsampledRank, downsample, level
 from nbdist.memory.snapshot import ACTIVATION, STAYS, Snapshot, no_blocks
 from nbdist.memory.timeline import CLASSES, changes, curve, is_in_use, sizes_at, totals
 from tests.support.drawn_memory import Piece, blocks, million, random_blocks, rank_memory, training
 
 
-def sums_after(one: Thinned, ns: int) -> np.ndarray:
+def sums_after(one: DownsampledRank, ns: int) -> np.ndarray:
     """The bytes of each class at a moment: the blocks shown alone, and the changes of the rest."""
     sums = np.zeros(CLASSES, np.int64)
     there = is_in_use(one.blocks, ns)
@@ -27,7 +27,7 @@ def sums_after(one: Thinned, ns: int) -> np.ndarray:
 def test_sums_are_exact_whenever_the_picture_changes(seed: int, least_bytes: int) -> None:
     """Of each category at every change, against all blocks; the true peak is one of them."""
     columns = random_blocks(400, seed, span_ns=4000)
-    one = thinned(replace(rank_memory(0, []), blocks=columns), least_bytes, 5, 40)
+    one = downsample(replace(rank_memory(0, []), blocks=columns), least_bytes, 5, 40)
     starts = np.maximum(one.blocks.start_ns, 0)
     ends = one.blocks.end_ns[one.blocks.end_ns != STAYS]
     shown_ns = np.unique(np.concatenate([one.time_ns, starts, ends]))
@@ -45,7 +45,7 @@ def test_large_blocks_stay_and_small_ones_of_the_peak() -> None:
     """The largest of those, as many as have room."""
     pieces = [Piece(size, 10, 20) for size in (1, 2, 3, 4, 50)]
     pieces += [Piece(9, 0, 5), Piece(60, 30, 40)]
-    one = thinned(rank_memory(0, pieces), 50, 2, 100)
+    one = downsample(rank_memory(0, pieces), 50, 2, 100)
 
     assert sorted(one.blocks.size_bytes.tolist()) == [3, 4, 50, 60]
     assert one.merged == 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbdist.memory.oom_message import DEVICE, HOST, UNKNOWN, Told, is_told_in, told_by
+from nbdist.memory.oom_message import DEVICE, HOST, UNKNOWN, OomMessage, has_oom, parse_oom
 
 MIB, GIB = 2**20, 2**30
 NEW = (
@@ -29,7 +29,7 @@ CPU = (
     "you tried to allocate 4000000000000000 bytes. Error code 12 (Cannot allocate memory)"
 )
 _CASES = {
-    "new": ("OutOfMemoryError", NEW, Told(
+    "new": ("OutOfMemoryError", NEW, OomMessage(
         "CUDA", DEVICE, 226 * MIB, 3, int(15.5 * GIB), 210 * MIB, 7 * GIB + 512 * MIB,
         int(7.5 * GIB), int(6.75 * GIB), 336 * MIB,
     )),
@@ -37,48 +37,52 @@ _CASES = {
         "CUDA out of memory. Tried to allocate 27.00 GiB. GPU 0 has a total capacty of 12.00 GiB "
         "of which 0 bytes is free. Of the allocated memory 16.00 GiB is allocated by PyTorch, and "
         "144.00 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is"
-    ), Told("CUDA", DEVICE, 27 * GIB, 0, 12 * GIB, 0, UNKNOWN, UNKNOWN, 16 * GIB, 144 * MIB)),
-    "old": ("RuntimeError", OLD, Told(
+    ), OomMessage("CUDA", DEVICE, 27 * GIB, 0, 12 * GIB, 0, UNKNOWN, UNKNOWN, 16 * GIB, 144 * MIB)),
+    "old": ("RuntimeError", OLD, OomMessage(
         "CUDA", DEVICE, int(2.25 * GIB), 0, 6 * GIB, 3 * GIB, UNKNOWN, UNKNOWN,
         int(781.5 * MIB), int(1.25 * GIB) - int(781.5 * MIB),
     )),
-    "oldest": ("RuntimeError", OLDEST, Told(
+    "oldest": ("RuntimeError", OLDEST, OomMessage(
         "CUDA", DEVICE, int(12.5 * MIB), 0, int(10.5 * GIB), int(9.25 * GIB), UNKNOWN, UNKNOWN,
         int(8.5 * MIB), 0,
     )),
     "more than 1EB": ("OutOfMemoryError", (
         "CUDA out of memory. Tried to allocate more than 1EB memory."
-    ), Told("CUDA", DEVICE, 2**60)),
+    ), OomMessage("CUDA", DEVICE, 2**60)),
     "HIP": ("OutOfMemoryError", (
         "HIP out of memory. Tried to allocate 1.00 GiB. GPU 1 has a total capacity of 64.00 GiB "
         "of which 512.00 KiB is free. Of the allocated memory 60.00 GiB is allocated by PyTorch, "
         "and 3.00 GiB is reserved by PyTorch but unallocated."
-    ), Told("HIP", DEVICE, GIB, 1, 64 * GIB, 512 * 2**10, UNKNOWN, UNKNOWN, 60 * GIB, 3 * GIB)),
-    "CPU": ("RuntimeError", CPU, Told("CPU", HOST, 4 * 10**15)),
+    ), OomMessage(
+        "HIP", DEVICE, GIB, 1, 64 * GIB, 512 * 2**10, UNKNOWN, UNKNOWN, 60 * GIB, 3 * GIB
+    )),
+    "CPU": ("RuntimeError", CPU, OomMessage("CPU", HOST, 4 * 10**15)),
     "Windows": ("RuntimeError", (
         "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you "
         "tried to allocate 512 bytes."
-    ), Told("CPU", HOST, 512)),
-    "Python": ("MemoryError", "", Told("Python", HOST)),
+    ), OomMessage("CPU", HOST, 512)),
+    "Python": ("MemoryError", "", OomMessage("Python", HOST)),
     "numpy": ("_ArrayMemoryError", (
         "Unable to allocate 7.50 TiB for an array with shape (1000000000000,) and data type float64"
-    ), Told("Python", HOST, int(7.5 * 2**40))),
+    ), OomMessage("Python", HOST, int(7.5 * 2**40))),
     "cuBLAS": ("RuntimeError", (
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-    ), Told("cuBLAS", DEVICE)),
-    "cuDNN": ("RuntimeError", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", Told("cuDNN", DEVICE)),
+    ), OomMessage("cuBLAS", DEVICE)),
+    "cuDNN": (
+        "RuntimeError", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", OomMessage("cuDNN", DEVICE),
+    ),
     "NCCL": ("DistBackendError", (
         "NCCL error in: /pytorch/torch/csrc/NCCLUtils.cpp:77, unhandled cuda error "
         "(run with NCCL_DEBUG=INFO for details), NCCL version 2.26.2\nncclUnhandledCudaError: Call "
         "to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 6291456 bytes"
-    ), Told("NCCL", DEVICE, 6291456)),
+    ), OomMessage("NCCL", DEVICE, 6291456)),
     "NCCL too": ("DistBackendError", (
         "NCCL error in: NCCLUtils.hpp:275, unhandled cuda error\nncclUnhandledCudaError: Call to "
         "CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
-    ), Told("NCCL", DEVICE)),
+    ), OomMessage("NCCL", DEVICE)),
     "driver": ("AcceleratorError", (
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
-    ), Told("CUDA", DEVICE)),
+    ), OomMessage("CUDA", DEVICE)),
 }  # fmt: skip
 
 
@@ -87,8 +91,8 @@ def test_messages(case: str) -> None:
     """Every number that a message has, and nothing else."""
     name, message, told = _CASES[case]
 
-    assert told_by(name, message) == told
-    assert is_told_in(f"Traceback\n{name}: {message}\nValueError: x")
+    assert parse_oom(name, message) == told
+    assert has_oom(f"Traceback\n{name}: {message}\nValueError: x")
 
 
 @pytest.mark.parametrize(
@@ -104,11 +108,11 @@ def test_messages(case: str) -> None:
 )
 def test_other_errors(name: str, message: str) -> None:
     """Are not about memory."""
-    assert told_by(name, message) is None
-    assert not is_told_in(f"{name}: {message}")
+    assert parse_oom(name, message) is None
+    assert not has_oom(f"{name}: {message}")
 
 
 def test_odd_numbers() -> None:
     """A number that is none is not known."""
-    told = told_by("OutOfMemoryError", "CUDA out of memory. Tried to allocate 1.2.3 GiB.")
-    assert told == Told("CUDA", DEVICE)
+    told = parse_oom("OutOfMemoryError", "CUDA out of memory. Tried to allocate 1.2.3 GiB.")
+    assert told == OomMessage("CUDA", DEVICE)

@@ -5,8 +5,16 @@ from typing import Any
 
 import pytest
 
-from nbdist.memory.oom_message import DEVICE, HOST, UNKNOWN, Told
-from nbdist.memory.oom_remedies import BACKWARD, FORWARD, STEPPING, Holder, Rung, Shortage, ladder
+from nbdist.memory.oom_message import DEVICE, HOST, UNKNOWN, OomMessage
+from nbdist.memory.oom_remedies import (
+    BACKWARD,
+    FORWARD,
+    STEPPING,
+    Holder,
+    OomReport,
+    Remedy,
+    remedies,
+)
 from nbdist.memory.oom_text import MORE, block, unmeasured
 from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, PARAMETER
 from nbdist.strategy.choice import choose
@@ -22,8 +30,8 @@ def held(**by_name: float) -> tuple[int, ...]:
 
 
 # A model of 2 GB in fp32 with Adam under DDP on four GPUs of 40 GB each.
-TOLD = Told("CUDA", DEVICE, 3 * GB, 2, 40 * GB, GB, UNKNOWN, 39 * GB, 36 * GB, 2 * GB)
-DDP = Shortage(
+TOLD = OomMessage("CUDA", DEVICE, 3 * GB, 2, 40 * GB, GB, UNKNOWN, 39 * GB, 36 * GB, 2 * GB)
+DDP = OomReport(
     rank=2,
     told=TOLD,
     phase=FORWARD,
@@ -40,11 +48,11 @@ DDP = Shortage(
 )  # fmt: skip
 
 
-def rungs(shortage: Shortage) -> dict[str, Rung]:
-    return {one.what: one for one in ladder(shortage)}
+def rungs(shortage: OomReport) -> dict[str, Remedy]:
+    return {one.what: one for one in remedies(shortage)}
 
 
-def gains(shortage: Shortage) -> dict[str, float]:
+def gains(shortage: OomReport) -> dict[str, float]:
     return {what: one.gain_bytes / GB for what, one in rungs(shortage).items()}
 
 
@@ -71,7 +79,7 @@ def test_ladder_of_a_gpu() -> None:
     gathered = 2 * 2 / 10
     assert found["%dist_strategy fsdp"] == pytest.approx((2 + 2 + 4) * 3 / 4 - gathered)
     assert found["%dist_strategy fsdp --offload cpu"] == pytest.approx(8 - gathered)
-    assert all(one.fits for one in ladder(DDP))
+    assert all(one.fits for one in remedies(DDP))
 
 
 def test_what_is_taken_is_left_out() -> None:
@@ -155,7 +163,7 @@ def test_unknown_models_have_rungs_without_numbers() -> None:
 
 def test_cpu_has_no_offload() -> None:
     """Its memory is the host's already; a limit behind which enough seems free says nothing."""
-    told = Told("CPU", HOST, 3 * GB)
+    told = OomMessage("CPU", HOST, 3 * GB)
     found = rungs(replace(DDP, told=told, free_bytes=4 * GB))
 
     assert not any("--offload" in what for what in found)
@@ -199,7 +207,7 @@ def test_words(monkeypatch: Any) -> None:
 
 def test_words_where_the_rank_could_not_be_asked() -> None:
     """What the message says is told all the same."""
-    told = Told("NCCL", DEVICE, 4 * GB)
+    told = OomMessage("NCCL", DEVICE, 4 * GB)
 
     assert unmeasured(3, told, "the rank has ended") == (
         "rank 3 ran out of memory of its GPU: 4.0 GB asked for by NCCL; what held it is not known: "

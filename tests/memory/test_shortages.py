@@ -8,8 +8,8 @@ import pytest
 
 from nbdist.core.failures import RankFailure
 from nbdist.memory import shortages
-from nbdist.memory.oom_message import HOST, Told
-from nbdist.memory.oom_remedies import Shortage
+from nbdist.memory.oom_message import HOST, OomMessage
+from nbdist.memory.oom_remedies import OomReport
 from nbdist.memory.snapshot import CATEGORIES
 
 MESSAGE = (
@@ -17,8 +17,8 @@ MESSAGE = (
     "you tried to allocate 4000000000 bytes. Error code 12 (Cannot allocate memory)"
 )
 FAILURE = RankFailure(1, "RuntimeError", MESSAGE)
-SHORTAGE = Shortage(
-    1, Told("CPU", HOST, 4 * 10**9), "", tuple(0 for _ in CATEGORIES), (), 0, 10**9, None
+SHORTAGE = OomReport(
+    1, OomMessage("CPU", HOST, 4 * 10**9), "", tuple(0 for _ in CATEGORIES), (), 0, 10**9, None
 )
 
 

@@ -21,10 +21,10 @@ from nbdist.memory.timeline import (
     curve,
     highest,
     is_in_use,
+    m4_downsample,
     peak_ns,
     phase_at,
     reserved_at,
-    telling,
 )
 from tests.support.drawn_memory import Piece, blocks, random_blocks, rank_memory
 
@@ -93,7 +93,7 @@ def test_the_highest_of_each_stretch_counts_what_holds_when_it_begins(seed: int)
 
 def test_few_moments_are_all_told() -> None:
     """There is nothing to leave out."""
-    assert telling(np.arange(5), np.arange(5), 10).tolist() == [0, 1, 2, 3, 4]
+    assert m4_downsample(np.arange(5), np.arange(5), 10).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_before_is_the_base_and_what_stays_remains() -> None:

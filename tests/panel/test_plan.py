@@ -10,7 +10,7 @@ from nbdist.panel.plan import Limit, counted, plan_of
 from nbdist.planner.devices import DEVICES
 from nbdist.planner.live_model import Kind, LiveModel, by_kinds, load_of, shape_of
 from nbdist.planner.plan import plan
-from nbdist.planner.workload import Load
+from nbdist.planner.workload import Workload
 from nbdist.strategy.choice import choose
 
 _CONFIG = {
@@ -46,7 +46,7 @@ def test_the_config_is_the_models() -> None:
 @pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp", "tp", "pp"])
 def test_numbers_are_those_of_a_plan(name: str) -> None:
     """Of %dist_plan with formulas, for the same batch and device."""
-    load = load_of(KNOWN, Load())
+    load = load_of(KNOWN, Workload())
     engine = functools.partial(by_kinds, KNOWN)
     (row,) = plan(
         shape_of(KNOWN), DEVICES["h100"], 2, load, strategy=name, engine=engine
@@ -90,7 +90,7 @@ def test_a_batch_that_was_seen_is_the_batch() -> None:
         **{n: getattr(KNOWN, n) for n in KNOWN.__slots__ if n != "inputs_shape"},
         inputs_shape=(8, 64),
     )
-    typed = Load(batch=2, sequence=32)
+    typed = Workload(batch=2, sequence=32)
 
     assert plan_of(FSDP, [seen], H100).text.endswith(
         "batch 8 x 64 tokens, as the data loader gives"

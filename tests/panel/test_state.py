@@ -5,10 +5,10 @@ import pytest
 from nbdist.core.topology import RankPlace
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import STATES, Doing, Sample
-from nbdist.panel.job_queue import Board, Job
+from nbdist.panel.job_queue import Job, JobQueue
 from nbdist.panel.state import BUTTONS, KINDS, bar_share, bar_told, missing, row_of
 from nbdist.panel.strategy_form import Model, fields, given, picked, planned, typed, values_of
-from nbdist.strategy.choice import Choice, choose
+from nbdist.strategy.choice import Strategy, choose
 from nbdist.strategy.footprint import RECIPES
 from nbdist.strategy.options import OPTIONS, takers
 from nbdist.strategy.table import ROWS
@@ -34,12 +34,12 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def board(clock: Clock) -> Board:
+def board(clock: Clock) -> JobQueue:
     """Nothing was asked for yet."""
-    return Board(clock)
+    return JobQueue(clock)
 
 
-def log(board: Board) -> list[str]:
+def log(board: JobQueue) -> list[str]:
     return [entry.text for entry in board.log]
 
 
@@ -65,7 +65,7 @@ def test_a_row_is_what_the_sample_says() -> None:
 
 
 def test_a_job_is_taken_once_and_its_end_is_logged_with_its_time(
-    board: Board, clock: Clock
+    board: JobQueue, clock: Clock
 ) -> None:
     """Another one waits until it has ended."""
     board.ask(FSDP, "")
@@ -85,7 +85,7 @@ def test_a_job_is_taken_once_and_its_end_is_logged_with_its_time(
     assert "%dist_strategy fsdp (2.5 s): done so" in log(board)
 
 
-def test_pressed_twice_is_done_once(board: Board) -> None:
+def test_pressed_twice_is_done_once(board: JobQueue) -> None:
     """While it waits, and while it is under way; afterwards it can be asked for again."""
     assert board.ask(RESTART, "cell [3]")
     assert not board.ask(RESTART, "cell [3]")
@@ -103,7 +103,7 @@ def test_pressed_twice_is_done_once(board: Board) -> None:
     ]
 
 
-def test_of_two_strategies_that_wait_the_newest_counts(board: Board) -> None:
+def test_of_two_strategies_that_wait_the_newest_counts(board: JobQueue) -> None:
     """The other one is not switched to on the way."""
     board.ask(FSDP, "cell [3]")
     board.ask(RESTART, "cell [3]")
@@ -113,7 +113,7 @@ def test_of_two_strategies_that_wait_the_newest_counts(board: Board) -> None:
     assert "%dist_strategy fsdp is taken back: %dist_strategy tp takes its place" in log(board)
 
 
-def test_what_is_queued_can_be_taken_back(board: Board) -> None:
+def test_what_is_queued_can_be_taken_back(board: JobQueue) -> None:
     """All of it, with the reason."""
     board.ask(FSDP, "cell [3]")
     board.ask(RESTART, "cell [3]")
@@ -123,7 +123,7 @@ def test_what_is_queued_can_be_taken_back(board: Board) -> None:
     assert log(board)[-1] == "%dist_restart 1 is taken back: cancelled"
 
 
-def test_a_recording_is_for_one_cell(board: Board) -> None:
+def test_a_recording_is_for_one_cell(board: JobQueue) -> None:
     """A second press takes it back; another button's takes its place."""
     board.arm("profile")
     board.arm("memory")
@@ -136,7 +136,7 @@ def test_a_recording_is_for_one_cell(board: Board) -> None:
     assert [board.disarm(), board.disarm()] == ["profile", ""]
 
 
-def test_the_log_keeps_the_newest_lines(board: Board) -> None:
+def test_the_log_keeps_the_newest_lines(board: JobQueue) -> None:
     """However long the notebook runs."""
     for number in range(1000):
         board.note(str(number))
@@ -185,7 +185,7 @@ def test_each_value_of_each_field_can_be_had_or_says_why(name: str) -> None:
     for field in fields(name, 8):
         for value in field.choices if field.kind != "switch" else (True,):
             found = picked(name, {field.word: value}, 8)
-            if isinstance(found, Choice):
+            if isinstance(found, Strategy):
                 # What is shown for it gives it again.
                 again = picked(found.name, values_of(found), 8)
                 assert again == found, (field.word, value)
@@ -206,7 +206,7 @@ def test_a_number_is_read_or_refused_with_the_options_words() -> None:
     choice = picked("ddp", {"bucket": "12.5"}, 2)
     refused = picked("ddp", {"bucket": "much"}, 2)
 
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, Strategy)
     assert choice.options.bucket_mb == 12.5
     assert isinstance(refused, str)
     assert "--bucket much is no number" in refused

@@ -8,7 +8,13 @@ import pytest
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
-from nbdist.parallel.accelerator.batch_sampler import Feed, Settings, Shard, Share, share_of
+from nbdist.parallel.accelerator.batch_sampler import (
+    BatchQueue,
+    DataShard,
+    Settings,
+    ShardedBatchSampler,
+    share_of,
+)
 from nbdist.strategy.choice import choose
 from tests.support.torch_ranks import TorchRanks
 
@@ -16,7 +22,11 @@ pytestmark = pytest.mark.engine
 
 
 def own(
-    shard: Shard, feed: Feed[Any], share: Share, position: int = 0, n_steps: int | None = None
+    shard: ShardedBatchSampler,
+    feed: BatchQueue[Any],
+    share: DataShard,
+    position: int = 0,
+    n_steps: int | None = None,
 ) -> list[list[int]]:
     """What one rank gets."""
     return [list(one) for one in itertools.islice(shard._own(feed, position, share), n_steps)]
@@ -33,12 +43,12 @@ def test_each_rank_gets_what_accelerate_gives_it(
     for n_samples, size in itertools.product(range(31), [1, 2, 3, 5]):
         whole = size * count if is_split else size
         batches = BatchSampler(range(n_samples), whole, drops_last)
-        shard = Shard(batches, Settings(None, is_split=is_split, is_even=is_even))
+        shard = ShardedBatchSampler(batches, Settings(None, is_split=is_split, is_even=is_even))
         for index in range(count):
             theirs = BatchSamplerShard(
                 batches, count, index, split_batches=is_split, even_batches=is_even
             )
-            got = own(shard, Feed(batches, count), Share(count, index))
+            got = own(shard, BatchQueue(batches, count), DataShard(count, index))
 
             assert got == list(theirs), (n_samples, size, index)
 
@@ -46,26 +56,26 @@ def test_each_rank_gets_what_accelerate_gives_it(
 def test_one_rank_gets_the_batches_as_they_are() -> None:
     """The last one stays short, as without Accelerate."""
     batches = BatchSampler(range(7), 3, drop_last=False)
-    shard = Shard(batches, Settings(None))
+    shard = ShardedBatchSampler(batches, Settings(None))
 
-    assert own(shard, Feed(batches, 1), Share(1, 0)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert own(shard, BatchQueue(batches, 1), DataShard(1, 0)) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2), (2, 4), (1, 3), (3, 2)])
 def test_no_sample_is_lost_or_seen_twice_when_the_ranks_change(before: int, after: int) -> None:
     """After each number of steps, what comes then begins with the first sample not yet seen."""
     batches = BatchSampler(range(48), 2, drop_last=False)
-    shard = Shard(batches, Settings(None))
+    shard = ShardedBatchSampler(batches, Settings(None))
     for n_steps in range(24 // before + 1):
         seen = []
         for index in range(before):
-            seen += own(shard, Feed(batches, 4), Share(before, index), 0, n_steps)
+            seen += own(shard, BatchQueue(batches, 4), DataShard(before, index), 0, n_steps)
         position = n_steps * before
         for index in range(after):
-            feed: Feed[Any] = Feed(batches, 4)
+            feed: BatchQueue[Any] = BatchQueue(batches, 4)
             feed.take(0, position + before)  # workers have drawn ahead
             feed.forget(position)
-            seen += own(shard, feed, Share(after, index), position)
+            seen += own(shard, feed, DataShard(after, index), position)
 
         samples = sorted(itertools.chain.from_iterable(seen))
         # A last round that is not full takes the epoch's first samples.

@@ -11,7 +11,7 @@ def made(unscale: float = 1.0) -> tuple[torch.Tensor, list[torch.nn.Parameter], 
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     gradient = torch.tensor([1.0, 2.0])
     anchor = torch.zeros((), requires_grad=True)
-    loss = loss_node.SteppedLoss.apply(
+    loss = loss_node.LossNode.apply(
         torch.tensor(3.0), unscale, [gradient, None], anchor, *parameters
     )  # type: ignore[no-untyped-call]
     return loss, parameters, gradient
@@ -36,7 +36,7 @@ def test_gradients_add_up_over_steps() -> None:
     """A second loss's are added to the first one's."""
     first, parameters, _ = made()
     first.backward()
-    second = loss_node.SteppedLoss.apply(
+    second = loss_node.LossNode.apply(
         torch.tensor(1.0), 1.0, [torch.ones(2), torch.ones(2)],
         torch.zeros((), requires_grad=True), *parameters,
     )  # fmt: skip  # type: ignore[no-untyped-call]
@@ -75,4 +75,4 @@ def test_a_second_backward_is_refused_as_torch_does() -> None:
 def test_torch_can_be_asked() -> None:
     """The private function is there in this version; outside of a backward it says no."""
     assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
-    assert loss_node.is_graph_kept() is True or loss_node.is_graph_kept() is False
+    assert loss_node.retains_graph() is True or loss_node.retains_graph() is False

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from nbdist.errors import OptionError
-from nbdist.parallel.mesh import Grid
+from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.pp import partition
-from nbdist.parallel.transform import Job
-from nbdist.strategy.choice import Choice, Degrees, Options
+from nbdist.parallel.transform import ModelBuild
+from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
 from tests.support.parity import TEXT
 from tests.support.torch_ranks import TorchRanks
@@ -658,15 +658,15 @@ class _Net(nn.Module):
 
 def _layouts(model: nn.Module, ranks: int, **options: Any) -> dict[str, frozenset[int] | None]:
     degrees = Degrees(pp=ranks)
-    choice = Choice("pp", degrees, ranks, Options(**options))
-    grid = Grid(degrees, 0, degrees.coordinate(0), None)
+    choice = Strategy("pp", degrees, ranks, Options(**options))
+    grid = ParallelMesh(degrees, 0, degrees.coordinate(0), None)
     names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     found = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     layouts = {
         name: TensorLayout(tuple(getattr(module, name.rpartition(".")[2]).shape))
         for name, module in found.items()
     }
-    planned = partition.STEP.plan(Job(model, choice, grid, torch.device("cpu")), layouts)
+    planned = partition.STEP.plan(ModelBuild(model, choice, grid, torch.device("cpu")), layouts)
     return {name: layout.stages for name, layout in planned.items()}
 
 

@@ -34,14 +34,14 @@ def test_a_bound_method_is_named_by_who_holds_it(user: dict[str, Any]) -> None:
 
     old, new = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     in_a_frame = old.forward  # as in the frames of an error that is shown
-    pair = [rebind.Pair(old, new, "model")]
+    pair = [rebind.Replacement(old, new, "model")]
     assert rebind.rebind(pair).stale == []
 
     user["call"] = user["trainer"] = None
     user["call"] = old.forward
     user["trainer"] = Holder()
     user["trainer"].calls = [in_a_frame]
-    found = rebind.rebind([rebind.Pair(old, new, "model")])
+    found = rebind.rebind([rebind.Replacement(old, new, "model")])
 
     assert sorted(found.stale) == [
         "call.__self__ (model)",

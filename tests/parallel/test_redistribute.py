@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbdist.parallel.reshard.redistribute import Move, exchange, moved_bytes
+from nbdist.parallel.reshard.redistribute import Reshard, moved_bytes, redistribute
 from nbdist.strategy.choice import Degrees
-from nbdist.strategy.tensor_layout import Side, TensorLayout
+from nbdist.strategy.tensor_layout import Placement, TensorLayout
 from tests.support.sides import SIDES
 from tests.support.torch_ranks import TorchRanks
 
@@ -43,7 +43,7 @@ MOVES = (
             name = f"t{number}"
             torch.manual_seed(number)
             values[name] = (torch.randn(shape) * 50).to(dtype)
-            moves.append(ex.Move(name, dtype, some_side(draw, shape), some_side(draw, shape)))
+            moves.append(ex.Reshard(name, dtype, some_side(draw, shape), some_side(draw, shape)))
         return moves, values
 
     def wrong(bucket_bytes, direct_bytes, seed):
@@ -60,7 +60,7 @@ MOVES = (
             sizes.append(max(inbox.numel(), outbox.numel()))
             return send(inbox, outbox, *splits)
         dist.all_to_all_single = counted
-        new = ex.exchange(moves, held, cpu)
+        new = ex.redistribute(moves, held, cpu)
         dist.all_to_all_single = send
         ex.BUCKET_BYTES, ex.DIRECT_BYTES = before
         bad = []
@@ -88,9 +88,9 @@ MOVES = (
     tensor, alone = torch.ones(8, 2), None
     if rank == 0:
         shard = Side(TensorLayout((8, 2), shard_dim=0), Degrees(dp_shard=n))
-        got = ex.exchange([ex.Move("a", torch.float32, whole, whole),
-                           ex.Move("b", torch.float32, whole, owned),
-                           ex.Move("c", torch.float32, whole, shard)],
+        got = ex.redistribute([ex.Reshard("a", torch.float32, whole, whole),
+                           ex.Reshard("b", torch.float32, whole, owned),
+                           ex.Reshard("c", torch.float32, whole, shard)],
                           {"a": tensor, "b": tensor, "c": tensor}, cpu)
         alone = [sorted(got), got["a"] is tensor, tuple(got["c"].shape)]
 
@@ -111,7 +111,7 @@ MOVES = (
     known = {held["w"].untyped_storage().data_ptr()}
     ex.BUCKET_BYTES, before = 1 << 16, ex.BUCKET_BYTES
     with Largest():
-        new = ex.exchange([ex.Move("w", torch.float32, *sides)], held, cpu)
+        new = ex.redistribute([ex.Reshard("w", torch.float32, *sides)], held, cpu)
     ex.BUCKET_BYTES = before
     sharded = [torch.equal(new["w"], part(value, sides[1])), Largest.bytes, value.nbytes // n]
 
@@ -184,9 +184,9 @@ def test_layouts_are_those_of_dtensor(ranks: list[dict[str, object]]) -> None:
 
 def test_holders_share_the_sending() -> None:
     """Two copies of each half: four ranks send the same number of bytes for whole copies."""
-    half = Side(TensorLayout((64, 8), shard_dim=0), Degrees(dp_replicate=2, dp_shard=2))
-    whole = Side(TensorLayout((64, 8)), Degrees(dp_replicate=4))
-    moves = [Move(f"w{i}", torch.float32, half, whole) for i in range(4)]
+    half = Placement(TensorLayout((64, 8), shard_dim=0), Degrees(dp_replicate=2, dp_shard=2))
+    whole = Placement(TensorLayout((64, 8)), Degrees(dp_replicate=4))
+    moves = [Reshard(f"w{i}", torch.float32, half, whole) for i in range(4)]
 
     assert moved_bytes(moves, 4) == 4 * 4 * 32 * 8 * 4
     assert sent_by_rank(moves, 4) == [4 * 32 * 8 * 4] * 4
@@ -194,15 +194,15 @@ def test_holders_share_the_sending() -> None:
 
 def test_one_process_needs_no_group() -> None:
     """Without ranks a tensor stays the same object, and one that is cut down is a copy."""
-    whole = Side(TensorLayout((3,)), Degrees())
+    whole = Placement(TensorLayout((3,)), Degrees())
     value = torch.arange(3.0)
 
-    assert exchange([Move("w", torch.float32, whole, whole)], {"w": value}, value.device) == {
-        "w": value
-    }
+    assert redistribute(
+        [Reshard("w", torch.float32, whole, whole)], {"w": value}, value.device
+    ) == {"w": value}
 
 
-def sent_by_rank(moves: list[Move], size: int) -> list[int]:
+def sent_by_rank(moves: list[Reshard], size: int) -> list[int]:
     """Bytes that each rank sends, from the list of deliveries."""
     from nbdist.parallel.reshard.redistribute import _deliveries
 

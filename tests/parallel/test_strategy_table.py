@@ -5,7 +5,7 @@ import pytest
 import nbdist
 from nbdist.parallel import prepare, transforms
 from nbdist.parallel.accelerator import accelerator
-from nbdist.parallel.transform import Step
+from nbdist.parallel.transform import Transform
 from nbdist.strategy.choice import choose, default_choice, steps_of
 from nbdist.strategy.table import ROWS, STEPS
 
@@ -22,7 +22,7 @@ def test_every_row_can_be_put_together(name: str) -> None:
     """Each of its steps exists, with every option that adds one."""
     choice = choose(name, {"bf16": True, "checkpoint": "full"}, 4)
 
-    assert all(isinstance(step, Step) for step in transforms.named(steps_of(choice)))
+    assert all(isinstance(step, Transform) for step in transforms.named(steps_of(choice)))
 
 
 def test_ranks_begin_with_the_default() -> None:

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from nbdist.errors import OptionError
-from nbdist.parallel.mesh import Grid
+from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.tp import tp
 from nbdist.parallel.tp.attention_check import fit
 from nbdist.parallel.tp.model import layers_of
-from nbdist.parallel.transform import Job
-from nbdist.strategy.choice import Choice, Degrees, Options
+from nbdist.parallel.transform import ModelBuild
+from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
 from nbdist.strategy.tp_plan import attentions, find_plan
 from tests.support import tp_models
@@ -24,8 +24,10 @@ pytestmark = pytest.mark.engine
 def planned(model, degree=2, world_size=None, **options):
     """What planning says of a model, without ranks."""
     degrees = Degrees(tp=degree)
-    choice = Choice("tp", degrees, world_size or degree, Options(**options))
-    job = Job(model, choice, Grid(degrees, 0, degrees.coordinate(0), None), torch.device("cpu"))
+    choice = Strategy("tp", degrees, world_size or degree, Options(**options))
+    job = ModelBuild(
+        model, choice, ParallelMesh(degrees, 0, degrees.coordinate(0), None), torch.device("cpu")
+    )
     shapes = {name: TensorLayout(tuple(p.shape)) for name, p in model.named_parameters()}
     return tp.STEP.plan(job, shapes)
 

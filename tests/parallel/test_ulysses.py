@@ -8,17 +8,19 @@ import torch
 
 from nbdist.errors import OptionError
 from nbdist.parallel.cp import cp, ulysses
-from nbdist.parallel.mesh import Grid
-from nbdist.parallel.transform import Job
-from nbdist.strategy.choice import Choice, Degrees, Options
+from nbdist.parallel.mesh import ParallelMesh
+from nbdist.parallel.transform import ModelBuild
+from nbdist.strategy.choice import Degrees, Options, Strategy
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
 
 
-def job(base: torch.nn.Module, degree: int, context: str) -> Job:
-    choice = Choice(context, Degrees(cp=degree), degree, Options(context=context))
-    return Job(base, choice, Grid(choice.degrees, 0, Degrees(), None), torch.device("cpu"))
+def job(base: torch.nn.Module, degree: int, context: str) -> ModelBuild:
+    choice = Strategy(context, Degrees(cp=degree), degree, Options(context=context))
+    return ModelBuild(
+        base, choice, ParallelMesh(choice.degrees, 0, Degrees(), None), torch.device("cpu")
+    )
 
 
 def torchs_own() -> torch.nn.Module:
@@ -51,10 +53,10 @@ def test_one_head_leaves_ring_attention() -> None:
 
 FORWARD = """
     import torch.nn.functional as F
-    from nbdist.strategy.choice import Choice, Degrees, Options
+    from nbdist.strategy.choice import Strategy, Degrees, Options
     from nbdist.parallel.cp import cp
-    from nbdist.parallel.mesh import make_grid
-    from nbdist.parallel.transform import Job
+    from nbdist.parallel.mesh import build_mesh
+    from nbdist.parallel.transform import ModelBuild
     from nbdist.errors import OptionError
 
     class Model(torch.nn.Module):
@@ -68,8 +70,8 @@ FORWARD = """
             return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2)
 
     def split(base):
-        choice = Choice("ulysses", Degrees(cp=n), n, Options(context="ulysses"))
-        job = Job(base, choice, make_grid(choice, "cpu"), torch.device("cpu"))
+        choice = Strategy("ulysses", Degrees(cp=n), n, Options(context="ulysses"))
+        job = ModelBuild(base, choice, build_mesh(choice, "cpu"), torch.device("cpu"))
         cp.STEP.plan(job, {})
         return cp.STEP.wrap(job, base)
 

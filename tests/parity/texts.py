@@ -8,7 +8,7 @@ COMMON = """
     from torch.distributed.fsdp import FullyShardedDataParallel
     from nbdist.switch.rank import switch
     from nbdist.parallel.dp import fsdp1_state
-    from nbdist.parallel.reshard.redistribute import Move, exchange
+    from nbdist.parallel.reshard.redistribute import Reshard, redistribute
     from nbdist.parallel.accelerator.clip_grad import _laid_out
 
     LENGTH, GLOBAL, LIMIT = 16, 16, 0.5
@@ -112,9 +112,10 @@ COMMON = """
                     one.outer, writeback=False, with_grads=True):
                 return {name: p.grad.clone() for name, p in one.parameters.items()}
         held = {name: _laid_out(p) for name, p in one.parameters.items() if p.grad is not None}
-        moves = [Move(name, torch.float32, one.side(name), one.whole(name))
+        moves = [Reshard(name, torch.float32, one.side(name), one.whole(name))
                  for name in one.parameters]
-        return {name: g.clone() for name, g in exchange(moves, held, torch.device("cpu")).items()}
+        new = redistribute(moves, held, torch.device("cpu"))
+        return {name: g.clone() for name, g in new.items()}
 
     def far(found, wanted):
         "The largest difference of tensors by name; the first name of a tied one is enough."

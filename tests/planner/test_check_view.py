@@ -6,7 +6,7 @@ from nbdist.planner.check import Measured, checks
 from nbdist.planner.live_model import Kind, LiveModel
 from nbdist.planner.memory import Memory
 from nbdist.planner.view.check_view import GLOO, CheckView, shown_check
-from nbdist.planner.workload import Load
+from nbdist.planner.workload import Workload
 
 NET = LiveModel("net", "Net", (Kind("float32", True, 600, 2400),), optimizer="AdamW")
 PREDICTED = Memory(2400e3, 2400e3, 4800e3, 1000e3, 0, overhead=0, most=5200e3)
@@ -15,7 +15,7 @@ PREDICTED = Memory(2400e3, 2400e3, 4800e3, 1000e3, 0, overhead=0, most=5200e3)
 def view(strategy: str, *, is_device: bool = False) -> CheckView:
     """A check whose peak was predicted a tenth too low."""
     measured = Measured(2400000, 2400000, 4800000, 1000000, 0, 11111111, is_device=is_device)
-    return shown_check(NET, strategy, Load(), PREDICTED, checks(PREDICTED, measured), measured)
+    return shown_check(NET, strategy, Workload(), PREDICTED, checks(PREDICTED, measured), measured)
 
 
 def test_each_row_has_its_error() -> None:

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nbdist.planner.fake import pickle_by_value, process_group, run
 from nbdist.planner.fake.models import Sent
 from nbdist.planner.fake.optimizers import stepped_bytes
-from nbdist.planner.fake.storage_counter import Counter, resizes_seen
-from nbdist.planner.workload import OPTIMIZERS, Load
+from nbdist.planner.fake.storage_counter import StorageCounter, resizes_seen
+from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy.choice import choose
 from tests.support.kernel import notebook_env
 
@@ -27,7 +27,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 def test_a_storage_counts_once_and_while_it_lives() -> None:
     """Views are the same memory; what nothing holds is none."""
-    counter = Counter()
+    counter = StorageCounter()
     with FakeTensorMode(), counter:
         kept = torch.empty(100, 10)
         views = [kept.view(-1), kept.t(), kept[3]]
@@ -47,7 +47,7 @@ def test_a_storage_counts_once_and_while_it_lives() -> None:
 
 def test_what_is_given_back_by_resizing() -> None:
     """FSDP keeps the tensor, and its memory goes: no op says so."""
-    counter = Counter()
+    counter = StorageCounter()
     with resizes_seen(counter), FakeTensorMode(), counter:
         gathered = torch.empty(1000)
         other = torch.empty(10)
@@ -62,7 +62,7 @@ def test_what_is_given_back_by_resizing() -> None:
 
 def test_a_step_by_hand() -> None:
     """Of y = relu(x W) the product and relu's result: forward keeps one, backward needs both."""
-    counter = Counter()
+    counter = StorageCounter()
     with FakeTensorMode(), counter:
         weight = nn.Parameter(torch.empty(20, 30))
         x = torch.empty(10, 20)
@@ -208,7 +208,7 @@ _NUMBERS = 512 * 512 + 64
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_of_each_optimizer(name: str) -> None:
     """Bytes for each number, as the table of formulas has them: 8 bits too."""
-    state, _ = stepped_bytes(_SHAPES, None, Load(optimizer=name), choose("single", {}, 1))
+    state, _ = stepped_bytes(_SHAPES, None, Workload(optimizer=name), choose("single", {}, 1))
 
     assert state / _NUMBERS == pytest.approx(OPTIMIZERS[name].state_bytes, abs=0.1)
 
@@ -217,9 +217,9 @@ def test_lists_are_a_gpus() -> None:
     """foreach makes a list of all; on a CPU one parameter's worth at a time."""
     choice = choose("single", {}, 1)
     on_gpu, on_cpu = (
-        stepped_bytes(_SHAPES, None, Load(has_gpu=has), choice)[1] for has in (True, False)
+        stepped_bytes(_SHAPES, None, Workload(has_gpu=has), choice)[1] for has in (True, False)
     )
-    fused = stepped_bytes(_SHAPES, None, Load(), choose("single", {"fused": True}, 1))[1]
+    fused = stepped_bytes(_SHAPES, None, Workload(), choose("single", {"fused": True}, 1))[1]
 
     assert on_gpu == 4 * _NUMBERS
     assert 4 * 512 * 512 <= on_cpu <= 4 * _NUMBERS * 2
@@ -239,7 +239,7 @@ class _Two(torch.optim.SGD):
 def test_state_of_an_optimizer_that_nobody_knows() -> None:
     """It is run: 4 and 1 bytes for each number."""
     live = _Two, {"lr": 0.1}
-    state, _ = stepped_bytes(_SHAPES, live, Load(), choose("single", {}, 1))
+    state, _ = stepped_bytes(_SHAPES, live, Workload(), choose("single", {}, 1))
 
     assert state == 5 * _NUMBERS
 

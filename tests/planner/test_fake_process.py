@@ -15,8 +15,8 @@ from nbdist.planner.fake_protocol import NAME, Source
 from nbdist.planner.kernel.fake_process import FakeEngine
 from nbdist.planner.memory import FORMULAS, Memory, memory_of
 from nbdist.planner.models import ModelShape, of_config
-from nbdist.planner.workload import Load
-from nbdist.strategy.choice import Choice, choose
+from nbdist.planner.workload import Workload
+from nbdist.strategy.choice import Strategy, choose
 from tests.support.kernel import notebook_env
 
 pytestmark = pytest.mark.engine
@@ -26,7 +26,7 @@ _CONFIG = {
     "intermediate_size": 640, "vocab_size": 500, "num_hidden_layers": 4,
 }  # fmt: skip
 TINY = of_config(_CONFIG)
-LOAD = Load(batch=2, sequence=256, has_gpu=False)
+LOAD = Workload(batch=2, sequence=256, has_gpu=False)
 # Embedding, head, last norm; four blocks of q, k, v, o, three of the MLP, two norms.
 BLOCK = 256 * (256 + 128 + 128 + 256) + 3 * 256 * 640 + 2 * 256
 NUMBERS = 2 * 500 * 256 + 256 + 4 * BLOCK
@@ -132,7 +132,7 @@ def test_a_count_has_its_own_states(engine: FakeEngine) -> None:
     assert found.engine == NAME
 
 
-def _otherwise(model: ModelShape, choice: Choice, load: Load) -> Memory:
+def _otherwise(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
     return Memory(1.0, 1.0, 1.0, 1.0, 1.0)
 
 

@@ -11,7 +11,7 @@ from nbdist.planner.live_model import Kind, LiveModel, alike, by_kinds, describe
 from nbdist.planner.memory import memory_of
 from nbdist.planner.models import CONFIGS, model_of
 from nbdist.planner.plan import NO, UNKNOWN, plan
-from nbdist.planner.workload import Load
+from nbdist.planner.workload import Workload
 from nbdist.strategy.choice import choose
 
 NET = LiveModel(
@@ -55,11 +55,11 @@ def test_a_config_speaks_for_its_own_model_alone() -> None:
 
 def test_the_batch_is_that_of_the_inputs() -> None:
     """And the sequence, of tokens; the optimizer is the model's unless one was typed."""
-    seen = load_of(GPT, Load(batch=9))
+    seen = load_of(GPT, Workload(batch=9))
     assert (seen.batch, seen.sequence) == (3, 7)
-    assert load_of(replace(NET, inputs_shape=(5, 4)), Load()) == Load(batch=5)
-    assert load_of(replace(NET, optimizer_word="sgd"), Load()).optimizer == "sgd"
-    assert load_of(replace(NET, optimizer_word="sgd"), Load(), "adam").optimizer == "adam"
+    assert load_of(replace(NET, inputs_shape=(5, 4)), Workload()) == Workload(batch=5)
+    assert load_of(replace(NET, optimizer_word="sgd"), Workload()).optimizer == "sgd"
+    assert load_of(replace(NET, optimizer_word="sgd"), Workload(), "adam").optimizer == "adam"
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_the_batch_is_that_of_the_inputs() -> None:
 )
 def test_what_is_frozen_has_no_gradient_and_no_state(name: str, wanted: tuple[float, ...]) -> None:
     """600 trained numbers of 4 bytes, 1400 frozen ones of 2."""
-    found = by_kinds(NET, shape_of(NET), choose(name, {}, 2), Load())
+    found = by_kinds(NET, shape_of(NET), choose(name, {}, 2), Workload())
 
     assert (found.parameters, found.gradients, found.optimizer) == wanted
     assert found.is_partial
 
 
 def test_all_frozen() -> None:
-    found = by_kinds(FROZEN, shape_of(FROZEN), choose("ddp", {}, 2), Load())
+    found = by_kinds(FROZEN, shape_of(FROZEN), choose("ddp", {}, 2), Workload())
 
     assert (found.gradients, found.optimizer, found.step) == (0, 0, 0)
 
@@ -83,7 +83,8 @@ def test_all_frozen() -> None:
 def test_a_shape_gives_activations() -> None:
     choice = choose("fsdp", {}, 4)
     found, formula = (
-        by_kinds(GPT, shape_of(GPT), choice, Load()), memory_of(model_of("gpt2"), choice, Load())
+        by_kinds(GPT, shape_of(GPT), choice, Workload()),
+        memory_of(model_of("gpt2"), choice, Workload()),
     )  # fmt: skip
 
     assert not found.is_partial
@@ -96,7 +97,7 @@ def test_a_partial_count_is_no_verdict() -> None:
 
     def rows(device: str) -> set[str]:
         found = plan(
-            shape_of(NET), with_memory(device), 2, Load(),
+            shape_of(NET), with_memory(device), 2, Workload(),
             engine=lambda model, choice, load: by_kinds(NET, model, choice, load),
         )  # fmt: skip
         assert all(row.time is None for row in found.rows)
@@ -111,7 +112,7 @@ def test_a_partial_count_is_no_verdict() -> None:
 def test_what_ddp_copies_counts_without_a_step() -> None:
     """Its buckets are as large as the gradients; fsdp has none."""
     found = plan(
-        shape_of(NET), DEVICES["h100"], 2, Load(), engine=lambda *asked: by_kinds(NET, *asked)
+        shape_of(NET), DEVICES["h100"], 2, Workload(), engine=lambda *asked: by_kinds(NET, *asked)
     )
     rows = {row.typed: row.memory for row in found.rows if row.memory is not None}
 
@@ -123,11 +124,11 @@ def test_what_ddp_copies_counts_without_a_step() -> None:
 def test_what_a_shapeless_model_sends() -> None:
     """Gradients of it: 2 x 1/2 of 4 bytes each; what tp sends of activations nobody knows."""
     found = plan(
-        shape_of(NET), DEVICES["h100"], 2, Load(), strategy="ddp",
+        shape_of(NET), DEVICES["h100"], 2, Workload(), strategy="ddp",
         engine=lambda model, choice, load: by_kinds(NET, model, choice, load),
     )  # fmt: skip
     tp = plan(
-        shape_of(NET), DEVICES["h100"], 2, Load(), strategy="tp",
+        shape_of(NET), DEVICES["h100"], 2, Workload(), strategy="tp",
         engine=lambda model, choice, load: by_kinds(NET, model, choice, load),
     )  # fmt: skip
 

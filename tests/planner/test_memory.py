@@ -9,18 +9,25 @@ from nbdist.errors import OptionError
 from nbdist.planner.activations import block_bytes, in_flight
 from nbdist.planner.memory import OVERHEAD_BYTES, Memory, memory_of
 from nbdist.planner.models import Transformer, model_of
-from nbdist.planner.workload import OPTIMIZERS, Load, Widths, micro_batches, recipe_for, widths_of
-from nbdist.strategy.choice import Choice, choose
+from nbdist.planner.workload import (
+    OPTIMIZERS,
+    Widths,
+    Workload,
+    micro_batches,
+    recipe_for,
+    widths_of,
+)
+from nbdist.strategy.choice import Strategy, choose
 from nbdist.strategy.footprint import RECIPES
 
 HALF = Widths(2, 2, 0, 2, 2)
 # GPT-3's block: MLP four times as wide, dropout, as many heads of keys as of queries.
 GPT = replace(model_of("gpt-3").shape, layers=1, kept_in_mlp=0)
-LOAD = Load(batch=3, sequence=512)
+LOAD = Workload(batch=3, sequence=512)
 LLAMA = model_of("llama-3-8b")
 
 
-def choice(name: str = "single", n: int = 1, **given: object) -> Choice:
+def choice(name: str = "single", n: int = 1, **given: object) -> Strategy:
     return choose(name, given, n)
 
 
@@ -62,7 +69,7 @@ def test_attention_scores_of_100_000_tokens_take_20_gb_for_each_head() -> None:
     one = Transformer(layers=1, hidden=64, heads=1, kv_heads=1, head_size=64, ffn=64, vocab=1)
 
     def scores(sequence: int, widths: Widths) -> float:
-        load = Load(1, sequence)
+        load = Workload(1, sequence)
         kept = block_bytes(one, load, widths, choice(sdpa="math"))
         return kept - block_bytes(one, load, widths, choice())
 
@@ -74,7 +81,7 @@ def test_attention_scores_of_100_000_tokens_take_20_gb_for_each_head() -> None:
 def test_a_gate_and_shared_heads_counted_by_hand() -> None:
     """Per token: inputs of norms 2 x 8 and of linears 5 x 8; q 8, k 4, v 4, out 8; MLP 4 x 20."""
     shape = Transformer(layers=1, hidden=8, heads=2, kv_heads=1, head_size=4, ffn=20, vocab=7)
-    load = Load(batch=2, sequence=5)
+    load = Workload(batch=2, sequence=5)
 
     kept = block_bytes(shape, load, Widths(2, 4, 2, 4, 4), choice())
 
@@ -88,9 +95,9 @@ def test_activations_grow_with_batch_and_sequence(
 ) -> None:
     """Twice the tokens, twice the activations, beside what autocast copies; states stay."""
     how = choose(name, dict(given), n)
-    small, large = (memory_of(LLAMA, how, Load(8 * k, 1024)) for k in (1, 2))
-    longer = memory_of(LLAMA, how, Load(8, 2048))
-    casts = memory_of(LLAMA, how, Load(8, 1024)).activations * 2 - large.activations
+    small, large = (memory_of(LLAMA, how, Workload(8 * k, 1024)) for k in (1, 2))
+    longer = memory_of(LLAMA, how, Workload(8, 2048))
+    casts = memory_of(LLAMA, how, Workload(8, 1024)).activations * 2 - large.activations
 
     assert longer.activations == pytest.approx(large.activations)
     assert (small.states, small.step) == (large.states, large.step)
@@ -104,7 +111,7 @@ def test_checkpointing_lowers_activations_in_order(name: str) -> None:
     """none > every fourth block > selective > full; states do not change."""
     n = 1 if name == "single" else 8
     ways = [{}, {"checkpoint": "4"}, {"checkpoint": "selective"}, {"checkpoint": "full"}]
-    memories = [memory_of(LLAMA, choose(name, way, n), Load(4, 4096)) for way in ways]
+    memories = [memory_of(LLAMA, choose(name, way, n), Workload(4, 4096)) for way in ways]
     activations = [memory.activations for memory in memories]
 
     assert activations == sorted(activations, reverse=True)
@@ -115,7 +122,7 @@ def test_checkpointing_lowers_activations_in_order(name: str) -> None:
 @pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp1", "deepspeed", "tp", "pp"])
 def test_more_ranks_need_less_memory(name: str) -> None:
     """Each doubling of ranks lowers the peak."""
-    peaks = [memory_of(LLAMA, choose(name, {}, n), Load(8)).peak for n in (2, 4, 8)]
+    peaks = [memory_of(LLAMA, choose(name, {}, n), Workload(8)).peak for n in (2, 4, 8)]
 
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == 3
@@ -123,7 +130,7 @@ def test_more_ranks_need_less_memory(name: str) -> None:
 
 def test_copies_need_the_same_memory_however_many() -> None:
     """ddp splits nothing of the model."""
-    few, many = (memory_of(LLAMA, choose("ddp", {}, n), Load()) for n in (2, 64))
+    few, many = (memory_of(LLAMA, choose("ddp", {}, n), Workload()) for n in (2, 64))
 
     assert few == many
     assert few.buffers == 4 * LLAMA.parameters  # DDP's buckets, a copy of each gradient
@@ -132,19 +139,19 @@ def test_copies_need_the_same_memory_however_many() -> None:
 def test_what_fsdp_gathers() -> None:
     """Two blocks, embedding and head, and one block's gradients twice; grad-op has everything."""
     block, root = LLAMA.shape.block_parameters, LLAMA.root_parameters
-    full = memory_of(LLAMA, choose("fsdp", {}, 8), Load()).buffers
-    half = memory_of(LLAMA, choose("fsdp", {"bf16": True}, 8), Load()).buffers
-    all_of_it = memory_of(LLAMA, choose("fsdp", {"shard": "grad-op"}, 8), Load()).buffers
+    full = memory_of(LLAMA, choose("fsdp", {}, 8), Workload()).buffers
+    half = memory_of(LLAMA, choose("fsdp", {"bf16": True}, 8), Workload()).buffers
+    all_of_it = memory_of(LLAMA, choose("fsdp", {"shard": "grad-op"}, 8), Workload()).buffers
 
     assert full == pytest.approx(4 * (root + 2 * block) + 8 * block)
     assert half == pytest.approx(2 * (root + 2 * block) + (2 + 4) * block)
     assert all_of_it == pytest.approx(4 * LLAMA.parameters + 8 * block)
-    assert memory_of(LLAMA, choose("fsdp", {}, 1), Load()).buffers == 0
+    assert memory_of(LLAMA, choose("fsdp", {}, 1), Workload()).buffers == 0
 
 
 def test_accumulation_under_fsdp_holds_whole_gradients() -> None:
     once, thrice = (
-        memory_of(LLAMA, choose("fsdp", {"accumulate": k}, 8), Load()).buffers for k in (1, 3)
+        memory_of(LLAMA, choose("fsdp", {"accumulate": k}, 8), Workload()).buffers for k in (1, 3)
     )
 
     assert thrice - once == pytest.approx(4 * LLAMA.parameters)
@@ -152,10 +159,10 @@ def test_accumulation_under_fsdp_holds_whole_gradients() -> None:
 
 def test_offloaded_states_are_in_the_hosts_memory() -> None:
     """All of FSDP's; DeepSpeed's optimizer and gradients below stage 3; none of them on NVMe."""
-    whole = memory_of(LLAMA, choose("fsdp", {}, 8), Load())
-    fsdp = memory_of(LLAMA, choose("fsdp", {"offload": "cpu"}, 8), Load())
-    second = memory_of(LLAMA, choose("deepspeed", {"offload": "cpu"}, 8), Load())
-    nvme = memory_of(LLAMA, choose("deepspeed", {"offload": "nvme", "stage": 3}, 8), Load())
+    whole = memory_of(LLAMA, choose("fsdp", {}, 8), Workload())
+    fsdp = memory_of(LLAMA, choose("fsdp", {"offload": "cpu"}, 8), Workload())
+    second = memory_of(LLAMA, choose("deepspeed", {"offload": "cpu"}, 8), Workload())
+    nvme = memory_of(LLAMA, choose("deepspeed", {"offload": "nvme", "stage": 3}, 8), Workload())
 
     assert (fsdp.states, fsdp.host) == (0, whole.states)
     assert second.parameters == 4 * LLAMA.parameters
@@ -173,14 +180,14 @@ def test_the_peak_is_the_sum_with_activations_or_gradients_and_the_step() -> Non
     assert replace(memory, keeps_gradients=True).peak == 136
     assert replace(memory, most=50).peak == 153
     assert replace(memory, step=12).peak == 138
-    assert memory_of(LLAMA, choice(), Load()).overhead == OVERHEAD_BYTES
+    assert memory_of(LLAMA, choice(), Workload()).overhead == OVERHEAD_BYTES
 
 
 def test_the_optimizers_step_makes_a_list_of_all_it_steps() -> None:
     """4 bytes of each parameter that the rank steps; nothing with --fused."""
-    assert memory_of(LLAMA, choice(), Load()).step == 4 * LLAMA.parameters
-    assert memory_of(LLAMA, choose("fsdp", {}, 8), Load()).step == LLAMA.parameters / 2
-    assert memory_of(LLAMA, choice(fused=True), Load()).step == 0
+    assert memory_of(LLAMA, choice(), Workload()).step == 4 * LLAMA.parameters
+    assert memory_of(LLAMA, choose("fsdp", {}, 8), Workload()).step == LLAMA.parameters / 2
+    assert memory_of(LLAMA, choice(fused=True), Workload()).step == 0
 
 
 @pytest.mark.parametrize(
@@ -190,7 +197,7 @@ def test_the_optimizers_step_makes_a_list_of_all_it_steps() -> None:
 )  # fmt: skip
 def test_recipes_by_optimizer(optimizer: str, recipe: str, total: int) -> None:
     """Bytes per parameter; the name says what they are."""
-    found = recipe_for(choice(), Load(optimizer=optimizer, recipe=recipe))
+    found = recipe_for(choice(), Workload(optimizer=optimizer, recipe=recipe))
 
     assert found.total == total
     assert OPTIMIZERS[optimizer].title in found.name
@@ -217,8 +224,11 @@ def test_a_pipeline_keeps_what_is_in_flight() -> None:
 
     assert (in_flight(one, 8), in_flight(all_, 8)) == (4, 8)
     assert 4 < in_flight(between, 8) < 8
-    assert memory_of(LLAMA, one, Load(8)).activations < memory_of(LLAMA, all_, Load(8)).activations
-    assert [micro_batches(choose("pp", {}, 4), Load(b)) for b in (1, 6, 8, 64, 7)] == [
+    assert (
+        memory_of(LLAMA, one, Workload(8)).activations
+        < memory_of(LLAMA, all_, Workload(8)).activations
+    )
+    assert [micro_batches(choose("pp", {}, 4), Workload(b)) for b in (1, 6, 8, 64, 7)] == [
         1,
         6,
         8,
@@ -230,14 +240,14 @@ def test_a_pipeline_keeps_what_is_in_flight() -> None:
 @pytest.mark.parametrize(
     ("how", "load", "told"),
     [
-        (("tp", 64), Load(), "tp over 64 ranks does not divide the 32 heads and 8 of keys"),
-        (("ulysses", 16), Load(), "ulysses over 16 ranks does not divide"),
-        (("pp", 64), Load(64), "pp=64: llama-3-8b has 32 blocks, fewer"),
-        (("cp", 3), Load(sequence=100), "cp=3 does not divide --seq 100"),
-        (("pp", 4, {"microbatches": 6}), Load(8), "--microbatches 6 does not divide --batch 8"),
+        (("tp", 64), Workload(), "tp over 64 ranks does not divide the 32 heads and 8 of keys"),
+        (("ulysses", 16), Workload(), "ulysses over 16 ranks does not divide"),
+        (("pp", 64), Workload(64), "pp=64: llama-3-8b has 32 blocks, fewer"),
+        (("cp", 3), Workload(sequence=100), "cp=3 does not divide --seq 100"),
+        (("pp", 4, {"microbatches": 6}), Workload(8), "--microbatches 6 does not divide --batch 8"),
     ],
 )
-def test_what_does_not_fit_is_refused(how: tuple[object, ...], load: Load, told: str) -> None:
+def test_what_does_not_fit_is_refused(how: tuple[object, ...], load: Workload, told: str) -> None:
     """With the numbers, and what works."""
     name, n, given = (*how, {})[:3]
 
@@ -248,6 +258,6 @@ def test_what_does_not_fit_is_refused(how: tuple[object, ...], load: Load, told:
 def test_a_ring_takes_no_dropout() -> None:
     """GPT-2 has it by default, Llama has not."""
     with pytest.raises(OptionError, match="cp takes attention without dropout, and gpt2 has it"):
-        memory_of(model_of("gpt2"), choose("cp", {}, 2), Load())
+        memory_of(model_of("gpt2"), choose("cp", {}, 2), Workload())
     for model, name in (("gpt2", "ulysses"), ("llama-3-8b", "cp")):
-        assert memory_of(model_of(model), choose(name, {}, 2), Load()).peak > 0
+        assert memory_of(model_of(model), choose(name, {}, 2), Workload()).peak > 0

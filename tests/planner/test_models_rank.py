@@ -20,7 +20,7 @@ from transformers import (
 
 from nbdist.planner.activations import block_bytes
 from nbdist.planner.models import CONFIGS, model_of
-from nbdist.planner.workload import OPTIMIZERS, Load, Widths
+from nbdist.planner.workload import OPTIMIZERS, Widths, Workload
 from nbdist.strategy.choice import choose
 
 pytestmark = pytest.mark.engine
@@ -127,7 +127,7 @@ def test_activations_of_a_block_are_what_autograd_keeps(form: str, way: str) -> 
 
     more = kept_bytes(_FORMS[form](3), way) - kept_bytes(_FORMS[form](2), way)
 
-    planned = block_bytes(shape, Load(_BATCH, _TOKENS), widths, choose("single", {}, 1))
+    planned = block_bytes(shape, Workload(_BATCH, _TOKENS), widths, choose("single", {}, 1))
     assert more == pytest.approx(planned + widths.cast * shape.block_parameters, rel=0.02)
 
 

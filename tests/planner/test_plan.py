@@ -16,7 +16,7 @@ from nbdist.planner.memory import Memory
 from nbdist.planner.models import ModelShape, model_of
 from nbdist.planner.plan import NO, RISKY, SAFE, Plan, Row, plan, verdict
 from nbdist.planner.step_time import bubble, flops_of, flows, samples, time_of
-from nbdist.planner.workload import OPTIMIZERS, Load
+from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import choose
 from nbdist.strategy.table import ROWS
@@ -27,8 +27,8 @@ SEVEN, SEVENTY = model_of("7e9"), model_of("70e9")
 LLAMA = model_of("llama-3-8b")
 
 
-def planned(model: ModelShape, n: int, load: Load | None = None, **given: object) -> Plan:
-    return plan(model, H100, n, load or Load(), given=given)
+def planned(model: ModelShape, n: int, load: Workload | None = None, **given: object) -> Plan:
+    return plan(model, H100, n, load or Workload(), given=given)
 
 
 def row(found: Plan, typed: str) -> Row:
@@ -58,14 +58,14 @@ def test_parameters_in_fp32(model: str, size: float) -> None:
 )  # fmt: skip
 def test_states_of_each_recipe(model: str, recipe: str, size: float) -> None:
     """12 bytes leave the copy in fp32 out; 16 have it, or need none."""
-    found = planned(model_of(model), 1, Load(recipe=recipe))
+    found = planned(model_of(model), 1, Workload(recipe=recipe))
 
     assert gigabytes(found, "single").states == size * GB
 
 
 def test_zero_stages_of_7e9_on_8_ranks() -> None:
     """38.5, 26.25 and 14 GB of states; 2.91 x, 4.27 x and 8 x, not the limits 4 x and 8 x."""
-    found = planned(SEVEN, 8, Load(recipe="mixed"))
+    found = planned(SEVEN, 8, Workload(recipe="mixed"))
     states = [gigabytes(found, f"deepspeed --stage {stage}").states / GB for stage in (1, 2, 3)]
 
     assert states == [38.5, 26.25, 14.0]
@@ -86,7 +86,7 @@ def test_bubbles_of_four_stages(pieces: int, idle: float) -> None:
 
 def test_a_ring_sends_24_5_gb_of_7e9_gradients_in_bf16() -> None:
     """2 * 7/8 * 14 GB; ddp as much as ZeRO 1 and 2, and 1.5 times that where all is split."""
-    found = planned(SEVEN, 8, Load(recipe="bf16"))
+    found = planned(SEVEN, 8, Workload(recipe="bf16"))
     sent = {one.typed: one.sent_bytes / GB for one in found.rows}
 
     assert sent["ddp"] == pytest.approx(24.5)
@@ -101,7 +101,7 @@ def test_a_ring_sends_24_5_gb_of_7e9_gradients_in_bf16() -> None:
 def test_what_is_sent_of_the_model_is_footprints(name: str) -> None:
     """The same bytes, by whichever way they are asked for."""
     choice = choose(name, {}, 8)
-    sent = [flow for flow in flows(LLAMA, choice, Load()) if flow.sent.what in footprint.HELD]
+    sent = [flow for flow in flows(LLAMA, choice, Workload()) if flow.sent.what in footprint.HELD]
 
     assert sum(flow.wire_bytes for flow in sent) == pytest.approx(
         footprint.sent_bytes(choice, LLAMA.parameters)
@@ -110,8 +110,8 @@ def test_what_is_sent_of_the_model_is_footprints(name: str) -> None:
 
 def test_what_tensor_parallelism_sends_counted_by_hand() -> None:
     """32 blocks, four all-reduces of 2048 x 4096 numbers each; two more where it is done again."""
-    [flow] = flows(LLAMA, choose("tp", {}, 8), Load())
-    [again] = flows(LLAMA, choose("tp", {"checkpoint": "full"}, 8), Load())
+    [flow] = flows(LLAMA, choose("tp", {}, 8), Workload())
+    [again] = flows(LLAMA, choose("tp", {"checkpoint": "full"}, 8), Workload())
 
     assert flow.messages == 128
     assert flow.wire_bytes == pytest.approx(128 * 2 * 7 / 8 * 2048 * 4096 * 4)
@@ -120,7 +120,7 @@ def test_what_tensor_parallelism_sends_counted_by_hand() -> None:
 
 def test_keys_and_values_of_a_ring_counted_by_hand() -> None:
     """K and V of 2048 tokens, 8 heads of 128, past all ranks three times in each of 32 blocks."""
-    ring = flows(LLAMA, choose("cp", {}, 8), Load())[0]
+    ring = flows(LLAMA, choose("cp", {}, 8), Workload())[0]
 
     assert ring.wire_bytes == pytest.approx(32 * 3 * 7 / 8 * 2 * 2048 * 1024 * 4)
 
@@ -131,7 +131,7 @@ def test_keys_and_values_of_a_ring_counted_by_hand() -> None:
 def test_checkpointing_costs_a_third_more_and_saves_no_states() -> None:
     """One more forward of three parts, not 1.5 x; a flat half of parameters it is not."""
     plain, full = choose("single", {}, 1), choose("single", {"checkpoint": "full"}, 1)
-    load = Load(4, 4096)
+    load = Workload(4, 4096)
     memory, less = (gigabytes(planned(LLAMA, 1, load, **way), "single")
                     for way in ({}, {"checkpoint": "full"}))  # fmt: skip
 
@@ -144,20 +144,20 @@ def test_the_effective_batch_counts_data_parallel_ranks() -> None:
     """64 ranks as 8 x 2 x 4 are 4 times the batch, not 64 times."""
     mesh = choose("pp", {"tp": 8, "dp": 4, "accumulate": 2}, 64)
 
-    assert samples(mesh, Load(batch=3)) == 3 * 4 * 2
-    assert samples(choose("single", {}, 64), Load(batch=3)) == 3
-    assert samples(choose("cp", {"dp": 2}, 8), Load(batch=3)) == 6
+    assert samples(mesh, Workload(batch=3)) == 3 * 4 * 2
+    assert samples(choose("single", {}, 64), Workload(batch=3)) == 3
+    assert samples(choose("cp", {"dp": 2}, 8), Workload(batch=3)) == 6
 
 
 def test_an_effective_batch_that_cannot_be_formed_is_refused() -> None:
     """2048 of 25 data-parallel ranks with 4 each is 20.48 backwards."""
     with pytest.raises(OptionError, match=r"2048 is 20\.48 x 100 .*Use 2000 or 2100"):
-        plan(SEVEN, H100, 800, Load(4, samples=2048), strategy="pp",
+        plan(SEVEN, H100, 800, Workload(4, samples=2048), strategy="pp",
              given={"tp": 8, "pp": 4, "dp": 25})  # fmt: skip
     with pytest.raises(OptionError, match="is 3 x 8, and --accumulate 2 another"):
-        plan(SEVEN, H100, 8, Load(1, samples=24), strategy="ddp", given={"accumulate": 2})
+        plan(SEVEN, H100, 8, Workload(1, samples=24), strategy="ddp", given={"accumulate": 2})
 
-    found = plan(SEVEN, H100, 8, Load(1, samples=24), strategy="ddp")
+    found = plan(SEVEN, H100, 8, Workload(1, samples=24), strategy="ddp")
     assert found.rows[0].samples == 24
     assert found.rows[0].choice is not None
     assert found.rows[0].choice.options.accumulate == 3
@@ -165,7 +165,7 @@ def test_an_effective_batch_that_cannot_be_formed_is_refused() -> None:
 
 def test_a_case_study_that_does_not_add_up() -> None:
     """70B on 64 A100: 840 GB beside 1.1 TB, 238 steps, 7 hours at 40 % and not 7 days."""
-    load = Load(batch=1, sequence=4096, recipe="mixed")
+    load = Workload(batch=1, sequence=4096, recipe="mixed")
     choice = choose("pp", {"tp": 8, "pp": 2, "dp": 4}, 64)
     tokens_of_step = 512 * 4096
     flops = flops_of(SEVENTY, choice, load) / 4096  # of a token
@@ -206,8 +206,8 @@ def test_every_strategy_has_a_row(n: int) -> None:
 
 
 def test_one_strategy_or_degrees_are_one_row() -> None:
-    one = plan(LLAMA, H100, 8, Load(), strategy="fsdp", given={"tp": 2})
-    other = plan(LLAMA, H100, 8, Load(), given={"dp": 4, "tp": 2})
+    one = plan(LLAMA, H100, 8, Workload(), strategy="fsdp", given={"tp": 2})
+    other = plan(LLAMA, H100, 8, Workload(), given={"dp": 4, "tp": 2})
 
     assert one.rows == other.rows
     assert [(r.typed, r.mesh) for r in one.rows] == [("fsdp x tp", "dp 4 x tp 2")]
@@ -216,7 +216,7 @@ def test_one_strategy_or_degrees_are_one_row() -> None:
 def test_another_engine_fills_the_same_rows() -> None:
     """Memory may come from elsewhere than formulas; the record says from where."""
     fixed = Memory(1, 1, 1, activations=77e9, buffers=0, engine="a run")
-    found = plan(LLAMA, H100, 8, Load(), engine=lambda model, choice, load: fixed)
+    found = plan(LLAMA, H100, 8, Workload(), engine=lambda model, choice, load: fixed)
 
     assert {one.memory for one in found.rows if one.memory} == {fixed}
     assert {one.verdict for one in found.rows if one.memory} == {RISKY}
@@ -225,18 +225,20 @@ def test_another_engine_fills_the_same_rows() -> None:
 @pytest.mark.parametrize(
     ("given", "load", "told"),
     [
-        ({"tp": 3}, Load(), "8 ranks cannot form tp=3"),
-        ({"tp": 16}, Load(), "8 ranks cannot form tp=16"),
-        ({"nope": 1}, Load(), "no option 'nope'"),
-        ({"checkpoint": "half"}, Load(), "no --checkpoint half"),
-        ({}, Load(optimizer="lamb"), "no --optimizer lamb. Choose one of adamw, "),
-        ({}, Load(recipe="fp8"), "no --recipe fp8. Choose one of fp32, "),
-        ({}, Load(batch=0), "--batch 0 is nothing to train on"),
-        ({}, Load(sequence=-1), "--seq -1 is nothing to train on"),
-        ({}, Load(samples=2.5), "--samples 2.5 is nothing"),  # type: ignore[arg-type]
+        ({"tp": 3}, Workload(), "8 ranks cannot form tp=3"),
+        ({"tp": 16}, Workload(), "8 ranks cannot form tp=16"),
+        ({"nope": 1}, Workload(), "no option 'nope'"),
+        ({"checkpoint": "half"}, Workload(), "no --checkpoint half"),
+        ({}, Workload(optimizer="lamb"), "no --optimizer lamb. Choose one of adamw, "),
+        ({}, Workload(recipe="fp8"), "no --recipe fp8. Choose one of fp32, "),
+        ({}, Workload(batch=0), "--batch 0 is nothing to train on"),
+        ({}, Workload(sequence=-1), "--seq -1 is nothing to train on"),
+        ({}, Workload(samples=2.5), "--samples 2.5 is nothing"),  # type: ignore[arg-type]
     ],
 )
-def test_wrong_words_are_refused_once(given: Mapping[str, object], load: Load, told: str) -> None:
+def test_wrong_words_are_refused_once(
+    given: Mapping[str, object], load: Workload, told: str
+) -> None:
     with pytest.raises(OptionError, match=told):
         plan(LLAMA, H100, 8, load, given=given)
 
@@ -244,8 +246,8 @@ def test_wrong_words_are_refused_once(given: Mapping[str, object], load: Load, t
 def test_bf16_on_a_device_without_it_is_refused() -> None:
     for way in ({"bf16": True}, {"precision": "bf16"}):
         with pytest.raises(OptionError, match=r"NVIDIA T4 cannot compute in bf16\. Use --fp16"):
-            plan(LLAMA, DEVICES["t4"], 8, Load(), given=way)
-    plan(LLAMA, DEVICES["t4"], 8, Load(), given={"fp16": True})
+            plan(LLAMA, DEVICES["t4"], 8, Workload(), given=way)
+    plan(LLAMA, DEVICES["t4"], 8, Workload(), given={"fp16": True})
 
 
 # Advice
@@ -291,7 +293,7 @@ def test_rules_that_disagree_are_told_with_their_numbers() -> None:
 def test_what_would_help_does() -> None:
     """Nothing fits: what the advice names makes it safe when it is planned."""
     device = DEVICES["a100-40gb"]
-    found = plan(model_of("llama-3-70b"), device, 64, Load(sequence=4096), given={"bf16": True})
+    found = plan(model_of("llama-3-70b"), device, 64, Workload(sequence=4096), given={"bf16": True})
     advice = advise(found, {"bf16": True})
 
     assert {one.verdict for one in found.rows if one.memory} == {NO}
@@ -299,14 +301,14 @@ def test_what_would_help_does() -> None:
     assert advice.sentences[0].startswith("Nothing fits: the smallest,")
     assert advice.sentences[1].startswith("With --checkpoint full fsdp --tp 8 is safe (")
     again = plan(
-        model_of("llama-3-70b"), device, 64, Load(sequence=4096),
+        model_of("llama-3-70b"), device, 64, Workload(sequence=4096),
         given={"bf16": True, "checkpoint": "full"},
     )  # fmt: skip
     assert row(again, "fsdp --tp 8").verdict == SAFE
 
 
 def test_more_ranks_where_nothing_else_helps() -> None:
-    found = plan(SEVENTY, with_memory("24GB"), 2, Load())
+    found = plan(SEVENTY, with_memory("24GB"), 2, Workload())
     [_, helps] = advise(found).sentences
 
     assert helps.startswith("With ")
@@ -317,7 +319,7 @@ def test_more_ranks_where_nothing_else_helps() -> None:
 def test_help_for_the_strategy_that_was_typed() -> None:
     """The same degrees first; another strategy where nothing makes that one safe."""
     given = {"tp": 8, "pp": 2, "dp": 4, "bf16": True}
-    load, device = Load(sequence=4096), DEVICES["a100-40gb"]
+    load, device = Workload(sequence=4096), DEVICES["a100-40gb"]
     found = plan(model_of("llama-3-70b"), device, 64, load, given=given)
     copies = plan(model_of("llama-3-70b"), device, 64, load, strategy="ddp", given={"bf16": True})
 
@@ -329,14 +331,14 @@ def test_help_for_the_strategy_that_was_typed() -> None:
 
 
 def test_not_even_many_ranks() -> None:
-    found = plan(SEVENTY, with_memory("0.5GB"), 2, Load())
+    found = plan(SEVENTY, with_memory("0.5GB"), 2, Workload())
 
     assert "Not even 4096 ranks" in advise(found).sentences[-1]
 
 
 def test_without_a_known_speed_bytes_decide() -> None:
     """And a pipeline, which sends least and waits, does not win by that."""
-    found = plan(SEVEN, with_memory("80GB"), 8, Load())
+    found = plan(SEVEN, with_memory("80GB"), 8, Workload())
     best = advise(found).row
 
     assert all(one.time is None for one in found.rows)
@@ -351,7 +353,7 @@ def test_without_a_known_speed_bytes_decide() -> None:
 def test_time_is_between_its_parts() -> None:
     """All communication hidden, or none of it."""
     choice = choose("fsdp", {}, 8)
-    time = time_of(LLAMA, choice, Load(), H100)
+    time = time_of(LLAMA, choice, Workload(), H100)
 
     assert time is not None
     assert time.least_s == max(time.compute_s, time.communication_s)
@@ -361,7 +363,7 @@ def test_time_is_between_its_parts() -> None:
 
 def test_arithmetic_against_an_independent_count() -> None:
     """6 per parameter and token, 12 per block, width and pair of tokens, at 40 % of 989 TFLOPS."""
-    load = Load(batch=2, sequence=4096, recipe="bf16")
+    load = Workload(batch=2, sequence=4096, recipe="bf16")
     time = time_of(LLAMA, choose("single", {}, 1), load, H100)
     tokens = 2 * 4096
     arithmetic = tokens * (6 * 8_030_261_248 + 12 * 32 * 4096 * 4096) / (0.4 * 989e12)
@@ -374,7 +376,7 @@ def test_arithmetic_against_an_independent_count() -> None:
 
 def test_reading_weights_bounds_a_small_batch() -> None:
     """One token: three readings of the weights take longer than its arithmetic."""
-    load = Load(batch=1, sequence=1, recipe="bf16")
+    load = Workload(batch=1, sequence=1, recipe="bf16")
     time = time_of(LLAMA, choose("single", {}, 1), load, H100)
     reading = 3 * 2 * 8_030_261_248 / 3.35e12
     stepping = 8_030_261_248 * (2 * 12 - 2) / 3.35e12
@@ -385,12 +387,12 @@ def test_reading_weights_bounds_a_small_batch() -> None:
 
 def test_links_by_where_ranks_are() -> None:
     """tp 8 is in a host; dp around it crosses hosts, and so does dp 16."""
-    inside = time_of(LLAMA, choose("ddp", {}, 8), Load(), H100)
-    across = time_of(LLAMA, choose("ddp", {}, 16), Load(), H100)
+    inside = time_of(LLAMA, choose("ddp", {}, 8), Workload(), H100)
+    across = time_of(LLAMA, choose("ddp", {}, 16), Workload(), H100)
     [parameters, _, activations] = [
-        flow.wire_bytes for flow in flows(LLAMA, choose("fsdp", {"tp": 8}, 16), Load())
+        flow.wire_bytes for flow in flows(LLAMA, choose("fsdp", {"tp": 8}, 16), Workload())
     ]
-    mixed = time_of(LLAMA, choose("fsdp", {"tp": 8}, 16), Load(), H100)
+    mixed = time_of(LLAMA, choose("fsdp", {"tp": 8}, 16), Workload(), H100)
 
     assert inside is not None
     assert across is not None
@@ -405,9 +407,9 @@ def test_a_measurement_counts_before_the_data_sheet() -> None:
     """Its latency for each message, its bandwidth for the bytes."""
     measured = LinkModel({"all_reduce": Fit(1e-3, 1 / 10e9, 0.01, 9)}, 8)
     choice = choose("ddp", {}, 8)
-    [flow] = flows(LLAMA, choice, Load())
-    time = time_of(LLAMA, choice, Load(), H100, measured)
-    other = time_of(LLAMA, choose("fsdp", {}, 8), Load(), H100, measured)
+    [flow] = flows(LLAMA, choice, Workload())
+    time = time_of(LLAMA, choice, Workload(), H100, measured)
+    other = time_of(LLAMA, choose("fsdp", {}, 8), Workload(), H100, measured)
 
     assert time is not None
     assert other is not None
@@ -420,7 +422,7 @@ def test_accumulation_sends_gradients_once_and_gathers_each_time() -> None:
 
     def sent(name: str, k: int, **given: object) -> float:
         choice = choose(name, {"accumulate": k, **given}, 8)
-        return sum(flow.wire_bytes for flow in flows(LLAMA, choice, Load()))
+        return sum(flow.wire_bytes for flow in flows(LLAMA, choice, Workload()))
 
     assert sent("ddp", 4) == sent("ddp", 1)
     assert sent("fsdp", 4) / sent("fsdp", 1) == pytest.approx((4 * 2 + 1) / 3)
@@ -524,7 +526,7 @@ def test_the_page_has_each_rule_optimizer_and_recipe() -> None:
 def test_it_tells_which_row_it_counts() -> None:
     """Each strategy once, in order, with how many there are."""
     told: list[tuple[str, float, float, str]] = []
-    found = plan(SEVEN, H100, 8, Load(), progress=lambda *one: told.append(one))
+    found = plan(SEVEN, H100, 8, Workload(), progress=lambda *one: told.append(one))
 
     assert [one[0] for one in told] == [f"counting {row.typed}" for row in found.rows]
     assert [one[1:] for one in told] == [

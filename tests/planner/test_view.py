@@ -12,13 +12,13 @@ from nbdist.planner.devices import DEVICES, Device, with_memory
 from nbdist.planner.models import model_of
 from nbdist.planner.plan import plan
 from nbdist.planner.view.plan_view import PlanView, shown_plan
-from nbdist.planner.workload import Load
+from nbdist.planner.workload import Workload
 
 
 def view(
     model: str = "7e9", n: int = 8, device: Device = DEVICES["h100"], **given: object
 ) -> PlanView:
-    found = plan(model_of(model), device, n, Load(), given=given, assumed=("--gpu h100",))
+    found = plan(model_of(model), device, n, Workload(), given=given, assumed=("--gpu h100",))
     return shown_plan(found, advise(found, given))
 
 
@@ -112,7 +112,7 @@ def test_what_a_user_types_is_escaped() -> None:
     """A name comes from a config."""
     shape = model_of({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2,
                       "vocab_size": 10, "_name_or_path": "<script>x</script>"})  # fmt: skip
-    found = plan(shape, DEVICES["h100"], 2, Load())
+    found = plan(shape, DEVICES["h100"], 2, Workload())
     seen = tags(shown_plan(found, advise(found)).html)
 
     assert "script" not in [tag for tag, _ in seen]

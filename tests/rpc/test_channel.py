@@ -13,7 +13,7 @@ from ipyparallel.error import RemoteError
 from nbdist.cells.kernel.session import Session
 from nbdist.core.failures import plain
 from nbdist.errors import NbdistError
-from nbdist.hang.records import Look
+from nbdist.hang.records import ThreadSnapshot
 from nbdist.rpc.kernel import functions
 from nbdist.rpc.kernel.channel import Channel, Message, failure_of
 from nbdist.rpc.wire import CELL_NUMBER
@@ -230,7 +230,7 @@ def test_questions_from_many_threads_are_all_answered(channel: Channel) -> None:
         asked = list(threads.map(lambda engine: channel.ask(engine, "look"), engines))
     answers = [one.result(DEADLINE_S) for one in asked]
 
-    assert all(isinstance(one, Look) for one in answers)
+    assert all(isinstance(one, ThreadSnapshot) for one in answers)
     assert not any(channel._asked.values())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nbdist.errors import CheckpointError, NbdistError, OptionError, RankGone
-from nbdist.rpc.kernel.gather import collect, let_end, refusal
+from nbdist.rpc.kernel.gather import gather_results, remote_error_message, wait_done
 
 
 def done(value: Any) -> Future[Any]:
@@ -31,7 +31,7 @@ def lives() -> str:
 
 def test_answers_come_in_rank_order() -> None:
     """As the futures are given."""
-    assert collect({0: done("a"), 1: done("b")}, 1.0, lives) == ["a", "b"]
+    assert gather_results({0: done("a"), 1: done("b")}, 1.0, lives) == ["a", "b"]
 
 
 def test_the_root_cause_is_told_and_not_the_lost_connection() -> None:
@@ -39,7 +39,7 @@ def test_the_root_cause_is_told_and_not_the_lost_connection() -> None:
     futures = {0: failed("Connection closed by peer [127.0.0.1]:1"), 1: failed("out of memory")}
 
     with pytest.raises(NbdistError, match=r"^rank 1: out of memory$"):
-        collect(futures, 1.0, lives)
+        gather_results(futures, 1.0, lives)
 
 
 def test_the_end_of_a_rank_is_told_as_such_once_it_is_known() -> None:
@@ -59,55 +59,55 @@ def test_the_end_of_a_rank_is_told_as_such_once_it_is_known() -> None:
     follower = failed("Connection closed by peer [127.0.0.1]:1")
 
     with pytest.raises(RankGone, match="signal SIGKILL"):
-        collect({0: died, 1: follower}, 1.0, ends_soon)
+        gather_results({0: died, 1: follower}, 1.0, ends_soon)
     with pytest.raises(NbdistError, match=r"^rank 0: Engine 0 died"):  # nothing is known of it
-        collect({0: died, 1: follower}, 1.0, lives)
+        gather_results({0: died, 1: follower}, 1.0, lives)
 
 
 def test_who_has_not_answered_is_named() -> None:
     """After the deadline, all that are late."""
     with pytest.raises(NbdistError, match=r"^ranks 1-2 did not answer within 0.01 s$"):
-        collect({0: done(1), 1: Future(), 2: Future()}, 0.01, lives)
+        gather_results({0: done(1), 1: Future(), 2: Future()}, 0.01, lives)
 
 
 def test_the_end_of_the_controller_ends_the_wait() -> None:
     """Long before the deadline."""
     with pytest.raises(RankGone, match=r"controller ended \(signal SIGKILL\)"):
-        collect({0: Future()}, 60.0, lambda: "signal SIGKILL")
+        gather_results({0: Future()}, 60.0, lambda: "signal SIGKILL")
 
 
 def test_a_rank_that_waits_for_one_that_failed_is_not_waited_for() -> None:
     """The failure is told at once, long before the deadline."""
     with pytest.raises(NbdistError, match=r"^rank 0: boom$"):
-        collect({0: failed("boom"), 1: Future()}, 60.0, lives)
+        gather_results({0: failed("boom"), 1: Future()}, 60.0, lives)
 
 
 def test_the_rank_that_failed_may_be_a_later_one() -> None:
     """Rank 0 waits for rank 1 in a collective, and is asked first."""
     with pytest.raises(NbdistError, match=r"^rank 1: boom$"):
-        collect({0: Future(), 1: failed("boom")}, 60.0, lives)
+        gather_results({0: Future(), 1: failed("boom")}, 60.0, lives)
 
 
 def test_an_answer_that_comes_with_a_failure_is_no_failure() -> None:
     """What rank 0 still answers counts; only rank 1 is told."""
     with pytest.raises(NbdistError, match=r"^rank 1: boom$"):
-        collect({0: done("a"), 1: failed("boom"), 2: done("c")}, 60.0, lives)
+        gather_results({0: done("a"), 1: failed("boom"), 2: done("c")}, 60.0, lives)
 
 
 def test_calls_may_end_by_themselves_after_an_interrupt() -> None:
     """As soon as all have, or not at all where there is no patience."""
     late: Future[Any] = Future()
     threading.Timer(0.05, late.set_result, (1,)).start()
-    let_end([done(1), late], 60.0)
+    wait_done([done(1), late], 60.0)
     assert late.done()
-    let_end([Future()], 0.0)
+    wait_done([Future()], 0.0)
 
 
 def test_a_further_interrupt_ends_the_patience() -> None:
     """It does not raise: the ranks are interrupted next."""
     began_s = time.monotonic()
     threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-    let_end([Future()], 60.0)
+    wait_done([Future()], 60.0)
 
     assert time.monotonic() < began_s + 30
 
@@ -120,9 +120,9 @@ def test_what_a_rank_refuses_is_told_in_its_words() -> None:
 
     told = NbdistError("rank 0: no such model")
     told.__cause__ = Remote()
-    found = refusal(told, CheckpointError, OptionError)
+    found = remote_error_message(told, CheckpointError, OptionError)
 
     assert type(found) is OptionError
     assert str(found) == "no such model"
-    assert refusal(told, CheckpointError) is None
-    assert refusal(NbdistError("rank 0 ended"), OptionError) is None
+    assert remote_error_message(told, CheckpointError) is None
+    assert remote_error_message(NbdistError("rank 0 ended"), OptionError) is None

@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-from nbdist.rpc.kernel.sigint import Presses, counted
+from nbdist.rpc.kernel.sigint import PendingInterrupts, deferred_sigint
 
 
 def test_presses_are_counted_and_do_not_raise() -> None:
     """Inside, every SIGINT is one press, those before somebody listens included."""
     taken: list[int] = []
-    with counted() as presses:
+    with deferred_sigint() as presses:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         presses.send_to(lambda: taken.append(1))
@@ -22,7 +22,7 @@ def test_presses_are_counted_and_do_not_raise() -> None:
 
 def test_a_press_that_waits_can_be_raised_later() -> None:
     """Once what must not be broken off is done."""
-    with counted() as presses:
+    with deferred_sigint() as presses:
         presses.check()
         signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -32,7 +32,7 @@ def test_a_press_that_waits_can_be_raised_later() -> None:
 def test_the_handler_of_before_is_back_afterwards() -> None:
     """After the block, left by an error or not, SIGINT raises as it did."""
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(ValueError, match="left"), counted():
+    with pytest.raises(ValueError, match="left"), deferred_sigint():
         raise ValueError("left")
 
     assert signal.getsignal(signal.SIGINT) is before
@@ -44,9 +44,9 @@ def test_nested_blocks_count_in_the_inner_one() -> None:
     """A cell within a cell takes the presses; the outer one goes on after it."""
     inner_taken: list[int] = []
     outer_taken: list[int] = []
-    with counted() as outer:
+    with deferred_sigint() as outer:
         outer.send_to(lambda: outer_taken.append(1))
-        with counted() as inner:
+        with deferred_sigint() as inner:
             inner.send_to(lambda: inner_taken.append(1))
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -59,7 +59,7 @@ def test_other_threads_leave_signals_alone() -> None:
     seen: list[object] = []
 
     def enter() -> None:
-        with counted() as presses:
+        with deferred_sigint() as presses:
             seen.extend([presses, signal.getsignal(signal.SIGINT)])
 
     before = signal.getsignal(signal.SIGINT)
@@ -67,5 +67,5 @@ def test_other_threads_leave_signals_alone() -> None:
     thread.start()
     thread.join()
 
-    assert isinstance(seen[0], Presses)
+    assert isinstance(seen[0], PendingInterrupts)
     assert seen[1] is before

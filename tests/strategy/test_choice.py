@@ -10,9 +10,9 @@ import pytest
 from nbdist.errors import OptionError
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import (
-    Choice,
     Degrees,
     Options,
+    Strategy,
     choose,
     default_choice,
     described,
@@ -240,7 +240,12 @@ def test_every_option_is_a_field_and_can_be_typed() -> None:
     assert set(OPTIONS) == own - decided
     assert len({*words, *DEGREES, *SHORTHANDS}) == len(words) + len(DEGREES) + len(SHORTHANDS)
     assert all(takers(row) for row in OPTIONS.values())
-    assert set(inspect.signature(Choice).parameters) == {"name", "degrees", "world_size", "options"}
+    assert set(inspect.signature(Strategy).parameters) == {
+        "name",
+        "degrees",
+        "world_size",
+        "options",
+    }
 
 
 def sections() -> dict[str, str]:
@@ -302,6 +307,6 @@ def test_docs_have_no_section_of_a_strategy_that_does_not_exist() -> None:
 @pytest.mark.parametrize(
     "choice", [choose(name, {}, 4) for name in ROWS], ids=lambda choice: choice.name
 )
-def test_a_row_alone_is_itself(choice: Choice) -> None:
+def test_a_row_alone_is_itself(choice: Strategy) -> None:
     """A name alone gives its own row."""
     assert [row.name for row in rows_of(choice)] == [choice.name]

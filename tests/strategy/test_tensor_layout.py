@@ -9,16 +9,16 @@ import pytest
 
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import (
-    Piece,
-    Side,
+    Placement,
     TensorLayout,
+    Transfer,
     is_first,
     is_same,
+    local_runs,
     local_shape,
     missing,
-    pieces,
-    runs,
     split,
+    transfers,
 )
 
 # Every way in which 4 ranks can be a mesh, and by themselves.
@@ -36,7 +36,7 @@ def chunk(array: np.ndarray, degree: int, index: int, dim: int) -> np.ndarray:
     return np.take(array, kept, axis=dim)
 
 
-def held(side: Side, whole: np.ndarray, rank: int) -> np.ndarray | None:
+def held(side: Placement, whole: np.ndarray, rank: int) -> np.ndarray | None:
     """What a rank holds, from splitting the tensor itself as its axes say."""
     layout, degrees = side.layout, side.degrees
     place = degrees.coordinate(rank)
@@ -53,16 +53,16 @@ def held(side: Side, whole: np.ndarray, rank: int) -> np.ndarray | None:
     return own
 
 
-def taken(whole: np.ndarray, side: Side, rank: int) -> np.ndarray | None:
+def taken(whole: np.ndarray, side: Placement, rank: int) -> np.ndarray | None:
     """What `runs` says that a rank holds."""
-    own = runs(side.layout, side.degrees, rank)
+    own = local_runs(side.layout, side.degrees, rank)
     if own is None:
         return None
     rows = [[i for start, n in dim for i in range(start, start + n)] for dim in own]
     return whole[np.ix_(*rows)] if rows else whole
 
 
-def deliver(piece: Piece, source: np.ndarray, target: np.ndarray) -> None:
+def deliver(piece: Transfer, source: np.ndarray, target: np.ndarray) -> None:
     """Copy a piece's elements, one by one."""
     dims = [[(a + i, b + i) for a, b, n in cuts for i in range(n)] for cuts in piece.dims]
     for block in itertools.product(*dims):
@@ -71,14 +71,16 @@ def deliver(piece: Piece, source: np.ndarray, target: np.ndarray) -> None:
         target[there] = source[tuple(old for old, _ in block)]
 
 
-def some_side(draw: random.Random, shape: tuple[int, ...]) -> Side:
+def some_side(draw: random.Random, shape: tuple[int, ...]) -> Placement:
     """Any layout of a tensor on any mesh."""
     degrees = draw.choice(MESHES)
     dims = [None, *range(len(shape))]
     tp_dim = draw.choice(dims)
     parts = [k for k in (1, 2, 3) if tp_dim is not None and shape[tp_dim] % k == 0] or [1]
     stages = draw.choice([None, frozenset({0}), frozenset({0, degrees.pp - 1})])
-    return Side(TensorLayout(shape, stages, tp_dim, draw.choice(parts), draw.choice(dims)), degrees)
+    return Placement(
+        TensorLayout(shape, stages, tp_dim, draw.choice(parts), draw.choice(dims)), degrees
+    )
 
 
 def some_shape(draw: random.Random) -> tuple[int, ...]:
@@ -112,13 +114,15 @@ def test_pieces_bring_every_element_once(limit: int) -> None:
         before = [held(old, whole, rank) for rank in range(4)]
         after = [held(new, whole, rank) for rank in range(4)]
         got = [None if one is None else np.full_like(one, -1) for one in after]
-        for piece in pieces(old, new, 4):
+        for piece in transfers(old, new, 4):
             for part in split(piece, limit):
                 assert np.prod(part.shape) <= limit
                 source = before[draw.choice(part.sources)]
                 deliver(part, source, got[part.target])  # type: ignore[arg-type]
         for rank in range(4):
-            if runs(old.layout, old.degrees, rank) == runs(new.layout, new.degrees, rank):
+            if local_runs(old.layout, old.degrees, rank) == local_runs(
+                new.layout, new.degrees, rank
+            ):
                 assert got[rank] is None or (got[rank] == -1).all()
             elif after[rank] is not None:
                 np.testing.assert_array_equal(got[rank], after[rank], err_msg=f"{old} {new}")
@@ -142,12 +146,12 @@ def test_fused_weights_split_part_by_part_and_are_sharded_again() -> None:
     degrees = Degrees(dp_shard=2, tp=2)
     fused = TensorLayout((12, 5), tp_dim=0, tp_parts=3)
 
-    assert [runs(fused, degrees, rank) for rank in (0, 1)] == [
+    assert [local_runs(fused, degrees, rank) for rank in (0, 1)] == [
         (((0, 2), (4, 2), (8, 2)), ((0, 5),)),
         (((2, 2), (6, 2), (10, 2)), ((0, 5),)),
     ]
     both = replace(fused, shard_dim=0)
-    assert [runs(both, degrees, rank)[0] for rank in range(4)] == [  # type: ignore[index]
+    assert [local_runs(both, degrees, rank)[0] for rank in range(4)] == [  # type: ignore[index]
         ((0, 2), (4, 1)),
         ((2, 2), (6, 1)),
         ((5, 1), (8, 2)),
@@ -170,24 +174,27 @@ def test_uneven_and_empty_shards_are_those_of_chunk() -> None:
 
 def test_layouts_that_say_the_same_move_nothing() -> None:
     """A split over one rank is none; a copy on more ranks goes to those alone, from any holder."""
-    whole = Side(TensorLayout((6,)), Degrees(dp_replicate=4))
-    other = Side(TensorLayout((6,), tp_dim=0, tp_parts=3, shard_dim=0), Degrees(cp=4))
-    owned = Side(TensorLayout((6,), ranks=frozenset({1, 3})), Degrees(dp_replicate=4))
+    whole = Placement(TensorLayout((6,)), Degrees(dp_replicate=4))
+    other = Placement(TensorLayout((6,), tp_dim=0, tp_parts=3, shard_dim=0), Degrees(cp=4))
+    owned = Placement(TensorLayout((6,), ranks=frozenset({1, 3})), Degrees(dp_replicate=4))
 
     assert is_same(whole, other, 4)
-    assert pieces(whole, other, 4) == ()
+    assert transfers(whole, other, 4) == ()
     assert not is_same(owned, whole, 4)
-    assert [(p.sources, p.target) for p in pieces(owned, whole, 4)] == [((1, 3), 0), ((1, 3), 2)]
-    assert pieces(whole, owned, 4) == ()
+    assert [(p.sources, p.target) for p in transfers(owned, whole, 4)] == [((1, 3), 0), ((1, 3), 2)]
+    assert transfers(whole, owned, 4) == ()
 
 
 def test_elements_that_nobody_has_are_missing() -> None:
     """Rank 1 of two shards has nothing: who needs its half is named; an empty part is no loss."""
-    half = Side(TensorLayout((3,), shard_dim=0, ranks=frozenset({0})), Degrees(dp_shard=2))
-    whole = Side(TensorLayout((3,)), Degrees(dp_replicate=2))
-    first = Side(TensorLayout((3,), tp_dim=0), Degrees(tp=2))
+    half = Placement(TensorLayout((3,), shard_dim=0, ranks=frozenset({0})), Degrees(dp_shard=2))
+    whole = Placement(TensorLayout((3,)), Degrees(dp_replicate=2))
+    first = Placement(TensorLayout((3,), tp_dim=0), Degrees(tp=2))
     single = replace(half.layout, shape=(1,))
 
     assert missing(half, whole, 2) == (0, 1)
     assert missing(half, first, 2) == (1,)
-    assert missing(Side(single, half.degrees), Side(TensorLayout((1,)), whole.degrees), 2) == ()
+    assert (
+        missing(Placement(single, half.degrees), Placement(TensorLayout((1,)), whole.degrees), 2)
+        == ()
+    )

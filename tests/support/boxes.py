@@ -8,7 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from nbdist.hang.diagnose import diagnose
-from nbdist.hang.records import Box, Call, CxxCall, Finding, Group, Look, Place, RankView
+from nbdist.hang.records import (
+    Call,
+    CallLog,
+    Finding,
+    FlightRecorderEntry,
+    Group,
+    Place,
+    RankView,
+    ThreadSnapshot,
+)
 
 RUN = 5
 NOW_S = 100.0
@@ -44,7 +53,7 @@ def box(
     state: str = "running",
     run: int = RUN,
     generation: int = 0,
-) -> Box:
+) -> CallLog:
     """A rank's box after these calls, numbered as a rank numbers them."""
     counts: Counter[str] = Counter()
     transfers: Counter[tuple[str, int, int]] = Counter()
@@ -63,7 +72,7 @@ def box(
         numbered.append(replace(one, number=number))
     own = {n: Group(n, ranks, counts[n]) for n, ranks in groups.items() if rank in ranks}
     since_s = NOW_S - 20
-    return Box(
+    return CallLog(
         rank, 1000 + rank, generation, run, state, since_s, own, dict(transfers), tuple(numbered)
     )
 
@@ -75,7 +84,7 @@ def view(
     world: int = 2,
     groups: Mapping[str, tuple[int, ...]] | None = None,
     how: str = "",
-    look: Look | None = None,
+    look: ThreadSnapshot | None = None,
 ) -> RankView:
     """A rank in a world of so many, with further groups."""
     every = {WORLD: tuple(range(world)), **(groups or {})}
@@ -85,15 +94,17 @@ def view(
     return RankView(rank, state, how, own, look)
 
 
-def look(place: Place | None = None, *, is_asleep: bool = True, **newest: CxxCall) -> Look:
+def look(
+    place: Place | None = None, *, is_asleep: bool = True, **newest: FlightRecorderEntry
+) -> ThreadSnapshot:
     """A rank that sleeps in torch, or computes; the flight recorder's calls by group."""
     named = {name.removeprefix("g"): one for name, one in newest.items()}
-    return Look(place, (), is_asleep, is_asleep, named)
+    return ThreadSnapshot(place, (), is_asleep, is_asleep, named)
 
 
-def inner(op: str, detail: str, number: int, *, is_pending: bool = True) -> CxxCall:
+def inner(op: str, detail: str, number: int, *, is_pending: bool = True) -> FlightRecorderEntry:
     """A call in the flight recorder."""
-    return CxxCall(op, detail, number, is_pending)
+    return FlightRecorderEntry(op, detail, number, is_pending)
 
 
 REDUCE = "dist.all_reduce(x)"

@@ -13,11 +13,11 @@ from nbdist.core.topology import RankPlace, Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.lints.kernel.lints import Lints
 from nbdist.rpc.kernel import functions
-from nbdist.strategy.choice import Choice, choose, default_choice
+from nbdist.strategy.choice import Strategy, choose, default_choice
 from nbdist.switch.kernel import Asked, Strategies, asked, check, chosen
-from nbdist.switch.report import Switched
+from nbdist.switch.report import RankSwitchReport
 
-Reply = Callable[[Choice], Any]
+Reply = Callable[[Strategy], Any]
 CPU = Topology(
     tuple(
         RankPlace(engine_id=rank, rank=rank, local_rank=rank, local_world_size=2, node_rank=0,
@@ -52,8 +52,8 @@ def strategies(*replies: Any) -> tuple[Strategies, FakeSession]:
     return Strategies(cast(Session, session)), session
 
 
-def told(before: Choice, after: Choice) -> Switched:
-    return Switched(before, after, ("model",), (), (), (), (), 10, 0.1)
+def told(before: Strategy, after: Strategy) -> RankSwitchReport:
+    return RankSwitchReport(before, after, ("model",), (), (), (), (), 10, 0.1)
 
 
 class RemoteError(Exception):

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.strategy.choice import Choice, choose, default_choice
+from nbdist.strategy.choice import Strategy, choose, default_choice
 from nbdist.strategy.table import ROWS
-from nbdist.switch.report import Switched
-from nbdist.switch.switched import together
+from nbdist.switch.report import RankSwitchReport
+from nbdist.switch.switched import merge
 from nbdist.switch.view import current, switched
 
 
@@ -18,9 +18,9 @@ def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBDIST_TEST", raising=False)
 
 
-def record(before: Choice, after: Choice) -> Switched:
+def record(before: Strategy, after: Strategy) -> RankSwitchReport:
     """A switch of one model, as a rank tells it."""
-    return Switched(before, after, ("model",), ("model",), (), (), (), 6_700_000, 0.14)
+    return RankSwitchReport(before, after, ("model",), ("model",), (), (), (), 6_700_000, 0.14)
 
 
 DDP, FSDP = default_choice(2), choose("fsdp", {"bf16": True}, 2)
@@ -116,7 +116,7 @@ def test_ranks_records_become_one() -> None:
     """Bytes are those of all, the slowest counts, what is not on all ranks has its ranks."""
     one = replace(record(DDP, FSDP), stale=("best = model",), elapsed_s=0.1)
     other = replace(record(DDP, FSDP), notes=("late",), elapsed_s=0.3)
-    both = together([one, other])
+    both = merge([one, other])
 
     assert both.models == ("model",)
     assert both.stale == ("[0] best = model",)

@@ -7,7 +7,7 @@ import pytest
 
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy import footprint
-from nbdist.trace.breakdown import self_ns, sent_share, shares
+from nbdist.trace.breakdown import breakdown, self_ns, sent_share
 from nbdist.trace.trace import (
     COMMUNICATION,
     COMPUTE,
@@ -106,7 +106,7 @@ def test_shares_are_those_of_a_count_of_every_nanosecond() -> None:
         world_size = int(random.integers(2, 5))
         traces = [random_rank(rank, random, world_size) for rank in range(world_size)]
 
-        told = shares(Trace(tuple(traces)))
+        told = breakdown(Trace(tuple(traces)))
 
         for one, slow in zip(told.ranks, slow_shares(traces), strict=True):
             assert {part: getattr(one, part) for part in _PARTS} == {p: slow[p] for p in _PARTS}
@@ -132,7 +132,7 @@ def test_a_rank_that_comes_late_costs_the_wait_of_the_others() -> None:
         for rank, arrival in enumerate((2, 5, 8))
     ]
 
-    slowest = shares(trace(*ranks)).slowest
+    slowest = breakdown(trace(*ranks)).slowest
 
     assert slowest is not None
     assert (slowest.rank, slowest.cost_ns, slowest.share) == (2, 3 * MS, 0.3)
@@ -144,7 +144,7 @@ def test_a_wait_under_which_others_compute_costs_nothing() -> None:
     early = [Did(COMPUTE, 0, 8), Did(COMMUNICATION, 1, 9, "all-reduce", 1, 8)]
     late = [Did(COMPUTE, 0, 8), Did(COMMUNICATION, 8, 9, "all-reduce", 1, 8)]
 
-    told = shares(trace(rank_trace(0, early, [0, 10]), rank_trace(1, late, [0, 10])))
+    told = breakdown(trace(rank_trace(0, early, [0, 10]), rank_trace(1, late, [0, 10])))
 
     assert told.slowest is None
     assert told.ranks[0].waited_ns == 0
@@ -162,7 +162,7 @@ def test_two_collectives_that_wait_at_once_count_once() -> None:
         Did(COMMUNICATION, 6, 7, "all-gather", 1, 8),
     ]
 
-    slowest = shares(trace(rank_trace(0, early, [0, 8]), rank_trace(1, late, [0, 8]))).slowest
+    slowest = breakdown(trace(rank_trace(0, early, [0, 8]), rank_trace(1, late, [0, 8]))).slowest
 
     assert slowest is not None
     assert (slowest.rank, slowest.cost_ns) == (1, 4 * MS)
@@ -178,7 +178,7 @@ def test_two_ranks_that_are_late_in_turn_are_told_as_chance() -> None:
         for late in (0, 1)
     ]
 
-    slowest = shares(trace(*(rank_trace(r, did[r], [0, 8]) for r in (0, 1)))).slowest
+    slowest = breakdown(trace(*(rank_trace(r, did[r], [0, 8]) for r in (0, 1)))).slowest
 
     assert slowest is not None
     assert not slowest.is_alone
@@ -198,7 +198,7 @@ def test_self_time_is_the_duration_without_what_is_inside() -> None:
         ],
     )
 
-    operations = {o.name: (o.count, o.self_ns / MS) for o in shares(trace(one)).operations}
+    operations = {o.name: (o.count, o.self_ns / MS) for o in breakdown(trace(one)).operations}
 
     assert operations == {
         "outer": (1, 5), "middle": (2, 4), "inner": (1, 1), "elsewhere": (1, 9),
@@ -231,7 +231,7 @@ def test_bytes_of_a_strategy_are_those_of_its_formula(name: str, n: int) -> None
         for rank in range(n)
     ]
 
-    told = shares(trace(*ranks))
+    told = breakdown(trace(*ranks))
 
     choice = strategy_choice.choose(name, {}, n)
     assert told.sent_bytes == pytest.approx(footprint.sent_bytes(choice, n_parameters))
@@ -248,7 +248,7 @@ def test_every_collective_sends_what_a_ring_does() -> None:
 
 def test_a_recording_without_steps_is_told_whole() -> None:
     """From the first event's start to the last one's end, and a note says so."""
-    told = shares(trace(rank_trace(0, [Did(COMPUTE, 2, 4), Did(COMPUTE, 5, 7)])))
+    told = breakdown(trace(rank_trace(0, [Did(COMPUTE, 2, 4), Did(COMPUTE, 5, 7)])))
 
     assert (told.step_ns, told.ranks[0].window_ns, told.ranks[0].idle_ns) == (0, 5 * MS, 1 * MS)
     assert told.notes[0].startswith("No step ended, so the numbers are of all that was recorded.")
@@ -260,7 +260,7 @@ def test_ranks_with_different_numbers_of_steps_are_compared_by_those_of_both() -
     did = [Did(COMPUTE, 0, 30)]
     both = trace(rank_trace(0, did, [0, 10, 20, 30]), rank_trace(1, did, [0, 10, 20]))
 
-    told = shares(both)
+    told = breakdown(both)
 
     assert [one.window_ns for one in told.ranks] == [20 * MS, 20 * MS]
     assert told.notes[0] == (
@@ -272,7 +272,7 @@ def test_a_rank_without_steps_lets_all_be_counted_whole() -> None:
     """And is named."""
     did = [Did(COMPUTE, 0, 30)]
 
-    told = shares(trace(rank_trace(0, did, [0, 10]), rank_trace(1, did)))
+    told = breakdown(trace(rank_trace(0, did, [0, 10]), rank_trace(1, did)))
 
     assert [one.window_ns for one in told.ranks] == [30 * MS, 30 * MS]
     assert told.notes[0].startswith("No step ended on rank 1, so")
@@ -282,7 +282,7 @@ def test_a_rank_of_which_there_is_nothing_is_named_with_its_reason() -> None:
     """The others are counted."""
     one = rank_trace(0, [Did(COMPUTE, 0, 2)], [0, 2])
 
-    told = shares(trace(one, empty(1, "one", "It ended before its trace was read.")))
+    told = breakdown(trace(one, empty(1, "one", "It ended before its trace was read.")))
 
     assert [each.rank for each in told.ranks] == [0]
     assert told.notes[0] == "Rank 1: It ended before its trace was read."
@@ -291,7 +291,7 @@ def test_a_rank_of_which_there_is_nothing_is_named_with_its_reason() -> None:
 def test_nothing_at_all_gives_no_numbers() -> None:
     """Neither of no rank nor of ranks without events."""
     for one in (trace(), trace(empty(0, "one", "Nothing was recorded."))):
-        told = shares(one)
+        told = breakdown(one)
 
         assert (told.ranks, told.step_ns, told.slowest, told.operations) == ((), 0, None, ())
 
@@ -300,12 +300,12 @@ def test_a_first_step_that_is_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     """With how many times as long it took; not where outputs are stored and compared."""
     slow = trace(rank_trace(0, [Did(COMPUTE, 0, 50)], [0, 30, 40, 50]))
 
-    told = shares(slow)
+    told = breakdown(slow)
 
     assert told.step_ns == 10 * MS
     assert told.notes[0].startswith("The first step took 3.0 times as long as the others")
     monkeypatch.setenv("NBDIST_TEST", "1")
-    assert not any("first step" in note for note in shares(slow).notes)
+    assert not any("first step" in note for note in breakdown(slow).notes)
 
 
 def test_every_kind_has_a_place() -> None:

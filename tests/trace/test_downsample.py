@@ -5,7 +5,15 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from nbdist.trace.downsample import MOST_DEPTH, Items, Laid, finest, full, laid, merged
+from nbdist.trace.downsample import (
+    MOST_DEPTH,
+    Items,
+    TraceRows,
+    finest_fitting,
+    full,
+    layout_rows,
+    merged,
+)
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, HOST, KINDS, Lane, RankTrace, Trace
 from tests.support.drawn_traces import events, made, rank_trace, training
 
@@ -49,7 +57,7 @@ def slowly(
     return sorted(found, key=str)
 
 
-def read(drawn: Laid, items: Items) -> list[tuple[object, ...]]:
+def read(drawn: TraceRows, items: Items) -> list[tuple[object, ...]]:
     """Items in the form that `slowly` has."""
     found = []
     for i in range(len(items)):
@@ -74,7 +82,7 @@ def read(drawn: Laid, items: Items) -> list[tuple[object, ...]]:
 def test_random_events_are_merged_as_by_hand(seed: int, width_ns: int) -> None:
     """Every block and every event that stays, in all columns; ranks differ in names and groups."""
     trace = made(count=400, ranks=3, seed=seed, depths=4)
-    drawn = laid(trace, most_rows=1000)
+    drawn = layout_rows(trace, most_rows=1000)
 
     assert read(drawn, merged(drawn, width_ns)) == slowly(trace, 4, width_ns)
     full_ns = (2000, 3000)
@@ -84,7 +92,7 @@ def test_random_events_are_merged_as_by_hand(seed: int, width_ns: int) -> None:
 @pytest.mark.parametrize("width_ns", WIDTHS_NS)
 def test_nothing_is_invented_or_lost(width_ns: int) -> None:
     """Time, events and bytes of each row and kind add up; items stay inside what they stand for."""
-    drawn = laid(made(count=5000, ranks=2, seed=5), most_rows=1000)
+    drawn = layout_rows(made(count=5000, ranks=2, seed=5), most_rows=1000)
     items = merged(drawn, width_ns)
 
     for row in range(len(drawn.rows)):
@@ -102,7 +110,7 @@ def test_nothing_is_invented_or_lost(width_ns: int) -> None:
 
 def test_at_width_0_every_event_stays() -> None:
     """Those that took no time too."""
-    drawn = laid(Trace((rank_trace(0, events([(0, 0), (0, 0), (5, 2)])),)), most_rows=10)
+    drawn = layout_rows(Trace((rank_trace(0, events([(0, 0), (0, 0), (5, 2)])),)), most_rows=10)
     items = merged(drawn, 0)
 
     assert items.merged == 0
@@ -112,7 +120,7 @@ def test_at_width_0_every_event_stays() -> None:
 def test_kinds_are_not_mixed() -> None:
     """Two short events of different kinds at the same place stay two items."""
     one = events([(0, 1), (1, 1), (2, 1)], kind=[COMPUTE, COMMUNICATION, COMPUTE])
-    items = merged(laid(Trace((rank_trace(0, one),)), most_rows=10), 10)
+    items = merged(layout_rows(Trace((rank_trace(0, one),)), most_rows=10), 10)
 
     assert items.kind.tolist() == [COMPUTE, COMMUNICATION]
     assert items.count.tolist() == [2, 1]
@@ -123,7 +131,7 @@ def test_a_block_is_named_for_its_longest_event() -> None:
     """The first of equals."""
     names = tuple("abcd")
     one = events([(0, 1), (1, 3), (4, 3), (7, 2)], name=[0, 1, 2, 3])
-    drawn = laid(Trace((rank_trace(0, one, names=names),)), most_rows=10)
+    drawn = layout_rows(Trace((rank_trace(0, one, names=names),)), most_rows=10)
 
     assert [drawn.names[i] for i in merged(drawn, 10).name] == ["b"]
 
@@ -131,8 +139,8 @@ def test_a_block_is_named_for_its_longest_event() -> None:
 @pytest.mark.parametrize("most_items", [5, 50, 500, 4000, 10**6])
 def test_the_finest_resolution_that_fits_is_taken(most_items: int) -> None:
     """No finer one of the series has so few items; the whole trace stays where there is room."""
-    drawn = laid(made(count=5000, ranks=1, seed=1), most_rows=100)
-    items = finest(drawn, most_items)
+    drawn = layout_rows(made(count=5000, ranks=1, seed=1), most_rows=100)
+    items = finest_fitting(drawn, most_items)
     finer = {1: 0, 2: 1, 5: 2}
     width_ns = items.width_ns
     digit = int(str(width_ns)[0]) if width_ns else 0
@@ -152,9 +160,9 @@ def test_a_stretch_is_kept_in_full() -> None:
     trace = training(4000, steps=5)
     steps = [rank.steps[2] for rank in trace.ranks]
     whole = min(s.start_ns for s in steps), max(s.end_ns for s in steps)
-    drawn = laid(trace, most_rows=100)
+    drawn = layout_rows(trace, most_rows=100)
     found = full(trace, drawn, 300)
-    items = finest(drawn, 800, found)
+    items = finest_fitting(drawn, 800, found)
     is_inside = (items.start_ns >= found[0]) & (items.start_ns < found[1])
 
     assert full(trace, drawn, 10**6) == whole
@@ -168,19 +176,19 @@ def test_a_stretch_is_kept_in_full() -> None:
 def test_without_steps_a_part_from_the_middle_on_is_kept_in_full() -> None:
     """Also of nothing."""
     trace = made(count=1000, ranks=1)
-    drawn = laid(trace, most_rows=100)
+    drawn = layout_rows(trace, most_rows=100)
     begin_ns, end_ns = full(trace, drawn, 100)
 
     assert begin_ns == trace.duration_ns // 2
     assert ((drawn.start_ns >= begin_ns) & (drawn.start_ns < end_ns)).sum() == 100
-    assert full(Trace(()), laid(Trace(()), 10), 100) == (0, 0)
+    assert full(Trace(()), layout_rows(Trace(()), 10), 100) == (0, 0)
 
 
 def test_deep_rows_are_left_out_where_there_is_no_room() -> None:
     """The depth is that of all lanes; what is deeper is counted; the top levels always stay."""
     deep = events([(0, 90 - depth) for depth in range(6)], depth=list(range(6)))
     trace = Trace((rank_trace(0, deep), rank_trace(1, deep)))
-    found = {rows: laid(trace, rows) for rows in (1, 7, 8, 11, 12, 100)}
+    found = {rows: layout_rows(trace, rows) for rows in (1, 7, 8, 11, 12, 100)}
 
     assert [one.left_out for one in found.values()] == [6, 6, 4, 2, 0, 0]
     assert [len(one.rows) for one in found.values()] == [6, 6, 8, 10, 12, 12]
@@ -193,7 +201,7 @@ def test_no_lane_shows_more_than_the_deepest_level() -> None:
     """However much room there is."""
     depth = np.arange(MOST_DEPTH + 5)
     deep = events([(0, 100 - int(d)) for d in depth], depth=depth.tolist())
-    drawn = laid(Trace((rank_trace(0, deep),)), most_rows=1000)
+    drawn = layout_rows(Trace((rank_trace(0, deep),)), most_rows=1000)
 
     assert len(drawn.rows) == MOST_DEPTH
     assert drawn.left_out == 5
@@ -204,7 +212,7 @@ def test_lanes_without_events_have_no_row() -> None:
     one = events([(0, 1)], lane=[1], kind=[HOST])
     lanes = (Lane("empty"), Lane("main thread"))
     trace = Trace((rank_trace(0, events([])), rank_trace(1, one, lanes=lanes)))
-    drawn = laid(trace, most_rows=10)
+    drawn = layout_rows(trace, most_rows=10)
 
     assert [(row.place, row.lane) for row in drawn.rows] == [(1, 1)]
 
@@ -212,10 +220,10 @@ def test_lanes_without_events_have_no_row() -> None:
 @pytest.mark.parametrize("trace", [Trace(()), Trace((rank_trace(0, events([])),))])
 def test_nothing_recorded(trace: Trace) -> None:
     """No rank, or no event: no rows and no items at any resolution."""
-    drawn = laid(trace, most_rows=10)
+    drawn = layout_rows(trace, most_rows=10)
 
     assert drawn.rows == ()
-    assert len(merged(drawn, 10)) == len(finest(drawn, 10)) == 0
+    assert len(merged(drawn, 10)) == len(finest_fitting(drawn, 10)) == 0
 
 
 def test_names_are_those_of_each_rank() -> None:
@@ -225,7 +233,7 @@ def test_names_are_those_of_each_rank() -> None:
         rank_trace(0, one, names=("a", "b")),
         rank_trace(1, other, names=("b", "c")),
     )
-    drawn = laid(Trace(ranks), most_rows=10)
+    drawn = layout_rows(Trace(ranks), most_rows=10)
 
     assert [drawn.names[i] for i in drawn.name] == ["a", "b", "b", "c"]
     assert drawn.names == ("a", "b", "c")

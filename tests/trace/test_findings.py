@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.trace.breakdown import shares
+from nbdist.trace.breakdown import breakdown
 from nbdist.trace.finding_records import RULES, TraceFinding, findings
 from nbdist.trace.kernel.recordings import read_folder
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, COPY, DATA, HOST, MARK, Trace
@@ -16,7 +16,7 @@ _REAL = Path(__file__).resolve().parents[1] / "data" / "traces"
 
 
 def found(one: Trace) -> dict[str, TraceFinding]:
-    return {each.rule: each for each in findings(one, shares(one))}
+    return {each.rule: each for each in findings(one, breakdown(one))}
 
 
 def both(did: Iterable[Did], steps: Iterable[float] = (0, 100), strategy: str = "ddp") -> Trace:
@@ -159,7 +159,7 @@ def test_findings_have_their_numbers() -> None:
 
 def test_the_largest_finding_is_first() -> None:
     """By its share of a step."""
-    told = findings(communication(60), shares(communication(60)))
+    told = findings(communication(60), breakdown(communication(60)))
 
     assert [one.share for one in told] == sorted((one.share for one in told), reverse=True)
     assert len(told) == 2

@@ -79,7 +79,7 @@ def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
         1: Future,
         2: Future,
         3: lambda: given(TraceError("The trace could not be written.")),
-        4: lambda: given(pack.Parcel((3,), (), b"no", "")),
+        4: lambda: given(pack.PackedValue((3,), (), b"no", "")),
     })  # fmt: skip
     ranks.gone, ranks.busy = {1}, {2}
 

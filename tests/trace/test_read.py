@@ -12,7 +12,7 @@ import pytest
 
 from nbdist.errors import TraceError
 from nbdist.trace import chrome_trace
-from nbdist.trace.breakdown import shares
+from nbdist.trace.breakdown import breakdown
 from nbdist.trace.kernel.recordings import read_folder
 from nbdist.trace.names import collective, type_bytes
 from nbdist.trace.read import read
@@ -150,7 +150,7 @@ def test_depths_of_real_traces_are_those_of_a_count(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_shares_of_real_traces_make_up_the_steps(strategy: str) -> None:
     """And the median step is one of them."""
-    told = shares(read_folder(FOLDER / strategy))
+    told = breakdown(read_folder(FOLDER / strategy))
 
     for one in told.ranks:
         assert one.window_ns == sum(one.steps_ns)
@@ -230,7 +230,7 @@ def test_a_gpu_trace_is_read_with_streams_and_collectives(tmp_path: Path) -> Non
     assert [one.groups[group] for group in groups] == ["all ranks", "mesh_tp"]
     assert one.group_ranks == ((0, 1), (1, 0))
     assert [(step.number, step.start_ns, step.end_ns) for step in one.steps] == [(4, 0, 310_000)]
-    [own] = shares(read_folder(tmp_path)).ranks
+    [own] = breakdown(read_folder(tmp_path)).ranks
     told = (own.compute_ns, own.overlap_ns, own.exposed_ns, own.copy_ns, own.idle_ns)
     assert told == (100_000, 50_000, 109_000, 11_000, 90_000)
 

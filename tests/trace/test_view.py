@@ -19,12 +19,12 @@ from matplotlib.image import imread
 from nbdist.core.view import View
 from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view import png as recording_png
-from nbdist.trace.breakdown import Operation, RankShares, Shares, Slowest, Traffic
-from nbdist.trace.downsample import laid
+from nbdist.trace.breakdown import Operation, RankBreakdown, Slowest, TimeBreakdown, Traffic
+from nbdist.trace.downsample import layout_rows
 from nbdist.trace.finding_records import Spot, TraceFinding
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, KINDS, Lane, RankTrace, Step, Trace
 from nbdist.trace.view import image as trace_image
-from nbdist.trace.view.report import traced
+from nbdist.trace.view.report import trace_report
 from tests.support import pages
 from tests.support.drawn_traces import events, made, rank_trace, training
 from tests.support.pages import Tags, size_of
@@ -43,14 +43,16 @@ FINDING = TraceFinding(
 )
 
 
-def rank_shares(rank: int, *, steps_ns: tuple[int, ...] = (8 * MS, 10 * MS, 9 * MS)) -> RankShares:
+def rank_shares(
+    rank: int, *, steps_ns: tuple[int, ...] = (8 * MS, 10 * MS, 9 * MS)
+) -> RankBreakdown:
     """A rank that computes for 60 % of its time."""
-    return RankShares(
+    return RankBreakdown(
         rank, 20 * MS, 12 * MS, 3 * MS, MS, 2 * MS, 2 * MS, 6 * MS, MS, steps_ns=steps_ns
     )
 
 
-SHARES = Shares(
+SHARES = TimeBreakdown(
     (rank_shares(0), rank_shares(1)),
     step_ns=10 * MS,
     slowest=Slowest(1, 2 * MS, 0.125, is_alone=True),
@@ -61,7 +63,7 @@ SHARES = Shares(
     formula=("all-reduce gradients over dp",),
     notes=("Clocks were aligned at 12 collectives.",),
 )
-NO_SHARES = Shares((), 0, None, (), (), 0.0)
+NO_SHARES = TimeBreakdown((), 0, None, (), (), 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +79,7 @@ def data_of(view: View) -> dict[str, Any]:
 def test_the_text_has_all_numbers() -> None:
     """Head, findings, a row for each rank, slowest rank, operations, traffic beside its formula."""
     trace = replace(training(600), notes=("One file was torn.",))
-    text = traced(trace, SHARES, [FINDING]).text
+    text = trace_report(trace, SHARES, [FINDING]).text
     lines = text.splitlines()
 
     took = f"{trace.duration_ns / 1e6:.1f} ms"
@@ -105,7 +107,7 @@ def test_the_text_has_all_numbers() -> None:
 
 def test_the_bundle_has_html_image_and_text() -> None:
     """The HTML has the same image, described, below a sandboxed frame that covers it."""
-    view = traced(training(600), SHARES, [FINDING])
+    view = trace_report(training(600), SHARES, [FINDING])
     bundle = view._repr_mimebundle_()
     tags = Tags(view.html)
     picture, over = tags.one("img"), tags.one("iframe")
@@ -122,7 +124,7 @@ def test_the_bundle_has_html_image_and_text() -> None:
 
 def test_nothing_comes_from_the_network() -> None:
     """No address stands in the page, and the frame's own policy forbids all of them."""
-    view = traced(training(600), SHARES, [])
+    view = trace_report(training(600), SHARES, [])
     inner = Tags(view.html).one("iframe")["srcdoc"]
 
     assert "http:" not in view.html
@@ -135,7 +137,7 @@ def test_nothing_comes_from_the_network() -> None:
 def test_the_page_packs_every_event(seed: int) -> None:
     """Read back with plain Python: each event, where, what and when it is, its bytes and group."""
     trace = made(300, ranks=2, seed=seed, depths=2)
-    head = data_of(traced(trace, NO_SHARES, []))
+    head = data_of(trace_report(trace, NO_SHARES, []))
     found = []
     firsts = head["firsts"]
     for row, (place, lane, depth) in enumerate(head["rows"]):
@@ -167,7 +169,7 @@ def test_the_page_packs_every_event(seed: int) -> None:
 def test_the_page_knows_where_findings_are() -> None:
     """The rank by its place among those that have recorded."""
     trace = training(300, ranks=3)
-    view = traced(Trace(trace.ranks[1:]), SHARES, [replace(FINDING, spots=FINDING.spots[:1])])
+    view = trace_report(Trace(trace.ranks[1:]), SHARES, [replace(FINDING, spots=FINDING.spots[:1])])
 
     assert data_of(view)["spots"] == [["one late rank", 0, 1_234_499, 2_000_000]]
 
@@ -184,7 +186,7 @@ def test_a_large_trace_is_merged_and_says_so() -> None:
         ranks.append(
             replace(rank, names=names, events=replace(rank.events, name=name.astype(np.int32)))
         )
-    view = traced(Trace(tuple(ranks)), SHARES, [])
+    view = trace_report(Trace(tuple(ranks)), SHARES, [])
     head = data_of(view)
 
     assert size_of(view) < MOST_BYTES
@@ -200,7 +202,7 @@ def test_a_large_trace_is_merged_and_says_so() -> None:
 def test_deep_events_that_have_no_room_are_told() -> None:
     """How many levels are shown, and how many events are not."""
     deep = events([(0, 100 - depth) for depth in range(20)], depth=list(range(20)))
-    view = traced(Trace((rank_trace(0, deep),)), NO_SHARES, [])
+    view = trace_report(Trace((rank_trace(0, deep),)), NO_SHARES, [])
 
     assert "It shows 8 levels of nested events; 12 deeper ones are left out." in view.text
 
@@ -242,7 +244,7 @@ BAD = {
 @pytest.mark.parametrize("trace", BAD.values(), ids=BAD)
 def test_any_trace_is_drawn(trace: Trace) -> None:
     """Text, image and page of what is empty, tiny, huge or strangely named; no warnings either."""
-    view = traced(trace, NO_SHARES, [])
+    view = trace_report(trace, NO_SHARES, [])
     head = data_of(view)
 
     assert view.text.startswith("trace of ")
@@ -258,7 +260,7 @@ def test_any_trace_is_drawn(trace: Trace) -> None:
 
 def test_names_cannot_end_the_script_that_holds_them() -> None:
     """The frame has its own three scripts' text and the data, whatever events are called."""
-    view = traced(BAD["strange names"], NO_SHARES, [])
+    view = trace_report(BAD["strange names"], NO_SHARES, [])
     inner = Tags(view.html).one("iframe")["srcdoc"]
 
     assert "alert(1)" not in inner
@@ -269,7 +271,7 @@ def test_names_cannot_end_the_script_that_holds_them() -> None:
 
 def test_what_a_rank_lacks_is_told() -> None:
     """In the text, in one line."""
-    assert "rank 1: no file" in traced(NOTHING, NO_SHARES, []).text.splitlines()
+    assert "rank 1: no file" in trace_report(NOTHING, NO_SHARES, []).text.splitlines()
 
 
 def test_measured_numbers_are_placeholders_where_outputs_are_stored(
@@ -284,8 +286,8 @@ def test_measured_numbers_are_placeholders_where_outputs_are_stored(
         operations=(Operation("aten::add", COMPUTE, 7, MS, 0.9), *SHARES.operations),
         traffic=(replace(SHARES.traffic[0], median_ns=7),),
     )
-    one = traced(training(600, seed=1), SHARES, [FINDING])
-    other = traced(training(600, seed=2), slower, [])
+    one = trace_report(training(600, seed=1), SHARES, [FINDING])
+    other = trace_report(training(600, seed=2), slower, [])
 
     assert one.text == other.text
     assert "trace of ranks 0-1, #, 6 steps of #, ddp, dp 2" in one.text
@@ -309,7 +311,7 @@ def test_measured_numbers_are_placeholders_where_outputs_are_stored(
 )
 def test_the_slowest_rank_may_not_be_alone(slowest: Slowest | None, told: str) -> None:
     """Or nobody waits."""
-    text = traced(training(100), replace(SHARES, slowest=slowest), []).text
+    text = trace_report(training(100), replace(SHARES, slowest=slowest), []).text
 
     assert told in text.splitlines()
 
@@ -317,7 +319,7 @@ def test_the_slowest_rank_may_not_be_alone(slowest: Slowest | None, told: str) -
 def test_many_collectives_are_counted() -> None:
     """The largest stand in the table."""
     many = tuple(replace(SHARES.traffic[0], size_bytes=size) for size in range(50))
-    text = traced(training(100), replace(SHARES, traffic=many), []).text
+    text = trace_report(training(100), replace(SHARES, traffic=many), []).text
 
     assert text.count("all-reduce  ") == 20
     assert "and 30 more that send less" in text.splitlines()
@@ -326,7 +328,7 @@ def test_many_collectives_are_counted() -> None:
 def test_each_pixel_has_the_share_of_each_kind() -> None:
     """Against adding up the events one by one; overlapping events add up too."""
     trace = made(500, ranks=2, seed=3, depths=2)
-    drawn = laid(trace, 100)
+    drawn = layout_rows(trace, 100)
     columns, end_ns = 40, trace.duration_ns
     slow = np.zeros((len(drawn.rows), len(KINDS), columns))
     edges = np.arange(columns + 1) * end_ns / columns
@@ -346,7 +348,7 @@ def test_the_image_shows_each_kind_in_its_colour_and_idle_as_the_lane() -> None:
     """Half of a row computes, a quarter is idle, a quarter communicates."""
     one = events([(0, 50), (75, 25)], kind=[COMPUTE, COMMUNICATION])
     trace = Trace((rank_trace(0, one),))
-    pixels = imread(io.BytesIO(trace_image.png(trace, laid(trace, 10))))
+    pixels = imread(io.BytesIO(trace_image.png(trace, layout_rows(trace, 10))))
     y = recording_png.TOP + trace_image.HEADER + trace_image.ROW // 2
     line = (pixels[y, recording_png.LEFT : -recording_png.RIGHT, :3] * 255).round().astype(int)
     colours = {
@@ -363,7 +365,7 @@ def test_an_image_of_many_ranks_stays_small() -> None:
     """Rows get lower, down to 3 pixels, so that all ranks are in it."""
     ranks = tuple(rank_trace(rank, made(60, ranks=1).ranks[0].events) for rank in range(64))
     trace = Trace(tuple(replace(rank, names=("x",) * 40, groups=("a", "b")) for rank in ranks))
-    drawn = trace_image.png(trace, laid(trace, 64))
+    drawn = trace_image.png(trace, layout_rows(trace, 64))
     height = imread(io.BytesIO(drawn)).shape[0]
 
     assert 64 * 4 * 3 <= height <= 1400
@@ -373,10 +375,10 @@ def test_an_image_of_many_ranks_stays_small() -> None:
 def test_drawing_leaves_matplotlib_as_it_is() -> None:
     """No figure of pyplot's, the same backend and settings; the user's style does not matter."""
     trace = training(300)
-    plain = trace_image.png(trace, laid(trace, 64))
+    plain = trace_image.png(trace, layout_rows(trace, 64))
     with mpl.rc_context({"axes.facecolor": "black", "font.size": 30, "savefig.transparent": True}):
         before = dict(mpl.rcParams)
-        again = trace_image.png(trace, laid(trace, 64))
+        again = trace_image.png(trace, layout_rows(trace, 64))
         after = dict(mpl.rcParams)
 
     assert plt.get_fignums() == []
@@ -389,10 +391,10 @@ def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
     program = (
         "import sys\n"
         "from nbdist.trace.trace import Trace\n"
-        "from nbdist.trace.breakdown import Shares\n"
-        "from nbdist.trace.view.report import traced\n"
+        "from nbdist.trace.breakdown import TimeBreakdown\n"
+        "from nbdist.trace.view.report import trace_report\n"
         "before = 'matplotlib' in sys.modules\n"
-        "traced(Trace(()), Shares((), 0, None, (), (), 0.0), [])\n"
+        "traced(Trace(()), TimeBreakdown((), 0, None, (), (), 0.0), [])\n"
         "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
     done = subprocess.run(
@@ -404,7 +406,9 @@ def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
 
 def test_the_same_trace_gives_the_same_bundle() -> None:
     """No date, no random ids."""
-    once, again = (traced(training(300), SHARES, [FINDING])._repr_mimebundle_() for _ in range(2))
+    once, again = (
+        trace_report(training(300), SHARES, [FINDING])._repr_mimebundle_() for _ in range(2)
+    )
 
     assert once == again
 
@@ -412,7 +416,7 @@ def test_the_same_trace_gives_the_same_bundle() -> None:
 def test_rows_of_a_rank_without_waiting_are_not_called_slow() -> None:
     """One rank waits for nobody: there is no such line."""
     one: tuple[RankTrace, ...] = training(100, ranks=1).ranks
-    text = traced(Trace(one), replace(SHARES, ranks=(rank_shares(0),), slowest=None), []).text
+    text = trace_report(Trace(one), replace(SHARES, ranks=(rank_shares(0),), slowest=None), []).text
 
     assert "slowest" not in text
     assert text.startswith("trace of rank 0, ")

@@ -15,7 +15,7 @@ import pytest
 
 from nbdist.errors import TransferError
 from nbdist.variables import pack, unpack
-from nbdist.variables.pack import Parcel, TensorRecord
+from nbdist.variables.pack import PackedValue, TensorRecord
 
 _ARRAYS = {
     "plain": np.arange(12.0).reshape(3, 4),
@@ -54,9 +54,11 @@ def folders(tmp_path: Path) -> list[Path]:
     return made
 
 
-def sent(value: object, folders: list[Path] | None = None) -> Parcel:
+def sent(value: object, folders: list[Path] | None = None) -> PackedValue:
     """The parcel of a value, as it arrives after the wire."""
-    made: Parcel = pickle.loads(pickle.dumps(pack.send(pack.pack({"x": value}), folders or [])))
+    made: PackedValue = pickle.loads(
+        pickle.dumps(pack.send(pack.pack({"x": value}), folders or []))
+    )
     return made
 
 

@@ -200,7 +200,7 @@ def user_ns() -> Iterator[dict[str, Any]]:
 def test_a_push_is_bound_only_when_it_is_said(user_ns: dict[str, Any]) -> None:
     """Received, dropped and received again, the user's variable changes with `bind`."""
 
-    def parcel(value: object) -> pack.Parcel:
+    def parcel(value: object) -> pack.PackedValue:
         return pack.send(pack.pack({"loss": value}, torch), [])
 
     variables_rank.receive("one", parcel(1))

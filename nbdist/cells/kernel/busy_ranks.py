@@ -24,7 +24,7 @@ LOST_REPLY_S = 1.0
 POLL_S = 0.01
 
 
-class Readiness:
+class BusyRanks:
     """Which of a session's ranks run a cell, as far as the notebook has heard."""
 
     def __init__(self, session: Session):

@@ -10,9 +10,9 @@ from nbdist.core import failures as failing
 from nbdist.core.failures import RankFailure, is_follower, ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.errors import CellTimeout, Deadlock, DistributedError, Interrupted, RankGone
-from nbdist.hang.kernel.group_recovery import Outcome
+from nbdist.hang.kernel.group_recovery import RecoveryOutcome
 
-UNTOUCHED = Outcome()
+UNTOUCHED = RecoveryOutcome()
 INTERRUPT_NAMES = frozenset({"KeyboardInterrupt", "CancelledError"})
 
 
@@ -27,7 +27,7 @@ def is_by_interrupt(failure: tuple[str, str, tuple[str, ...]], *, was_aborted: b
     return name in INTERRUPT_NAMES or (was_aborted and is_follower(message))
 
 
-def waits_told(waiting: Mapping[int, str]) -> str:
+def waiting_message(waiting: Mapping[int, str]) -> str:
     """`rank 0 was waiting in barrier at line 3 of cell [4]`, for ranks that an interrupt aborts."""
     by_text: dict[str, list[int]] = {}
     for rank, text in waiting.items():
@@ -38,7 +38,7 @@ def waits_told(waiting: Mapping[int, str]) -> str:
     )
 
 
-def stuck_told(
+def unresponsive_message(
     ranks: Sequence[int],
     places: Mapping[int, str],
     stopped: Collection[int],
@@ -66,7 +66,7 @@ def stuck_told(
     return f"{'; '.join(reasons)}. Another press {next_press}"
 
 
-def unreleased_told(
+def still_aborting_message(
     ranks: Sequence[int], waiting: Collection[int], *, is_named: bool
 ) -> tuple[str, ...]:
     """Who has not come back although all collectives were aborted, as lines.
@@ -91,7 +91,7 @@ def unreleased_told(
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class CellOutcome:
     """How a cell ended, as far as its ranks' results do not tell.
 
     Attributes:
@@ -112,7 +112,7 @@ class Ending:
     aborted: str = ""
     is_deadlock: bool = False
     grace_s: float = 0.0
-    outcome: Outcome = UNTOUCHED
+    outcome: RecoveryOutcome = UNTOUCHED
     replaced: tuple[int, ...] = ()
     stopped: frozenset[int] = frozenset()
 

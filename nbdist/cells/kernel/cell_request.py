@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nbdist.cells.outputs import CellFeed, CellResult, Event, RankResult
+from nbdist.cells.outputs import CellResult, Event, OutputReducer, RankResult
 from nbdist.core.failures import RankFailure
 from nbdist.rpc.kernel.channel import failure_of
 
@@ -66,7 +66,7 @@ VIEWED = {
 }
 
 
-def failure_in(rank: int, state: RankState, feed: CellFeed) -> RankFailure:
+def failure_in(rank: int, state: RankState, feed: OutputReducer) -> RankFailure:
     """What the rank displayed as its error, or what its reply says where it displayed none."""
     shown = feed.failure(rank)
     if shown is not None:
@@ -76,7 +76,7 @@ def failure_in(rank: int, state: RankState, feed: CellFeed) -> RankFailure:
 
 
 def result_of(
-    rank: int, state: RankState, feed: CellFeed, death: Callable[[int], str]
+    rank: int, state: RankState, feed: OutputReducer, death: Callable[[int], str]
 ) -> RankResult:
     """What one rank did with its cell, once that has ended.
 

@@ -11,11 +11,11 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cells.kernel.cell_outcome import (
-    Ending,
+    CellOutcome,
     is_by_interrupt,
-    stuck_told,
-    unreleased_told,
-    waits_told,
+    still_aborting_message,
+    unresponsive_message,
+    waiting_message,
 )
 from nbdist.cells.kernel.cell_request import (
     VIEWED,
@@ -25,12 +25,12 @@ from nbdist.cells.kernel.cell_request import (
     failure_in,
     result_of,
 )
-from nbdist.cells.kernel.interrupt import NEVER_S, Ladder
+from nbdist.cells.kernel.interrupt import NEVER_S, InterruptEscalation
 from nbdist.cells.line_merger import Line
-from nbdist.cells.outputs import CellFeed, CellResult, Event, elapsed_line
+from nbdist.cells.outputs import CellResult, Event, OutputReducer, elapsed_line
 from nbdist.core import failures as failing
 from nbdist.core.failures import RankFailure, ranks_phrase
-from nbdist.hang.kernel.group_recovery import Aftermath, Outcome
+from nbdist.hang.kernel.group_recovery import GroupRecovery, RecoveryOutcome
 from nbdist.rpc.kernel.channel import Message, failure_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class CellRun:
         self._session = session
         self._sink = sink
         self.run_id = run_id
-        self._feed = CellFeed(
+        self._feed = OutputReducer(
             request.ranks, is_patient=request.is_patient, keeps_outputs=request.keeps_outputs
         )
         self._states = {rank: RankState() for rank in request.ranks}
@@ -68,9 +68,9 @@ class CellRun:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._taken: deque[Callable[[], None]] = deque()
         self._began_s = time.monotonic()
-        self._ladder = Ladder()
+        self._ladder = InterruptEscalation()
         self._watchdog = session.watchdog(self._began_s, is_quiet=request.is_patient)
-        self._aftermath: Aftermath | None = None
+        self._aftermath: GroupRecovery | None = None
         self._abort = ""
         self._aborted_s = NEVER_S
         self._released: frozenset[int] = frozenset()
@@ -196,16 +196,16 @@ class CellRun:
             self._ending().raise_for(result, self._session.explained)
         return result
 
-    def _ending(self) -> Ending:
+    def _ending(self) -> CellOutcome:
         outcome = self._aftermath.outcome if self._aftermath is not None else None
-        return Ending(
+        return CellOutcome(
             lost=self._lost,
             is_interrupted=self._ladder.has_begun,
             timeout_s=self.request.timeout_s if self._has_timed_out else None,
             aborted=self._abort,
             is_deadlock=self._is_deadlock,
             grace_s=self._session.grace_s,
-            outcome=outcome or Outcome(),
+            outcome=outcome or RecoveryOutcome(),
             replaced=self._replaced,
             stopped=self._watchdog.stopped,
         )
@@ -336,17 +336,19 @@ class CellRun:
             self._is_deadlock = True
             self._abort_now(dog.deadlock.text)
         if not self._abort and now_s >= ladder.abort_s and dog.waiting:
-            self._abort_now(dog.deadlock.text if dog.deadlock else waits_told(dog.waiting))
+            self._abort_now(dog.deadlock.text if dog.deadlock else waiting_message(dog.waiting))
         # Those that were aborted are about to come back, and are named if they do not.
         stuck = sorted({*self.missing} - {*dog.waiting} - self._released)
         if stuck and now_s >= ladder.warn_s:
             ladder.warned(now_s)
             upkeep = self._session.upkeep
             can_replace = upkeep.can_replace
-            self.tell([stuck_told(stuck, dog.places, dog.stopped, can_replace=can_replace)])
+            self.tell(
+                [unresponsive_message(stuck, dog.places, dog.stopped, can_replace=can_replace)]
+            )
         if now_s >= self._aborted_s + ABORTED_S:
             self._aborted_s = NEVER_S
-            self.tell(unreleased_told(self.missing, dog.waiting, is_named=ladder.is_warned))
+            self.tell(still_aborting_message(self.missing, dog.waiting, is_named=ladder.is_warned))
             if dog.deadlock is not None:  # its code has caught the error, and waits again
                 self._session.health.abort()
 
@@ -366,7 +368,7 @@ class CellRun:
             failed = [rank for rank, state in self._states.items() if state.status == "error"]
             is_cut = any(self._failure(rank).is_follower for rank in failed)
             needs_recovery = bool(self._abort) or "died" in statuses or is_cut
-            self._aftermath = Aftermath(self._session, now_s, is_certain=needs_recovery)
+            self._aftermath = GroupRecovery(self._session, now_s, is_certain=needs_recovery)
             self._aftermath.on_answer = lambda: self._put(lambda: None)
         if now_s >= self._ladder.give_back_s:
             self._aftermath.give_up()

@@ -23,7 +23,7 @@ NEVER_S = float("inf")
 
 
 @dataclass(slots=True)
-class Ladder:
+class InterruptEscalation:
     """The interrupts of one cell and their consequences in time; times are monotonic.
 
     Attributes:

@@ -19,7 +19,7 @@ from nbdist.bandwidth.kernel import Bandwidth
 from nbdist.cells import hints
 from nbdist.cells.kernel import status as cells_status
 from nbdist.cells.kernel import wait
-from nbdist.cells.kernel.busy_ranks import Readiness
+from nbdist.cells.kernel.busy_ranks import BusyRanks
 from nbdist.cells.kernel.cell_request import CellRequest, Sink
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.outputs import CellResult
@@ -34,7 +34,7 @@ from nbdist.core.status import Status
 from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, RankGone
 from nbdist.hang.kernel.health import Health
-from nbdist.hang.kernel.maintenance import RESTART_S, Upkeep
+from nbdist.hang.kernel.maintenance import RESTART_S, Maintenance
 from nbdist.hang.kernel.restart import Restarted
 from nbdist.hang.kernel.watchdog import Watchdog
 from nbdist.lints.kernel.lints import Lints
@@ -91,8 +91,8 @@ class Session(Subjects):
         self._cluster = cluster
         self._sink = sink
         self._is_stopped = False
-        self.readiness = Readiness(self)
-        self.upkeep = Upkeep(self)
+        self.readiness = BusyRanks(self)
+        self.upkeep = Maintenance(self)
         self.strategy = Strategies(self)
         self.variables = Variables(self)
         self.traces = Traces(self)
@@ -220,14 +220,14 @@ class Session(Subjects):
         self.readiness.check(ranks)
         end_of_controller = functools.partial(self._controller_end, ranks)
         # Whatever is pressed meanwhile: all ranks are asked, for they may wait for each other.
-        with sigint.counted() as pressed:
+        with sigint.deferred_sigint() as pressed:
             futures = {rank: function(self.call, rank, *args) for rank in ranks}
         try:
             pressed.check()
-            return gather.collect(futures, deadline_s, end_of_controller)
+            return gather.gather_results(futures, deadline_s, end_of_controller)
         except (KeyboardInterrupt, RankGone) as error:
             if not isinstance(error, RankGone):
-                gather.let_end(list(futures.values()), patience_s)
+                gather.wait_done(list(futures.values()), patience_s)
             late = [rank for rank, future in futures.items() if not future.done()]
             for rank in late:
                 self.interrupt(rank)
@@ -292,7 +292,7 @@ class Session(Subjects):
             deadline_s: For all of it.
 
         Raises:
-            NotRunning, OptionError, RankBusy, StartError, Interrupted: See Upkeep.restart.
+            NotRunning, OptionError, RankBusy, StartError, Interrupted: See Maintenance.restart.
         """
         chosen = None if ranks is None else self.chosen(ranks)
         return self.upkeep.restart(chosen, deadline_s, lambda _text: None)

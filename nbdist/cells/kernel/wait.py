@@ -15,7 +15,7 @@ from nbdist.rpc.kernel import sigint
 
 def wait(begin: Callable[[], CellRun]) -> CellResult:
     """Begin a cell and run it to the end in this thread; interrupts are counted by it."""
-    with sigint.counted() as pressed, contextlib.closing(begin()) as run:
+    with sigint.deferred_sigint() as pressed, contextlib.closing(begin()) as run:
         pressed.send_to(run.press)
         while (pause_s := run.step(time.monotonic())) is not None:
             run.block(pause_s)
@@ -29,7 +29,7 @@ async def wait_async(begin: Callable[[], CellRun]) -> CellResult:
     """
     loop = asyncio.get_running_loop()
     has_item = asyncio.Event()
-    with sigint.counted() as pressed, contextlib.closing(begin()) as run:
+    with sigint.deferred_sigint() as pressed, contextlib.closing(begin()) as run:
         run.on_item = functools.partial(loop.call_soon_threadsafe, has_item.set)
         pressed.send_to(run.press)
         while True:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cells.line_merger import Bar, Line
-from nbdist.cells.outputs import WIDGET_TYPE, CellResult, Clear, Event, Rich
+from nbdist.cells.outputs import WIDGET_TYPE, CellResult, ClearOutput, DisplayOutput, Event
 from nbdist.cells.truncate import SHOWN_LINES, Clip
 from nbdist.cells.view.output_file import OutputFile
 from nbdist.cells.view.tabs import tabs
@@ -124,12 +124,12 @@ class LiveCell:
             self._file.close(is_needed=is_needed)
         self._file = None
 
-    def _draw_other(self, event: Bar | Rich | Clear) -> None:
+    def _draw_other(self, event: Bar | DisplayOutput | ClearOutput) -> None:
         if isinstance(event, Bar):
             self._bars.pop(event.stream, None)
             if event.text:
                 self._bars[event.stream] = event
-        elif isinstance(event, Rich):
+        elif isinstance(event, DisplayOutput):
             if self._has_tabs and WIDGET_TYPE not in event.data:
                 return  # in the tabs at the end; a live widget cannot stand there
             self._erase_bar()

@@ -28,11 +28,11 @@ from nbdist.checkpoint.safetensors import Exported, Weight
 from nbdist.errors import CheckpointError, OptionError
 from nbdist.parallel import build, prepare
 from nbdist.parallel.accelerator.model_state import portable
-from nbdist.parallel.consensus import rank, together
+from nbdist.parallel.consensus import all_or_none, rank
 from nbdist.parallel.dp import deepspeed_engine, fsdp, fsdp1_state
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard import full_state
-from nbdist.parallel.reshard.redistribute import Move, exchange
+from nbdist.parallel.reshard.redistribute import Reshard, redistribute
 from nbdist.planner.rank import describe_model
 from nbdist.rpc.rank import namespace, progress
 
@@ -93,7 +93,7 @@ def export_weights(name: str, path: str) -> Exported:
     """
     gc.collect()  # models of cells that were run again are not meant
     found: list[torch.nn.Module] = []
-    together("Finding the model", lambda: found.append(_model(name)))
+    all_or_none("Finding the model", lambda: found.append(_model(name)))
     return export_model(found[0], Path(path))
 
 
@@ -118,7 +118,7 @@ def export_model(model: torch.nn.Module, path: Path) -> Exported:
     target = safetensors.file_of(path)
     what = f"Writing {target}"
     source = _source(model)
-    contents = _alike(what, together(what, lambda: _contents(source)))
+    contents = _alike(what, all_or_none(what, lambda: _contents(source)))
     file = WeightsFile(target, contents.found, contents.tied, configs_of(source.base))
     try:
         with progress.during("exporting"):
@@ -139,7 +139,7 @@ def export_model(model: torch.nn.Module, path: Path) -> Exported:
 
 def _on_rank_0(what: str, function: Callable[[], T]) -> T:
     """What it returns there, on every rank. Collective: every rank."""
-    told = together(what, lambda: function() if rank() == 0 else None)[0]
+    told = all_or_none(what, lambda: function() if rank() == 0 else None)[0]
     return cast(T, told)
 
 
@@ -217,12 +217,13 @@ def _gathered(known: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Te
     first_of = {
         name: first for first, names in build.names_of(known.base).items() for name in names
     }
-    local, dtypes = full_state.local_values(known), full_state.dtypes_of(known)
+    local, dtypes = full_state.local_state(known), full_state.dtypes_of(known)
     firsts = {one.name: first_of[one.name] for one in batch}
     moves = [
-        Move(f, dtypes[f], known.side(f), known.whole(f, frozenset({0}))) for f in firsts.values()
+        Reshard(f, dtypes[f], known.side(f), known.whole(f, frozenset({0})))
+        for f in firsts.values()
     ]
-    brought = exchange(moves, local, known.built.job.device)
+    brought = redistribute(moves, local, known.built.job.device)
     return {name: brought[first] for name, first in firsts.items() if first in brought}
 
 

@@ -18,12 +18,12 @@ from nbdist.errors import CheckpointError
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.accelerator.model_state import portable
-from nbdist.parallel.consensus import together
+from nbdist.parallel.consensus import all_or_none
 from nbdist.parallel.dp import fsdp, fsdp1_state
 from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.reshard.full_state import dtypes_of, full_optimizer_state, local_values
+from nbdist.parallel.reshard.full_state import dtypes_of, full_optimizer_state, local_state
 from nbdist.parallel.reshard.rebind import names_for
-from nbdist.strategy.tensor_layout import Side
+from nbdist.strategy.tensor_layout import Placement
 from nbdist.switch.rank import switch
 from nbdist.switch.rank.commit import Stepper
 
@@ -55,7 +55,7 @@ class Model:
         """Whether it is under FSDP1, which gathers and scatters whole values by itself."""
         return fsdp1_state.is_flat(self.one)
 
-    def side(self, first: str) -> Side:
+    def side(self, first: str) -> Placement:
         """How a tensor lies: under FSDP1 as if every rank had all of it."""
         return self.one.whole(first) if self.is_flat else self.one.side(first)
 
@@ -70,7 +70,7 @@ class Model:
 
 
 @dataclass(slots=True)
-class Stepping:
+class PreparedOptimizer:
     """A prepared optimizer.
 
     Attributes:
@@ -121,7 +121,7 @@ class Stepping:
 
 
 @dataclass(slots=True)
-class Found:
+class LiveObjects:
     """All that is saved of live objects.
 
     Attributes:
@@ -130,11 +130,11 @@ class Found:
     """
 
     models: list[Model]
-    optimizers: list[Stepping]
+    optimizers: list[PreparedOptimizer]
     accelerators: list[Any]
 
 
-def look(what: str) -> Found:
+def find(what: str) -> LiveObjects:
     """Find what all ranks have. Collective: every rank.
 
     Args:
@@ -146,17 +146,17 @@ def look(what: str) -> Found:
     """
     accelerators = accelerators_here()
     common = switch.common_models()
-    together(what, lambda: _check(common))
+    all_or_none(what, lambda: _check(common))
     for one in common:
         fsdp.settle(one.built.job.root)
     steppers = switch.steppers_of(common, is_quick=True)
-    counts = together(what, lambda: len(accelerators))
+    counts = all_or_none(what, lambda: len(accelerators))
     for accelerator in accelerators[: min(counts)]:
         save_state.agree(accelerator, is_collected=True)
-    named = together(what, lambda: variable_names(common, steppers, accelerators))[0]
+    named = all_or_none(what, lambda: variable_names(common, steppers, accelerators))[0]
     models = [_model(one, at, named[0][at]) for at, one in enumerate(common)]
     optimizers = [_stepping(one, models, named[1][at]) for at, one in enumerate(steppers)]
-    return Found(models, optimizers, accelerators[: min(counts)])
+    return LiveObjects(models, optimizers, accelerators[: min(counts)])
 
 
 def accelerators_here() -> list[Any]:
@@ -246,19 +246,19 @@ def _model(one: Prepared, place: int, name: str) -> Model:
     """A model with what this rank holds. Collective under FSDP1, else this rank alone."""
     kept = set(portable(one.base).saved_names())
     names = {first: all_ for first, all_ in one.built.names.items() if kept.intersection(all_)}
-    values = fsdp1_state.values(one) if fsdp1_state.is_flat(one) else local_values(one)
+    values = fsdp1_state.values(one) if fsdp1_state.is_flat(one) else local_state(one)
     held = {first: values[first] for first in names if first in values}
     return Model(name, place, one, names, dtypes_of(one), held)
 
 
-def _stepping(one: Stepper, models: list[Model], name: str) -> Stepping:
+def _stepping(one: Stepper, models: list[Model], name: str) -> PreparedOptimizer:
     own = {id(model.one): model for model in models}
     labels = {key: f"{own[id(o)].name}.{first}" for key, (o, first, _) in one.names.items()}
     count = sum(len(group["params"]) for group in one.optimizer.param_groups)
     whole = None
     if any(fsdp1_state.is_flat(o) for o, _, _ in one.names.values()):
         whole = full_optimizer_state(one.optimizer)
-    return Stepping(name, one, labels, count - len(one.names), whole)
+    return PreparedOptimizer(name, one, labels, count - len(one.names), whole)
 
 
 def _told(group: dict[str, Any]) -> dict[str, Any]:

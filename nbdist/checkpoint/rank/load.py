@@ -25,26 +25,26 @@ from nbdist.checkpoint.mismatch import mismatches
 from nbdist.checkpoint.rank import dcp_metadata, plain_state, restore
 from nbdist.checkpoint.rank.dcp_planners import Loader
 from nbdist.checkpoint.rank.jobs import refuse_if_running
-from nbdist.checkpoint.rank.live_objects import Found, Model, Stepping, look
+from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOptimizer, find
 from nbdist.checkpoint.results import Loaded
 from nbdist.core.finding import BAD
 from nbdist.errors import CheckpointError, NbdistError
 from nbdist.parallel import registry
 from nbdist.parallel.consensus import (
-    Ballot,
+    CommitVote,
+    all_or_none,
     interrupts_held,
+    one_line,
     raise_failures,
     rank,
     same_random,
-    sentence,
-    together,
     world_size,
 )
 from nbdist.rpc.rank import progress
-from nbdist.strategy.tensor_layout import Side, local_shape
+from nbdist.strategy.tensor_layout import Placement, local_shape
 
 T = TypeVar("T")
-U = TypeVar("U", Model, Stepping)
+U = TypeVar("U", Model, PreparedOptimizer)
 
 
 @dataclass(slots=True)
@@ -81,19 +81,19 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     """
     began_s = time.perf_counter()
     what, folder = f"Loading {path}", Path(path)
-    together(what, refuse_if_running)
-    together(what, lambda: _recover(folder))
-    told = together(what, lambda: manifest.read(folder))
+    all_or_none(what, refuse_if_running)
+    all_or_none(what, lambda: _recover(folder))
+    told = all_or_none(what, lambda: manifest.read(folder))
     with same_random(), progress.during("loading"):
-        found = look(what)
-        together(what, lambda: _same(folder, told))
+        found = find(what)
+        all_or_none(what, lambda: _same(folder, told))
         saved = told[rank()]
-        together(what, lambda: _check_files(folder, saved))
+        all_or_none(what, lambda: _check_files(folder, saved))
         if is_models_only:
             found.optimizers, found.accelerators = [], []
             saved = replace(saved, optimizers=(), extra={**saved.extra, "optimizers": []})
         made: list[tuple[Read, restore.Plan]] = []
-        together(what, lambda: made.append(_prepared(folder, saved, found)))
+        all_or_none(what, lambda: made.append(_prepared(folder, saved, found)))
         ((read, plan),) = made
         _put(what, plan)
     notes = list(plan.notes)
@@ -113,7 +113,7 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     )
 
 
-def _prepared(folder: Path, saved: Checkpoint, found: Found) -> tuple[Read, restore.Plan]:
+def _prepared(folder: Path, saved: Checkpoint, found: LiveObjects) -> tuple[Read, restore.Plan]:
     """All that can fail. This rank alone."""
     matched = _matched(folder, saved, found)
     one = Read(saved, dcp_metadata.read(folder, saved), plain_state.read(folder))
@@ -132,9 +132,9 @@ def _put(what: str, plan: restore.Plan) -> None:
     Raises:
         NbdistError: A rank cannot; nothing was changed. Or putting it in place failed here.
     """
-    ballot = Ballot(str(together(what, time.time_ns)[0]))
+    ballot = CommitVote(str(all_or_none(what, time.time_ns)[0]))
     try:
-        together(what, lambda: restore.objects(plan))
+        all_or_none(what, lambda: restore.objects(plan))
         with interrupts_held():
             _vote(what, ballot)
             _commit(what, plan)
@@ -143,12 +143,12 @@ def _put(what: str, plan: restore.Plan) -> None:
         raise
 
 
-def _vote(what: str, ballot: Ballot) -> None:
+def _vote(what: str, ballot: CommitVote) -> None:
     """All ranks go on, or none does, also where an abort reaches only some of them."""
     try:
-        together(what, lambda: None)
+        all_or_none(what, lambda: None)
     except BaseException as error:
-        ballot.answer(sentence(error), is_waiting=False)  # some may have gone on
+        ballot.answer(one_line(error), is_waiting=False)  # some may have gone on
         raise
     raise_failures(what, ballot.answer(""))
 
@@ -159,7 +159,7 @@ def _commit(what: str, plan: restore.Plan) -> None:
     except Exception as error:
         raise NbdistError(
             f"{what} failed on rank {rank()} while values were put in place, so models hold some "
-            f"of them: {sentence(error)}. Load again, this checkpoint or another one."
+            f"of them: {one_line(error)}. Load again, this checkpoint or another one."
         ) from error
 
 
@@ -184,7 +184,7 @@ def _check_files(folder: Path, saved: Checkpoint) -> None:
     manifest.check_files(folder, own, reads_all=True)
 
 
-def _matched(folder: Path, saved: Checkpoint, found: Found) -> restore.Matched:
+def _matched(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.Matched:
     """Which live object takes over which saved one.
 
     Raises:
@@ -252,7 +252,7 @@ def _paired(old: list[str], new: list[str], what: str, folder: Path) -> list[tup
     )
 
 
-def _fill(folder: Path, one: Read, wanted: Mapping[str, Side]) -> None:
+def _fill(folder: Path, one: Read, wanted: Mapping[str, Placement]) -> None:
     """Read this rank's part of each tensor, from whichever files it is in."""
     asked = {}
     for name, side in wanted.items():

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nbdist.checkpoint.rank.live_objects import Found
+from nbdist.checkpoint.rank.live_objects import LiveObjects
 from nbdist.checkpoint.rank.tensors import entries_of
 from nbdist.errors import CheckpointError
 
@@ -78,7 +78,7 @@ def set_random(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def states(found: Found) -> dict[str, Any]:
+def states(found: LiveObjects) -> dict[str, Any]:
     """All plain states but random generators', as they are here; copies, so that they may change.
 
     Raises:

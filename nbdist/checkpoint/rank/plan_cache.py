@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbdist.checkpoint.rank import live_objects as finding
-from nbdist.checkpoint.rank.live_objects import Found, Model, Stepping
-from nbdist.checkpoint.rank.tensors import MODEL, Contents, state_path
+from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOptimizer
+from nbdist.checkpoint.rank.tensors import MODEL, CheckpointTensors, state_path
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.build import Built
 from nbdist.parallel.consensus import rank, world_size
 from nbdist.parallel.dp import fsdp
 from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.reshard.full_state import local_values
-from nbdist.parallel.reshard.optimizer_state import AgreedState, Entry, LocalState, Place
+from nbdist.parallel.reshard.full_state import local_state
+from nbdist.parallel.reshard.optimizer_state import LocalState, MergedState, Place, StateEntry
 from nbdist.switch.rank import switch
 from nbdist.switch.rank.commit import Stepper
 
@@ -40,7 +40,7 @@ _Look = tuple[Any, torch.Size | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Recalled:
+class CachedPlan:
     """What is saved now, found with the last save's plan.
 
     Attributes:
@@ -51,8 +51,8 @@ class Recalled:
     """
 
     token: str
-    found: Found
-    contents: Contents
+    found: LiveObjects
+    contents: CheckpointTensors
     numbers: Numbers
 
     def told(self) -> Told:
@@ -91,7 +91,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """An optimizer as it was; `found.Stepping` without holding it.
+    """An optimizer as it was; `found.PreparedOptimizer` without holding it.
 
     Attributes:
         own: What it remembers here of each parameter, in order: the keys, and each of them.
@@ -100,7 +100,7 @@ class _Optimizer:
     one: weakref.ref[Optimizer]
     name: str
     labels: dict[str, str]
-    agreed: AgreedState
+    agreed: MergedState
     own: dict[str, tuple[list[str], list[_State]]]
 
 
@@ -112,7 +112,7 @@ class _Known:
     models: list[_Model]
     optimizers: list[_Optimizer]
     accelerators: list[tuple[weakref.ref[Any], set[int]]]
-    contents: Contents
+    contents: CheckpointTensors
 
 
 _known: list[_Known] = []
@@ -123,7 +123,7 @@ def forget() -> None:
     _known.clear()
 
 
-def remember(token: str, found: Found, contents: Contents) -> None:
+def store(token: str, found: LiveObjects, contents: CheckpointTensors) -> None:
     """Note what a save has found, unless it cannot be told from a look whether it still holds.
 
     None of the objects is held, nor any of their tensors.
@@ -148,7 +148,7 @@ def remember(token: str, found: Found, contents: Contents) -> None:
     _known.append(_Known(token, models, optimizers, accelerators, plan))
 
 
-def recall() -> Recalled | None:
+def lookup() -> CachedPlan | None:
     """What is saved now, if it is as the last save found it on this rank. No rank is met."""
     if not _known:
         return None
@@ -161,14 +161,14 @@ def recall() -> Recalled | None:
         optimizers = _same_optimizers(known, models, held)
     if optimizers is None:
         return None
-    found = Found(models, optimizers, accelerators)
+    found = LiveObjects(models, optimizers, accelerators)
     if rank() == 0 and not _same_names(found):
         return None
     plan = replace(known.contents, held=held.tensors)
-    return Recalled(known.token, found, plan, held.numbers)
+    return CachedPlan(known.token, found, plan, held.numbers)
 
 
-def agreed(recalled: Recalled | None, told: Iterable[Told | None]) -> bool:
+def agreed(recalled: CachedPlan | None, told: Iterable[Told | None]) -> bool:
     """Whether the last save's plan counts on all ranks, with the same numbers, which it gets then.
 
     Args:
@@ -206,7 +206,7 @@ class _Held:
         return not _differ(self.numbers.setdefault((at, one.place[1]), number), number)
 
 
-def _can_be_known(found: Found) -> bool:
+def _can_be_known(found: LiveObjects) -> bool:
     """Whether a look at this rank's objects tells that all is as it was."""
     models = [one.one for one in found.models]
     prepared = switch.prepared_optimizers(models)
@@ -220,7 +220,7 @@ def _can_be_known(found: Found) -> bool:
     )
 
 
-def _has_plain_states(one: Stepping) -> bool:
+def _has_plain_states(one: PreparedOptimizer) -> bool:
     """Whether each of its states lies as its parameter does, or is a number on this rank."""
     assert one.stepper.agreed is not None
     return all(entry.kind != "other" for entry in one.stepper.agreed.entries.values()) and all(
@@ -230,7 +230,7 @@ def _has_plain_states(one: Stepping) -> bool:
     )
 
 
-def _as_known(one: Stepping) -> _Optimizer:
+def _as_known(one: PreparedOptimizer) -> _Optimizer:
     agreed = one.stepper.agreed
     assert agreed is not None
     own = {}
@@ -261,7 +261,7 @@ def _same_models(known: _Known, held: _Held) -> list[Model] | None:
         if as_it_was.built() is not one.built:
             return None
         fsdp.settle(one.built.job.root)
-        values = local_values(one)
+        values = local_state(one)
         own = {first: values[first] for first in as_it_was.names if first in values}
         if _looks(own) != as_it_was.looks:
             return None
@@ -279,7 +279,9 @@ def _same_accelerators(known: _Known, here: list[Any]) -> bool:
     )
 
 
-def _same_optimizers(known: _Known, models: list[Model], held: _Held) -> list[Stepping] | None:
+def _same_optimizers(
+    known: _Known, models: list[Model], held: _Held
+) -> list[PreparedOptimizer] | None:
     """The optimizers, if they are those that were saved; what they remember here to `held`."""
     here = switch.prepared_optimizers([one.one for one in models])
     if here is None or _ids(here) != _ids(one.one() for one in known.optimizers):
@@ -296,7 +298,7 @@ def _same_optimizers(known: _Known, models: list[Model], held: _Held) -> list[St
         local = LocalState(agreed.optimizer, agreed.number, agreed.names, {}, {})
         others = sum(len(group["params"]) for group in one.param_groups) - len(names)
         stepper = Stepper(one, names, local, agreed)
-        found.append(Stepping(as_it_was.name, stepper, as_it_was.labels, others))
+        found.append(PreparedOptimizer(as_it_was.name, stepper, as_it_was.labels, others))
     return found
 
 
@@ -326,10 +328,10 @@ def _local(value: Any, parameter: torch.Tensor) -> Any:
     return value.to_local() if is_alike and value.ndim else None
 
 
-def _with_numbers(agreed: AgreedState, numbers: Mapping[str, Any]) -> AgreedState:
+def _with_numbers(agreed: MergedState, numbers: Mapping[str, Any]) -> MergedState:
     """What all ranks remember, with the numbers of now, by key."""
     entries = {
-        place: Entry(old.kind, old.dtype, numbers[place[1]], old.is_on_device, old.ranks)
+        place: StateEntry(old.kind, old.dtype, numbers[place[1]], old.is_on_device, old.ranks)
         if old.kind == "number"
         else old
         for place, old in agreed.entries.items()
@@ -343,7 +345,7 @@ def _differ(one: Any, other: Any) -> bool:
     return repr(one) != repr(other)  # not a number is like itself, zero not like minus zero
 
 
-def _same_names(found: Found) -> bool:
+def _same_names(found: LiveObjects) -> bool:
     """Whether the user's variables are called as they were. On rank 0, whose names count."""
     now = finding.variable_names(
         [one.one for one in found.models], [one.stepper for one in found.optimizers],

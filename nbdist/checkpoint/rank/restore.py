@@ -11,16 +11,16 @@ import torch
 
 from nbdist.checkpoint.manifest import Checkpoint
 from nbdist.checkpoint.rank import plain_state
-from nbdist.checkpoint.rank.live_objects import Found, Model, Stepping, dtype_of
+from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOptimizer, dtype_of
 from nbdist.checkpoint.rank.tensors import MODEL, OPTIMIZER, is_whole, state_side
 from nbdist.errors import CheckpointError
 from nbdist.parallel import build
 from nbdist.parallel.consensus import rank, world_size
 from nbdist.parallel.dp import fsdp1_state
 from nbdist.parallel.reshard.full_state import load_full_optimizer_state
-from nbdist.parallel.reshard.optimizer_state import AgreedState, Entry, Place, write
+from nbdist.parallel.reshard.optimizer_state import MergedState, Place, StateEntry, write
 from nbdist.strategy.choice import Degrees
-from nbdist.strategy.tensor_layout import Side, TensorLayout
+from nbdist.strategy.tensor_layout import Placement, TensorLayout
 
 # How an optimizer computes: the strategy decides that, and the values are the same.
 _OWN_SETTINGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -36,12 +36,12 @@ class Matched:
         notes: What is taken over otherwise than as it was saved.
     """
 
-    found: Found
+    found: LiveObjects
     models: Sequence[tuple[str, Model]]
-    optimizers: Sequence[tuple[str, Stepping]]
+    optimizers: Sequence[tuple[str, PreparedOptimizer]]
     notes: tuple[str, ...] = ()
 
-    def keys(self, one: Stepping) -> dict[str, str]:
+    def keys(self, one: PreparedOptimizer) -> dict[str, str]:
         """A parameter's label in the checkpoint -> its unique name in a live optimizer."""
         there = {model.name: old for old, model in self.models}
         return {label: key for key, label in one.labels_as(there).items()}
@@ -61,8 +61,8 @@ class _Steps:
         whole: All of it by unique names, under FSDP1.
     """
 
-    one: Stepping
-    agreed: AgreedState
+    one: PreparedOptimizer
+    agreed: MergedState
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     others: dict[Place, torch.Tensor] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Plan:
 
 def wanted(
     states: Mapping[str, Any], matched: Matched, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Side]:
+) -> dict[str, Placement]:
     """The tensors that are read, by their names in the checkpoint, and how each lies here.
 
     Args:
@@ -198,14 +198,16 @@ def _entries(states: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _own_form(one: Stepping, entry: Mapping[str, Any], side: Side, shape: tuple[int, ...]) -> Side:
+def _own_form(
+    one: PreparedOptimizer, entry: Mapping[str, Any], side: Placement, shape: tuple[int, ...]
+) -> Placement:
     if not is_whole(side):
         raise CheckpointError(
             f"{type(one.optimizer).__name__} keeps {entry['key']!r} of {entry['parameter']} in its "
             "own form, which cannot be split as the strategy asks. Load it under ddp or single, or "
             "the models alone: %dist_load PATH --models-only. Nothing was changed."
         )
-    return Side(TensorLayout(shape), Degrees())
+    return Placement(TensorLayout(shape), Degrees())
 
 
 def _name(old: str, entry: Mapping[str, Any]) -> str:
@@ -217,12 +219,12 @@ def _steps(
     values: Mapping[str, torch.Tensor],
     matched: Matched,
     old: str,
-    one: Stepping,
+    one: PreparedOptimizer,
 ) -> _Steps:
     keys = matched.keys(one)
     stepper = one.stepper
     entries = {
-        (keys[entry["parameter"]], entry["key"]): Entry(
+        (keys[entry["parameter"]], entry["key"]): StateEntry(
             entry["kind"],
             None if entry["dtype"] is None else dtype_of(entry["dtype"]),
             entry["value"],
@@ -232,7 +234,7 @@ def _steps(
         for entry in _entries(states, old)
     }
     names = tuple(stepper.names)
-    agreed = AgreedState(type(one.optimizer).__name__, stepper.local.number, names, entries)
+    agreed = MergedState(type(one.optimizer).__name__, stepper.local.number, names, entries)
     found = _Steps(one, agreed, groups=states["optimizers"][old]["groups"])
     read = {
         (keys[entry["parameter"]], entry["key"]): values[name]

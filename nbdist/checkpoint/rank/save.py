@@ -32,15 +32,15 @@ from nbdist.checkpoint.rank import (
     write as checkpoint_write,
 )
 from nbdist.checkpoint.rank.jobs import Job, Meter, keep, refuse_if_running
-from nbdist.checkpoint.rank.live_objects import Found, Model, look
+from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, find
 from nbdist.checkpoint.rank.save_thread import Named, Write
-from nbdist.checkpoint.rank.tensors import Contents, contents
+from nbdist.checkpoint.rank.tensors import CheckpointTensors, tensors_of
 from nbdist.checkpoint.results import Begun
 from nbdist.cluster.run_owner import Machine
 from nbdist.core import host
 from nbdist.errors import CheckpointError, NbdistError
 from nbdist.parallel import registry
-from nbdist.parallel.consensus import interrupts_held, rank, same_random, together, world_size
+from nbdist.parallel.consensus import all_or_none, interrupts_held, rank, same_random, world_size
 
 
 def begin(path: str, token: str, is_async: bool) -> Begun:
@@ -63,7 +63,7 @@ def begin(path: str, token: str, is_async: bool) -> Begun:
     with same_random():
         try:
             found = _agree(what, one)
-            together(what, lambda: _take(one, found, is_copied=is_async))
+            all_or_none(what, lambda: _take(one, found, is_copied=is_async))
             one.contents.held.clear()
             begun = Begun(
                 models=tuple(model.name for model in found.models),
@@ -82,26 +82,26 @@ def begin(path: str, token: str, is_async: bool) -> Begun:
     return begun
 
 
-def _agree(what: str, one: Write) -> Found:
+def _agree(what: str, one: Write) -> LiveObjects:
     """Say what all ranks together write, and where. Collective: every rank."""
-    recalled: list[plan_cache.Recalled | None] = []
+    recalled: list[plan_cache.CachedPlan | None] = []
 
     def own() -> _Told:
         refuse_if_running()
-        recalled.append(plan_cache.recall())
+        recalled.append(plan_cache.lookup())
         return _told(one, recalled[0])
 
-    told = together(what, own)
+    told = all_or_none(what, own)
     one.processes = [rank.process for rank in told]
     one.generators = [rank.generators for rank in told]
     if recalled[0] is not None and plan_cache.agreed(recalled[0], [rank.known for rank in told]):
         found, one.contents = recalled[0].found, recalled[0].contents
         new = told[0].folder
     else:
-        found = look(what)
+        found = find(what)
         one.contents = _compared(what, found)
-        plan_cache.remember(one.job.token, found, one.contents)
-        new = together(what, lambda: _describe(one, found))[0]
+        plan_cache.store(one.job.token, found, one.contents)
+        new = all_or_none(what, lambda: _describe(one, found))[0]
     one.new = Path(new)
     one.meter.total_bytes = 2 * one.contents.own_bytes(rank())
     return found
@@ -124,7 +124,7 @@ class _Told:
     folder: str = ""
 
 
-def _told(one: Write, recalled: plan_cache.Recalled | None) -> _Told:
+def _told(one: Write, recalled: plan_cache.CachedPlan | None) -> _Told:
     pid = os.getpid()
     process = (host.this_machine(), pid, host.started(pid) or "")
     if recalled is None:
@@ -133,16 +133,16 @@ def _told(one: Write, recalled: plan_cache.Recalled | None) -> _Told:
     return _Told(process, plain_state.own_random(), recalled.told(), folder)
 
 
-def _compared(what: str, found: Found) -> Contents:
+def _compared(what: str, found: LiveObjects) -> CheckpointTensors:
     """What is saved, the same on all ranks. Collective: every rank."""
-    taken: list[Contents] = []
+    taken: list[CheckpointTensors] = []
 
     def own() -> list[tuple[str, tuple[int, ...], str]]:
-        taken.append(contents(found))
+        taken.append(tensors_of(found))
         dtypes = taken[0].tensors.dtypes
         return [(name, shape, str(dtypes[name])) for name, shape in taken[0].tensors.shapes.items()]
 
-    _compare(together(what, own))
+    _compare(all_or_none(what, own))
     return taken[0]
 
 
@@ -165,7 +165,7 @@ def _folder(one: Write) -> str:
     return str(one.new)
 
 
-def _describe(one: Write, found: Found) -> str:
+def _describe(one: Write, found: LiveObjects) -> str:
     """On rank 0 what goes beside the tensors, and the folder."""
     if rank() != 0:
         return ""
@@ -213,7 +213,7 @@ def _settings(accelerator: Any) -> dict[str, Any]:
     }
 
 
-def _take(one: Write, found: Found, *, is_copied: bool) -> None:
+def _take(one: Write, found: LiveObjects, *, is_copied: bool) -> None:
     """Enter the folder, and take the boxes that this rank writes."""
     _enter(one)
     if one.manifest is None:
@@ -237,7 +237,7 @@ def _enter(one: Write) -> None:
         checkpoint_write.reserve(one.folder, rank())
 
 
-def _notes(found: Found) -> tuple[str, ...]:
+def _notes(found: LiveObjects) -> tuple[str, ...]:
     notes = [
         f"{one.others} parameters of {one.name} are of no prepared model: they are not saved, nor "
         "what it remembers of them"

@@ -24,12 +24,12 @@ from nbdist.checkpoint.rank import dcp_metadata, plain_state, staging
 from nbdist.checkpoint.rank import write as checkpoint_write
 from nbdist.checkpoint.rank.dcp_planners import Saver, Spot, Writer
 from nbdist.checkpoint.rank.jobs import Job, Meter
-from nbdist.checkpoint.rank.tensors import Contents
+from nbdist.checkpoint.rank.tensors import CheckpointTensors
 from nbdist.checkpoint.results import Saved
 from nbdist.cluster.run_owner import Machine
 from nbdist.core import host
 from nbdist.errors import CheckpointError
-from nbdist.parallel.consensus import rank, sentence
+from nbdist.parallel.consensus import one_line, rank
 
 # Nobody who writes is silent for so long, but on a disk that does not answer.
 STALL_S = 300.0
@@ -54,7 +54,7 @@ class Write:
 
     job: Job
     new: Path | None = None
-    contents: Contents = field(default_factory=Contents)
+    contents: CheckpointTensors = field(default_factory=CheckpointTensors)
     processes: list[tuple[Machine, int, str]] = field(default_factory=list)
     generators: list[plain_state.Generators] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
@@ -158,7 +158,9 @@ def _file(folder: Path, name: str) -> SavedFile:
     return SavedFile(name, path.stat().st_size, manifest.checksum(path))
 
 
-def _write_results(contents: Contents, results: list[dict[str, Any]]) -> list[list[WriteResult]]:
+def _write_results(
+    contents: CheckpointTensors, results: list[dict[str, Any]]
+) -> list[list[WriteResult]]:
     """Where each box lies, as DCP's writer wants it; under each of a tensor's names."""
     found = []
     for result in results:
@@ -178,7 +180,7 @@ def _gone(one: Write, other: int) -> str:
 
 
 def _sentence(one: Write, error: BaseException) -> str:
-    text = sentence(error)
+    text = one_line(error)
     return text if text.startswith("rank ") else f"rank {rank()}: {text}"
 
 

@@ -15,21 +15,21 @@ from torch.distributed.tensor import DTensor
 
 from nbdist.checkpoint.chunks import Part, Stored, is_complete, shared_out
 from nbdist.checkpoint.rank.dcp_planners import Spot, Tensors
-from nbdist.checkpoint.rank.live_objects import Found, Model, Stepping, dtype_text
+from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOptimizer, dtype_text
 from nbdist.core.ranks import rank_label
 from nbdist.errors import CheckpointError
 from nbdist.parallel import registry
 from nbdist.parallel.consensus import world_size
 from nbdist.parallel.dp import fsdp1_state
-from nbdist.parallel.reshard.optimizer_state import AgreedState, Entry, Place
+from nbdist.parallel.reshard.optimizer_state import MergedState, Place, StateEntry
 from nbdist.strategy.choice import Degrees
-from nbdist.strategy.tensor_layout import Side, TensorLayout, missing
+from nbdist.strategy.tensor_layout import Placement, TensorLayout, missing
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
 @dataclass(slots=True)
-class Contents:
+class CheckpointTensors:
     """All tensors that are saved.
 
     Attributes:
@@ -44,7 +44,7 @@ class Contents:
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
 
-    def add(self, name: str, side: Side) -> None:
+    def add(self, name: str, side: Placement) -> None:
         """Add a tensor that `tensors` knows."""
         self.stored.append(Stored(name, side, self.tensors.dtypes[name].itemsize))
 
@@ -66,23 +66,23 @@ class Contents:
         )
 
 
-def contents(found: Found) -> Contents:
+def tensors_of(found: LiveObjects) -> CheckpointTensors:
     """The tensors of all models and optimizers. This rank alone; the same list on all.
 
     Raises:
         CheckpointError: An optimizer's state has a form of its own, or a part of it is nowhere.
     """
-    one = Contents()
+    one = CheckpointTensors()
     for model in found.models:
         _add_model(one, model)
     for stepping in found.optimizers:
         _add_optimizer(one, stepping)
     one.parts = shared_out(one.stored, world_size())
-    one.held = held(found)
+    one.held = local_tensors(found)
     return one
 
 
-def held(found: Found) -> dict[str, torch.Tensor]:
+def local_tensors(found: LiveObjects) -> dict[str, torch.Tensor]:
     """This rank's local part of each tensor that it has, by name in the checkpoint."""
     own = {
         f"{MODEL}.{model.name}.{first}": tensor
@@ -95,7 +95,7 @@ def held(found: Found) -> dict[str, torch.Tensor]:
     return own
 
 
-def entry_record(label: str, key: str, entry: Entry) -> dict[str, Any]:
+def entry_record(label: str, key: str, entry: StateEntry) -> dict[str, Any]:
     """What an optimizer remembers of a parameter, without elements, as plain data."""
     return {
         "parameter": label,
@@ -107,33 +107,33 @@ def entry_record(label: str, key: str, entry: Entry) -> dict[str, Any]:
     }
 
 
-def entries_of(stepping: Stepping) -> list[dict[str, Any]]:
+def entries_of(stepping: PreparedOptimizer) -> list[dict[str, Any]]:
     """All that an optimizer remembers, in the order of its parameters."""
     assert stepping.stepper.agreed is not None
     found = stepping.stepper.agreed.entries
     return [entry_record(stepping.labels[n], key, entry) for (n, key), entry in found.items()]
 
 
-def state_side(stepping: Stepping, key: str) -> Side:
+def state_side(stepping: PreparedOptimizer, key: str) -> Placement:
     """How the state of a parameter lies; key is its unique name in the optimizer."""
     one, first, _ = stepping.stepper.names[key]
     return one.whole(first) if fsdp1_state.is_flat(one) else registry.state_side(one.built, first)
 
 
-def state_path(stepping: Stepping, key: str, state: str) -> tuple[str, ...]:
+def state_path(stepping: PreparedOptimizer, key: str, state: str) -> tuple[str, ...]:
     """Where a state stands in a checkpoint."""
     _, first, _ = stepping.stepper.names[key]
     model = stepping.labels[key].removesuffix(f".{first}")
     return (OPTIMIZER, stepping.name, model, first, state)
 
 
-def is_whole(side: Side) -> bool:
+def is_whole(side: Placement) -> bool:
     """Whether every rank that holds any of it has all."""
     layout = side.layout
     return layout.stages is None and layout.tp_dim is None and layout.shard_dim is None
 
 
-def own_form(stepping: Stepping, place: Place, side: Side) -> torch.Tensor | None:
+def own_form(stepping: PreparedOptimizer, place: Place, side: Placement) -> torch.Tensor | None:
     """A state of another shape than its parameter, as Adafactor's; None where it cannot be saved.
 
     It has no layout: it is saved where each rank has all of the parameter, and loaded there.
@@ -148,11 +148,11 @@ def own_form(stepping: Stepping, place: Place, side: Side) -> torch.Tensor | Non
     return value.detach() if is_plain else None
 
 
-def _whole(value: torch.Tensor) -> Side:
-    return Side(TensorLayout(tuple(value.shape)), Degrees())
+def _whole(value: torch.Tensor) -> Placement:
+    return Placement(TensorLayout(tuple(value.shape)), Degrees())
 
 
-def _add_model(one: Contents, model: Model) -> None:
+def _add_model(one: CheckpointTensors, model: Model) -> None:
     for first, names in model.names.items():
         name = one.tensors.add(
             (MODEL, model.name, first),
@@ -163,7 +163,7 @@ def _add_model(one: Contents, model: Model) -> None:
         one.add(name, model.side(first))
 
 
-def _add_optimizer(one: Contents, stepping: Stepping) -> None:
+def _add_optimizer(one: CheckpointTensors, stepping: PreparedOptimizer) -> None:
     if any(fsdp1_state.is_flat(o) for o, _, _ in stepping.stepper.names.values()):
         _add_flat(one, stepping)
         return
@@ -190,7 +190,7 @@ def _add_optimizer(one: Contents, stepping: Stepping) -> None:
         one.add(name, own)
 
 
-def _add_flat(one: Contents, stepping: Stepping) -> None:
+def _add_flat(one: CheckpointTensors, stepping: PreparedOptimizer) -> None:
     """Under FSDP1 every rank has all of it once it has been gathered; see `found`."""
     assert stepping.whole is not None
     for key, own in stepping.whole["state"].items():
@@ -202,7 +202,7 @@ def _add_flat(one: Contents, stepping: Stepping) -> None:
                 one.add(name, whole)
 
 
-def _states(stepping: Stepping) -> Iterator[tuple[str, str, torch.Tensor]]:
+def _states(stepping: PreparedOptimizer) -> Iterator[tuple[str, str, torch.Tensor]]:
     """This rank's part of all that an optimizer remembers: (parameter, key, tensor)."""
     if stepping.whole is not None:
         for key, own in stepping.whole["state"].items():
@@ -217,7 +217,7 @@ def _states(stepping: Stepping) -> Iterator[tuple[str, str, torch.Tensor]]:
             yield *place, value
 
 
-def _state(stepping: Stepping, place: Place, entry: Entry) -> torch.Tensor | None:
+def _state(stepping: PreparedOptimizer, place: Place, entry: StateEntry) -> torch.Tensor | None:
     """This rank's part of one thing that an optimizer remembers."""
     stepper = stepping.stepper
     if entry.kind == "tensor":
@@ -227,16 +227,16 @@ def _state(stepping: Stepping, place: Place, entry: Entry) -> torch.Tensor | Non
     return None if entry.dtype is None else torch.tensor(entry.value, dtype=entry.dtype)
 
 
-def _on(side: Side, ranks: frozenset[int]) -> frozenset[int]:
+def _on(side: Placement, ranks: frozenset[int]) -> frozenset[int]:
     known = side.layout.ranks
     return ranks if known is None else ranks & known
 
 
-def _scalar(entry: Entry) -> Side:
-    return Side(TensorLayout((), ranks=entry.ranks), Degrees())
+def _scalar(entry: StateEntry) -> Placement:
+    return Placement(TensorLayout((), ranks=entry.ranks), Degrees())
 
 
-def _refuse_other(agreed: AgreedState, label: str, state: str, entry: Entry) -> NoReturn:
+def _refuse_other(agreed: MergedState, label: str, state: str, entry: StateEntry) -> NoReturn:
     raise CheckpointError(
         f"{agreed.optimizer} keeps {state!r} of {label} in its own form ({entry.value}), which "
         "cannot be saved in parts. Save it under ddp, or use AdamW, Adam, SGD or another optimizer "
@@ -245,13 +245,13 @@ def _refuse_other(agreed: AgreedState, label: str, state: str, entry: Entry) -> 
 
 
 def _refuse_missing(
-    agreed: AgreedState, stepping: Stepping, place: Place, side: Side, own: Side
+    agreed: MergedState, stepping: PreparedOptimizer, place: Place, side: Placement, own: Placement
 ) -> None:
     if is_complete(own, world_size()):
         return
     key, state = place
     ranks = agreed.entries[place].ranks
-    lacking = missing(own, Side(replace(side.layout, ranks=None), side.degrees), world_size())
+    lacking = missing(own, Placement(replace(side.layout, ranks=None), side.degrees), world_size())
     raise CheckpointError(
         f"{agreed.optimizer} has {state!r} of {stepping.labels[key]} on rank {rank_label(ranks)} "
         f"only; a part of it is nowhere (rank {rank_label(lacking)} has none). Run one step in "

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nbdist.checkpoint.manifest import SavedFile, checksum_text
 from nbdist.checkpoint.rank.dcp_planners import Saver, Spot, Writer, spot
 from nbdist.checkpoint.rank.jobs import Meter
-from nbdist.checkpoint.rank.tensors import Contents
+from nbdist.checkpoint.rank.tensors import CheckpointTensors
 from nbdist.core.units import exact_size
 from nbdist.errors import CheckpointError
 
@@ -115,7 +115,7 @@ class _Files(FileSystem):
 
 def write(
     folder: Path,
-    contents: Contents,
+    contents: CheckpointTensors,
     rank: int,
     value: Callable[[Spot], torch.Tensor],
     meter: Meter,

@@ -23,7 +23,7 @@ from nbdist.cluster.kernel.event_loop import cluster_loop
 from nbdist.cluster.kernel.exits import Exit
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.ipp_cluster import gives_ranks, installed_torch
-from nbdist.cluster.kernel.registration import POLL_S, Arrivals, Progress
+from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration, Progress
 from nbdist.core.failures import ranks_phrase
 from nbdist.errors import OptionError, StartError
 from nbdist.rpc.kernel import sigint
@@ -210,7 +210,7 @@ class Cluster:
     def _forget_soon(self, engine: int, _stop_data: dict[str, Any]) -> None:
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget, engine)
 
-    def _arrivals(self, engines: Collection[int] | None, world_size: int = 0) -> Arrivals:
+    def _arrivals(self, engines: Collection[int] | None, world_size: int = 0) -> EngineRegistration:
         """What to wait for: some engines, or at the start any `world_size` of them."""
 
         def exits() -> dict[int | None, Exit]:
@@ -225,7 +225,7 @@ class Cluster:
             return sorted(known & run_dir.joined(self.run_dir) if self.can_restart else known)
 
         expected = tuple(range(world_size) if engines is None else engines)
-        return Arrivals(self.run_dir, expected, exits, registered, self._output)
+        return EngineRegistration(self.run_dir, expected, exits, registered, self._output)
 
     def _output(self, engine: int | None) -> str:
         one = self._cluster.controller if engine is None else self._started.get(engine)
@@ -274,7 +274,7 @@ class Cluster:
 
     def end_engines(self, engines: Collection[int]) -> None:
         """Kill engines that this kernel has started, with all processes of their sessions."""
-        with sigint.counted():
+        with sigint.deferred_sigint():
             for engine in engines:
                 self._kill(engine)
 
@@ -370,7 +370,7 @@ class Cluster:
         finally:
             # Also when an interrupt comes in between: the guardian ends whatever is left. A
             # second one must not break that off; it takes CLOSE_DEADLINE_S at most.
-            with sigint.counted():
+            with sigint.deferred_sigint():
                 is_clean = self._guard.close()
         if not is_clean:
             sys.stderr.write(f"nbdist: processes of {self.run_dir} could not all be ended\n")

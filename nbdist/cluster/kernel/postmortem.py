@@ -65,7 +65,7 @@ def memory_of(pid: int) -> Memory:
     return Memory(None, ())
 
 
-class Watched:
+class Postmortem:
     """What has to be read while a rank lives to be able to tell how it ended."""
 
     def __init__(self, run_dir: Path, rank: int, pid: int):

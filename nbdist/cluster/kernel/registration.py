@@ -18,11 +18,11 @@ POLL_S = 0.01
 LOG_LINES = 15
 
 
-def silent(_text: str) -> None:
+def no_progress(_text: str) -> None:
     """Progress of which nobody is told."""
 
 
-class Ended(Protocol):
+class ProcessExit(Protocol):
     """The end of a process, as `cluster.Exit` has it."""
 
     @property
@@ -32,7 +32,7 @@ class Ended(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
+class EngineRegistration:
     """Engines on their way.
 
     Attributes:
@@ -45,7 +45,7 @@ class Arrivals:
 
     run_dir: Path
     expected: tuple[int, ...]
-    exits: Callable[[], Mapping[int | None, Ended]]
+    exits: Callable[[], Mapping[int | None, ProcessExit]]
     registered: Callable[[], Collection[int]]
     output: Callable[[int | None], str]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.hang import diagnose, recovery
-from nbdist.hang.records import CxxCall
+from nbdist.hang.records import FlightRecorderEntry
 from nbdist.rpc.kernel import functions
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RecoveryOutcome:
     """What became of the groups.
 
     Attributes:
@@ -38,7 +38,7 @@ class Outcome:
     problem: str = ""
 
 
-class Aftermath:
+class GroupRecovery:
     """Counts the calls of all ranks, and makes their groups anew where the counts differ.
 
     Where they do not, it compares the models' parameters.
@@ -53,7 +53,7 @@ class Aftermath:
             is_certain: The groups are broken in any case.
         """
         self.on_answer: Callable[[], None] = lambda: None
-        self.outcome: Outcome | None = None
+        self.outcome: RecoveryOutcome | None = None
         self._session = session
         self._newest: dict[int, Future[Any]] = {}
         self._comparing: dict[int, Future[Any]] = {}
@@ -84,10 +84,10 @@ class Aftermath:
     def give_up(self) -> None:
         """End now: the next cell begins with what is still to be done."""
         if self.outcome is None and self._comparing:
-            self.outcome = Outcome()
+            self.outcome = RecoveryOutcome()
         elif self.outcome is None:
             self._session.health.needs_recovery = True
-            self.outcome = Outcome(problem="the groups are made anew before the next cell")
+            self.outcome = RecoveryOutcome(problem="the groups are made anew before the next cell")
 
     def _listen(self, futures: dict[int, Future[Any]]) -> dict[int, Future[Any]]:
         for future in futures.values():
@@ -112,7 +112,7 @@ class Aftermath:
                 self._session.interrupt(rank)
 
     def _is_out_of_step(self) -> bool:
-        newest: dict[int, Mapping[str, CxxCall]] = {
+        newest: dict[int, Mapping[str, FlightRecorderEntry]] = {
             rank: future.result()
             for rank, future in self._newest.items()
             if future.done() and future.exception() is None
@@ -128,20 +128,20 @@ class Aftermath:
             group.calls for box in session.health.boxes().values() for group in box.groups.values()
         )
         if not has_calls or session.busy_ranks:
-            self.outcome = Outcome()
+            self.outcome = RecoveryOutcome()
             return
         self._end_s = now_s + COMPARE_S
         self._comparing = self._listen(session.upkeep.begin_comparison())
         if not self._comparing:
-            self.outcome = Outcome()
+            self.outcome = RecoveryOutcome()
 
-    def _compared(self) -> Outcome:
+    def _compared(self) -> RecoveryOutcome:
         known = {
             rank: future.result()
             for rank, future in self._comparing.items()
             if future.done() and future.exception() is None
         }
-        return Outcome(lines=recovery.apart(known))
+        return RecoveryOutcome(lines=recovery.apart(known))
 
     def _recover(self, now_s: float) -> None:
         self._newest = {}
@@ -149,14 +149,14 @@ class Aftermath:
         if busy:
             self._session.health.needs_recovery = True
             problem = f"the groups are made anew once {ranks_are(busy)} back"
-            self.outcome = Outcome(problem=problem)
+            self.outcome = RecoveryOutcome(problem=problem)
             return
         self._end_s = now_s + RECOVER_S
         self._recovering = self._listen(self._session.upkeep.begin_recovery())
         if not self._recovering:
-            self.outcome = Outcome()
+            self.outcome = RecoveryOutcome()
 
-    def _recovered(self) -> Outcome:
+    def _recovered(self) -> RecoveryOutcome:
         failed = {rank: told for rank, f in self._recovering.items() if (told := _failure(f))}
         self._session.health.needs_recovery = bool(failed)
         self._session.upkeep.reserve()
@@ -166,9 +166,9 @@ class Aftermath:
                 f"{ranks_phrase(sorted(failed))} could not make the groups anew "
                 f"(rank {rank}: {why}); %dist_reset starts afresh"
             )
-            return Outcome(problem=problem)
+            return RecoveryOutcome(problem=problem)
         results = {rank: future.result() for rank, future in self._recovering.items()}
-        return Outcome(is_recovered=True, lines=recovery.notes(results))
+        return RecoveryOutcome(is_recovered=True, lines=recovery.notes(results))
 
 
 def _failure(future: Future[Any]) -> str:

@@ -18,7 +18,7 @@ from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.core.topology import Topology
 from nbdist.errors import NbdistError
 from nbdist.hang import call_log, diagnose
-from nbdist.hang.records import Box, Look, RankView
+from nbdist.hang.records import CallLog, RankView, ThreadSnapshot
 from nbdist.rpc.kernel import functions
 from nbdist.rpc.kernel.channel import Channel
 
@@ -44,18 +44,18 @@ class Health:
         self._cluster = cluster
         self._topology = topology
         self._boxes = BoxFiles(cluster.run_dir / "boxes")
-        self._looks: dict[int, Look] = {}
+        self._looks: dict[int, ThreadSnapshot] = {}
         self._asked: dict[int, tuple[Future[Any], float]] = {}
         self._looked_s: dict[int, float] = {}
         self._snapshots: dict[int, tuple[Future[tuple[float, bytes | None]], float]] = {}
-        self._remote: dict[int, Box] = {}
+        self._remote: dict[int, CallLog] = {}
         self._arrived: dict[int, tuple[float, tuple[float, bytes | None]]] = {}
-        self._watched: dict[int, tuple[int, postmortem.Watched]] = {}
+        self._watched: dict[int, tuple[int, postmortem.Postmortem]] = {}
         self._causes: dict[int, str] = {}
         self._last_words: dict[int, str] = {}
         self.watch_processes()
 
-    def box(self, rank: int) -> Box | None:
+    def box(self, rank: int) -> CallLog | None:
         """The rank's black box; of a rank on another host as it was at its last answer."""
         box = self._boxes.read(rank)
         if box is not None:
@@ -78,7 +78,7 @@ class Health:
             and time.monotonic() > box.since_s + since_s
         )
 
-    def boxes(self) -> dict[int, Box]:
+    def boxes(self) -> dict[int, CallLog]:
         """The boxes of all ranks that have one."""
         found = {place.rank: self.box(place.rank) for place in self._topology.ranks}
         return {rank: box for rank, box in found.items() if box is not None}
@@ -93,7 +93,7 @@ class Health:
         for rank, pid in self.pids().items():
             known = self._watched.get(rank)
             if known is None or known[0] != pid:
-                watched = postmortem.Watched(self._cluster.run_dir, rank, pid)
+                watched = postmortem.Postmortem(self._cluster.run_dir, rank, pid)
                 self._watched[rank] = pid, watched
                 self._causes.pop(rank, None)
 
@@ -141,7 +141,7 @@ class Health:
             if future is not None:
                 self._asked[rank] = (future, now_s)
 
-    def newest_look(self, rank: int) -> tuple[Look | None, float]:
+    def newest_look(self, rank: int) -> tuple[ThreadSnapshot | None, float]:
         """(the rank's newest answer that was taken in, when it was asked for). From any thread."""
         return self._looks.get(rank), self._looked_s.get(rank, 0.0)
 
@@ -290,7 +290,7 @@ class BoxFiles:
         """Unmap all; reading maps them again."""
         self._maps.clear()
 
-    def read(self, rank: int) -> Box | None:
+    def read(self, rank: int) -> CallLog | None:
         """The rank's box; None where it has none here."""
         memory = self.memory(rank)
         try:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.cells.kernel import status
 from nbdist.cluster.kernel import run_dir
-from nbdist.cluster.kernel.registration import silent
+from nbdist.cluster.kernel.registration import no_progress
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.units import seconds
 from nbdist.errors import Interrupted, NbdistError, NotRunning, OptionError
 from nbdist.hang import diagnose
 from nbdist.hang.kernel import restart as hang_restart
-from nbdist.hang.kernel.group_recovery import Aftermath, Outcome
+from nbdist.hang.kernel.group_recovery import GroupRecovery, RecoveryOutcome
 from nbdist.hang.kernel.restart import Restarted
 from nbdist.rpc.kernel import functions, sigint
 
@@ -32,7 +32,7 @@ POLL_S = 0.01
 RELEASE_S = 1.0
 
 
-class Upkeep:
+class Maintenance:
     """What is to be done for the ranks of one session between their cells.
 
     Attributes:
@@ -58,7 +58,7 @@ class Upkeep:
         """
         self.reconnect()
         if self._given_up and not self._session.is_stopped:
-            restarted = self.restart(sorted(self._given_up), RESTART_S, silent)
+            restarted = self.restart(sorted(self._given_up), RESTART_S, no_progress)
             self._notes += [
                 f"{ranks_phrase(restarted.ranks)} replaced in {seconds(restarted.elapsed_s)}",
                 *restarted.notes,
@@ -174,7 +174,7 @@ class Upkeep:
         living = [rank for rank in session.ranks if session.is_connected(rank)]
         return {rank: functions.checksums(session.call, rank) for rank in living}
 
-    def recover(self, *, is_certain: bool = True) -> Outcome:
+    def recover(self, *, is_certain: bool = True) -> RecoveryOutcome:
         """Make the groups anew and wait for it.
 
         Args:
@@ -184,16 +184,16 @@ class Upkeep:
             Interrupted: If the user interrupted it; the next cell begins with it.
         """
         presses_or_answers: SimpleQueue[bool] = SimpleQueue()  # a signal handler may put
-        aftermath = Aftermath(self._session, time.monotonic(), is_certain=is_certain)
+        aftermath = GroupRecovery(self._session, time.monotonic(), is_certain=is_certain)
         aftermath.on_answer = lambda: presses_or_answers.put(False)
-        with sigint.counted() as pressed:
+        with sigint.deferred_sigint() as pressed:
             pressed.send_to(lambda: presses_or_answers.put(True))
             while (pause_s := aftermath.step(time.monotonic())) is not None:
                 with contextlib.suppress(Empty):
                     if presses_or_answers.get(timeout=pause_s):
                         aftermath.give_up()
                         raise Interrupted("the groups are made anew before the next cell")
-        return aftermath.outcome or Outcome()
+        return aftermath.outcome or RecoveryOutcome()
 
     def settle(self) -> None:
         """After collectives of nbdist's own that failed or were interrupted: back in step.

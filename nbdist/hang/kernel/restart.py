@@ -116,7 +116,7 @@ class _Restart:
 
     def run(self, progress: Progress) -> list[str]:
         """Do it; the names that ranks who stay have, and the new ones lack."""
-        with sigint.counted() as pressed:
+        with sigint.deferred_sigint() as pressed:
             pressed.send_to(self._press)
             made = merge_made(self._all(functions.groups_made, self._staying, "tell their groups"))
             self._cluster.restart_engines(

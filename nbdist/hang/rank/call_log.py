@@ -15,7 +15,7 @@ from nbdist.hang.call_log import SIZE_BYTES, Writer, settled
 from nbdist.hang.rank import dataloader_workers, rendezvous
 from nbdist.hang.rank.recorder import Recorder
 from nbdist.hang.rank.rendezvous import cancel_meetings
-from nbdist.hang.rank.source_line import Places
+from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.rpc.wire import CELL_RUN
 
 __all__ = [
@@ -71,7 +71,7 @@ def install(box: Writer) -> None:
     if _recorder is not None and _recorder.box is box:
         return
     shell = uninstall()
-    _recorder = Recorder(box, Places(shell))
+    _recorder = Recorder(box, UserFrameFinder(shell))
     _recorder.install()
 
 

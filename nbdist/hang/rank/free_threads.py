@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from types import FrameType
 
 from nbdist.hang.rank import recorder
-from nbdist.hang.rank.source_line import Places
+from nbdist.hang.rank.source_line import UserFrameFinder
 
 
-def free(places: Places, *, waits_inside: bool) -> tuple[bool, tuple[str, ...]]:
+def free(places: UserFrameFinder, *, waits_inside: bool) -> tuple[bool, tuple[str, ...]]:
     """(whether the main thread is free, the names of the other free threads and tasks).
 
     Free is who is neither inside a recorded call nor joins a thread that is. Of the other
@@ -44,7 +44,7 @@ def free(places: Places, *, waits_inside: bool) -> tuple[bool, tuple[str, ...]]:
     return is_free, (*others, *(_tasks(places) if is_free else ()))
 
 
-def _tasks(places: Places) -> Iterator[str]:
+def _tasks(places: UserFrameFinder) -> Iterator[str]:
     """The user's tasks that go on when the cell that made them has ended."""
     # The loop in which cells run; a kernel without one has no tasks.
     kernel = getattr(places.shell, "kernel", None)

@@ -21,8 +21,8 @@ from torch._C import _distributed_c10d
 from nbdist.core import exit_cause, stacks
 from nbdist.core.stacks import Frame
 from nbdist.hang.rank import free_threads as hang_free_threads
-from nbdist.hang.rank.source_line import Places
-from nbdist.hang.records import CxxCall, Look
+from nbdist.hang.rank.source_line import UserFrameFinder
+from nbdist.hang.records import FlightRecorderEntry, ThreadSnapshot
 from nbdist.rpc.rank import crash_files
 
 # A main thread that uses no processor time for this long, and is asleep before and after, is
@@ -35,13 +35,13 @@ PENDING_S = 1.0
 SOURCE_CHARACTERS = 80
 
 # The black box has its own, for the main thread.
-_places = Places()
+_places = UserFrameFinder()
 
 # torch's recorders: one for all backends, and NCCL's own in some versions.
 RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 
 
-def look() -> Look:
+def snapshot() -> ThreadSnapshot:
     """The main thread's place, stack and newest collectives. From any other thread, in 60 ms."""
     asleep = _Sleep.begin()
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
@@ -54,13 +54,13 @@ def look() -> Look:
     is_asleep = asleep.end()
     is_in_torch = place is not None and is_torch(frames[-1].file)
     is_free, free_threads = hang_free_threads.free(_places, waits_inside=is_in_torch and is_asleep)
-    return Look(
+    return ThreadSnapshot(
         place=place,
         stack=tuple(stacks.frame_text(one, crash_files.cells) for one in shown),
         is_in_torch=is_in_torch,
         is_asleep=is_asleep,
         # Last: a backend notes a call in a thread of its own, a moment after it was made.
-        newest=newest(),
+        newest=newest_collectives(),
         is_free=is_free,
         free_threads=free_threads,
     )
@@ -135,7 +135,7 @@ class _Recorder:
     base: dict[int, int] = field(default_factory=dict)
     status: Any = None
     read_s: float = 0.0
-    calls: dict[str, CxxCall] = field(default_factory=dict)
+    calls: dict[str, FlightRecorderEntry] = field(default_factory=dict)
     # A recovery in the main thread, a look in the control thread.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -145,7 +145,7 @@ class _Recorder:
         entries: list[dict[str, Any]] = dump.get("entries", [])
         return entries
 
-    def newest(self) -> dict[str, CxxCall]:
+    def newest(self) -> dict[str, FlightRecorderEntry]:
         with self.lock:
             # 0.1 ms; with its 2000 entries it is 20.
             status = pickle.loads(self.dump(False, False, False)).get("pg_status")  # noqa: S301
@@ -187,7 +187,7 @@ def is_complete(status: Any, entries: Iterable[Mapping[str, Any]]) -> bool:
 
 def newest_of(
     entries: Iterable[Mapping[str, Any]], mark: int, base: Mapping[int, int]
-) -> dict[str, CxxCall]:
+) -> dict[str, FlightRecorderEntry]:
     """Group name -> its newest collective among a flight recorder's entries, oldest first.
 
     Args:
@@ -202,7 +202,7 @@ def newest_of(
         # A backend that was put in by hand has no name until it is given one.
         if one["is_p2p"] or not name or one.get("record_id", mark + 1) <= mark:
             continue
-        found[name] = CxxCall(
+        found[name] = FlightRecorderEntry(
             op=one["profiling_name"].rpartition(":")[2],
             detail=_detail(one),
             number=one["collective_seq_id"] - base.get(one["pg_id"], 0),
@@ -246,12 +246,12 @@ _recorders = [
 ]
 
 
-def newest() -> dict[str, CxxCall]:
+def newest_collectives() -> dict[str, FlightRecorderEntry]:
     """Group name -> newest collective, C++ callers included; empty without a recorder."""
     return {name: call for one in _recorders for name, call in one.newest().items()}
 
 
-def issued() -> list[tuple[str, int, str, list[list[int]]]]:
+def flight_record() -> list[tuple[str, int, str, list[list[int]]]]:
     """(name, when in ns since 1970, group, sizes) of what the flight recorders hold, oldest first.
 
     Empty without a recorder. Of thousands of calls only the newest are left.

@@ -101,7 +101,7 @@ def generation_store(store: dist.Store, generation: int) -> dist.Store:
     return dist.PrefixStore(f"group/{generation}", store)
 
 
-@gc_pause.put_off()  # all ranks would wait for one's finalizer
+@gc_pause.gc_paused()  # all ranks would wait for one's finalizer
 def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
     """Give every process group without a dead member new connections, and reset models.
 

@@ -31,7 +31,7 @@ from nbdist.hang.rank.describe_call import (
     living_groups,
     tensor_label,
 )
-from nbdist.hang.rank.source_line import Places
+from nbdist.hang.rank.source_line import UserFrameFinder
 
 Function = Callable[..., Any]
 MAX_PENDING = 1024
@@ -60,7 +60,7 @@ class _Thread(threading.local):
 class Recorder:
     """Records the calls of this process in a box, from `install` to `uninstall`."""
 
-    def __init__(self, box: Writer, places: Places) -> None:
+    def __init__(self, box: Writer, places: UserFrameFinder) -> None:
         self.box = box
         self.places = places
         self.channels: dict[str, int] = {}

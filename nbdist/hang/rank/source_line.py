@@ -19,7 +19,7 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _NOT_THE_USERS = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
-class Places:
+class UserFrameFinder:
     """Finds the innermost line of a cell, or of a file that no package installed.
 
     What it found is kept by instruction, so that a collective in a loop costs little.

@@ -9,10 +9,10 @@ from dataclasses import replace
 from nbdist.core.shown import is_stored
 from nbdist.errors import OptionError
 from nbdist.lints import rules
-from nbdist.lints.rules import LINTS, Seen, Told
+from nbdist.lints.rules import LINTS, Diagnostic, Observation
 from nbdist.rpc.kernel.channel import Message
 from nbdist.rpc.wire import SEEN
-from nbdist.switch.report import Switched
+from nbdist.switch.report import RankSwitchReport
 
 
 class Lints:
@@ -24,7 +24,7 @@ class Lints:
         self._silenced = set(names)
         self._told: dict[tuple[str, str], None] = {}
         # Of cells that run: run -> rank -> what it saw. Written in the client's thread.
-        self._seen: dict[int, dict[int, list[Seen]]] = {}
+        self._seen: dict[int, dict[int, list[Observation]]] = {}
 
     def listening(
         self, run: int, rank: int, on_message: Callable[[Message], None]
@@ -36,7 +36,8 @@ class Lints:
             content = one["content"]
             if one["header"]["msg_type"] == "display_data" and SEEN in content.get("data", ()):
                 seen = [
-                    Seen(name, subject, facts) for name, subject, facts in content["data"][SEEN]
+                    Observation(name, subject, facts)
+                    for name, subject, facts in content["data"][SEEN]
                 ]
                 if run in self._seen:  # else its cell was given up on
                     self._seen[run][rank] = seen
@@ -54,17 +55,17 @@ class Lints:
         """
         seen = self._seen.pop(run, {})
         unknown = self._take_unknown() if seen else ()
-        return (*unknown, *self._new(rules.judged(seen, is_ok=is_ok)))
+        return (*unknown, *self._new(rules.evaluate(seen, is_ok=is_ok)))
 
-    def of_switch(self, done: Switched) -> Switched:
+    def of_switch(self, done: RankSwitchReport) -> RankSwitchReport:
         """A switch, with what there is to say of the effective batch among its notes."""
         if done.batch is None or done.batch[0] == done.batch[1]:
             return done
         before, after, lr = done.batch
         facts = {"before": before, "after": after, "lr": lr}
-        one = Seen("effective-batch", f"{before} {after}", facts)
+        one = Observation("effective-batch", f"{before} {after}", facts)
         seen = {rank: [one] for rank in range(done.after.world_size)}
-        return replace(done, notes=(*done.notes, *self._new(rules.judged(seen, is_ok=True))))
+        return replace(done, notes=(*done.notes, *self._new(rules.evaluate(seen, is_ok=True))))
 
     def silence(self, names: Sequence[str], *, is_on: bool = True) -> None:
         """Tell these no more (`all` for all), or tell them again.
@@ -91,7 +92,7 @@ class Lints:
             return "silenced"
         return f"told {count} time{'s' * (count > 1)}" if count else "on"
 
-    def _new(self, told: Sequence[Told]) -> tuple[str, ...]:
+    def _new(self, told: Sequence[Diagnostic]) -> tuple[str, ...]:
         lines: list[str] = []
         for one in told:
             cause = one.lint, one.subject

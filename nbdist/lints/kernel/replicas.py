@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nbdist.errors import OptionError
 from nbdist.lints import replicas
 from nbdist.lints.kernel import remote_check
-from nbdist.lints.replicas import Checkup
+from nbdist.lints.replicas import ReplicaCheck
 
 if TYPE_CHECKING:
     from nbdist.cells.kernel.session import Session
@@ -17,7 +17,7 @@ LOOK_S = 300.0
 SET_S = 30.0
 
 
-def check(session: Session) -> Checkup:
+def check(session: Session) -> ReplicaCheck:
     """Compare the models of all ranks, and look for NaN and inf.
 
     Args:

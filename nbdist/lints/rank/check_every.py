@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbdist.lints.rank import ddp, watch
-from nbdist.strategy.tensor_layout import runs
+from nbdist.strategy.tensor_layout import local_runs
 
 # Looks of one optimizer in one cell that are kept; then every second of them.
 MOST_LOOKS = 512
@@ -253,9 +253,11 @@ def _find_peers(parameters: Sequence[torch.Tensor], registry: Any) -> dict[int, 
         rank = one.built.job.grid.rank
         for name, parameter in one.parameters.items():
             layout, degrees = one.layouts[name], one.degrees
-            own = runs(layout, degrees, rank)
+            own = local_runs(layout, degrees, rank)
             found[id(parameter)] = tuple(
-                other for other in range(degrees.product) if runs(layout, degrees, other) == own
+                other
+                for other in range(degrees.product)
+                if local_runs(layout, degrees, other) == own
             )
     return found
 

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbdist.hang.rank.source_line import Places
+from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.hang.records import Place
 from nbdist.hang.text import place_told
 from nbdist.lints.rank import ddp, watch
@@ -284,7 +284,7 @@ def _is_added_up() -> bool:
     return probe is not None and probe.grad is not None and bool(probe.grad.count_nonzero() > 0)
 
 
-class _Lines(Places):
+class _Lines(UserFrameFinder):
     """Finds a line of code that may not be running any more."""
 
     def at(self, code: Any, line: int) -> Place:

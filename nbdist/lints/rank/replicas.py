@@ -19,7 +19,7 @@ from nbdist.parallel import build, live_models, registry
 from nbdist.parallel.dp import fsdp1_state
 from nbdist.parallel.prepared import Prepared
 from nbdist.strategy.choice import label
-from nbdist.strategy.tensor_layout import runs
+from nbdist.strategy.tensor_layout import local_runs
 
 # Elements that ranks compare at a time.
 _PIECE = 1 << 20
@@ -148,7 +148,7 @@ def _gradients(one: Prepared) -> Iterator[Held]:
 def _part(one: Prepared, name: str) -> str:
     job = one.built.job
     is_alone = job.choice.name == "single"
-    return "" if is_alone else str(runs(one.layouts[name], one.degrees, job.grid.rank))
+    return "" if is_alone else str(local_runs(one.layouts[name], one.degrees, job.grid.rank))
 
 
 def _wrapped(one: live_models.Model) -> Found:

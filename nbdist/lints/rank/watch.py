@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from nbdist.lints.rules import Seen
+from nbdist.lints.rules import Observation
 from nbdist.rpc.wire import CELL_RUN, SEEN
 
 P = ParamSpec("P")
@@ -99,11 +99,11 @@ def begin() -> None:
         part.begin()
 
 
-def collect() -> list[Seen]:
+def collect() -> list[Observation]:
     """What was seen since `begin`; JSON can carry it. This rank alone."""
     for part in _parts():
         part.seen()
-    return [Seen(lint, subject, facts) for (lint, subject), facts in _state.noted.items()]
+    return [Observation(lint, subject, facts) for (lint, subject), facts in _state.noted.items()]
 
 
 def watch_cells(kernel: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nbdist.memory.blocks import Event, paired
+from nbdist.memory.blocks import Event, pair_events
 from nbdist.memory.categories import Claim, categorised, with_foreign
 from nbdist.memory.rank import profiler_tree
 from nbdist.memory.rank.marks import Marks, merged
@@ -159,7 +159,7 @@ def assembled(
     before = [(one.address, one.size_bytes) for one in marks.before if one.device == DEVICE]
     # Apart: by another clock a free may seem to come after the next allocation at its address.
     gone_ns = {one.address: max(1, one.time_ns - zero_ns) for one in ends}
-    blocks, lost = paired(before, events, most_events, gone_ns)
+    blocks, lost = pair_events(before, events, most_events, gone_ns)
     claims = list(marks.claims(times, DEVICE))
     backwards = [
         Phase(one.kind, max(0, one.start_ns - zero_ns), max(0, one.end_ns - zero_ns))
@@ -186,7 +186,7 @@ def assembled(
 def of_now(owners: Iterable[Owner], memory: RankMemory) -> RankMemory:
     """Who owns the memory at this moment, without a history."""
     own = [one for one in owners if one.device == DEVICE]
-    blocks, _ = paired([(one.address, one.size_bytes) for one in own], (), 0)
+    blocks, _ = pair_events([(one.address, one.size_bytes) for one in own], (), 0)
     claims = [Claim(0, one.address, one.size_bytes, one.category, one.name) for one in own]
     found = RankMemory(
         memory.rank, memory.host, DEVICE, blocks,

@@ -18,7 +18,7 @@ import torch
 
 from nbdist.engine.shell_hooks import chain
 from nbdist.memory import oom_message
-from nbdist.memory.oom_remedies import Shortage
+from nbdist.memory.oom_remedies import OomReport
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class _Kept:
         is_watching: The GPU's allocator tells.
     """
 
-    shortage: Shortage | None = None
+    shortage: OomReport | None = None
     device: Mapping[str, Any] | None = None
     is_watching: bool = False
 
@@ -39,7 +39,7 @@ class _Kept:
 _kept = _Kept()
 
 
-def last() -> Shortage | None:
+def last() -> OomReport | None:
     """What the last cell lacked; None where its memory did not run out."""
     return _kept.shortage
 
@@ -47,7 +47,7 @@ def last() -> Shortage | None:
 def note(error: BaseException) -> None:
     """A cell has failed; nothing happens unless memory ran out, here or where it came from."""
     for one in chain(error):
-        told = oom_message.told_by(type(one).__name__, str(one))
+        told = oom_message.parse_oom(type(one).__name__, str(one))
         if told is not None:
             from nbdist.memory.rank import oom_report
 

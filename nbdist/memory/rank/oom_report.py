@@ -19,8 +19,8 @@ import torch
 
 from nbdist.engine import join
 from nbdist.errors import OptionError
-from nbdist.memory.oom_message import HOST, UNKNOWN, Told
-from nbdist.memory.oom_remedies import BACKWARD, FORWARD, STEPPING, Holder, Shortage
+from nbdist.memory.oom_message import HOST, UNKNOWN, OomMessage
+from nbdist.memory.oom_remedies import BACKWARD, FORWARD, STEPPING, Holder, OomReport
 from nbdist.memory.rank import owners, record, saved_tensors
 from nbdist.memory.rank.owners import Owner
 from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, RankMemory
@@ -37,7 +37,9 @@ _PHASES = (
 )
 
 
-def noted(told: Told, error: BaseException, before: Mapping[str, Any] | None = None) -> Shortage:
+def noted(
+    told: OomMessage, error: BaseException, before: Mapping[str, Any] | None = None
+) -> OomReport:
     """What there is to say of a shortage; memory.rank.record keeps the memory as it is.
 
     Args:
@@ -55,18 +57,18 @@ def noted(told: Told, error: BaseException, before: Mapping[str, Any] | None = N
         nothing = tuple(0 for _ in CATEGORIES)
         why = f"What held the memory could not be noted: {problem!r}."
         rank = join.current().place.rank
-        return Shortage(rank, told, _phase(error), nothing, (), limit, free, None, problem=why)
+        return OomReport(rank, told, _phase(error), nothing, (), limit, free, None, problem=why)
 
 
 def _shortage(
-    told: Told, error: BaseException, found: RankMemory, room: tuple[int, int]
-) -> Shortage:
+    told: OomMessage, error: BaseException, found: RankMemory, room: tuple[int, int]
+) -> OomReport:
     blocks = found.blocks
     categories = [
         int(blocks.size_bytes[blocks.category == n].sum()) for n in range(len(CATEGORIES))
     ]
     prepared = registry.prepared()
-    return Shortage(
+    return OomReport(
         rank=found.rank,
         told=told,
         phase=_phase(error),
@@ -166,7 +168,7 @@ def _phase(error: BaseException) -> str:
     return next((phase for part, phase in _PHASES if any(part in file for file in files)), "")
 
 
-def _room(told: Told) -> tuple[int, int]:
+def _room(told: OomMessage) -> tuple[int, int]:
     """What there is of the memory, and what of it this process could still have had."""
     if told.memory == HOST:
         host = psutil.virtual_memory()

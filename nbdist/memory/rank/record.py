@@ -33,7 +33,7 @@ from nbdist.recording.rank.steps import Steps, ended
 from nbdist.rpc.rank import progress
 from nbdist.strategy import choice
 from nbdist.variables import pack
-from nbdist.variables.pack import Parcel
+from nbdist.variables.pack import PackedValue
 
 NOTHING = "Nothing was recorded on this rank."
 
@@ -205,7 +205,7 @@ def begin(options: MemoryOptions, token: str) -> None:
     cell_hook.state.armed = _kept.last = _Recording(options, token)
 
 
-def finish(folders: Sequence[str]) -> Parcel:
+def finish(folders: Sequence[str]) -> PackedValue:
     """What the last recording of this rank holds, as {"memory": RankMemory, "strategy": text}.
 
     Args:
@@ -224,7 +224,7 @@ def finish(folders: Sequence[str]) -> Parcel:
         return sent(_kept.last.memory(), folders)
 
 
-def now(folders: Sequence[str]) -> Parcel:
+def now(folders: Sequence[str]) -> PackedValue:
     """Whose the memory is at this moment, as `finish` gives it."""
     return sent(taken(owners.owners()), folders)
 
@@ -241,7 +241,7 @@ def taken(found: Iterable[Owner], before: Mapping[str, Any] | None = None) -> Ra
     return cuda.of_now(found, _here(), before)
 
 
-def sent(memory: RankMemory, folders: Sequence[str]) -> Parcel:
+def sent(memory: RankMemory, folders: Sequence[str]) -> PackedValue:
     """A rank's memory on its way to the notebook, with the strategy."""
     told = choice.described(registry.current()) if registry.prepared() else ""
     return pack.send(pack.pack({"memory": memory, "strategy": told}), folders)

@@ -9,7 +9,7 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.view import View, table
 from nbdist.memory.call_site import written
-from nbdist.memory.diff import Amount, Change, Growth
+from nbdist.memory.diff import Amount, Change, SnapshotDiff
 from nbdist.memory.snapshot import CATEGORIES
 from nbdist.recording.view.iframe import clipped
 
@@ -18,7 +18,7 @@ _MOST_NAME = 40
 _NOTHING = "-"
 
 
-def grew(growth: Growth, since: str) -> View:
+def grew(growth: SnapshotDiff, since: str) -> View:
     """What %dist_memory --since shows.
 
     Args:
@@ -49,7 +49,7 @@ def _cells(one: Change) -> list[str]:
     ]
 
 
-def _totals(growth: Growth, since: str) -> Iterator[str]:
+def _totals(growth: SnapshotDiff, since: str) -> Iterator[str]:
     """A line for ranks that are alike."""
     alike: dict[tuple[Amount, Amount], list[int]] = {}
     for rank, amounts in growth.ranks.items():
@@ -63,7 +63,7 @@ def _totals(growth: Growth, since: str) -> Iterator[str]:
         )
 
 
-def _rest(growth: Growth) -> Iterator[str]:
+def _rest(growth: SnapshotDiff) -> Iterator[str]:
     """What the table leaves out, in sum."""
     if not growth.grown and growth.ranks:
         yield "nothing has grown"

@@ -14,7 +14,7 @@ import numpy as np
 from nbdist.core import units
 from nbdist.memory.peak import RankPeak, when
 from nbdist.memory.snapshot import BACKWARD, CATEGORIES, Integers, RankMemory, Snapshot
-from nbdist.memory.timeline import CLASSES, Changes, changes, highest, lives, sizes_at, totals
+from nbdist.memory.timeline import CLASSES, Changes, changes, highest, lifetimes, sizes_at, totals
 from nbdist.memory.view.colours import COLOURS, LAYERS, PALER, PERIOD, STRIPE
 from nbdist.recording.view import png as recording_png
 from nbdist.recording.view.png import (
@@ -213,7 +213,7 @@ def _edges(pixels: Pixels, rank: RankMemory, at_ns: Integers, scale: tuple[Integ
     tops, most_bytes = scale
     high = len(pixels)
     least = most_bytes * _EDGED / high
-    start_ns, end_ns = lives(rank.blocks)
+    start_ns, end_ns = lifetimes(rank.blocks)
     # Many edges side by side would be noise.
     is_long = end_ns - start_ns > _EDGED * max(1, int(at_ns[-1])) / INNER
     large = np.flatnonzero((rank.blocks.size_bytes >= least) & is_long)

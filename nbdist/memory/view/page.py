@@ -12,7 +12,7 @@ from nbdist.memory.call_site import innermost_library, is_own, written
 from nbdist.memory.downsample import Level, level
 from nbdist.memory.peak import RankPeak, when
 from nbdist.memory.snapshot import BEFORE, CATEGORIES, STAYS, Frame, Integers, RankMemory, Snapshot
-from nbdist.memory.timeline import codes, lives, telling
+from nbdist.memory.timeline import codes, lifetimes, m4_downsample
 from nbdist.memory.view.colours import COLOURS, LAYERS, PALER
 from nbdist.memory.view.image import scales
 from nbdist.recording.view import iframe as recording_iframe
@@ -104,7 +104,7 @@ def _packed(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> by
             for rank, one in zip(snapshot.ranks, shown.ranks, strict=True)
         ],
     }
-    spans = [lives(one.blocks) for one in shown.ranks]
+    spans = [lifetimes(one.blocks) for one in shown.ranks]
     columns = {
         "start": _joined(_distances(start_ns) for start_ns, _ in spans),
         "life": _joined(np.where(end == STAYS, 0, end - start) for start, end in spans),
@@ -197,7 +197,7 @@ def _held(rank: RankMemory) -> tuple[Integers, Integers]:
     held = rank.reserved
     if not len(held.time_ns):
         return held.time_ns, held.size_bytes
-    at = telling(held.time_ns, held.size_bytes, MOST_HELD)
+    at = m4_downsample(held.time_ns, held.size_bytes, MOST_HELD)
     return held.time_ns[at], held.size_bytes[at]
 
 

@@ -38,7 +38,7 @@ _SIZE = re.compile(r"(\d) ([kMG]?B)\b")
 _EQUAL = frozenset({PARAMETER, GRADIENT, OPTIMIZER, BUFFER})
 
 
-def remembered(snapshot: Snapshot) -> View:
+def memory_report(snapshot: Snapshot) -> View:
     """What %dist_memory shows: memory over time, the peak of each rank, and what it is made of.
 
     The text has every number. The HTML has the picture above the same numbers and asks nothing of

@@ -9,7 +9,7 @@ from nbdist.cells.kernel import status
 from nbdist.hang import call_log, wait_graph
 from nbdist.hang import text as hang_text
 from nbdist.hang.kernel.health import BoxFiles
-from nbdist.hang.records import Box, RankView
+from nbdist.hang.records import CallLog, RankView
 from nbdist.monitor.samples import Doing
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 LOOK_S = 2.0
 
 
-class Doings:
+class ActivityReader:
     """Reads the boxes of a session's ranks with maps of its own, for one thread."""
 
     def __init__(self, session: Session):
         self._session = session
         self._files = BoxFiles(session.cluster.run_dir / "boxes")
-        self._known: dict[int, tuple[int, Box]] = {}
+        self._known: dict[int, tuple[int, CallLog]] = {}
 
     def of(self, rank: int, now_s: float, *, is_here: bool) -> Doing:
         """What a rank does.
@@ -49,7 +49,7 @@ class Doings:
         op, age_s = _last_collective(box, now_s)
         return Doing(state, text, since_s, now_s - cell[1] if cell else 0.0, op, age_s)
 
-    def _box(self, rank: int) -> Box | None:
+    def _box(self, rank: int) -> CallLog | None:
         """The rank's box, read anew only where a byte of it has changed."""
         # To read it takes a millisecond; a rank that waits, or is idle, writes nothing.
         memory = self._files.memory(rank)
@@ -66,7 +66,9 @@ class Doings:
         return known[1]
 
 
-def _since_s(state: str, box: Box | None, cell: tuple[int | None, float] | None) -> float | None:
+def _since_s(
+    state: str, box: CallLog | None, cell: tuple[int | None, float] | None
+) -> float | None:
     if state == "waiting":  # since when C++ waits nobody has written down
         return box.waiting.began_s if box is not None and box.waiting is not None else None
     if cell is not None:
@@ -74,7 +76,7 @@ def _since_s(state: str, box: Box | None, cell: tuple[int | None, float] | None)
     return box.since_s if state == "idle" and box is not None else None
 
 
-def _last_collective(box: Box | None, now_s: float) -> tuple[str, float | None]:
+def _last_collective(box: CallLog | None, now_s: float) -> tuple[str, float | None]:
     """(the call that has ended last, how long ago); sends and recvs count as well."""
     ended = [one for one in (() if box is None else box.calls) if one.state == "done"]
     if not ended:

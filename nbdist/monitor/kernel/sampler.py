@@ -13,7 +13,7 @@ import psutil
 from nbdist.cluster.kernel import gpus
 from nbdist.core.nvml import GpuReading, GpuReadings, GpuWatch
 from nbdist.core.topology import RankPlace
-from nbdist.monitor.kernel.activity import Doings
+from nbdist.monitor.kernel.activity import ActivityReader
 from nbdist.monitor.process_usage import Usage, Usages
 from nbdist.monitor.samples import Allocator, Answer, Sample
 from nbdist.rpc.kernel import functions
@@ -58,7 +58,7 @@ class Sampler:
         """
         self._session = session
         self._note = note
-        self._doings = Doings(session)
+        self._doings = ActivityReader(session)
         self._usages = Usages(psutil)
         self._gpus = GpuWatch(gpus.reader, period_s)
         self._has_gpus = any(place.device != "cpu" for place in session.topology.ranks)

@@ -27,10 +27,10 @@ from nbdist.parallel.accelerator.grad_scaler import Scaler
 from nbdist.parallel.accelerator.gradients import Gradients
 from nbdist.parallel.accelerator.optimizer import Optimizer
 from nbdist.parallel.accelerator.scheduler import Scheduler
-from nbdist.parallel.accelerator.weak_list import Held
+from nbdist.parallel.accelerator.weak_list import WeakList
 from nbdist.parallel.dp import deepspeed_engine
 from nbdist.parallel.precision import DTYPES
-from nbdist.strategy.choice import Choice
+from nbdist.strategy.choice import Strategy
 
 
 class Accelerator(Gradients):
@@ -283,7 +283,7 @@ class Accelerator(Gradients):
 
     # Switches
 
-    def before_switch(self, _old: Choice, new: Choice) -> None:
+    def before_switch(self, _old: Strategy, new: Strategy) -> None:
         """Refuse a strategy that optimizers or loaders cannot follow. This rank alone.
 
         Raises:
@@ -297,7 +297,7 @@ class Accelerator(Gradients):
         for one in self._optimizers if new.options.is_fused else ():
             options.refuse_fused(one.optimizer, self.device)
 
-    def after_switch(self, old: Choice, new: Choice) -> None:
+    def after_switch(self, old: Strategy, new: Strategy) -> None:
         """Take over the new strategy's precision and accumulation. This rank alone."""
         if old.options.accumulate != new.options.accumulate:
             self.gradient_accumulation_steps = max(new.options.accumulate, 1)
@@ -322,7 +322,7 @@ class Accelerator(Gradients):
         is_known = bool(is_whole) and all(is_whole) and len(sizes) == 1 and bool(rates)
         return (sizes.pop(), float(rates[0])) if is_known else (None, None)
 
-    def _follow(self, choice: Choice) -> None:
+    def _follow(self, choice: Strategy) -> None:
         precision = choice.options.precision
         self.native_amp = precision in DTYPES
         if choice.options.accumulate > 1:
@@ -337,11 +337,11 @@ class Accelerator(Gradients):
 
     def _hold_weakly(self) -> None:
         """Replace Accelerate's private lists, which keep everything that was ever prepared."""
-        self._models = Held(deepspeed_engine.shown)
-        self._optimizers = Held()
-        self._schedulers = Held()
-        self._dataloaders = Held()
-        self._custom_objects = getattr(self, "_own_objects", None) or Held()
+        self._models = WeakList(deepspeed_engine.shown)
+        self._optimizers = WeakList()
+        self._schedulers = WeakList()
+        self._dataloaders = WeakList()
+        self._custom_objects = getattr(self, "_own_objects", None) or WeakList()
         self._own_objects = self._custom_objects
 
 

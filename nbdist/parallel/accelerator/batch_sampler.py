@@ -1,7 +1,7 @@
 """Who gets which batches: what each data-parallel rank takes of the order that all draw alike.
 
 Every rank draws the order of all batches, in its main process, and takes those that are its own:
-one of each round of `Share.count` batches, or one piece of each batch.
+one of each round of `GradientShare.count` batches, or one piece of each batch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.utils.data import BatchSampler
 
 from nbdist.errors import OptionError
 from nbdist.parallel import prepare
-from nbdist.strategy.choice import Choice
+from nbdist.strategy.choice import Strategy
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class DataShard:
     """This rank's part of the data: number `index` of `count`. Several ranks may have the same."""
 
     count: int
@@ -76,19 +76,19 @@ def settings_of(
     )
 
 
-def share_of(choice: Choice, rank: int) -> Share:
+def share_of(choice: Strategy, rank: int) -> DataShard:
     """Which part of the data a rank sees: its place along dp_replicate and dp_shard alone."""
     degrees = choice.degrees
     place = degrees.coordinate(rank)
-    return Share(degrees.dp, place.dp_replicate * degrees.dp_shard + place.dp_shard)
+    return DataShard(degrees.dp, place.dp_replicate * degrees.dp_shard + place.dp_shard)
 
 
-def current_share() -> Share:
+def current_share() -> DataShard:
     """This rank's part of the data under the strategy that is current. No rank is met."""
     return share_of(prepare.current(), dist.get_rank())
 
 
-def refuse_uneven(size: int | None, share: Share) -> None:
+def refuse_uneven(size: int | None, share: DataShard) -> None:
     """Raises an OptionError if a batch of this size cannot be cut into so many equal pieces."""
     if size is None or size % share.count:
         raise OptionError(
@@ -97,7 +97,7 @@ def refuse_uneven(size: int | None, share: Share) -> None:
         )
 
 
-class Feed(Generic[T]):
+class BatchQueue(Generic[T]):
     """The batches of one epoch, in order, kept from the first on that was not handed out."""
 
     def __init__(self, batches: Iterable[T], n_first: int) -> None:
@@ -130,7 +130,7 @@ class Feed(Generic[T]):
             self._start += 1
 
 
-class Shard(BatchSampler):
+class ShardedBatchSampler(BatchSampler):
     """This rank's batches of indices, as Accelerate's BatchSamplerShard draws them.
 
     What it shares out follows the current strategy. With one rank per copy of the data the
@@ -152,7 +152,7 @@ class Shard(BatchSampler):
         self.batch_size = self._size  # type: ignore[assignment]  # Accelerate asks for it
         self.drop_last = getattr(batches, "drop_last", False)
         self.start = start
-        self._opening: tuple[Feed[Sequence[int]], int] | None = None
+        self._opening: tuple[BatchQueue[Sequence[int]], int] | None = None
 
     @property
     def num_processes(self) -> int:
@@ -174,12 +174,12 @@ class Shard(BatchSampler):
         if hasattr(self.batch_sampler, "set_epoch"):
             self.batch_sampler.set_epoch(epoch)
 
-    def step(self, share: Share) -> int:
+    def step(self, share: DataShard) -> int:
         """How many of all batches one step of all ranks uses."""
         return 1 if self.split_batches else share.count
 
     @contextmanager
-    def opened(self, feed: Feed[Sequence[int]], position: int) -> Iterator[None]:
+    def opened(self, feed: BatchQueue[Sequence[int]], position: int) -> Iterator[None]:
         """Iterators that are made in here go on with this feed, at this number of all batches."""
         self._opening = (feed, position)
         try:
@@ -187,12 +187,12 @@ class Shard(BatchSampler):
         finally:
             self._opening = None
 
-    def feed(self) -> Feed[Sequence[int]]:
+    def feed(self) -> BatchQueue[Sequence[int]]:
         """A new epoch."""
         # As many as the widest round that fills up its gaps can ask for.
-        return Feed(self.batch_sampler, n_first=dist.get_world_size())
+        return BatchQueue(self.batch_sampler, n_first=dist.get_world_size())
 
-    def check(self, share: Share) -> None:
+    def check(self, share: DataShard) -> None:
         """Raises an OptionError if a batch does not divide into the pieces asked for."""
         if self.split_batches:
             refuse_uneven(self._size, share)
@@ -214,7 +214,9 @@ class Shard(BatchSampler):
         self.check(share)
         return self._own(feed, position, share)
 
-    def _own(self, feed: Feed[Sequence[int]], position: int, share: Share) -> Iterator[list[int]]:
+    def _own(
+        self, feed: BatchQueue[Sequence[int]], position: int, share: DataShard
+    ) -> Iterator[list[int]]:
         step = self.step(share)
         while found := feed.take(position, step):
             own = self._of_round(found, feed.first, share)
@@ -224,7 +226,7 @@ class Shard(BatchSampler):
             position += step
 
     def _of_round(
-        self, found: list[Sequence[int]], first: list[Sequence[int]], share: Share
+        self, found: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
     ) -> Any:
         """This rank's batch of one round; None where it ends before."""
         if share.count == 1:
@@ -242,7 +244,7 @@ class Shard(BatchSampler):
         return found[share.index] if share.index < len(found) else None
 
     def _filled(
-        self, found: list[Sequence[int]], first: list[Sequence[int]], share: Share
+        self, found: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
     ) -> list[Sequence[int]]:
         """A last round with what lacks taken from the first one, again and again."""
         step = self.step(share)

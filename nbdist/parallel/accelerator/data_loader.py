@@ -1,7 +1,7 @@
 """Data loaders that go on at the very next sample when the strategy is switched.
 
-What a rank has drawn and has not handed out yet is kept (`shares.Feed`), so a loop that has begun
-can share the rest out anew, whatever the sampler is.
+What a rank has drawn and has not handed out yet is kept (`shares.BatchQueue`), so a loop that has
+begun can share the rest out anew, whatever the sampler is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from nbdist.errors import OptionError
 from nbdist.parallel import prepare
 from nbdist.parallel.accelerator import seen
-from nbdist.parallel.accelerator.batch_sampler import Feed, Settings, Shard, Share, current_share
+from nbdist.parallel.accelerator.batch_sampler import (
+    BatchQueue,
+    DataShard,
+    Settings,
+    ShardedBatchSampler,
+    current_share,
+)
 from nbdist.parallel.accelerator.loader_state import Position
 from nbdist.parallel.accelerator.same_batch import check_alike
 
@@ -56,7 +62,7 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         """
         batches = _batches_of(source)
         generator = _fix_order(batches, settings)
-        shard = Shard(batches, settings, start)
+        shard = ShardedBatchSampler(batches, settings, start)
         shard.check(current_share())
         is_sampler = source.batch_sampler is None
         drawn = {"sampler": shard, "batch_size": None} if is_sampler else {"batch_sampler": shard}
@@ -84,7 +90,7 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         step = self._shard.step(current_share())
         return Loader(self, self._settings, self._shard.start + n_batches * step)
 
-    def check(self, share: Share) -> None:
+    def check(self, share: DataShard) -> None:
         """Raises an OptionError if its batches do not divide so."""
         self._shard.check(share)
 
@@ -121,7 +127,7 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
     def _batches(self) -> Iterator[Any]:
         shard, feed = self._shard, self._shard.feed()
         position, is_resumed = self._opened_at(shard.start)
-        share: Share | None = None
+        share: DataShard | None = None
         inner: Iterator[Any] | None = None
         batch = _END
         while True:
@@ -148,7 +154,9 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
             yield batch
             batch = following
 
-    def _open(self, feed: Feed[Sequence[int]], position: int, *, draws: bool) -> Iterator[Any]:
+    def _open(
+        self, feed: BatchQueue[Sequence[int]], position: int, *, draws: bool
+    ) -> Iterator[Any]:
         """An iterator of torch's over this rank's batches from a position on."""
         size: int | None = self._shard.batch_size
         if self.remainder >= 0 and size is not None:

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import prepare as parallel_prepare
 from nbdist.parallel.accelerator.batch_sampler import (
-    Feed,
+    BatchQueue,
+    DataShard,
     Settings,
-    Share,
     current_share,
     refuse_uneven,
 )
@@ -54,20 +54,20 @@ def prepare(
                 "dispatch_batches sends batches to the device: it does not go with "
                 "device_placement=False. Leave one of them out."
             )
-        return Dispatched(source, settings)
-    return Streamed(source, settings) if is_stream else Loader(source, settings)
+        return DispatchedLoader(source, settings)
+    return IterableShard(source, settings) if is_stream else Loader(source, settings)
 
 
 def skip(loader: Any, n_batches: int) -> Any:
     """The same loader without its first batches, in every epoch; any DataLoader."""
-    if isinstance(loader, Loader | Dispatched | Streamed):
+    if isinstance(loader, Loader | DispatchedLoader | IterableShard):
         return loader.skip(n_batches)
     from accelerate import skip_first_batches
 
     return skip_first_batches(loader, n_batches)
 
 
-class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyped
+class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyped
     """Rank 0 reads one batch for each part of the data, and every rank cuts out its own.
 
     Every step is collective. What is cut follows the current strategy; nothing is lost at a
@@ -105,10 +105,10 @@ class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyp
         size: int = self.base_dataloader.batch_size
         return size if self.split_batches else size * current_share().count
 
-    def skip(self, n_batches: int) -> Dispatched:
+    def skip(self, n_batches: int) -> DispatchedLoader:
         """The same without as many as this rank has now in n_batches steps."""
         step = self._step(current_share())
-        return Dispatched(self, self._settings, self._first + n_batches * step)
+        return DispatchedLoader(self, self._settings, self._first + n_batches * step)
 
     def epoch_state(self) -> dict[str, Any]:
         """Which epoch this is."""
@@ -142,7 +142,7 @@ class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyp
         # torch draws a seed for workers; the epoch that goes on has drawn it before.
         with torch.random.fork_rng(devices=[], enabled=is_resumed):
             inner = iter(self.base_dataloader) if is_opened else iter(())
-        feed: Feed[Any] = Feed(inner if reads else iter(()), n_first=1)
+        feed: BatchQueue[Any] = BatchQueue(inner if reads else iter(()), n_first=1)
         while True:
             share = current_share()
             whole, size, is_last = self._read(feed, position, share) if reads else (None, 0, False)
@@ -158,10 +158,12 @@ class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyp
                 self.remainder = size
             yield self._cut(send_to_device(whole, self._settings.device), share)
 
-    def _step(self, share: Share) -> int:
+    def _step(self, share: DataShard) -> int:
         return 1 if self.split_batches else share.count
 
-    def _read(self, feed: Feed[Any], position: int, share: Share) -> tuple[Any, int, bool]:
+    def _read(
+        self, feed: BatchQueue[Any], position: int, share: DataShard
+    ) -> tuple[Any, int, bool]:
         """One round: all samples, filled up so that they divide; how many are real; the last?"""
         step = self._step(share)
         self._update_state_dict()
@@ -180,7 +182,7 @@ class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyp
             lacking = -find_batch_size(whole) % share.count
             first = feed.first[0]
             n_first = find_batch_size(first)
-            piece = self._slice(first, slice(0, min(lacking, n_first)), Share(1, 0))
+            piece = self._slice(first, slice(0, min(lacking, n_first)), DataShard(1, 0))
             whole = concatenate([whole, piece])
         is_last = not following or (self._drop_last and len(following) < step)
         return whole, size, is_last
@@ -197,13 +199,13 @@ class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyp
         whole = broadcast(send_to_device(whole, self._settings.device), from_process=0)
         return whole, size, is_last
 
-    def _cut(self, whole: Any, share: Share) -> Any:
+    def _cut(self, whole: Any, share: DataShard) -> Any:
         if share.count == 1:
             return whole
         length = find_batch_size(whole) // share.count
         return self._slice(whole, slice(length * share.index, length * (share.index + 1)), share)
 
-    def _slice(self, whole: Any, part: slice, share: Share) -> Any:
+    def _slice(self, whole: Any, part: slice, share: DataShard) -> Any:
         return self.slice_fn(whole, part, process_index=share.index, num_processes=share.count)
 
 
@@ -214,7 +216,7 @@ class _Parts(IterableDatasetShard):  # type: ignore[misc]  # untyped
         return iter(self.dataset) if self.num_processes == 1 else super().__iter__()
 
 
-class Streamed(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
+class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
     """A stream that each rank reads as a whole and picks its samples from.
 
     The next epoch follows a switch; a loop that has begun cannot, as a stream has no position.
@@ -261,9 +263,9 @@ class Streamed(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         self._settings = settings
         self._opened = share
 
-    def skip(self, n_batches: int) -> Streamed:
+    def skip(self, n_batches: int) -> IterableShard:
         """The same without its first batches."""
-        return Streamed(self, self._settings, self.skip_batches + n_batches)
+        return IterableShard(self, self._settings, self.skip_batches + n_batches)
 
     def epoch_state(self) -> dict[str, Any]:
         """Which epoch this is."""

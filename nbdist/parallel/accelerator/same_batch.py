@@ -11,7 +11,7 @@ from accelerate.utils import recursively_apply
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError
 from nbdist.parallel import prepare
-from nbdist.parallel.consensus import gathered
+from nbdist.parallel.consensus import all_gather_object
 
 
 def check_alike(batch: Any, index: int) -> None:
@@ -31,7 +31,7 @@ def check_alike(batch: Any, index: int) -> None:
     choice = prepare.current()
     if choice.name == "single" or choice.degrees.dp == choice.degrees.product:
         return
-    seen = gathered((index, _digest(batch)))
+    seen = all_gather_object((index, _digest(batch)))
     for part in {one for one, _ in seen}:
         ranks = [rank for rank, (one, _) in enumerate(seen) if one == part]
         if len({seen[rank][1] for rank in ranks}) > 1:

@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from nbdist.errors import NbdistError
 from nbdist.parallel import prepare
 from nbdist.parallel.accelerator.model_state import Portable, portable
-from nbdist.parallel.accelerator.weak_list import Held
-from nbdist.parallel.consensus import gathered, together
+from nbdist.parallel.accelerator.weak_list import WeakList
+from nbdist.parallel.consensus import all_gather_object, all_or_none
 from nbdist.parallel.registry import names_in
 
 # A whole state says so: torch's own would be taken for this rank's part.
@@ -77,7 +77,7 @@ def loading(accelerator: Any, *, is_strict: bool) -> Iterator[None]:
             )
 
         loads: list[tuple[Portable, dict[str, torch.Tensor]]] = []
-        together(f"Loading {folder}", planned)
+        all_or_none(f"Loading {folder}", planned)
         for own, values in loads:
             own.load(values)
         models.clear()
@@ -118,7 +118,7 @@ def agree(accelerator: Any, *, is_collected: bool = False) -> None:
     """
     if not is_collected:
         gc.collect()
-    common = set.intersection(*gathered(numbers(accelerator)))
+    common = set.intersection(*all_gather_object(numbers(accelerator)))
     for held in _lists(accelerator):
         held.keep(common)
 
@@ -128,7 +128,7 @@ def numbers(accelerator: Any) -> set[int]:
     return set().union(*(held.numbers() for held in _lists(accelerator)))
 
 
-def _lists(accelerator: Any) -> list[Held]:
+def _lists(accelerator: Any) -> list[WeakList]:
     return [
         accelerator._models,  # noqa: SLF001
         accelerator._optimizers,  # noqa: SLF001

@@ -10,7 +10,7 @@ from typing import Any
 _numbers = itertools.count()
 
 
-class Held:
+class WeakList:
     """What was prepared, in order, for as long as somebody else holds it.
 
     Accelerate's own lists keep the model of every cell that was run again, and save it too. Each

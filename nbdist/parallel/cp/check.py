@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nbdist.errors import OptionError
 from nbdist.parallel.cp import attention, split_sequence
-from nbdist.parallel.mesh import Grid
+from nbdist.parallel.mesh import ParallelMesh
 
 # Positions of a trial on each rank; doubled while every label in it is ignored.
 _POSITIONS = 8
@@ -74,7 +74,7 @@ class Trial:
     base: torch.nn.Module
     call: inspect.BoundArguments
     attend: attention.Attend
-    grid: Grid
+    grid: ParallelMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _run(
     return _Run(list(split_sequence.tensors(output)), mode.seen)
 
 
-def _compare(grid: Grid, own: _Run, whole: _Run) -> Split:
+def _compare(grid: ParallelMesh, own: _Run, whole: _Run) -> Split:
     """Says what differs, alike on all ranks."""
     dims: list[int | None] = []
     errors = {"outputs": [0.0], "losses": [0.0]}
@@ -182,7 +182,9 @@ def _dim(part: torch.Tensor, whole: torch.Tensor, size: int) -> int | None:
     return differing[0] if whole.shape[differing[0]] == size * part.shape[differing[0]] else None
 
 
-def _output_error(part: torch.Tensor, whole: torch.Tensor, dim: int | None, grid: Grid) -> float:
+def _output_error(
+    part: torch.Tensor, whole: torch.Tensor, dim: int | None, grid: ParallelMesh
+) -> float:
     group = grid.group("cp")
     assert group is not None
     if dim is not None:
@@ -192,7 +194,7 @@ def _output_error(part: torch.Tensor, whole: torch.Tensor, dim: int | None, grid
     return _error(part, whole)
 
 
-def _input_errors(own: _Run, whole: _Run, grid: Grid) -> list[float]:
+def _input_errors(own: _Run, whole: _Run, grid: ParallelMesh) -> list[float]:
     """For each attention, how much its inputs differ; the first may be the only one."""
     if len(own.seen) != len(whole.seen) or not own.seen:
         return [0.0, math.inf] if whole.seen else [0.0]
@@ -225,7 +227,7 @@ def _error(one: torch.Tensor, other: torch.Tensor) -> float:
     return max(0.0, relative - 4 * torch.finfo(other.dtype).eps)
 
 
-def _worst(found: list[float], grid: Grid) -> list[float]:
+def _worst(found: list[float], grid: ParallelMesh) -> list[float]:
     """The largest of every rank."""
     assert grid.mesh is not None
     worst = torch.tensor(found, dtype=torch.float64, device=grid.mesh.device_type)

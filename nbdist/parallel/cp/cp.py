@@ -13,8 +13,8 @@ import torch
 from nbdist.errors import OptionError
 from nbdist.parallel.cp import attention, check, split_sequence
 from nbdist.parallel.cp.ulysses import check_heads
-from nbdist.parallel.mesh import Grid
-from nbdist.parallel.transform import Job, Layouts, Step
+from nbdist.parallel.mesh import ParallelMesh
+from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 
 # What models call the number of their heads; torch's own, transformers', and usual ones.
 _HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead")
@@ -36,7 +36,7 @@ class ContextParallel(torch.nn.Module):
         module: What computes: the user's model, or DDP around it.
     """
 
-    def __init__(self, module: torch.nn.Module, job: Job) -> None:
+    def __init__(self, module: torch.nn.Module, job: ModelBuild) -> None:
         super().__init__()
         self.module = module
         # Not registered: it is in `module` already.
@@ -44,7 +44,7 @@ class ContextParallel(torch.nn.Module):
         group = job.grid.group("cp")
         assert group is not None
         self._group = group
-        self._grid: Grid = job.grid
+        self._grid: ParallelMesh = job.grid
         compute = attention.CONTEXTS[job.choice.options.context]
         self._attend: attention.Attend = lambda problem: compute(problem, group)
         self._splits: dict[Hashable, check.Split] = {}
@@ -115,7 +115,7 @@ class ContextParallel(torch.nn.Module):
         return split_sequence.mapped(whole, output)
 
 
-def _plan(job: Job, layouts: Layouts) -> Layouts:
+def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """Changes no layout: each rank has the whole model.
 
     Raises:
@@ -140,8 +140,8 @@ def _heads(model: torch.nn.Module) -> set[int]:
     return {n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0}
 
 
-def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     return ContextParallel(outer, job)
 
 
-STEP = Step(plan=_plan, wrap=_wrap)
+STEP = Transform(plan=_plan, wrap=_wrap)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.parallel.transform import Job, Step
+from nbdist.parallel.transform import ModelBuild, Transform
 
 # PowerSGD with less than two exact steps first has nothing to start its error feedback from.
 # torch's default, step 1000, is never reached in a notebook. Source: torch's PowerSGDState.
@@ -23,7 +23,7 @@ _ONE_BUCKET_MB = 1 << 20
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     """Wrap what is trained; a model without trained parameters has no gradients to reduce."""
     if not any(parameter.requires_grad for parameter in outer.parameters()):
         return outer
@@ -33,7 +33,7 @@ def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
     return ddp
 
 
-def _arguments(job: Job) -> dict[str, Any]:
+def _arguments(job: ModelBuild) -> dict[str, Any]:
     """DDP's options: the accelerator's own handler's, over them what the choice names."""
     options = job.choice.options
     handler = getattr(job.accelerator, "ddp_handler", None)
@@ -54,7 +54,9 @@ def _arguments(job: Job) -> dict[str, Any]:
     return {**given, "init_sync": False}
 
 
-def _compress(job: Job, ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+def _compress(
+    job: ModelBuild, ddp: DistributedDataParallel, group: dist.ProcessGroup | None
+) -> None:
     name = job.choice.options.hook
     if not name:
         handler = getattr(job.accelerator, "ddp_handler", None)
@@ -107,4 +109,4 @@ def _is_gloo(device: torch.device) -> bool:
     return dist.is_initialized() and f"{device.type}:gloo" in dist.get_backend_config()
 
 
-STEP = Step(wrap=_wrap)
+STEP = Transform(wrap=_wrap)

@@ -32,10 +32,10 @@ import torch
 import torch.distributed as dist
 
 from nbdist.errors import OptionError
-from nbdist.parallel.mesh import Grid
+from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.precision import DTYPES, to_fp32
-from nbdist.parallel.transform import Job, Layouts, Step
-from nbdist.strategy.choice import Choice, Options
+from nbdist.parallel.transform import Layouts, ModelBuild, Transform
+from nbdist.strategy.choice import Options, Strategy
 
 _INSTALL = (
     "DeepSpeed is not installed on this rank. Install it where the ranks run: pip install "
@@ -53,8 +53,8 @@ _NVME_FOLDER = "NBDIST_NVME_DIR"
 def prepare(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    choice: Choice,
-    grid: Grid,
+    choice: Strategy,
+    grid: ParallelMesh,
     device: torch.device,
 ) -> tuple[Any, torch.optim.Optimizer]:
     """Let DeepSpeed take a model and its optimizer over. Collective: every rank.
@@ -94,7 +94,7 @@ def prepare(
     return engine, optimizer
 
 
-def config(choice: Choice) -> dict[str, Any]:
+def config(choice: Strategy) -> dict[str, Any]:
     """DeepSpeed's settings for a choice. Those that would change numbers are set to nothing."""
     options = choice.options
     zero: dict[str, Any] = {"stage": options.stage}
@@ -348,10 +348,10 @@ def _cast(engine: Any, dtype: torch.dtype) -> None:
     engine.register_forward_hook(after)
 
 
-def _plan(job: Job, layouts: Layouts) -> Layouts:
+def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """Changes no layout: DeepSpeed splits what it is given in `prepare`, with the optimizer."""
     refuse(job.choice.options, job.device)
     return layouts
 
 
-STEP = Step(plan=_plan)
+STEP = Transform(plan=_plan)

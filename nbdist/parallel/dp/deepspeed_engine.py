@@ -14,7 +14,7 @@ from nbdist.parallel import prepare
 from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.accelerator.optimizer import Optimizer
 from nbdist.parallel.dp import deepspeed, fsdp
-from nbdist.strategy.choice import Choice
+from nbdist.strategy.choice import Strategy
 
 # The engines of this rank. The class itself is not known before the package is imported.
 _engines: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -64,7 +64,7 @@ def drop() -> None:
         engine.destroy()  # type: ignore[operator]
 
 
-def refuse_switch(new: Choice) -> None:
+def refuse_switch(new: Strategy) -> None:
     """Raises an OptionError if there is an engine: it cannot be put under another strategy."""
     if _engines:
         raise OptionError(

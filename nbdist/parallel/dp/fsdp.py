@@ -27,8 +27,8 @@ from torch.distributed.fsdp import (
 from nbdist.errors import OptionError
 from nbdist.parallel.blocks import candidates, find_blocks
 from nbdist.parallel.precision import DTYPES
-from nbdist.parallel.transform import Job, Layouts, Step
-from nbdist.strategy.choice import Choice
+from nbdist.parallel.transform import Layouts, ModelBuild, Transform
+from nbdist.strategy.choice import Strategy
 
 # Norms whose kernels take no fp32 input beside bf16 or fp16 parameters. On other devices than
 # the CPU autocast lets layer and group norms compute in fp32.
@@ -46,7 +46,7 @@ _BATCH_NORMS = (
 _AXES = ("dp_replicate", "dp_shard")
 
 
-def _plan(job: Job, layouts: Layouts) -> Layouts:
+def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """Every parameter is split along its first dim; buffers are whole on each rank."""
     if job.choice.options.offload not in ("", "cpu"):
         raise OptionError(
@@ -64,7 +64,7 @@ def _plan(job: Job, layouts: Layouts) -> Layouts:
     }
 
 
-def _lay_out(job: Job) -> None:
+def _lay_out(job: ModelBuild) -> None:
     """Split each block by itself, then the root with what is left."""
     mesh = _mesh(job)
     if mesh is None:
@@ -95,7 +95,7 @@ def cast_norm_inputs(root: torch.nn.Module, device: torch.device) -> None:
         norm.register_forward_pre_hook(_as_weight)
 
 
-def parameter_device(choice: Choice, device: torch.device) -> torch.device:
+def parameter_device(choice: Strategy, device: torch.device) -> torch.device:
     """Where this rank's pieces of the parameters lie: with --offload cpu, in the host's memory."""
     return torch.device("cpu") if choice.options.offload == "cpu" else device
 
@@ -124,7 +124,7 @@ def settle(module: torch.nn.Module) -> None:
         shard.reshard()
 
 
-def units_of(job: Job) -> tuple[torch.nn.Module, ...]:
+def units_of(job: ModelBuild) -> tuple[torch.nn.Module, ...]:
     """The blocks that are gathered one by one; what else there is goes with the root.
 
     Those of this rank's stage, if there are stages. A block that shares a parameter with
@@ -141,7 +141,7 @@ def units_of(job: Job) -> tuple[torch.nn.Module, ...]:
     return _separate((block for block in blocks.modules if block in present), job.root)
 
 
-def check_parameters(job: Job) -> None:
+def check_parameters(job: ModelBuild) -> None:
     """Refuse parameters that cannot be split; leave a note where all are gathered at once.
 
     Of FSDP2 and FSDP1 alike. No rank is met.
@@ -181,7 +181,7 @@ def _separate(
     )
 
 
-def _mesh(job: Job) -> DeviceMesh | None:
+def _mesh(job: ModelBuild) -> DeviceMesh | None:
     """The mesh of the data parallel axes; None where nothing is split (`fsdp --tp 2` on 2)."""
     mesh = job.grid.mesh
     names = () if mesh is None else mesh.mesh_dim_names or ()
@@ -219,7 +219,7 @@ def _shards(module: torch.nn.Module) -> Iterator[FSDPModule]:
     return (inner for inner in module.modules() if isinstance(inner, FSDPModule))
 
 
-def _refuse_without_split(job: Job) -> None:
+def _refuse_without_split(job: ModelBuild) -> None:
     replicas = job.grid.degrees.dp_replicate
     if replicas > 1:
         raise OptionError(
@@ -234,7 +234,7 @@ def _refuse_without_split(job: Job) -> None:
         )
 
 
-def _refuse_scalars(job: Job) -> None:
+def _refuse_scalars(job: ModelBuild) -> None:
     scalars = [name for name, p in job.base.named_parameters() if p.dim() == 0]
     if scalars:
         raise OptionError(
@@ -243,7 +243,7 @@ def _refuse_scalars(job: Job) -> None:
         )
 
 
-def _refuse_mixed_dtypes(job: Job, units: tuple[torch.nn.Module, ...]) -> None:
+def _refuse_mixed_dtypes(job: ModelBuild, units: tuple[torch.nn.Module, ...]) -> None:
     """Gradients of one unit travel in one buffer, so they have one dtype."""
     names = {parameter: name for name, parameter in job.base.named_parameters()}
     taken: set[torch.nn.Parameter] = set()
@@ -260,4 +260,4 @@ def _refuse_mixed_dtypes(job: Job, units: tuple[torch.nn.Module, ...]) -> None:
             )
 
 
-STEP = Step(plan=_plan, lay_out=_lay_out)
+STEP = Transform(plan=_plan, lay_out=_lay_out)

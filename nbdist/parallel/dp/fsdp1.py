@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from nbdist.errors import OptionError
 from nbdist.parallel.dp.fsdp import cast_norm_inputs, check_parameters, units_of
 from nbdist.parallel.precision import DTYPES
-from nbdist.parallel.transform import Job, Layouts, Step
+from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 
 _STRATEGIES = {
     "full": ShardingStrategy.FULL_SHARD,
@@ -27,7 +27,7 @@ _STRATEGIES = {
 }
 
 
-def _plan(job: Job, layouts: Layouts) -> Layouts:
+def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """Every parameter is whole on each rank until FSDP1 splits it, with its own names."""
     if job.choice.options.offload:
         raise OptionError(
@@ -37,7 +37,7 @@ def _plan(job: Job, layouts: Layouts) -> Layouts:
     return layouts
 
 
-def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     """FSDP1 around the model and around each block, which it puts in the block's place.
 
     The user's optimizer keeps its parameters: they become views of this rank's piece.
@@ -66,4 +66,4 @@ def _policy(precision: str) -> MixedPrecision | None:
     return MixedPrecision(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
 
 
-STEP = Step(plan=_plan, wrap=_wrap)
+STEP = Transform(plan=_plan, wrap=_wrap)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim import LBFGS, Optimizer
 
 from nbdist.errors import OptionError
-from nbdist.parallel.transform import Layouts, Step
+from nbdist.parallel.transform import Layouts, Transform
 from nbdist.strategy.tensor_layout import TensorLayout
 
 # Parameters travel in pieces of about this size.
@@ -198,4 +198,4 @@ def _size(layout: TensorLayout) -> int:
 
 
 # All is done to the optimizer; the model is under ddp.
-STEP = Step()
+STEP = Transform()

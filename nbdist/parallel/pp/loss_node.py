@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 Gradients = list[torch.Tensor | None]
 
 
-class SteppedLoss(torch.autograd.Function):
+class LossNode(torch.autograd.Function):
     """The loss, whose backward gives each parameter its gradient, times the loss's own.
 
     The gradients that it was given are handed out themselves, changed in place: no second copy
@@ -36,7 +36,7 @@ class SteppedLoss(torch.autograd.Function):
         ctx.saved_tensors  # noqa: B018  # raises where the graph has been let go
         factor = gradient * ctx.unscale
         own: Gradients = ctx.gradients
-        if is_graph_kept():
+        if retains_graph():
             own = [None if one is None else _times(one, factor) for one in own]
         else:
             # None is left here, so that autograd takes them for .grad instead of copies.
@@ -45,7 +45,7 @@ class SteppedLoss(torch.autograd.Function):
         return None, None, None, torch.zeros_like(gradient), *own
 
 
-def is_graph_kept() -> bool:
+def retains_graph() -> bool:
     """Whether the backward that runs is one with retain_graph, or torch cannot tell.
 
     Private: there is no public way to ask inside of a Function's backward. torch's AOT autograd

@@ -12,7 +12,7 @@ from nbdist.parallel.pp.pytree import pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
+class StageBoundary:
     """What goes from one stage to the next.
 
     torch's schedules need its shapes before a step, and want a gradient for each tensor. So
@@ -28,10 +28,10 @@ class Border:
     kinds: tuple[tuple[torch.Size, torch.dtype], ...]
 
     @staticmethod
-    def of(value: Any) -> Border:
+    def of(value: Any) -> StageBoundary:
         """The border that this value crosses."""
         packed = pack(value)
-        return Border(packed.skeleton, tuple((t.shape, t.dtype) for t in packed.tensors))
+        return StageBoundary(packed.skeleton, tuple((t.shape, t.dtype) for t in packed.tensors))
 
     def examples(self) -> tuple[torch.Tensor, ...]:
         """Wires without memory."""
@@ -40,7 +40,7 @@ class Border:
             for shape, dtype in self.kinds
         )
 
-    def has_form_of(self, other: Border) -> bool:
+    def has_form_of(self, other: StageBoundary) -> bool:
         """Whether both have the same structure and shapes. Dtypes change on the way."""
         return (self.skeleton, [shape for shape, _ in self.kinds]) == (
             other.skeleton,
@@ -51,19 +51,19 @@ class Border:
         return ", ".join(f"{dtype} {tuple(shape)}" for shape, dtype in self.kinds) or "no tensor"
 
 
-def leave(value: Any) -> tuple[torch.Tensor, ...]:
+def pack_activations(value: Any) -> tuple[torch.Tensor, ...]:
     """The wires of a value. Copies: what is sent is contiguous and no view, as torch wants it."""
     return _copies([_wire(one) for one in pack(value).tensors])
 
 
-def enter(wires: Sequence[torch.Tensor], border: Border) -> Any:
+def unpack_activations(wires: Sequence[torch.Tensor], border: StageBoundary) -> Any:
     """The value that has crossed. Copies: blocks may change their arguments in place."""
     copies = _copies(wires)
     tensors = [_unwire(one, *kind) for one, kind in zip(copies, border.kinds, strict=True)]
     return unpack(border.skeleton, tensors)
 
 
-def broken(
+def nan_like(
     examples: Sequence[torch.Tensor], wires: Sequence[torch.Tensor], device: torch.device
 ) -> Any:
     """NaN in the shape of examples, in place of what a stage would have made of its wires."""

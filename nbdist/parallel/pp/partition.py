@@ -26,7 +26,7 @@ from nbdist.errors import OptionError
 from nbdist.parallel.blocks import Blocks, find_blocks
 from nbdist.parallel.pp.pipeline import SCHEDULES, Pipeline
 from nbdist.parallel.pp.stage import EVERYWHERE, Part, Stages
-from nbdist.parallel.transform import Job, Layouts, Step
+from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.choice import Degrees
 
 _KEPT = "pp"
@@ -49,7 +49,7 @@ class Cuts:
     holders: Mapping[str, frozenset[int] | None]
 
 
-def _plan(job: Job, layouts: Layouts) -> Layouts:
+def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """Says which coordinates along pp hold each parameter and buffer.
 
     Raises:
@@ -70,7 +70,7 @@ def _plan(job: Job, layouts: Layouts) -> Layouts:
     return {name: replace(layout, stages=holders[name]) for name, layout in layouts.items()}
 
 
-def _lay_out(job: Job) -> None:
+def _lay_out(job: ModelBuild) -> None:
     """Collects what this rank holds in a `Stages`, which further steps take for the model."""
     cuts: Cuts = job.kept[_KEPT]
     here = job.grid.coordinate.pp
@@ -86,7 +86,7 @@ def _lay_out(job: Job) -> None:
     job.root = Stages(parts)
 
 
-def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     """The module that runs all stages of a step."""
     cuts: Cuts = job.kept[_KEPT]
     return Pipeline(job, len(cuts.spans), cuts.holders)
@@ -115,7 +115,7 @@ def _refuse_few(blocks: Blocks, degrees: Degrees, world_size: int) -> None:
     )
 
 
-def _refuse_options(job: Job) -> None:
+def _refuse_options(job: ModelBuild) -> None:
     options, degrees = job.choice.options, job.choice.degrees
     if options.schedule not in SCHEDULES:
         raise OptionError(
@@ -141,7 +141,7 @@ def _refuse_options(job: Job) -> None:
         )
 
 
-def _refuse_two(job: Job) -> None:
+def _refuse_two(job: ModelBuild) -> None:
     """What does not go with two stages on a rank."""
     options, degrees = job.choice.options, job.choice.degrees
     others = " or ".join(name for name, one in SCHEDULES.items() if not one.is_looped)
@@ -274,5 +274,5 @@ def _tree(module: torch.nn.Module, foreign: set[torch.nn.Module], is_held: Any) 
     return shadow
 
 
-STEP = Step(plan=_plan, lay_out=_lay_out)
-PIPELINE = Step(wrap=_wrap)
+STEP = Transform(plan=_plan, lay_out=_lay_out)
+PIPELINE = Transform(wrap=_wrap)

@@ -23,13 +23,13 @@ from torch.distributed.pipelining import (
 )
 
 from nbdist.errors import NbdistError, OptionError
-from nbdist.parallel.pp.loss_node import SteppedLoss
-from nbdist.parallel.pp.pytree import Packed, batch_size, cut, pack, unpack
+from nbdist.parallel.pp.loss_node import LossNode
+from nbdist.parallel.pp.pytree import FlatValue, batch_size, pack, split_batch, unpack
 from nbdist.parallel.pp.shape_inference import Failed, Findings, Route, evaluate, find_out
 from nbdist.parallel.pp.stage import Part, Stages
 from nbdist.parallel.pp.stage import Step as StageStep
-from nbdist.parallel.pp.tied_gradients import Share, add_up
-from nbdist.parallel.transform import Job
+from nbdist.parallel.pp.tied_gradients import GradientShare, all_reduce_tied
+from nbdist.parallel.transform import ModelBuild
 
 # How many shapes of batches are remembered.
 _REMEMBERED = 16
@@ -84,7 +84,9 @@ class Pipeline(torch.nn.Module):
         module: The user's model; the other stages' parameters in it are on meta.
     """
 
-    def __init__(self, job: Job, count: int, holders: Mapping[str, frozenset[int] | None]) -> None:
+    def __init__(
+        self, job: ModelBuild, count: int, holders: Mapping[str, frozenset[int] | None]
+    ) -> None:
         """Of a model that is laid out and filled.
 
         Args:
@@ -136,13 +138,13 @@ class Pipeline(torch.nn.Module):
     def _parts(self) -> tuple[Part, ...]:
         return tuple(self._root.parts)  # type: ignore[arg-type]
 
-    def _train(self, batch: Packed, trained: Mapping[str, torch.nn.Parameter]) -> Any:
+    def _train(self, batch: FlatValue, trained: Mapping[str, torch.nn.Parameter]) -> Any:
         _refuse_gradients(batch)
         count = self._count(batch_size(batch))
-        pieces = cut(batch, count)
+        pieces = split_batch(batch, count)
         plan = self._plan_for(pieces)
         shares = [
-            Share(parameter, self._holders[name], None)
+            GradientShare(parameter, self._holders[name], None)
             for name, parameter in trained.items()
             if not parameter.is_meta
         ]
@@ -152,11 +154,11 @@ class Pipeline(torch.nn.Module):
         self._send_buffers()
         parameters = [share.parameter for share in shares]
         gradients = [share.gradient for share in shares]
-        loss = SteppedLoss.apply(loss, 1 / scale, gradients, self._anchor, *parameters)  # type: ignore[no-untyped-call]
+        loss = LossNode.apply(loss, 1 / scale, gradients, self._anchor, *parameters)  # type: ignore[no-untyped-call]
         return unpack(plan.findings.skeleton, [loss])
 
     def _run(
-        self, plan: Plan, pieces: Sequence[Packed], shares: Sequence[Share], scale: float
+        self, plan: Plan, pieces: Sequence[FlatValue], shares: Sequence[GradientShare], scale: float
     ) -> torch.Tensor:
         """Run the schedule: the loss is returned, gradients go into the shares."""
         for part, (incoming, outgoing) in zip(self._parts, plan.findings.borders, strict=True):
@@ -179,7 +181,7 @@ class Pipeline(torch.nn.Module):
                 share.parameter.grad = gradient
             for part in self._parts:
                 part.current = StageStep()
-        add_up(shares, self._route.group)
+        all_reduce_tied(shares, self._route.group)
         return loss
 
     def _run_schedule(self, schedule: Any, count: int) -> None:
@@ -211,7 +213,7 @@ class Pipeline(torch.nn.Module):
         dist.all_gather_object(everyone, own, group=self._route.group)
         raise error or next(one for one in everyone if one is not None).reason()
 
-    def _plan_for(self, pieces: Sequence[Packed]) -> Plan:
+    def _plan_for(self, pieces: Sequence[FlatValue]) -> Plan:
         kinds = tuple((leaf.shape, leaf.dtype) for leaf in pieces[0].leaves if _is_tensor(leaf))
         kind = self._route.device.type
         lowered = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -324,7 +326,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _refuse_gradients(batch: Packed) -> None:
+def _refuse_gradients(batch: FlatValue) -> None:
     if any(_is_tensor(leaf) and leaf.requires_grad for leaf in batch.leaves):
         raise NbdistError(
             "an argument of forward requires a gradient, and a pipeline gives none to its inputs: "

@@ -31,7 +31,7 @@ _KEPT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class FlatValue:
     """A value.
 
     Attributes:
@@ -92,14 +92,14 @@ class _Unpickler(pickle.Unpickler):
 _TENSOR = b"tensor"
 
 
-def pack(value: Any) -> Packed:
+def pack(value: Any) -> FlatValue:
     """Take a value apart.
 
     Raises:
         NbdistError: Something in it cannot be pickled.
     """
     if type(value) is torch.Tensor:
-        return Packed(_TENSOR, (value,))
+        return FlatValue(_TENSOR, (value,))
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -109,7 +109,7 @@ def pack(value: Any) -> Packed:
             f"a pipeline cannot pass on a {type(value).__name__}: {error}. Pass tensors, "
             "numbers, strings, and lists, tuples and dicts of them"
         ) from error
-    return Packed(file.getvalue(), tuple(pickler.leaves))
+    return FlatValue(file.getvalue(), tuple(pickler.leaves))
 
 
 def unpack(skeleton: bytes, leaves: Sequence[Any]) -> Any:
@@ -120,7 +120,7 @@ def unpack(skeleton: bytes, leaves: Sequence[Any]) -> Any:
     return _Unpickler(io.BytesIO(skeleton), leaves).load()
 
 
-def batch_size(packed: Packed) -> int:
+def batch_size(packed: FlatValue) -> int:
     """Size of the first dim of the first tensor that has dims.
 
     Raises:
@@ -135,7 +135,7 @@ def batch_size(packed: Packed) -> int:
     )
 
 
-def cut(packed: Packed, count: int) -> list[Packed]:
+def split_batch(packed: FlatValue, count: int) -> list[FlatValue]:
     """A value as pieces: tensors whose first dim is the batch are cut, others are in each.
 
     Args:
@@ -150,7 +150,7 @@ def cut(packed: Packed, count: int) -> list[Packed]:
         return [leaf] * count
 
     rows = zip(*(pieces(leaf) for leaf in packed.leaves), strict=True)
-    return [Packed(packed.skeleton, row) for row in rows]
+    return [FlatValue(packed.skeleton, row) for row in rows]
 
 
 def send(value: Any, to: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -173,7 +173,7 @@ def receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     return unpack(skeleton, tensors)
 
 
-def share(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+def broadcast(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     """One rank's value, on every rank of the group. Collective; others pass None."""
     packed = pack(value)
     is_source = dist.get_rank(group) == source
@@ -190,7 +190,7 @@ def share(value: Any, source: int, group: dist.ProcessGroup, device: torch.devic
     return unpack(skeleton, tensors)
 
 
-def _header(packed: Packed) -> tuple[bytes, list[tuple[torch.Size, torch.dtype]]]:
+def _header(packed: FlatValue) -> tuple[bytes, list[tuple[torch.Size, torch.dtype]]]:
     return packed.skeleton, [(tensor.shape, tensor.dtype) for tensor in packed.tensors]
 
 

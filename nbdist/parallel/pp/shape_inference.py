@@ -19,9 +19,9 @@ import torch.distributed as dist
 from nbdist.errors import NbdistError
 from nbdist.parallel.dp.fsdp import settle
 from nbdist.parallel.pp.outputs import has_nan, loss_of, only_loss, without_cache
-from nbdist.parallel.pp.p2p_tensors import Border
-from nbdist.parallel.pp.pytree import Packed, pack, receive, send, share, unpack
-from nbdist.parallel.pp.split_backward import used_twice
+from nbdist.parallel.pp.p2p_tensors import StageBoundary
+from nbdist.parallel.pp.pytree import FlatValue, broadcast, pack, receive, send, unpack
+from nbdist.parallel.pp.split_backward import params_with_shared_grad
 from nbdist.parallel.pp.stage import EVERYWHERE, Part, Stages
 
 
@@ -88,7 +88,7 @@ class Findings:
             run in two halves; empty where not asked for.
     """
 
-    borders: tuple[tuple[Border | None, Border | None], ...]
+    borders: tuple[tuple[StageBoundary | None, StageBoundary | None], ...]
     skeleton: bytes
     dtype: torch.dtype
     moving: dict[str, int]
@@ -145,7 +145,7 @@ class _Report:
     changed: tuple[str, ...]
 
 
-def evaluate(root: Stages, batch: Packed, route: Route) -> Any:
+def evaluate(root: Stages, batch: FlatValue, route: Route) -> Any:
     """What the model's forward returns, on every rank. Collective: the ranks of a pipeline.
 
     Raises:
@@ -156,14 +156,19 @@ def evaluate(root: Stages, batch: Packed, route: Route) -> Any:
     value: Any = None
     if route.here == last:
         value = run.failed or without_cache(run.ends[-1][1])
-    value = share(value, last, route.group, route.device)
+    value = broadcast(value, last, route.group, route.device)
     if isinstance(value, Failed):
         raise run.error or value.reason()
     return value
 
 
 def find_out(
-    root: Stages, batch: Packed, route: Route, buffers: dict[str, Any], *, is_halved: bool = False
+    root: Stages,
+    batch: FlatValue,
+    route: Route,
+    buffers: dict[str, Any],
+    *,
+    is_halved: bool = False,
 ) -> Findings:
     """Run a micro-batch and see. Collective: the ranks of a pipeline. Leaves no trace.
 
@@ -205,7 +210,7 @@ def _parts(root: Stages) -> Sequence[Part]:
     return tuple(root.parts)  # type: ignore[arg-type]
 
 
-def _run_through(root: Stages, batch: Packed, route: Route, asked: _Asked = _ASKED) -> _Run:
+def _run_through(root: Stages, batch: FlatValue, route: Route, asked: _Asked = _ASKED) -> _Run:
     """Run this rank's stages, between receiving and sending. A failure is passed on as well."""
     run = _Run()
     for part in _parts(root):
@@ -229,7 +234,7 @@ def _run_through(root: Stages, batch: Packed, route: Route, asked: _Asked = _ASK
     return run
 
 
-def _result(root: Stages, part: Part, batch: Packed, received: Any, asked: _Asked) -> Any:
+def _result(root: Stages, part: Part, batch: FlatValue, received: Any, asked: _Asked) -> Any:
     arguments = () if part.is_first else (received,)
     result = root(*arguments, batch=batch, part=part)
     if part.is_last and asked.is_checked:
@@ -242,7 +247,7 @@ def _result(root: Stages, part: Part, batch: Packed, received: Any, asked: _Aske
 
 
 def _unsplit(
-    root: Stages, part: Part, batch: Packed, received: Any, asked: _Asked
+    root: Stages, part: Part, batch: FlatValue, received: Any, asked: _Asked
 ) -> tuple[str, ...]:
     if not asked.is_halved or part.is_first:  # torch does not split the first stage's backward
         return ()
@@ -255,10 +260,10 @@ def _unsplit(
         result = root(unpack(packed.skeleton, leaves), batch=batch, part=part)
         outputs = (loss_of(result),) if part.is_last else pack(result).tensors
     inputs = [one for one in leaves if one.requires_grad]
-    return tuple(used_twice(outputs, inputs, dict(part.tree.named_parameters())))
+    return tuple(params_with_shared_grad(outputs, inputs, dict(part.tree.named_parameters())))
 
 
-def _check_result(part: Part, batch: Packed, received: Any, result: Any) -> None:
+def _check_result(part: Part, batch: FlatValue, received: Any, result: Any) -> None:
     if not has_nan(result) or has_nan(received):
         return
     wrong = part.guessed_wrong(batch, received)
@@ -278,9 +283,11 @@ def _check_result(part: Part, batch: Packed, received: Any, result: Any) -> None
         )
 
 
-def _borders(part: Part, received: Any, result: Any) -> tuple[Border | None, Border | None]:
-    incoming = None if part.is_first else Border.of(received)
-    return incoming, None if part.is_last else Border.of(result)
+def _borders(
+    part: Part, received: Any, result: Any
+) -> tuple[StageBoundary | None, StageBoundary | None]:
+    incoming = None if part.is_first else StageBoundary.of(received)
+    return incoming, None if part.is_last else StageBoundary.of(result)
 
 
 def _check(reports: Sequence[_Report]) -> None:
@@ -320,7 +327,7 @@ def _without_trace(device: torch.device, buffers: dict[str, Any]) -> Iterator[An
                 buffer.copy_(copies[name])
 
 
-def _digest(batch: Packed) -> str:
+def _digest(batch: FlatValue) -> str:
     total = hashlib.sha1(usedforsecurity=False)
     for leaf in batch.leaves:
         if isinstance(leaf, torch.Tensor):

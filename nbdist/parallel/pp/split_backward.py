@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 
-def used_twice(
+def params_with_shared_grad(
     outputs: Iterable[torch.Tensor],
     inputs: Iterable[torch.Tensor],
     parameters: Mapping[str, torch.Tensor],

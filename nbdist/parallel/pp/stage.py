@@ -24,8 +24,13 @@ from torch.distributed.tensor import DTensor
 from nbdist.errors import NbdistError
 from nbdist.parallel.blocks import Blocks
 from nbdist.parallel.pp.outputs import has_nan, loss_of
-from nbdist.parallel.pp.p2p_tensors import Border, broken, enter, leave
-from nbdist.parallel.pp.pytree import Packed, pack, unpack
+from nbdist.parallel.pp.p2p_tensors import (
+    StageBoundary,
+    nan_like,
+    pack_activations,
+    unpack_activations,
+)
+from nbdist.parallel.pp.pytree import FlatValue, pack, unpack
 
 _NAN = float("nan")
 # The model's attribute with the names of what every stage is to hold; pp.py reads it.
@@ -107,7 +112,7 @@ class Step:
         failure: The first error of the model's code.
     """
 
-    batches: Sequence[Packed] = ()
+    batches: Sequence[FlatValue] = ()
     factor: float = 1.0
     losses: list[torch.Tensor] = field(default_factory=list)
     failure: Exception | None = None
@@ -133,12 +138,12 @@ class Part(torch.nn.Module):
         self.is_first = span.start == 0
         self.is_last = span.stop == len(blocks.modules)
         self.tree = tree
-        self.incoming: Border | None = None
-        self.outgoing: Border | None = None
+        self.incoming: StageBoundary | None = None
+        self.outgoing: StageBoundary | None = None
         self.current = Step()
         self._wiring: Wiring | None = None
         self._received: Any = None
-        self._nothing: Packed | None = None
+        self._nothing: FlatValue | None = None
         self._unknown_number = _NAN
 
     def forward(self, *wires: torch.Tensor, number: torch.Tensor) -> Any:
@@ -155,16 +160,16 @@ class Part(torch.nn.Module):
         current = self.current
         if current.failure is None:
             try:
-                value = None if self.incoming is None else enter(wires, self.incoming)
+                value = None if self.incoming is None else unpack_activations(wires, self.incoming)
                 return self._result(self.run(current.batches[number], value))
             except Exception as error:  # noqa: BLE001  # the model's code raises what it likes
                 current.failure = error
         assert self._wiring is not None
         if self.outgoing is not None:
-            return broken(self.outgoing.examples(), wires, self._wiring.device)
-        return broken((torch.empty((), device="meta"),), wires, self._wiring.device)[0]
+            return nan_like(self.outgoing.examples(), wires, self._wiring.device)
+        return nan_like((torch.empty((), device="meta"),), wires, self._wiring.device)[0]
 
-    def run(self, batch: Packed, received: Any = None) -> Any:
+    def run(self, batch: FlatValue, received: Any = None) -> Any:
         """The model's own forward: what the last own block, or at the end the model, returns.
 
         Raises:
@@ -200,7 +205,7 @@ class Part(torch.nn.Module):
         modules = {key: self._stand_in(n, block) for n, (key, block) in enumerate(table.items())}
         self._wiring = Wiring(model, root, modules, tuple(_missing(model, inside, device)), device)
 
-    def guessed_wrong(self, batch: Packed, received: Any) -> str:
+    def guessed_wrong(self, batch: FlatValue, received: Any) -> str:
         """What this stage uses and does not have: a parameter, or the first block for all blocks.
 
         Empty if the result depends on nothing such. Called where the result has NaN: the model
@@ -270,7 +275,7 @@ class Part(torch.nn.Module):
         """Of the form that blocks return; of one memory for all blocks."""
         if self._nothing is None:
             packed = pack(self._received)
-            self._nothing = Packed(
+            self._nothing = FlatValue(
                 packed.skeleton,
                 tuple(
                     torch.full_like(one, self._unknown_number, requires_grad=False)
@@ -287,13 +292,13 @@ class Part(torch.nn.Module):
             self.current.losses.append(loss.detach())
             # A scaled loss does not fit into fp16.
             return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.current.factor
-        border = Border.of(value)
+        border = StageBoundary.of(value)
         if not border.has_form_of(self.outgoing):
             raise NbdistError(
                 f"{self.last_name} returned {border}, and before {self.outgoing} for a batch of "
                 "the same shape: a pipeline needs results whose form depends on the batch's alone"
             )
-        return leave(value)
+        return pack_activations(value)
 
 
 class Stages(torch.nn.Module):
@@ -311,7 +316,7 @@ class Stages(torch.nn.Module):
         *received: Any,
         number: torch.Tensor | None = None,
         part: Part | None = None,
-        batch: Packed | None = None,
+        batch: FlatValue | None = None,
     ) -> Any:
         """One stage's result of a micro-batch, as wires; of a whole batch, as it is.
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(slots=True)
-class Share:
+class GradientShare:
     """One parameter's gradient on this rank.
 
     Attributes:
@@ -25,7 +25,7 @@ class Share:
     gradient: torch.Tensor | None
 
 
-def add_up(shares: Sequence[Share], group: dist.ProcessGroup) -> None:
+def all_reduce_tied(shares: Sequence[GradientShare], group: dist.ProcessGroup) -> None:
     """Sum each gradient over its holders. Collective: every rank of the pipeline.
 
     A gradient that is None everywhere stays None, as in one process: optimizers leave such a
@@ -36,7 +36,7 @@ def add_up(shares: Sequence[Share], group: dist.ProcessGroup) -> None:
         group: The pipeline.
     """
     everyone = frozenset(range(dist.get_world_size(group)))
-    together: dict[tuple[tuple[int, ...], str], list[Share]] = {}
+    together: dict[tuple[tuple[int, ...], str], list[GradientShare]] = {}
     for share in shares:
         holders = everyone if share.holders is None else share.holders
         if len(holders) > 1:
@@ -47,7 +47,9 @@ def add_up(shares: Sequence[Share], group: dist.ProcessGroup) -> None:
         _add_up(some, places, group)
 
 
-def _add_up(shares: Sequence[Share], holders: tuple[int, ...], group: dist.ProcessGroup) -> None:
+def _add_up(
+    shares: Sequence[GradientShare], holders: tuple[int, ...], group: dist.ProcessGroup
+) -> None:
     parts = [_local(share.parameter) for share in shares]
     own = [
         torch.zeros_like(part) if share.gradient is None else _local(share.gradient)

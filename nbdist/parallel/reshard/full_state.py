@@ -18,9 +18,16 @@ from nbdist.parallel.consensus import world_size
 from nbdist.parallel.dp import fsdp, fsdp1_state
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.registry import device, names_in, state_side
-from nbdist.parallel.reshard.optimizer_state import AgreedState, Entry, agree, plan, read, write
-from nbdist.parallel.reshard.redistribute import Move, exchange
-from nbdist.strategy.tensor_layout import Side
+from nbdist.parallel.reshard.optimizer_state import (
+    MergedState,
+    StateEntry,
+    merge_across_ranks,
+    plan,
+    read,
+    write,
+)
+from nbdist.parallel.reshard.redistribute import Reshard, redistribute
+from nbdist.strategy.tensor_layout import Placement
 
 _NAMED = 3
 
@@ -33,11 +40,12 @@ def full_state(one: Prepared) -> dict[str, torch.Tensor]:
     if fsdp1_state.is_flat(one):
         return fsdp1_state.values(one)
     fsdp.settle(one.built.job.root)
-    local = local_values(one)
+    local = local_state(one)
     moves = [
-        Move(name, dtype, one.side(name), one.whole(name)) for name, dtype in dtypes_of(one).items()
+        Reshard(name, dtype, one.side(name), one.whole(name))
+        for name, dtype in dtypes_of(one).items()
     ]
-    return exchange(moves, local, one.built.job.device)
+    return redistribute(moves, local, one.built.job.device)
 
 
 def load_full(one: Prepared, values: Mapping[str, torch.Tensor]) -> None:
@@ -65,7 +73,7 @@ def load_full(one: Prepared, values: Mapping[str, torch.Tensor]) -> None:
         return
     fsdp.settle(one.built.job.root)
     rank = one.built.job.grid.rank
-    local = local_values(one)
+    local = local_state(one)
     with torch.no_grad():
         for name, value in values.items():
             part = build.part_of(value, one.layouts[name], one.degrees, rank)
@@ -85,10 +93,10 @@ def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
         return fsdp1_state.optimizer_state(pieces[0], optimizer, pieces[1])
     before = {key: parameter for key, (_, _, parameter) in names.items()}
     local = read(optimizer, before)
-    (agreed,) = agree([local])
+    (agreed,) = merge_across_ranks([local])
     old = {key: state_side(one.built, name) for key, (one, name, _) in names.items()}
     new = {key: one.whole(name) for key, (one, name, _) in names.items()}
-    tensors = exchange(plan(agreed, old, new), local.tensors, _home(names))
+    tensors = redistribute(plan(agreed, old, new), local.tensors, _home(names))
     shells = {key: _shell(new[key]) for key in names}
     shadow = _shadow(optimizer)
     shadow.state.update({p: optimizer.state[p] for p in before.values() if p in optimizer.state})
@@ -126,7 +134,7 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
     shadow = _shadow(optimizer)
     given = copy.deepcopy({key: own for key, own in state["state"].items() if key in others})
     shadow.state.update({shells[k]: dict(own) for k, own in state["state"].items() if k in shells})
-    place(shadow, shells, after, old, new)
+    shard_into(shadow, shells, after, old, new)
     for parameter in (after | others).values():
         optimizer.state.pop(parameter, None)
     optimizer.state.update(shadow.state)
@@ -135,12 +143,12 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
         group.update({key: value for key, value in settings.items() if key != "params"})
 
 
-def place(
+def shard_into(
     optimizer: Optimizer,
     before: Mapping[str, torch.Tensor],
     after: Mapping[str, torch.Tensor],
-    old: Mapping[str, Side],
-    new: Mapping[str, Side],
+    old: Mapping[str, Placement],
+    new: Mapping[str, Placement],
 ) -> None:
     """Cut whole state, which every rank has, to this rank's part. This rank alone.
 
@@ -154,7 +162,9 @@ def place(
     local = read(optimizer, before)
     if not local.entries:
         return
-    agreed = AgreedState(local.optimizer, local.number, local.names, everywhere(local.entries))
+    agreed = MergedState(
+        local.optimizer, local.number, local.names, broadcast_entries(local.entries)
+    )
     plan(agreed, old, new)  # refuses what cannot be cut
     rank = dist.get_rank() if dist.is_initialized() else 0
     parts = {}
@@ -168,7 +178,7 @@ def place(
     write(optimizer, agreed, parts, before, after, new)
 
 
-def local_values(one: Prepared) -> dict[str, torch.Tensor]:
+def local_state(one: Prepared) -> dict[str, torch.Tensor]:
     """This rank's part of each parameter and buffer that it holds, by first name."""
     found = {**build.buffers_of(one.base), **one.parameters}
     local = {name: build.local_of(found[name]) for name in one.layouts}
@@ -181,7 +191,9 @@ def dtypes_of(one: Prepared) -> dict[str, torch.dtype]:
     return {name: found[name].dtype for name in one.layouts}
 
 
-def everywhere(entries: Mapping[tuple[str, str], Entry]) -> dict[tuple[str, str], Entry]:
+def broadcast_entries(
+    entries: Mapping[tuple[str, str], StateEntry],
+) -> dict[tuple[str, str], StateEntry]:
     """The same entries, as those that every rank has."""
     ranks = frozenset(range(world_size()))
     return {spot: replace(entry, ranks=ranks) for spot, entry in entries.items()}
@@ -222,7 +234,7 @@ def _shadow(optimizer: Optimizer) -> Optimizer:
     return shadow
 
 
-def _shell(side: Side) -> torch.Tensor:
+def _shell(side: Placement) -> torch.Tensor:
     """Something of a parameter's shape, on the host, that needs no memory."""
     return torch.zeros(()).expand(side.layout.shape)
 

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError, OptionError
-from nbdist.parallel.consensus import gathered
-from nbdist.parallel.reshard.redistribute import Move
-from nbdist.strategy.tensor_layout import Side, is_same, missing, runs
+from nbdist.parallel.consensus import all_gather_object
+from nbdist.parallel.reshard.redistribute import Reshard
+from nbdist.strategy.tensor_layout import Placement, is_same, local_runs, missing
 
 # (Parameter's name, key in the optimizer's state of it.)
 Place = tuple[str, str]
@@ -32,7 +32,7 @@ _PLAIN = (int, float, complex, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StateEntry:
     """One thing that an optimizer remembers of one parameter, without its elements.
 
     Attributes:
@@ -66,7 +66,7 @@ class LocalState:
     optimizer: str
     number: int
     names: tuple[str, ...]
-    entries: dict[Place, Entry]
+    entries: dict[Place, StateEntry]
     tensors: dict[str, torch.Tensor]
 
     def label(self, place: Place) -> str:
@@ -75,7 +75,7 @@ class LocalState:
 
 
 @dataclass(frozen=True, slots=True)
-class AgreedState:
+class MergedState:
     """What all ranks' optimizers together remember. Equal on all ranks.
 
     Attributes:
@@ -86,7 +86,7 @@ class AgreedState:
     optimizer: str
     number: int
     names: tuple[str, ...]
-    entries: dict[Place, Entry]
+    entries: dict[Place, StateEntry]
 
     def label(self, place: Place) -> str:
         """The name under which an entry's tensor moves."""
@@ -107,7 +107,7 @@ def read(
             order on all ranks. State of other parameters is left alone.
         number: Of this optimizer among those that are switched together.
     """
-    entries: dict[Place, Entry] = {}
+    entries: dict[Place, StateEntry] = {}
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -117,7 +117,7 @@ def read(
     return LocalState(type(optimizer).__name__, number, tuple(parameters), entries, tensors)
 
 
-def agree(local: Sequence[LocalState]) -> list[AgreedState]:
+def merge_across_ranks(local: Sequence[LocalState]) -> list[MergedState]:
     """What all ranks together remember, one for each optimizer. Collective: every rank.
 
     Raises:
@@ -125,7 +125,7 @@ def agree(local: Sequence[LocalState]) -> list[AgreedState]:
             number such as the step. Raised on all ranks.
     """
     own = [(one.optimizer, one.number, one.names, one.entries) for one in local]
-    everyone = gathered(own)
+    everyone = all_gather_object(own)
     classes = [[(optimizer, names) for optimizer, _, names, _ in theirs] for theirs in everyone]
     for rank, theirs in enumerate(classes):
         if theirs != classes[0]:
@@ -134,14 +134,16 @@ def agree(local: Sequence[LocalState]) -> list[AgreedState]:
                 f"{_described(theirs)}. Make the same ones on all ranks, in the same order."
             )
     return [
-        AgreedState(
+        MergedState(
             optimizer, number, names, _merged(optimizer, [each[at][3] for each in everyone])
         )
         for at, (optimizer, number, names, _) in enumerate(everyone[0])
     ]
 
 
-def plan(agreed: AgreedState, old: Mapping[str, Side], new: Mapping[str, Side]) -> list[Move]:
+def plan(
+    agreed: MergedState, old: Mapping[str, Placement], new: Mapping[str, Placement]
+) -> list[Reshard]:
     """What moves so that the state lies as `new` says. This rank alone; the same on all.
 
     Args:
@@ -169,17 +171,17 @@ def plan(agreed: AgreedState, old: Mapping[str, Side], new: Mapping[str, Side]) 
                 f"and a part of it that rank {rank_label(lacking)} would get is nowhere. Run one "
                 "step in which every rank's part has a gradient, then switch."
             )
-        moves.append(Move(agreed.label(place), entry.dtype, before, after))
+        moves.append(Reshard(agreed.label(place), entry.dtype, before, after))
     return moves
 
 
 def write(
     optimizer: Optimizer,
-    agreed: AgreedState,
+    agreed: MergedState,
     tensors: Mapping[str, torch.Tensor],
     before: Mapping[str, torch.Tensor],
     after: Mapping[str, torch.Tensor],
-    new: Mapping[str, Side],
+    new: Mapping[str, Placement],
 ) -> None:
     """Put the state under the new parameters. This rank alone; the groups are not touched.
 
@@ -198,7 +200,7 @@ def write(
     capturable = _with_step_on_device(optimizer, before, after)
     fresh: dict[str, dict[str, Any]] = {}
     for (name, key), entry in agreed.entries.items():
-        if runs(new[name].layout, new[name].degrees, rank) is None:
+        if local_runs(new[name].layout, new[name].degrees, rank) is None:
             continue
         own = fresh.setdefault(name, {})
         if entry.kind == "tensor":
@@ -213,21 +215,21 @@ def write(
         optimizer.state[after[name]] = own
 
 
-def _entry(value: Any, parameter: torch.Tensor) -> Entry:
+def _entry(value: Any, parameter: torch.Tensor) -> StateEntry:
     if isinstance(value, _PLAIN):
-        return Entry("number", None, value)
+        return StateEntry("number", None, value)
     if not isinstance(value, torch.Tensor):
-        return Entry("other", None, type(value).__name__)
+        return StateEntry("other", None, type(value).__name__)
     if value.ndim == 0:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         is_there = value.device == parameter.device and value.device.type != "cpu"
-        return Entry("number", value.dtype, whole.item(), is_there)
+        return StateEntry("number", value.dtype, whole.item(), is_there)
     # A DTensor's shape is the whole one. Some optimizers keep plain tensors beside DTensors.
     is_plain = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
     wanted = parameter.to_local().shape if is_plain else parameter.shape  # type: ignore[attr-defined]
     if value.shape == wanted:
-        return Entry("tensor", value.dtype)
-    return Entry("other", value.dtype, f"shape {tuple(value.shape)}, not {tuple(wanted)}")
+        return StateEntry("tensor", value.dtype)
+    return StateEntry("other", value.dtype, f"shape {tuple(value.shape)}, not {tuple(wanted)}")
 
 
 def _laid_out(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -241,13 +243,15 @@ def _laid_out(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _merged(optimizer: str, by_rank: Sequence[Mapping[Place, Entry]]) -> dict[Place, Entry]:
+def _merged(
+    optimizer: str, by_rank: Sequence[Mapping[Place, StateEntry]]
+) -> dict[Place, StateEntry]:
     """All ranks' entries, each with the ranks that have it.
 
     Raises:
         NbdistError: Two ranks have different numbers or dtypes.
     """
-    merged: dict[Place, Entry] = {}
+    merged: dict[Place, StateEntry] = {}
     for rank, entries in enumerate(by_rank):
         for place, entry in entries.items():
             first = merged.setdefault(place, entry)
@@ -262,13 +266,13 @@ def _merged(optimizer: str, by_rank: Sequence[Mapping[Place, Entry]]) -> dict[Pl
     return merged
 
 
-def _gist(entry: Entry) -> tuple[Any, ...]:
+def _gist(entry: StateEntry) -> tuple[Any, ...]:
     """What is equal on all ranks. Numbers by their text: not-a-number differs from itself."""
     return entry.kind, entry.dtype, entry.kind == "number" and repr(entry.value)
 
 
 def _refuse_others(
-    agreed: AgreedState, old: Mapping[str, Side], new: Mapping[str, Side], world_size: int
+    agreed: MergedState, old: Mapping[str, Placement], new: Mapping[str, Placement], world_size: int
 ) -> None:
     """Raise for state that only its optimizer understands, unless every layout stays.
 
@@ -288,8 +292,8 @@ def _refuse_others(
             )
 
 
-def _on_ranks(side: Side, ranks: Iterable[int]) -> Side:
-    return Side(replace(side.layout, ranks=frozenset(ranks)), side.degrees)
+def _on_ranks(side: Placement, ranks: Iterable[int]) -> Placement:
+    return Placement(replace(side.layout, ranks=frozenset(ranks)), side.degrees)
 
 
 def _with_step_on_device(
@@ -305,12 +309,12 @@ def _with_step_on_device(
     return {name for name in after if id(after[name]) in found or id(before[name]) in found}
 
 
-def _is_there(key: str, entry: Entry, wants_step: bool) -> bool:
+def _is_there(key: str, entry: StateEntry, wants_step: bool) -> bool:
     """Whether a 0-dim tensor goes to the parameter's device. A fused option may have changed."""
     return wants_step if key == "step" else entry.is_on_device
 
 
-def _number(entry: Entry, parameter: torch.Tensor, is_there: bool) -> Any:
+def _number(entry: StateEntry, parameter: torch.Tensor, is_there: bool) -> Any:
     if entry.dtype is None:
         return entry.value
     device = parameter.device if is_there else torch.device("cpu")
@@ -336,7 +340,7 @@ def _label(number: int, place: Place) -> str:
     return f"{number}:{name} [{key}]"
 
 
-def _told(entry: Entry) -> str:
+def _told(entry: StateEntry) -> str:
     if entry.kind == "other":
         return str(entry.value)
     value = "a tensor" if entry.kind == "tensor" else repr(entry.value)

@@ -50,7 +50,7 @@ _MAX_LEVEL = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Replacement:
     """An object and what stands in its place from now on.
 
     Attributes:
@@ -65,7 +65,7 @@ class Pair:
 
 
 @dataclass(slots=True)
-class Rebound:
+class RebindReport:
     """What was found.
 
     Attributes:
@@ -91,7 +91,9 @@ def names_for(one: object) -> list[str]:
     return [name for name, value in variables().items() if value is one and _is_shown(name)]
 
 
-def rebind(dead: list[Pair], modules: Sequence[Pair] = (), kept: Collection[str] = ()) -> Rebound:
+def rebind(
+    dead: list[Replacement], modules: Sequence[Replacement] = (), kept: Collection[str] = ()
+) -> RebindReport:
     """Put the user's names and plain lists right, and name what else holds something old.
 
     This rank alone.
@@ -105,7 +107,7 @@ def rebind(dead: list[Pair], modules: Sequence[Pair] = (), kept: Collection[str]
     """
     user = variables()
     fresh = {id(pair.old): pair.new for pair in (*dead, *modules)}
-    found = Rebound()
+    found = RebindReport()
     for name, value in list(user.items()):
         if id(value) in fresh and name not in kept:
             user[name] = fresh[id(value)]
@@ -119,21 +121,26 @@ def rebind(dead: list[Pair], modules: Sequence[Pair] = (), kept: Collection[str]
     return found
 
 
-def _survivors(dead: list[Pair]) -> list[Pair]:
+def _survivors(dead: list[Replacement]) -> list[Replacement]:
     """Let go of dead objects, and return those that somebody else holds."""
     weak = [(weakref.ref(pair.old), pair.new, pair.label) for pair in dead]
     dead.clear()
     gc.collect()  # DDP's and FSDP's objects hold each other in circles
-    return [Pair(old, new, label) for held, new, label in weak if (old := held()) is not None]
+    return [
+        Replacement(old, new, label) for held, new, label in weak if (old := held()) is not None
+    ]
 
 
 def _name_holders(
-    dead: Sequence[Pair], modules: Sequence[Pair], kept: Collection[str], found: Rebound
+    dead: Sequence[Replacement],
+    modules: Sequence[Replacement],
+    kept: Collection[str],
+    found: RebindReport,
 ) -> None:
     """Look through Python's objects for those that hold something old; see `rebind`."""
     fresh = {id(pair.old): pair.new for pair in dead}
     labels = {id(pair.old): pair.label for pair in (*dead, *modules)}
-    probe = Pair(object(), None, "")  # held as all others, and by nobody else
+    probe = Replacement(object(), None, "")  # held as all others, and by nobody else
     search = _Search([pair.old for pair in (*dead, *modules, probe)], kept)
     told: dict[str, list[str]] = {}
     for holder, held in search.holders():

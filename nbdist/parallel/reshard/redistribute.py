@@ -13,9 +13,17 @@ import torch.distributed as dist
 from nbdist.core.progress import BYTES
 from nbdist.parallel.reshard.room import room_for
 from nbdist.rpc.rank import progress
-from nbdist.strategy.tensor_layout import Cuts, Piece, Side, local_shape, pieces, runs, split
+from nbdist.strategy.tensor_layout import (
+    Cuts,
+    Placement,
+    Transfer,
+    local_runs,
+    local_shape,
+    split,
+    transfers,
+)
 
-__all__ = ["Move", "Side", "exchange", "moved_bytes"]
+__all__ = ["Placement", "Reshard", "moved_bytes", "redistribute"]
 
 # What is sent, and what is received, at once: this much of each is needed beside the tensors.
 # Larger ones are not faster: four Gloo ranks took as long with 16 MiB as with 64.
@@ -34,7 +42,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Reshard:
     """One tensor that is to lie otherwise.
 
     Attributes:
@@ -46,16 +54,16 @@ class Move:
 
     name: str
     dtype: torch.dtype
-    old: Side
-    new: Side
+    old: Placement
+    new: Placement
 
 
 @dataclass(frozen=True, slots=True)
-class _Parcel:
+class _Transfer:
     """A piece on its way from one rank to another."""
 
-    move: Move
-    piece: Piece
+    move: Reshard
+    piece: Transfer
     source: int
 
     @property
@@ -67,27 +75,27 @@ class _Parcel:
         return -(-self.size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class _Way:
+class _Progress:
     """How much of what this rank sends and receives has gone its way; told as progress."""
 
-    def __init__(self, rank: int, parcels: Sequence[_Parcel]) -> None:
+    def __init__(self, rank: int, parcels: Sequence[_Transfer]) -> None:
         self._rank = rank
         self._done = 0
         self._total = self._size_bytes(parcels)
         progress.tell("moving", 0, self._total, BYTES)
 
-    def gone(self, parcels: Sequence[_Parcel]) -> None:
+    def gone(self, parcels: Sequence[_Transfer]) -> None:
         """These have arrived."""
         if self._total:
             self._done += self._size_bytes(parcels)
             progress.tell("moving", min(self._done, self._total), self._total, BYTES)
 
-    def _size_bytes(self, parcels: Sequence[_Parcel]) -> int:
+    def _size_bytes(self, parcels: Sequence[_Transfer]) -> int:
         return sum(p.size_bytes for p in parcels if self._rank in (p.source, p.piece.target))
 
 
-def exchange(
-    moves: Sequence[Move], held: Mapping[str, torch.Tensor], device: torch.device
+def redistribute(
+    moves: Sequence[Reshard], held: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Each tensor's local part on the new side, by name, of those that this rank will hold.
 
@@ -112,14 +120,14 @@ def exchange(
         is_direct = carrier == device
         own, direct, bundled = [], [], []
         for move, piece, source in _deliveries(moves, size):
-            parcel = _Parcel(move, piece, source)
+            parcel = _Transfer(move, piece, source)
             if source == piece.target:
                 own += [parcel] if source == rank else []
             elif is_direct and piece.is_stretch and parcel.size_bytes >= DIRECT_BYTES:
                 direct.append(parcel)
             else:
                 bundled.append(parcel)
-        way = _Way(rank, [*direct, *bundled])
+        way = _Progress(rank, [*direct, *bundled])
         for number, works in enumerate(_sent_directly(direct, held, new, device)):
             if not number:
                 # While the first ones are on their way.
@@ -128,11 +136,11 @@ def exchange(
                 work.wait()
             way.gone(direct[number * _DIRECT_COUNT : (number + 1) * _DIRECT_COUNT])
         if rounds := list(_rounds(bundled, size)):
-            _Courier(held, new, rounds, carrier).deliver(way)
+            _BucketedP2P(held, new, rounds, carrier).deliver(way)
     return new
 
 
-def moved_bytes(moves: Sequence[Move], world_size: int) -> int:
+def moved_bytes(moves: Sequence[Reshard], world_size: int) -> int:
     """How many bytes all ranks together send in an exchange. This rank alone."""
     return sum(
         math.prod(piece.shape) * move.dtype.itemsize
@@ -142,11 +150,11 @@ def moved_bytes(moves: Sequence[Move], world_size: int) -> int:
 
 
 def _begun(
-    move: Move, held: Mapping[str, torch.Tensor], rank: int, device: torch.device
+    move: Reshard, held: Mapping[str, torch.Tensor], rank: int, device: torch.device
 ) -> torch.Tensor | None:
     """This rank's result: the held tensor where it stays, else room for it; None without one."""
-    wanted = runs(move.new.layout, move.new.degrees, rank)
-    before = runs(move.old.layout, move.old.degrees, rank)
+    wanted = local_runs(move.new.layout, move.new.degrees, rank)
+    before = local_runs(move.old.layout, move.old.degrees, rank)
     if before is not None:
         own = held[move.name]
         assert own.dtype == move.dtype, (move.name, own.dtype, move.dtype)
@@ -158,7 +166,7 @@ def _begun(
     return None if shape is None else room_for(shape, move.dtype, device)
 
 
-def _deliveries(moves: Sequence[Move], size: int) -> Iterator[tuple[Move, Piece, int]]:
+def _deliveries(moves: Sequence[Reshard], size: int) -> Iterator[tuple[Reshard, Transfer, int]]:
     """What each rank needs, with the rank that gives it; the same on all ranks.
 
     A rank takes from itself what it has. Else the rank that has sent least so far sends, and
@@ -166,7 +174,7 @@ def _deliveries(moves: Sequence[Move], size: int) -> Iterator[tuple[Move, Piece,
     """
     sent_bytes = [0] * size
     for move in moves:
-        for piece in pieces(move.old, move.new, size):
+        for piece in transfers(move.old, move.new, size):
             target = piece.target
             if target in piece.sources:
                 yield move, piece, target
@@ -177,7 +185,7 @@ def _deliveries(moves: Sequence[Move], size: int) -> Iterator[tuple[Move, Piece,
 
 
 def _copy_own(
-    parcels: Sequence[_Parcel], held: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
+    parcels: Sequence[_Transfer], held: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
 ) -> None:
     """What a rank takes from itself."""
     for one in parcels:
@@ -185,7 +193,7 @@ def _copy_own(
 
 
 def _sent_directly(
-    parcels: Sequence[_Parcel],
+    parcels: Sequence[_Transfer],
     held: Mapping[str, torch.Tensor],
     new: Mapping[str, torch.Tensor],
     device: torch.device,
@@ -210,10 +218,10 @@ def _sent_directly(
         yield dist.batch_isend_irecv(calls) if calls else ()
 
 
-def _rounds(parcels: Sequence[_Parcel], size: int) -> Iterator[list[_Parcel]]:
+def _rounds(parcels: Sequence[_Transfer], size: int) -> Iterator[list[_Transfer]]:
     """Parcels in order, so many at once as fit each rank's two buckets."""
     sent, received = [0] * size, [0] * size
-    together: list[_Parcel] = []
+    together: list[_Transfer] = []
     for parcel in (part for one in parcels for part in _limited(one, BUCKET_BYTES)):
         room, source, target = parcel.room_bytes, parcel.source, parcel.piece.target
         if together and max(sent[source], received[target]) + room > BUCKET_BYTES:
@@ -226,20 +234,20 @@ def _rounds(parcels: Sequence[_Parcel], size: int) -> Iterator[list[_Parcel]]:
         yield together
 
 
-def _limited(parcel: _Parcel, limit_bytes: int) -> Iterator[_Parcel]:
+def _limited(parcel: _Transfer, limit_bytes: int) -> Iterator[_Transfer]:
     """A parcel in parts of at most so many bytes."""
     limit = max(1, limit_bytes // parcel.move.dtype.itemsize)
-    return (_Parcel(parcel.move, one, parcel.source) for one in split(parcel.piece, limit))
+    return (_Transfer(parcel.move, one, parcel.source) for one in split(parcel.piece, limit))
 
 
-class _Courier:
+class _BucketedP2P:
     """Two buckets, and what fills and empties them."""
 
     def __init__(
         self,
         held: Mapping[str, torch.Tensor],
         new: Mapping[str, torch.Tensor],
-        rounds: list[list[_Parcel]],
+        rounds: list[list[_Transfer]],
         device: torch.device,
     ) -> None:
         self._held = held
@@ -251,7 +259,7 @@ class _Courier:
         self._outbox = torch.empty(_most(self._sent), dtype=torch.uint8, device=device)
         self._inbox = torch.empty(_most(self._received), dtype=torch.uint8, device=device)
 
-    def deliver(self, way: _Way) -> None:
+    def deliver(self, way: _Progress) -> None:
         """All rounds. Collective."""
         for sent, received in zip(self._sent, self._received, strict=True):
             for view, parcel in self._views(self._outbox, sent):
@@ -265,19 +273,19 @@ class _Courier:
                 _copy(self._new[parcel.move.name], view, _from_box(parcel.piece.dims))
             way.gone([*sent, *received])
 
-    def _own(self, parcels: list[_Parcel], role: str, other: str) -> list[_Parcel]:
+    def _own(self, parcels: list[_Transfer], role: str, other: str) -> list[_Transfer]:
         own = [one for one in parcels if _end(one, role) == self._rank]
         return sorted(own, key=lambda one: _end(one, other))
 
-    def _totals(self, parcels: list[_Parcel], other: str) -> list[int]:
+    def _totals(self, parcels: list[_Transfer], other: str) -> list[int]:
         totals = [0] * self._size
         for parcel in parcels:
             totals[_end(parcel, other)] += parcel.room_bytes
         return totals
 
     def _views(
-        self, bucket: torch.Tensor, parcels: list[_Parcel]
-    ) -> Iterator[tuple[torch.Tensor, _Parcel]]:
+        self, bucket: torch.Tensor, parcels: list[_Transfer]
+    ) -> Iterator[tuple[torch.Tensor, _Transfer]]:
         """Each parcel's place in a bucket, as a tensor of its dtype and shape."""
         at = 0
         for parcel in parcels:
@@ -286,11 +294,11 @@ class _Courier:
             at += parcel.room_bytes
 
 
-def _end(parcel: _Parcel, role: str) -> int:
+def _end(parcel: _Transfer, role: str) -> int:
     return parcel.source if role == "source" else parcel.piece.target
 
 
-def _most(rounds: list[list[_Parcel]]) -> int:
+def _most(rounds: list[list[_Transfer]]) -> int:
     return max(sum(parcel.room_bytes for parcel in one) for one in rounds)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nbdist.errors import NbdistError
-from nbdist.parallel.mesh import Grid
+from nbdist.parallel.mesh import ParallelMesh
 
 _DROPOUTS = torch.nn.modules.dropout._DropoutNd  # noqa: SLF001  # what all dropouts derive from
 _SEEDS = 1 << 62
@@ -30,7 +30,7 @@ class Streams:
     the generators set back as torch.utils.checkpoint does, draws the same numbers.
     """
 
-    def __init__(self, grid: Grid, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(self, grid: ParallelMesh, device: torch.device, model: torch.nn.Module) -> None:
         self._group = grid.group("tp")
         self._index = grid.coordinate.tp
         self._generators = _generators(device)

@@ -10,7 +10,7 @@ import torch
 from nbdist.errors import OptionError
 from nbdist.parallel.blocks import Blocks, candidates, find_blocks
 from nbdist.parallel.tp.model import is_attention
-from nbdist.parallel.transform import Job, Layouts
+from nbdist.parallel.transform import Layouts, ModelBuild
 from nbdist.strategy.tp_plan import Layers, Plan, attentions
 
 _WITHOUT = "Go without --sequence-parallel."
@@ -38,7 +38,7 @@ class Sequence:
         return any(name.startswith(f"{block}.") for block in self.blocks)
 
 
-def plan_sequence(job: Job, plan: Plan, layers: Layers, layouts: Layouts) -> Sequence:
+def plan_sequence(job: ModelBuild, plan: Plan, layers: Layers, layouts: Layouts) -> Sequence:
     """What is split along the sequence; nothing without the option.
 
     Raises:
@@ -59,7 +59,7 @@ def plan_sequence(job: Job, plan: Plan, layers: Layers, layouts: Layouts) -> Seq
     return Sequence(found.lists, found.blocks, norms, found.dim)
 
 
-def _lists(job: Job, plan: Plan) -> list[Blocks]:
+def _lists(job: ModelBuild, plan: Plan) -> list[Blocks]:
     """The outermost lists of blocks that have split layers in them."""
     wanted = job.choice.options.blocks
     found = [find_blocks(job.base, wanted)] if wanted else list(candidates(job.base))
@@ -89,7 +89,7 @@ def _is_in(module: torch.nn.Module, outer: torch.nn.Module) -> bool:
     return any(module is inner for inner in outer.modules())
 
 
-def _own(job: Job, blocks: Iterable[str], layouts: Layouts) -> tuple[str, ...]:
+def _own(job: ModelBuild, blocks: Iterable[str], layouts: Layouts) -> tuple[str, ...]:
     """The blocks of this rank's stage."""
     stage = job.grid.coordinate.pp
 

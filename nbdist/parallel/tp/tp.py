@@ -33,7 +33,7 @@ from nbdist.parallel.tp.styles import (
     split_layout,
     torch_style,
 )
-from nbdist.parallel.transform import Job, Layouts, Step
+from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.tp_plan import (
     Attention,
     Layers,
@@ -61,7 +61,7 @@ class Kept:
     sequence: Sequence
 
 
-def _plan(job: Job, layouts: Layouts) -> Layouts:
+def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """Find the plan and try it out on shapes, heads and code; lay out what it splits."""
     layers = layers_of(job.base)
     plan = _plan_of(job, layers)
@@ -76,7 +76,7 @@ def _plan(job: Job, layouts: Layouts) -> Layouts:
     return _split_layouts(job.base, plan, layouts)
 
 
-def _lay_out(job: Job) -> None:
+def _lay_out(job: ModelBuild) -> None:
     """Make meta DTensors of what is split; set hooks on layers, attention, blocks and the root."""
     kept: Kept = job.kept["tp"]
     base = job.base
@@ -102,14 +102,14 @@ def _lay_out(job: Job) -> None:
     step_by_mesh()
 
 
-def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
+def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     for parameter in job.base.parameters():
         if isinstance(parameter, DTensor) and not parameter.is_meta:
             sum_gradient(parameter)
     return outer
 
 
-def _plan_of(job: Job, layers: Layers) -> Plan:
+def _plan_of(job: ModelBuild, layers: Layers) -> Plan:
     base = job.base
     # A class's own, but no property: some libraries have one of this name.
     given = vars(base).get("tp_plan", getattr(type(base), "tp_plan", None))
@@ -126,7 +126,7 @@ def _plan_of(job: Job, layers: Layers) -> Plan:
     return found.plan
 
 
-def _owners(job: Job, plan: Plan, layers: Layers) -> dict[str, Fit]:
+def _owners(job: ModelBuild, plan: Plan, layers: Layers) -> dict[str, Fit]:
     """What changes in modules that split heads; modules that are alike are tried out once."""
     base, degree = job.base, job.grid.degrees.tp
     owners = {
@@ -243,4 +243,4 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-STEP = Step(_plan, _lay_out, _wrap)
+STEP = Transform(_plan, _lay_out, _wrap)

@@ -14,7 +14,7 @@ import torch
 from nbdist.planner.fake import pickle_by_value
 from nbdist.planner.fake.process_group import CannotRun, never_packed
 from nbdist.planner.fake_protocol import Source
-from nbdist.planner.workload import Load
+from nbdist.planner.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Sent:
     optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None
 
 
-def made(source: Source, load: Load) -> Made:
+def made(source: Source, load: Workload) -> Made:
     """The model of a source.
 
     Raises:
@@ -73,7 +73,7 @@ def made(source: Source, load: Load) -> Made:
     return Made(model.train(), lambda: _tokens(load, has_labels=True))
 
 
-def _sent(source: Source, load: Load) -> Made:
+def _sent(source: Source, load: Workload) -> Made:
     os.chdir(source.folder or ".")
     sys.path[:] = list(source.sys_path) or sys.path
     sent: Sent = pickle_by_value.loads(source.pickled)
@@ -96,7 +96,7 @@ def is_language_model(model: torch.nn.Module) -> bool:
     return is_causal and hasattr(getattr(model, "config", None), "vocab_size")
 
 
-def _tokens(load: Load, *, has_labels: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _tokens(load: Workload, *, has_labels: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     tokens = torch.zeros(load.batch, load.sequence, dtype=torch.long)
     return (), {
         "input_ids": tokens,

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.optim import Optimizer
 
 from nbdist.planner.fake.process_group import CannotRun
-from nbdist.planner.fake.storage_counter import Counter
-from nbdist.planner.workload import OPTIMIZERS, Load
-from nbdist.strategy.choice import Choice
+from nbdist.planner.fake.storage_counter import StorageCounter
+from nbdist.planner.workload import OPTIMIZERS, Workload
+from nbdist.strategy.choice import Strategy
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -32,8 +32,8 @@ _MADE: Mapping[str, Callable[[Any], Optimizer]] = {
 def stepped_bytes(
     stepped: Shapes,
     live: tuple[type[Optimizer], dict[str, Any]] | None,
-    load: Load,
-    choice: Choice,
+    load: Workload,
+    choice: Strategy,
 ) -> tuple[float, float]:
     """Bytes of state, and of what a step makes besides.
 
@@ -67,9 +67,9 @@ def stepped_bytes(
 
 
 def _run(
-    stepped: Shapes, live: tuple[type[Optimizer], dict[str, Any]] | None, load: Load
+    stepped: Shapes, live: tuple[type[Optimizer], dict[str, Any]] | None, load: Workload
 ) -> tuple[float, float]:
-    counter = Counter()
+    counter = StorageCounter()
     with FakeTensorMode(), counter:
         parameters = [torch.nn.Parameter(torch.empty(shape, dtype=kind)) for shape, kind in stepped]
         optimizer = _made(parameters, live, load)
@@ -91,7 +91,7 @@ def _run(
 def _made(
     parameters: list[torch.nn.Parameter],
     live: tuple[type[Optimizer], dict[str, Any]] | None,
-    load: Load,
+    load: Workload,
 ) -> Optimizer:
     if live is None:
         optimizer = _MADE[load.optimizer](parameters)

@@ -15,18 +15,18 @@ from nbdist.errors import OptionError
 from nbdist.parallel import build
 from nbdist.parallel.build import Built
 from nbdist.parallel.dp import fsdp, zero1
-from nbdist.parallel.mesh import make_grid
-from nbdist.parallel.transform import Job
+from nbdist.parallel.mesh import build_mesh
+from nbdist.parallel.transform import ModelBuild
 from nbdist.planner.fake import models
 from nbdist.planner.fake.models import Made
 from nbdist.planner.fake.optimizers import stepped_bytes
 from nbdist.planner.fake.process_group import CannotRun, fake_world
-from nbdist.planner.fake.storage_counter import Counter, resizes_seen
+from nbdist.planner.fake.storage_counter import StorageCounter, resizes_seen
 from nbdist.planner.fake_protocol import NAME, Asked, Source, Told
 from nbdist.planner.memory import OVERHEAD_BYTES, Memory, has_buckets
-from nbdist.planner.workload import Load
+from nbdist.planner.workload import Workload
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import Choice, steps_of
+from nbdist.strategy.choice import Strategy, steps_of
 from nbdist.strategy.tensor_layout import local_shape
 
 # What a rank holds of each parameter and buffer; None for nothing.
@@ -54,10 +54,10 @@ def told(asked: Asked, source: Source) -> Told:
         return Told(problem=_phrase(error))
 
 
-def _counted(choice: Choice, load: Load, source: Source) -> Told:
+def _counted(choice: Strategy, load: Workload, source: Source) -> Told:
     _check(choice, load)
     made = models.made(source, load)
-    job = Job(made.model, choice, make_grid(choice, "cpu"), _CPU)
+    job = ModelBuild(made.model, choice, build_mesh(choice, "cpu"), _CPU)
     built = build.plan(job)
     states = _states(built, made, load)
     try:
@@ -77,7 +77,7 @@ def _phrase(error: Exception) -> str:
     return f"the run failed with {type(error).__name__}{said}"
 
 
-def _check(choice: Choice, load: Load) -> None:
+def _check(choice: Strategy, load: Workload) -> None:
     if choice.options.offload:
         raise CannotRun("offloaded states lie in the host's memory")
     stored = footprint.recipe_of(choice)
@@ -112,7 +112,7 @@ class _Share:
         return self.parameters + self.trained + 8 * self.stepped_numbers
 
 
-def _states(built: Built, made: Made, load: Load) -> Memory:
+def _states(built: Built, made: Made, load: Workload) -> Memory:
     """Parameters, gradients and optimizer of the rank that holds most, by the layouts."""
     shares = [_share(built, rank) for rank in _candidates(built)]
     most = max(shares, key=lambda share: share.total)
@@ -189,11 +189,11 @@ def _flat(built: Built, own: Shapes) -> Shapes:
     return result
 
 
-def _run(built: Built, made: Made, load: Load, states: Memory) -> Memory:
+def _run(built: Built, made: Made, load: Workload, states: Memory) -> Memory:
     """A step, after one that makes what stays; the optimizer's is counted apart."""
     choice = built.job.choice
     _check_run(choice, made)
-    counter = Counter()
+    counter = StorageCounter()
     with resizes_seen(counter), contextlib.ExitStack() as stack:
         fake = FakeTensorMode()
         outer = _built(built, fake, counter)
@@ -220,7 +220,7 @@ def _run(built: Built, made: Made, load: Load, states: Memory) -> Memory:
         )
 
 
-def _check_run(choice: Choice, made: Made) -> None:
+def _check_run(choice: Strategy, made: Made) -> None:
     for step in steps_of(choice):
         if step in _NOT_RUN:
             raise CannotRun(_NOT_RUN[step])
@@ -230,7 +230,7 @@ def _check_run(choice: Choice, made: Made) -> None:
         raise CannotRun("nobody knows what it is called with: name a variable with --inputs")
 
 
-def _built(built: Built, fake: FakeTensorMode, counter: Counter) -> torch.nn.Module:
+def _built(built: Built, fake: FakeTensorMode, counter: StorageCounter) -> torch.nn.Module:
     """The model under its strategy, of fake tensors; DDP's reducer is C++ and takes none."""
     found = build.tensors_of(built.job.base)
     degrees = built.job.grid.degrees
@@ -254,7 +254,9 @@ def _built(built: Built, fake: FakeTensorMode, counter: Counter) -> torch.nn.Mod
         return build.commit(built, local)
 
 
-def _step(outer: torch.nn.Module, built: Built, args: Any, kwargs: Any, counter: Counter) -> int:
+def _step(
+    outer: torch.nn.Module, built: Built, args: Any, kwargs: Any, counter: StorageCounter
+) -> int:
     """Forward and backward, as often as they are accumulated.
 
     Returns:

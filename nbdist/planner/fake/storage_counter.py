@@ -29,7 +29,7 @@ class _Storage:
     is_gathered: bool = False
 
 
-class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what ops make while it is entered. Enter it inside of a FakeTensorMode.
 
     torch's own trackers (torch.distributed._tools) count views of one storage and what ends
@@ -98,7 +98,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def resizes_seen(counter: Counter) -> Iterator[None]:
+def resizes_seen(counter: StorageCounter) -> Iterator[None]:
     """Let a counter know when a storage's size changes: no op says so.
 
     Replaces torch.UntypedStorage.resize_ for this process, which runs nothing of the user's.

@@ -36,7 +36,7 @@ def live_model(session: Session, name: str, inputs: str = "") -> LiveModel:
     try:
         told = session.call_all(remote_plan.describe_model, name, inputs, deadline_s=DESCRIBE_S)
     except NbdistError as error:
-        if (refused := gather.refusal(error, OptionError)) is not None:
+        if (refused := gather.remote_error_message(error, OptionError)) is not None:
             raise refused from error
         raise
     return planner_live_model.alike(told)
@@ -64,7 +64,7 @@ def checked_step(session: Session, name: str, inputs: str, batch: int, sequence:
             deadline_s=STEP_S, is_collective=True,
         )  # fmt: skip
     except NbdistError as error:
-        if (refused := gather.refusal(error, OptionError)) is not None:
+        if (refused := gather.remote_error_message(error, OptionError)) is not None:
             raise refused from error
         raise
     return check.largest(told)

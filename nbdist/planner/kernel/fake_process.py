@@ -19,8 +19,8 @@ from nbdist.planner.fake_protocol import Asked, Source, Told
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape
 from nbdist.planner.plan import Engine
-from nbdist.planner.workload import Load
-from nbdist.strategy.choice import Choice, described
+from nbdist.planner.workload import Workload
+from nbdist.strategy.choice import Strategy, described
 
 # 70 billion parameters on 64 ranks take about a minute.
 RUN_S = 300.0
@@ -68,7 +68,7 @@ class FakeEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __call__(self, model: ModelShape, choice: Choice, load: Load) -> Memory:
+    def __call__(self, model: ModelShape, choice: Strategy, load: Workload) -> Memory:
         """The memory of the rank that needs most; by formulas, with a note, where there is no run.
 
         Raises:
@@ -125,7 +125,7 @@ class FakeEngine:
     def _start(self) -> subprocess.Popen[bytes]:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "nbdist.engine.fake"],
+            [sys.executable, "-m", "nbdist.planner.fake"],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -167,7 +167,7 @@ def completed(found: Memory, told: Told, model: ModelShape) -> Memory:
     return replace(found, note=told.problem)
 
 
-def of_count(model: ModelShape, choice: Choice, load: Load, run: Memory) -> Memory:
+def of_count(model: ModelShape, choice: Strategy, load: Workload, run: Memory) -> Memory:
     """A run's activations with the states of the number that was typed.
 
     The shape that is assumed for 7e9 parameters has somewhat more or fewer.

@@ -13,7 +13,7 @@ from nbdist.comparison import rank as comparison_rank
 from nbdist.errors import OptionError
 from nbdist.parallel import registry
 from nbdist.parallel.build import local_of
-from nbdist.parallel.consensus import random_kept
+from nbdist.parallel.consensus import fork_rng
 from nbdist.parallel.dp import fsdp
 from nbdist.parallel.prepared import Prepared
 from nbdist.planner.check import Measured
@@ -81,7 +81,7 @@ def _kept(
     gradients = [(p, p.grad) for p in base.parameters()]
     modes = [(module, module.training) for module in base.modules()]
     stepper = None if optimizer is None else comparison_rank.stepper_of(optimizer)
-    put_back = random_kept()
+    put_back = fork_rng()
     base.zero_grad(set_to_none=True)
     try:
         yield

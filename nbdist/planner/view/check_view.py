@@ -12,7 +12,7 @@ from nbdist.core.view import View, table
 from nbdist.planner.check import Check, Measured
 from nbdist.planner.live_model import LiveModel, described
 from nbdist.planner.memory import Memory
-from nbdist.planner.workload import Load
+from nbdist.planner.workload import Workload
 
 _HEAD = ["", "predicted (MB)", "measured (MB)", "error"]
 # Strategies that reduce in pieces.
@@ -41,7 +41,7 @@ class CheckView(View):
 def shown_check(
     live: LiveModel,
     strategy: str,
-    load: Load,
+    load: Workload,
     memory: Memory,
     checks: tuple[Check, ...],
     measured: Measured,

@@ -13,15 +13,15 @@ from nbdist.bandwidth.results import Timing
 from nbdist.cells.completion import Reply
 from nbdist.comparison.comparison import Watched
 from nbdist.core.topology import EngineReport, Topology
-from nbdist.hang.records import CxxCall, Look
+from nbdist.hang.records import FlightRecorderEntry, ThreadSnapshot
 from nbdist.hang.recovery import MadeGroup, MadeMesh, Recovered
-from nbdist.memory.oom_remedies import Shortage
+from nbdist.memory.oom_remedies import OomReport
 from nbdist.memory.snapshot import MemoryOptions
 from nbdist.monitor.samples import Answer
-from nbdist.strategy.choice import Choice
-from nbdist.switch.report import Switched
+from nbdist.strategy.choice import Strategy
+from nbdist.switch.report import RankSwitchReport
 from nbdist.trace.trace import TraceOptions
-from nbdist.variables.pack import Parcel
+from nbdist.variables.pack import PackedValue
 
 RUNTIME = "nbdist.engine.join"
 BANDWIDTH = "nbdist.bandwidth.rank"
@@ -172,7 +172,7 @@ def sync_model(call: Caller, engine: int, source: int) -> Future[list[str]]:
     return call(engine, f"{SYNC}:sync_model", source)
 
 
-def current_strategy(call: Caller, engine: int) -> Future[Choice]:
+def current_strategy(call: Caller, engine: int) -> Future[Strategy]:
     """The strategy under which the rank prepares models."""
     return call(engine, f"{STRATEGY}:current")
 
@@ -182,12 +182,12 @@ def prepared_sizes(call: Caller, engine: int) -> Future[tuple[tuple[str, int, in
     return call(engine, f"{SIZES}:sizes")
 
 
-def set_strategy(call: Caller, engine: int, choice: Choice) -> Future[None]:
+def set_strategy(call: Caller, engine: int, choice: Strategy) -> Future[None]:
     """Let the rank prepare models under a strategy from now on; models that it has stay."""
     return call(engine, f"{STRATEGY}:set_choice", choice)
 
 
-def switch_strategy(call: Caller, engine: int, choice: Choice) -> Future[Switched]:
+def switch_strategy(call: Caller, engine: int, choice: Strategy) -> Future[RankSwitchReport]:
     """Put the live models under another strategy. On every rank at once."""
     return call(engine, f"{SWITCH}:switch", choice)
 
@@ -212,12 +212,12 @@ def lacking(call: Caller, engine: int, names: Sequence[str]) -> Future[dict[str,
 def send(  # mirrors the engine's function
     call: Caller, engine: int, names: Sequence[str], folders: Sequence[str],
     keeps: bool, is_whole: bool,
-) -> Future[Parcel]:  # fmt: skip
+) -> Future[PackedValue]:  # fmt: skip
     """The rank's values of variables. On every rank at once where DTensors are gathered."""
     return call(engine, f"{VARIABLES}:send", tuple(names), tuple(folders), keeps, is_whole)
 
 
-def receive(call: Caller, engine: int, token: str, parcel: Parcel) -> Future[None]:
+def receive(call: Caller, engine: int, token: str, parcel: PackedValue) -> Future[None]:
     """Let the rank make the values of a push, and keep them for `bind`."""
     return call(engine, f"{VARIABLES}:receive", token, parcel)
 
@@ -237,12 +237,12 @@ def begin_trace(call: Caller, engine: int, options: TraceOptions, token: str) ->
     return call(engine, f"{TRACE}:begin", options, token)
 
 
-def finish_trace(call: Caller, engine: int, folders: Sequence[str]) -> Future[Parcel]:
+def finish_trace(call: Caller, engine: int, folders: Sequence[str]) -> Future[PackedValue]:
     """What the rank has recorded."""
     return call(engine, f"{TRACE}:finish", tuple(folders))
 
 
-def trace_text(call: Caller, engine: int, folders: Sequence[str]) -> Future[Parcel]:
+def trace_text(call: Caller, engine: int, folders: Sequence[str]) -> Future[PackedValue]:
     """The file of what the rank has recorded."""
     return call(engine, f"{TRACE}:text", tuple(folders))
 
@@ -252,17 +252,17 @@ def begin_memory(call: Caller, engine: int, options: MemoryOptions, token: str) 
     return call(engine, f"{MEMORY}:begin", options, token)
 
 
-def finish_memory(call: Caller, engine: int, folders: Sequence[str]) -> Future[Parcel]:
+def finish_memory(call: Caller, engine: int, folders: Sequence[str]) -> Future[PackedValue]:
     """The memory that the rank has recorded."""
     return call(engine, f"{MEMORY}:finish", tuple(folders))
 
 
-def memory_now(call: Caller, engine: int, folders: Sequence[str]) -> Future[Parcel]:
+def memory_now(call: Caller, engine: int, folders: Sequence[str]) -> Future[PackedValue]:
     """Whose the rank's memory is."""
     return call(engine, f"{MEMORY}:now", tuple(folders))
 
 
-def shortage(call: Caller, engine: int) -> Future[Shortage | None]:
+def shortage(call: Caller, engine: int) -> Future[OomReport | None]:
     """What the rank's last cell lacked, where its memory ran out."""
     return call(engine, f"{OUT_OF_MEMORY}:last")
 
@@ -307,12 +307,12 @@ def ping(ask: Caller, engine: int) -> Future[str]:
     return ask(engine, "ping")
 
 
-def look(ask: Caller, engine: int) -> Future[Look]:
+def look(ask: Caller, engine: int) -> Future[ThreadSnapshot]:
     """What the rank's main thread is doing."""
     return ask(engine, "look")
 
 
-def newest(ask: Caller, engine: int) -> Future[Mapping[str, CxxCall]]:
+def newest(ask: Caller, engine: int) -> Future[Mapping[str, FlightRecorderEntry]]:
     """Group name -> newest collective in the rank's flight recorder."""
     return ask(engine, "newest")
 

@@ -19,7 +19,7 @@ ENGINE_DIED = "EngineError"
 END_KNOWN_S = 0.5
 
 
-def collect(
+def gather_results(
     futures: Mapping[int, Future[Any]], deadline_s: float, controller_end: Callable[[], str]
 ) -> list[Any]:
     """The answers, in the order of the futures.
@@ -62,7 +62,7 @@ def collect(
     return answers
 
 
-def refusal(error: BaseException, *kinds: type[NbdistError]) -> NbdistError | None:
+def remote_error_message(error: BaseException, *kinds: type[NbdistError]) -> NbdistError | None:
     """What a rank has refused, in its own words; None where it failed otherwise.
 
     Args:
@@ -76,7 +76,7 @@ def refusal(error: BaseException, *kinds: type[NbdistError]) -> NbdistError | No
     return None
 
 
-def let_end(futures: Sequence[Future[Any]], patience_s: float) -> None:
+def wait_done(futures: Sequence[Future[Any]], patience_s: float) -> None:
     """Wait until all are done, for so long at most; an interrupt ends it."""
     end_s = time.monotonic() + patience_s
     with contextlib.suppress(KeyboardInterrupt):

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 
-class Presses:
+class PendingInterrupts:
     """The interrupts that have come, kept until somebody takes them."""
 
     def __init__(self) -> None:
@@ -35,14 +35,14 @@ class Presses:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Presses]:
+def deferred_sigint() -> Iterator[PendingInterrupts]:
     """Count every SIGINT while inside, in the main thread.
 
     A KeyboardInterrupt out of nowhere would break off whatever brings the ranks back; with
     this a second press is only counted. Elsewhere than in the main thread (a subshell)
     signals cannot be taken over, and are not.
     """
-    presses = Presses()
+    presses = PendingInterrupts()
     if threading.current_thread() is not threading.main_thread():
         yield presses
         return

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def put_off() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Collect no cycles meanwhile, in any thread; afterwards as before.
 
     A finalizer may take long: a DataLoader's that was interrupted waits 5 s for each worker,

@@ -12,17 +12,17 @@ from torch.optim import Optimizer
 from nbdist.errors import NbdistError
 from nbdist.parallel import build, module_patches, prepare, registry
 from nbdist.parallel.build import Built
-from nbdist.parallel.consensus import Ballot, raise_failures, sentence
+from nbdist.parallel.consensus import CommitVote, one_line, raise_failures
 from nbdist.parallel.prepared import Prepared, retire
-from nbdist.parallel.reshard.optimizer_state import AgreedState, LocalState, write
-from nbdist.parallel.reshard.rebind import Pair, Rebound, is_internal, names_for, rebind
-from nbdist.strategy.choice import Choice, label
+from nbdist.parallel.reshard.optimizer_state import LocalState, MergedState, write
+from nbdist.parallel.reshard.rebind import RebindReport, Replacement, is_internal, names_for, rebind
+from nbdist.strategy.choice import Strategy, label
 
 WHAT = "The switch"
 
 
 @dataclass(slots=True)
-class Moving:
+class ModelMove:
     """One model on its way: what it is under now, and what it will be."""
 
     one: Prepared
@@ -44,11 +44,11 @@ class Stepper:
     optimizer: Optimizer
     names: dict[str, tuple[Prepared, str, torch.Tensor]]
     local: LocalState
-    agreed: AgreedState | None = None
+    agreed: MergedState | None = None
 
 
 @dataclass(slots=True)
-class Brought:
+class ReceivedShards:
     """This rank's new parts.
 
     Attributes:
@@ -66,17 +66,21 @@ class Commit:
     """The change itself, and the way back."""
 
     def __init__(
-        self, choice: Choice, models: list[Moving], steppers: list[Stepper], brought: Brought
+        self,
+        choice: Strategy,
+        models: list[ModelMove],
+        steppers: list[Stepper],
+        brought: ReceivedShards,
     ) -> None:
         """Write down what there is. Nothing changes yet."""
         self._choice, self._before = choice, registry.current()
         self._models, self._steppers, self._brought = models, steppers, brought
         self._built = [model.one.built for model in models]
-        self._photos = [module_patches.photograph(model.one.base) for model in models]
+        self._photos = [module_patches.snapshot_modules(model.one.base) for model in models]
         self._groups = [[list(g["params"]) for g in s.optimizer.param_groups] for s in steppers]
         self._states = [dict(stepper.optimizer.state) for stepper in steppers]
 
-    def run(self, ballot: Ballot) -> None:
+    def run(self, ballot: CommitVote) -> None:
         """Change this rank; everything back if that fails on any rank. Every rank.
 
         Raises:
@@ -88,7 +92,7 @@ class Commit:
             self._change()
         except BaseException as caught:  # noqa: BLE001  # raised below, once all have gone back
             error = caught
-        failures = ballot.answer("" if error is None else sentence(error))
+        failures = ballot.answer("" if error is None else one_line(error))
         if failures:
             self._go_back()
             if error is not None:
@@ -135,7 +139,7 @@ class Commit:
             stepper.optimizer.state.update(self._states[at])
             prepare.attach_steps(stepper.optimizer, known)
 
-    def finish(self) -> tuple[Rebound, tuple[str, ...]]:
+    def finish(self) -> tuple[RebindReport, tuple[str, ...]]:
         """Let go of what was, and put the user's names right. This rank alone, after `run`.
 
         Returns:
@@ -145,10 +149,10 @@ class Commit:
         dead, modules, kept = self._retired()
         return rebind(dead, modules, kept), notes
 
-    def _retired(self) -> tuple[list[Pair], list[Pair], set[str]]:
+    def _retired(self) -> tuple[list[Replacement], list[Replacement], set[str]]:
         """Let go of everything old, but for the objects that names may still hold."""
-        dead: list[Pair] = []
-        modules: list[Pair] = []
+        dead: list[Replacement] = []
+        modules: list[Replacement] = []
         kept: set[str] = set()
         for model, old in zip(self._models, self._built, strict=True):
             _retire(model.one, old, dead, modules, kept)
@@ -172,8 +176,8 @@ class Commit:
             graded = sum(p.grad is not None for p in old.parameters.values())
             if graded:
                 notes.append(
-                    f"gradients of {graded} parameters of {called(old)} were cleared; run the "
-                    "backward again before the next step"
+                    f"gradients of {graded} parameters of {display_name(old)} were cleared; "
+                    "run the backward again before the next step"
                 )
             hooked = [name for name, p in old.parameters.items() if _has_hooks(p)]
             if hooked:
@@ -185,27 +189,27 @@ class Commit:
 
 
 def _retire(
-    one: Prepared, old: Built, dead: list[Pair], modules: list[Pair], kept: set[str]
+    one: Prepared, old: Built, dead: list[Replacement], modules: list[Replacement], kept: set[str]
 ) -> None:
     """Make one model's old objects harmless, and pair them with the new ones."""
-    name = called(old)
+    name = display_name(old)
     assert old.outer is not None
     if old.outer is not one.base:
         one.own_names = set(names_for(one.base))
         if old.outer is not one.outer:
-            dead.append(Pair(old.outer, one.outer, name))
+            dead.append(Replacement(old.outer, one.outer, name))
             retire(old.outer, _refusal(name, old.job.choice))
     elif one.outer is not one.base:
-        modules.append(Pair(one.base, one.outer, name))
+        modules.append(Replacement(one.base, one.outer, name))
         kept |= one.own_names
     for first, parameter in old.parameters.items():
         parameter.grad = None
         if parameter is not one.parameters[first]:
-            dead.append(Pair(parameter, one.parameters[first], first))
+            dead.append(Replacement(parameter, one.parameters[first], first))
     one.remember(dict(old.parameters))
 
 
-def _refusal(name: str, choice: Choice) -> Callable[..., Any]:
+def _refusal(name: str, choice: Strategy) -> Callable[..., Any]:
     was = label(choice)
 
     def forward(*_args: Any, **_kwargs: Any) -> Any:
@@ -227,6 +231,6 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
     return any(not is_internal(hook) for hook in found)
 
 
-def called(built: Built) -> str:
+def display_name(built: Built) -> str:
     """What a person calls a model: a variable that holds it, or its class."""
     return next(iter(names_for(built.outer)), built.title)

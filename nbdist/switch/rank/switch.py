@@ -23,32 +23,32 @@ from torch.optim import Optimizer
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import build, defaults, live_models, registry
 from nbdist.parallel.consensus import (
-    Ballot,
+    CommitVote,
+    all_or_none,
     interrupts_held,
+    one_line,
     rank,
     same_random,
-    sentence,
-    together,
     world_size,
 )
 from nbdist.parallel.dp import fsdp, zero1
 from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.reshard.full_state import dtypes_of, local_values
-from nbdist.parallel.reshard.optimizer_state import agree, plan, read
-from nbdist.parallel.reshard.rebind import Rebound
-from nbdist.parallel.reshard.redistribute import Move, exchange
-from nbdist.parallel.transform import Job
+from nbdist.parallel.reshard.full_state import dtypes_of, local_state
+from nbdist.parallel.reshard.optimizer_state import merge_across_ranks, plan, read
+from nbdist.parallel.reshard.rebind import RebindReport
+from nbdist.parallel.reshard.redistribute import Reshard, redistribute
+from nbdist.parallel.transform import ModelBuild
 from nbdist.rpc.rank import progress
-from nbdist.strategy.choice import Choice, label, rows_of, steps_of
-from nbdist.strategy.tensor_layout import pieces
-from nbdist.switch.rank.commit import WHAT, Brought, Commit, Moving, Stepper, called
-from nbdist.switch.report import Switched
+from nbdist.strategy.choice import Strategy, label, rows_of, steps_of
+from nbdist.strategy.tensor_layout import transfers
+from nbdist.switch.rank.commit import WHAT, Commit, ModelMove, ReceivedShards, Stepper, display_name
+from nbdist.switch.report import RankSwitchReport
 
 # Of what is told while it lasts.
 NAME = "switch"
 
 
-def switch(choice: Choice) -> Switched:
+def switch(choice: Strategy) -> RankSwitchReport:
     """Put this rank's models and optimizers under another strategy.
 
     Collective: every rank, with the same choice, between steps. Gradients are cleared. Random
@@ -62,7 +62,9 @@ def switch(choice: Choice) -> Switched:
     choice, before = defaults.filled(choice), registry.current()
     if choice == before:
         note = f"{label(choice)} with these options is the current strategy; nothing was done"
-        return Switched(before, choice, (), (), (), (), (note,), 0, time.perf_counter() - began_s)
+        return RankSwitchReport(
+            before, choice, (), (), (), (), (note,), 0, time.perf_counter() - began_s
+        )
     if len(registry.prepared()) > 1 or _fixed(before, choice):
         gc.collect()  # of cells that were run again, or what was deleted to make way
     with same_random(), progress.during(NAME):
@@ -71,19 +73,19 @@ def switch(choice: Choice) -> Switched:
         if found:
             _refuse_fixed(before, choice)
         # Loaders and optimizers that cannot follow refuse before anything changes.
-        together(WHAT, lambda: registry.ask(before, choice))
+        all_or_none(WHAT, lambda: registry.ask(before, choice))
         registry.grid_for(choice)
         notes: tuple[str, ...] = ()
-        done, received = Rebound(), 0
+        done, received = RebindReport(), 0
         if found:
             done, notes, received = _move(choice, found)
     if not found:
         registry.set_choice(choice)
     registry.tell(before, choice)
-    return Switched(
+    return RankSwitchReport(
         before=before,
         after=choice,
-        models=tuple(called(one.built) for one in found),
+        models=tuple(display_name(one.built) for one in found),
         rebound=tuple(done.names),
         lists=tuple(done.lists),
         stale=tuple(done.stale),
@@ -94,7 +96,7 @@ def switch(choice: Choice) -> Switched:
     )
 
 
-def _batch(before: Choice, after: Choice) -> tuple[int, int, float] | None:
+def _batch(before: Strategy, after: Strategy) -> tuple[int, int, float] | None:
     """Samples of one step before and after, of the first accelerator that says so; its rate."""
     for one in registry.watchers():
         size, lr = getattr(one, "batch_and_rate", lambda: (None, None))()
@@ -104,13 +106,13 @@ def _batch(before: Choice, after: Choice) -> tuple[int, int, float] | None:
     return None
 
 
-def _fixed(before: Choice, after: Choice) -> str:
+def _fixed(before: Strategy, after: Strategy) -> str:
     """Why no live model goes from one to the other, if a row says so."""
     rows = [row for choice in (before, after) for row in rows_of(choice)]
     return next((row.fixed for row in rows if row.fixed), "")
 
 
-def _refuse_fixed(before: Choice, after: Choice) -> None:
+def _refuse_fixed(before: Strategy, after: Strategy) -> None:
     reason = _fixed(before, after)
     if reason:
         raise OptionError(
@@ -127,7 +129,7 @@ def common_models() -> list[Prepared]:
     A cell that failed on one rank may leave a model there, in the error.
     """
     own = registry.prepared()
-    told = together(WHAT, lambda: [(one.number, tuple(one.built.names)) for one in own])
+    told = all_or_none(WHAT, lambda: [(one.number, tuple(one.built.names)) for one in own])
     names = [[names for _, names in one] for one in told]
     if all(one == names[0] for one in names):
         return own  # numbers may differ: a rank that has replaced another begins with 0
@@ -142,8 +144,8 @@ def common_models() -> list[Prepared]:
     return registry.prepared()
 
 
-def _move(choice: Choice, found: list[Prepared]) -> tuple[Rebound, tuple[str, ...], int]:
-    ballot = Ballot(str(together(WHAT, time.time_ns)[0]))
+def _move(choice: Strategy, found: list[Prepared]) -> tuple[RebindReport, tuple[str, ...], int]:
+    ballot = CommitVote(str(all_or_none(WHAT, time.time_ns)[0]))
     for one in found:
         fsdp.settle(one.built.job.root)
     models = _plan(choice, found)
@@ -153,9 +155,9 @@ def _move(choice: Choice, found: list[Prepared]) -> tuple[Rebound, tuple[str, ..
     with interrupts_held():
         try:
             progress.tell("agreeing")
-            together(WHAT, lambda: None)  # from here on nobody waits for data
+            all_or_none(WHAT, lambda: None)  # from here on nobody waits for data
         except BaseException as error:
-            ballot.answer(sentence(error), is_waiting=False)  # some may have gone on
+            ballot.answer(one_line(error), is_waiting=False)  # some may have gone on
             raise
         progress.tell("committing")
         commit = Commit(choice, models, steppers, brought)
@@ -164,20 +166,20 @@ def _move(choice: Choice, found: list[Prepared]) -> tuple[Rebound, tuple[str, ..
     return done, notes, received
 
 
-def _plan(choice: Choice, found: Sequence[Prepared]) -> list[Moving]:
+def _plan(choice: Strategy, found: Sequence[Prepared]) -> list[ModelMove]:
     """Plan every model. Collective, as one rank's refusal is everybody's."""
     grid = registry.grid_for(choice)
-    planned: list[Moving] = []
+    planned: list[ModelMove] = []
 
     def work() -> None:
         for place, one in enumerate(found):
             old = one.built.job
             _refuse_changed(one)
-            job = Job(one.base, choice, grid, old.device, accelerator=old.accelerator)
+            job = ModelBuild(one.base, choice, grid, old.device, accelerator=old.accelerator)
             with build.bare(one.built):
-                planned.append(Moving(one, place, build.plan(job)))
+                planned.append(ModelMove(one, place, build.plan(job)))
 
-    together(WHAT, work)
+    all_or_none(WHAT, work)
     return planned
 
 
@@ -203,7 +205,7 @@ def steppers_of(found: Sequence[Prepared], *, is_quick: bool = False) -> list[St
             are looked for among all of Python's objects, which takes a tenth of a second.
     """
     own = _optimizers(found if is_quick else ())
-    told = together(WHAT, lambda: [_sketch(optimizer) for optimizer in own])
+    told = all_or_none(WHAT, lambda: [_sketch(optimizer) for optimizer in own])
     sketches = told[rank()]
     shared = [key for key in told[0] if all(key in one for one in told)]
     chosen = []
@@ -216,7 +218,7 @@ def steppers_of(found: Sequence[Prepared], *, is_quick: bool = False) -> list[St
         names = registry.names_in(optimizer)
         local = read(optimizer, {key: held for key, (_, _, held) in names.items()}, number)
         steppers.append(Stepper(optimizer, names, local))
-    for one, agreed in zip(steppers, agree([s.local for s in steppers]), strict=True):
+    for one, agreed in zip(steppers, merge_across_ranks([s.local for s in steppers]), strict=True):
         one.agreed = agreed
     return steppers
 
@@ -255,7 +257,7 @@ def _sketch(optimizer: Optimizer) -> tuple[Any, ...]:
     return type(optimizer).__name__, tuple(names), registry.is_bound(optimizer)
 
 
-def _bring(models: list[Moving], steppers: list[Stepper]) -> Brought:
+def _bring(models: list[ModelMove], steppers: list[Stepper]) -> ReceivedShards:
     """Bring this rank's new parts. Collective; may be refused, alike on all ranks, at first."""
     old = {
         key: registry.state_side(one.built, n)
@@ -268,7 +270,7 @@ def _bring(models: list[Moving], steppers: list[Stepper]) -> Brought:
         for s in steppers
         for key, (one, n, _) in s.names.items()
     }
-    moves: list[Move] = []
+    moves: list[Reshard] = []
     for one in steppers:
         assert one.agreed is not None
         if "zero1" in steps_of(models[0].next.job.choice):
@@ -278,36 +280,38 @@ def _bring(models: list[Moving], steppers: list[Stepper]) -> Brought:
     parameters, buffers, held = _values(models)
     job = models[0].next.job
     home = fsdp.parameter_device(job.choice, job.device)
-    brought = Brought(received_bytes=_received_bytes([*moves, *parameters, *buffers]))
-    everything = exchange([*parameters, *moves], {**held, **states}, home)
+    brought = ReceivedShards(received_bytes=_received_bytes([*moves, *parameters, *buffers]))
+    everything = redistribute([*parameters, *moves], {**held, **states}, home)
     brought.states = {move.name: everything[move.name] for move in moves if move.name in everything}
     brought.values = {m.name: everything[m.name] for m in parameters if m.name in everything}
-    brought.values |= exchange(buffers, held, job.device)
+    brought.values |= redistribute(buffers, held, job.device)
     return brought
 
 
-def _received_bytes(moves: list[Move]) -> int:
+def _received_bytes(moves: list[Reshard]) -> int:
     """What this rank gets from others."""
     here = rank()
     return sum(
         math.prod(piece.shape) * move.dtype.itemsize
         for move in moves
-        for piece in pieces(move.old, move.new, world_size())
+        for piece in transfers(move.old, move.new, world_size())
         if piece.target == here and here not in piece.sources
     )
 
 
-def _values(models: list[Moving]) -> tuple[list[Move], list[Move], dict[str, torch.Tensor]]:
+def _values(
+    models: list[ModelMove],
+) -> tuple[list[Reshard], list[Reshard], dict[str, torch.Tensor]]:
     """The moves of parameters, and of buffers, by unique name; and what this rank has of them."""
-    parameters: list[Move] = []
-    buffers: list[Move] = []
+    parameters: list[Reshard] = []
+    buffers: list[Reshard] = []
     held = {}
     for model in models:
         one, dtypes = model.one, dtypes_of(model.one)
-        for name, tensor in local_values(one).items():
+        for name, tensor in local_state(one).items():
             held[registry.unique_name(model.place, name)] = tensor
         for name, dtype in dtypes.items():
             key = registry.unique_name(model.place, name)
-            move = Move(key, dtype, one.side(name), model.next.side(name))
+            move = Reshard(key, dtype, one.side(name), model.next.side(name))
             (parameters if name in one.parameters else buffers).append(move)
     return parameters, buffers, held

@@ -28,7 +28,7 @@ from nbdist.recording.view.png import (
     rgb,
     short,
 )
-from nbdist.trace.downsample import Laid
+from nbdist.trace.downsample import TraceRows
 from nbdist.trace.trace import KINDS, Integers, RankTrace, Trace
 
 if TYPE_CHECKING:  # it takes half a second to import, and most sessions draw no trace
@@ -71,7 +71,7 @@ class _Bands:
     height: int
 
 
-def png(trace: Trace, events: Laid) -> bytes:
+def png(trace: Trace, events: TraceRows) -> bytes:
     """The picture, 1600 pixels wide and at most 1100 high or as many as there are rows and ranks.
 
     Leaves matplotlib's settings, figures and backend as they are.
@@ -98,7 +98,7 @@ def span_ns(trace: Trace) -> tuple[int, int]:
     return begin_ns, max([begin_ns + 1, trace.duration_ns, *(step.end_ns for step in steps)])
 
 
-def shares(events: Laid, rows: slice, between_ns: tuple[int, int], columns: int) -> Reals:
+def shares(events: TraceRows, rows: slice, between_ns: tuple[int, int], columns: int) -> Reals:
     """What share of each pixel's time is taken by each kind: (rows, kinds, columns).
 
     Exact but for events that take next to no time, which get a trace of a share. Overlapping
@@ -133,7 +133,7 @@ def _before(place: Integers, edge: Reals, shape: tuple[int, int, int]) -> Reals:
     return np.asarray((after + part)[..., :columns])
 
 
-def _bands(trace: Trace, events: Laid) -> _Bands:
+def _bands(trace: Trace, events: TraceRows) -> _Bands:
     """Rows as high as there is room; at least 3 pixels each."""
     ranks, rows = len(trace.ranks), len(events.rows)
     whole = ranks * (HEADER + GAP) + rows * ROW
@@ -148,7 +148,7 @@ def _bands(trace: Trace, events: Laid) -> _Bands:
     return _Bands(tuple(heads), head, tuple(tops), row, max(y - gap, 60))
 
 
-def _image(trace: Trace, events: Laid, bands: _Bands, columns: int) -> Pixels:
+def _image(trace: Trace, events: TraceRows, bands: _Bands, columns: int) -> Pixels:
     """All rows, headers and step marks, a pixel each."""
     begin_ns, end_ns = span_ns(trace)
     places = [row.place for row in events.rows]
@@ -193,7 +193,7 @@ def _marks(rank: RankTrace, begin_ns: int, end_ns: int, columns: int) -> list[in
     return [] if is_dense else found
 
 
-def _texts(axes: Axes, trace: Trace, events: Laid, bands: _Bands) -> None:
+def _texts(axes: Axes, trace: Trace, events: TraceRows, bands: _Bands) -> None:
     """Ranks and lanes on the left, as far as they are high enough to be read."""
     every = max(1, -(-READABLE // max(bands.head + bands.row, 1)))
     for place, (rank, y) in enumerate(zip(trace.ranks, bands.heads, strict=True)):
@@ -231,7 +231,7 @@ def _step_labels(axes: Axes, trace: Trace, bands: _Bands, unit_ns: float) -> Non
                 )
 
 
-def _legend(figure: Figure, events: Laid) -> None:
+def _legend(figure: Figure, events: TraceRows) -> None:
     present = np.unique(events.kind)
     if len(present):
         recording_png.legend(figure, [(COLOURS[KINDS[kind]], KINDS[kind]) for kind in present])

@@ -9,7 +9,7 @@ import numpy as np
 
 from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view.iframe import MOST_BYTES, clipped
-from nbdist.trace.downsample import Items, Laid, finest, full
+from nbdist.trace.downsample import Items, TraceRows, finest_fitting, full
 from nbdist.trace.finding_records import TraceFinding
 from nbdist.trace.trace import KINDS, Integers, Trace
 from nbdist.trace.view.image import COLOURS, span_ns
@@ -32,22 +32,24 @@ def steps_of_each(trace: Trace) -> int:
     return MOST_STEPS // max(len(trace.ranks), 1)
 
 
-def packed(trace: Trace, events: Laid, findings: Sequence[TraceFinding] = ()) -> tuple[Items, str]:
+def packed(
+    trace: Trace, events: TraceRows, findings: Sequence[TraceFinding] = ()
+) -> tuple[Items, str]:
     """The finest items of a trace that fit MOST_BYTES, and what timeline.js reads, as base64.
 
     Where events have to be merged, half of the room is for a stretch that is kept in full.
     """
     head = _head(trace, events) | {"spots": list(_spots(trace, findings))}
     most = MOST_ITEMS
-    items = finest(events, most)
+    items = finest_fitting(events, most)
     while True:
         if items.width_ns:
-            items = finest(events, most, full(trace, events, most // 2))
+            items = finest_fitting(events, most, full(trace, events, most // 2))
         data = base64.b64encode(_packed(head, trace, events, items))
         if len(data) <= MOST_BYTES or most <= 0:
             return items, data.decode("ascii")
         most = min(most * 3 // 4, len(items) - 1)
-        items = finest(events, most)
+        items = finest_fitting(events, most)
 
 
 def page(image: bytes, alt: str, data: str, height_px: int) -> str:
@@ -62,7 +64,7 @@ def height_px(ranks: int, rows: int) -> int:
     return min(max(whole, _LEAST_PX), _MOST_PX)
 
 
-def _packed(head: dict[str, object], trace: Trace, events: Laid, items: Items) -> bytes:
+def _packed(head: dict[str, object], trace: Trace, events: TraceRows, items: Items) -> bytes:
     """A JSON head with the texts, then the columns; all gzipped, equal for equal traces."""
     used, name = np.unique(items.name, return_inverse=True)
     firsts = np.searchsorted(items.row, np.arange(len(events.rows) + 1))
@@ -92,7 +94,7 @@ def _packed(head: dict[str, object], trace: Trace, events: Laid, items: Items) -
     return recording_iframe.packed(own_head, columns)
 
 
-def _head(trace: Trace, events: Laid) -> dict[str, object]:
+def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
     most = steps_of_each(trace)
     return {
         "kinds": KINDS,

@@ -11,8 +11,8 @@ from nbdist.core.ranks import rank_label
 from nbdist.core.shown import PLACEHOLDER, is_stored, shown
 from nbdist.core.view import View, table
 from nbdist.recording.view.iframe import MOST_NAME, clipped
-from nbdist.trace.breakdown import RankShares, Shares
-from nbdist.trace.downsample import Items, Laid, laid
+from nbdist.trace.breakdown import RankBreakdown, TimeBreakdown
+from nbdist.trace.downsample import Items, TraceRows, layout_rows
 from nbdist.trace.finding_records import Spot, TraceFinding
 from nbdist.trace.trace import KINDS, Trace
 from nbdist.trace.view.image import png
@@ -24,14 +24,14 @@ MOST_TRAFFIC = 20
 _WIDEST_NAME = 60
 
 
-def traced(trace: Trace, shares: Shares, findings: Sequence[TraceFinding]) -> View:
+def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[TraceFinding]) -> View:
     """What %dist_trace shows: the timeline, where the time went, and what to do about it.
 
     The text has every number. The HTML has the timeline above the same numbers and asks nothing
     of the network; the whole stays below 2 MB for any trace. Where outputs are stored and
     compared there is no HTML, which has the measured times in it.
     """
-    events = laid(trace, MOST_ROWS)
+    events = layout_rows(trace, MOST_ROWS)
     items, data = packed(trace, events, findings)
     parts = [
         _lines([_head(trace, shares)]),
@@ -52,7 +52,7 @@ def traced(trace: Trace, shares: Shares, findings: Sequence[TraceFinding]) -> Vi
     return View("\n\n".join(part.text for part in shown_parts), picture, png=image)
 
 
-def _head(trace: Trace, shares: Shares) -> str:
+def _head(trace: Trace, shares: TimeBreakdown) -> str:
     ranks = f"trace of {_ranks_named([rank.rank for rank in trace.ranks])}"
     counts = sorted({len(rank.steps) for rank in trace.ranks}) or [0]
     steps = "-".join(str(count) for count in sorted({counts[0], counts[-1]}))
@@ -90,7 +90,7 @@ def _place(spot: Spot) -> str:
     return f"rank {spot.rank}, from {spot.start_ns / 1e6:.3f} to {spot.end_ns / 1e6:.3f} ms"
 
 
-def _ranks(shares: Shares) -> View:
+def _ranks(shares: TimeBreakdown) -> View:
     """Where the time of each rank went."""
     has_steps = any(one.steps_ns for one in shares.ranks)
     what = "step" if has_steps else "recording"
@@ -105,7 +105,7 @@ def _ranks(shares: Shares) -> View:
     return table(head, rows, after=[legend])
 
 
-def _rank_row(one: RankShares) -> list[str]:
+def _rank_row(one: RankBreakdown) -> list[str]:
     took_ns = statistics.median(one.steps_ns) if one.steps_ns else one.window_ns
     parts = (one.compute_ns, one.exposed_ns, one.copy_ns, one.data_ns, one.idle_ns)
     shares = [_share(part, one.window_ns) for part in parts]
@@ -121,7 +121,7 @@ def _percent(share: float) -> str:
     return shown(f"{100 * share:.1f}")
 
 
-def _slowest(shares: Shares) -> list[str]:
+def _slowest(shares: TimeBreakdown) -> list[str]:
     """Which rank the others wait for, and what that costs."""
     what = "a step" if shares.step_ns else "the cell"
     one = shares.slowest
@@ -134,7 +134,7 @@ def _slowest(shares: Shares) -> list[str]:
     return [f"slowest rank: {one.rank}; without it {gain}{others}"]
 
 
-def _operations(shares: Shares) -> View:
+def _operations(shares: TimeBreakdown) -> View:
     """The most expensive operations; which ones they are differs from run to run."""
     head = ["operation", "kind", "calls", "ms", "%"]
     rows = [
@@ -156,7 +156,7 @@ def _operations(shares: Shares) -> View:
     )
 
 
-def _traffic(shares: Shares) -> View:
+def _traffic(shares: TimeBreakdown) -> View:
     """What a rank sends, and the strategy's formula for the same."""
     per = "per step" if shares.step_ns else "in all"
     total = f"a rank sends {units.size(shares.sent_bytes)} {per}"
@@ -182,7 +182,7 @@ def _traffic(shares: Shares) -> View:
     return table(head, rows, after=[*more, total])
 
 
-def _notes(trace: Trace, shares: Shares, events: Laid, items: Items) -> Iterator[str]:
+def _notes(trace: Trace, shares: TimeBreakdown, events: TraceRows, items: Items) -> Iterator[str]:
     """What the picture and the numbers leave out."""
     for rank in trace.ranks:
         if rank.problem:
@@ -193,7 +193,7 @@ def _notes(trace: Trace, shares: Shares, events: Laid, items: Items) -> Iterator
     yield from shares.notes
 
 
-def _left_out(trace: Trace, events: Laid, items: Items) -> Iterator[str]:
+def _left_out(trace: Trace, events: TraceRows, items: Items) -> Iterator[str]:
     """How the picture differs from the trace, as sentences."""
     if items.merged:
         begin_ns, end_ns = items.full_ns
