@@ -33,6 +33,7 @@ GROUPS = "nbdist.engine.groups"
 MEMORY = "nbdist.engine.snapshot"
 MESHES = "nbdist.engine.meshes"
 MODELS = "nbdist.engine.models"
+RESET_MODELS = "nbdist.engine.reset_models"
 NAMESPACE = "nbdist.engine.namespace"
 OUT_OF_MEMORY = "nbdist.engine.out_of_memory"
 SCRIPT = "nbdist.engine.script"
@@ -152,7 +153,7 @@ def groups_made(call: Caller, engine: int) -> Future[tuple[MadeGroup, ...]]:
 
 def checksums(call: Caller, engine: int) -> Future[dict[str, str]]:
     """Model -> checksum of its values on this rank."""
-    return call(engine, f"{MODELS}:checksums")
+    return call(engine, f"{RESET_MODELS}:checksums")
 
 
 def catching_up(call: Caller, engine: int, is_on: bool) -> Future[None]:
@@ -362,7 +363,8 @@ REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {
     **_of(NAMESPACE, names, group_names, name_groups),
     **_of(MESHES, mesh_names, name_meshes),
     **_of(GROUPS, recover, groups_made),
-    **_of(MODELS, checksums, catching_up),
+    **_of(MODELS, catching_up),
+    **_of(RESET_MODELS, checksums),
     **_of(COMPLETION, complete, inspected),
     **_of(VARIABLES, lacking, send, receive, bind, drop),
     box_problem: f"{BLACKBOX}:problem",

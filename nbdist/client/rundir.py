@@ -19,8 +19,8 @@ from typing import Any
 
 from nbdist.client import guardian
 from nbdist.core import wire
-from nbdist.core.host import this_machine
-from nbdist.core.runs import Machine, Owner
+from nbdist.core.host import Machine, this_machine
+from nbdist.core.runs import Owner
 from nbdist.errors import StartError
 
 CREATE_TRIES = 10

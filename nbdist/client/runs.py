@@ -73,7 +73,7 @@ def _folders() -> list[str]:
     return [str(path) for path in place.iterdir() if path.is_dir() and not path.is_symlink()]
 
 
-def _run(folder: Path, here: runs.Machine, *, is_guarded: bool) -> Run:
+def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:
     owner = rundir.owner(folder)
     state = runs.state(owner, here, None if owner is None else _start_of(owner.pid))
     if state == runs.UNKNOWN and is_guarded:

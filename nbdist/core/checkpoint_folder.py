@@ -23,7 +23,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from nbdist.core import checkpoint, host, runs
-from nbdist.core.runs import Machine, Owner
+from nbdist.core.host import Machine
+from nbdist.core.runs import Owner
 from nbdist.errors import CheckpointError
 
 _LOCK, _NEW, _OLD = "lock", "new", "old"

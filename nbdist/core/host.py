@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
-from nbdist.core.runs import Machine
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a process id belongs to.
+
+    Attributes:
+        host: Its name.
+        boot: Another one after each start of the system; empty where there is none (macOS).
+        pid_space: Which processes see each other: two containers differ in it.
+    """
+
+    host: str
+    boot: str
+    pid_space: str
 
 
 def usable_cores() -> int:

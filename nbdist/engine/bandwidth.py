@@ -15,8 +15,9 @@ import torch.distributed as dist
 from nbdist.core import causes
 from nbdist.core.bandwidth import LEAST_RUNS, Timing
 from nbdist.core.sizes import ITEM_BYTES
-from nbdist.engine import ahead, runtime
+from nbdist.engine import lazy
 from nbdist.engine.parallel.agreement import interrupts_held
+from nbdist.engine.rank import this_rank
 
 MAX_RUNS = 100
 # Values repeat after a prime, so that parts of equal length differ; sums of them are exact.
@@ -58,7 +59,7 @@ def measure(op: str, size_bytes: int, limit_s: float) -> Timing:
         size_bytes: A multiple of 4 bytes times the number of ranks.
         limit_s: How long all runs may take together; there are 3 of them at least.
     """
-    place = runtime.current().place
+    place = this_rank().place
     device = torch.device(place.device)
     if problem := _refusal(op, device):
         return Timing(problem=problem)
@@ -75,7 +76,7 @@ def measure(op: str, size_bytes: int, limit_s: float) -> Timing:
 
 
 def _refusal(op: str, device: torch.device) -> str:
-    uses_nccl = runtime.current().topology.backend == "nccl"
+    uses_nccl = this_rank().topology.backend == "nccl"
     if op == "send_recv" and device.type == "cuda" and not uses_nccl:
         return "Gloo sends no GPU's tensors from one rank to another"
     return ""
@@ -256,11 +257,11 @@ def begin() -> dict[str, int]:
     """
     import psutil
 
-    for module in ahead.MODULES:  # else they would be imported between the runs
+    for module in lazy.MODULES:  # else they would be imported between the runs
         with interrupts_held():  # an import that is broken off leaves half a package
             import_module(module)
     free = {"host": min(int(psutil.virtual_memory().available), *_below_limits())}
-    device = runtime.current().place.device
+    device = this_rank().place.device
     if device != "cpu":
         free["device"] = int(torch.cuda.mem_get_info(device)[0])
     return free

@@ -9,13 +9,13 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
 from IPython.core import page
 
 from nbdist.core import stacks
+from nbdist.core.failures import chain
 from nbdist.core.wire import CELL_NUMBER
 from nbdist.engine import raw_output, script
 from nbdist.errors import NoKeyboard, RankStays
@@ -105,15 +105,6 @@ def hide_own_frames(tracebacks: Any) -> None:
         return structured(kind, error, *args, **options)
 
     tracebacks.structured_traceback = structured_traceback
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception and those that it came from; they can go round in a circle."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _unlink_script_cell(first: TracebackType | None) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.core.checkup import BUFFER, GRADIENT, PARAMETER, Difference, Look, ModelLook
 from nbdist.core.layout import runs
 from nbdist.core.strategy import label
-from nbdist.engine import models
+from nbdist.engine import models, reset_models
 from nbdist.engine.parallel import build, flat, registry
 from nbdist.engine.parallel.prepared import Prepared
 
@@ -225,7 +225,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _looked(held: Held) -> Look:
     n_nan, n_inf = _not_finite(held.tensor)
     return Look(
-        held.kind, held.name, held.part, models._sum(held.tensor), held.tensor.numel(),  # noqa: SLF001
+        held.kind, held.name, held.part, reset_models.checksum(held.tensor), held.tensor.numel(),
         n_nan, n_inf,
     )  # fmt: skip
 

@@ -21,7 +21,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from nbdist.core.ranks import rank_label
 from nbdist.core.recovery import DEADLINE_S, MadeGroup, Recovered
-from nbdist.engine import abort, blackbox, checks, collection, looks, nccl, runtime
+from nbdist.engine import abort, blackbox, checks, collection, looks, nccl
+from nbdist.engine.rank import this_rank
 from nbdist.errors import NbdistError
 
 
@@ -116,7 +117,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
             higher generation can be tried. Or a group has been recovered 249 times, which is
             all that torch allows.
     """
-    state = runtime.current()
+    state = this_rank()
     world = _world()
     groups = {pg: tuple(world.pg_group_ranks[pg]) for pg in world.pg_map}
     whole = [pg for pg, ranks in groups.items() if not set(ranks) & set(dead)]
@@ -135,10 +136,11 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
         _register(world, one)
     # What an aborted cell had begun with torch's coalescing manager would fail the next one.
     world.pg_coalesce_state.clear()
-    from nbdist.engine import models  # half a second of torch, which no start should wait for
+    # Half a second of torch, which no start should wait for.
+    from nbdist.engine import models, reset_models
 
     found = models.find()  # all of Python's objects are looked at, so once
-    reset = models.reset(found)
+    reset = reset_models.reset(found)
     blackbox.reset(generation)
     looks.mark_recovered()
     return Recovered(
@@ -147,7 +149,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
         skipped={str(world.pg_names[pg]): groups[pg] for pg in groups if pg not in whole},
         models=tuple(reset),
         gradients=reset,
-        checksums=models.checksums(found),
+        checksums=reset_models.checksums(found),
     )
 
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+
+ACCELERATOR = "nbdist.engine.accelerator"
+# What cells use sooner or later: together two or three seconds of imports.
+MODULES = (
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "accelerate",
+    ACCELERATOR,
+    "torch._dynamo",  # for the first DDP
+)
 
 
 class LazyAccelerator:
@@ -47,7 +58,5 @@ def become(cls: type) -> None:
 
 def _awake(one: LazyAccelerator) -> Any:
     """The same object as what it stands for."""
-    from nbdist.engine import accelerator
-
-    become(accelerator.LazyAccelerator)
+    import_module(ACCELERATOR)  # which calls `become`
     return one

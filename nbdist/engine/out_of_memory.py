@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from nbdist.core import out_of_memory
+from nbdist.core.failures import chain
 from nbdist.core.shortage import Shortage
-from nbdist.engine.cells import chain
 
 
 @dataclass(slots=True)

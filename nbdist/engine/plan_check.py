@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.core.plan_check import Measured
-from nbdist.engine import compared, described
+from nbdist.engine import compared, described, namespace
 from nbdist.engine.fake.sources import is_language_model
 from nbdist.engine.measured import Subject, measured
 from nbdist.engine.parallel import fsdp, registry
@@ -36,7 +36,7 @@ def check_step(name: str, inputs: str, batch: int, sequence: int) -> Measured:
         OptionError: There is no such model, or nobody knows what it is called with.
         NbdistError: Another profiler runs.
     """
-    model = described.model_of(name)
+    model = namespace.model_of(name)
     one = registry.prepared_of(model)
     base = model if one is None else one.base
     outer = model if one is None else one.outer

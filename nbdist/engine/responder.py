@@ -16,7 +16,17 @@ from types import MappingProxyType
 from typing import Any
 
 from nbdist.core import stacks, wire
-from nbdist.engine import blackbox, collection, completion, crashes, looks, progress, usage
+from nbdist.engine import abort as gloo
+from nbdist.engine import (
+    blackbox,
+    collection,
+    completion,
+    crashes,
+    looks,
+    nccl,
+    progress,
+    usage,
+)
 from nbdist.engine.checkpoint import jobs
 from nbdist.errors import StartError
 
@@ -51,9 +61,6 @@ def abort(generation: int) -> int:
     Raises:
         NbdistError: If NCCL refused. Gloo's connections have been ended even so.
     """
-    from nbdist.engine import abort as gloo  # these need runtime, which needs this module
-    from nbdist.engine import nccl
-
     ended = gloo.abort(generation)
     return 0 if ended is None else ended + nccl.abort()
 

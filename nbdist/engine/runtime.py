@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,14 @@ from nbdist.core.recovery import MadeGroup
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
 from nbdist.engine import (
+    abort,
     ahead,
     blackbox,
     cells,
+    checks,
     crashes,
     facts,
+    groups,
     lints,
     out_of_memory,
     recorded,
@@ -40,6 +43,7 @@ from nbdist.engine import (
     scratch,
 )
 from nbdist.engine.lazy import LazyAccelerator
+from nbdist.engine.rank import Rank, joined, this_rank
 from nbdist.errors import NbdistError, StartError
 
 # What torch is asked for by name: with NCCL, tensors on the CPU still have a group.
@@ -47,29 +51,6 @@ TORCH_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 # torch's own (10 minutes with NCCL, 30 with Gloo) ends the wait for a peer that only computes for
 # long. Waiting in vain is seen from outside, in seconds.
 GROUP_TIMEOUT = timedelta(days=1)
-
-
-@dataclass(slots=True)
-class Runtime:
-    """What this rank remembers between calls."""
-
-    place: RankPlace
-    topology: Topology
-    store: dist.Store
-
-
-_runtime: Runtime | None = None
-
-
-def current() -> Runtime:
-    """This rank's state.
-
-    Raises:
-        StartError: Before the rank has joined a group.
-    """
-    if _runtime is None:
-        raise StartError("This engine has not joined a group of ranks yet.")
-    return _runtime
 
 
 def join_at_start(run_dir: Path, start: dict[str, Any]) -> None:
@@ -153,7 +134,6 @@ def join(
     Raises:
         NbdistError: With a generation, when other ranks do not come.
     """
-    global _runtime  # noqa: PLW0603  # one rank per process
     place = plan.ranks[rank]
     # ipyparallel's key: user code would hand it to every child process.
     os.environ.pop("IPP_CONNECTION_INFO", None)
@@ -166,8 +146,6 @@ def join(
         # Bound to its device the communicator is made now and not in the first collective,
         # where it could not be aborted. torch does this for the GPU's half of the pair.
         options["device_id"] = torch.device(place.device)
-    from nbdist.engine import abort, checks, groups  # they need this module
-
     # All before the first group, which they are to know.
     abort.install()
     groups.install()
@@ -184,7 +162,7 @@ def join(
         timeout=GROUP_TIMEOUT,
         **options,
     )
-    _runtime = Runtime(place=place, topology=plan, store=store)
+    joined(Rank(place, plan, store))
     groups.rejoin(made)
     run_dir = os.environ.get("NBDIST_RUN")  # not there on another host
     blackbox.install(blackbox.open_box(Path(run_dir) if run_dir else None, rank))
@@ -234,8 +212,8 @@ def prepare(seed: int | None = None) -> Topology:
     """
     from IPython import get_ipython
 
-    runtime = current()
-    place = runtime.place
+    this = this_rank()
+    place = this.place
     if place.device != "cpu":
         torch.cuda.set_device(place.device)  # the current device belongs to a thread
     if seed is not None:
@@ -258,7 +236,7 @@ def prepare(seed: int | None = None) -> Topology:
     shell.push(
         {
             "rank": place.rank,
-            "world_size": runtime.topology.world_size,
+            "world_size": this.topology.world_size,
             "local_rank": place.local_rank,
             "device": torch.device(place.device),
             "gpu_id": torch.device(place.device).index,
@@ -274,7 +252,7 @@ def prepare(seed: int | None = None) -> Topology:
 
     ahead.settle(has_run)
     ahead.begin(has_run)
-    return runtime.topology
+    return this.topology
 
 
 def open_store(address: str, world_size: int) -> int:
@@ -349,7 +327,7 @@ def memory_bytes() -> dict[str, int]:
     import psutil
 
     used = {"resident": int(psutil.Process().memory_info().rss)}
-    if current().place.device != "cpu":
+    if this_rank().place.device != "cpu":
         used["allocated"] = torch.cuda.memory_allocated()
         used["reserved"] = torch.cuda.memory_reserved()
     return used
@@ -365,16 +343,16 @@ def barrier(key: str, deadline_s: float) -> float:
     Raises:
         NbdistError: After the deadline, naming the ranks that have not come.
     """
-    runtime = current()
+    this = this_rank()
     began_s = time.monotonic()
-    keys = [f"sync/{key}/{rank}" for rank in range(runtime.topology.world_size)]
-    runtime.store.set(keys[runtime.place.rank], "here")
+    keys = [f"sync/{key}/{rank}" for rank in range(this.topology.world_size)]
+    this.store.set(keys[this.place.rank], "here")
     pause_s = 0.001
-    while not runtime.store.check(keys):
+    while not this.store.check(keys):
         if time.monotonic() > began_s + deadline_s:
-            missing = [rank for rank, one in enumerate(keys) if not runtime.store.check([one])]
+            missing = [rank for rank, one in enumerate(keys) if not this.store.check([one])]
             raise NbdistError(
-                f"rank {runtime.place.rank} waited {deadline_s:.0f} s at %sync for rank(s) "
+                f"rank {this.place.rank} waited {deadline_s:.0f} s at %sync for rank(s) "
                 f"{rank_label(missing)}"
             )
         time.sleep(pause_s)

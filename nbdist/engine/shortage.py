@@ -21,10 +21,11 @@ from nbdist.core.out_of_memory import HOST, UNKNOWN, Told
 from nbdist.core.shortage import BACKWARD, FORWARD, STEPPING, Holder, Shortage
 from nbdist.core.snapshot import ACTIVATION, CATEGORIES, RankMemory
 from nbdist.core.snapshot import UNKNOWN as NO_CATEGORY
-from nbdist.engine import models, owners, runtime, saved, snapshot
+from nbdist.engine import models, owners, saved, snapshot
 from nbdist.engine.owners import Owner
 from nbdist.engine.parallel import registry
 from nbdist.engine.parallel.blocks import find_blocks
+from nbdist.engine.rank import this_rank
 from nbdist.errors import OptionError
 
 MOST_HOLDERS = 5
@@ -53,7 +54,7 @@ def noted(told: Told, error: BaseException, before: Mapping[str, Any] | None = N
     except Exception as problem:  # noqa: BLE001  # the cell's own error is the one to be seen
         nothing = tuple(0 for _ in CATEGORIES)
         why = f"What held the memory could not be noted: {problem!r}."
-        rank = runtime.current().place.rank
+        rank = this_rank().place.rank
         return Shortage(rank, told, _phase(error), nothing, (), limit, free, None, problem=why)
 
 
@@ -177,6 +178,6 @@ def _room(told: Told) -> tuple[int, int]:
     total, free = told.total_bytes, told.free_bytes
     with contextlib.suppress(RuntimeError, AssertionError):
         if UNKNOWN in (total, free):
-            now_free, total = torch.cuda.mem_get_info(runtime.current().place.device)
+            now_free, total = torch.cuda.mem_get_info(this_rank().place.device)
             free = now_free if free == UNKNOWN else free
     return max(total, 0), free

@@ -22,10 +22,11 @@ from torch.optim.optimizer import (
 from nbdist.core import parcels, strategy
 from nbdist.core.parcels import Parcel
 from nbdist.core.snapshot import MemoryOptions, RankMemory, empty
-from nbdist.engine import owners, progress, recorded, runtime, snapshot_cpu, snapshot_cuda
+from nbdist.engine import owners, progress, recorded, snapshot_cpu, snapshot_cuda
 from nbdist.engine.owners import Owner
 from nbdist.engine.parallel import registry
 from nbdist.engine.profiling import Steps, ended
+from nbdist.engine.rank import this_rank
 from nbdist.engine.snapshot_cpu import CpuRecorder
 from nbdist.engine.snapshot_cuda import CudaRecorder
 from nbdist.engine.snapshot_marks import Marks
@@ -244,12 +245,12 @@ def sent(memory: RankMemory, folders: Sequence[str]) -> Parcel:
 
 
 def _device() -> str:
-    return str(runtime.current().place.device)
+    return str(this_rank().place.device)
 
 
 def _here() -> RankMemory:
     """Who and where, without blocks."""
-    found = empty(runtime.current().place.rank, socket.gethostname(), "")
+    found = empty(this_rank().place.rank, socket.gethostname(), "")
     return RankMemory(
         found.rank, found.host, found.device, found.blocks, version=str(torch.__version__)
     )

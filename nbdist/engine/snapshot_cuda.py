@@ -13,8 +13,9 @@ import torch
 from nbdist.core.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
 from nbdist.core.snapshot_categories import Claim, categorised
 from nbdist.core.snapshot_torch import of_torch
-from nbdist.engine import crashes, runtime
+from nbdist.engine import crashes
 from nbdist.engine.owners import Owner
+from nbdist.engine.rank import this_rank
 from nbdist.engine.snapshot_marks import Marks, merged
 from nbdist.engine.snapshot_stacks import shown
 
@@ -33,7 +34,7 @@ class CudaRecorder:
     def __init__(self, options: MemoryOptions) -> None:
         self.problem = ""
         self._options = options
-        self._device = torch.device(runtime.current().place.device)
+        self._device = torch.device(this_rank().place.device)
         self._times_ns: list[int] = []
         self._backwards = _Backwards()
         self._counted = 0  # events of the allocator's whole life, at the beginning
@@ -247,7 +248,7 @@ def of_now(
         memory: Who and where.
         before: torch's snapshot of an earlier moment, to be used instead.
     """
-    device = torch.device(runtime.current().place.device)
+    device = torch.device(this_rank().place.device)
     ask = getattr(torch.cuda.memory, "_snapshot", None)
     empty: Mapping[str, Any] = {"segments": []}
     taken = before or (empty if ask is None else ask())

@@ -26,9 +26,10 @@ from nbdist.core import footprint, parcels, strategy, trace_names, trace_read
 from nbdist.core.parcels import Parcel
 from nbdist.core.trace import TraceOptions
 from nbdist.core.units import size
-from nbdist.engine import looks, namespace, progress, recorded, runtime
+from nbdist.engine import looks, namespace, progress, recorded
 from nbdist.engine.parallel import registry
 from nbdist.engine.profiling import QUIET, Steps, ended, is_profiling
+from nbdist.engine.rank import this_rank
 from nbdist.errors import TraceError
 
 FOLDER = "traces"
@@ -47,7 +48,7 @@ class _Recording:
     def __init__(self, options: TraceOptions, folder: Path, token: str):
         self.token = token
         self.problem = ""
-        self.path = folder / f"rank{runtime.current().place.rank}.json"
+        self.path = folder / f"rank{this_rank().place.rank}.json"
         self._options = options
         self.steps = Steps(options.steps, _mark)
         self._profiler: profile | None = None
@@ -57,7 +58,7 @@ class _Recording:
     def start(self) -> None:
         """Let the profiler run. A failure leaves the cell alone, and is told afterwards."""
         activities = [ProfilerActivity.CPU]
-        if runtime.current().place.device != "cpu":
+        if this_rank().place.device != "cpu":
             activities.append(ProfilerActivity.CUDA)
         if is_profiling(unknown=False):
             self.problem = (
@@ -138,7 +139,7 @@ class _Recording:
     def _header(self) -> dict[str, Any]:
         has_warmup = self._options.steps is not None and len(self.steps.ends) > 1
         return {
-            "rank": runtime.current().place.rank,
+            "rank": this_rank().place.rank,
             "host": socket.gethostname(),
             "ends": self.steps.ends,
             "skipped": int(has_warmup),
@@ -169,7 +170,7 @@ def begin(options: TraceOptions, token: str) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     recorded.state.armed = None
     folder = _folder()
-    for left in folder.glob(f"rank{runtime.current().place.rank}.json*"):
+    for left in folder.glob(f"rank{this_rank().place.rank}.json*"):
         left.unlink()
     recorded.state.armed = _kept.last = _Recording(options, folder, token)
 
@@ -191,7 +192,7 @@ def finish(folders: Sequence[str]) -> Parcel:
         progress.tell("writing the file")
         recording.export()
         progress.tell("reading the file")
-        found = trace_read.read(recording.path, runtime.current().place.rank)
+        found = trace_read.read(recording.path, this_rank().place.rank)
     if recording.problem:
         found = found.told(recording.problem)
     return parcels.send(parcels.pack({"recording": found}), folders)

@@ -13,6 +13,7 @@ import torch
 from nbdist.core.gpu_reading import GpuReading, GpuReadings, GpuWatch, Nvml
 from nbdist.core.monitor import Allocator, Answer
 from nbdist.core.usage import Usages
+from nbdist.engine.rank import this_rank
 from nbdist.errors import NbdistError
 
 GPU_PERIOD_S = 1.0
@@ -28,9 +29,7 @@ def usage(is_remote: bool) -> Answer:
         is_remote: The notebook is on another host: host and GPU, which it reads itself
             otherwise, are wanted as well.
     """
-    from nbdist.engine import runtime  # it needs the responder, which needs this module
-
-    place = runtime.current().place
+    place = this_rank().place
     is_gpu = place.device != "cpu"
     allocator = _allocator(place.device) if is_gpu else None
     if not is_remote:

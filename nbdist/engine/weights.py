@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.core import weights
 from nbdist.core.weights import Exported, Weight
-from nbdist.engine import described, namespace, progress
+from nbdist.engine import namespace, progress
 from nbdist.engine.parallel import build, engines, flat, fsdp, live, wholes
 from nbdist.engine.parallel.agreement import rank, together
 from nbdist.engine.parallel.exchange import Move, exchange
@@ -155,7 +155,7 @@ def _passing(
 def _model(name: str) -> torch.nn.Module:
     """A variable's model; without a name the only one, prepared ones first. This rank alone."""
     if name:
-        return described.model_of(name)
+        return namespace.model_of(name)
     known = namespace.values_of(torch.nn.Module)
     ours = {key: one for key, one in known.items() if _is_prepared(one)} or known
     bases = {id(_base(one)): one for one in ours.values()}

@@ -10,7 +10,8 @@ from nbdist.core import doctor, runs
 from nbdist.core.doctor import OLDEST, examine
 from nbdist.core.doctor_facts import UNLIMITED, Facts, GpuFacts, Space
 from nbdist.core.finding import BAD, OK, WARN, Finding
-from nbdist.core.runs import Machine, Owner, Process, Run
+from nbdist.core.host import Machine
+from nbdist.core.runs import Owner, Process, Run
 from nbdist.core.topology import Gpu
 
 GIB = 2**30

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from nbdist.core import runs
-from nbdist.core.runs import Machine, Owner, Run, state
+from nbdist.core.host import Machine
+from nbdist.core.runs import Owner, Run, state
 
 HERE = Machine("box", "boot-1", "pid:[1]")
 OWNER = Owner(100, "777", HERE, 0.0, "/notebooks")

@@ -189,7 +189,7 @@ RESETS = """
         degrees = live.current().degrees
         model(tokens(99).chunk(degrees.dp)[rank % degrees.dp]).backward()
         known = models.find()
-        cleared = models.reset()
+        cleared = reset_models.reset()
         left = sum(p.grad is not None for p in base.parameters())
         found[name] = [[one.name for one in known], [one.is_sharded for one in known],
                        list(cleared), min(cleared.values()) > 0, left]

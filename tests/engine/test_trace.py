@@ -72,7 +72,7 @@ class Place:
 def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trace._Recording:
     """A recording of this process, which is no rank."""
     monkeypatch.setenv("KINETO_LOG_LEVEL", profiling.QUIET)
-    monkeypatch.setattr(trace.runtime, "current", Place)
+    monkeypatch.setattr(trace, "this_rank", Place)
     monkeypatch.setattr(trace._Recording, "_header", lambda self: {"ends": self.steps.ends})
     return trace._Recording(trace.TraceOptions(steps=1), tmp_path, "token")
 

@@ -12,7 +12,7 @@ import torch
 
 from nbdist.core.gpu_reading import GpuWatch
 from nbdist.core.monitor import Allocator, Answer
-from nbdist.engine import runtime, usage
+from nbdist.engine import usage
 from tests.support.gpus import Driver
 
 pytestmark = pytest.mark.engine
@@ -28,7 +28,7 @@ STATS = {
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process as a rank on GPU 8c2a1f, CUDA in use."""
     place = SimpleNamespace(device="cuda:1", device_uuid="8c2a1f", pid=1)
-    monkeypatch.setattr(runtime, "current", lambda: SimpleNamespace(place=place))
+    monkeypatch.setattr(usage, "this_rank", lambda: SimpleNamespace(place=place))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_stats", {"cuda:1": STATS}.__getitem__)
     watch = GpuWatch(usage._open, 0.01)

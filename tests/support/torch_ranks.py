@@ -43,7 +43,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from nbdist.core.recovery import merge_made
-from nbdist.engine import abort, groups, models, runtime, sync
+from nbdist.engine import abort, groups, models, reset_models, runtime, sync
+from nbdist.engine.rank import this_rank
 from nbdist.errors import NbdistError
 
 is_new = "TEST_REJOIN" in os.environ

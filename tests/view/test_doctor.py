@@ -6,7 +6,8 @@ import pytest
 
 from nbdist.core import runs
 from nbdist.core.finding import BAD, WARN, Finding
-from nbdist.core.runs import Machine, Owner, Run
+from nbdist.core.host import Machine
+from nbdist.core.runs import Owner, Run
 from nbdist.view.doctor import below, findings, running
 from nbdist.view.mime import View
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nbdist.core import checkpoint, checkpoint_folder, host
 from nbdist.core.checkpoint import Checkpoint, SavedFile
-from nbdist.core.runs import Machine
+from nbdist.core.host import Machine
 from nbdist.core.saving import Saved
 from nbdist.engine.checkpoint import metadata, plain, staging, writing
 from nbdist.engine.checkpoint.contents import Contents

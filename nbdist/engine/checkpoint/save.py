@@ -22,7 +22,7 @@ import torch
 import nbdist
 from nbdist.core import checkpoint_folder, host
 from nbdist.core.checkpoint import Checkpoint, Versions
-from nbdist.core.runs import Machine
+from nbdist.core.host import Machine
 from nbdist.core.saving import Begun
 from nbdist.engine.checkpoint import finish, known, plain, staging, writing
 from nbdist.engine.checkpoint.contents import Contents, contents

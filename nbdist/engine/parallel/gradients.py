@@ -10,8 +10,7 @@ import accelerate
 import torch
 from accelerate.utils import AutocastKwargs
 
-from nbdist.engine import lints_steps
-from nbdist.engine.parallel import deepspeed, engines, live, norms
+from nbdist.engine.parallel import deepspeed, engines, events, live, norms
 from nbdist.engine.parallel.precision import DTYPES
 from nbdist.engine.parallel.scaler import Scaler, local_parts
 
@@ -41,7 +40,7 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         """As Accelerate's: divided by the backwards of a step, and scaled for fp16."""
         engine = engines.only(self._models)
         if engine is None:
-            with lints_steps.Declared(loss, self.gradient_accumulation_steps):
+            with events.backward(loss, self.gradient_accumulation_steps):
                 super().backward(loss, **kwargs)
         else:
             deepspeed.backward(engine, loss / self.gradient_accumulation_steps)

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from nbdist.core.layout import Side, TensorLayout
 from nbdist.core.strategy import Choice, Degrees, steps_of
-from nbdist.engine import lints_values, models
-from nbdist.engine.parallel import build, fsdp, undo, zero1
+from nbdist.engine import models
+from nbdist.engine.parallel import build, events, fsdp, undo, zero1
 from nbdist.engine.parallel.agreement import same_random, together
 from nbdist.engine.parallel.exchange import Move, exchange
 from nbdist.engine.parallel.grid import Grid
@@ -93,7 +93,7 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
         planned: list[build.Built] = []
         told = together(what, lambda: _sketch(planned, job))
         agree_on_numbers(together(what, lambda: _compare(told)))
-        lints_values.note_initial(type(model).__name__, build.tensors_of(model).values())
+        events.preparing(type(model).__name__, build.tensors_of(model).values())
         local = _first_values(planned[0])
         return _commit(planned[0], local)
 

@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from nbdist.core.layout import Side, TensorLayout
 from nbdist.core.strategy import Choice, Degrees, default_choice, steps_of
-from nbdist.engine import plain, runtime
+from nbdist.engine import plain
 from nbdist.engine.parallel import flat, zero1
 from nbdist.engine.parallel.agreement import same_random, together, world_size
 from nbdist.engine.parallel.build import Built
 from nbdist.engine.parallel.grid import Grid, make_grid
 from nbdist.engine.parallel.prepared import Prepared, attach, attached
+from nbdist.engine.rank import this_rank
 
 
 class Watcher(Protocol):
@@ -105,7 +106,7 @@ def grid_for(choice: Choice) -> Grid:
 
 def device() -> torch.device:
     """Where this rank's models lie."""
-    return torch.device(runtime.current().place.device)
+    return torch.device(this_rank().place.device)
 
 
 def watch(watcher: Watcher) -> None:
