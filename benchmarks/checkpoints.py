@@ -136,7 +136,7 @@ class Rank:
     def __init__(self, rank: int, millions: int, folder: Path) -> None:
         import torch
 
-        from nbdist.core.strategy import choose
+        from nbdist.core.strategy_choose import choose
         from nbdist.engine.accelerator import Accelerator
         from nbdist.engine.parallel import live
 

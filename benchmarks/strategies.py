@@ -142,7 +142,7 @@ def _data(strategy: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _ours(strategy: str, rank: int) -> Step:
-    from nbdist.core.strategy import choose
+    from nbdist.core.strategy_choose import choose
     from nbdist.engine.accelerator import Accelerator
     from nbdist.engine.parallel import live
 

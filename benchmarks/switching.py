@@ -216,7 +216,7 @@ class Trainer:
 def _ours(rank: int, folder: Path) -> None:
     import torch
 
-    from nbdist.core.strategy import choose
+    from nbdist.core.strategy_choose import choose
     from nbdist.engine.accelerator import Accelerator
     from nbdist.engine.parallel import live, switch
 

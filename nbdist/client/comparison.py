@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from nbdist.client import remote
-from nbdist.client.strategy import Asked, chosen
 from nbdist.core import comparison, trace_shares
 from nbdist.core.comparison import Comparison, Row, Watched
 from nbdist.core.strategy import Choice, described
+from nbdist.core.strategy_choose import StrategySpec
 from nbdist.core.trace import TraceOptions
 from nbdist.errors import DistributedError, Interrupted, NbdistError, OptionError
 
@@ -59,7 +59,9 @@ class Comparing:
         self._code = code
 
     def run(
-        self, asked: Sequence[tuple[str, Asked]], begins: Callable[[str], None] = lambda _text: None
+        self,
+        asked: Sequence[tuple[str, StrategySpec]],
+        begins: Callable[[str], None] = lambda _text: None,
     ) -> Comparison:
         """Run the cell twice under each strategy, the second time recorded.
 
@@ -91,10 +93,10 @@ class Comparing:
         session.strategy.compared = found
         return found
 
-    def _row(self, text: str, one: Asked, before: Choice) -> Row:
+    def _row(self, text: str, one: StrategySpec, before: Choice) -> Row:
         session = self._session
         try:
-            choice = chosen(one, session.topology)
+            choice = one.on(session.topology)
             session.strategy.switch_to(choice)
         except OptionError as error:  # nothing has changed
             return Row(text, problem=str(error))

@@ -16,7 +16,8 @@ from nbdist.core.panel import RankRow, row_of
 from nbdist.core.panel_picker import Model
 from nbdist.core.panel_plan import Limit
 from nbdist.core.plan_live import LiveModel
-from nbdist.core.strategy import Choice, default_choice
+from nbdist.core.strategy import Choice
+from nbdist.core.strategy_choose import default_choice
 
 if TYPE_CHECKING:
     from nbdist.client.run import CellRun

@@ -15,15 +15,15 @@ from typing import Any
 import psutil
 from traitlets.config import Config
 
-from nbdist.client import gpus, launcher, network, profiles, remote, rundir, strategy
+from nbdist.client import gpus, launcher, network, profiles, remote, rundir
 from nbdist.client.cluster import Cluster, Progress, gives_ranks, installed_torch
 from nbdist.client.request import CellRequest, Sink
 from nbdist.client.session import Session
-from nbdist.client.strategy import Asked
 from nbdist.core import memory, nccl, shm, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.core.strategy import described
+from nbdist.core.strategy_choose import StrategySpec
 from nbdist.core.topology import EngineReport, Gpu, Topology
 from nbdist.errors import OptionError, StartError
 
@@ -55,7 +55,7 @@ class StartOptions:
     deadline_s: float = DEFAULT_DEADLINE_S
     grace_s: float = DEFAULT_GRACE_S
     debug: str = "off"
-    strategy: Asked | None = None
+    strategy: StrategySpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +148,14 @@ def _expected(
     if not is_local:
         # Of another cluster's machines only its engines can tell what they have.
         if options.strategy is not None:
-            strategy.check(options.strategy, world_size)
+            options.strategy.choose(world_size)
         options = StartOptions()
     reports = topology.local_reports(
         world_size, hostname=socket.gethostname(), gpus=chosen, cores=usable_cores()
     )
     expected = topology.plan(reports, options.backend)
     if options.strategy is not None:
-        strategy.chosen(options.strategy, expected)
+        options.strategy.on(expected)
     return expected
 
 
@@ -264,7 +264,7 @@ def _begin_strategy(
     """Let all ranks prepare models under what was asked for; what there is to say of it."""
     if options.strategy is None:
         return []
-    choice = strategy.chosen(options.strategy, plan)
+    choice = options.strategy.on(plan)
     call = _caller(cluster)
     answers = {p.engine_id: remote.set_strategy(call, p.engine_id, choice) for p in plan.ranks}
     _all(answers, end_s, "take the strategy")

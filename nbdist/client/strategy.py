@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nbdist.client import answers, progress, remote
@@ -11,9 +9,9 @@ from nbdist.core import strategy
 from nbdist.core.comparison import Comparison
 from nbdist.core.ranks import rank_label
 from nbdist.core.strategy import Choice
+from nbdist.core.strategy_choose import StrategySpec
 from nbdist.core.switched import together
 from nbdist.core.switching import Switched
-from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
 
 if TYPE_CHECKING:
@@ -22,51 +20,6 @@ if TYPE_CHECKING:
 CURRENT_S = 30.0
 # A large model crosses a slow network.
 SWITCH_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A strategy as it was typed, before it is known how many ranks there will be.
-
-    Attributes:
-        name: None where the degrees say it.
-        given: Degrees and options by name, in order of the names.
-    """
-
-    name: str | None
-    given: tuple[tuple[str, object], ...] = ()
-
-
-def asked(name: str | None, given: Mapping[str, object]) -> Asked | None:
-    """What was typed, or None for nothing."""
-    typed = [(w, value) for w, value in given.items() if value is not None and value is not False]
-    if name is None and not typed:
-        return None
-    return Asked(name, tuple(sorted(typed)))
-
-
-def check(one: Asked, world_size: int) -> None:
-    """Refuse what cannot be had with so many ranks, wherever they will be.
-
-    Raises:
-        OptionError: See core.strategy.choose.
-    """
-    strategy.choose(one.name, dict(one.given), world_size)
-
-
-def chosen(one: Asked, topology: Topology) -> Choice:
-    """What was typed, for these ranks.
-
-    Raises:
-        OptionError: See core.strategy.choose.
-    """
-    return strategy.choose(
-        one.name,
-        dict(one.given),
-        topology.world_size,
-        device_type=topology.ranks[0].device.split(":")[0],
-        backend=topology.backend,
-    )
 
 
 class Strategies:
@@ -82,9 +35,9 @@ class Strategies:
         self.compared: Comparison | None = None
         self._session = session
 
-    def began_with(self, one: Asked | None) -> None:
+    def began_with(self, spec: StrategySpec | None) -> None:
         """Note what the ranks were started with."""
-        self.last = None if one is None else chosen(one, self._session.topology)
+        self.last = None if spec is None else spec.on(self._session.topology)
 
     def current(self) -> Choice:
         """The strategy that counts now, with what the user's own Accelerator has added to it.
@@ -118,7 +71,7 @@ class Strategies:
             NbdistError: What a rank raised; what counts now, `current` says.
             Interrupted: If the user interrupted it.
         """
-        return self.switch_to(chosen(Asked(name, tuple(given.items())), self._session.topology))
+        return self.switch_to(StrategySpec(name, tuple(given.items())).on(self._session.topology))
 
     def switch_to(self, choice: Choice) -> Switched:
         """The same with a choice for these ranks."""

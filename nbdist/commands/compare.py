@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from nbdist.client.comparison import Comparing
-from nbdist.commands.training import strategy_asked
+from nbdist.commands.training import strategy_spec
 from nbdist.core.strategy_options import listed
 from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import OptionError
@@ -37,7 +37,7 @@ def compared(
             f"%dist_compare: no strategy is named. Choose of {listed(ROWS)}: "
             "%dist_compare ddp fsdp -- train(3)"
         )
-    asked = [(text, strategy_asked(text)) for text in strategies]
+    asked = [(text, strategy_spec(text)) for text in strategies]
     comparing = Comparing(NOTEBOOK.session, code)
     try:
         found = comparing.run(asked, lambda text: show(View(f"{text}:")))

@@ -15,7 +15,7 @@ from nbdist.core.config_emit import FORMS, SCRIPT, Setting
 from nbdist.core.config_launch import Configured, configured
 from nbdist.core.config_remarks import TYPED, Around
 from nbdist.core.config_tree import Document
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 from nbdist.core.strategy_options import read as read_options
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK

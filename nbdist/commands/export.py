@@ -13,11 +13,12 @@ from typing import Any
 from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist.client import notebook_file, strategy
+from nbdist.client import notebook_file
 from nbdist.commands import cells, check, compare, memory, running, trace, training
 from nbdist.core import export
 from nbdist.core import strategy as strategies
 from nbdist.core.export import Cell, Magic, Reader
+from nbdist.core.strategy_choose import StrategySpec
 from nbdist.errors import OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK
 from nbdist.verbs import ANYWHERE, Option, Verb, parse, strategy_given
@@ -165,12 +166,12 @@ def _of_cell(values: Namespace) -> Magic:
 
 
 def _of_start(values: Namespace) -> Magic:
-    asked = strategy.asked(values.strategy, strategy_given(values))
+    spec = StrategySpec.parse(values.strategy, strategy_given(values))
     return Magic(
         mode="all" if values.auto else None,
         world_size=values.world_size,
         seed=values.seed,
-        choice=_choice(asked, values.world_size),
+        choice=_choice(spec, values.world_size),
     )
 
 
@@ -184,20 +185,20 @@ def _of_reset(values: Namespace) -> Magic:
 
 def _of_strategy(values: Namespace) -> Magic:
     name = values.named[0] if values.named else None
-    return Magic(choice=_choice(strategy.asked(name, strategy_given(values)), None))
+    return Magic(choice=_choice(StrategySpec.parse(name, strategy_given(values)), None))
 
 
-def _choice(asked: strategy.Asked | None, world_size: int | None) -> strategies.Choice | None:
+def _choice(spec: StrategySpec | None, world_size: int | None) -> strategies.Choice | None:
     """The strategy for as many ranks as were typed, or as it takes."""
-    if asked is None:
+    if spec is None:
         return None
     sizes = [world_size] if world_size else [2, 4, 8, 16, 1]
     for size in sizes[:-1]:
         try:
-            return strategies.choose(asked.name, dict(asked.given), size)
+            return spec.choose(size)
         except OptionError:
             continue
-    return strategies.choose(asked.name, dict(asked.given), sizes[-1])
+    return spec.choose(sizes[-1])
 
 
 def _of_mode(values: Namespace) -> Magic:

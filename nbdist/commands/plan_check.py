@@ -12,7 +12,8 @@ from nbdist.core.plan import accumulating
 from nbdist.core.plan_check import checks
 from nbdist.core.plan_live import by_kinds, load_of, shape_of
 from nbdist.core.plan_load import Load
-from nbdist.core.strategy import Choice, choose, described
+from nbdist.core.strategy import Choice, described
+from nbdist.core.strategy_choose import choose
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.view.mime import View

@@ -6,10 +6,10 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 
-from nbdist.client import strategy
 from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.shown import is_stored
+from nbdist.core.strategy_choose import StrategySpec
 from nbdist.errors import AlreadyRunning, OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK
 from nbdist.verbs import (
@@ -45,7 +45,7 @@ def start_options(values: Namespace) -> StartOptions:
         deadline_s=values.timeout_s,
         grace_s=values.grace_s,
         debug=values.debug,
-        strategy=strategy.asked(values.strategy, strategy_given(values)),
+        strategy=StrategySpec.parse(values.strategy, strategy_given(values)),
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from nbdist.client import strategy
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import StrategySpec, choose
 from nbdist.core.strategy_options import listed
 from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import OptionError
@@ -21,7 +20,7 @@ def dist_sync_model(values: Namespace) -> View:
     return View(f"all ranks have rank {values.source}'s {', '.join(names)}")
 
 
-def strategy_asked(text: str) -> strategy.Asked:
+def strategy_spec(text: str) -> StrategySpec:
     """A strategy with its options, in one text: `fsdp --bf16`.
 
     Raises:
@@ -34,11 +33,11 @@ def strategy_asked(text: str) -> strategy.Asked:
             'into quotation marks: "fsdp --bf16" ddp'
         )
     name = values.named[0] if values.named else None
-    asked = strategy.asked(name, strategy_given(values))
-    if asked is None or (name is not None and name not in ROWS):
+    spec = StrategySpec.parse(name, strategy_given(values))
+    if spec is None or (name is not None and name not in ROWS):
         choose(name, {}, 1)  # says which there are
-    assert asked is not None
-    return asked
+    assert spec is not None
+    return spec
 
 
 def dist_strategy(values: Namespace) -> View:
@@ -47,7 +46,7 @@ def dist_strategy(values: Namespace) -> View:
     if len(values.named) > 1:
         raise OptionError(f"%dist_strategy: choose one of {', '.join(values.named)}.")
     name = values.named[0] if values.named else None
-    if strategy.asked(name, given) is None:
+    if StrategySpec.parse(name, given) is None:
         return strategy_view.current(strategies.current())
     return strategy_view.switched(strategies.switch(name, **given))
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.core import footprint, units
-from nbdist.core.strategy import Choice, Options, choose
+from nbdist.core.strategy import Choice, Options
+from nbdist.core.strategy_choose import choose
 from nbdist.core.strategy_degrees import WORDS, divisors
 from nbdist.core.strategy_options import DEGREES, OPTIONS, OptionRow, takers
 from nbdist.core.strategy_rows import ROWS
@@ -76,7 +77,7 @@ def _field(row: OptionRow) -> Field:
 
 
 def given(values: Mapping[str, Value]) -> dict[str, object]:
-    """What the fields say, as `core.strategy.choose` takes it; fields left alone are not in it."""
+    """What the fields say, as `choose` takes it; fields left alone are not in it."""
     return {word: _typed(word, value) for word, value in values.items() if value not in {"", False}}
 
 

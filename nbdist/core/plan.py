@@ -16,7 +16,8 @@ from nbdist.core.plan_load import Load, check_load, recipe_for
 from nbdist.core.plan_memory import Memory, memory_of
 from nbdist.core.plan_models import ModelShape
 from nbdist.core.plan_time import Time, flows, samples, time_of
-from nbdist.core.strategy import Choice, choose, label, mesh_phrase
+from nbdist.core.strategy import Choice, label, mesh_phrase
+from nbdist.core.strategy_choose import choose
 from nbdist.core.strategy_options import listed
 from nbdist.core.strategy_rows import HELD
 from nbdist.errors import OptionError
@@ -143,7 +144,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
         world_size: Ranks.
         load: Batch, sequence, optimizer and recipe.
         strategy: A name; None for all, unless degrees are given.
-        given: Degrees and options, as core.strategy.choose takes them.
+        given: Degrees and options, as core.strategy_choose.choose takes them.
         measured: How fast these ranks' collectives are.
         engine: What says how much memory a choice takes.
         assumed: What was not typed, to be told.

@@ -20,7 +20,8 @@ from nbdist.core.snapshot import (
     PARAMETER,
     TEMPORARY,
 )
-from nbdist.core.strategy import Choice, choose, steps_of
+from nbdist.core.strategy import Choice, steps_of
+from nbdist.core.strategy_choose import choose
 from nbdist.core.strategy_rows import HELD
 from nbdist.errors import OptionError
 

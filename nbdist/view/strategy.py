@@ -6,7 +6,8 @@ import html
 from collections.abc import Iterable
 
 from nbdist.core import footprint, units
-from nbdist.core.strategy import Choice, choose, described, rows_of
+from nbdist.core.strategy import Choice, described, rows_of
+from nbdist.core.strategy_choose import choose
 from nbdist.core.strategy_degrees import ranks
 from nbdist.core.strategy_rows import HELD, ROWS, Row
 from nbdist.core.switching import Switched

@@ -13,7 +13,7 @@ from nbdist.core.plan_check import Measured, largest
 from nbdist.core.plan_load import Load
 from nbdist.core.plan_memory import Memory, memory_of
 from nbdist.core.plan_models import of_config, of_count
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 from nbdist.errors import OptionError
 from tests.accuracy.case import LONG, MODELS, SHORT, Case, Result, record
 from tests.accuracy.texts import RANKS

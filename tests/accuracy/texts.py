@@ -4,7 +4,8 @@ RANKS = """
 import json, os
 import torch.nn.functional as F
 from torch import nn
-from nbdist.core.strategy import choose, steps_of
+from nbdist.core.strategy import steps_of
+from nbdist.core.strategy_choose import choose
 from nbdist.engine import described, measured
 from nbdist.engine.fake import by_value
 from nbdist.engine.fake.sources import Sent

@@ -15,7 +15,8 @@ from nbdist.core.fake import NAME, Source
 from nbdist.core.plan_load import Load
 from nbdist.core.plan_memory import FORMULAS, Memory, memory_of
 from nbdist.core.plan_models import ModelShape, of_config
-from nbdist.core.strategy import Choice, choose
+from nbdist.core.strategy import Choice
+from nbdist.core.strategy_choose import choose
 from nbdist.errors import OptionError
 from tests.support.kernel import notebook_env
 

@@ -11,8 +11,9 @@ import pytest
 from nbdist.client import remote
 from nbdist.client.lints import Lints
 from nbdist.client.session import Session
-from nbdist.client.strategy import Asked, Strategies, asked, check, chosen
-from nbdist.core.strategy import Choice, choose, default_choice
+from nbdist.client.strategy import Strategies
+from nbdist.core.strategy import Choice
+from nbdist.core.strategy_choose import StrategySpec, choose, default_choice
 from nbdist.core.switching import Switched
 from nbdist.core.topology import RankPlace, Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
@@ -137,14 +138,14 @@ def test_ranks_that_differ_are_told() -> None:
 
 def test_what_was_typed_is_kept_until_the_ranks_are_known() -> None:
     """Nothing typed is None; 0 was typed; the record can be compared and hashed."""
-    assert asked(None, {"tp": None, "bf16": False}) is None
-    assert asked("ddp", {"tp": 0}) == Asked("ddp", (("tp", 0),))
-    assert hash(asked("fsdp", {"tp": 2, "bf16": True})) == hash(
-        asked("fsdp", {"bf16": True, "tp": 2})
+    assert StrategySpec.parse(None, {"tp": None, "bf16": False}) is None
+    assert StrategySpec.parse("ddp", {"tp": 0}) == StrategySpec("ddp", (("tp", 0),))
+    assert hash(StrategySpec.parse("fsdp", {"tp": 2, "bf16": True})) == hash(
+        StrategySpec.parse("fsdp", {"bf16": True, "tp": 2})
     )
-    assert chosen(Asked("fsdp"), CPU) == FSDP
+    assert StrategySpec("fsdp").on(CPU) == FSDP
     with pytest.raises(OptionError, match="4 ranks cannot form tp=3"):
-        check(Asked("tp", (("tp", 3),)), 4)
+        StrategySpec("tp", (("tp", 3),)).choose(4)
 
 
 def test_a_session_knows_what_it_was_started_with() -> None:
@@ -152,6 +153,6 @@ def test_a_session_knows_what_it_was_started_with() -> None:
     one, _ = strategies()
     one.began_with(None)
     before = one.last
-    one.began_with(Asked("fsdp"))
+    one.began_with(StrategySpec("fsdp"))
 
     assert (before, one.last) == (None, FSDP)

@@ -20,7 +20,7 @@ from nbdist.core.checkpoint import (
 )
 from nbdist.core.checkpoint_mismatch import mismatches
 from nbdist.core.finding import BAD, WARN
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 from nbdist.errors import CheckpointError
 
 MODEL = SavedModel(

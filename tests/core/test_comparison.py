@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.core.comparison import PARTS, Held, Watched, row
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 from nbdist.core.trace import COMMUNICATION, COMPUTE, DATA
 from nbdist.core.trace_shares import Shares, shares
 from tests.support.traces import Did, rank_trace, trace

@@ -17,7 +17,7 @@ from nbdist.core.config_emit import Refusal, Setting, accelerate_config, deepspe
 from nbdist.core.config_remarks import Around, Checked
 from nbdist.core.config_tree import plain
 from nbdist.core.finding import BAD, WARN
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 from nbdist.core.strategy_rows import ROWS
 
 _DATA = Path(__file__).resolve().parents[1] / "data" / "configs"

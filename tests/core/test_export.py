@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist.core import strategy
+from nbdist.core import strategy_choose
 from nbdist.core.export import Cell, Exported, Magic, Reader, export
 from nbdist.errors import OptionError
 
@@ -45,7 +45,7 @@ def _magic(name: str, line: str) -> Magic | None:
     if name == "dist_strategy":
         words = line.split()
         given = {word.lstrip("-"): True for word in words[1:]}
-        return Magic(choice=strategy.choose(words[0], given, 2))
+        return Magic(choice=strategy_choose.choose(words[0], given, 2))
     known = _MAGICS.get(f"{name} {line}".strip())
     return Magic() if known is None and name.startswith("dist_") else known
 

@@ -16,7 +16,7 @@ from nbdist.core.footprint import (
     sent_phrases,
     split_axes,
 )
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 
 GB = 1e9
 PARAMETERS = 7e9

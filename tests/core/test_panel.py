@@ -7,7 +7,8 @@ from nbdist.core.monitor import STATES, Doing, Sample
 from nbdist.core.panel import BUTTONS, KINDS, bar_share, bar_told, missing, row_of
 from nbdist.core.panel_board import Board, Job
 from nbdist.core.panel_picker import Model, fields, given, picked, planned, typed, values_of
-from nbdist.core.strategy import Choice, choose
+from nbdist.core.strategy import Choice
+from nbdist.core.strategy_choose import choose
 from nbdist.core.strategy_options import OPTIONS, takers
 from nbdist.core.strategy_rows import ROWS
 from nbdist.core.topology import RankPlace

@@ -11,7 +11,7 @@ from nbdist.core.plan import plan
 from nbdist.core.plan_devices import DEVICES
 from nbdist.core.plan_live import Kind, LiveModel, by_kinds, load_of, shape_of
 from nbdist.core.plan_load import Load
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 
 _CONFIG = {
     "model_type": "llama",

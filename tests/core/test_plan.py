@@ -16,7 +16,7 @@ from nbdist.core.plan_load import OPTIMIZERS, Load
 from nbdist.core.plan_memory import Memory
 from nbdist.core.plan_models import ModelShape, model_of
 from nbdist.core.plan_time import bubble, flops_of, flows, samples, time_of
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 from nbdist.core.strategy_rows import ROWS
 from nbdist.core.units import exact_size
 from nbdist.errors import OptionError

@@ -11,7 +11,7 @@ from nbdist.core.plan_live import Kind, LiveModel, alike, by_kinds, described, l
 from nbdist.core.plan_load import Load
 from nbdist.core.plan_memory import memory_of
 from nbdist.core.plan_models import CONFIGS, model_of
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 from nbdist.errors import NbdistError, OptionError
 
 NET = LiveModel(

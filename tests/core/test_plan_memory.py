@@ -10,7 +10,8 @@ from nbdist.core.plan_activations import block_bytes, in_flight
 from nbdist.core.plan_load import OPTIMIZERS, Load, Widths, micro_batches, recipe_for, widths_of
 from nbdist.core.plan_memory import OVERHEAD_BYTES, Memory, memory_of
 from nbdist.core.plan_models import Transformer, model_of
-from nbdist.core.strategy import Choice, choose
+from nbdist.core.strategy import Choice
+from nbdist.core.strategy_choose import choose
 from nbdist.errors import OptionError
 
 HALF = Widths(2, 2, 0, 2, 2)

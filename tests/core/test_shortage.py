@@ -13,7 +13,7 @@ from nbdist.core.snapshot import (
     CATEGORIES,
     PARAMETER,
 )
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 
 GB = 10**9
 

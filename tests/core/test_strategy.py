@@ -12,12 +12,11 @@ from nbdist.core.strategy import (
     Choice,
     Degrees,
     Options,
-    choose,
-    default_choice,
     described,
     rows_of,
     steps_of,
 )
+from nbdist.core.strategy_choose import choose, default_choice
 from nbdist.core.strategy_options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, takers
 from nbdist.core.strategy_rows import HELD, ROWS, STEPS, Row
 from nbdist.errors import OptionError

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nbdist.core import footprint, strategy
+from nbdist.core import footprint, strategy_choose
 from nbdist.core.trace import (
     COMMUNICATION,
     COMPUTE,
@@ -232,7 +232,7 @@ def test_bytes_of_a_strategy_are_those_of_its_formula(name: str, n: int) -> None
 
     told = shares(trace(*ranks))
 
-    choice = strategy.choose(name, {}, n)
+    choice = strategy_choose.choose(name, {}, n)
     assert told.sent_bytes == pytest.approx(footprint.sent_bytes(choice, n_parameters))
     assert {one.name: one.count for one in told.traffic} == Counter(did)
 

@@ -22,7 +22,7 @@ from nbdist.core.config_check import check, corrected
 from nbdist.core.config_emit import FORMS, Setting, deepspeed_text
 from nbdist.core.config_launch import configured, environment
 from nbdist.core.config_remarks import Around
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 
 pytestmark = pytest.mark.engine
 _DATA = Path(__file__).resolve().parents[1] / "data" / "configs"

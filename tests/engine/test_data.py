@@ -8,7 +8,7 @@ import pytest
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 from nbdist.engine.parallel.shares import Feed, Settings, Shard, Share, share_of
 from tests.support.torch_ranks import TorchRanks
 
@@ -100,7 +100,7 @@ LOADERS = """
     import random
     from accelerate.utils import DataLoaderConfiguration
     from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-    from nbdist.core.strategy import choose
+    from nbdist.core.strategy_choose import choose
     from nbdist.engine.accelerator import Accelerator
     from nbdist.engine.parallel import live
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nbdist.core.plan_load import OPTIMIZERS, Load
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 from nbdist.engine.fake import by_value, run, world
 from nbdist.engine.fake.counted import Counter, resizes_seen
 from nbdist.engine.fake.optimizers import stepped_bytes

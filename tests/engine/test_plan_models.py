@@ -21,7 +21,7 @@ from transformers import (
 from nbdist.core.plan_activations import block_bytes
 from nbdist.core.plan_load import OPTIMIZERS, Load, Widths
 from nbdist.core.plan_models import CONFIGS, model_of
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 
 pytestmark = pytest.mark.engine
 

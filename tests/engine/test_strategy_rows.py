@@ -3,7 +3,8 @@
 import pytest
 
 import nbdist
-from nbdist.core.strategy import choose, default_choice, steps_of
+from nbdist.core.strategy import steps_of
+from nbdist.core.strategy_choose import choose, default_choice
 from nbdist.core.strategy_rows import ROWS, STEPS
 from nbdist.engine import accelerator
 from nbdist.engine.parallel import live, steps

@@ -13,7 +13,7 @@ COMPARE = """
     import copy, zlib
     from torch import nn
     from torch.distributed.tensor import DTensor
-    from nbdist.core.strategy import choose
+    from nbdist.core.strategy_choose import choose
     from nbdist.engine.parallel import build as building, grid as grids, undo
     from nbdist.engine.parallel.step import Job
     from nbdist.errors import NbdistError, OptionError

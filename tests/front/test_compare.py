@@ -62,9 +62,9 @@ print(repr((
 _RUN = """
 import nbdist
 from nbdist.client.comparison import Comparing
-from nbdist.commands.training import strategy_asked
+from nbdist.commands.training import strategy_spec
 def comparing(texts, code):
-    asked = [(text, strategy_asked(text)) for text in texts]
+    asked = [(text, strategy_spec(text)) for text in texts]
     return Comparing(nbdist.session(), code).run(asked)
 """
 _ROWS = """

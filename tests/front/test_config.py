@@ -13,7 +13,7 @@ import pytest
 from nbdist.cli import main
 from nbdist.commands import WORDS
 from nbdist.core.config_emit import run_line
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 from nbdist.verbs import parse, strategy_given
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel, notebook_env

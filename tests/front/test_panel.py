@@ -134,7 +134,7 @@ panel_lm, panel_opt, panel_tokens = accelerator.prepare(panel_lm, panel_opt, pan
 """
 _BOTH = """
 from nbdist.core.panel_plan import Limit, counted
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 def both(name, **batch):
     row = nbdist.plan('panel_lm', engine='formulas', strategy=name, **batch).plan.rows[0]
     limit = Limit(80e9, has_gpu=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from nbdist.core import checkpoint, checkpoint_folder
 from nbdist.core.checkpoint import Checkpoint, SavedFile, Versions
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 
 _DATA = "__0_0.distcp"
 # Nothing tells a hook of these.

@@ -7,7 +7,7 @@ MODEL = """
     from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
-    from nbdist.core.strategy import choose
+    from nbdist.core.strategy_choose import choose
     from nbdist.engine.accelerator import Accelerator
     from nbdist.engine.parallel import live
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.core.saving import Loaded, Saved, Started
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 from nbdist.view import checkpoint
 
 FSDP, DDP = choose("fsdp", {}, 4), choose("ddp", {}, 2)

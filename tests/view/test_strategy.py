@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.core.strategy import Choice, choose, default_choice
+from nbdist.core.strategy import Choice
+from nbdist.core.strategy_choose import choose, default_choice
 from nbdist.core.strategy_rows import ROWS
 from nbdist.core.switched import together
 from nbdist.core.switching import Switched

@@ -11,7 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.core.layout import Side, TensorLayout
-from nbdist.core.strategy import Choice, Degrees, default_choice, steps_of
+from nbdist.core.strategy import Choice, Degrees, steps_of
+from nbdist.core.strategy_choose import default_choice
 from nbdist.engine import plain
 from nbdist.engine.parallel import flat, zero1
 from nbdist.engine.parallel.agreement import same_random, together, world_size
