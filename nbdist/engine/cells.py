@@ -9,6 +9,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -18,6 +20,7 @@ from nbdist.core import stacks
 from nbdist.core.failures import chain
 from nbdist.core.wire import CELL_NUMBER
 from nbdist.engine import raw_output, script
+from nbdist.engine.cell_hooks import Cell
 from nbdist.errors import NoKeyboard, RankStays
 
 
@@ -26,7 +29,6 @@ def install(shell: Any) -> None:
     number_cells(shell)
     refuse_input(shell.kernel)
     refuse_exit(shell)
-    allow_top_level_await(shell.kernel)
     wake_on_signals(asyncio.get_running_loop())
     name_code_alike(shell.compile)
     hide_own_frames(shell.InteractiveTB)
@@ -172,7 +174,8 @@ def refuse_exit(shell: Any) -> None:
     shell.ask_exit = refuse
 
 
-def allow_top_level_await(kernel: Any) -> None:
+@contextmanager
+def top_level_await(cell: Cell) -> Iterator[None]:
     """Let `await` at a cell's top level work on an ipyparallel engine.
 
     ipykernel 7 compares the current thread with `shell_channel_thread.parent_thread` when
@@ -182,15 +185,12 @@ def allow_top_level_await(kernel: Any) -> None:
     are dispatched. ipykernel 6 has no such attribute and needs nothing, nor does a version
     that sets it or does not ask for it; this then changes nothing.
     """
+    kernel = cell.kernel
     if getattr(kernel, "shell_channel_thread", kernel) is not None:
+        yield
         return
-    execute = kernel.do_execute
-
-    async def do_execute(*args: Any, **options: Any) -> Any:
-        kernel.shell_channel_thread = _MainThread
-        try:
-            return await execute(*args, **options)
-        finally:
-            kernel.shell_channel_thread = None
-
-    kernel.do_execute = do_execute
+    kernel.shell_channel_thread = _MainThread
+    try:
+        yield
+    finally:
+        kernel.shell_channel_thread = None

@@ -11,12 +11,14 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from nbdist.core.lints import Seen
 from nbdist.core.wire import CELL_RUN, SEEN
+from nbdist.engine.cell_hooks import Cell
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,28 +108,17 @@ def collect() -> list[Seen]:
     return [Seen(lint, subject, facts) for (lint, subject), facts in _state.noted.items()]
 
 
-def watch_cells(kernel: Any) -> None:
-    """Send what each of the notebook's cells has shown. Once per engine, before it is watched.
-
-    Around the kernel's `do_execute`, as engine/recorded.py: it has to come before the reply.
-    """
-    execute: Callable[..., Any] = kernel.do_execute
-    if getattr(execute, "is_linted", False):
+@contextmanager
+def around_cell(cell: Cell) -> Iterator[None]:
+    """Send what a cell of the notebook has shown, with its output."""
+    if CELL_RUN not in cell.metadata:
+        yield
         return
-    install()
-
-    async def do_execute(*args: Any, **options: Any) -> Any:
-        is_cell = CELL_RUN in kernel.get_parent("shell").get("metadata", {})
-        if not is_cell:
-            return await execute(*args, **options)
-        begin()
-        try:
-            return await execute(*args, **options)
-        finally:
-            _send(kernel)
-
-    do_execute.is_linted = True  # type: ignore[attr-defined]
-    kernel.do_execute = do_execute
+    begin()
+    try:
+        yield
+    finally:
+        _send(cell.kernel)
 
 
 def _send(kernel: Any) -> None:

@@ -31,6 +31,7 @@ from nbdist.engine import (
     abort,
     ahead,
     blackbox,
+    cell_hooks,
     cells,
     checks,
     crashes,
@@ -51,6 +52,15 @@ TORCH_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 # torch's own (10 minutes with NCCL, 30 with Gloo) ends the wait for a peer that only computes for
 # long. Waiting in vain is seen from outside, in seconds.
 GROUP_TIMEOUT = timedelta(days=1)
+# Around each cell, the outermost first: the box says that a cell has ended once all that belongs
+# to it has, looking at lints and ending the profiler too; memory is looked at while it is recorded.
+CELL_HOOKS = (
+    blackbox.around_cell,
+    lints.around_cell,
+    recorded.around_cell,
+    out_of_memory.around_cell,
+    cells.top_level_await,
+)
 
 
 def join_at_start(run_dir: Path, start: dict[str, Any]) -> None:
@@ -222,10 +232,10 @@ def prepare(seed: int | None = None) -> Topology:
         set_seed(seed)
     shell = get_ipython()
     cells.install(shell)
-    out_of_memory.install(shell.kernel)
-    recorded.install(shell.kernel)
-    lints.watch_cells(shell.kernel)
-    blackbox.watch_cells(shell)
+    recorded.install(shell)
+    lints.install()
+    blackbox.name_cells(shell)
+    cell_hooks.install(shell.kernel, CELL_HOOKS)
     responder.install(shell.kernel)
     run_dir = Path(os.environ.get("NBDIST_RUN", ""))
     is_here = bool(run_dir.name) and run_dir.is_dir()  # not for an engine on another host

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from nbdist.core import blackbox as layout
 from nbdist.core.calls import Box, Call
 from nbdist.core.wire import CELL_RUN
-from nbdist.engine import blackbox, cells
+from nbdist.engine import blackbox, cell_hooks, cells
 from nbdist.engine.calls import GROUP_CALLS, TRANSFERS
 
 pytestmark = pytest.mark.engine
@@ -297,7 +297,7 @@ class Engine:
         self.shell.showtraceback = lambda *_args, **_options: None  # it would need a socket
         self.shell.showsyntaxerror = self.shell.showtraceback
         self.kernel.log = logging.getLogger("test")
-        cells.allow_top_level_await(self.kernel)
+        cell_hooks.install(self.kernel, [blackbox.around_cell, cells.top_level_await])
 
     def run(self, source: str, run: int | None = None) -> dict[str, Any]:
         """Run a cell as an execute_request does, with this run id in its metadata."""
@@ -328,8 +328,6 @@ def engine() -> Engine:
 def test_cell_begins_and_ends_in_the_box(box: layout.Writer, source: str, state: str) -> None:
     """Its run id, "running" inside, and how it ended, whatever kind of cell it is."""
     rank = engine()
-    blackbox.watch_cells(rank.shell)
-    blackbox.watch_cells(rank.shell)  # harmless
     seen = []
     rank.shell.push({"note": lambda: seen.append((now().run, now().state))})
     rank.run("note()", 41)
@@ -346,7 +344,7 @@ def test_cell_begins_and_ends_in_the_box(box: layout.Writer, source: str, state:
 def test_function_of_an_earlier_cell(box: layout.Writer) -> None:
     """A call in a function of cell 7 that cell 12 calls is at its line of cell 7."""
     rank = engine()
-    blackbox.watch_cells(rank.shell)
+    blackbox.name_cells(rank.shell)
     rank.shell.push({"dist": dist, "torch": torch})
     rank.shell.execution_count = 7
     rank.run("def f():\n    x = torch.ones(3)\n    dist.all_reduce(x)", 1)

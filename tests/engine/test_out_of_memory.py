@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nbdist.core.out_of_memory import HOST
-from nbdist.engine import out_of_memory, saved
+from nbdist.engine import cell_hooks, out_of_memory, saved
 from nbdist.engine.shortage import _locals, _phase
 
 pytestmark = pytest.mark.engine
@@ -76,7 +76,10 @@ class Kernel:
     """As ipykernel's: a cell is a function here."""
 
     def __init__(self) -> None:
-        out_of_memory.install(self)
+        cell_hooks.install(self, [out_of_memory.around_cell])
+
+    def get_parent(self, _channel: str) -> dict[str, object]:
+        return {}
 
     async def do_execute(self, cell: Any) -> dict[str, str]:
         try:

@@ -12,7 +12,7 @@ from torch.optim import optimizer as optimizers
 
 import nbdist
 from nbdist.core.wire import CELL_RECORDING
-from nbdist.engine import profiling, recorded, trace
+from nbdist.engine import cell_hooks, profiling, recorded, trace
 from nbdist.engine.profiling import Steps
 
 
@@ -163,8 +163,8 @@ class Kernel:
         self.metadata: dict[str, object] = {}
         self.shell = SimpleNamespace(showtraceback=self.format_error)
         self.at_error: list[str] = []
-        recorded.install(self)
-        recorded.install(self)
+        recorded.install(self.shell)
+        cell_hooks.install(self, [recorded.around_cell])
 
     def get_parent(self, _channel: str) -> dict[str, object]:
         return {"metadata": self.metadata}
