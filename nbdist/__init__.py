@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nbdist.core.shown import shown
+from nbdist.core.units import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,7 @@ from nbdist.client.start import Started, StartOptions, start
 from nbdist.core.cells import CellResult
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
-from nbdist.core.shown import is_stored
+from nbdist.core.units import is_stored
 from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
 from nbdist.view.cells import LiveCell, publish
 from nbdist.view.mime import View

@@ -9,8 +9,8 @@ from dataclasses import replace
 from nbdist.client.channel import Message
 from nbdist.core import lints
 from nbdist.core.lints import LINTS, Seen, Told
-from nbdist.core.shown import is_stored
 from nbdist.core.switching import Switched
+from nbdist.core.units import is_stored
 from nbdist.core.wire import SEEN
 from nbdist.errors import OptionError
 

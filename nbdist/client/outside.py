@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from nbdist.core.shown import shown
+from nbdist.core.units import shown
 from nbdist.errors import NbdistError
 
 NOTE = "stopped"

@@ -37,11 +37,11 @@ from nbdist.core import hints
 from nbdist.core.cells import CellResult
 from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.core.ranks import parse_ranks, rank_label
-from nbdist.core.shown import is_stored
 from nbdist.core.snapshot import MemoryOptions, Snapshot
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
 from nbdist.core.trace import Trace, TraceOptions
+from nbdist.core.units import is_stored
 from nbdist.core.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RECORDING, CELL_RUN
 from nbdist.errors import Interrupted, RankGone
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 
 from nbdist.client.monitor import Monitor
 from nbdist.core import exposition, units
-from nbdist.core.shown import shown
+from nbdist.core.units import shown
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import Option, Verb, positive_number

@@ -28,8 +28,8 @@ from nbdist.core import panel_picker
 from nbdist.core.panel import BUTTONS, PanelState, Plan, missing
 from nbdist.core.panel_board import Board, Job
 from nbdist.core.progress import Progress
-from nbdist.core.shown import is_stored
 from nbdist.core.strategy import Choice, described
+from nbdist.core.units import is_stored
 from nbdist.errors import NbdistError
 from nbdist.notebook import NOTEBOOK, SHOWN, CellOptions
 from nbdist.verbs import Verb

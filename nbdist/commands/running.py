@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
-from nbdist.core.shown import is_stored
 from nbdist.core.strategy_choose import StrategySpec
+from nbdist.core.units import is_stored
 from nbdist.errors import AlreadyRunning, OptionError
 from nbdist.notebook import LOCAL, NOTEBOOK
 from nbdist.verbs import (

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 
 from nbdist.core import units
 from nbdist.core.latency import Fit, fit
-from nbdist.core.shown import shown
 from nbdist.core.sizes import size_text
 from nbdist.core.topology import Topology
+from nbdist.core.units import shown
 from nbdist.errors import OptionError
 
 # However long a run takes, there are so many.

@@ -8,8 +8,8 @@ from itertools import chain
 import numpy as np
 
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.shown import is_stored
 from nbdist.core.trace import COMMUNICATION, RankTrace, Trace
+from nbdist.core.units import is_stored
 
 # A first step this much longer than the others is no measure of them.
 FIRST_STEP = 1.5

@@ -1,14 +1,29 @@
-"""Numbers as short text; everywhere else they are bytes and seconds or nanoseconds."""
+"""Numbers as short text; everywhere else they are bytes and seconds or nanoseconds.
+
+Notebooks of nbdist are tests: their stored outputs have to be equal on every machine. With
+NBDIST_TEST=1 in the environment, hosts, times, rates, memory and the like print as `#`.
+"""
 
 from __future__ import annotations
 
-from nbdist.core.shown import PLACEHOLDER, is_stored, shown
+import os
 
+PLACEHOLDER = "#"
 # Decimal, as memory plans and GPU data sheets count.
 BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 DURATION_UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "us"))
 # What is below a unit by less than this prints as 1.0 of it, not as 1000.0 of the next.
 ROUNDS_UP = 0.99995
+
+
+def is_stored() -> bool:
+    """Whether outputs are going to be stored and compared (NBDIST_TEST=1)."""
+    return os.environ.get("NBDIST_TEST") == "1"
+
+
+def shown(value: object) -> str:
+    """The value as text, or `#` where outputs are stored and compared."""
+    return PLACEHOLDER if is_stored() else str(value)
 
 
 def seconds(value_s: float) -> str:

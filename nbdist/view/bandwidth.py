@@ -11,8 +11,8 @@ from typing import Any
 from nbdist.core.bandwidth import OPS, Bench, Measured
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.links import LINKS, around
-from nbdist.core.shown import is_stored, shown
 from nbdist.core.sizes import size_text
+from nbdist.core.units import is_stored, shown
 from nbdist.view.mime import View, table
 
 _ROW = ["op", "size", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "result"]

@@ -13,7 +13,7 @@ from typing import Any
 from nbdist.core.cells import WIDGET_TYPE, CellResult, Clear, Event, Rich
 from nbdist.core.clip import SHOWN_LINES, Clip
 from nbdist.core.lines import Bar, Line
-from nbdist.core.shown import shown
+from nbdist.core.units import shown
 from nbdist.view.output_file import OutputFile
 from nbdist.view.tabs import tabs
 

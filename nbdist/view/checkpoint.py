@@ -9,9 +9,9 @@ from pathlib import Path
 
 from nbdist.core import units
 from nbdist.core.saving import Loaded, Saved, Started
-from nbdist.core.shown import shown
 from nbdist.core.strategy import described
 from nbdist.core.strategy_degrees import ranks
+from nbdist.core.units import shown
 from nbdist.view.mime import View
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.core import units
 from nbdist.core.comparison import PARTS, Comparison, Row
-from nbdist.core.shown import is_stored, shown
+from nbdist.core.units import is_stored, shown
 from nbdist.view.mime import View, table
 from nbdist.view.trace_png import COLOURS
 

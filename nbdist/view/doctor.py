@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nbdist.core.finding import BAD, OK, WARN, Finding
 from nbdist.core.runs import Run
-from nbdist.core.shown import shown
+from nbdist.core.units import shown
 from nbdist.view.mime import View, table
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from nbdist.core import units
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.shown import PLACEHOLDER, is_stored, shown
 from nbdist.core.snapshot import (
     BUFFER,
     CATEGORIES,
@@ -22,6 +21,7 @@ from nbdist.core.snapshot_findings import MemoryFinding, findings
 from nbdist.core.snapshot_levels import Level
 from nbdist.core.snapshot_peak import RankPeak, Site, peaks, when, worst
 from nbdist.core.snapshot_places import written
+from nbdist.core.units import PLACEHOLDER, is_stored, shown
 from nbdist.view.frame import MOST_BYTES, MOST_NAME, clipped
 from nbdist.view.memory_colours import ORDER
 from nbdist.view.memory_page import height_px, packed, page

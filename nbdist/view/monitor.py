@@ -14,7 +14,7 @@ import numpy as np
 from nbdist.core import units
 from nbdist.core.monitor import History, Sample
 from nbdist.core.monitor_rules import MonitorFinding
-from nbdist.core.shown import is_stored, shown
+from nbdist.core.units import is_stored, shown
 from nbdist.view.mime import View, table
 
 # More pictures than this are too small, or too many, to be read.

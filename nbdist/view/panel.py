@@ -19,7 +19,7 @@ from nbdist.core.panel import (
     bar_told,
 )
 from nbdist.core.plan import NO, RISKY, SAFE, UNKNOWN
-from nbdist.core.shown import PLACEHOLDER, is_stored, shown
+from nbdist.core.units import PLACEHOLDER, is_stored, shown
 from nbdist.view.mime import View, table
 
 # The live panel's page hides the picture that stands below it for when there is no panel.

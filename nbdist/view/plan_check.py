@@ -11,7 +11,7 @@ from nbdist.core.plan_check import Check, Measured
 from nbdist.core.plan_live import LiveModel, described
 from nbdist.core.plan_load import Load
 from nbdist.core.plan_memory import Memory
-from nbdist.core.shown import shown
+from nbdist.core.units import shown
 from nbdist.view.mime import View, table
 
 _HEAD = ["", "predicted (MB)", "measured (MB)", "error"]

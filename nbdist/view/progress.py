@@ -10,7 +10,7 @@ from IPython import get_ipython
 from IPython.display import DisplayHandle, display
 
 from nbdist.core.progress import Progress
-from nbdist.core.shown import is_stored
+from nbdist.core.units import is_stored
 from nbdist.view.cells import publish
 from nbdist.view.mime import View
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from nbdist.core import units
 from nbdist.core.failures import ranks_are
-from nbdist.core.shown import shown
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
+from nbdist.core.units import shown
 from nbdist.view.mime import View, table
 
 NO_SCALING = "The ranks share {shared}: times measured here are no scaling numbers."

@@ -12,7 +12,7 @@ from uuid import uuid4
 from nbdist.core.cells import CellResult, RankResult
 from nbdist.core.clip import SHOWN_LINES
 from nbdist.core.lines import overwritten
-from nbdist.core.shown import is_stored
+from nbdist.core.units import is_stored
 from nbdist.view.mime import View
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from nbdist.core import units
 from nbdist.core.ranks import rank_label
-from nbdist.core.shown import PLACEHOLDER, is_stored, shown
 from nbdist.core.trace import KINDS, Trace
 from nbdist.core.trace_findings import Spot, TraceFinding
 from nbdist.core.trace_levels import Items, Laid, laid
 from nbdist.core.trace_shares import RankShares, Shares
+from nbdist.core.units import PLACEHOLDER, is_stored, shown
 from nbdist.view.frame import MOST_NAME, clipped
 from nbdist.view.mime import View, table
 from nbdist.view.trace_page import height_px, packed, page, steps_of_each

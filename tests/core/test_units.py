@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.core import shm, units, versions
-from nbdist.core.shown import PLACEHOLDER, is_stored, shown
+from nbdist.core.units import PLACEHOLDER, is_stored, shown
 from nbdist.errors import StartError
 
 MIB = 1024 * 1024
