@@ -125,7 +125,7 @@ class Need:
 
 
 def act_of(call: Call) -> Act:
-    """A recorded call."""
+    """What is told of a call that Python recorded."""
     return Act(call.op, call.detail, call.place)
 
 

@@ -162,7 +162,7 @@ class Accelerator(Gradients):
         return found
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's."""
+        """As Accelerate's; what is prepared after it is held weakly too."""
         released = super().free_memory(*objects)
         self._hold_weakly()
         return released
@@ -347,7 +347,7 @@ class LazyAccelerator(Accelerator):
     """
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Nothing is set up before the first use."""
 
     def __getattribute__(self, name: str) -> Any:
         """Any attribute is a use, methods too; what Python itself asks for, `__class__`, is none.

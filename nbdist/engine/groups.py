@@ -123,7 +123,8 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
     whole = [pg for pg, ranks in groups.items() if not set(ranks) & set(dead)]
     for pg in whole:
         checks.unused_type(pg)
-    _forget_closed(world)
+    for closed in [pg for pg in _kept.stores if pg not in world.pg_map]:  # by the user
+        del _kept.stores[closed]
     living = [r for r in range(state.topology.world_size) if r not in dead]
     store = generation_store(state.store, generation)
     meet(store, state.place.rank, living)
@@ -312,12 +313,6 @@ def _register(world: Any, fresh: _Fresh) -> None:
     pg._set_group_desc(pg.group_desc)  # noqa: SLF001
     world.pg_map[pg] = (world.pg_map[pg][0], fresh.store)
     _kept.stores.setdefault(pg, []).extend(fresh.kept)
-
-
-def _forget_closed(world: Any) -> None:
-    """Let go of groups that the user destroyed."""
-    for pg in [pg for pg in _kept.stores if pg not in world.pg_map]:
-        del _kept.stores[pg]
 
 
 def _note(pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ class LazyAccelerator:
     """
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Nothing is imported before the first use."""
         _made.append(self)
 
     def __getattribute__(self, name: str) -> Any:
@@ -39,11 +39,11 @@ class LazyAccelerator:
         setattr(_awake(self), name, value)
 
     def __dir__(self) -> list[str]:
-        """The Accelerator's."""
+        """Names are asked of the Accelerator."""
         return dir(_awake(self))
 
     def __repr__(self) -> str:
-        """The Accelerator's."""
+        """It is shown as the Accelerator."""
         return repr(_awake(self))
 
 

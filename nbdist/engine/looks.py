@@ -214,7 +214,7 @@ def _detail(entry: Mapping[str, Any]) -> str:
     if not entry["input_sizes"]:
         return ""
     name = entry["input_dtypes"][0] if entry["input_dtypes"] else ""
-    return f"{_dtype_name(name)}{entry['input_sizes'][0]}"
+    return f"{_DTYPES.get(name, name.lower())}{entry['input_sizes'][0]}"
 
 
 # The recorder has C++'s names of types; those that are not Python's in small letters.
@@ -230,10 +230,6 @@ _DTYPES = {
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
-
-
-def _dtype_name(name: str) -> str:
-    return _DTYPES.get(name, name.lower())
 
 
 # Private: torch has no public way to read its flight recorder from inside the process. Without
