@@ -64,12 +64,12 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
         StartError: If a rank did not come up.
     """
     from nbdist import commands
-    from nbdist.client import strategy as strategies
     from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
+    from nbdist.core import strategy_asked
 
     deadline_s = DEFAULT_DEADLINE_S if timeout_s is None else timeout_s
     grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
-    asked = strategies.asked(strategy, strategy_options)
+    asked = strategy_asked.asked(strategy, strategy_options)
     options = StartOptions(n, profile, gpus, backend, seed, deadline_s, grace_s, debug, asked)
     return commands.start_and_show(options).session
 

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "nbdist"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-MAX_LINES = 400
+MAX_LINES = 600
 
 FRONT = {
     "__init__",
@@ -122,7 +122,7 @@ def problems(source: str, module: str) -> list[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_file_keeps_to_its_layer(path: Path) -> None:
-    """Each file imports only what its layer may, has a docstring and fits in 400 lines."""
+    """Each file imports only what its layer may, has a docstring and fits in 600 lines."""
     assert problems(path.read_text(encoding="utf-8"), module_name(path)) == []
 
 
@@ -148,7 +148,7 @@ def test_file_keeps_to_its_layer(path: Path) -> None:
         ("nbdist.commands", "from nbdist import magics", "commands -> front"),
         ("nbdist.magics", "import torch", "not in front"),
         ("nbdist.somewhere", "import os", "belongs to no layer"),
-        ("nbdist.core.units", "\n" * MAX_LINES, "more than 400"),
+        ("nbdist.core.units", "\n" * MAX_LINES, "more than 600"),
     ],
 )
 def test_broken_rule_is_told(module: str, line: str, told: str) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist.client import notebook_file, strategy
+from nbdist.client import notebook_file
 from nbdist.commands import cells, check, compare, memory, running, trace, training
-from nbdist.core import export
+from nbdist.core import export, strategy_asked
 from nbdist.core import strategy as strategies
 from nbdist.core.export import Cell, Magic, Reader
 from nbdist.errors import OptionError
@@ -165,7 +165,7 @@ def _of_cell(values: Namespace) -> Magic:
 
 
 def _of_start(values: Namespace) -> Magic:
-    asked = strategy.asked(values.strategy, strategy_given(values))
+    asked = strategy_asked.asked(values.strategy, strategy_given(values))
     return Magic(
         mode="all" if values.auto else None,
         world_size=values.world_size,
@@ -184,10 +184,10 @@ def _of_reset(values: Namespace) -> Magic:
 
 def _of_strategy(values: Namespace) -> Magic:
     name = values.named[0] if values.named else None
-    return Magic(choice=_choice(strategy.asked(name, strategy_given(values)), None))
+    return Magic(choice=_choice(strategy_asked.asked(name, strategy_given(values)), None))
 
 
-def _choice(asked: strategy.Asked | None, world_size: int | None) -> strategies.Choice | None:
+def _choice(asked: strategy_asked.Asked | None, world_size: int | None) -> strategies.Choice | None:
     """The strategy for as many ranks as were typed, or as it takes."""
     if asked is None:
         return None

@@ -6,8 +6,9 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 
-from nbdist.client import strategy
-from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
+from nbdist.client.session import Started
+from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
+from nbdist.core import strategy_asked
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.shown import is_stored
 from nbdist.errors import AlreadyRunning, OptionError
@@ -45,7 +46,7 @@ def start_options(values: Namespace) -> StartOptions:
         deadline_s=values.timeout_s,
         grace_s=values.grace_s,
         debug=values.debug,
-        strategy=strategy.asked(values.strategy, strategy_given(values)),
+        strategy=strategy_asked.asked(values.strategy, strategy_given(values)),
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from nbdist.client import strategy
 from nbdist.core.strategy import choose
+from nbdist.core.strategy_asked import Asked
+from nbdist.core.strategy_asked import asked as as_typed
 from nbdist.core.strategy_options import listed
 from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import OptionError
@@ -21,7 +22,7 @@ def dist_sync_model(values: Namespace) -> View:
     return View(f"all ranks have rank {values.source}'s {', '.join(names)}")
 
 
-def strategy_asked(text: str) -> strategy.Asked:
+def strategy_asked(text: str) -> Asked:
     """A strategy with its options, in one text: `fsdp --bf16`.
 
     Raises:
@@ -34,7 +35,7 @@ def strategy_asked(text: str) -> strategy.Asked:
             'into quotation marks: "fsdp --bf16" ddp'
         )
     name = values.named[0] if values.named else None
-    asked = strategy.asked(name, strategy_given(values))
+    asked = as_typed(name, strategy_given(values))
     if asked is None or (name is not None and name not in ROWS):
         choose(name, {}, 1)  # says which there are
     assert asked is not None
@@ -47,7 +48,7 @@ def dist_strategy(values: Namespace) -> View:
     if len(values.named) > 1:
         raise OptionError(f"%dist_strategy: choose one of {', '.join(values.named)}.")
     name = values.named[0] if values.named else None
-    if strategy.asked(name, given) is None:
+    if as_typed(name, given) is None:
         return strategy_view.current(strategies.current())
     return strategy_view.switched(strategies.switch(name, **given))
 
