@@ -169,14 +169,14 @@ class _Restart:
         progress("forming the groups again")
         health, topology = self._health, self._ranks.topology
         health.generation += 1
-        new = self._replaced
+        new, call = self._replaced, self._ranks.call
         folder = os.getcwd()  # noqa: PTH109  # a string for the wire
-        adopted = {rank: adopt_notebook(self._call, rank, list(sys.path), folder) for rank in new}
+        adopted = {rank: adopt_notebook(call, rank, list(sys.path), folder) for rank in new}
         futures: dict[int, Future[Any]] = {
-            rank: recover(self._call, rank, health.generation, ()) for rank in self._staying
+            rank: recover(call, rank, health.generation, ()) for rank in self._staying
         }
         for rank in new:
-            futures[rank] = rejoin(self._call, rank, topology, rank, health.generation, made)
+            futures[rank] = rejoin(call, rank, topology, rank, health.generation, made)
         try:
             self._results(futures, "form the groups again")
         except BaseException:
@@ -223,7 +223,7 @@ class _Restart:
     def _all(
         self, function: Callable[..., Future[Any]], ranks: Iterable[int], what: str
     ) -> list[Any]:
-        return self._results({rank: function(self._call, rank) for rank in ranks}, what)
+        return self._results({rank: function(self._ranks.call, rank) for rank in ranks}, what)
 
     def _results(self, futures: Mapping[int, Future[Any]], what: str) -> list[Any]:
         while late := [rank for rank, future in futures.items() if not future.done()]:
@@ -261,10 +261,6 @@ class _Restart:
 
     def _engine(self, rank: int) -> int:
         return self._ranks.topology.engine_of_rank(rank)
-
-    def _call(self, rank: int, name: str, *args: Any) -> Future[Any]:
-        assert self._cluster.channel is not None
-        return self._cluster.channel.call(self._engine(rank), name, *args)
 
 
 def _lacking_note(replaced: Collection[int], lacking: Sequence[str]) -> str:

@@ -60,7 +60,7 @@ def test_every_rank_function_is_found() -> None:
     root = Path(nbdist.__file__).parent
     made = sum(path.read_text().count("= RankFunction(") for path in root.rglob("*.py"))
 
-    assert made == len(DECLARED) > 70
+    assert made == len(DECLARED) > 60
 
 
 @pytest.mark.parametrize(("_where", "here", "types"), DECLARED, ids=[one[0] for one in DECLARED])
