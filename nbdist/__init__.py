@@ -69,8 +69,8 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
 
     deadline_s = DEFAULT_DEADLINE_S if timeout_s is None else timeout_s
     grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
-    spec = StrategySpec.parse(strategy, strategy_options)
-    options = StartOptions(n, profile, gpus, backend, seed, deadline_s, grace_s, debug, spec)
+    asked = StrategySpec.parse(strategy, strategy_options)
+    options = StartOptions(n, profile, gpus, backend, seed, deadline_s, grace_s, debug, asked)
     return commands.start_and_show(options).session
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from IPython import get_ipython
 
-from nbdist.client import driving, outside, progress
+from nbdist.client import driving, progress, rundir
 from nbdist.client.recordings import Recordings
 from nbdist.client.request import CellRequest
 from nbdist.client.run import CellRun
-from nbdist.client.session import Session
-from nbdist.client.start import Started, StartOptions, start
+from nbdist.client.session import Session, Started, start
+from nbdist.client.start import StartOptions
 from nbdist.core.cells import CellResult
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
@@ -90,7 +90,11 @@ class Notebook:
     @property
     def is_running(self) -> bool:
         """Whether there are ranks; those that were ended from outside are let go of."""
-        told = "" if self._session is None else outside.told(self._session.cluster.run_dir)
+        told = (
+            ""
+            if self._session is None
+            else rundir.ended_from_outside(self._session.cluster.run_dir)
+        )
         if told:
             self._why_none = told
             self._end()

@@ -9,19 +9,18 @@ import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nbdist.client import answers, progress
-from nbdist.client import remote_checkpoint as remote
+from nbdist.client.ranks import Ranks
+from nbdist.client.remote import RankFunction
+from nbdist.client.request import CellHook
 from nbdist.core import checkpoint_folder
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.progress import BYTES
-from nbdist.core.saving import DONE, FAILED, RUNNING, Loaded, Saved, Saving, Started
+from nbdist.core.saving import DONE, FAILED, RUNNING, Begun, Loaded, Saved, Saving, Started
 from nbdist.core.units import size
 from nbdist.errors import CheckpointError, Interrupted, NbdistError, RankGone
-
-if TYPE_CHECKING:
-    from nbdist.client.session import Session
 
 # Agreeing on what is saved, and a copy of it in the hosts' memory.
 BEGIN_S = 600.0
@@ -32,6 +31,15 @@ ANSWER_S = 1.0
 SILENT_S = 300.0
 STOP_S = 3.0
 POLL_S = 0.05
+
+begin_save: RankFunction[[str, str, bool], Begun] = RankFunction(
+    "nbdist.engine.checkpoint.save:begin"
+)
+load_checkpoint: RankFunction[[str, bool], Loaded] = RankFunction(
+    "nbdist.engine.checkpoint.load:load"
+)
+save_state: RankFunction[[str], Saving] = RankFunction("save_state")
+stop_save: RankFunction[[str, str], bool] = RankFunction("stop_save")
 
 
 @dataclass(slots=True)
@@ -51,11 +59,11 @@ class _Pending:
     is_stopping: bool = False
 
 
-class Checkpoints:
+class Checkpoints(CellHook):
     """What a session saves and loads."""
 
-    def __init__(self, session: Session):
-        self._session = session
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
         self._pending: _Pending | None = None
         self._untold: list[str] = []
         self._before: list[str] = []
@@ -85,14 +93,14 @@ class Checkpoints:
         target = checkpoint_folder.resolved(path)
         self._wait_before()
         began_s = time.monotonic()
-        self._session.upkeep.recover_if_needed()
+        self._ranks.recover_if_needed()
         token = uuid.uuid4().hex
         pending = self._pending = _Pending(token, target, time.monotonic())
         try:
             with progress.during("saving") as tell:
                 tell("all ranks agree on what it holds")
-                told = self._session.call_all(
-                    remote.begin_save, str(target), token, asynchronous,
+                told = self._ranks.call_all(
+                    begin_save, str(target), token, asynchronous,
                     deadline_s=BEGIN_S, is_collective=True,
                 )  # fmt: skip
         except BaseException as error:
@@ -133,12 +141,12 @@ class Checkpoints:
         """
         source = checkpoint_folder.resolved(path)
         self._wait_before()
-        self._session.upkeep.recover_if_needed()
+        self._ranks.recover_if_needed()
         try:
-            with progress.of_ranks(self._session, "loading") as tell:
+            with progress.of_ranks(self._ranks, "loading") as tell:
                 tell("every rank reads and checks its part")
-                told: list[Loaded] = self._session.call_all(
-                    remote.load_checkpoint, str(source), models_only,
+                told: list[Loaded] = self._ranks.call_all(
+                    load_checkpoint, str(source), models_only,
                     deadline_s=LOAD_S, is_collective=True,
                 )  # fmt: skip
         except BaseException as error:
@@ -178,6 +186,10 @@ class Checkpoints:
                     self._ended = [f"{saved.path} was saved at step {saved.step}"]
         told, self._untold = self._untold, []
         return told
+
+    def before(self, metadata: dict[str, Any]) -> list[str]:
+        """A save beside training that has failed is told with the next cell."""
+        return self.news()
 
     def status(self) -> list[str]:
         """Where the last save beside training is, and what `news` tells."""
@@ -236,7 +248,7 @@ class Checkpoints:
         first, now_s = states.get(0), time.monotonic()
         if first is not None:
             pending.heard_s = now_s
-        gone = [rank for rank in self._session.ranks if not self._session.is_connected(rank)]
+        gone = [rank for rank in self._ranks.ranks if not self._ranks.is_connected(rank)]
         failure = ""
         if 0 in gone:
             failure = f"rank 0 {self._how(0)}; it puts the checkpoint in its place"
@@ -270,14 +282,12 @@ class Checkpoints:
             self._stop(pending, why[0])
 
     def _how(self, rank: int) -> str:
-        exit_ = self._session.exit_of(rank)
+        exit_ = self._ranks.exit_of(rank)
         return "cannot be reached" if exit_ is None else f"ended ({exit_.how})"
 
     def _states(self, pending: _Pending) -> dict[int, Saving]:
         """How far each rank is that answers soon."""
-        asked = self._session.health.ask_all(
-            lambda ask, rank: remote.save_state(ask, rank, pending.token)
-        )
+        asked = self._ranks.ask_all(lambda ask, rank: save_state(ask, rank, pending.token))
         end_s = time.monotonic() + ANSWER_S
         found = {}
         for rank, future in asked.items():
@@ -287,9 +297,7 @@ class Checkpoints:
 
     def _stop(self, pending: _Pending, why: str) -> dict[int, Future[bool]]:
         """Let all ranks end a save; by rank, whether it will end so."""
-        return self._session.health.ask_all(
-            lambda ask, rank: remote.stop_save(ask, rank, pending.token, why)
-        )
+        return self._ranks.ask_all(lambda ask, rank: stop_save(ask, rank, pending.token, why))
 
     def _interrupted(self, pending: _Pending) -> Interrupted:
         """Let the ranks end a save, and say what becomes of it. At most STOP_S."""

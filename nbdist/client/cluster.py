@@ -21,10 +21,10 @@ from traitlets.config import Config
 from nbdist.client import controller, guardian, launcher, prepared, presses, processes, rundir
 from nbdist.client.arrivals import POLL_S, Arrivals, Progress
 from nbdist.client.channel import Channel
-from nbdist.client.exits import Exit
 from nbdist.client.guard import Guard
 from nbdist.client.loop import cluster_loop
 from nbdist.client.prepared import gives_ranks, installed_torch
+from nbdist.client.processes import Exit
 from nbdist.core.failures import ranks_phrase
 from nbdist.errors import OptionError, StartError
 

@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
-
-from nbdist.client.remote import Caller
-from nbdist.core.config_emit import SCRIPT, Setting
-
-if TYPE_CHECKING:
-    from nbdist.client.session import Session
+from nbdist.client.ranks import Ranks
+from nbdist.client.remote import RankFunction
+from nbdist.core.config_emit import Setting
+from nbdist.core.strategy import Choice
 
 ASK_S = 30.0
-_CLASSES = "nbdist.engine.block_classes:block_classes"
 
-
-def block_classes(call: Caller, engine: int) -> Future[tuple[str, ...]]:
-    """The classes of the prepared models' blocks."""
-    return call(engine, _CLASSES)
-
-
-REMOTE_FUNCTIONS: dict[Callable[..., Future[Any]], str] = {block_classes: _CLASSES}
+block_classes: RankFunction[[], tuple[str, ...]] = RankFunction(
+    "nbdist.engine.block_classes:block_classes"
+)
 
 
 def setting(
-    session: Session, *, hosts: int | None = None, script: str = SCRIPT, clip: float = 0.0
+    ranks: Ranks, choice: Choice, *, hosts: int | None, script: str, clip: float
 ) -> Setting:
     """What counts on the ranks now: strategy, hosts, devices, and the models' blocks.
 
     Args:
-        session: Its ranks; all are asked for the strategy.
+        ranks: The first is asked for its models.
+        choice: The strategy that counts.
         hosts: On how many; None for as many as they are on.
         script: What is to be started.
         clip: The norm that gradients are clipped to, for DeepSpeed; 0 for none.
 
     Raises:
         RankGone, RankBusy, NotRunning: As for a cell.
-        NbdistError: Ranks have different strategies.
     """
-    choice = session.strategy.current()
-    [blocks] = session.call_all(block_classes, deadline_s=ASK_S, ranks=[0])
-    first = session.topology.ranks[0]
-    several = session.topology.n_hosts if hosts is None else hosts
+    [blocks] = ranks.call_all(block_classes, deadline_s=ASK_S, ranks=[0])
+    first = ranks.topology.ranks[0]
+    several = ranks.topology.n_hosts if hosts is None else hosts
     return Setting(
         choice,
         several,
@@ -50,5 +39,5 @@ def setting(
         tuple(blocks),
         clip,
         script,
-        first.host if session.topology.n_hosts > 1 else "",
+        first.host if ranks.topology.n_hosts > 1 else "",
     )

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from nbdist.client import answers, remote_plan
+from nbdist.client import answers
+from nbdist.client.ranks import Ranks
+from nbdist.client.remote import RankFunction
 from nbdist.core import plan_check, plan_live
 from nbdist.core.plan_check import Measured
 from nbdist.core.plan_live import LiveModel
 from nbdist.errors import NbdistError, OptionError
 
-if TYPE_CHECKING:
-    from nbdist.client.session import Session
-
 DESCRIBE_S = 60.0
 # Two steps, on a CPU under torch's profiler.
 STEP_S = 600.0
 
+describe_model: RankFunction[[str, str], LiveModel] = RankFunction(
+    "nbdist.engine.described:describe_model"
+)
+check_step: RankFunction[[str, str, int, int], Measured] = RankFunction(
+    "nbdist.engine.plan_check:check_step"
+)
 
-def live_model(session: Session, name: str, inputs: str = "") -> LiveModel:
+
+def live_model(ranks: Ranks, name: str, inputs: str = "") -> LiveModel:
     """A variable on the ranks that is a model.
 
     Args:
-        session: Its ranks; all are asked, and compared.
+        ranks: All are asked, and compared.
         name: The variable, or a path from one.
         inputs: A variable that the model is called with; empty for none.
 
@@ -32,7 +36,7 @@ def live_model(session: Session, name: str, inputs: str = "") -> LiveModel:
         RankGone, RankBusy, NotRunning: As for a cell.
     """
     try:
-        told = session.call_all(remote_plan.describe_model, name, inputs, deadline_s=DESCRIBE_S)
+        told = ranks.call_all(describe_model, name, inputs, deadline_s=DESCRIBE_S)
     except NbdistError as error:
         if (refused := answers.refusal(error, OptionError)) is not None:
             raise refused from error
@@ -40,11 +44,11 @@ def live_model(session: Session, name: str, inputs: str = "") -> LiveModel:
     return plan_live.alike(told)
 
 
-def checked_step(session: Session, name: str, inputs: str, batch: int, sequence: int) -> Measured:
+def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int) -> Measured:
     """A real step's memory on the rank that needed most; everything is put back afterwards.
 
     Args:
-        session: Its ranks; all step, under the strategy that counts.
+        ranks: All step, under the strategy that counts.
         name: As for `live_model`.
         inputs: Likewise.
         batch: Of random tokens, for a language model without inputs.
@@ -55,10 +59,10 @@ def checked_step(session: Session, name: str, inputs: str, batch: int, sequence:
         NbdistError: What a rank raised, the model's own errors too.
         RankGone, RankBusy, NotRunning, Interrupted: As for a cell.
     """
-    session.upkeep.recover_if_needed()
+    ranks.recover_if_needed()
     try:
-        told = session.call_all(
-            remote_plan.check_step, name, inputs, batch, sequence,
+        told = ranks.call_all(
+            check_step, name, inputs, batch, sequence,
             deadline_s=STEP_S, is_collective=True,
         )  # fmt: skip
     except NbdistError as error:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from nbdist.client import guardian, outside, rundir, runs
+from nbdist.client import guardian, rundir, runs
 from nbdist.core.runs import DEAD, Process, Run
 from nbdist.errors import NbdistError
 
@@ -66,7 +66,7 @@ def stop(run: Run) -> None:
     Raises:
         NbdistError: If no word can be left for the notebook, or a process could not be ended.
     """
-    outside.leave_note(Path(run.folder))
+    rundir.leave_note(Path(run.folder))
     started = rundir.pids(Path(run.folder))
     asked = [Process(pid, start) for pid, start in started.items()]
     for one in asked:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nbdist.client import remote
+from nbdist.client import shortages
+from nbdist.client.ranks import Ranks
 from nbdist.client.recordings import Recordings, Subject
+from nbdist.client.remote import RankFunction
+from nbdist.client.variables import Variables
 from nbdist.core import snapshot_file
+from nbdist.core.failures import RankFailure
+from nbdist.core.parcels import Parcel
 from nbdist.core.snapshot import MemoryOptions, Snapshot, empty
 from nbdist.errors import OptionError, SnapshotError
 
-if TYPE_CHECKING:
-    from nbdist.client.session import Session
-
 COST = "What the recording itself needs is not in it: torch's allocators do not serve the profiler."
+
+begin_memory: RankFunction[[MemoryOptions, str], None] = RankFunction(
+    "nbdist.engine.snapshot:begin"
+)
+finish_memory: RankFunction[[Sequence[str]], Parcel] = RankFunction("nbdist.engine.snapshot:finish")
+memory_now: RankFunction[[Sequence[str]], Parcel] = RankFunction("nbdist.engine.snapshot:now")
 
 
 def _nothing() -> SnapshotError:
@@ -25,14 +33,14 @@ def _nothing() -> SnapshotError:
     )
 
 
-SUBJECT = Subject("memory", "memory records", remote.begin_memory, remote.finish_memory, _nothing)
+SUBJECT = Subject("memory", "memory records", begin_memory, finish_memory, _nothing)
 
 
 class Memories(Recordings[MemoryOptions, Snapshot]):
     """The memory of a session's ranks: one recording at a time, and the last one is kept."""
 
-    def __init__(self, session: Session):
-        super().__init__(session, SUBJECT)
+    def __init__(self, ranks: Ranks, variables: Variables):
+        super().__init__(ranks, variables, SUBJECT)
         self._kept: dict[str, Snapshot] = {}
         self._short: tuple[int, ...] = ()  # ranks whose memory has run out since
 
@@ -48,7 +56,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
             OptionError: If a rank does not exist.
             Interrupted: If the user interrupted it.
         """
-        return self._joined(self._taken(remote.memory_now, self._session.chosen(ranks)))
+        return self._joined(self._taken(memory_now, self._ranks.chosen(ranks)))
 
     def finish(self) -> Snapshot:
         """As Recordings.finish: a recording of the cell says more than what was left of it."""
@@ -60,6 +68,10 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         """The memory of a rank has run out: it has noted what was in use, and is asked for it."""
         self._short = tuple(sorted({*self._short, rank}))
 
+    def advice(self, failure: RankFailure) -> str:
+        """What to do about a shortage of memory; what was in use then is shown next."""
+        return shortages.advice(self._ranks, self.note_shortage, failure)
+
     def last_or_now(self) -> Snapshot:
         """What was recorded last; where nothing was, as `now` of all ranks.
 
@@ -67,7 +79,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         """
         if self._short:
             short, self._short = self._short, ()
-            self._last = self._joined(self._taken(remote.finish_memory, short))
+            self._last = self._joined(self._taken(finish_memory, short))
         return self.now() if self._last is None else self._last
 
     def keep(self, name: str, snapshot: Snapshot) -> None:

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.client import remote, remote_plan, states
+from nbdist.client.ranks import current_strategy
+from nbdist.client.remote import RankFunction
 from nbdist.core import collectives
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.panel import RankRow, row_of
@@ -20,11 +21,18 @@ from nbdist.core.strategy import Choice
 from nbdist.core.strategy_choose import default_choice
 
 if TYPE_CHECKING:
-    from nbdist.client.run import CellRun
+    from nbdist.client.ranks import RunningCell
     from nbdist.client.session import Session
 
 # Who has waited for less is in step with the others.
 AFTER_S = 1.0
+
+prepared_sizes: RankFunction[[], tuple[tuple[str, int, int], ...]] = RankFunction(
+    "nbdist.engine.parallel.sizes:sizes"
+)
+sketch_models: RankFunction[[], tuple[LiveModel, ...]] = RankFunction(
+    "nbdist.engine.sketched:sketches"
+)
 
 
 def title(session: Session) -> str:
@@ -44,7 +52,7 @@ def looked(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ...]]:
     rows = tuple(row_of(place, samples.get(place.rank), now_s) for place in session.topology.ranks)
     if all(row.kind != "waiting" for row in rows):
         return rows, ()
-    found = collectives.diagnose(list(states.views(session).values()), now_s, AFTER_S)
+    found = collectives.diagnose(list(session.health.views_now().values()), now_s, AFTER_S)
     return rows, tuple(one.text for one in found)
 
 
@@ -75,9 +83,8 @@ def interrupt(session: Session) -> tuple[str, str]:
     return ", ".join(map(_told, waited)), "; ".join(left)
 
 
-def _told(one: CellRun) -> str:
-    number = one.request.number
-    return "a cell" if number is None else f"cell [{number}]"
+def _told(cell: RunningCell) -> str:
+    return "a cell" if cell.number is None else f"cell [{cell.number}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +113,15 @@ def prepared(
         A function that waits until they have been taken, so many seconds at most.
     """
     rank = next(
-        (r for r in session.ranks if session.is_connected(r) and not session.readiness.is_busy(r)),
+        (r for r in session.ranks if session.is_connected(r) and not session.is_busy(r)),
         None,
     )
     if session.is_stopped or rank is None:
         return lambda _limit_s: None
     is_taken = threading.Event()
-    choice = remote.current_strategy(session.call, rank)
-    sizes = remote.prepared_sizes(session.call, rank)
-    sketches = remote_plan.sketch_models(session.call, rank)
+    choice = current_strategy(session.call, rank)
+    sizes = prepared_sizes(session.call, rank)
+    sketches = sketch_models(session.call, rank)
 
     def arrived(done: Future[Any]) -> None:
         # In its main thread a rank answers in order, so what was asked before is there.
@@ -152,4 +159,4 @@ def models_of(sizes: Sequence[tuple[str, int, int]]) -> tuple[Model, ...]:
 
 def last_choice(session: Session) -> Choice:
     """The strategy as far as the notebook knows without asking."""
-    return session.strategy.last or default_choice(session.topology.world_size)
+    return session.strategy_chosen or default_choice(session.topology.world_size)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from nbdist.client import guardian, outside, rundir
+from nbdist.client import guardian, rundir
 from nbdist.core import host, runs
 from nbdist.core.runs import Process, Run
 
@@ -78,7 +78,7 @@ def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:
     state = runs.state(owner, here, None if owner is None else _start_of(owner.pid))
     if state == runs.UNKNOWN and is_guarded:
         state = runs.RUNNING  # its folder was damaged, but a guardian does not outlive its kernel
-    if state == runs.RUNNING and outside.told(folder):
+    if state == runs.RUNNING and rundir.ended_from_outside(folder):
         state = runs.STOPPED
     return Run(str(folder), state, owner, rundir.hosts(folder), has_folder=folder.is_dir())
 

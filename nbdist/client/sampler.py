@@ -6,19 +6,18 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import psutil
 
-from nbdist.client import gpus, remote
+from nbdist.client import gpus
 from nbdist.client.doings import Doings
+from nbdist.client.health import Health
+from nbdist.client.ranks import Ranks
+from nbdist.client.remote import RankFunction
 from nbdist.core.gpu_reading import GpuReading, GpuReadings, GpuWatch
 from nbdist.core.monitor import Allocator, Answer, Sample
 from nbdist.core.topology import RankPlace
 from nbdist.core.usage import Usage, Usages
-
-if TYPE_CHECKING:
-    from nbdist.client.session import Session
 
 PERIOD_S = 1.0
 # Ranks of this host are asked for torch's allocator alone, which changes slowly.
@@ -29,6 +28,8 @@ MOST_ASKED = 2.0  # in a second
 ANSWER_S = 15.0
 # An allocator's numbers that are older than so many periods are not told any more.
 OLD_PERIODS = 3
+
+usage: RankFunction[[bool], Answer] = RankFunction("usage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +48,23 @@ Samples = tuple[Sample, ...]
 class Sampler:
     """Takes one sample of every rank at a time, and waits for nobody. For one thread."""
 
-    def __init__(self, session: Session, note: Callable[[str], None], period_s: float):
+    def __init__(self, ranks: Ranks, health: Health, note: Callable[[str], None], period_s: float):
         """Read nothing yet.
 
         Args:
-            session: The ranks.
+            ranks: Whose.
+            health: Theirs.
             note: Told what could not be read, again and again.
             period_s: Between two samples.
         """
-        self._session = session
+        self._ranks = ranks
+        self._health = health
         self._note = note
-        self._doings = Doings(session)
+        self._doings = Doings(ranks, health)
         self._usages = Usages(psutil)
         self._gpus = GpuWatch(gpus.reader, period_s)
-        self._has_gpus = any(place.device != "cpu" for place in session.topology.ranks)
-        self._answers = _Answers(session, note)
+        self._has_gpus = any(place.device != "cpu" for place in ranks.topology.ranks)
+        self._answers = _Answers(ranks, note)
         self._spent: dict[int, _Spent] = {}
 
     def close(self) -> None:
@@ -71,13 +74,13 @@ class Sampler:
     def take(self) -> Samples:
         """A sample of every rank, in rank order."""
         now_s = time.monotonic()
-        pids = self._session.health.pids()
+        pids = self._health.pids()
         usages = self._usages.read(pids.values())
         here = {rank: usages.get(pid) for rank, pid in pids.items()}
         read, read_s = self._read_gpus(now_s) if self._has_gpus and pids else (GpuReadings(), now_s)
         return tuple(
             self._sample(place, now_s, pids, here, (read, read_s))
-            for place in self._session.topology.ranks
+            for place in self._ranks.topology.ranks
         )
 
     def _sample(
@@ -147,10 +150,10 @@ class Sampler:
 class _Answers:
     """What ranks' control threads have said of their use, asked for and not waited for."""
 
-    def __init__(self, session: Session, note: Callable[[str], None]):
-        self._session = session
+    def __init__(self, ranks: Ranks, note: Callable[[str], None]):
+        self._ranks = ranks
         self._note = note
-        self._least_s = len(session.topology.ranks) / MOST_ASKED
+        self._least_s = len(ranks.topology.ranks) / MOST_ASKED
         self._asked: dict[int, tuple[Future[Answer], float]] = {}
         self._known: dict[int, tuple[Answer, float]] = {}
 
@@ -176,7 +179,7 @@ class _Answers:
         return answer.allocator if answer is not None and is_new else None
 
     def _ask(self, rank: int, now_s: float, *, is_remote: bool) -> None:
-        sent = self._session.health.ask(lambda ask, who: remote.usage(ask, who, is_remote), rank)
+        sent = self._ranks.ask(lambda ask, who: usage(ask, who, is_remote), rank)
         if sent is not None:
             self._asked[rank] = sent, now_s
 
@@ -188,7 +191,7 @@ class _Answers:
         sent, asked_s = asked
         error = sent.exception()
         if error is not None:
-            if self._session.health.is_reachable(rank):  # else how it ended is told
+            if self._ranks.is_connected(rank):  # else how it ended is told
                 self._note(f"rank {rank} cannot tell what it uses: {error}")
             return
         self._known[rank] = sent.result(), asked_s

@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from nbdist.client import remote
+from nbdist.client.ranks import Ranks
+from nbdist.client.remote import RankFunction
 from nbdist.core import out_of_memory, shortage_text
 from nbdist.core.failures import RankFailure, plain
 from nbdist.core.shortage import Shortage
 
-if TYPE_CHECKING:
-    from nbdist.client.session import Session
-
 # The rank has looked already, before its reply: what is asked for lies ready.
 ASK_S = 10.0
 
+last_shortage: RankFunction[[], Shortage | None] = RankFunction("nbdist.engine.out_of_memory:last")
 
-def advice(session: Session, failure: RankFailure) -> str:
+
+def advice(ranks: Ranks, note: Callable[[int], object], failure: RankFailure) -> str:
     """What to do about a shortage of memory, as lines of text; empty of any other failure.
 
-    The session's memories then show what was in use.
-
     Args:
-        session: Its cell has ended on this rank.
+        ranks: Their cell has ended on the failure's rank.
+        note: Called with a rank that has noted what was in use.
         failure: Of that cell.
     """
     told = out_of_memory.told_by(failure.name, failure.message)
     if told is None and not out_of_memory.is_told_in(plain("\n".join(failure.traceback))):
         return ""
-    found, why = _asked(session, failure.rank)
+    found, why = _asked(ranks, failure.rank)
     if found is not None:
-        session.memories.note_shortage(failure.rank)
+        note(failure.rank)
         return shortage_text.block(found)
     return "" if told is None else shortage_text.unmeasured(failure.rank, told, why)
 
 
-def _asked(session: Session, rank: int) -> tuple[Shortage | None, str]:
+def _asked(ranks: Ranks, rank: int) -> tuple[Shortage | None, str]:
     """What a rank knows, or why nothing is known."""
-    if not session.is_connected(rank):
+    if not ranks.is_connected(rank):
         return None, "the rank has ended"
-    if session.readiness.is_busy(rank):
+    if ranks.is_busy(rank):
         return None, "the rank still runs"
     try:
-        return remote.shortage(session.call, rank).result(ASK_S), "it was not noted"
+        return last_shortage(ranks.call, rank).result(ASK_S), "it was not noted"
     except TimeoutError:
         return None, f"the rank did not answer within {ASK_S:.0f} s"
     except Exception as error:  # noqa: BLE001  # the cell's own error is the one to be raised

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from nbdist.client import answers, progress, remote
+from nbdist.client import answers, progress
+from nbdist.client.ranks import Ranks, current_strategy
+from nbdist.client.remote import RankFunction
 from nbdist.core import strategy
-from nbdist.core.comparison import Comparison
 from nbdist.core.ranks import rank_label
 from nbdist.core.strategy import Choice
 from nbdist.core.strategy_choose import StrategySpec
@@ -14,30 +15,27 @@ from nbdist.core.switched import together
 from nbdist.core.switching import Switched
 from nbdist.errors import Interrupted, NbdistError, OptionError
 
-if TYPE_CHECKING:
-    from nbdist.client.session import Session
-
 CURRENT_S = 30.0
 # A large model crosses a slow network.
 SWITCH_S = 600.0
 
+switch_strategy: RankFunction[[Choice], Switched] = RankFunction(
+    "nbdist.engine.parallel.switch:switch"
+)
+
 
 class Strategies:
-    """What a session's ranks prepare models under.
+    """What ranks prepare models under."""
 
-    Attributes:
-        last: What was chosen last, for a process that takes a rank's place; None for nothing yet.
-        compared: What strategies came to that were last run side by side (client.comparison).
-    """
+    def __init__(self, ranks: Ranks, after: Callable[[Switched], Switched] = lambda done: done):
+        """Nothing is chosen yet.
 
-    def __init__(self, session: Session):
-        self.last: Choice | None = None
-        self.compared: Comparison | None = None
-        self._session = session
-
-    def began_with(self, spec: StrategySpec | None) -> None:
-        """Note what the ranks were started with."""
-        self.last = None if spec is None else spec.on(self._session.topology)
+        Args:
+            ranks: All of them.
+            after: Adds to a switch what others have to say of it.
+        """
+        self._ranks = ranks
+        self._after = after
 
     def current(self) -> Choice:
         """The strategy that counts now, with what the user's own Accelerator has added to it.
@@ -46,7 +44,7 @@ class Strategies:
             RankGone, RankBusy, NotRunning: As for a cell.
             NbdistError: If ranks have different ones: a switch did not come to its end.
         """
-        told = self._session.call_all(remote.current_strategy, deadline_s=CURRENT_S)
+        told = self._ranks.call_all(current_strategy, deadline_s=CURRENT_S)
         if any(one != told[0] for one in told):
             each = "; ".join(
                 f"{rank_label([rank])}: {strategy.label(one)}" for rank, one in enumerate(told)
@@ -71,16 +69,18 @@ class Strategies:
             NbdistError: What a rank raised; what counts now, `current` says.
             Interrupted: If the user interrupted it.
         """
-        return self.switch_to(StrategySpec(name, tuple(given.items())).on(self._session.topology))
+        return self.switch_to(StrategySpec(name, tuple(given.items())).on(self._ranks.topology))
 
     def switch_to(self, choice: Choice) -> Switched:
         """The same with a choice for these ranks."""
-        self._session.upkeep.recover_if_needed()
-        self.last = self.last or choice  # it may count, however this ends
+        self._ranks.recover_if_needed()
+        self._ranks.strategy_chosen = (
+            self._ranks.strategy_chosen or choice
+        )  # it may count, however this ends
         try:
-            with progress.of_ranks(self._session, "switch"):
-                told = self._session.call_all(
-                    remote.switch_strategy, choice, deadline_s=SWITCH_S, is_collective=True
+            with progress.of_ranks(self._ranks, "switch"):
+                told = self._ranks.call_all(
+                    switch_strategy, choice, deadline_s=SWITCH_S, is_collective=True
                 )
         except KeyboardInterrupt as error:
             raise Interrupted(f"{error}; %dist_strategy says which strategy counts now") from error
@@ -88,5 +88,5 @@ class Strategies:
             if (refused := answers.refusal(error, OptionError)) is not None:
                 raise refused from error
             raise
-        self.last = choice
-        return self._session.lints.of_switch(together(told))
+        self._ranks.strategy_chosen = choice
+        return self._after(together(told))

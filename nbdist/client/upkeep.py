@@ -7,19 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nbdist.client import presses, remote, repair, rundir, states
+from nbdist.client import presses, repair
 from nbdist.client.aftermath import Aftermath, Outcome
-from nbdist.client.arrivals import silent
+from nbdist.client.health import Health
+from nbdist.client.ranks import Ranks
 from nbdist.client.repair import Restarted
 from nbdist.core import collectives
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.units import seconds
 from nbdist.errors import Interrupted, NbdistError, NotRunning, OptionError
-
-if TYPE_CHECKING:
-    from nbdist.client.session import Session
 
 RESTART_S = 120.0
 # Between two looks at ranks that no cell watches any more.
@@ -30,22 +28,23 @@ RELEASE_S = 1.0
 
 
 class Upkeep:
-    """What is to be done for the ranks of one session between their cells.
+    """What is to be done for ranks between their cells.
 
     Attributes:
         ended_by_us: The ranks that are being ended on purpose.
     """
 
-    def __init__(self, session: Session):
+    def __init__(self, ranks: Ranks, health: Health):
         self.ended_by_us: set[int] = set()
-        self._session = session
+        self._ranks = ranks
+        self._health = health
         self._given_up: set[int] = set()
         self._notes: list[str] = []
 
     def take_notes(self) -> list[str]:
         """What was done and not told yet, a line each."""
         notes, self._notes = self._notes, []
-        return notes + self._session.checkpoints.news()
+        return notes
 
     def make_whole(self) -> None:
         """Replace a controller that has ended, and ranks that the user gave up on.
@@ -54,8 +53,8 @@ class Upkeep:
             StartError: If the new one does not come.
         """
         self.reconnect()
-        if self._given_up and not self._session.is_stopped:
-            restarted = self.restart(sorted(self._given_up), RESTART_S, silent)
+        if self._given_up and not self._ranks.is_stopped:
+            restarted = self.restart(sorted(self._given_up), RESTART_S, lambda _text: None)
             self._notes += [
                 f"{ranks_phrase(restarted.ranks)} replaced in {seconds(restarted.elapsed_s)}",
                 *restarted.notes,
@@ -68,27 +67,27 @@ class Upkeep:
             StartError: If the new one does not come.
             OptionError: If this profile's cannot be started again.
         """
-        if not self._session.is_stopped:
-            told = repair.reconnect(self._session)
+        if not self._ranks.is_stopped:
+            told = repair.reconnect(self._ranks)
             self._notes += [told] if told else []
             self._release_unheard()
 
     def _release_unheard(self) -> None:
         """Abort what can never end in a cell that ended for the notebook with its controller."""
-        session = self._session
-        found: set[str] | None = None
+        ranks, health = self._ranks, self._health
+        certain: set[str] | None = None
         for _ in range(2):
-            unheard = session.cluster.unheard.intersection(session.busy_ranks)
+            unheard = ranks.cluster.unheard.intersection(ranks.busy_ranks)
             if not unheard:
                 return
-            session.health.ask_looks(unheard, time.monotonic())
+            health.ask_looks(unheard, time.monotonic())
             time.sleep(LOOK_PAUSE_S)
-            seen = collectives.diagnose(list(states.views(session).values()), time.monotonic())
-            certain = {one.text for one in seen if one.is_certain}
-            found = certain if found is None else found & certain
-        if found:
-            session.health.abort()
-            self._notes += [f"{text}; aborted" for text in sorted(found)]
+            findings = collectives.diagnose(list(health.views_now().values()), time.monotonic())
+            seen = {finding.text for finding in findings if finding.is_certain}
+            certain = seen if certain is None else certain & seen
+        if certain:
+            health.abort()
+            self._notes += [f"{text}; aborted" for text in sorted(certain)]
 
     def restart(
         self,
@@ -108,41 +107,36 @@ class Upkeep:
             OptionError: If none is named and none has ended; on other profiles than local.
             RankBusy, StartError, NbdistError, Interrupted: See repair.restart.
         """
-        session = self._session
-        if session.is_stopped:
+        if self._ranks.is_stopped:
             raise NotRunning("These ranks were stopped. %dist_init starts new ones.")
-        chosen = session.health.dead if ranks is None else tuple(ranks)
+        chosen = self._health.dead if ranks is None else tuple(ranks)
         if not chosen:
-            last = session.ranks[-1]
+            last = self._ranks.ranks[-1]
             raise OptionError(
                 f"No rank has ended. %dist_restart {last} replaces rank {last}, whose variables "
                 "are then lost; %dist_reset starts all afresh."
             )
         self.ended_by_us |= set(chosen)
         try:
-            restarted = repair.restart(session, chosen, deadline_s, progress)
+            restarted = repair.restart(self._ranks, self._health, chosen, deadline_s, progress)
         finally:
             self.ended_by_us -= set(chosen)
         self._given_up -= set(restarted.ranks)
         self.ended_by_us -= set(restarted.ranks)  # those that an earlier cell gave up on, too
-        session.health.watch_processes()
+        self._health.watch_processes()
         return restarted
 
     @property
     def can_replace(self) -> bool:
         """Whether ranks can be given up: not where other launchers than nbdist's start them."""
-        return self._session.cluster.can_restart
+        return self._ranks.cluster.can_restart
 
     def give_up(self, ranks: Sequence[int]) -> None:
         """End ranks that take no interrupt; the next cell begins with their replacement."""
         self._given_up |= set(ranks)
         self.ended_by_us |= set(ranks)
-        engine = self._session.topology.engine_of_rank
-        self._session.cluster.end_engines([engine(rank) for rank in ranks])
-
-    def begin_recovery(self) -> dict[int, Future[Any]]:
-        """Make the groups anew on all living ranks, which have to be idle."""
-        return self._session.health.begin_recovery(self._session.call)
+        engine = self._ranks.topology.engine_of_rank
+        self._ranks.cluster.end_engines([engine(rank) for rank in ranks])
 
     def release(self, futures: Sequence[Future[Any]]) -> None:
         """Break off what ranks still wait in when another one of them has failed.
@@ -154,22 +148,12 @@ class Upkeep:
         try:
             while not all(future.done() for future in futures):
                 if time.monotonic() > end_s:
-                    self._session.health.abort()
+                    self._health.abort()
                     return
                 time.sleep(POLL_S)
         except KeyboardInterrupt:  # whoever presses again does not want to wait
-            self._session.health.abort()
+            self._health.abort()
             raise
-
-    def reserve(self) -> None:
-        """Keep space on the disk for the next recovery; the last one has used it."""
-        rundir.reserve(self._session.cluster.run_dir)
-
-    def begin_comparison(self) -> dict[int, Future[Any]]:
-        """Ask all living ranks, which have to be idle, for the checksums of their models."""
-        session = self._session
-        living = [rank for rank in session.ranks if session.is_connected(rank)]
-        return {rank: remote.checksums(session.call, rank) for rank in living}
 
     def recover(self, *, is_certain: bool = True) -> Outcome:
         """Make the groups anew and wait for it.
@@ -181,7 +165,7 @@ class Upkeep:
             Interrupted: If the user interrupted it; the next cell begins with it.
         """
         presses_or_answers: SimpleQueue[bool] = SimpleQueue()  # a signal handler may put
-        aftermath = Aftermath(self._session, time.monotonic(), is_certain=is_certain)
+        aftermath = Aftermath(self._ranks, self._health, time.monotonic(), is_certain=is_certain)
         aftermath.on_answer = lambda: presses_or_answers.put(False)
         with presses.counted() as pressed:
             pressed.send_to(lambda: presses_or_answers.put(True))
@@ -198,7 +182,7 @@ class Upkeep:
         Raises:
             Interrupted: If the user interrupts this as well; the next cell begins with it.
         """
-        if not self._session.health.needs_recovery:  # else the next cell begins with it
+        if not self._health.needs_recovery:  # else the next cell begins with it
             self._notes += self.recover(is_certain=False).lines
 
     def recover_if_needed(self) -> None:
@@ -208,7 +192,7 @@ class Upkeep:
             NbdistError: If the groups cannot be made anew.
             Interrupted: If the user interrupted it.
         """
-        if self._session.health.needs_recovery and not self._session.busy_ranks:
+        if self._health.needs_recovery and not self._ranks.busy_ranks:
             outcome = self.recover()
             if outcome.problem:
                 raise NbdistError(f"The cell was not run: {outcome.problem}.")

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from nbdist.client import answers, progress, remote_weights
+from nbdist.client import answers, progress
+from nbdist.client.ranks import Ranks
+from nbdist.client.remote import RankFunction
 from nbdist.core import checkpoint_folder
 from nbdist.core.weights import Exported
 from nbdist.errors import CheckpointError, Interrupted, NbdistError, OptionError
 
-if TYPE_CHECKING:
-    from nbdist.client.session import Session
-
 # A large model crosses a slow network and goes to a slow disk, and is read back.
 EXPORT_S = 7200.0
 
+export_weights: RankFunction[[str, str], Exported] = RankFunction(
+    "nbdist.engine.weights:export_weights"
+)
 
-def export(session: Session, path: str | Path, model: str = "") -> Exported:
+
+def export(ranks: Ranks, path: str | Path, model: str = "") -> Exported:
     """Write a model's weights into one safetensors file that transformers loads.
 
     Rank 0 writes it, on its host. It is read back and compared with the model, and only then gets
     its name; `config.json` comes beside it if the model has a config.
 
     Args:
-        session: Its ranks; all take part.
+        ranks: All take part.
         path: A file that ends in .safetensors, or a folder, which gets a `model.safetensors`.
         model: A variable on the ranks, or a path from one; empty for the only model.
 
@@ -34,12 +36,12 @@ def export(session: Session, path: str | Path, model: str = "") -> Exported:
             stays.
         RankGone, RankBusy, NotRunning, Interrupted, NbdistError: As for a cell.
     """
-    session.upkeep.recover_if_needed()
+    ranks.recover_if_needed()
     target = checkpoint_folder.resolved(path)
     try:
-        with progress.of_ranks(session, "exporting", (0,)):
-            told: list[Exported] = session.call_all(
-                remote_weights.export_weights, model, str(target),
+        with progress.of_ranks(ranks, "exporting", (0,)):
+            told: list[Exported] = ranks.call_all(
+                export_weights, model, str(target),
                 deadline_s=EXPORT_S, is_collective=True,
             )  # fmt: skip
     except KeyboardInterrupt as error:

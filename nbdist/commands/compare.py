@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
-from nbdist.client.comparison import Comparing
 from nbdist.commands.training import strategy_spec
 from nbdist.core.strategy_options import listed
 from nbdist.core.strategy_rows import ROWS
@@ -38,7 +37,7 @@ def compared(
             "%dist_compare ddp fsdp -- train(3)"
         )
     asked = [(text, strategy_spec(text)) for text in strategies]
-    comparing = Comparing(NOTEBOOK.session, code)
+    comparing = NOTEBOOK.session.comparing(code)
     try:
         found = comparing.run(asked, lambda text: show(View(f"{text}:")))
     except BaseException:

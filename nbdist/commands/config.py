@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nbdist.client import config_file, configuration
+from nbdist.client import config_file
 from nbdist.core import config_check
 from nbdist.core.config_emit import FORMS, SCRIPT, Setting
 from nbdist.core.config_launch import Configured, configured
@@ -75,10 +75,7 @@ def made(asked: Asked) -> Configured:
                 "No ranks run here whose strategy could be shown. Name a file to check, or a "
                 "strategy: --strategy ddp --ranks 8."
             )
-        live = configuration.setting(
-            NOTEBOOK.session, hosts=asked.hosts, script=asked.script, clip=asked.clip
-        )
-        return configured(live)
+        return NOTEBOOK.session.config(asked.hosts, script=asked.script, clip=asked.clip)
     ranks = asked.ranks
     if ranks is None:
         if not NOTEBOOK.is_running:
@@ -172,7 +169,7 @@ def _completed(around: Around, others: tuple[Document, ...]) -> Around:
     degrees = {"tp": around.tp, "pp": around.pp, "cp": around.cp, "dp": around.dp}
     if ranks is None and NOTEBOOK.is_running:
         ranks, source = NOTEBOOK.session.topology.world_size, "as run here"
-        last = NOTEBOOK.session.strategy.last
+        last = NOTEBOOK.session.strategy_chosen
         if last is not None and not any(degrees.values()):
             degrees |= {axis: getattr(last.degrees, axis) for axis in ("tp", "pp", "cp")}
     return Around(ranks, source if ranks is not None else "", others=others, **degrees)

@@ -6,7 +6,8 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 
-from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
+from nbdist.client.session import Started
+from nbdist.client.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.strategy_choose import StrategySpec
 from nbdist.core.units import is_stored

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import nbdist
-from nbdist.client import leftovers, remote, runs
+from nbdist.client import leftovers, runs
+from nbdist.client.remote import RankFunction
 from nbdist.commands.running import START_OPTIONS, start_options
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.runs import RUNNING, STOPPED, Run
@@ -23,6 +24,12 @@ from nbdist.view import ranks as ranks_view
 from nbdist.view.mime import View
 
 TAKE_DEADLINE_S = 30.0
+
+take_script: RankFunction[[str, str, tuple[str, ...]], None] = RankFunction(
+    "nbdist.engine.script:take"
+)
+# The source of a cell that runs the program that `take_script` has brought.
+RUN_SCRIPT = "__import__('nbdist.engine.script', fromlist=['run']).run(globals())"
 
 
 def version(_values: Namespace) -> View:
@@ -89,9 +96,9 @@ def run(values: Namespace) -> None:
         shown = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
         sys.stderr.write(f"{shown.text}\n")  # stdout is the program's
         started.session.call_all(
-            remote.take_script, str(path), text, values.rest, deadline_s=TAKE_DEADLINE_S
+            take_script, str(path), text, tuple(values.rest), deadline_s=TAKE_DEADLINE_S
         )
-        NOTEBOOK.run(remote.RUN_SCRIPT, CellOptions())
+        NOTEBOOK.run(RUN_SCRIPT, CellOptions())
     finally:
         if NOTEBOOK.is_running:
             NOTEBOOK.stop()

@@ -70,7 +70,7 @@ def snapshot() -> tuple[float, bytes | None]:
     return time.monotonic(), blackbox.snapshot()
 
 
-# All that can be asked; nbdist/client/remote*.py have the same names. Nothing else is called.
+# All that can be asked; the kernel declares the same names. Nothing else is called.
 TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
         "ping": ping,

@@ -1,7 +1,7 @@
 """One rank: its place, its device, its process group, and the names that cells find.
 
 Every function here but `join_at_start` is called from the notebook by name
-(nbdist/client/remote.py lists them); what they return crosses the wire as plain records.
+(the kernel declares them as RankFunctions); what they return crosses the wire as plain records.
 """
 
 from __future__ import annotations

@@ -10,9 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client import remote, repair, rundir, start
+from nbdist.client import rundir, start
+from nbdist.client.repair import names as names_on
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
+from nbdist.client.session import start as start_session
 from nbdist.client.start import StartOptions
 from nbdist.core.cells import CellResult, Event
 from tests.support import processes
@@ -64,7 +66,7 @@ def runs(tmp_path: Path) -> Iterator[Path]:
 def _two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with temporary_folder(tmp_path_factory.mktemp("two") / "tmp") as base:
         options = StartOptions(world_size=2, gpus="none", seed=SEED)
-        session = start.start(options, silent, lambda _: None).session
+        session = start_session(options, silent, lambda _: None).session
     yield session
     session.stop()
 
@@ -76,12 +78,12 @@ def _two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 def pair(_two_ranks: Session) -> Session:
     """The same two ranks for each test, whole and without the names of the tests before."""
     session = _two_ranks
-    repair.reconnect(session)
+    session.upkeep.reconnect()
     if session.health.dead:
-        repair.restart(session, session.health.dead, RESTART_S, lambda _: None)
+        session.restart(deadline_s=RESTART_S)
     session.grace_s = start.DEFAULT_GRACE_S
     assert until(lambda: not session.busy_ranks)
-    told = [remote.names(session.call, rank).result(RESTART_S) for rank in session.ranks]
+    told = [names_on(session.call, rank).result(RESTART_S) for rank in session.ranks]
     names = sorted(set(itertools.chain(*told)))
     session.run(f"[globals().pop(name, None) for name in {names}];")
     return session
@@ -107,7 +109,7 @@ def _command(process: psutil.Process) -> list[str]:
 @contextlib.contextmanager
 def session_of(options: StartOptions) -> Iterator[Session]:
     """Ranks that end with the block."""
-    session = start.start(options, silent, lambda _: None).session
+    session = start_session(options, silent, lambda _: None).session
     try:
         yield session
     finally:

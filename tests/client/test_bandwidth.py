@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from nbdist.client import bandwidth, remote
+from nbdist.client import bandwidth
 from nbdist.client.bandwidth import Bandwidth, load, next_cost_s, save, shares
 from nbdist.client.session import Session
 from nbdist.core.bandwidth import LEAST_RUNS, OPS, Bench, Timing
@@ -36,11 +36,9 @@ class FakeSession:
         self.done: list[str] = []
         self.asked: list[tuple[str, int]] = []
         self.ranks = tuple(range(topology.world_size))
-        self.readiness = SimpleNamespace(check_death=lambda ranks: self.done.append("looked"))
-        self.upkeep = SimpleNamespace(
-            recover_if_needed=lambda: self.done.append("recovered"),
-            settle=lambda: self.done.append("settled"),
-        )
+        self.check_death = lambda _ranks: self.done.append("looked")
+        self.recover_if_needed = lambda: self.done.append("recovered")
+        self.settle = lambda: self.done.append("settled")
         self.problem: Callable[[str, int], Any] = lambda _op, _size: ""
         self._free = free
 
@@ -48,9 +46,9 @@ class FakeSession:
         self, function: Callable[..., Any], *args: Any, deadline_s: float, **options: Any
     ) -> list[Any]:
         n = self.topology.world_size
-        if function is remote.begin_measuring:
+        if function is bandwidth.begin_measuring:
             return [{"host": self._free}] * n
-        assert function is remote.measure
+        assert function is bandwidth.measure
         assert options == {"is_collective": True, "patience_s": bandwidth.PATIENCE_S}
         op, size, limit_s = args
         self.asked.append((op, size))
@@ -105,7 +103,7 @@ def test_with_nccl_sizes_go_to_a_gigabyte(made: Made) -> None:
     one, session = made(topology(2, gpus=2))
     session.call_all = lambda function, *args, **options: (  # type: ignore[method-assign]
         [{"host": 1, "device": 10**11}] * 2
-        if function is remote.begin_measuring
+        if function is bandwidth.begin_measuring
         else FakeSession.call_all(session, function, *args, **options)
     )
     found = one.measure("all_reduce", limit_s=1000.0)

@@ -144,7 +144,7 @@ def test_a_rank_that_ended_meanwhile_is_known_and_comes_back(pair: Session) -> N
     channel = pair.cluster.channel
     assert channel is not None
     registered = channel.engine_ids
-    done = repair.restart(pair, (1,), 60, lambda _: None)
+    done = repair.restart(pair, pair.health, (1,), 60, lambda _: None)
 
     assert texts_of_note
     assert registered == (0,)

@@ -20,7 +20,7 @@ def parcel(rank: int, duration_ns: int = 5, strategy: str = "ddp") -> Future[Any
 
 def memories(answers: dict[int, Callable[[], Future[Any]]]) -> tuple[Memories, Ranks]:
     ranks = Ranks(answers)
-    return Memories(ranks), ranks  # type: ignore[arg-type]
+    return Memories(ranks, ranks.variables), ranks  # type: ignore[arg-type]
 
 
 def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.client import driving, outside
+from nbdist.client import driving, rundir
 from nbdist.client import monitor as monitors
 from nbdist.client.monitor import Monitor, Samples
 from nbdist.client.request import CellRequest
@@ -201,7 +201,7 @@ def test_sampling_stops_by_itself_when_nobody_asks_any_more(
 ) -> None:
     """Not while a cell runs, and not while somebody listens."""
     monkeypatch.setattr(monitors, "UNASKED_S", 0.0)
-    monitor = Monitor(session, period_s=0.05)
+    monitor = Monitor(session, session.health, period_s=0.05)
     one = begin(session, "import time\ntime.sleep(1)")
     monitor.start()  # the only question while the cell runs
     end(one)
@@ -228,7 +228,7 @@ def on_gpus(session: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monit
         for place, uuid in zip(session.topology.ranks, uuids, strict=True)
     ]
     monkeypatch.setattr(session, "topology", replace(session.topology, ranks=tuple(places)))
-    monitor = Monitor(session, period_s=0.1)
+    monitor = Monitor(session, session.health, period_s=0.1)
     yield monitor
     monitor.close()
 
@@ -306,7 +306,7 @@ def test_ranks_on_other_hosts_answer_for_themselves(
     """What cannot be read here is asked for; where C code holds the GIL its age grows."""
     pids = session.health.pids()
     monkeypatch.setattr(session.health, "pids", dict)
-    monitor = Monitor(session, period_s=0.2)
+    monitor = Monitor(session, session.health, period_s=0.2)
     answered = first(monitor, lambda samples: all(one.cpu_percent is not None for one in samples))
     # One call of C code: the control thread gets no turn until it ends.
     one = begin(session, "if rank == 0:\n    pow(3, 12_000_000)\n")
@@ -366,7 +366,7 @@ def test_sampling_ends_with_the_ranks(session: Session) -> None:
     served = monitor.serve(0)
     with pytest.raises(OptionError, match="is served already"):
         monitor.serve(served.port + 1)
-    outside.leave_note(session.cluster.run_dir)
+    rundir.leave_note(session.cluster.run_dir)
     assert until(lambda: not monitor.is_running)
     assert until(lambda: not served._thread.is_alive())
     with pytest.raises(NotRunning):

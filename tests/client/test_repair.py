@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.client import driving, repair, start
+from nbdist.client import driving, repair
 from nbdist.client.request import CellRequest
 from nbdist.client.session import Session
+from nbdist.client.session import start as start_session
 from nbdist.client.start import StartOptions
 from nbdist.errors import (
     DistributedError,
@@ -43,7 +44,7 @@ PAIR_SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total, group=pai
 def restart(
     session: Session, *ranks: int, progress: Callable[[str], None] = lambda _: None
 ) -> repair.Restarted:
-    return repair.restart(session, ranks, DEADLINE_S, progress)
+    return repair.restart(session, session.health, ranks, DEADLINE_S, progress)
 
 
 def texts(session: Session, code: str, ranks: str | None = None) -> list[str]:
@@ -208,7 +209,7 @@ def test_killed_workers_of_a_data_loader_leave_no_folder(monkeypatch: pytest.Mon
     with tempfile.TemporaryDirectory(prefix="n-") as temporary:
         monkeypatch.setenv("TMPDIR", temporary)
         with temporary_folder(Path(temporary)):
-            session = start.start(
+            session = start_session(
                 StartOptions(world_size=1, gpus="none"), silent, lambda _: None
             ).session
         try:
@@ -356,9 +357,11 @@ def test_a_rank_that_a_wrong_shape_killed_is_told_with_both_shapes(pair: Session
 
 def test_another_profile_is_refused_with_what_to_do() -> None:
     """Where other launchers start the engines, the way is a new start."""
-    session: Any = types.SimpleNamespace(cluster=types.SimpleNamespace(can_restart=False))
+    session: Any = types.SimpleNamespace(
+        cluster=types.SimpleNamespace(can_restart=False), health=None
+    )
     with pytest.raises(OptionError, match=r"profile local.*%dist_reset"):
-        repair.restart(session, (1,), DEADLINE_S, lambda _: None)
+        repair.restart(session, session.health, (1,), DEADLINE_S, lambda _: None)
 
 
 @pytest.mark.faults
@@ -371,7 +374,7 @@ def test_nothing_outlives_a_kernel_killed_after_a_restart(tmp_path: Path) -> Non
         session = nbdist.session()
         os.kill(session.cluster.controller_pid(), signal.SIGKILL)
         while None not in session.cluster.exits: time.sleep(0.01)
-        repair.restart(session, (1,), 60, lambda step: None)
+        repair.restart(session, session.health, (1,), 60, lambda step: None)
         print(session.cluster.run_dir)
     """
     with Kernel(cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")}) as kernel:

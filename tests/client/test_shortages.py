@@ -1,7 +1,6 @@
 """What the notebook says where memory ran out on a rank that can, or cannot, be asked."""
 
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,8 +29,7 @@ class Ranks:
         self.asked = 0
         self._answer = answer
         self.is_connected = lambda _rank: not is_gone
-        self.readiness = SimpleNamespace(is_busy=lambda _rank: is_busy)
-        self.memories = SimpleNamespace(note_shortage=self.noted.append)
+        self.is_busy = lambda _rank: is_busy
 
     def call(self, _rank: int, _name: str) -> Future[Any]:
         self.asked += 1
@@ -44,7 +42,7 @@ class Ranks:
 
 
 def advice(ranks: Ranks, failure: RankFailure = FAILURE) -> str:
-    return shortages.advice(ranks, failure)  # type: ignore[arg-type]
+    return shortages.advice(ranks, ranks.noted.append, failure)  # type: ignore[arg-type]
 
 
 def test_rank_that_knows() -> None:

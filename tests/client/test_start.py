@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
-from nbdist.client import gpus, start
+from nbdist.client import gpus
 from nbdist.client.launcher import RankEngineLauncher
+from nbdist.client.session import start as start_session
 from nbdist.client.start import StartOptions
 from nbdist.core import shm, versions
 from nbdist.core.topology import Gpu
@@ -42,7 +43,7 @@ TWO_GPUS = (
 
 
 def begin(progress: Callable[[str], None] = lambda _: None, **options: Any) -> None:
-    start.start(StartOptions(**options), silent, progress)
+    start_session(StartOptions(**options), silent, progress)
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_plain_python_gets_ranks(tmp_path: Path) -> None:
 def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -> None:
     """Two ranks, their threads a share of the cores, and a progress line for each step."""
     steps: list[str] = []
-    started = start.start(StartOptions(), silent, steps.append)
+    started = start_session(StartOptions(), silent, steps.append)
     plan = started.session.topology
     results = started.session.run("print(torch.get_num_threads(), flush=True)")
     started.session.stop()

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from nbdist.client.health import Health
+from nbdist.client.ranks import Ranks
 from nbdist.client.session import Session
 from nbdist.client.upkeep import RELEASE_S, Upkeep
 from nbdist.errors import DistributedError, Interrupted, NbdistError
@@ -35,13 +37,9 @@ class FakeHealth:
     needs_recovery = False
     aborts = 0
 
-    def begin_recovery(self, _call: object) -> dict[int, Future[Any]]:
+    def begin_recovery(self) -> dict[int, Future[Any]]:
         """Nobody completes it."""
         return {0: Future()}
-
-    def is_reachable(self, _rank: int) -> bool:
-        """It lives."""
-        return True
 
     def abort(self) -> None:
         """Count."""
@@ -52,11 +50,14 @@ class FakeSession:
     """One idle rank."""
 
     busy_ranks = ()
-    call = None
 
     def __init__(self) -> None:
         self.health = FakeHealth()
-        self.upkeep = Upkeep(cast("Session", self))
+        self.upkeep = Upkeep(cast("Ranks", self), cast("Health", self.health))
+
+    def is_connected(self, _rank: int) -> bool:
+        """It lives."""
+        return True
 
 
 def test_ranks_that_answer_by_themselves_are_not_broken_off() -> None:

@@ -7,7 +7,7 @@ import pytest
 from nbdist.client.lints import Lints
 from nbdist.core import lints
 from nbdist.core.lints import LINTS, Seen
-from nbdist.core.wire import SEEN
+from nbdist.core.wire import CELL_RUN, SEEN
 from nbdist.errors import OptionError
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
@@ -116,17 +116,22 @@ def test_names_that_do_not_exist_are_refused() -> None:
     assert lints.checked(["all"]) == tuple(LINTS)
 
 
+def message(data: Any) -> Any:
+    """Raw, with this data displayed."""
+    return {"header": {"msg_type": "display_data"}, "content": {"data": data}}
+
+
 class TestOnce:
     """What a session tells, and how often."""
 
     @staticmethod
     def cell(one: Lints, run: int, *seen: Seen) -> tuple[str, ...]:
         """The lines of a cell in which each rank saw this."""
+        one.before({CELL_RUN: run})
         for rank, own in enumerate(seen):
-            take = one.listening(run, rank, lambda _message: None)
             data: Any = {SEEN: [[own.lint, own.subject, dict(own.facts)]]}
-            take({"header": {"msg_type": "display_data"}, "content": {"data": data}})
-        return one.lines(run, is_ok=True)
+            assert one.message(run, rank, message(data))
+        return one.after(run, is_ok=True)
 
     def test_a_cause_is_told_once_and_another_one_again(self) -> None:
         """The same model, then another."""
@@ -168,12 +173,12 @@ class TestOnce:
 
     def test_other_messages_go_on_and_late_ones_are_dropped(self) -> None:
         """What is not a lint is the cell's output; a cell that was given up on tells nothing."""
-        session, seen = Lints(), []
-        take = session.listening(1, 0, seen.append)
+        session = Lints()
+        session.before({CELL_RUN: 1})
         stream: Any = {"header": {"msg_type": "stream"}, "content": {"text": "x"}}
-        take(stream)
-        session.lines(1, is_ok=True)
-        take({"header": {"msg_type": "display_data"}, "content": {"data": {SEEN: []}}})
 
-        assert seen == [stream]
+        assert not session.message(1, 0, stream)
+        assert not session.message(1, 0, message({"text/plain": "x"}))
+        session.after(1, is_ok=True)
+        assert session.message(1, 0, message({SEEN: []}))
         assert session._seen == {}

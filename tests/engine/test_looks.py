@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.client import remote
+from nbdist.client import health
 from nbdist.client.channel import Channel
 from nbdist.client.start import StartOptions
 from nbdist.core.calls import CxxCall, Look, Place
@@ -60,7 +60,7 @@ class Ranks:
         return self._number
 
     def look(self, rank: int) -> Look:
-        look = remote.look(self.channel.ask, rank).result(DEADLINE_S)
+        look = health.look(self.channel.ask, rank).result(DEADLINE_S)
         assert isinstance(look, Look)
         return look
 

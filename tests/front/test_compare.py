@@ -65,7 +65,7 @@ from nbdist.client.comparison import Comparing
 from nbdist.commands.training import strategy_spec
 def comparing(texts, code):
     asked = [(text, strategy_spec(text)) for text in texts]
-    return Comparing(nbdist.session(), code).run(asked)
+    return nbdist.session().comparing(code).run(asked)
 """
 _ROWS = """
 found = comparing({texts!r}, {code!r})
