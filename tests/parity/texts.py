@@ -6,7 +6,7 @@ from tests.support.training import MODEL
 COMMON = """
     import functools
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from nbdist.engine.parallel import flat, switch
+    from nbdist.engine.parallel import flat, switch, wholes
     from nbdist.engine.parallel.exchange import Move, exchange
     from nbdist.engine.parallel.norms import _laid_out
 
@@ -103,7 +103,7 @@ COMMON = """
 
     def whole_gradients(model):
         "By first name, on every rank. Collective."
-        one = live.prepared_of(model)
+        one = registry.prepared_of(model)
         if one is None:
             return {}  # DeepSpeed has them in buffers of its own
         if flat.is_flat(one):
@@ -208,7 +208,7 @@ ROWS = (
         if isinstance(found[-1], str):
             done(found=found)
         gc.collect()
-        assert live.prepared() == []
+        assert registry.prepared() == []
         print(typed, kind, found[-1], f"{time.perf_counter() - began_s:.2f} s", flush=True)
     done(found=found)
 """
@@ -265,7 +265,7 @@ SWITCHES = (
 
     def moments():
         "The largest difference of each kind of state, by its largest value; steps are equal."
-        found = live.full_optimizer_state(optimizer.optimizer)["state"]
+        found = wholes.full_optimizer_state(optimizer.optimizer)["state"]
         wanted = {name: alone_optimizer.state[p] for name, p in alone_net.named_parameters()}
         def worst(key):
             size = max(own[key].abs().max().item() for own in wanted.values())

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import recursively_apply
 
 from nbdist.core.ranks import rank_label
-from nbdist.engine.parallel import live
+from nbdist.engine.parallel import registry
 from nbdist.engine.parallel.agreement import gathered
 from nbdist.errors import NbdistError
 
@@ -28,7 +28,7 @@ def check_alike(batch: Any, index: int) -> None:
         NbdistError: They differ, on all ranks: a model's parts would each compute with
             different data, and nothing else would tell.
     """
-    choice = live.current()
+    choice = registry.current()
     if choice.name == "single" or choice.degrees.dp == choice.degrees.product:
         return
     seen = gathered((index, _digest(batch)))

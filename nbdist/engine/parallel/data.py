@@ -14,7 +14,7 @@ from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from nbdist.engine.parallel import live, seen
+from nbdist.engine.parallel import registry, seen
 from nbdist.engine.parallel.alike import check_alike
 from nbdist.engine.parallel.position import Position
 from nbdist.engine.parallel.shares import Feed, Settings, Shard, Share, current_share
@@ -75,7 +75,7 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         self._shard = shard
         self._settings = settings
         self._order: torch.Tensor | None = None
-        if live.current().name == "single":
+        if registry.current().name == "single":
             self._take_over()  # once: later each rank goes on by itself, and alike
 
     def skip(self, n_batches: int) -> Loader:
@@ -103,7 +103,7 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         self._order = None
 
     def __iter__(self) -> Iterator[Any]:
-        if live.current().name != "single":
+        if registry.current().name != "single":
             self._take_over()
         if self.synchronized_generator is not None:
             self._order = self.synchronized_generator.get_state()

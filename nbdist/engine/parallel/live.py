@@ -25,44 +25,17 @@ from nbdist.engine.parallel.registry import (
     grid,
     grid_for,
     last_number,
-    layout_of,
     names_in,
     next_number,
     owner_names,
     prepared,
     prepared_of,
     register,
-    set_choice,
     state_side,
-    watch,
 )
 from nbdist.engine.parallel.step import Job
-from nbdist.engine.parallel.wholes import (
-    full_optimizer_state,
-    full_state,
-    load_full,
-    load_full_optimizer_state,
-    place,
-)
+from nbdist.engine.parallel.wholes import place
 from nbdist.errors import NbdistError, OptionError
-
-__all__ = [
-    "bind",
-    "current",
-    "device",
-    "full_optimizer_state",
-    "full_state",
-    "grid",
-    "grid_for",
-    "layout_of",
-    "load_full",
-    "load_full_optimizer_state",
-    "prepare_model",
-    "prepared",
-    "prepared_of",
-    "set_choice",
-    "watch",
-]
 
 
 def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.Module:

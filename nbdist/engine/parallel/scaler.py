@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 from torch.distributed.tensor import DTensor
 
-from nbdist.engine.parallel import live
+from nbdist.engine.parallel import registry
 
 
 def local_parts(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -98,7 +98,7 @@ class Scaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(own, inv_scale, found_inf, allow_fp16)
         for flag in found.values():  # offloaded gradients have a flag of their own
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
-        if live.current().name != "single":
+        if registry.current().name != "single":
             dist.all_reduce(found_inf, dist.ReduceOp.MAX)
         return {found_inf.device: found_inf}
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from nbdist.core.strategy import Choice
-from nbdist.engine.parallel import live
+from nbdist.engine.parallel import registry
 from nbdist.errors import OptionError
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def share_of(choice: Choice, rank: int) -> Share:
 
 def current_share() -> Share:
     """This rank's part of the data under the strategy that is current. No rank is met."""
-    return share_of(live.current(), dist.get_rank())
+    return share_of(registry.current(), dist.get_rank())
 
 
 def refuse_uneven(size: int | None, share: Share) -> None:

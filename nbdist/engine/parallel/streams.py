@@ -19,7 +19,7 @@ from accelerate.utils import (
 )
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from nbdist.engine.parallel import live
+from nbdist.engine.parallel import registry
 from nbdist.engine.parallel.data import Loader, arguments
 from nbdist.engine.parallel.position import Position
 from nbdist.engine.parallel.shares import Feed, Settings, Share, current_share, refuse_uneven
@@ -128,7 +128,7 @@ class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyp
         self.iteration += 1
 
     def _batches(self) -> Iterator[Any]:
-        is_alone = live.current().name == "single"
+        is_alone = registry.current().name == "single"
         reads = is_alone or dist.get_rank() == 0
         # torch's data pipes meet all ranks where an iterator is made.
         is_opened = reads or isinstance(self.dataset, IterDataPipe)
