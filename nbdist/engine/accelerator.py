@@ -12,11 +12,11 @@ from accelerate.utils import reduce as reduce_on_all_ranks
 from nbdist.core.strategy import Choice
 from nbdist.engine import lazy, plain
 from nbdist.engine.parallel import (
-    defaults,
     engines,
     gathering,
     live,
     options,
+    precision,
     registry,
     saving,
     streams,
@@ -54,8 +54,8 @@ class Accelerator(Gradients):
         self._own_steps = self.gradient_accumulation_steps
         self._own_scaler: Scaler | None = None
         self._hold_weakly()
-        defaults.note(self.state.mixed_precision)
-        registry.set_choice(defaults.filled(registry.current()))
+        precision.note(self.state.mixed_precision)
+        registry.set_choice(precision.filled(registry.current()))
         registry.watch(self)
         self._follow(registry.current())
 

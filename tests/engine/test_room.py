@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbdist.engine.parallel.room import room_for
+from nbdist.engine.parallel.exchange import room_for
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from nbdist.engine.parallel import registry, seen
+from nbdist.engine.parallel import registry
 from nbdist.engine.parallel.alike import check_alike
-from nbdist.engine.parallel.position import Position
+from nbdist.engine.parallel.position import Position, note_batch
 from nbdist.engine.parallel.shares import Feed, Settings, Shard, Share, current_share
 from nbdist.errors import OptionError
 
@@ -130,7 +130,7 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
                 batch = next(inner, _END)
                 if is_first:
                     check_alike(batch, share.index)
-                    seen.note(batch)
+                    note_batch(batch)
             assert inner is not None
             if batch is _END:
                 return

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from nbdist.core import pages
 from nbdist.core.layout import Cuts, Piece, Side, local_shape, pieces, runs, split
 from nbdist.core.progress import BYTES
 from nbdist.engine import progress
-from nbdist.engine.parallel.room import room_for
 
 __all__ = ["Move", "Side", "exchange", "moved_bytes"]
 
@@ -31,6 +31,9 @@ _CALL_BYTES = 512 << 20
 
 # Pieces begin at multiples of this in a bucket, so that it can be seen as any dtype.
 _ALIGNMENT = 16
+
+# Below, malloc mostly has pages at hand that were there before.
+_ADVISED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,3 +340,15 @@ def _carrier(device: torch.device) -> torch.device:
 def _place() -> tuple[int, int]:
     """Rank and number of ranks; 0 and 1 in a process without a group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def room_for(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor whose memory has its pages, where the system can give them at once.
+
+    Otherwise each page of 4 KiB comes with an interruption of its own while the tensor is filled.
+    A switch of 100 million parameters with AdamW on two CPU ranks took a sixth longer so.
+    """
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu" and tensor.nbytes >= _ADVISED_BYTES:
+        pages.advise(tensor.data_ptr(), tensor.nbytes, pages.POPULATE)
+    return tensor

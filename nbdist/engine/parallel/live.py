@@ -13,7 +13,7 @@ from nbdist.core.layout import Side, TensorLayout
 from nbdist.core.strategy import Choice, Degrees, steps_of
 from nbdist.engine import lints_values, models
 from nbdist.engine.parallel import build, fsdp, undo, zero1
-from nbdist.engine.parallel.agreement import same_random, together
+from nbdist.engine.parallel.agreement import together
 from nbdist.engine.parallel.exchange import Move, exchange
 from nbdist.engine.parallel.grid import Grid
 from nbdist.engine.parallel.prepared import Prepared
@@ -34,6 +34,7 @@ from nbdist.engine.parallel.registry import (
     state_side,
 )
 from nbdist.engine.parallel.step import Job
+from nbdist.engine.parallel.training_state import same_random
 from nbdist.engine.parallel.wholes import place
 from nbdist.errors import NbdistError, OptionError
 

@@ -14,10 +14,11 @@ from nbdist.core.layout import Side, TensorLayout
 from nbdist.core.strategy import Choice, Degrees, default_choice, steps_of
 from nbdist.engine import plain, runtime
 from nbdist.engine.parallel import flat, zero1
-from nbdist.engine.parallel.agreement import same_random, together, world_size
+from nbdist.engine.parallel.agreement import together, world_size
 from nbdist.engine.parallel.build import Built
 from nbdist.engine.parallel.grid import Grid, make_grid
 from nbdist.engine.parallel.prepared import Prepared, attach, attached
+from nbdist.engine.parallel.training_state import same_random
 
 
 class Watcher(Protocol):
