@@ -26,9 +26,9 @@ from nbdist.core.comparison import Held, Watched
 from nbdist.core.strategy import label, rows_of
 from nbdist.engine import namespace
 from nbdist.engine.parallel import fsdp, registry
-from nbdist.engine.parallel.build import local_of
 from nbdist.engine.parallel.commit import called
 from nbdist.engine.parallel.prepared import Prepared
+from nbdist.engine.parallel.tensors import local_of
 from nbdist.engine.parallel.training_state import (
     PutBack,
     generators,

@@ -14,8 +14,8 @@ from nbdist.engine import described
 from nbdist.engine.fake.sources import is_language_model
 from nbdist.engine.measured import Subject, measured
 from nbdist.engine.parallel import fsdp, registry
-from nbdist.engine.parallel.build import local_of
 from nbdist.engine.parallel.prepared import Prepared
+from nbdist.engine.parallel.tensors import local_of
 from nbdist.engine.parallel.training_state import (
     generators,
     keep_gradients,

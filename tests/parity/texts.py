@@ -8,7 +8,7 @@ COMMON = """
     from torch.distributed.fsdp import FullyShardedDataParallel
     from nbdist.engine.parallel import flat, switch, wholes
     from nbdist.engine.parallel.exchange import Move, exchange
-    from nbdist.engine.parallel.norms import _laid_out
+    from nbdist.engine.parallel.tensors import local_as
 
     LENGTH, GLOBAL, LIMIT = 16, 16, 0.5
     DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,7 +110,8 @@ COMMON = """
             with FullyShardedDataParallel.summon_full_params(
                     one.outer, writeback=False, with_grads=True):
                 return {name: p.grad.clone() for name, p in one.parameters.items()}
-        held = {name: _laid_out(p) for name, p in one.parameters.items() if p.grad is not None}
+        held = {name: local_as(p.grad, p) for name, p in one.parameters.items()
+                if p.grad is not None}
         moves = [Move(name, torch.float32, one.side(name), one.whole(name))
                  for name in one.parameters]
         return {name: g.clone() for name, g in exchange(moves, held, torch.device("cpu")).items()}

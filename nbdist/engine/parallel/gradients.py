@@ -13,7 +13,8 @@ from accelerate.utils import AutocastKwargs
 from nbdist.engine import lints_steps
 from nbdist.engine.parallel import deepspeed, engines, norms, registry
 from nbdist.engine.parallel.precision import DTYPES
-from nbdist.engine.parallel.scaler import Scaler, local_parts
+from nbdist.engine.parallel.scaler import Scaler
+from nbdist.engine.parallel.tensors import local_parts
 
 
 class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped

@@ -114,15 +114,12 @@ def attach_steps(optimizer: Optimizer, known: list[Prepared]) -> None:
         own.detach()
         own.detach = None
     if "zero1" in steps_of(current()):
-        own.detach = zero1.attach(optimizer, _owners(known), grid().group("dp_replicate"))
-
-
-def _owners(known: list[Prepared]) -> dict[int, int]:
-    return {
-        id(one.parameters[name]): owner
-        for one in known
-        for name, owner in owner_names(one.built).items()
-    }
+        owners = {
+            id(one.parameters[name]): owner
+            for one in known
+            for name, owner in owner_names(one.built).items()
+        }
+        own.detach = zero1.attach(optimizer, owners, grid().group("dp_replicate"))
 
 
 def _sketch(planned: list[build.Built], job: Job) -> list[tuple[str, tuple[int, ...], str]]:

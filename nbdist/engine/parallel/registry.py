@@ -193,7 +193,7 @@ def bound(optimizer: Optimizer) -> Bound:
 
 
 def bound_optimizers() -> list[Optimizer]:
-    """Those that live."""
+    """The optimizers that `bound` was asked for and that still live."""
     return list(_live.bound)
 
 

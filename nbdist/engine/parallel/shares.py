@@ -188,7 +188,7 @@ class Shard(BatchSampler):
             self._opening = None
 
     def feed(self) -> Feed[Sequence[int]]:
-        """A new epoch."""
+        """The batches of a new epoch, of all ranks together."""
         # As many as the widest round that fills up its gaps can ask for.
         return Feed(self.batch_sampler, n_first=dist.get_world_size())
 

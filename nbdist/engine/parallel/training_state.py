@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
-from nbdist.engine.parallel.build import local_of
+from nbdist.engine.parallel.tensors import local_of
 from nbdist.errors import NbdistError
 
 PutBack = Callable[[], object]
