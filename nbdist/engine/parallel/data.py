@@ -91,13 +91,13 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         """Which epoch this is and how its order began, also in the middle of one."""
         generator = self.synchronized_generator
         if generator is None:
-            return {"iteration": self.iteration}
+            return super().epoch_state()
         order = generator.get_state() if self._order is None else self._order
-        return {"iteration": self.iteration, "order": order}
+        return {**super().epoch_state(), "order": order}
 
     def set_epoch_state(self, state: dict[str, Any]) -> None:
         """Let the next loop be the epoch in which `state` was taken, from its beginning."""
-        self.set_epoch(state["iteration"])
+        super().set_epoch_state(state)
         if self.synchronized_generator is not None and "order" in state:
             self.synchronized_generator.set_state(state["order"].cpu())
         self._order = None

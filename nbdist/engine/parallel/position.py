@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,16 +19,19 @@ class Position:
     A loop that was left early counts as far as it came.
     """
 
+    # Accelerate's loaders have these.
+    iteration: int
+    set_epoch: Callable[[int], None]
     _used = 0
     _resumed = 0
 
     def epoch_state(self) -> dict[str, Any]:
-        """Which epoch this is and how its order began."""
-        raise NotImplementedError
+        """Which epoch this is; of a loader that knows it also how its order began."""
+        return {"iteration": self.iteration}
 
     def set_epoch_state(self, state: dict[str, Any]) -> None:
         """Let the next loop be the epoch in which `state` was taken, from its beginning."""
-        raise NotImplementedError
+        self.set_epoch(state["iteration"])
 
     def position_state(self) -> dict[str, Any]:
         """Which epoch this is, how its order began, and how many batches of it were used."""

@@ -104,14 +104,6 @@ class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyp
         step = self._step(current_share())
         return Dispatched(self, self._settings, self._first + n_batches * step)
 
-    def epoch_state(self) -> dict[str, Any]:
-        """Which epoch this is."""
-        return {"iteration": self.iteration}
-
-    def set_epoch_state(self, state: dict[str, Any]) -> None:
-        """Let the next loop be that epoch."""
-        self.set_epoch(state["iteration"])
-
     def __len__(self) -> int:
         step = self._step(current_share())
         n_batches = len(self.base_dataloader) - self._first
@@ -258,14 +250,6 @@ class Streamed(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
     def skip(self, n_batches: int) -> Streamed:
         """The same without its first batches."""
         return Streamed(self, self._settings, self.skip_batches + n_batches)
-
-    def epoch_state(self) -> dict[str, Any]:
-        """Which epoch this is."""
-        return {"iteration": self.iteration}
-
-    def set_epoch_state(self, state: dict[str, Any]) -> None:
-        """Let the next loop be that epoch."""
-        self.set_epoch(state["iteration"])
 
     def __iter__(self) -> Iterator[Any]:
         share = current_share()
