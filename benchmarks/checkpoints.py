@@ -138,13 +138,13 @@ class Rank:
 
         from nbdist.core.strategy_choose import choose
         from nbdist.engine.accelerator import Accelerator
-        from nbdist.engine.parallel import live
+        from nbdist.engine.parallel import registry
 
         join_nbdist(RANKS, folder)
         self._rank = rank
         self._size = SIZES[millions]
         self._tokens = itertools.count()
-        live.set_choice(choose("fsdp", {}, RANKS, device_type="cpu", backend="gloo"))
+        registry.set_choice(choose("fsdp", {}, RANKS, device_type="cpu", backend="gloo"))
         model = make(self._size)
         optimizer = torch.optim.AdamW(model.parameters())
         self.model, self.optimizer = Accelerator().prepare(model, optimizer)

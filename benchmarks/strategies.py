@@ -144,10 +144,10 @@ def _data(strategy: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _ours(strategy: str, rank: int) -> Step:
     from nbdist.core.strategy_choose import choose
     from nbdist.engine.accelerator import Accelerator
-    from nbdist.engine.parallel import live
+    from nbdist.engine.parallel import registry
 
     given = {"microbatches": MICROBATCHES} if strategy == "pp" else {}
-    live.set_choice(choose(strategy, given, RANKS, device_type="cpu", backend="gloo"))
+    registry.set_choice(choose(strategy, given, RANKS, device_type="cpu", backend="gloo"))
     accelerator = Accelerator()
     model: Any = make(SIZE)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

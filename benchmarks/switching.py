@@ -218,7 +218,7 @@ def _ours(rank: int, folder: Path) -> None:
 
     from nbdist.core.strategy_choose import choose
     from nbdist.engine.accelerator import Accelerator
-    from nbdist.engine.parallel import live, switch
+    from nbdist.engine.parallel import registry, switch
 
     join_nbdist(RANKS, folder)
     memory, trainer = Memory(), Trainer(rank)
@@ -227,7 +227,7 @@ def _ours(rank: int, folder: Path) -> None:
         return choose(strategy, {}, RANKS, device_type="cpu", backend="gloo")
 
     def begin(millions: int, strategy: str) -> None:
-        live.set_choice(choice(strategy))
+        registry.set_choice(choice(strategy))
         model = make(SIZES[millions])
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = Accelerator().prepare(model, optimizer)

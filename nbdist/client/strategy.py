@@ -11,8 +11,7 @@ from nbdist.core import strategy
 from nbdist.core.ranks import rank_label
 from nbdist.core.strategy import Choice
 from nbdist.core.strategy_choose import StrategySpec
-from nbdist.core.switched import together
-from nbdist.core.switching import Switched
+from nbdist.core.switching import Switched, together
 from nbdist.errors import Interrupted, NbdistError, OptionError
 
 CURRENT_S = 30.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from nbdist.core.strategy_choose import StrategySpec, choose
+from nbdist.core.strategy_options import listed
 from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK

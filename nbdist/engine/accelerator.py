@@ -12,11 +12,12 @@ from accelerate.utils import reduce as reduce_on_all_ranks
 from nbdist.core.strategy import Choice
 from nbdist.engine import lazy, plain
 from nbdist.engine.parallel import (
-    defaults,
     engines,
     gathering,
     live,
     options,
+    precision,
+    registry,
     saving,
     streams,
 )
@@ -53,16 +54,16 @@ class Accelerator(Gradients):
         self._own_steps = self.gradient_accumulation_steps
         self._own_scaler: Scaler | None = None
         self._hold_weakly()
-        defaults.note(self.state.mixed_precision)
-        live.set_choice(defaults.filled(live.current()))
-        live.watch(self)
-        self._follow(live.current())
+        precision.note(self.state.mixed_precision)
+        registry.set_choice(precision.filled(registry.current()))
+        registry.watch(self)
+        self._follow(registry.current())
 
     # What was prepared
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's, models first, in whatever order they come. Collective: every rank."""
-        if live.current().name == "deepspeed":
+        if registry.current().name == "deepspeed":
             args = engines.taken_over(args)
         elif any(isinstance(one, torch.nn.Module) for one in args):
             engines.drop()  # of another strategy's time
@@ -93,7 +94,7 @@ class Accelerator(Gradients):
             self._models.append(model)
             return model
         outer = live.prepare_model(model, self)
-        known = live.prepared_of(outer)
+        known = registry.prepared_of(outer)
         assert known is not None
         self._models.append(known.base)
         for optimizer in self._optimizers:
@@ -115,7 +116,7 @@ class Accelerator(Gradients):
         wrapper = optimizer if isinstance(optimizer, Optimizer) else None
         raw = optimizer if wrapper is None else wrapper.optimizer
         live.bind(raw)
-        if live.current().options.is_fused:
+        if registry.current().options.is_fused:
             options.set_fused(raw, is_on=True)
         known: Optimizer | None = next((o for o in self._optimizers if o.optimizer is raw), None)
         prepared = known or wrapper or Optimizer(raw, self.scaler)
@@ -174,7 +175,7 @@ class Accelerator(Gradients):
         keep_torch_compile: bool = True,
     ) -> torch.nn.Module:
         """The user's own module. Its parameters are this rank's parts: `get_state_dict` for all."""
-        known = live.prepared_of(model)
+        known = registry.prepared_of(model)
         if known is not None:
             return known.base
         unwrapped: torch.nn.Module = super().unwrap_model(
@@ -244,7 +245,7 @@ class Accelerator(Gradients):
             model: A prepared one, or any other.
             unwrap: Of no effect: names are the same under every strategy.
         """
-        if engines.is_engine(model) or live.prepared_of(model) is not None:
+        if engines.is_engine(model) or registry.prepared_of(model) is not None:
             return saving.whole_model(model)
         state: dict[str, Any] = super().get_state_dict(model, unwrap)
         return state

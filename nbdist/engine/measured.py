@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from nbdist.core.plan_check import Measured
 from nbdist.engine import wrapped
 from nbdist.engine.fake.run import loss_of
-from nbdist.engine.parallel.build import local_of
+from nbdist.engine.parallel.tensors import local_of
 from nbdist.engine.profiling import QUIET, is_profiling
 from nbdist.errors import NbdistError
 

@@ -10,13 +10,20 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.core.plan_check import Measured
-from nbdist.engine import compared, described, namespace
+from nbdist.engine import described, namespace
 from nbdist.engine.fake.sources import is_language_model
 from nbdist.engine.measured import Subject, measured
 from nbdist.engine.parallel import fsdp, registry
-from nbdist.engine.parallel.agreement import random_kept
-from nbdist.engine.parallel.build import local_of
 from nbdist.engine.parallel.prepared import Prepared
+from nbdist.engine.parallel.tensors import local_of
+from nbdist.engine.parallel.training_state import (
+    generators,
+    keep_gradients,
+    keep_modes,
+    keep_optimizer,
+    keep_values,
+    put_back_after,
+)
 from nbdist.errors import OptionError
 
 
@@ -69,30 +76,22 @@ def _kept(
     base: torch.nn.Module, one: Prepared | None, optimizer: Optimizer | None
 ) -> Iterator[None]:
     """Everything that a step changes is put back. This rank alone."""
-    if one is not None:
-        fsdp.settle(one.built.job.root)
-    values = [
-        (local_of(t), local_of(t).to("cpu", copy=True))
-        for t in (*base.parameters(), *base.buffers())
-        if not t.is_meta
-    ]
-    gradients = [(p, p.grad) for p in base.parameters()]
-    modes = [(module, module.training) for module in base.modules()]
-    stepper = None if optimizer is None else compared.stepper_of(optimizer)
-    put_back = random_kept()
-    base.zero_grad(set_to_none=True)
-    try:
-        yield
-    finally:
+
+    def settle() -> None:
         if one is not None:
             fsdp.settle(one.built.job.root)
-        with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, is_training in modes:
-            module.training = is_training
-        if stepper is not None:
-            compared.put_back(stepper)
-        put_back()
+
+    settle()
+    tensors = (*base.parameters(), *base.buffers())
+    local = dict(enumerate(local_of(tensor) for tensor in tensors if not tensor.is_meta))
+    put_backs = [
+        settle,
+        keep_values(type(base).__name__, lambda: local),
+        keep_gradients(base),
+        keep_modes(base),
+        *([] if optimizer is None else [keep_optimizer(optimizer)]),
+        generators().put_back,
+    ]
+    base.zero_grad(set_to_none=True)
+    with put_back_after(*put_backs):
+        yield

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from nbdist.core.plan_live import LiveModel
 from nbdist.engine import described
-from nbdist.engine.parallel import seen, sizes
+from nbdist.engine.parallel import sizes
+from nbdist.engine.parallel.position import last_batch
 from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.parallel.registry import prepared
 
@@ -34,7 +35,7 @@ def _sketch(name: str, one: Prepared) -> LiveModel:
     if found is None or told != key:
         found = described.describe(name, one.outer, None, {}, wants_source=False)
         _known[one] = (key, found)
-    shape, word = seen.last()
+    shape, word = last_batch()
     if not shape:
         return found
     return replace(found, inputs=(f"{shape} {word}",), inputs_shape=shape)

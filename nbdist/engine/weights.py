@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.core import weights
 from nbdist.core.weights import Exported, Weight
 from nbdist.engine import namespace, progress
-from nbdist.engine.parallel import build, engines, flat, fsdp, live, wholes
+from nbdist.engine.parallel import build, engines, flat, fsdp, registry, wholes
 from nbdist.engine.parallel.agreement import rank, together
 from nbdist.engine.parallel.exchange import Move, exchange
 from nbdist.engine.parallel.portable import portable
@@ -161,7 +161,7 @@ def _model(name: str) -> torch.nn.Module:
     bases = {id(_base(one)): one for one in ours.values()}
     if len(bases) == 1:
         return next(iter(bases.values()))
-    alone = live.prepared()
+    alone = registry.prepared()
     if not bases and len(alone) == 1:  # no variable of its own: in an object, such as a trainer
         return alone[0].outer
     told = ", ".join(f"{key} ({type(one).__name__})" for key, one in ours.items())
@@ -173,12 +173,12 @@ def _model(name: str) -> torch.nn.Module:
 
 
 def _is_prepared(model: torch.nn.Module) -> bool:
-    return live.prepared_of(model) is not None or engines.is_engine(model)
+    return registry.prepared_of(model) is not None or engines.is_engine(model)
 
 
 def _base(model: torch.nn.Module) -> torch.nn.Module:
     """The user's module inside what is called."""
-    known = live.prepared_of(model)
+    known = registry.prepared_of(model)
     if known is not None:
         return known.base
     is_wrapper = isinstance(model, DistributedDataParallel) or engines.is_engine(model)
@@ -187,7 +187,7 @@ def _base(model: torch.nn.Module) -> torch.nn.Module:
 
 def _source(model: torch.nn.Module) -> _Source:
     """Collective under fsdp1 and DeepSpeed, which gather the whole model on every rank."""
-    known = live.prepared_of(model)
+    known = registry.prepared_of(model)
     if known is None and not engines.is_engine(model):
         return _plain(_base(model))
     own = portable(model)
@@ -226,7 +226,7 @@ def _gathered(known: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Te
 def _plain(base: torch.nn.Module) -> _Source:
     """A model that no strategy knows: rank 0's, or sharded by the user's own code."""
     tensors = build.tensors_of(base)
-    parts = [name for name, one in tensors.items() if live.layout_of(one) is not None]
+    parts = [name for name, one in tensors.items() if registry.layout_of(one) is not None]
     if parts:
         raise OptionError(
             f"{type(base).__name__} is a part of a prepared model ({parts[0]} belongs to it). "

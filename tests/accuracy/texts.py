@@ -68,7 +68,7 @@ found = []
 for case in json.loads(os.environ["CASES"]):
     try:
         model, args, kwargs = made(case)
-        live.set_choice(choose(case["name"], case["given"], n))
+        registry.set_choice(choose(case["name"], case["given"], n))
         sent = by_value.dumps(Sent(model, args, kwargs)).hex() if not case["config"] else ""
         outer = live.prepare_model(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -102,10 +102,10 @@ LOADERS = """
     from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
     from nbdist.core.strategy_choose import choose
     from nbdist.engine.accelerator import Accelerator
-    from nbdist.engine.parallel import live
+    from nbdist.engine.parallel import registry
 
     def use(name, **given):
-        live.set_choice(choose(name, given, n))
+        registry.set_choice(choose(name, given, n))
 
     class Numbers(Dataset):
         def __len__(self):

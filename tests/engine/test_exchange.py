@@ -1,5 +1,6 @@
 """Local parts of tensors move between ranks: against slices of the whole, and DTensor's shards."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from nbdist.core.layout import Side, TensorLayout
 from nbdist.core.strategy import Degrees
-from nbdist.engine.parallel.exchange import Move, exchange, moved_bytes
+from nbdist.engine.parallel.exchange import Move, exchange, moved_bytes, room_for
 from tests.support.sides import SIDES
 from tests.support.torch_ranks import TorchRanks
 
@@ -211,3 +212,32 @@ def sent_by_rank(moves: list[Move], size: int) -> list[int]:
         if source != piece.target:
             sent[source] += torch.Size(piece.shape).numel() * move.dtype.itemsize
     return sent
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (257, 1031), (1024, 1025)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_a_tensor_of_the_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Contiguous, writable, of any size and dtype."""
+    tensor = room_for(shape, dtype, torch.device("cpu"))
+
+    assert (tensor.shape, tensor.dtype) == (torch.Size(shape), dtype)
+    assert tensor.is_contiguous()
+    assert tensor.fill_(3).sum().item() == pytest.approx(3 * tensor.numel(), rel=1e-2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems give pages as they are written")
+def test_its_pages_are_there_before_it_is_written() -> None:
+    """64 MiB more are resident; torch.empty's are not."""
+    before = _resident_mib()
+    lazy = torch.empty(16 << 20)
+    between = _resident_mib()
+    tensor = room_for((16 << 20,), torch.float32, torch.device("cpu"))
+
+    assert between - before < 8
+    assert _resident_mib() - between > 60
+    assert lazy.shape == tensor.shape
+
+
+def _resident_mib() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(one for one in lines if one.startswith("VmRSS:")).split()[1]) / 1024

@@ -7,7 +7,7 @@ from nbdist.core.strategy import steps_of
 from nbdist.core.strategy_choose import choose, default_choice
 from nbdist.core.strategy_rows import ROWS, STEPS
 from nbdist.engine import accelerator
-from nbdist.engine.parallel import live, steps
+from nbdist.engine.parallel import registry, steps
 from nbdist.engine.parallel.step import Step
 
 pytestmark = pytest.mark.engine
@@ -28,7 +28,7 @@ def test_every_row_can_be_put_together(name: str) -> None:
 
 def test_ranks_begin_with_the_default() -> None:
     """The notebook and the ranks agree on what counts where nothing was chosen."""
-    assert live.current() == default_choice(1)
+    assert registry.current() == default_choice(1)
 
 
 def test_the_package_has_the_accelerator() -> None:

@@ -6,9 +6,9 @@ from tests.support.training import MODEL
 COMMON = """
     import functools
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from nbdist.engine.parallel import flat, switch
+    from nbdist.engine.parallel import flat, switch, wholes
     from nbdist.engine.parallel.exchange import Move, exchange
-    from nbdist.engine.parallel.norms import _laid_out
+    from nbdist.engine.parallel.tensors import local_as
 
     LENGTH, GLOBAL, LIMIT = 16, 16, 0.5
     DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,14 +103,15 @@ COMMON = """
 
     def whole_gradients(model):
         "By first name, on every rank. Collective."
-        one = live.prepared_of(model)
+        one = registry.prepared_of(model)
         if one is None:
             return {}  # DeepSpeed has them in buffers of its own
         if flat.is_flat(one):
             with FullyShardedDataParallel.summon_full_params(
                     one.outer, writeback=False, with_grads=True):
                 return {name: p.grad.clone() for name, p in one.parameters.items()}
-        held = {name: _laid_out(p) for name, p in one.parameters.items() if p.grad is not None}
+        held = {name: local_as(p.grad, p) for name, p in one.parameters.items()
+                if p.grad is not None}
         moves = [Move(name, torch.float32, one.side(name), one.whole(name))
                  for name in one.parameters]
         return {name: g.clone() for name, g in exchange(moves, held, torch.device("cpu")).items()}
@@ -208,7 +209,7 @@ ROWS = (
         if isinstance(found[-1], str):
             done(found=found)
         gc.collect()
-        assert live.prepared() == []
+        assert registry.prepared() == []
         print(typed, kind, found[-1], f"{time.perf_counter() - began_s:.2f} s", flush=True)
     done(found=found)
 """
@@ -265,7 +266,7 @@ SWITCHES = (
 
     def moments():
         "The largest difference of each kind of state, by its largest value; steps are equal."
-        found = live.full_optimizer_state(optimizer.optimizer)["state"]
+        found = wholes.full_optimizer_state(optimizer.optimizer)["state"]
         wanted = {name: alone_optimizer.state[p] for name, p in alone_net.named_parameters()}
         def worst(key):
             size = max(own[key].abs().max().item() for own in wanted.values())

@@ -9,7 +9,7 @@ MODEL = """
     from torch.utils.data import DataLoader, TensorDataset
     from nbdist.core.strategy_choose import choose
     from nbdist.engine.accelerator import Accelerator
-    from nbdist.engine.parallel import live
+    from nbdist.engine.parallel import registry
 
     class Block(nn.Module):
         def __init__(self, width, n_heads):
@@ -51,7 +51,7 @@ MODEL = """
     data = TensorDataset(tokens, labels)
 
     def use(name, **given):
-        live.set_choice(choose(name, given, n))
+        registry.set_choice(choose(name, given, n))
 
     def groups(net):
         flat = [p for p in net.parameters() if p.ndim < 2]

@@ -9,8 +9,7 @@ import pytest
 from nbdist.core.strategy import Choice
 from nbdist.core.strategy_choose import choose, default_choice
 from nbdist.core.strategy_rows import ROWS
-from nbdist.core.switched import together
-from nbdist.core.switching import Switched
+from nbdist.core.switching import Switched, together
 from nbdist.view.strategy import current, switched
 
 

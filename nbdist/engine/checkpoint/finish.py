@@ -26,6 +26,7 @@ from nbdist.engine.checkpoint.contents import Contents
 from nbdist.engine.checkpoint.jobs import Job, Meter
 from nbdist.engine.checkpoint.planners import Saver, Spot, Writer
 from nbdist.engine.parallel.agreement import rank, sentence
+from nbdist.engine.parallel.training_state import Generators
 from nbdist.errors import CheckpointError
 
 # Nobody who writes is silent for so long, but on a disk that does not answer.
@@ -53,7 +54,7 @@ class Write:
     new: Path | None = None
     contents: Contents = field(default_factory=Contents)
     processes: list[tuple[Machine, int, str]] = field(default_factory=list)
-    generators: list[plain.Generators] = field(default_factory=list)
+    generators: list[Generators] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
     boxes: dict[Spot, torch.Tensor] = field(default_factory=dict)
     is_staged: bool = False

@@ -35,11 +35,11 @@ from nbdist.engine.parallel.agreement import (
     interrupts_held,
     raise_failures,
     rank,
-    same_random,
     sentence,
     together,
     world_size,
 )
+from nbdist.engine.parallel.training_state import same_random
 from nbdist.errors import CheckpointError, NbdistError
 
 T = TypeVar("T")

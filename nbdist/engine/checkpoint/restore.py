@@ -15,9 +15,10 @@ from nbdist.core.strategy import Degrees
 from nbdist.engine.checkpoint import plain
 from nbdist.engine.checkpoint.contents import MODEL, OPTIMIZER, is_whole, state_side
 from nbdist.engine.checkpoint.found import Found, Model, Stepping, dtype_of
-from nbdist.engine.parallel import build, flat
+from nbdist.engine.parallel import flat
 from nbdist.engine.parallel.agreement import rank, world_size
 from nbdist.engine.parallel.states import AgreedState, Entry, Place, write
+from nbdist.engine.parallel.tensors import local_of
 from nbdist.engine.parallel.wholes import load_full_optimizer_state
 from nbdist.errors import CheckpointError
 
@@ -242,7 +243,7 @@ def _steps(
         found.whole = _whole(found, read)
         return found
     for place, value in read.items():
-        device = build.local_of(stepper.names[place[0]][2]).device
+        device = local_of(stepper.names[place[0]][2]).device
         if entries[place].kind == "other":
             found.others[place] = value.to(device)
             continue

@@ -33,10 +33,10 @@ from nbdist.engine.parallel import registry
 from nbdist.engine.parallel.agreement import (
     interrupts_held,
     rank,
-    same_random,
     together,
     world_size,
 )
+from nbdist.engine.parallel.training_state import Generators, generators, same_random
 from nbdist.errors import CheckpointError, NbdistError
 
 
@@ -116,7 +116,7 @@ class _Told:
     """
 
     process: tuple[Machine, int, str]
-    generators: plain.Generators
+    generators: Generators
     known: known.Told | None
     folder: str = ""
 
@@ -125,9 +125,9 @@ def _told(one: Write, recalled: known.Recalled | None) -> _Told:
     pid = os.getpid()
     process = (host.this_machine(), pid, host.started(pid) or "")
     if recalled is None:
-        return _Told(process, plain.own_random(), None)
+        return _Told(process, generators(), None)
     folder = _folder(one) if rank() == 0 else ""
-    return _Told(process, plain.own_random(), recalled.told(), folder)
+    return _Told(process, generators(), recalled.told(), folder)
 
 
 def _compared(what: str, found: Found) -> Contents:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import torch
-from accelerate.utils import recursively_apply
-
 from nbdist.core.ranks import rank_label
-from nbdist.engine.parallel import live
+from nbdist.engine.parallel import registry
 from nbdist.engine.parallel.agreement import gathered
+from nbdist.engine.parallel.sequences import tensors
+from nbdist.engine.parallel.tensors import digest
 from nbdist.errors import NbdistError
 
 
@@ -28,10 +26,10 @@ def check_alike(batch: Any, index: int) -> None:
         NbdistError: They differ, on all ranks: a model's parts would each compute with
             different data, and nothing else would tell.
     """
-    choice = live.current()
+    choice = registry.current()
     if choice.name == "single" or choice.degrees.dp == choice.degrees.product:
         return
-    seen = gathered((index, _digest(batch)))
+    seen = gathered((index, digest(tensors(batch))))
     for part in {one for one, _ in seen}:
         ranks = [rank for rank, (one, _) in enumerate(seen) if one == part]
         if len({seen[rank][1] for rank in ranks}) > 1:
@@ -42,16 +40,3 @@ def check_alike(batch: Any, index: int) -> None:
                 "DataLoaderConfiguration(dispatch_batches=True)), or seed the ranks alike "
                 "(%dist_init --seed 0)."
             )
-
-
-def _digest(batch: Any) -> str:
-    total = hashlib.sha1(usedforsecurity=False)
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(flat.numpy().tobytes())
-        return tensor
-
-    recursively_apply(add, batch)
-    return total.hexdigest()

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from nbdist.core.layout import Side, TensorLayout, local_shape, runs
 from nbdist.core.strategy import Degrees
 from nbdist.engine.parallel import steps, undo
 from nbdist.engine.parallel.agreement import interrupts_held
 from nbdist.engine.parallel.step import Job, Layouts, Step
+from nbdist.engine.parallel.tensors import like, local_of
 from nbdist.errors import NbdistError, OptionError
 
 
@@ -193,15 +193,6 @@ def own_name(name: str) -> str:
 _FSDP1_WRAPPER = "_fsdp_wrapped_module."
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, without gradient."""
-    if isinstance(tensor, DTensor):
-        # In this order, and without gradients: a tenth of the time, which saves have to wait for.
-        with torch.no_grad():
-            tensor = tensor.to_local()
-    return tensor.detach()
-
-
 def _refuse_lazy(base: torch.nn.Module) -> None:
     for name, tensor in tensors_of(base).items():
         if torch.nn.parameter.is_lazy(tensor):
@@ -261,18 +252,10 @@ def _filled(
         return part
     laid_out = tuple(local_of(shell).shape)
     assert laid_out == expected, f"{name}: planned as {expected}, laid out as {laid_out}"
-    return torch.nn.Parameter(_split_like(shell, part), requires_grad=shell.requires_grad)
-
-
-def _split_like(shell: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    if not isinstance(shell, DTensor):
-        return part
-    whole = DTensor.from_local(
-        part, shell.device_mesh, shell.placements, run_check=False,
-        shape=shell.shape, stride=shell.stride(),
-    )  # fmt: skip
-    # from_local brings it to the mesh's device; offloaded parameters are to stay on the host.
-    return whole if whole.device == part.device else whole.to(part.device)
+    whole = like(shell, part)
+    # That brings it to the mesh's device; offloaded parameters are to stay on the host.
+    whole = whole if whole.device == part.device else whole.to(part.device)
+    return torch.nn.Parameter(whole, requires_grad=shell.requires_grad)
 
 
 def _keep_attributes(old: torch.Tensor, fresh: torch.Tensor) -> None:

@@ -140,8 +140,4 @@ def _heads(model: torch.nn.Module) -> set[int]:
     return {n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0}
 
 
-def _wrap(job: Job, outer: torch.nn.Module) -> torch.nn.Module:
-    return ContextParallel(outer, job)
-
-
-STEP = Step(plan=_plan, wrap=_wrap)
+STEP = Step(plan=_plan, wrap=lambda job, outer: ContextParallel(outer, job))

@@ -14,9 +14,9 @@ from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from nbdist.engine.parallel import live, seen
+from nbdist.engine.parallel import registry
 from nbdist.engine.parallel.alike import check_alike
-from nbdist.engine.parallel.position import Position
+from nbdist.engine.parallel.position import Position, note_batch
 from nbdist.engine.parallel.shares import Feed, Settings, Shard, Share, current_share
 from nbdist.errors import OptionError
 
@@ -75,7 +75,7 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         self._shard = shard
         self._settings = settings
         self._order: torch.Tensor | None = None
-        if live.current().name == "single":
+        if registry.current().name == "single":
             self._take_over()  # once: later each rank goes on by itself, and alike
 
     def skip(self, n_batches: int) -> Loader:
@@ -91,19 +91,19 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         """Which epoch this is and how its order began, also in the middle of one."""
         generator = self.synchronized_generator
         if generator is None:
-            return {"iteration": self.iteration}
+            return super().epoch_state()
         order = generator.get_state() if self._order is None else self._order
-        return {"iteration": self.iteration, "order": order}
+        return {**super().epoch_state(), "order": order}
 
     def set_epoch_state(self, state: dict[str, Any]) -> None:
         """Let the next loop be the epoch in which `state` was taken, from its beginning."""
-        self.set_epoch(state["iteration"])
+        super().set_epoch_state(state)
         if self.synchronized_generator is not None and "order" in state:
             self.synchronized_generator.set_state(state["order"].cpu())
         self._order = None
 
     def __iter__(self) -> Iterator[Any]:
-        if live.current().name != "single":
+        if registry.current().name != "single":
             self._take_over()
         if self.synchronized_generator is not None:
             self._order = self.synchronized_generator.get_state()
@@ -130,7 +130,7 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
                 batch = next(inner, _END)
                 if is_first:
                     check_alike(batch, share.index)
-                    seen.note(batch)
+                    note_batch(batch)
             assert inner is not None
             if batch is _END:
                 return

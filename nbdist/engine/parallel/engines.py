@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nbdist.core.strategy import Choice
-from nbdist.engine.parallel import deepspeed, fsdp, live, saving
+from nbdist.engine.parallel import deepspeed, fsdp, registry, saving
 from nbdist.engine.parallel.optimizer import Optimizer
 from nbdist.errors import OptionError
 
@@ -79,7 +79,7 @@ def only(models: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
 
 def shown(base: torch.nn.Module) -> torch.nn.Module | None:
     """What the user calls for his module: a wrapper, it, or an engine; None for an ended one."""
-    known = live.prepared_of(base)
+    known = registry.prepared_of(base)
     if known is not None:
         return known.outer
     return base if is_engine(base) else None
@@ -126,8 +126,10 @@ def taken_over(arguments: Sequence[Any]) -> tuple[Any, ...]:
         )
     raw = optimizers[0].optimizer if isinstance(optimizers[0], Optimizer) else optimizers[0]
     drop()
-    choice = live.current()
-    engine, optimizer = deepspeed.prepare(models[0], raw, choice, live.grid(), live.device())
+    choice = registry.current()
+    engine, optimizer = deepspeed.prepare(
+        models[0], raw, choice, registry.grid(), registry.device()
+    )
     _engines.add(engine)
     placed = {id(models[0]): engine, id(optimizers[0]): EngineOptimizer(optimizer, engine)}
     return tuple(placed.get(id(one), one) for one in arguments)

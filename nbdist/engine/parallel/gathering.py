@@ -12,7 +12,7 @@ from accelerate import PartialState
 from accelerate.utils import recursively_apply
 from torch.distributed.tensor import DTensor
 
-from nbdist.engine.parallel import live
+from nbdist.engine.parallel import registry
 from nbdist.engine.parallel.shares import current_share
 from nbdist.errors import OptionError
 
@@ -126,13 +126,13 @@ def is_tensors(data: Any) -> bool:
 
 
 def _group() -> dist.ProcessGroup | None:
-    degrees = live.current().degrees
+    degrees = registry.current().degrees
     if degrees.dp == 1:
         return None
     if degrees.dp == degrees.product:
         # No mesh is made for it: a rank that has replaced another would make one by itself.
         return dist.group.WORLD
-    return live.grid().group("dp_replicate", "dp_shard")
+    return registry.grid().group("dp_replicate", "dp_shard")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

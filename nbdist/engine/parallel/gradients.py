@@ -10,9 +10,10 @@ import accelerate
 import torch
 from accelerate.utils import AutocastKwargs
 
-from nbdist.engine.parallel import deepspeed, engines, events, live, norms
+from nbdist.engine.parallel import deepspeed, engines, events, norms, registry
 from nbdist.engine.parallel.precision import DTYPES
-from nbdist.engine.parallel.scaler import Scaler, local_parts
+from nbdist.engine.parallel.scaler import Scaler
+from nbdist.engine.parallel.tensors import local_parts
 
 
 class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
@@ -58,7 +59,7 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         given = _listed(parameters)
         self._unscale(given)
         return norms.clip_grad_norm(
-            given, max_norm, norm_type, live.layout_of, degrees=live.current().degrees
+            given, max_norm, norm_type, registry.layout_of, degrees=registry.current().degrees
         )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -71,14 +72,14 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     @property
     def mixed_precision(self) -> str:
         """no, bf16 or fp16: the current strategy's option."""
-        precision = live.current().options.precision
+        precision = registry.current().options.precision
         return precision if precision in DTYPES else "no"
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
         """Compute in the strategy's precision; nothing in fp32."""
         handler = autocast_handler or self.autocast_handler
-        dtype = DTYPES.get(live.current().options.precision)
+        dtype = DTYPES.get(registry.current().options.precision)
         if dtype is None or engines.only(self._models) is not None:
             yield
             return

@@ -13,7 +13,7 @@ from nbdist.core.layout import Side, TensorLayout
 from nbdist.core.strategy import Choice, Degrees, steps_of
 from nbdist.engine import models
 from nbdist.engine.parallel import build, events, fsdp, undo, zero1
-from nbdist.engine.parallel.agreement import same_random, together
+from nbdist.engine.parallel.agreement import together
 from nbdist.engine.parallel.exchange import Move, exchange
 from nbdist.engine.parallel.grid import Grid
 from nbdist.engine.parallel.prepared import Prepared
@@ -25,44 +25,18 @@ from nbdist.engine.parallel.registry import (
     grid,
     grid_for,
     last_number,
-    layout_of,
     names_in,
     next_number,
     owner_names,
     prepared,
     prepared_of,
     register,
-    set_choice,
     state_side,
-    watch,
 )
 from nbdist.engine.parallel.step import Job
-from nbdist.engine.parallel.wholes import (
-    full_optimizer_state,
-    full_state,
-    load_full,
-    load_full_optimizer_state,
-    place,
-)
+from nbdist.engine.parallel.training_state import same_random
+from nbdist.engine.parallel.wholes import place
 from nbdist.errors import NbdistError, OptionError
-
-__all__ = [
-    "bind",
-    "current",
-    "device",
-    "full_optimizer_state",
-    "full_state",
-    "grid",
-    "grid_for",
-    "layout_of",
-    "load_full",
-    "load_full_optimizer_state",
-    "prepare_model",
-    "prepared",
-    "prepared_of",
-    "set_choice",
-    "watch",
-]
 
 
 def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.Module:
@@ -140,15 +114,12 @@ def attach_steps(optimizer: Optimizer, known: list[Prepared]) -> None:
         own.detach()
         own.detach = None
     if "zero1" in steps_of(current()):
-        own.detach = zero1.attach(optimizer, _owners(known), grid().group("dp_replicate"))
-
-
-def _owners(known: list[Prepared]) -> dict[int, int]:
-    return {
-        id(one.parameters[name]): owner
-        for one in known
-        for name, owner in owner_names(one.built).items()
-    }
+        owners = {
+            id(one.parameters[name]): owner
+            for one in known
+            for name, owner in owner_names(one.built).items()
+        }
+        own.detach = zero1.attach(optimizer, owners, grid().group("dp_replicate"))
 
 
 def _sketch(planned: list[build.Built], job: Job) -> list[tuple[str, tuple[int, ...], str]]:

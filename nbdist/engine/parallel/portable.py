@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nbdist.engine.parallel import build, deepspeed, flat, live
+from nbdist.engine.parallel import build, deepspeed, flat, registry, wholes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class Portable:
 
 def portable(model: Any) -> Portable:
     """Of what prepare() returned for a model, or of the user's module."""
-    known = live.prepared_of(model)
+    known = registry.prepared_of(model)
     if known is None:
         return _of_engine(model)
     return Portable(
         base=known.base,
         firsts=_firsts(known.base),
         shapes={name: tuple(layout.shape) for name, layout in known.layouts.items()},
-        values=functools.partial(live.full_state, known),
-        load=functools.partial(live.load_full, known),
+        values=functools.partial(wholes.full_state, known),
+        load=functools.partial(wholes.load_full, known),
         listed=functools.partial(flat.listed if flat.is_flat(known) else _listed, known.base),
     )
 

@@ -24,6 +24,7 @@ import torch
 
 from nbdist.core.strategy import Degrees
 from nbdist.engine.parallel.blocks import Blocks, find_blocks
+from nbdist.engine.parallel.build import names_of, tensors_of
 from nbdist.engine.parallel.pipeline import SCHEDULES, Pipeline
 from nbdist.engine.parallel.stage import EVERYWHERE, Part, Stages
 from nbdist.engine.parallel.step import Job, Layouts, Step
@@ -228,12 +229,9 @@ class _Outside:
 
 
 def _first_names(base: torch.nn.Module) -> dict[int, str]:
-    """The first name of each tensor, by id: of tied ones as `build.names_of` has it."""
-    found: dict[int, str] = {}
-    for named in (base.named_parameters, base.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            found.setdefault(id(tensor), name)
-    return found
+    """The first name of each tensor, by id."""
+    tensors = tensors_of(base)
+    return {id(tensors[name]): name for name in names_of(base)}
 
 
 def _own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

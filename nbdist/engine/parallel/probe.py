@@ -7,7 +7,6 @@ goes from stage to stage before torch's schedule, which must know it, runs.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from nbdist.engine.parallel.halves import used_twice
 from nbdist.engine.parallel.outputs import has_nan, loss_of, only_loss, without_cache
 from nbdist.engine.parallel.packed import Packed, pack, receive, send, share, unpack
 from nbdist.engine.parallel.stage import EVERYWHERE, Part, Stages
+from nbdist.engine.parallel.tensors import digest
 from nbdist.engine.parallel.wires import Border
 from nbdist.errors import NbdistError
 
@@ -64,7 +64,7 @@ class Failed:
 
     @staticmethod
     def of(stage: int, error: Exception) -> Failed:
-        """This rank's error."""
+        """An error of this rank's model, as text that others can be told."""
         return Failed(stage, dist.get_rank(), f"{type(error).__name__}: {error}")
 
     def reason(self) -> NbdistError:
@@ -321,10 +321,4 @@ def _without_trace(device: torch.device, buffers: dict[str, Any]) -> Iterator[An
 
 
 def _digest(batch: Packed) -> str:
-    total = hashlib.sha1(usedforsecurity=False)
-    for leaf in batch.leaves:
-        if isinstance(leaf, torch.Tensor):
-            flat = leaf.detach().cpu().contiguous().flatten().view(torch.uint8)
-            total.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            total.update(flat.numpy().tobytes())
-    return total.hexdigest()
+    return digest(leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor))

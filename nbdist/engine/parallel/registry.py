@@ -15,10 +15,11 @@ from nbdist.core.strategy import Choice, Degrees, steps_of
 from nbdist.core.strategy_choose import default_choice
 from nbdist.engine import plain
 from nbdist.engine.parallel import flat, zero1
-from nbdist.engine.parallel.agreement import same_random, together, world_size
+from nbdist.engine.parallel.agreement import together, world_size
 from nbdist.engine.parallel.build import Built
 from nbdist.engine.parallel.grid import Grid, make_grid
 from nbdist.engine.parallel.prepared import Prepared, attach, attached
+from nbdist.engine.parallel.training_state import same_random
 from nbdist.engine.rank import this_rank
 
 
@@ -194,7 +195,7 @@ def bound(optimizer: Optimizer) -> Bound:
 
 
 def bound_optimizers() -> list[Optimizer]:
-    """Those that live."""
+    """The optimizers that `bound` was asked for and that still live."""
     return list(_live.bound)
 
 

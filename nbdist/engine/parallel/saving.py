@@ -21,7 +21,7 @@ import torch.distributed as dist
 from accelerate.utils import load, save
 from safetensors.torch import load_file
 
-from nbdist.engine.parallel import live
+from nbdist.engine.parallel import wholes
 from nbdist.engine.parallel.agreement import gathered, together
 from nbdist.engine.parallel.held import Held
 from nbdist.engine.parallel.portable import Portable, portable
@@ -151,7 +151,7 @@ def whole_model(model: torch.nn.Module) -> dict[str, Any]:
 
 def whole_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's state by parameter name. Collective: every rank."""
-    state: dict[str, Any] = live.full_optimizer_state(optimizer)
+    state: dict[str, Any] = wholes.full_optimizer_state(optimizer)
     return {"format": _FORMAT, **state}
 
 
@@ -182,9 +182,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         tell_forgotten("The saved state has none of the optimizer")
     elif state.get("format") == _FORMAT:
         state = {key: value for key, value in state.items() if key != "format"}
-        live.load_full_optimizer_state(optimizer, state)
+        wholes.load_full_optimizer_state(optimizer, state)
     elif _state.is_loading and (named := _named(optimizer, state)) is not None:
-        live.load_full_optimizer_state(optimizer, named)
+        wholes.load_full_optimizer_state(optimizer, named)
     else:
         optimizer.load_state_dict(dict(state))
 

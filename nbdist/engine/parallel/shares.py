@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from nbdist.core.strategy import Choice
-from nbdist.engine.parallel import live
+from nbdist.engine.parallel import registry
 from nbdist.errors import OptionError
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def share_of(choice: Choice, rank: int) -> Share:
 
 def current_share() -> Share:
     """This rank's part of the data under the strategy that is current. No rank is met."""
-    return share_of(live.current(), dist.get_rank())
+    return share_of(registry.current(), dist.get_rank())
 
 
 def refuse_uneven(size: int | None, share: Share) -> None:
@@ -188,7 +188,7 @@ class Shard(BatchSampler):
             self._opening = None
 
     def feed(self) -> Feed[Sequence[int]]:
-        """A new epoch."""
+        """The batches of a new epoch, of all ranks together."""
         # As many as the widest round that fills up its gaps can ask for.
         return Feed(self.batch_sampler, n_first=dist.get_world_size())
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from nbdist.engine.parallel.blocks import Blocks
 from nbdist.engine.parallel.outputs import has_nan, loss_of
 from nbdist.engine.parallel.packed import Packed, pack, unpack
+from nbdist.engine.parallel.tensors import like, local_of
 from nbdist.engine.parallel.wires import Border, broken, enter, leave
 from nbdist.errors import NbdistError
 
@@ -345,15 +345,9 @@ def _full_of_nan(
     parameter: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A number, and a tensor like the parameter that is full of it."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_of(parameter)
     number = torch.full((), _NAN, dtype=local.dtype, device=device)
-    value = number.expand(local.shape)
-    if isinstance(parameter, DTensor):
-        value = DTensor.from_local(
-            value, parameter.device_mesh, parameter.placements, run_check=False,
-            shape=parameter.shape, stride=parameter.stride(),
-        )  # fmt: skip
-    return number, value
+    return number, like(parameter, number.expand(local.shape))
 
 
 def _out_of_order(*_: Any, **__: Any) -> Any:

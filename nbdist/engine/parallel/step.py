@@ -42,18 +42,6 @@ class Job:
         self.root = self.base
 
 
-def _same(_job: Job, layouts: Layouts) -> Layouts:
-    return layouts
-
-
-def _nothing(_job: Job) -> None:
-    pass
-
-
-def _as_it_is(_job: Job, outer: torch.nn.Module) -> torch.nn.Module:
-    return outer
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """What an axis or an option does to a model, in this order.
@@ -68,6 +56,6 @@ class Step:
         wrap: Parameters are real now. Returns what the user calls. No rank is met.
     """
 
-    plan: Callable[[Job, Layouts], Layouts] = _same
-    lay_out: Callable[[Job], None] = _nothing
-    wrap: Callable[[Job, torch.nn.Module], torch.nn.Module] = _as_it_is
+    plan: Callable[[Job, Layouts], Layouts] = lambda _job, layouts: layouts
+    lay_out: Callable[[Job], None] = lambda _job: None
+    wrap: Callable[[Job, torch.nn.Module], torch.nn.Module] = lambda _job, outer: outer

@@ -30,7 +30,7 @@ def steps_for(choice: Choice) -> tuple[Step, ...]:
 
 
 def named(names: Iterable[str]) -> tuple[Step, ...]:
-    """Steps by name."""
+    """What these names stand for in the table, in the same order."""
     return tuple(_step(name) for name in names)
 
 

@@ -19,7 +19,7 @@ from accelerate.utils import (
 )
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from nbdist.engine.parallel import live
+from nbdist.engine.parallel import registry
 from nbdist.engine.parallel.data import Loader, arguments
 from nbdist.engine.parallel.position import Position
 from nbdist.engine.parallel.shares import Feed, Settings, Share, current_share, refuse_uneven
@@ -104,14 +104,6 @@ class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyp
         step = self._step(current_share())
         return Dispatched(self, self._settings, self._first + n_batches * step)
 
-    def epoch_state(self) -> dict[str, Any]:
-        """Which epoch this is."""
-        return {"iteration": self.iteration}
-
-    def set_epoch_state(self, state: dict[str, Any]) -> None:
-        """Let the next loop be that epoch."""
-        self.set_epoch(state["iteration"])
-
     def __len__(self) -> int:
         step = self._step(current_share())
         n_batches = len(self.base_dataloader) - self._first
@@ -128,7 +120,7 @@ class Dispatched(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyp
         self.iteration += 1
 
     def _batches(self) -> Iterator[Any]:
-        is_alone = live.current().name == "single"
+        is_alone = registry.current().name == "single"
         reads = is_alone or dist.get_rank() == 0
         # torch's data pipes meet all ranks where an iterator is made.
         is_opened = reads or isinstance(self.dataset, IterDataPipe)
@@ -258,14 +250,6 @@ class Streamed(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
     def skip(self, n_batches: int) -> Streamed:
         """The same without its first batches."""
         return Streamed(self, self._settings, self.skip_batches + n_batches)
-
-    def epoch_state(self) -> dict[str, Any]:
-        """Which epoch this is."""
-        return {"iteration": self.iteration}
-
-    def set_epoch_state(self, state: dict[str, Any]) -> None:
-        """Let the next loop be that epoch."""
-        self.set_epoch(state["iteration"])
 
     def __iter__(self) -> Iterator[Any]:
         share = current_share()

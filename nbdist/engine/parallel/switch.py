@@ -25,12 +25,11 @@ from nbdist.core.strategy import Choice, label, rows_of, steps_of
 from nbdist.core.switching import Switched
 from nbdist.engine import models as live_models
 from nbdist.engine import progress
-from nbdist.engine.parallel import build, defaults, fsdp, registry, zero1
+from nbdist.engine.parallel import build, fsdp, precision, registry, zero1
 from nbdist.engine.parallel.agreement import (
     Ballot,
     interrupts_held,
     rank,
-    same_random,
     sentence,
     together,
     world_size,
@@ -41,6 +40,7 @@ from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.parallel.rebind import Rebound
 from nbdist.engine.parallel.states import agree, plan, read
 from nbdist.engine.parallel.step import Job
+from nbdist.engine.parallel.training_state import same_random
 from nbdist.engine.parallel.wholes import dtypes_of, local_values
 from nbdist.errors import NbdistError, OptionError
 
@@ -59,7 +59,7 @@ def switch(choice: Choice) -> Switched:
         NbdistError: It failed on a rank, or ranks differ. Nothing has changed anywhere.
     """
     began_s = time.perf_counter()
-    choice, before = defaults.filled(choice), registry.current()
+    choice, before = precision.filled(choice), registry.current()
     if choice == before:
         note = f"{label(choice)} with these options is the current strategy; nothing was done"
         return Switched(before, choice, (), (), (), (), (note,), 0, time.perf_counter() - began_s)

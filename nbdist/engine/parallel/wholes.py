@@ -9,16 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from nbdist.core.layout import Side
-from nbdist.engine.parallel import build, flat, fsdp
-from nbdist.engine.parallel.agreement import world_size
+from nbdist.engine.parallel import agreement, build, flat, fsdp
 from nbdist.engine.parallel.exchange import Move, exchange
 from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.parallel.registry import device, names_in, state_side
 from nbdist.engine.parallel.states import AgreedState, Entry, agree, plan, read, write
+from nbdist.engine.parallel.tensors import local_of
 from nbdist.errors import NbdistError
 
 _NAMED = 3
@@ -155,22 +154,21 @@ def place(
         return
     agreed = AgreedState(local.optimizer, local.number, local.names, everywhere(local.entries))
     plan(agreed, old, new)  # refuses what cannot be cut
-    rank = dist.get_rank() if dist.is_initialized() else 0
     parts = {}
     for spot in local.entries:
         label, side = agreed.label(spot), new[spot[0]]
         if label not in local.tensors:
             continue
-        part = build.part_of(local.tensors[label], side.layout, side.degrees, rank)
+        part = build.part_of(local.tensors[label], side.layout, side.degrees, agreement.rank())
         if part is not None:
-            parts[label] = part.to(build.local_of(after[spot[0]]).device, copy=True)
+            parts[label] = part.to(local_of(after[spot[0]]).device, copy=True)
     write(optimizer, agreed, parts, before, after, new)
 
 
 def local_values(one: Prepared) -> dict[str, torch.Tensor]:
     """This rank's part of each parameter and buffer that it holds, by first name."""
     found = {**build.buffers_of(one.base), **one.parameters}
-    local = {name: build.local_of(found[name]) for name in one.layouts}
+    local = {name: local_of(found[name]) for name in one.layouts}
     return {name: tensor for name, tensor in local.items() if not tensor.is_meta}
 
 
@@ -182,7 +180,7 @@ def dtypes_of(one: Prepared) -> dict[str, torch.dtype]:
 
 def everywhere(entries: Mapping[tuple[str, str], Entry]) -> dict[tuple[str, str], Entry]:
     """The same entries, as those that every rank has."""
-    ranks = frozenset(range(world_size()))
+    ranks = frozenset(range(agreement.world_size()))
     return {spot: replace(entry, ranks=ranks) for spot, entry in entries.items()}
 
 
