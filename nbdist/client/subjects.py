@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nbdist.client import checkup, configuration, weights
+from nbdist.client import checkpoints, checkup, configuration
 from nbdist.client.bandwidth import BENCH_S, Bandwidth
 from nbdist.client.checkpoints import Checkpoints
 from nbdist.client.lints import Lints
@@ -82,8 +82,8 @@ class Subjects:
         return self.checkpoints.load(path, models_only=models_only)
 
     def export_weights(self, path: str | Path, model: str = "") -> Exported:
-        """Write a model's weights into one safetensors file; see client.weights."""
-        return weights.export(cast("Session", self), path, model)
+        """Write a model's weights into one safetensors file; see client.checkpoints."""
+        return checkpoints.export_weights(cast("Session", self), path, model)
 
     def check(self) -> Checkup:
         """Compare the models of all ranks, and look for NaN and inf; see client.checkup."""
