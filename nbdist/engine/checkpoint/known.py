@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from nbdist.engine.checkpoint import found as finding
 from nbdist.engine.checkpoint.contents import MODEL, Contents, state_path
 from nbdist.engine.checkpoint.found import Found, Model, Stepping
-from nbdist.engine.parallel import fsdp, registry, saving, switch
+from nbdist.engine.parallel import fsdp, registry, saving
 from nbdist.engine.parallel.agreement import rank, world_size
 from nbdist.engine.parallel.build import Built
-from nbdist.engine.parallel.commit import Stepper
+from nbdist.engine.parallel.common import Stepper, prepared_optimizers
 from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.parallel.states import AgreedState, Entry, LocalState, Place
 from nbdist.engine.parallel.wholes import local_values
@@ -206,7 +206,7 @@ class _Held:
 def _can_be_known(found: Found) -> bool:
     """Whether a look at this rank's objects tells that all is as it was."""
     models = [one.one for one in found.models]
-    prepared = switch.prepared_optimizers(models)
+    prepared = prepared_optimizers(models)
     return (
         not any(one.is_flat for one in found.models)
         and models == registry.prepared()
@@ -278,7 +278,7 @@ def _same_accelerators(known: _Known, here: list[Any]) -> bool:
 
 def _same_optimizers(known: _Known, models: list[Model], held: _Held) -> list[Stepping] | None:
     """The optimizers, if they are those that were saved; what they remember here to `held`."""
-    here = switch.prepared_optimizers([one.one for one in models])
+    here = prepared_optimizers([one.one for one in models])
     if here is None or _ids(here) != _ids(one.one() for one in known.optimizers):
         return None
     found = []
