@@ -127,7 +127,7 @@ def _told(one: Write, recalled: known.Recalled | None) -> _Told:
     if recalled is None:
         return _Told(process, plain.own_random(), None)
     folder = _folder(one) if rank() == 0 else ""
-    return _Told(process, plain.own_random(), recalled.told(), folder)
+    return _Told(process, plain.own_random(), recalled.told, folder)
 
 
 def _compared(what: str, found: Found) -> Contents:
