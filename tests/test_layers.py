@@ -50,7 +50,11 @@ BANNED = {
     "commands": HEAVY,
     "front": HEAVY,
 }
-ONLY = {"errors": set(sys.stdlib_module_names), "core": {*sys.stdlib_module_names, "numpy"}}
+# ml_dtypes are numpy's small floats, loaded when one is met.
+ONLY = {
+    "errors": set(sys.stdlib_module_names),
+    "core": {*sys.stdlib_module_names, "numpy", "ml_dtypes"},
+}
 # Where an engine process begins: it hands itself over to ipyparallel.
 ENGINE_ENTRY = "nbdist.engine.__main__"
 

@@ -28,6 +28,7 @@ CONDA_NAMES = {
     "build": "python-build",
     "jupyter-client": "jupyter_client",
     "matplotlib": "matplotlib-base",
+    "ml-dtypes": "ml_dtypes",
     "playwright": "playwright-python",
     "torch": "pytorch",
 }

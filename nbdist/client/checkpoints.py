@@ -1,4 +1,4 @@
-"""Checkpoints of a session's models: saved, also beside training, and loaded."""
+"""Checkpoints of a session's models, saved and loaded; and one model's weights in a file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.core.progress import BYTES
 from nbdist.core.saving import DONE, FAILED, RUNNING, Begun, Loaded, Saved, Saving, Started
 from nbdist.core.units import size
-from nbdist.errors import CheckpointError, Interrupted, NbdistError, RankGone
+from nbdist.core.weights import Exported
+from nbdist.errors import CheckpointError, Interrupted, NbdistError, OptionError, RankGone
 
 # Agreeing on what is saved, and a copy of it in the hosts' memory.
 BEGIN_S = 600.0
 # A large checkpoint on a slow disk.
 LOAD_S = 3600.0
+# A large model crosses a slow network and goes to a slow disk, and is read back.
+EXPORT_S = 7200.0
 # A rank's control thread answers at once; one whose C code holds the GIL, later.
 ANSWER_S = 1.0
 SILENT_S = 300.0
@@ -37,6 +40,9 @@ begin_save: RankFunction[[str, str, bool], Begun] = RankFunction(
 )
 load_checkpoint: RankFunction[[str, bool], Loaded] = RankFunction(
     "nbdist.engine.checkpoint.load:load"
+)
+write_weights: RankFunction[[str, str], Exported] = RankFunction(
+    "nbdist.engine.weights:export_weights"
 )
 save_state: RankFunction[[str], Saving] = RankFunction("save_state")
 stop_save: RankFunction[[str, str], bool] = RankFunction("stop_save")
@@ -317,6 +323,40 @@ class Checkpoints(CellHook):
             self._pending = None
             return Interrupted(f"{pending.path} had been saved already")
         return Interrupted(f"{pending.path} is being put in its place; %dist_status says when")
+
+
+def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> Exported:
+    """Write a model's weights into one safetensors file that transformers loads.
+
+    Rank 0 writes it, on its host. It is read back and compared with the model, and only then gets
+    its name; `config.json` comes beside it if the model has a config.
+
+    Args:
+        ranks: All take part.
+        path: A file that ends in .safetensors, or a folder, which gets a `model.safetensors`.
+        model: A variable on the ranks, or a path from one; empty for the only model.
+
+    Raises:
+        OptionError: There is no such model, or there are several; lists them.
+        CheckpointError: It cannot be written, or what was read back differs. What was at the path
+            stays.
+        RankGone, RankBusy, NotRunning, Interrupted, NbdistError: As for a cell.
+    """
+    ranks.recover_if_needed()
+    target = checkpoint_folder.resolved(path)
+    try:
+        with progress.of_ranks(ranks, "exporting", (0,)):
+            told: list[Exported] = ranks.call_all(
+                write_weights, model, str(target),
+                deadline_s=EXPORT_S, is_collective=True,
+            )  # fmt: skip
+    except KeyboardInterrupt as error:
+        raise Interrupted(f"{error}; what was at {target} is as it was") from error
+    except NbdistError as error:
+        if (refused := answers.refusal(error, OptionError, CheckpointError)) is not None:
+            raise refused from error
+        raise
+    return told[0]
 
 
 def _far(states: dict[int, Saving]) -> tuple[int, int, str]:

@@ -17,12 +17,11 @@ from nbdist.client import (
     driving,
     rundir,
     states,
-    weights,
 )
 from nbdist.client import start as starting
 from nbdist.client.bandwidth import BENCH_S, Bandwidth
 from nbdist.client.cell_ranks import GRACE_S, CellRanks
-from nbdist.client.checkpoints import Checkpoints
+from nbdist.client.checkpoints import Checkpoints, export_weights
 from nbdist.client.cluster import Cluster, Progress
 from nbdist.client.comparison import Comparing
 from nbdist.client.lints import Lints
@@ -303,8 +302,8 @@ class Session(CellRanks):
         return self.checkpoints.load(path, models_only=models_only)
 
     def export_weights(self, path: str | Path, model: str = "") -> Exported:
-        """Write a model's weights into one safetensors file; see client.weights."""
-        return weights.export(self, path, model)
+        """Write a model's weights into one safetensors file; see client.checkpoints."""
+        return export_weights(self, path, model)
 
     def check(self) -> Checkup:
         """Compare the models of all ranks, and look for NaN and inf; see client.checkup."""

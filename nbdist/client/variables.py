@@ -19,7 +19,7 @@ from typing import Any
 from nbdist.client import presses
 from nbdist.client.ranks import Ranks
 from nbdist.client.remote import Caller, RankFunction
-from nbdist.core import contents, floats, parcels, shm
+from nbdist.core import contents, parcels, shm
 from nbdist.core.contents import Contents
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
@@ -189,7 +189,7 @@ class Variables:
         remarks = dict.fromkeys(remark for parcel in came for remark in parcel.remarks)
         if "torch" not in sys.modules:
             lacking = {name for parcel in came for name in contents.lacking_types(parcel)}
-            for name in sorted((lacking & set(floats.BITS)) - self._told):
+            for name in sorted((lacking & contents.AS_FLOAT32) - self._told):
                 self._told.add(name)
                 remarks[
                     f"numpy has no {name}: it comes as float32, with the same values. After "

@@ -9,7 +9,6 @@ from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK, show
 from nbdist.verbs import Option, Verb
 from nbdist.view import checkpoint as checkpoint_view
-from nbdist.view import weights as weights_view
 from nbdist.view.mime import View
 
 
@@ -50,11 +49,11 @@ def exported(path: str, model: str, *, is_async: bool) -> View:
 
     Raises:
         OptionError: Which model is not clear, or `--async` was typed as well.
-        CheckpointError, NbdistError, Interrupted: See client.weights.
+        CheckpointError, NbdistError, Interrupted: See client.checkpoints.
     """
     if is_async:
         raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
-    return weights_view.exported(NOTEBOOK.session.export_weights(path, model))
+    return checkpoint_view.exported(NOTEBOOK.session.export_weights(path, model))
 
 
 def _path(typed: str, words: list[str]) -> str:

@@ -24,6 +24,7 @@ OLDEST = {
     "ipython": "8.20",
     "ipywidgets": "8",
     "matplotlib": "3.8",
+    "ml-dtypes": "0.5",
     "numpy": "1.26",
     "psutil": "5.9",
     "pyyaml": "6.0",

@@ -157,7 +157,11 @@ def _model(name: str) -> torch.nn.Module:
     if name:
         return namespace.model_of(name)
     known = namespace.values_of(torch.nn.Module)
-    ours = {key: one for key, one in known.items() if _is_prepared(one)} or known
+    ours = {
+        key: one
+        for key, one in known.items()
+        if registry.prepared_of(one) is not None or engines.is_engine(one)
+    } or known
     bases = {id(_base(one)): one for one in ours.values()}
     if len(bases) == 1:
         return next(iter(bases.values()))
@@ -170,10 +174,6 @@ def _model(name: str) -> torch.nn.Module:
         if bases
         else "No variable on the ranks is a model. Name one, or a path from one: trainer.model."
     )
-
-
-def _is_prepared(model: torch.nn.Module) -> bool:
-    return registry.prepared_of(model) is not None or engines.is_engine(model)
 
 
 def _base(model: torch.nn.Module) -> torch.nn.Module:

@@ -70,7 +70,7 @@ class WeightsFile:
             self._file.write(weights.header(self._found, {"format": "pt", **self._tied}))
 
     def write(self, batch: Sequence[Weight], values: Mapping[str, torch.Tensor]) -> None:
-        """Write the next tensors, in the order of the header."""
+        """Write the next tensors."""
         assert self._file is not None
         with _told(self._target):
             for one in batch:

@@ -147,10 +147,6 @@ def own_form(stepping: Stepping, place: Place, side: Side) -> torch.Tensor | Non
     return value.detach() if is_plain else None
 
 
-def _whole(value: torch.Tensor) -> Side:
-    return Side(TensorLayout(tuple(value.shape)), Degrees())
-
-
 def _add_model(one: Contents, model: Model) -> None:
     for first, names in model.names.items():
         name = one.tensors.add(
@@ -175,14 +171,15 @@ def _add_optimizer(one: Contents, stepping: Stepping) -> None:
             if value is None:
                 _refuse_other(agreed, stepping.labels[key], state, entry)
             path = state_path(stepping, key, state)
-            one.add(one.tensors.add(path, value.shape, value.dtype), _whole(value))
+            whole = Side(TensorLayout(tuple(value.shape)), Degrees())
+            one.add(one.tensors.add(path, value.shape, value.dtype), whole)
             continue
         if entry.dtype is None:
             continue  # a number of Python's
         shape = side.layout.shape if entry.kind == "tensor" else ()
         name = one.tensors.add(state_path(stepping, key, state), shape, entry.dtype)
         if entry.kind == "number":
-            one.add(name, _scalar(entry))
+            one.add(name, Side(TensorLayout((), ranks=entry.ranks), Degrees()))
             continue
         own = replace(side, layout=replace(side.layout, ranks=_on(side, entry.ranks)))
         _refuse_missing(agreed, stepping, (key, state), side, own)
@@ -229,10 +226,6 @@ def _state(stepping: Stepping, place: Place, entry: Entry) -> torch.Tensor | Non
 def _on(side: Side, ranks: frozenset[int]) -> frozenset[int]:
     known = side.layout.ranks
     return ranks if known is None else ranks & known
-
-
-def _scalar(entry: Entry) -> Side:
-    return Side(TensorLayout((), ranks=entry.ranks), Degrees())
 
 
 def _refuse_other(agreed: AgreedState, label: str, state: str, entry: Entry) -> NoReturn:

@@ -6,8 +6,9 @@ into its place.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class Write:
 def run(one: Write) -> None:
     """All of it, in the thread of saves. What fails is told by the job, and to rank 0."""
     try:
-        with Named(one):
+        with named(one):
             result = writing.write(one.folder, one.contents, rank(), _values(one), one.meter)
             let_go(one)
             writing.tell(one.folder, rank(), result)
@@ -116,7 +117,7 @@ def _finish(one: Write) -> None:
     )
     one.meter.phase = "writing the manifest"
     assert one.manifest is not None
-    with Named(one):
+    with named(one):
         saver = Saver(one.contents.tensors, one.contents.parts, 0, _values(one))
         _, known = saver.create_global_plan([])
         Writer(one.folder).finish(known, _write_results(one.contents, results))
@@ -178,19 +179,13 @@ def _sentence(one: Write, error: BaseException) -> str:
     return text if text.startswith("rank ") else f"rank {rank()}: {text}"
 
 
-class Named:
-    """What the system refuses is told with rank, path and numbers."""
-
-    def __init__(self, one: Write) -> None:
-        self._job = one
-
-    def __enter__(self) -> None:
-        """Nothing."""
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError):
-            meter = self._job.meter
-            raise CheckpointError(
-                f"{checkpoint_folder.problem(error, self._job.path)} It had written "
-                f"{meter.done_bytes:,} bytes."
-            ) from error
+@contextlib.contextmanager
+def named(one: Write) -> Iterator[None]:
+    """What the system refuses in here is told with rank, path and numbers."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint_folder.problem(error, one.path)} It had written "
+            f"{one.meter.done_bytes:,} bytes."
+        ) from error

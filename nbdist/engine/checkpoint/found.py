@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from nbdist.core.checkpoint import SavedModel, SavedOptimizer, SavedTensor
 from nbdist.core.layout import Side
-from nbdist.engine.parallel import flat, fsdp, registry, saving, switch
+from nbdist.engine.parallel import flat, fsdp, registry, saving
 from nbdist.engine.parallel.agreement import together
-from nbdist.engine.parallel.commit import Stepper
+from nbdist.engine.parallel.common import Stepper, common_models, steppers_of
 from nbdist.engine.parallel.portable import portable
 from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.parallel.rebind import names_for
@@ -86,7 +86,7 @@ class Stepping:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Torch's own object."""
+        """The optimizer, torch's own object."""
         return self.stepper.optimizer
 
     def labels_as(self, models: Mapping[str, str]) -> dict[str, str]:
@@ -142,11 +142,11 @@ def look(what: str) -> Found:
         NbdistError: Ranks differ.
     """
     accelerators = accelerators_here()
-    common = switch.common_models()
+    common = common_models(what)
     together(what, lambda: _check(common))
     for one in common:
         fsdp.settle(one.built.job.root)
-    steppers = switch.steppers_of(common, is_quick=True)
+    steppers = steppers_of(what, common, is_quick=True)
     counts = together(what, lambda: len(accelerators))
     for accelerator in accelerators[: min(counts)]:
         saving.agree(accelerator, is_collected=True)

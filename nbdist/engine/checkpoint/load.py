@@ -81,7 +81,7 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     began_s = time.perf_counter()
     what, folder = f"Loading {path}", Path(path)
     together(what, refuse_if_running)
-    together(what, lambda: _recover(folder))
+    together(what, lambda: rank() == 0 and checkpoint_folder.recover(folder))
     told = together(what, lambda: checkpoint.read(folder))
     with same_random(), progress.during("loading"):
         found = look(what)
@@ -162,10 +162,6 @@ def _commit(what: str, plan: restore.Plan) -> None:
         ) from error
 
 
-def _recover(folder: Path) -> bool:
-    return rank() == 0 and checkpoint_folder.recover(folder)
-
-
 def _same(folder: Path, told: list[Checkpoint]) -> None:
     odd = [number for number, one in enumerate(told) if one != told[0]]
     if odd:
@@ -213,9 +209,8 @@ def _matched(folder: Path, saved: Checkpoint, found: Found) -> restore.Matched:
     if bad:
         told = " ".join(f"{one.name}: {one.found}." for one in bad[:3])
         more = f" And {len(bad) - 3} more kinds of differences." if len(bad) > 3 else ""
-        raise CheckpointError(
-            f"{folder} does not fit: {told}{more} {_sentence(bad[0].what)}. Nothing was changed."
-        )
+        advice = bad[0].what[:1].upper() + bad[0].what[1:]
+        raise CheckpointError(f"{folder} does not fit: {told}{more} {advice}. Nothing was changed.")
     notes = tuple(f"{one.name}: {one.found}; {one.why}" for one in wrong if one.verdict != BAD)
     return restore.Matched(
         found,
@@ -232,10 +227,6 @@ def _chosen(
     there = dict(zip(names, records, strict=True))
     old = {here: name for name, here in pairs}
     return [(old[one.name], there[old[one.name]], one) for one in live]
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _paired(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ from nbdist.core.host import Machine
 from nbdist.core.saving import Begun
 from nbdist.engine.checkpoint import finish, known, plain, staging, writing
 from nbdist.engine.checkpoint.contents import Contents, contents
-from nbdist.engine.checkpoint.finish import Named, Write
+from nbdist.engine.checkpoint.finish import Write, named
 from nbdist.engine.checkpoint.found import Found, Model, look
 from nbdist.engine.checkpoint.jobs import Job, Meter, keep, refuse_if_running
 from nbdist.engine.parallel import registry
@@ -127,7 +127,7 @@ def _told(one: Write, recalled: known.Recalled | None) -> _Told:
     if recalled is None:
         return _Told(process, generators(), None)
     folder = _folder(one) if rank() == 0 else ""
-    return _Told(process, generators(), recalled.told(), folder)
+    return _Told(process, generators(), recalled.told, folder)
 
 
 def _compared(what: str, found: Found) -> Contents:
@@ -230,7 +230,7 @@ def _enter(one: Write) -> None:
             f"rank {rank()} on {host.this_machine().host} does not see {one.folder}, which rank 0 "
             "has made. A checkpoint goes to a folder that all hosts share."
         )
-    with Named(one):
+    with named(one):
         writing.reserve(one.folder, rank())
 
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from nbdist.core.strategy import Choice, label
 from nbdist.engine.parallel import build, live, registry, undo
 from nbdist.engine.parallel.agreement import Ballot, raise_failures, sentence
 from nbdist.engine.parallel.build import Built
+from nbdist.engine.parallel.common import Stepper
 from nbdist.engine.parallel.prepared import Prepared, retire
 from nbdist.engine.parallel.rebind import Pair, Rebound, is_internal, names_for, rebind
-from nbdist.engine.parallel.states import AgreedState, LocalState, write
+from nbdist.engine.parallel.states import write
 from nbdist.errors import NbdistError
 
 WHAT = "The switch"
@@ -28,23 +28,6 @@ class Moving:
     one: Prepared
     place: int
     next: Built
-
-
-@dataclass(slots=True)
-class Stepper:
-    """One optimizer on its way.
-
-    Attributes:
-        optimizer: It.
-        names: Unique name -> (model, first name, what its groups hold).
-        local: What it remembers here.
-        agreed: What it remembers on all ranks.
-    """
-
-    optimizer: Optimizer
-    names: dict[str, tuple[Prepared, str, torch.Tensor]]
-    local: LocalState
-    agreed: AgreedState | None = None
 
 
 @dataclass(slots=True)

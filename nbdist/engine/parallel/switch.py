@@ -15,15 +15,12 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from nbdist.core.layout import pieces
 from nbdist.core.strategy import Choice, label, rows_of, steps_of
 from nbdist.core.switching import Switched
-from nbdist.engine import models as live_models
 from nbdist.engine import progress
 from nbdist.engine.parallel import build, fsdp, precision, registry, zero1
 from nbdist.engine.parallel.agreement import (
@@ -34,11 +31,12 @@ from nbdist.engine.parallel.agreement import (
     together,
     world_size,
 )
-from nbdist.engine.parallel.commit import WHAT, Brought, Commit, Moving, Stepper, called
+from nbdist.engine.parallel.commit import WHAT, Brought, Commit, Moving, called
+from nbdist.engine.parallel.common import Stepper, common_models, steppers_of
 from nbdist.engine.parallel.exchange import Move, exchange
 from nbdist.engine.parallel.prepared import Prepared
 from nbdist.engine.parallel.rebind import Rebound
-from nbdist.engine.parallel.states import agree, plan, read
+from nbdist.engine.parallel.states import plan
 from nbdist.engine.parallel.step import Job
 from nbdist.engine.parallel.training_state import same_random
 from nbdist.engine.parallel.wholes import dtypes_of, local_values
@@ -67,7 +65,7 @@ def switch(choice: Choice) -> Switched:
         gc.collect()  # of cells that were run again, or what was deleted to make way
     with same_random(), progress.during(NAME):
         progress.tell("planning")
-        found = common_models()
+        found = common_models(WHAT)
         if found:
             _refuse_fixed(before, choice)
         # Loaders and optimizers that cannot follow refuse before anything changes.
@@ -121,33 +119,12 @@ def _refuse_fixed(before: Choice, after: Choice) -> None:
         )
 
 
-def common_models() -> list[Prepared]:
-    """The prepared models that are on all ranks. Collective.
-
-    A cell that failed on one rank may leave a model there, in the error.
-    """
-    own = registry.prepared()
-    told = together(WHAT, lambda: [(one.number, tuple(one.built.names)) for one in own])
-    names = [[names for _, names in one] for one in told]
-    if all(one == names[0] for one in names):
-        return own  # numbers may differ: a rank that has replaced another begins with 0
-    common = set.intersection(*(set(one) for one in told))
-    if not common and any(told):
-        counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(told))
-        raise NbdistError(
-            f"The ranks have no prepared model in common (models on {counts}). Run the cells that "
-            "prepare them on all ranks again."
-        )
-    registry.keep({number for number, _ in common})
-    return registry.prepared()
-
-
 def _move(choice: Choice, found: list[Prepared]) -> tuple[Rebound, tuple[str, ...], int]:
     ballot = Ballot(str(together(WHAT, time.time_ns)[0]))
     for one in found:
         fsdp.settle(one.built.job.root)
     models = _plan(choice, found)
-    steppers = steppers_of(found)
+    steppers = steppers_of(WHAT, found)
     brought = _bring(models, steppers)
     received = brought.received_bytes
     with interrupts_held():
@@ -192,67 +169,6 @@ def _refuse_changed(one: Prepared) -> None:
             f"{', '.join(odd[:4])} of {one.built.title} changed since prepare(): the "
             "switch would lose it. Prepare the changed model in a fresh run: %dist_reset."
         )
-
-
-def steppers_of(found: Sequence[Prepared], *, is_quick: bool = False) -> list[Stepper]:
-    """The optimizers of these models that are on all ranks, with what they remember. Collective.
-
-    Args:
-        found: The models.
-        is_quick: Those that were prepared will do where they step every parameter. Otherwise they
-            are looked for among all of Python's objects, which takes a tenth of a second.
-    """
-    own = _optimizers(found if is_quick else ())
-    told = together(WHAT, lambda: [_sketch(optimizer) for optimizer in own])
-    sketches = told[rank()]
-    shared = [key for key in told[0] if all(key in one for one in told)]
-    chosen = []
-    for key in dict.fromkeys(shared):
-        count = min(one.count(key) for one in told)
-        same = [o for o, sketch in zip(own, sketches, strict=True) if sketch == key]
-        chosen += same[:count]
-    steppers = []
-    for number, optimizer in enumerate(chosen):
-        names = registry.names_in(optimizer)
-        local = read(optimizer, {key: held for key, (_, _, held) in names.items()}, number)
-        steppers.append(Stepper(optimizer, names, local))
-    for one, agreed in zip(steppers, agree([s.local for s in steppers]), strict=True):
-        one.agreed = agreed
-    return steppers
-
-
-def _optimizers(covered: Sequence[Prepared] = ()) -> list[Optimizer]:
-    """This rank's, those that were bound first; also those that nobody has prepared.
-
-    Args:
-        covered: If those that were prepared step all of these models' parameters, they are all.
-    """
-    known = prepared_optimizers(covered)
-    if known is not None:
-        return known
-    found = [one for one in live_models.live_optimizers() if registry.names_in(one)]
-    return sorted(
-        found,
-        key=lambda one: registry.bound(one).number if registry.is_bound(one) else 1 << 60,
-    )
-
-
-def prepared_optimizers(models: Sequence[Prepared]) -> list[Optimizer] | None:
-    """This rank's that were prepared, in order; None unless they step all that is trained.
-
-    Then there may be others, that only a look at all of Python's objects finds.
-    """
-    known = [one for one in registry.bound_optimizers() if registry.names_in(one)]
-    stepped = {id(p) for one in known for group in one.param_groups for p in group["params"]}
-    wanted = [p for one in models for p in one.parameters.values() if p.requires_grad]
-    if not wanted or any(id(parameter) not in stepped for parameter in wanted):
-        return None
-    return sorted(known, key=lambda one: registry.bound(one).number)
-
-
-def _sketch(optimizer: Optimizer) -> tuple[Any, ...]:
-    names = registry.names_in(optimizer)
-    return type(optimizer).__name__, tuple(names), registry.is_bound(optimizer)
 
 
 def _bring(models: list[Moving], steppers: list[Stepper]) -> Brought:
