@@ -5,13 +5,14 @@ Read off the tables of strategies and their options; there is no second list.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.core import footprint, units
 from nbdist.core.strategy import Choice, Options, choose
 from nbdist.core.strategy_degrees import WORDS, divisors
-from nbdist.core.strategy_options import DEGREES, OPTIONS, OptionRow, takers
+from nbdist.core.strategy_options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, takers
 from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import OptionError
 
@@ -130,7 +131,10 @@ def typed(name: str, values: Mapping[str, Value]) -> str:
         if value in {"", False}:
             continue
         flag = f"--{word.replace('_', '-')}"
-        words.append(flag if value is True else f"{flag} {value}")
+        if value is True or (word, value) in SHORTHANDS.values():
+            words.append(flag if value is True else f"--{value}")
+        else:
+            words.append(f"{flag} {shlex.quote(str(value))}")
     return " ".join(words)
 
 
