@@ -116,12 +116,9 @@ def values_of(choice: Choice) -> dict[str, Value]:
     for row in OPTIONS.values():
         value = getattr(choice.options, row.name)
         if value != getattr(default, row.name) and choice.name in takers(row):
-            found[row.word] = value if row.kind == "switch" else _text(value)
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            found[row.word] = value if row.kind == "switch" else text
     return found
-
-
-def _text(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def typed(name: str, values: Mapping[str, Value]) -> str:
