@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from nbdist.core.units import shown
+from nbdist.core.versions import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,7 @@ __all__ = [
     "__version__", "bench", "check_config", "compare", "doctor", "export",
     "load_ipython_extension", "plan", "session", "shown", "start", "step",
 ]  # fmt: skip
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def start(  # noqa: PLR0913  # the options of %dist_init, by name

@@ -15,7 +15,7 @@ from nbdist import commands
 from nbdist.client import completion
 from nbdist.core.completion import Reply, reply_of, reply_with, shifted
 from nbdist.errors import OptionError
-from nbdist.notebook import LOCAL, NOTEBOOK
+from nbdist.notebook import LOCAL, NOTEBOOK, CellOptions
 from nbdist.routing import Destination, destination
 from nbdist.verbs import Verb, parse
 
@@ -108,7 +108,8 @@ def _ranks(where: Destination) -> str | None:
         return NOTEBOOK.mode if NOTEBOOK.mode != LOCAL else None
     if where.verb.takes_code:
         return None
-    return commands.cell_options(parse(where.verb, where.line).values).ranks
+    options: CellOptions = where.verb.run(parse(where.verb, where.line).values)
+    return options.ranks
 
 
 def _typed_behind(code: str, cursor: int) -> tuple[Verb, str] | None:

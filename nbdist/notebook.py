@@ -71,6 +71,7 @@ class Notebook:
         self.before_cell: Callable[[str, CellOptions], CellOptions] = lambda _code, given: given
         # Told of the progress bar that the running cell draws, and of its end by "".
         self.on_bar: Callable[[str], object] = lambda _text: None
+        self.panel: object = None  # that of %dist_panel; nbdist.commands brings it
         self._file_numbers = count(1)
         self._live: LiveCell | None = None  # what draws the last cell on ranks
 
@@ -147,7 +148,7 @@ class Notebook:
             raise Interrupted("the start was interrupted; nothing of it is left") from error
         started.session.cell_number = lambda: self.cell_number
         started.session.has_name = _notebook_has
-        started.session.panel = _panel
+        started.session.panel = lambda: self.panel
         self._session, self._options, self._why_none = started.session, options, ""
         atexit.register(self._stop_at_exit, started.session)
         return started
@@ -251,12 +252,6 @@ class Notebook:
         # The guardian would end everything in any case; this lets the ranks end by
         # themselves first, so that what their code registered for the end is run.
         session.cluster.stop(grace_s=EXIT_GRACE_S)
-
-
-def _panel() -> object:
-    from nbdist.commands.panel import PANEL  # which needs this module
-
-    return PANEL
 
 
 def _notebook_has(name: str) -> bool:

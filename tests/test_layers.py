@@ -1,6 +1,6 @@
 """Holds the package's shape: which way imports point, and what each place may load.
 
-    front (magics, routing, cli, ...) -> commands (with notebook, verbs)
+    front (magics, routing, cli, ...) -> commands (with panel, notebook, verbs)
         -> client | view | engine -> core -> errors
 
 Siblings never import each other, core is plain Python and numpy, and nothing that runs in
@@ -31,7 +31,7 @@ FRONT = {
     "routing",
     "testing",
 }
-COMMANDS = {"commands", "notebook", "verbs"}
+COMMANDS = {"commands", "notebook", "panel", "verbs"}
 BELOW = {
     "errors": set(),
     "core": {"errors"},

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from nbdist.core import doctor
+from nbdist.core.versions import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -200,6 +201,11 @@ def test_readme_commands_exist() -> None:
     shown = set(re.findall(r"(?:^|`)[ \t]*(?:\$ )?make ([a-z]+)", readme, re.MULTILINE))
 
     assert {"demo", "test"} <= shown <= targets
+
+
+def test_the_package_knows_its_version() -> None:
+    """What `nbdist version` prints is what is installed."""
+    assert PROJECT["version"] == VERSION
 
 
 def test_changelog_has_this_version() -> None:

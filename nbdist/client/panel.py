@@ -16,6 +16,7 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.core.panel import RankRow, row_of
 from nbdist.core.panel_picker import Model
 from nbdist.core.panel_plan import Limit
+from nbdist.core.plan_devices import device_of_ranks
 from nbdist.core.plan_live import LiveModel
 from nbdist.core.strategy import Choice
 from nbdist.core.strategy_choose import default_choice
@@ -139,7 +140,10 @@ def prepared(
 
 
 def limit(session: Session) -> Limit:
-    """What the monitor knows of a rank's memory: of a GPU, or its share of a host's."""
+    """Of a rank: of its GPU as %dist_plan takes it, else as the monitor measures it."""
+    device, _ = device_of_ranks(session.topology)
+    if device is not None:
+        return Limit(device.memory_bytes, has_gpu=True)
     first = session.topology.ranks[0]
     sample = next(iter(session.monitor.latest()), None)
     if first.device != "cpu":

@@ -9,22 +9,21 @@ from nbdist.commands.training import strategy_spec
 from nbdist.core.strategy_options import listed
 from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import OptionError
-from nbdist.notebook import NOTEBOOK, SHOWN
+from nbdist.notebook import NOTEBOOK, SHOWN, show
 from nbdist.verbs import Option, Verb
 from nbdist.view import comparison as comparison_view
-from nbdist.view.cells import publish
 from nbdist.view.mime import View
 
 
 def compared(
-    strategies: Sequence[str], code: str, show: Callable[[View], None] = lambda _view: None
+    strategies: Sequence[str], code: str, tell: Callable[[View], None] = lambda _view: None
 ) -> View:
     """Compare, and say what came of it.
 
     Args:
         strategies: Each as it is typed behind %dist_strategy.
         code: Source as in a distributed cell.
-        show: Shows a heading above each strategy's output; and what there is, where the cell ends
+        tell: Shows a heading above each strategy's output; and what there is, where the cell ends
             it before all have run.
 
     Raises:
@@ -39,10 +38,10 @@ def compared(
     asked = [(text, strategy_spec(text)) for text in strategies]
     comparing = NOTEBOOK.session.comparing(code)
     try:
-        found = comparing.run(asked, lambda text: show(View(f"{text}:")))
+        found = comparing.run(asked, lambda text: tell(View(f"{text}:")))
     except BaseException:
         for view in comparison_view.broken_off(comparing.rows, comparing.told):
-            show(view)
+            tell(view)
         raise
     return comparison_view.compared(found)
 
@@ -50,11 +49,7 @@ def compared(
 def dist_compare(values: Namespace) -> View:
     """Run the cell under each strategy, and show them side by side."""
     with SHOWN.silenced():  # each strategy has a heading, and its output below
-        return compared(values.strategies, values.rest, _show)
-
-
-def _show(view: View) -> None:
-    publish(view._repr_mimebundle_())
+        return compared(values.strategies, values.rest, show)
 
 
 VERBS = (

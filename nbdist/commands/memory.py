@@ -19,11 +19,6 @@ from nbdist.view.memory_growth import grew
 from nbdist.view.mime import View
 
 
-def dist_memory_cell(values: Namespace, code: str) -> None:
-    """Run the cell on all ranks, and show what it allocated."""
-    NOTEBOOK.run(code, cell_options(values))
-
-
 def cell_options(values: Namespace) -> CellOptions:
     """The options of a recorded cell: it runs on all ranks, and some or all of them record."""
     options = MemoryOptions(values.steps, not values.has_no_stacks, values.most_events)
@@ -106,7 +101,7 @@ VERBS = (
         "dist_memory",
         "Run the cell on all ranks and show what it allocates.",
         "%%dist_memory --steps 3",
-        dist_memory_cell,
+        cell_options,
         (
             Option(
                 ("--steps",), "record N steps; the cell goes on", step_count, metavar="N",

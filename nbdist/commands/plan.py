@@ -8,7 +8,6 @@ import functools
 import json
 import math
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -27,12 +26,11 @@ from nbdist.core.fake import Source
 from nbdist.core.footprint import RECIPES
 from nbdist.core.plan import Engine, plan
 from nbdist.core.plan_advice import advise
-from nbdist.core.plan_devices import DEVICES, Device
+from nbdist.core.plan_devices import ASSUMED, DEVICES, Device, device_of_ranks
 from nbdist.core.plan_live import LiveModel, by_kinds, described, load_of, shape_of
 from nbdist.core.plan_load import OPTIMIZERS, Load
 from nbdist.core.plan_memory import memory_of
 from nbdist.core.plan_models import CONFIGS, ModelShape, model_of, of_config
-from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import ANYWHERE, Option, Verb, rank_count, strategy_given
@@ -40,7 +38,6 @@ from nbdist.verbs import strategy_options as typed_options
 from nbdist.view.mime import View
 from nbdist.view.plan import PlanView, shown_plan
 
-_DEVICE = "h100"
 # What memory is counted by -> how.
 ENGINES = {
     "formulas": "closed formulas, at once",
@@ -200,27 +197,13 @@ def _device(asked: Asked) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
         return plan_devices.device_of(asked.gpu), None, ()
     if asked.memory is not None:
         return plan_devices.with_memory(asked.memory), None, ()
-    default = DEVICES[_DEVICE]
+    default = DEVICES[ASSUMED]
     if not NOTEBOOK.is_running:
-        return default, None, (f"--gpu {_DEVICE}",)
+        return default, None, (f"--gpu {ASSUMED}",)
     topology, last = NOTEBOOK.session.topology, NOTEBOOK.session.bandwidth.last
     device, told = device_of_ranks(topology)
     model = last.model if device is not None and last is not None and not last.caveat else None
     return device or default, model, told
-
-
-def device_of_ranks(topology: Topology) -> tuple[Device | None, tuple[str, ...]]:
-    """What the running ranks have, if the catalogue knows it, and what is told of that."""
-    first = topology.ranks[0]
-    device = plan_devices.known_as(first.device_name)
-    if device is None:
-        why = f", as {first.device_name} is not in the catalogue" if first.device_name else ""
-        return None, (f"--gpu {_DEVICE}{why}",)
-    sharing = max(Counter(place.device_uuid for place in topology.ranks).values())
-    if sharing == 1:
-        return device, (f"--gpu {device.name}, as the ranks here have",)
-    shared = replace(device, memory_bytes=device.memory_bytes / sharing)
-    return shared, (f"--gpu {device.name}, which {sharing} ranks share here",)
 
 
 def _ranks(asked: Asked, given: Mapping[str, object]) -> tuple[int, tuple[str, ...]]:

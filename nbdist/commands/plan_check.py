@@ -12,7 +12,7 @@ from nbdist.core.plan import accumulating
 from nbdist.core.plan_check import checks
 from nbdist.core.plan_live import by_kinds, load_of, shape_of
 from nbdist.core.plan_load import Load
-from nbdist.core.strategy import Choice, described
+from nbdist.core.strategy import described
 from nbdist.core.strategy_choose import choose
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
@@ -46,7 +46,9 @@ def checked(
             f"--check measures a model on the ranks, and {name} is no variable's name."
         )
     live = live_model(session, name, inputs)
-    choice = _once(session.strategy.current())
+    choice = session.strategy.current()
+    # One backward for each step, as it is measured.
+    choice = replace(choice, options=replace(choice.options, accumulate=1))
     if not live.is_prepared:  # every rank has it by itself
         choice = choose("single", {}, session.topology.world_size)
     has_gpu = session.topology.ranks[0].device != "cpu"
@@ -64,8 +66,3 @@ def checked(
     memory = replace(memory, overhead=0.0)
     found = checks(memory, measured, has_forward=choice.degrees.pp == 1)
     return shown_check(live, described(choice), load, memory, found, measured)
-
-
-def _once(choice: Choice) -> Choice:
-    """The choice with one backward for each step, as it is measured."""
-    return replace(choice, options=replace(choice.options, accumulate=1))

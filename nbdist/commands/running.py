@@ -12,7 +12,7 @@ from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.strategy_choose import StrategySpec
 from nbdist.core.units import is_stored
 from nbdist.errors import AlreadyRunning, OptionError
-from nbdist.notebook import LOCAL, NOTEBOOK
+from nbdist.notebook import LOCAL, NOTEBOOK, SHOWN
 from nbdist.verbs import (
     Option,
     Verb,
@@ -24,12 +24,11 @@ from nbdist.verbs import (
 from nbdist.view import ranks as ranks_view
 from nbdist.view.cells import publish
 from nbdist.view.mime import View
-from nbdist.view.progress import ProgressLine
 
 
 def start_and_show(options: StartOptions, title: str = "starting") -> Started:
     """Bring ranks up with a progress line that becomes their table."""
-    progress = ProgressLine(title)
+    progress = SHOWN.line(title)
     started = NOTEBOOK.start(options, progress)
     progress.finish(ranks_view.started(started.session.topology, started.elapsed_s, started.notes))
     return started
@@ -144,7 +143,7 @@ def dist_restart(values: Namespace) -> None:
     """Bring ranks back under their numbers; the others keep everything."""
     session = NOTEBOOK.session
     chosen = session.chosen(" ".join(values.where)) if values.where else None
-    progress = ProgressLine("restarting")
+    progress = SHOWN.line("restarting")
     restarted = session.upkeep.restart(chosen, values.timeout_s, progress)
     progress.finish(ranks_view.restarted(restarted.ranks, restarted.elapsed_s, restarted.notes))
 

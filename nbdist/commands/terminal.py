@@ -10,12 +10,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import nbdist
 from nbdist.client import leftovers, runs
 from nbdist.client.remote import RankFunction
 from nbdist.commands.running import START_OPTIONS, start_options
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.runs import RUNNING, STOPPED, Run
+from nbdist.core.versions import VERSION
 from nbdist.errors import NbdistError, NotRunning, OptionError
 from nbdist.notebook import NOTEBOOK, CellOptions
 from nbdist.verbs import TERMINAL, Option, Verb
@@ -34,7 +34,7 @@ RUN_SCRIPT = "__import__('nbdist.engine.script', fromlist=['run']).run(globals()
 
 def version(_values: Namespace) -> View:
     """The version of nbdist."""
-    return View(f"nbdist {nbdist.__version__}")
+    return View(f"nbdist {VERSION}")
 
 
 def status(_values: Namespace) -> View:

@@ -17,11 +17,6 @@ from nbdist.view.mime import View
 from nbdist.view.trace import traced
 
 
-def dist_profile(values: Namespace, code: str) -> None:
-    """Run the cell on all ranks under torch.profiler, and show where its time went."""
-    NOTEBOOK.run(code, cell_options(values))
-
-
 def cell_options(values: Namespace) -> CellOptions:
     """The options of a recorded cell: it runs on all ranks, and some or all of them record."""
     options = TraceOptions(values.steps, values.has_memory, values.has_stacks)
@@ -71,7 +66,7 @@ VERBS = (
         "dist_profile",
         "Run the cell on all ranks and show where its time goes.",
         "%%dist_profile --steps 3",
-        dist_profile,
+        cell_options,
         (
             Option(
                 ("--steps",),

@@ -19,6 +19,7 @@ from nbdist.errors import StartError
 # As in pyproject.toml; tests/test_packaging.py compares them. torch is judged by core.versions.
 OLDEST = {
     "accelerate": "1.15",
+    "cloudpickle": "3.1",
     "ipykernel": "6.29",
     "ipyparallel": "9.2",
     "ipython": "8.20",

@@ -5,6 +5,7 @@ Read off the tables of strategies and their options; there is no second list.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from nbdist.core import footprint, units
 from nbdist.core.strategy import Choice, Options
 from nbdist.core.strategy_choose import choose
 from nbdist.core.strategy_degrees import WORDS, divisors
-from nbdist.core.strategy_options import DEGREES, OPTIONS, OptionRow, takers
+from nbdist.core.strategy_options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, takers
 from nbdist.core.strategy_rows import ROWS
 from nbdist.errors import OptionError
 
@@ -116,12 +117,9 @@ def values_of(choice: Choice) -> dict[str, Value]:
     for row in OPTIONS.values():
         value = getattr(choice.options, row.name)
         if value != getattr(default, row.name) and choice.name in takers(row):
-            found[row.word] = value if row.kind == "switch" else _text(value)
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            found[row.word] = value if row.kind == "switch" else text
     return found
-
-
-def _text(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def typed(name: str, values: Mapping[str, Value]) -> str:
@@ -131,7 +129,10 @@ def typed(name: str, values: Mapping[str, Value]) -> str:
         if value in {"", False}:
             continue
         flag = f"--{word.replace('_', '-')}"
-        words.append(flag if value is True else f"{flag} {value}")
+        if value is True or (word, value) in SHORTHANDS.values():
+            words.append(flag if value is True else f"--{value}")
+        else:
+            words.append(f"{flag} {shlex.quote(str(value))}")
     return " ".join(words)
 
 

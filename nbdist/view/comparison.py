@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nbdist.core import units
 from nbdist.core.comparison import PARTS, Comparison, Row
 from nbdist.core.units import is_stored, shown
-from nbdist.view.mime import View, table
+from nbdist.view.mime import View, lines_html, table
 from nbdist.view.trace_png import COLOURS
 
 if TYPE_CHECKING:  # it takes half a second to import
@@ -45,7 +45,7 @@ def compared(found: Comparison) -> View:
         if image
         else ""
     )
-    told = "".join(f"<div>{html.escape(line)}</div>" for line in lines)
+    told = lines_html(lines)
     return View(rows.text + text, f"<div>{body}{rows.html}{told}</div>", png=image)
 
 
@@ -65,7 +65,7 @@ def _table(rows: Sequence[Row]) -> View:
     done = [one for one in rows if not one.problem]
     refused = [f"{one.asked}: not run. {one.problem}" for one in rows if one.problem]
     if not done:
-        return View("\n".join(refused), "".join(f"<div>{html.escape(t)}</div>" for t in refused))
+        return View("\n".join(refused), lines_html(refused))
     return table(head, [_cells(one) for one in done], after=refused)
 
 

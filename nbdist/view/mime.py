@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -62,6 +62,11 @@ def table(
     return View(text, _table_html(head, rows, is_number, before, after))
 
 
+def lines_html(texts: Iterable[str]) -> str:
+    """Each text as a line of its own."""
+    return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
+
+
 def _is_number(cell: str) -> bool:
     return bool(cell) and all(character in "0123456789.,#" for character in cell)
 
@@ -80,11 +85,8 @@ def _table_html(
         )
         return f"<tr>{inner}</tr>"
 
-    def lines(texts: Sequence[str]) -> str:
-        return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
-
     body = "".join(row("td", cells) for cells in rows)
     return (
-        f"<div>{lines(before)}<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>"
-        f"{lines(after)}</div>"
+        f"<div>{lines_html(before)}<table><thead>{row('th', head)}</thead>"
+        f"<tbody>{body}</tbody></table>{lines_html(after)}</div>"
     )

@@ -13,7 +13,7 @@ from nbdist.core.plan_memory import FORMULAS, Memory
 from nbdist.core.plan_models import ModelShape
 from nbdist.core.plan_time import UTILISATION
 from nbdist.core.strategy_degrees import ranks
-from nbdist.view.mime import View, table
+from nbdist.view.mime import View, lines_html, table
 
 # In {} stands the unit of all columns of memory.
 _HEAD = (
@@ -60,14 +60,10 @@ def shown_plan(plan: Plan, advice: Advice) -> PlanView:
     bars = _text_bars(plan, counted)
     text = "\n".join([*before, "", rows.text, "", *bars, "", *told, "", *after])
     page = (
-        f"<div>{_lines(before)}{rows.html}{_svg(plan, counted)}{_lines(told)}"
-        f'<div style="font-size:smaller">{_lines(after)}</div></div>'
+        f"<div>{lines_html(before)}{rows.html}{_svg(plan, counted)}{lines_html(told)}"
+        f'<div style="font-size:smaller">{lines_html(after)}</div></div>'
     )
     return PlanView(text, page, plan=plan, advice=advice)
-
-
-def _lines(texts: Sequence[str]) -> str:
-    return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
 
 
 def _before(plan: Plan) -> list[str]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nbdist.commands import VERBS
 from nbdist.core.footprint import RECIPES
 from nbdist.core.monitor import STATES, Doing, Sample
 from nbdist.core.panel import BUTTONS, KINDS, bar_share, bar_told, missing, row_of
@@ -13,10 +14,11 @@ from nbdist.core.strategy_options import OPTIONS, takers
 from nbdist.core.strategy_rows import ROWS
 from nbdist.core.topology import RankPlace
 from nbdist.core.usage import Usage
+from nbdist.verbs import parse, strategy_given
 
-FSDP = Job("apply", "%dist_strategy fsdp", ("fsdp", ()))
-TP = Job("apply", "%dist_strategy tp", ("tp", ()))
-RESTART = Job("restart", "%dist_restart 1", 1)
+FSDP = Job("apply", "%dist_strategy fsdp", "fsdp")
+TP = Job("apply", "%dist_strategy tp", "tp")
+RESTART = Job("restart", "%dist_restart 1", "1")
 
 
 class Clock:
@@ -182,7 +184,7 @@ def test_the_fields_of_a_strategy_are_its_options(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_each_value_of_each_field_can_be_had_or_says_why(name: str) -> None:
-    """Alone on 8 ranks: a choice with just that, or core.strategy's own words."""
+    """Alone on 8 ranks: a choice with just that, also as it is typed, or core.strategy's words."""
     for field in fields(name, 8):
         for value in field.choices if field.kind != "switch" else (True,):
             found = picked(name, {field.word: value}, 8)
@@ -190,6 +192,8 @@ def test_each_value_of_each_field_can_be_had_or_says_why(name: str) -> None:
                 # What is shown for it gives it again.
                 again = picked(found.name, values_of(found), 8)
                 assert again == found, (field.word, value)
+                read = parse(VERBS["dist_strategy"], typed(name, {field.word: value})).values
+                assert choose(*read.named, strategy_given(read), 8) == found
             else:
                 assert found.endswith((".", "?")), (field.word, value)
 

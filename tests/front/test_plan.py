@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from nbdist import plan
-from nbdist.commands.plan import device_of_ranks
 from nbdist.core import topology
-from nbdist.core.plan_devices import DEVICES
+from nbdist.core.plan_devices import DEVICES, device_of_ranks
 from nbdist.errors import OptionError
 from nbdist.view.plan import PlanView
 from tests.support.kernel import Kernel, notebook_env
