@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -62,6 +62,13 @@ def table(
     return View(text, _table_html(head, rows, is_number, before, after))
 
 
+def lines(texts: Iterable[str]) -> View:
+    """Lines of text; spaces at their beginnings stay."""
+    listed = list(texts)
+    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(one)}</div>' for one in listed)
+    return View("\n".join(listed), f'<div style="margin:0.5em 0">{body}</div>')
+
+
 def _is_number(cell: str) -> bool:
     return bool(cell) and all(character in "0123456789.,#" for character in cell)
 
@@ -80,11 +87,11 @@ def _table_html(
         )
         return f"<tr>{inner}</tr>"
 
-    def lines(texts: Sequence[str]) -> str:
+    def divs(texts: Sequence[str]) -> str:
         return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
 
     body = "".join(row("td", cells) for cells in rows)
     return (
-        f"<div>{lines(before)}<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>"
-        f"{lines(after)}</div>"
+        f"<div>{divs(before)}<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>"
+        f"{divs(after)}</div>"
     )
