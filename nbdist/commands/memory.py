@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nbdist.commands import cells
 from nbdist.commands.trace import step_count
-from nbdist.core import snapshot_file
+from nbdist.core import snapshot_file, snapshot_peak, snapshot_rules
 from nbdist.core.snapshot import MemoryOptions, Snapshot
 from nbdist.core.snapshot_growth import growth
 from nbdist.errors import OptionError
@@ -22,12 +22,19 @@ from nbdist.view.mime import View
 def cell_options(values: Namespace) -> CellOptions:
     """The options of a recorded cell: it runs on all ranks, and some or all of them record."""
     options = MemoryOptions(values.steps, not values.has_no_stacks, values.most_events)
-    record = Record(options, values.recorded, _publish, lambda session: session.memories)
+    record = Record(
+        options,
+        values.recorded,
+        lambda snapshot: show(shown(snapshot)),
+        lambda session: session.memories,
+    )
     return CellOptions(None, values.has_tabs, values.timeout_s, record)
 
 
-def _publish(snapshot: Snapshot) -> None:
-    show(remembered(snapshot))
+def shown(snapshot: Snapshot) -> View:
+    """What a snapshot says."""
+    peaks = snapshot_peak.peaks(snapshot)
+    return remembered(snapshot, peaks, snapshot_rules.findings(snapshot, peaks))
 
 
 def dist_memory(values: Namespace) -> View:
@@ -47,7 +54,7 @@ def dist_memory(values: Namespace) -> View:
         return View("\n".join(f"written: {path}" for path in made))
     if values.since is not None:
         return _grown(values.since, snapshot)
-    return remembered(snapshot)
+    return shown(snapshot)
 
 
 def _asked(folder: Path | None, *, is_now: bool) -> Snapshot:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nbdist.client.trace import read_folder
 from nbdist.commands import cells
-from nbdist.core import trace_findings, trace_shares
+from nbdist.core import trace_rules, trace_shares
 from nbdist.core.trace import Trace, TraceOptions
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK, CellOptions, Record, show
@@ -46,7 +46,7 @@ def dist_trace(values: Namespace) -> View:
 def shown(trace: Trace) -> View:
     """What a trace says."""
     shares = trace_shares.shares(trace)
-    return traced(trace, shares, trace_findings.findings(trace, shares))
+    return traced(trace, shares, trace_rules.findings(trace, shares))
 
 
 def read(folder: Path) -> Trace:

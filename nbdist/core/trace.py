@@ -1,7 +1,7 @@
 """What the profilers of the ranks have recorded of one cell, as columns.
 
 Made by `core.trace_read` from the files that ranks write; judged by `core.trace_shares` and
-`core.trace_findings`; drawn by `view.trace`. Times are integers in nanoseconds since the
+`core.trace_rules`; drawn by `view.trace`. Times are integers in nanoseconds since the
 beginning of the recording, the same zero on every rank.
 """
 

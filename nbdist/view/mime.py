@@ -67,6 +67,13 @@ def lines_html(texts: Iterable[str]) -> str:
     return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
 
 
+def lines(texts: Iterable[str]) -> View:
+    """Lines of text; spaces at their beginnings stay."""
+    listed = list(texts)
+    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(one)}</div>' for one in listed)
+    return View("\n".join(listed), f'<div style="margin:0.5em 0">{body}</div>')
+
+
 def _is_number(cell: str) -> bool:
     return bool(cell) and all(character in "0123456789.,#" for character in cell)
 

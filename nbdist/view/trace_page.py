@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from nbdist.core.finding import Finding
 from nbdist.core.trace import KINDS, Integers, Trace
-from nbdist.core.trace_findings import TraceFinding
 from nbdist.core.trace_levels import Items, Laid, finest, full
 from nbdist.view import frame
 from nbdist.view.frame import MOST_BYTES, clipped
@@ -32,7 +32,7 @@ def steps_of_each(trace: Trace) -> int:
     return MOST_STEPS // max(len(trace.ranks), 1)
 
 
-def packed(trace: Trace, events: Laid, findings: Sequence[TraceFinding] = ()) -> tuple[Items, str]:
+def packed(trace: Trace, events: Laid, findings: Sequence[Finding] = ()) -> tuple[Items, str]:
     """The finest items of a trace that fit MOST_BYTES, and what timeline.js reads, as base64.
 
     Where events have to be merged, half of the room is for a stretch that is kept in full.
@@ -113,7 +113,7 @@ def _head(trace: Trace, events: Laid) -> dict[str, object]:
     }
 
 
-def _spots(trace: Trace, findings: Sequence[TraceFinding]) -> Iterator[tuple[str, int, int, int]]:
+def _spots(trace: Trace, findings: Sequence[Finding]) -> Iterator[tuple[str, int, int, int]]:
     """(rule, place of the rank, begin, end) of what findings point at."""
     places = {rank.rank: place for place, rank in enumerate(trace.ranks)}
     for one in findings:

@@ -15,8 +15,7 @@ from nbconvert import HTMLExporter
 
 from nbdist.core.snapshot import ACTIVATION, CATEGORIES, OutOfMemory, Snapshot
 from nbdist.core.snapshot_curve import changes, curve, peak_ns, totals
-from nbdist.view.memory import remembered
-from tests.support.drawn_memory import MB, Piece, million, rank_memory, training
+from tests.support.drawn_memory import MB, Piece, million, rank_memory, remembered, training
 from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
 from tests.support.live import DEADLINE_MS, LivePicture
 
@@ -24,8 +23,7 @@ pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL = (
-    "from nbdist.view.memory import remembered\n"
-    "from tests.support.drawn_memory import training\n"
+    "from tests.support.drawn_memory import remembered, training\n"
     "remembered(training(device='cuda'))"
 )
 MEMORY = training(device="cuda")

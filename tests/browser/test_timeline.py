@@ -13,8 +13,8 @@ import pytest
 from matplotlib.image import imread
 from nbconvert import HTMLExporter
 
+from nbdist.core.finding import WARN, Finding, Spot
 from nbdist.core.trace import COMMUNICATION, KINDS
-from nbdist.core.trace_findings import Spot, TraceFinding
 from nbdist.core.trace_shares import Shares
 from nbdist.view.trace import traced
 from tests.support.drawn_traces import training
@@ -252,7 +252,9 @@ def test_a_large_trace_has_blocks_and_one_stretch_in_full(notebook: LabNotebook)
 def test_the_list_of_findings_leads_to_where_they_are(notebook: LabNotebook) -> None:
     """The rank's rows are seen, with the spot in the middle third of the picture."""
     spot = Spot(7, 10_000_000, 11_000_000)
-    finding = TraceFinding("one <b>late</b> rank", "found", "why", "what", (7,), 0.1, (spot,))
+    finding = Finding(
+        "one <b>late</b> rank", "found", WARN, "why", "what", (7,), 0.1, spots=(spot,)
+    )
     view = traced(training(4000, ranks=8), Shares((), 0, None, (), (), 0.0), [finding])
     browser = notebook.page.context.browser
     assert browser is not None

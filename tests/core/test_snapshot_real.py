@@ -19,9 +19,9 @@ from nbdist.core.snapshot import (
     Snapshot,
 )
 from nbdist.core.snapshot_curve import curve
-from nbdist.core.snapshot_findings import findings
 from nbdist.core.snapshot_growth import growth
 from nbdist.core.snapshot_peak import peaks
+from nbdist.core.snapshot_rules import findings
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "memory"
 NAMES = sorted(path.name for path in FOLDER.iterdir())

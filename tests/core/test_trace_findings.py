@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from nbdist.client.trace import read_folder
+from nbdist.core.finding import Finding
 from nbdist.core.trace import COMMUNICATION, COMPUTE, COPY, DATA, HOST, MARK, Trace
-from nbdist.core.trace_findings import RULES, TraceFinding, findings
+from nbdist.core.trace_rules import RULES, findings
 from nbdist.core.trace_shares import shares
 from tests.support.traces import MS, Did, rank_trace, trace
 
@@ -15,7 +16,7 @@ _BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
 _REAL = Path(__file__).resolve().parents[1] / "data" / "traces"
 
 
-def found(one: Trace) -> dict[str, TraceFinding]:
+def found(one: Trace) -> dict[str, Finding]:
     return {each.rule: each for each in findings(one, shares(one))}
 
 

@@ -27,9 +27,9 @@ _RANKS = """
 [(r.rank, len(r.steps), len(r.events) > 0, r.problem) for r in nbdist.session().trace().ranks]
 """
 _RULES = """
-from nbdist.core import trace_findings, trace_shares
+from nbdist.core import trace_rules, trace_shares
 told = nbdist.session().trace()
-{one.rule: one.ranks for one in trace_findings.findings(told, trace_shares.shares(told))}
+{one.rule: one.ranks for one in trace_rules.findings(told, trace_shares.shares(told))}
 """
 _OFF = """%%distributed
 from torch.optim import optimizer as o

@@ -30,6 +30,10 @@ from nbdist.core.snapshot import (
     Segment,
     Snapshot,
 )
+from nbdist.core.snapshot_peak import peaks
+from nbdist.core.snapshot_rules import findings
+from nbdist.view import memory
+from nbdist.view.mime import View
 
 MB = 10**6
 MS = 10**6
@@ -314,3 +318,9 @@ def _texts() -> tuple[tuple[tuple[Frame, ...], ...], tuple[str, ...]]:
         for number in random.integers(0, 2**48, 3000)
     )
     return stacks, tuple(f"blocks.{number:x}.weight" for number in random.integers(0, 2**60, 9000))
+
+
+def remembered(snapshot: Snapshot) -> View:
+    """What %dist_memory shows of a snapshot."""
+    found = peaks(snapshot)
+    return memory.remembered(snapshot, found, findings(snapshot, found))

@@ -30,11 +30,10 @@ from nbdist.core.snapshot import (
 )
 from nbdist.core.snapshot_peak import peaks
 from nbdist.view import frame, image, memory_png
-from nbdist.view.memory import remembered
 from nbdist.view.memory_colours import COLOURS
 from nbdist.view.mime import View
 from tests.support import pages
-from tests.support.drawn_memory import MB, Piece, blocks, million, rank_memory, training
+from tests.support.drawn_memory import MB, Piece, blocks, million, rank_memory, remembered, training
 from tests.support.pages import Tags, size_of
 
 MOST_BYTES = 2_000_000
@@ -446,7 +445,7 @@ def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
         "from nbdist.core.snapshot import Snapshot\n"
         "from nbdist.view.memory import remembered\n"
         "before = 'matplotlib' in sys.modules\n"
-        "remembered(Snapshot(()))\n"
+        "remembered(Snapshot(()), (), ())\n"
         "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
     done = subprocess.run(

@@ -16,8 +16,8 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.image import imread
 
+from nbdist.core.finding import WARN, Finding, Spot
 from nbdist.core.trace import COMMUNICATION, COMPUTE, KINDS, Lane, RankTrace, Step, Trace
-from nbdist.core.trace_findings import Spot, TraceFinding
 from nbdist.core.trace_levels import laid
 from nbdist.core.trace_shares import Operation, RankShares, Shares, Slowest, Traffic
 from nbdist.view import frame, image, trace_png
@@ -30,9 +30,10 @@ from tests.support.pages import Tags, size_of
 MOST_BYTES = 2_000_000
 MS = 10**6
 
-FINDING = TraceFinding(
+FINDING = Finding(
     "one late rank",
     "rank 1 starts 2 ms late",
+    WARN,
     "the others wait",
     "give it less",
     (1,),
