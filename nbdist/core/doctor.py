@@ -25,6 +25,7 @@ OLDEST = {
     "ipywidgets": "8",
     "matplotlib": "3.8",
     "numpy": "1.26",
+    "nvidia-ml-py": "12.535",
     "psutil": "5.9",
     "pyyaml": "6.0",
     "pyzmq": "25",
