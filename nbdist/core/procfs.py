@@ -56,7 +56,7 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def state(pid: int) -> str:
-    """ "R", "S", "D", "Z", "T" (stopped), "t" (by a debugger); empty where it is gone."""
+    """A letter, such as "R", "S", "T" (stopped) or "Z" (ended); empty where it is gone."""
     return next(iter(stat_fields(pid)), "")
 
 

@@ -31,6 +31,15 @@ def duration(value_ns: float) -> str:
     return _in_units(value_ns, DURATION_UNITS, "ns")
 
 
+def one_line(text: str, most: int = 60) -> str:
+    """The text on one line; of a longer one its beginning and its end."""
+    line = " ".join(text.split())
+    if len(line) <= most:
+        return line
+    end = (most - 3) // 2
+    return f"{line[: most - 3 - end]}...{line[-end:]}"
+
+
 def _in_units(value: float, units: tuple[tuple[float, str], ...], smallest: str) -> str:
     return PLACEHOLDER if is_stored() else _text(value, units, smallest)
 
