@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nbdist.client.channel import Message
-from nbdist.core import lints
-from nbdist.core.lints import LINTS, Seen, Told
+from nbdist.core.lints import rules
+from nbdist.core.lints.rules import LINTS, Seen, Told
 from nbdist.core.shown import is_stored
 from nbdist.core.switching import Switched
 from nbdist.core.wire import SEEN
@@ -20,7 +20,7 @@ class Lints:
 
     def __init__(self) -> None:
         """Silent about what NBDIST_SILENCE names."""
-        names, self._unknown = lints.silenced_by(os.environ.get(lints.VARIABLE, ""))
+        names, self._unknown = rules.silenced_by(os.environ.get(rules.VARIABLE, ""))
         self._silenced = set(names)
         self._told: dict[tuple[str, str], None] = {}
         # Of cells that run: run -> rank -> what it saw. Written in the client's thread.
@@ -54,7 +54,7 @@ class Lints:
         """
         seen = self._seen.pop(run, {})
         unknown = self._take_unknown() if seen else ()
-        return (*unknown, *self._new(lints.judged(seen, is_ok=is_ok)))
+        return (*unknown, *self._new(rules.judged(seen, is_ok=is_ok)))
 
     def of_switch(self, done: Switched) -> Switched:
         """A switch, with what there is to say of the effective batch among its notes."""
@@ -64,7 +64,7 @@ class Lints:
         facts = {"before": before, "after": after, "lr": lr}
         one = Seen("effective-batch", f"{before} {after}", facts)
         seen = {rank: [one] for rank in range(done.after.world_size)}
-        return replace(done, notes=(*done.notes, *self._new(lints.judged(seen, is_ok=True))))
+        return replace(done, notes=(*done.notes, *self._new(rules.judged(seen, is_ok=True))))
 
     def silence(self, names: Sequence[str], *, is_on: bool = True) -> None:
         """Tell these no more (`all` for all), or tell them again.
@@ -72,7 +72,7 @@ class Lints:
         Raises:
             OptionError: There is no such lint; lists those that there are.
         """
-        for name in lints.checked(names):
+        for name in rules.checked(names):
             if is_on:
                 self._silenced.add(name)
             else:
@@ -107,7 +107,7 @@ class Lints:
     def _take_unknown(self) -> tuple[str, ...]:
         words, self._unknown = self._unknown, ()
         try:
-            lints.checked(words)
+            rules.checked(words)
         except OptionError as error:
-            return (f"{lints.VARIABLE}: {error}",)
+            return (f"{rules.VARIABLE}: {error}",)
         return ()
