@@ -16,7 +16,7 @@ from typing import Any
 from nbdist.client import causes, rundir
 from nbdist.client.ranks import Ranks
 from nbdist.client.remote import RankFunction
-from nbdist.core import blackbox, collectives
+from nbdist.core import blackbox, collectives, procfs
 from nbdist.core.calls import Box, Look, RankView
 from nbdist.core.recovery import Recovered
 from nbdist.errors import NbdistError
@@ -89,7 +89,7 @@ class Health:
     def is_stopped(self, rank: int) -> bool:
         """Whether the rank's process was stopped by a signal (seen on this host only)."""
         pid = self.pids().get(rank)
-        return pid is not None and causes.process_state(pid) == "T"
+        return pid is not None and procfs.state(pid) == "T"
 
     def watch_processes(self) -> None:
         """Read what will be needed to tell how a rank ended. Once its process is there."""

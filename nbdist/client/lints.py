@@ -9,8 +9,8 @@ from typing import Any
 
 from nbdist.client.channel import Message
 from nbdist.client.request import CellHook
-from nbdist.core import lints
-from nbdist.core.lints import LINTS, Seen, Told
+from nbdist.core.lints import rules
+from nbdist.core.lints.rules import LINTS, Seen, Told
 from nbdist.core.switching import Switched
 from nbdist.core.units import is_stored
 from nbdist.core.wire import CELL_RUN, SEEN
@@ -22,7 +22,7 @@ class Lints(CellHook):
 
     def __init__(self) -> None:
         """Silent about what NBDIST_SILENCE names."""
-        names, self._unknown = lints.silenced_by(os.environ.get(lints.VARIABLE, ""))
+        names, self._unknown = rules.silenced_by(os.environ.get(rules.VARIABLE, ""))
         self._silenced = set(names)
         self._told: dict[tuple[str, str], None] = {}
         # Of cells that run: run -> rank -> what it saw. Written in the client's thread.
@@ -53,7 +53,7 @@ class Lints(CellHook):
         """
         seen = self._seen.pop(run_id, {})
         unknown = self._take_unknown() if seen else ()
-        return (*unknown, *self._new(lints.judged(seen, is_ok=is_ok)))
+        return (*unknown, *self._new(rules.judged(seen, is_ok=is_ok)))
 
     def of_switch(self, done: Switched) -> Switched:
         """A switch, with what there is to say of the effective batch among its notes."""
@@ -63,7 +63,7 @@ class Lints(CellHook):
         facts = {"before": before, "after": after, "lr": lr}
         one = Seen("effective-batch", f"{before} {after}", facts)
         seen = {rank: [one] for rank in range(done.after.world_size)}
-        return replace(done, notes=(*done.notes, *self._new(lints.judged(seen, is_ok=True))))
+        return replace(done, notes=(*done.notes, *self._new(rules.judged(seen, is_ok=True))))
 
     def silence(self, names: Sequence[str], *, is_on: bool = True) -> None:
         """Tell these no more (`all` for all), or tell them again.
@@ -71,7 +71,7 @@ class Lints(CellHook):
         Raises:
             OptionError: There is no such lint; lists those that there are.
         """
-        for name in lints.checked(names):
+        for name in rules.checked(names):
             if is_on:
                 self._silenced.add(name)
             else:
@@ -106,7 +106,7 @@ class Lints(CellHook):
     def _take_unknown(self) -> tuple[str, ...]:
         words, self._unknown = self._unknown, ()
         try:
-            lints.checked(words)
+            rules.checked(words)
         except OptionError as error:
-            return (f"{lints.VARIABLE}: {error}",)
+            return (f"{rules.VARIABLE}: {error}",)
         return ()

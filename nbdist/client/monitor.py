@@ -19,8 +19,8 @@ from nbdist.client.ranks import Ranks
 from nbdist.client.sampler import PERIOD_S, Sampler, Samples
 from nbdist.core import monitor_rules
 from nbdist.core.exposition import exposition
+from nbdist.core.finding import Finding
 from nbdist.core.monitor import History
-from nbdist.core.monitor_rules import MonitorFinding
 from nbdist.errors import NotRunning, OptionError
 
 __all__ = ["Listener", "Monitor", "Samples"]
@@ -175,7 +175,7 @@ class Monitor:
         samples = self._latest or self.wait(0.0, FIRST_S)
         return exposition(samples, self._ranks.topology.ranks)
 
-    def findings(self, *, is_past: bool = False) -> tuple[MonitorFinding, ...]:
+    def findings(self, *, is_past: bool = False) -> tuple[Finding, ...]:
         """What stands out in the newest samples and those just before, by core.monitor_rules.
 
         Args:

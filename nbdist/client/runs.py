@@ -75,19 +75,12 @@ def _folders() -> list[str]:
 
 def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:
     owner = rundir.owner(folder)
-    state = runs.state(owner, here, None if owner is None else _start_of(owner.pid))
+    state = runs.state(owner, here, None if owner is None else host.started(owner.pid))
     if state == runs.UNKNOWN and is_guarded:
         state = runs.RUNNING  # its folder was damaged, but a guardian does not outlive its kernel
     if state == runs.RUNNING and rundir.ended_from_outside(folder):
         state = runs.STOPPED
     return Run(str(folder), state, owner, rundir.hosts(folder), has_folder=folder.is_dir())
-
-
-def _start_of(pid: int) -> str | None:
-    if not Path("/proc/self").is_dir():  # macOS: no start times in ticks
-        return "" if psutil.pid_exists(pid) else None
-    fields = guardian.stat_fields(pid)
-    return None if fields is None or fields[0] in "ZX" else fields[19]
 
 
 def _with_processes(run: Run, seen: dict[int, Seen], spared: frozenset[int]) -> Run:

@@ -117,7 +117,7 @@ class Sampler:
         if found is None and readings.gpus and not readings.problems and place.device != "cpu":
             self._note(
                 f"rank {place.rank}: the driver tells nothing of its GPU {place.device_uuid} "
-                "(of MIG instances NVML does: pip install nvidia-ml-py)"
+                "(nvidia-smi, which is asked where NVML fails, tells none of MIG instances)"
             )
         return found
 

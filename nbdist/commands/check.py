@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 
-from nbdist.core import lints
+from nbdist.core.lints import rules
 from nbdist.errors import OptionError
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import Option, Verb
@@ -56,7 +56,7 @@ def _lints(values: Namespace) -> View:
     names = [name.strip() for name in text.split(",") if name.strip()]
     session.silence(*names, is_on=values.silenced is not None)
     done = "not told any more" if values.silenced is not None else "told again"
-    return View(f"{done}: {', '.join(lints.checked(names))}")
+    return View(f"{done}: {', '.join(rules.checked(names))}")
 
 
 def step_count(text: str) -> int:

@@ -11,6 +11,7 @@ from nbdist.core.doctor_facts import Facts
 from nbdist.notebook import NOTEBOOK
 from nbdist.verbs import ANYWHERE, Option, Verb
 from nbdist.view import doctor as doctor_view
+from nbdist.view.finding import verdicts
 from nbdist.view.mime import View
 
 
@@ -26,7 +27,7 @@ def examined(*, is_cleaning: bool) -> View:
         done = leftovers.clean() or ("nothing to clean: dead runs have left nothing",)
     is_running = NOTEBOOK.is_running
     collected = _of_running_ranks() if is_running else facts.collect(None)
-    view = doctor_view.findings(checks.examine(collected), done)
+    view = verdicts(checks.examine(collected), before=done)
     return doctor_view.below(view, running.status_view()) if is_running else view
 
 

@@ -27,6 +27,7 @@ OLDEST = {
     "matplotlib": "3.8",
     "ml-dtypes": "0.5",
     "numpy": "1.26",
+    "nvidia-ml-py": "12.535",
     "psutil": "5.9",
     "pyyaml": "6.0",
     "pyzmq": "25",

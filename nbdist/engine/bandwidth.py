@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from nbdist.core import causes
+from nbdist.core import procfs
 from nbdist.core.bandwidth import LEAST_RUNS, Timing
 from nbdist.core.sizes import ITEM_BYTES
 from nbdist.engine import lazy
@@ -267,28 +266,11 @@ def begin() -> dict[str, int]:
     return free
 
 
-# Limit and use in a control group's folder, of versions 2 and 1.
-_LIMITS = (
-    ("v2", "", "memory.max", "memory.current"),
-    ("v1", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
-
-
 def _below_limits() -> list[int]:
     """How far this process's control groups are below their limits (a container has such)."""
-    paths = causes.cgroups(_text(Path("/proc/self/cgroup")))
     left = [1 << 62]
-    for kind, mount, limit, use in _LIMITS:
-        for name in causes.lineage(paths.get(kind, "")):
-            folder = Path("/sys/fs/cgroup") / mount / name
-            most, used = causes.limit_bytes(_text(folder / limit)), _text(folder / use).strip()
-            if most is not None and used.isdigit():
-                left.append(max(0, most - int(used)))
+    for group in procfs.memory_groups("self"):
+        limit, used = group.limit_bytes(), group.used_bytes()
+        if limit is not None and used is not None:
+            left.append(max(0, limit - used))
     return left
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # no such group, or not for this user
-        return ""

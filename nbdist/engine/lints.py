@@ -2,7 +2,7 @@
 
 Nothing here meets another rank: each rank notes what it sees by itself, in the user's own calls,
 and sends it with its cell's output. What needs several ranks is compared in the notebook
-(core/lints.py). What was seen in a cell is forgotten with it.
+(core/lints). What was seen in a cell is forgotten with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from nbdist.core.lints import Seen
+from nbdist.core.lints.rules import Seen
 from nbdist.core.wire import CELL_RUN, SEEN
 from nbdist.engine.cell_hooks import Cell
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from nbdist.core.lints import SHOWN_NAMES
+from nbdist.core.lints.unused_parameters import SHOWN_NAMES
 from nbdist.engine import lints
 
 

@@ -18,7 +18,7 @@ import torch
 from IPython import get_ipython
 from torch._C import _distributed_c10d
 
-from nbdist.core import causes, stacks
+from nbdist.core import procfs, stacks
 from nbdist.core.calls import CxxCall, Look
 from nbdist.core.stacks import Frame
 from nbdist.engine import crashes, threads
@@ -117,12 +117,9 @@ def _main_cpu_s() -> float | None:
 
 
 def _main_state() -> str:
-    try:
-        # The main thread's number is the process's.
-        stat = Path(f"/proc/self/task/{os.getpid()}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    return causes.process_state(stat)
+    # The main thread's number is the process's.
+    stat = procfs.text(procfs.PROC / f"self/task/{os.getpid()}/stat")
+    return next(iter(procfs.parse_stat(stat)), "")
 
 
 @dataclass(slots=True)

@@ -14,10 +14,8 @@ from nbdist.core.gpu_reading import GpuReading, GpuReadings, GpuWatch, Nvml
 from nbdist.core.monitor import Allocator, Answer
 from nbdist.core.usage import Usages
 from nbdist.engine.rank import this_rank
-from nbdist.errors import NbdistError
 
 GPU_PERIOD_S = 1.0
-_NO_NVML = "on another host than the notebook's it takes NVML: pip install nvidia-ml-py there"
 
 _usages = Usages(psutil)
 
@@ -59,11 +57,7 @@ def _gpu(uuid: str) -> tuple[GpuReading | None, float, tuple[str, ...]]:
 
 
 def _open() -> Callable[[], GpuReadings]:
-    try:
-        nvml = importlib.import_module("pynvml")  # the extra `gpu`
-    except ImportError as error:
-        raise NbdistError(_NO_NVML) from error
-    return Nvml(nvml).read
+    return Nvml(importlib.import_module("pynvml")).read  # late: it takes 0.1 s
 
 
 # In a thread of its own: a driver that hangs must not hold up the one that answers.

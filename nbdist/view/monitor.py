@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from nbdist.core import units
+from nbdist.core.finding import Finding
 from nbdist.core.monitor import History, Sample
-from nbdist.core.monitor_rules import MonitorFinding
 from nbdist.core.units import is_stored, shown
 from nbdist.view.mime import View, table
 
@@ -71,7 +71,7 @@ _PICTURED = (
 def monitor(
     samples: Sequence[Sample],
     history: History,
-    findings: Sequence[MonitorFinding] = (),
+    findings: Sequence[Finding] = (),
     notes: Sequence[str] = (),
 ) -> View:
     """Every rank now, with mean and peak since the recording began, and what stands out.
@@ -126,7 +126,7 @@ def _cell(history: History, rank: int, one: _Field) -> str:
     return " / ".join("-" if value is None else one.text(value) for value in values)
 
 
-def _told(one: MonitorFinding) -> str:
+def _told(one: Finding) -> str:
     return f"{one.rule}: {one.found}. {_sentence(one.why)}. Do: {one.what}."
 
 

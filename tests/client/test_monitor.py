@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from nbdist.client.start import StartOptions
 from nbdist.core.monitor import Sample
 from nbdist.errors import DistributedError, NotRunning, OptionError
 from tests.client.conftest import session_of, temporary_folder, until
-from tests.support.gpus import SMI, Driver
+from tests.support.gpus import SMI, Driver, DriverError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
@@ -242,11 +243,18 @@ def first(monitor: Monitor, is_it: Callable[[Samples], bool]) -> Samples:
     return next(one for one in samples if is_it(one))
 
 
+def without_driver() -> Any:
+    """A module pynvml on a machine where NVML fails."""
+    driver = Driver(0)
+    driver.failing["nvmlInit"] = DriverError(9, "Driver Not Loaded")
+    return driver
+
+
 def test_gpus_are_read_by_nvidia_smi(
     on_gpus: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One call for all GPUs, each rank's by its UUID. When it fails that is told once."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "pynvml", without_driver())
     answer, program = tmp_path / "answer", tmp_path / "nvidia-smi"
     answer.write_text(SMI)
     program.write_text(f"#!/bin/sh\ncat {answer} || {{ echo driver gone >&2; exit 9; }}\n")
@@ -264,7 +272,7 @@ def test_gpus_are_read_by_nvidia_smi(
     assert other.gpu is None
     assert [one.usage is not None for one in failed] == [True, True]
     missing, gone = on_gpus.problems
-    assert missing.startswith("rank 1: the driver tells nothing of its GPU GPU-missing (of MIG")
+    assert missing.startswith("rank 1: the driver tells nothing of its GPU GPU-missing (nvidia-smi")
     assert gone == f"nvidia-smi does not answer: cat: {answer}: No such file or directory"
 
 
@@ -291,7 +299,7 @@ def test_without_any_driver_ranks_are_sampled_all_the_same(
     on_gpus: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Host and state are there; nothing failed."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "pynvml", without_driver())
     monkeypatch.setenv("PATH", str(tmp_path))
     samples = first(on_gpus, lambda samples: samples[0].cpu_percent is not None)
 

@@ -457,17 +457,6 @@ def test_cuda_visible_devices_chooses(variable: str | None, indices: list[int]) 
     assert [gpu.index for gpu in gpus.chosen(TWO_GPUS, variable)] == indices
 
 
-@pytest.mark.parametrize("text", ["", "No devices were found\n", "\n\n"])
-def test_an_nvidia_smi_without_gpus_gives_none(text: str) -> None:
-    """A driver without devices is a machine without GPUs."""
-    assert gpus.parse(text) == ()
-
-
-def test_gpu_names_may_have_commas() -> None:
-    """Only the first two fields are split off."""
-    assert gpus.parse("3, GPU-1, Odd, Name\n") == (Gpu(3, "GPU-1", "Odd, Name"),)
-
-
 def test_a_gpu_that_does_not_exist_is_refused_with_those_that_do(
     fake_smi: None, runs: Path
 ) -> None:

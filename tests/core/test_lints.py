@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 
 from nbdist.client.lints import Lints
-from nbdist.core import lints
-from nbdist.core.lints import LINTS, Seen
+from nbdist.core.lints import rules
+from nbdist.core.lints.rules import LINTS, Seen
 from nbdist.core.wire import CELL_RUN, SEEN
 from nbdist.errors import OptionError
+from tests.support import lint_page
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 BOTH = [0, 1]
@@ -34,7 +35,7 @@ def since(*digests: str) -> Seen:
 
 def told(*seen: Seen | list[Seen], is_ok: bool = True) -> list[tuple[str, tuple[int, ...]]]:
     by_rank = {r: own if isinstance(own, list) else [own] for r, own in enumerate(seen)}
-    return [(one.lint, one.hit.ranks) for one in lints.judged(by_rank, is_ok=is_ok)]
+    return [(one.lint, one.hit.ranks) for one in rules.judged(by_rank, is_ok=is_ok)]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_workers_of_one_host_are_added_up() -> None:
 def test_the_first_look_that_differs_is_named() -> None:
     """And the lint that says less is left out."""
     seen = {0: [since(A, B, C), apart(A)], 1: [since(A, C, A), apart(B)]}
-    (one,) = lints.judged(seen, is_ok=True)
+    (one,) = rules.judged(seen, is_ok=True)
 
     assert one.lint == "apart-since"
     assert "before step 20 of its optimizer the parameters of model differed" in one.hit.found
@@ -98,7 +99,7 @@ def test_ranks_with_the_same_sentence_are_one_hit() -> None:
 
 def test_every_lint_says_what_to_do_and_how_to_hear_no_more() -> None:
     """Two lines: what and where; why, what to do, how to silence it."""
-    (one,) = lints.judged({0: [same(A, B)], 1: [same(A, B)]}, is_ok=True)
+    (one,) = rules.judged({0: [same(A, B)], 1: [same(A, B)]}, is_ok=True)
     first, second = one.lines
 
     assert first == (
@@ -109,11 +110,28 @@ def test_every_lint_says_what_to_do_and_how_to_hear_no_more() -> None:
     assert all(row.why and row.do and row.when for row in LINTS.values())
 
 
+@pytest.mark.parametrize("name", LINTS)
+def test_the_example_of_a_lint_is_one_hit(name: str) -> None:
+    """On all the ranks that it is about, as docs/lints.md shows it."""
+    subject, facts = LINTS[name].example
+
+    (hit,) = LINTS[name].judge(subject, facts)
+
+    assert hit.ranks == tuple(facts)
+
+
+def test_the_page_has_the_lints_as_they_are() -> None:
+    """docs/lints.md is made from them."""
+    page = lint_page.PAGE.read_text(encoding="utf-8")
+
+    assert lint_page.written(page) == page, f"out of date: {lint_page.COMMAND}"
+
+
 def test_names_that_do_not_exist_are_refused() -> None:
     """With the list of those that do; `all` is all."""
     with pytest.raises(OptionError, match=r"no lint 'data'\. Choose of same-data, set-epoch"):
-        lints.checked(["data"])
-    assert lints.checked(["all"]) == tuple(LINTS)
+        rules.checked(["data"])
+    assert rules.checked(["all"]) == tuple(LINTS)
 
 
 def message(data: Any) -> Any:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from nbdist.core import monitor_rules
+from nbdist.core.finding import Finding
 from nbdist.core.gpu_reading import GpuReading
 from nbdist.core.monitor import Doing, History, Sample
-from nbdist.core.monitor_rules import MonitorFinding
 from nbdist.core.usage import Usage
 
 GIB = 2**30
@@ -20,7 +20,7 @@ HEALTHY = Sample(0, 0.0, DOING, USAGE, 95.0, GPU)
 
 def told(
     *ranks: Sample | Sequence[Sample], seconds: int = 41, is_past: bool = False
-) -> tuple[MonitorFinding, ...]:
+) -> tuple[Finding, ...]:
     """What is found when each rank looked like this all the time, or second by second."""
     history = History()
     for second in range(seconds):

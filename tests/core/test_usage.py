@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from nbdist.core import usage
+from nbdist.core import procfs, usage
 from nbdist.core.usage import SLOWLY_S, Usages
 
 MIB = 2**20
@@ -72,8 +72,8 @@ def test_children_are_looked_for_now_and_then(parent: "subprocess.Popen[str]") -
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 1000 bytes with 300 of them used, its control groups written by the test."""
-    monkeypatch.setattr(usage, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(usage, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(procfs, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(procfs, "CGROUPS", tmp_path / "cgroup")
     return tmp_path
 
 

@@ -153,7 +153,7 @@ EVERY = (
     TRAINING
     + LOOKS
     + """
-    from nbdist.core.lints import judged
+    from nbdist.core.lints.rules import judged
     lints.install()
     begin("ddp")
     def cell(steps, before=lambda number: None):

@@ -13,7 +13,7 @@ import torch
 from nbdist.core.gpu_reading import GpuWatch
 from nbdist.core.monitor import Allocator, Answer
 from nbdist.engine import usage
-from tests.support.gpus import Driver
+from tests.support.gpus import Driver, DriverError
 
 pytestmark = pytest.mark.engine
 
@@ -80,13 +80,13 @@ def test_a_rank_of_another_host_tells_all(on_gpu: None, monkeypatch: pytest.Monk
     assert apart < 100_000_000
 
 
-def test_without_nvml_it_says_what_to_install(
-    on_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_fails_is_told(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is told all the same."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    driver = Driver(0)
+    driver.failing["nvmlInit"] = DriverError(9, "Driver Not Loaded")
+    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
     answer = answered()
 
     assert answer.gpu is None
     assert answer.usage is not None
-    assert answer.problems == (f"no GPU can be read: {usage._NO_NVML}",)
+    assert answer.problems == ("no GPU can be read: Driver Not Loaded",)

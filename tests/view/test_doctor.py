@@ -8,7 +8,8 @@ from nbdist.core import runs
 from nbdist.core.finding import BAD, WARN, Finding
 from nbdist.core.host import Machine
 from nbdist.core.runs import Owner, Run
-from nbdist.view.doctor import below, findings, running
+from nbdist.view.doctor import below, running
+from nbdist.view.finding import verdicts
 from nbdist.view.mime import View
 
 
@@ -19,13 +20,13 @@ def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_findings() -> None:
     """Each finding has a row; below stands why and what to do for those that are not well."""
-    view = findings(
+    view = verdicts(
         [
             Finding("torch", "2.13.0"),
             Finding("open files", "1,024", WARN, "too few", "ulimit -n 4096"),
             Finding("system", "win32", BAD, "it does not run there."),
         ],
-        ["removed /tmp/x"],
+        before=["removed /tmp/x"],
     )
 
     assert view.text == (
@@ -44,7 +45,7 @@ def test_findings() -> None:
 
 def test_nothing_to_do() -> None:
     """Where all is well that is said, and nothing is bad."""
-    view = findings([Finding("torch", "2.13.0")])
+    view = verdicts([Finding("torch", "2.13.0")])
 
     assert view.text.endswith("nothing to do")
     assert not view.is_bad

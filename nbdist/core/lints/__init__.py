@@ -1,0 +1,1 @@
+"""What usually goes wrong in training without an error: a file for each lint."""

@@ -1,0 +1,115 @@
+"""All lints, and what they make of what ranks saw in a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.core.finding import RuleHit
+from nbdist.core.lints import (
+    apart_since,
+    beside_wrapper,
+    bf16_scaler,
+    effective_batch,
+    initial_values,
+    loss_not_divided,
+    parameters_apart,
+    same_data,
+    set_epoch,
+    shard_seeds,
+    unused_parameters,
+    workers,
+)  # fmt: skip
+from nbdist.core.ranks import rank_label
+from nbdist.errors import OptionError
+
+# Names that are silenced from the start, with commas between them; `all` for all.
+VARIABLE = "NBDIST_SILENCE"
+
+_MODULES = (
+    same_data, set_epoch, loss_not_divided, effective_batch, unused_parameters, beside_wrapper,
+    initial_values, shard_seeds, parameters_apart, apart_since, bf16_scaler, workers,
+)  # fmt: skip
+LINTS = {module.LINT.name: module.LINT for module in _MODULES}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one rank saw in one cell.
+
+    Attributes:
+        lint: Name in LINTS.
+        subject: Of what: a variable's name, or a class.
+        facts: Numbers and texts, as JSON can carry them.
+    """
+
+    lint: str
+    subject: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A lint that was found in a cell.
+
+    Attributes:
+        lint: Name in LINTS.
+        subject: Of what; with the lint's name the cause, which is told once.
+        hit: What was found.
+    """
+
+    lint: str
+    subject: str
+    hit: RuleHit
+
+    @property
+    def lines(self) -> tuple[str, str]:
+        """What and where; then why, what to do, and how to hear no more of it."""
+        row = LINTS[self.lint]
+        return (
+            f"lint {row.name} [{rank_label(self.hit.ranks)}]: {self.hit.found}",
+            f"  {row.why}; {row.do} (%dist_check --silence {row.name}: no more of this)",
+        )
+
+
+def judged(seen: Mapping[int, Sequence[Seen]], *, is_ok: bool) -> list[Told]:
+    """What is to be told of a cell, in the table's order.
+
+    Args:
+        seen: Rank -> what it saw.
+        is_ok: The cell ended well on every rank that ran it.
+    """
+    grouped: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    for rank, own in sorted(seen.items()):
+        for one in own:
+            if one.lint in LINTS:
+                grouped.setdefault((one.lint, one.subject), {})[rank] = one.facts
+    told = []
+    for row in LINTS.values():
+        for (name, subject), facts in grouped.items():
+            if name == row.name and (is_ok or not row.needs_success):
+                told += [Told(name, subject, hit) for hit in row.judge(subject, facts)]
+    known = {one.subject for one in told if one.lint == "apart-since"}  # which says more
+    return [one for one in told if one.lint != "parameters-apart" or one.subject not in known]
+
+
+def checked(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of lints, each of which exists; `all` is all.
+
+    Raises:
+        OptionError: One does not exist; lists those that do.
+    """
+    found: list[str] = []
+    for name in names:
+        if name != "all" and name not in LINTS:
+            raise OptionError(f"There is no lint {name!r}. Choose of {', '.join(LINTS)}, or all.")
+        found += list(LINTS) if name == "all" else [name]
+    return tuple(dict.fromkeys(found))
+
+
+def silenced_by(text: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """(the lints that a value of NBDIST_SILENCE names, its words that name none)."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    known = [word for word in words if word == "all" or word in LINTS]
+    return frozenset(checked(known)), tuple(word for word in words if word not in known)
