@@ -186,7 +186,7 @@ class _Noted:
     found: RankMemory
 
     def memory(self) -> RankMemory:
-        """It."""
+        """What was noted: nothing is left to be read."""
         return self.found
 
 
