@@ -40,15 +40,11 @@ WHEEL_FILES = {
     "nbdist/__init__.py",
     "nbdist/nbval_sanitize.cfg",
     "nbdist/profiles/local/ipcluster_config.py",
-    "nbdist/view/frame.js",
-    "nbdist/view/memory.html",
     "nbdist/view/memory.js",
     "nbdist/view/memory_data.js",
-    "nbdist/view/memory_draw.js",
-    "nbdist/view/timeline.html",
     "nbdist/view/timeline.js",
-    "nbdist/view/timeline_data.js",
-    "nbdist/view/timeline_draw.js",
+    "nbdist/view/viewer.html",
+    "nbdist/view/viewer.js",
 }
 
 

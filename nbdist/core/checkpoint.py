@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nbdist.core import checkpoint_fields, checkpoint_kinds
+from nbdist.core import checkpoint_kinds
 from nbdist.core.strategy import Choice
 from nbdist.core.strategy_options import listed
+from nbdist.core.typed_json import Misfit, Value
 from nbdist.errors import CheckpointError
 
 MANIFEST = "nbdist.json"
@@ -186,8 +187,8 @@ def parse(written: str, where: str) -> Checkpoint:
         )
     del found[_FORMAT_KEY]
     try:
-        return checkpoint_fields.record(Checkpoint, found)
-    except checkpoint_fields.Misfit as error:
+        return Value(found, "").record(Checkpoint)
+    except Misfit as error:
         raise CheckpointError(f"{where} is damaged: {error}. Load another checkpoint.") from error
 
 

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nbdist.core import snapshot_fields, snapshot_own, snapshot_pickle
+from nbdist.core import safe_pickle, snapshot_own
 from nbdist.core.snapshot import RankMemory, Snapshot
 from nbdist.core.snapshot_torch import of_torch, to_torch
+from nbdist.core.typed_json import Misfit, Value
 from nbdist.core.units import size
 from nbdist.errors import SnapshotError
 
@@ -71,24 +72,23 @@ def read(path: Path, rank: int = 0) -> Snapshot:
     """
     named = _RANK_IN_NAME.search(path.name)
     try:
-        whole = snapshot_pickle.loads(_content(path))
-    except SnapshotError as error:
+        whole = safe_pickle.loads(_content(path))
+    except safe_pickle.Refused as error:
         raise SnapshotError(f"{path} {error}.") from None
     try:
         memory = of_torch(
             whole, rank=int(named.group(1)) if named else rank, device_index=_device(whole)
         )
-        ours = whole.get(snapshot_own.OURS, {})
-        strategy = snapshot_fields.text_of(ours, "strategy", snapshot_own.OURS, "")
-        notes = snapshot_fields.texts(ours.get("notes", ()), f"{snapshot_own.OURS}.notes")
-    except SnapshotError as error:
-        raise SnapshotError(f"{path} is no snapshot of memory: {error}") from None
+        ours = Value(whole.get(snapshot_own.OURS, {}), snapshot_own.OURS)
+        strategy, notes = ours.get("strategy", "").text(), ours.get("notes", ()).texts()
+    except (SnapshotError, Misfit) as error:
+        raise SnapshotError(f"{path} is no snapshot of memory: {str(error).rstrip('.')}.") from None
     return Snapshot((memory,), strategy, notes)
 
 
 def _content(path: Path) -> bytes:
     """All of a file, unpacked if it is compressed."""
-    most = snapshot_pickle.MOST_BYTES
+    most = safe_pickle.MOST_BYTES
     try:
         with path.open("rb") as file:
             first = file.read(len(_GZIP))
@@ -97,12 +97,12 @@ def _content(path: Path) -> bytes:
                 return _unpacked(file, most)
             length = os.fstat(file.fileno()).st_size
             if length > most:
-                raise SnapshotError(_too_large(length, most))
+                raise safe_pickle.Refused(_too_large(length, most))
             data = file.read(most + 1)
     except OSError as error:
-        raise SnapshotError(f"cannot be read: {error.strerror or error}") from None
+        raise safe_pickle.Refused(f"cannot be read: {error.strerror or error}") from None
     if len(data) > most:
-        raise SnapshotError(_too_large(len(data), most))
+        raise safe_pickle.Refused(_too_large(len(data), most))
     return data
 
 
@@ -113,9 +113,9 @@ def _unpacked(file: BinaryIO, most: int) -> bytes:
             while chunk := packed.read(_CHUNK_BYTES):
                 made.write(chunk)
                 if made.tell() > most:
-                    raise SnapshotError(_too_large(made.tell(), most))
+                    raise safe_pickle.Refused(_too_large(made.tell(), most))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise SnapshotError(f"is cut off or damaged ({error})") from None
+        raise safe_pickle.Refused(f"is cut off or damaged ({error})") from None
     return made.getvalue()
 
 
@@ -126,19 +126,15 @@ def _too_large(length: int, most: int) -> str:
     )
 
 
-def _device(whole: Any) -> int:
+def _device(snapshot: Any) -> int:
     """Which of a file's devices has a history, or else memory; 0 where none has."""
-    snapshot = snapshot_fields.record(whole, "snapshot")
-    traces = snapshot_fields.entries(snapshot.get("device_traces", ()), "device_traces")
+    whole = Value(Value(snapshot, "snapshot").mapping(), "")
+    traces = whole.get("device_traces", ()).sequence()
     with_history = [number for number, one in enumerate(traces) if type(one) is list and one]
     if with_history:
         return with_history[0]
-    segments = snapshot_fields.records(snapshot.get("segments", ()), "segments")
-    used = [
-        snapshot_fields.whole_of(one, "device", f"segments[{number}]", default=0, least=0)
-        for number, one in enumerate(segments)
-    ]
-    return min(used, default=0)
+    segments = whole.get("segments", ()).entries()
+    return min((segment.get("device", 0).whole(0) for segment in segments), default=0)
 
 
 def read_folder(folder: Path) -> Snapshot:

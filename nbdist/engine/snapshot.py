@@ -187,7 +187,7 @@ class _Noted:
     found: RankMemory
 
     def memory(self) -> RankMemory:
-        """It."""
+        """What was noted: nothing is left to be read."""
         return self.found
 
 

@@ -17,7 +17,7 @@ from nbdist.engine import crashes
 from nbdist.engine.owners import Owner
 from nbdist.engine.rank import this_rank
 from nbdist.engine.snapshot_marks import Marks, merged
-from nbdist.engine.snapshot_stacks import shown
+from nbdist.engine.snapshot_tree import shown
 
 US = 1000
 BUSY = (
@@ -131,7 +131,7 @@ class _Backwards:
         self._before: dict[str, Callable[..., Any]] = {}
 
     def watch(self) -> None:
-        """From now on."""
+        """Replace the functions that run a backward, until `leave`."""
         for name in _BACKWARDS:
             self._before[name] = getattr(torch.autograd, name)
             self._own[name] = self._around(self._before[name])

@@ -30,13 +30,11 @@ class Live:
     """A page that draws.
 
     Attributes:
-        file: Of the package's files; has {{SCRIPT}} and {{DATA}}.
-        scripts: What takes the place of {{SCRIPT}}, in this order.
+        scripts: Of the package's files: what stands behind viewer.js, in this order.
         title: What the frame shows, for those who cannot see it.
-        data: What takes the place of {{DATA}}: base64.
+        data: What the scripts read: base64 of `packed`.
     """
 
-    file: str
     scripts: tuple[str, ...]
     title: str
     data: str
@@ -53,15 +51,16 @@ def over(image: bytes, alt: str, live: Live, height_px: int) -> str:
     """
     # The frame's page is an attribute of this one, so it is escaped as a whole. What users and
     # libraries have named is inside `data`, where nothing can be taken for markup.
-    scripts = "\n".join(map(_resource, live.scripts))
-    inner = _resource(live.file).replace("{{SCRIPT}}", scripts)
+    title = html.escape(live.title, quote=True)
+    inner = _resource("viewer.html").replace("{{TITLE}}", title)
+    inner = inner.replace("{{SCRIPT}}", "\n".join(map(_resource, ("viewer.js", *live.scripts))))
     srcdoc = html.escape(inner.replace("{{DATA}}", live.data), quote=True)
     source = base64.b64encode(image).decode("ascii")
     return (
         f'<div style="position:relative;min-height:{height_px}px">'
         f'<img src="data:image/png;base64,{source}" alt="{html.escape(alt, quote=True)}"'
         ' style="display:block;width:100%;height:auto">'
-        f'<iframe sandbox="allow-scripts" title="{html.escape(live.title, quote=True)}"'
+        f'<iframe sandbox="allow-scripts" title="{title}"'
         ' style="position:absolute;inset:0;width:100%;height:100%;border:0"'
         f' srcdoc="{srcdoc}"></iframe></div>'
     )
@@ -78,7 +77,7 @@ def clipped(text: str, most: int = MOST_NAME) -> str:
 def packed(head: Mapping[str, object], columns: Mapping[str, npt.NDArray[np.integer]]) -> bytes:
     """A JSON head with the texts, then the columns; all gzipped, equal for equal data.
 
-    Columns hold numbers of at least 0. frame.js reads it: head["columns"] says how.
+    Columns hold numbers of at least 0. viewer.js reads it: head["columns"] says how.
     """
     planes = [_planes(column) for column in columns.values()]
     layout = [

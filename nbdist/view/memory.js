@@ -1,23 +1,315 @@
-// Memory over time in a sandboxed frame: moves it by mouse and keys. It stands behind frame.js,
-// memory_data.js and memory_draw.js, reads the element #memory, and asks nothing of the network.
+// The painter of memory over time; it stands behind viewer.js and memory_data.js. The areas are drawn
+// pixel by pixel of the device. Each column shows the moment of the most in use of its stretch.
 
-const NARROWEST = 20; // the smallest stretch of time (of bytes, for one moment) that fills the picture
+const LEFT = 84; // width of the column with bytes
+const HEADER = 20, GAP = 10, STRIP = 6; // heights
+const STRIPES = 6, STRIPE = 2; // of what is guessed: as far apart, as wide
+const EDGED = 4, LABEL_HIGH = 13, LABEL_WIDE = 46, MOST_LABELS = 120;
+const SHADES = 3; // neighbours differ a little
 const MOST_WALKED = 500; // blocks of a peak that keys lead to
+const FAILED = "#d00000";
+
+// ---------------------------------------------------------------- where things are
+
+let memory;
+let low = 0, high = 1; // the bytes that fill a panel
+let tops = []; // where each rank's header begins
+
+const stripOf = rank => memory.moment || !rank.phases.length ? 0 : STRIP;
+const areaOf = rank => memory.panel - stripOf(rank);
+// From the top of the area of a rank.
+const yOf = (size, rank) => areaOf(rank) * (1 - (size - low) / (high - low));
+
+function placeRanks() {
+  let y = AXIS;
+  tops = memory.ranks.map(rank => {
+    const top = y;
+    y += HEADER + (rank.isFolded ? 0 : memory.panel) + GAP;
+    return top;
+  });
+  return y;
+}
+
+// Which rank is at y (of the frame), and how far below its header's top.
+function rankAt(y) {
+  y += frame.scrollTop;
+  const at = tops.findIndex((top, i) => y >= top && y < (i + 1 < tops.length ? tops[i + 1] : total));
+  return at < 0 ? null : { place: at, below: y - tops[at] };
+}
+
+// ---------------------------------------------------------------- colours
+
+let lanePixel, strong, pale, edges, rings;
+
+function takeColours() {
+  const lane = channels(theme.lane), ink = channels(theme.ring), colours = memory.colours.map(channels);
+  lanePixel = packed(lane);
+  const shaded = colours.map(colour => Array.from({ length: SHADES }, (_, i) => between(colour, lane, 0.11 * i)));
+  strong = shaded.map(each => Uint32Array.from(each, packed));
+  pale = shaded.map(each => Uint32Array.from(each, colour => packed(between(colour, lane, memory.paler))));
+  edges = colours.map(colour => packed(between(colour, isDark ? lane : [0, 0, 0], 0.35)));
+  rings = colours.map(colour => packed(between(colour, ink, 0.6)));
+}
+
+const phaseColour = kind => kind === "backward" ? theme.text : theme.faint;
+
+// ---------------------------------------------------------------- areas
+
+// What of a rank was drawn last: for each pixel the block (its place + 1), or -1 - class of the rest.
+function buffersOf(rank, columns, rows) {
+  const own = rank.drawn;
+  if (own && own.columns === columns && own.rows === rows) return own;
+  const surface = document.createElement("canvas");
+  surface.width = columns;
+  surface.height = rows;
+  const image = new ImageData(columns, rows);
+  return rank.drawn = { columns, rows, step: 0, surface, image, pixels: new Uint32Array(image.data.buffer), ids: new Int32Array(columns * rows) };
+}
+
+// For each column how many changes there are up to the moment that it shows.
+function momentsOf(rank, columns) {
+  const shown = new Int32Array(columns), step = span() / columns, { time, total } = rank;
+  let k = changesUntil(rank, from);
+  for (let column = 0; column < columns; column++) {
+    const end = from + (column + 1) * step;
+    let best = k, most = k ? total[k - 1] : 0;
+    for (; k < time.length && time[k] < end; k++)
+      if (total[k] > most) { most = total[k]; best = k + 1; }
+    shown[column] = best;
+  }
+  return shown;
+}
+
+// Blocks large enough to be seen that are in use after so many changes, by class, in order.
+function seenAfter(rank, changes, least) {
+  const ns = changes ? rank.time[changes - 1] : -1, live = memory.layers.map(() => []);
+  const { start, end, size, code } = memory;
+  for (let i = rank.first; i < rank.stop && start[i] <= ns; i++)
+    if (size[i] >= least && end[i] > ns) live[code[i]].push(i);
+  return live;
+}
+
+function drawArea(place, rank) {
+  const columns = Math.max(1, Math.round((width - LEFT) * ratio)), rows = Math.max(1, Math.round(areaOf(rank) * ratio));
+  const own = buffersOf(rank, columns, rows), least = 0.8 * (high - low) / rows;
+  own.step = span() / columns;
+  const shown = own.shown = momentsOf(rank, columns), classes = memory.layers.length;
+  let k = shown[0];
+  const sums = sumsAfter(rank, k, classes), live = seenAfter(rank, k, least);
+  own.pixels.fill(lanePixel);
+  own.ids.fill(0);
+  for (let column = 0; column < columns; column++) {
+    for (; k < shown[column]; k++) change(rank, k, sums, live, least);
+    drawColumn(own, column, sums, live);
+  }
+  const ink = own.surface.getContext("2d");
+  ink.putImageData(own.image, 0, 0);
+  const y = tops[place] + HEADER - frame.scrollTop;
+  context.imageSmoothingEnabled = false;
+  context.drawImage(own.surface, LEFT, y, width - LEFT, areaOf(rank));
+}
+
+function change(rank, k, sums, live, least) {
+  const i = rank.item[k], code = rank.code[k];
+  sums[code] += rank.delta[k];
+  if (i < 0 || memory.size[i] < least) return;
+  if (rank.delta[k] > 0) live[code].push(i);
+  else live[code].splice(live[code].indexOf(i), 1);
+}
+
+function drawColumn(own, column, sums, live) {
+  const scale = own.rows / (high - low);
+  let base = -low;
+  for (const code of memory.layers) {
+    const top = base + sums[code];
+    let at = base;
+    for (const i of live[code]) {
+      fill(own, column, at * scale, (at + memory.size[i]) * scale, code, i + 1);
+      at += memory.size[i];
+    }
+    if (top > at) fill(own, column, at * scale, top * scale, code, -1 - code);
+    base = top;
+    if (base * scale > own.rows) return;
+  }
+}
+
+// One column of a block from a height to another; a darker pixel on top and where it begins, where
+// it is large enough for that: many edges side by side would be noise.
+function fill(own, column, bottom, top, code, id) {
+  const { rows, columns, pixels, ids } = own;
+  const last = rows - 1 - Math.max(0, Math.round(bottom)), first = Math.max(0, rows - Math.round(top));
+  if (last < first) return;
+  const category = code >> 1, shade = id > 0 ? id % SHADES : 0;
+  const isEdged = id > 0 && last - first >= EDGED && memory.end[id - 1] - memory.start[id - 1] > EDGED * own.step;
+  const full = strong[category][shade], stripe = code & 1 ? full : pale[category][shade];
+  const isRinged = id > 0 && (id - 1 === hovered || id - 1 === focused);
+  const middle = ((first + last) >> 1) * columns + column;
+  const isEdge = isEdged && column > 0 && ids[middle - 1] !== id;
+  for (let row = first, at = first * columns + column; row <= last; row++, at += columns) {
+    ids[at] = id;
+    pixels[at] = isRinged ? rings[category] : isEdge ? edges[category] : (column + row) % STRIPES < STRIPE ? stripe : full;
+  }
+  if (isEdged && top <= rows) pixels[first * columns + column] = edges[category];
+}
+
+// One moment: the bytes of a rank from left to right.
+function drawBar(place, rank) {
+  const columns = Math.max(1, Math.round((width - LEFT) * ratio)), rows = Math.max(1, Math.round(memory.panel * ratio));
+  const own = buffersOf(rank, columns, rows), scale = columns / span(), changes = rank.time.length;
+  const sums = sumsAfter(rank, changes, memory.layers.length), live = seenAfter(rank, changes, 0.8 / scale);
+  own.pixels.fill(lanePixel);
+  own.ids.fill(0);
+  let base = -from;
+  for (const code of memory.layers) {
+    let at = base;
+    base += sums[code];
+    for (const i of live[code]) at = fillAcross(own, at * scale, (at + memory.size[i]) * scale, code, i + 1) / scale;
+    if (base > at) fillAcross(own, at * scale, base * scale, code, -1 - code);
+  }
+  own.surface.getContext("2d").putImageData(own.image, 0, 0);
+  context.imageSmoothingEnabled = false;
+  context.drawImage(own.surface, LEFT, tops[place] + HEADER - frame.scrollTop, width - LEFT, memory.panel);
+  drawLabels(place, rank);
+}
+
+function fillAcross(own, left, right, code, id) {
+  const { rows, columns, pixels, ids } = own, category = code >> 1, shade = id > 0 ? id % SHADES : 0;
+  const first = Math.max(0, Math.round(left)), last = Math.min(columns, Math.round(right));
+  const full = strong[category][shade], stripe = code & 1 ? full : pale[category][shade];
+  const isRinged = id > 0 && (id - 1 === hovered || id - 1 === focused), isWide = id > 0 && last - first >= EDGED;
+  for (let row = 0; row < rows; row++)
+    for (let column = first, at = row * columns + first; column < last; column++, at++) {
+      ids[at] = id;
+      pixels[at] = isRinged ? rings[category] : isWide && column === first ? edges[category] : (column + row) % STRIPES < STRIPE ? stripe : full;
+    }
+  return right;
+}
+
+// Names on blocks that are high enough, at the beginning of what is seen of them.
+function drawLabels(place, rank) {
+  const { ids, columns, rows } = rank.drawn, y = tops[place] + HEADER - frame.scrollTop;
+  const least = memory.moment ? 0 : LABEL_HIGH * (high - low) / areaOf(rank), seen = new Set();
+  context.font = "11px system-ui, sans-serif";
+  for (let column = 0, told = 0; column < columns && told < MOST_LABELS; column += 12) {
+    for (let row = 0; row < rows; row += Math.max(1, Math.floor(LABEL_HIGH * ratio / 2))) {
+      const id = ids[row * columns + column];
+      if (id <= 0 || memory.size[id - 1] < least || seen.has(id)) continue;
+      let end = column, above = row, below = row;
+      while (end < columns && ids[row * columns + end] === id) end++;
+      while (above > 0 && ids[(above - 1) * columns + column] === id) above--;
+      while (below + 1 < rows && ids[(below + 1) * columns + column] === id) below++;
+      const wide = (end - column) / ratio, middle = (above + below + 1) / 2 / ratio;
+      if (wide < LABEL_WIDE || (below - above + 1) / ratio < LABEL_HIGH - 1) continue;
+      seen.add(id);
+      told++;
+      const colour = channels(memory.colours[memory.code[id - 1] >> 1]);
+      context.fillStyle = id - 1 === hovered || id - 1 === focused ? theme.back : inkOn(colour);
+      context.fillText(fitted(context, `${label(id - 1)} ${bytes(memory.size[id - 1])}`, wide - 8), LEFT + column / ratio + 4, y + middle + 4);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- around the areas
+
+function told(rank) {
+  if (!rank.peak) return rank.problem || "nothing was allocated";
+  const [ns, size, when] = rank.peak, parts = [memory.moment ? `${bytes(size)} in use` : `peak ${bytes(size)} at ${moment(ns, memory.to / 1e4)} in ${when}`];
+  const held = memory.held.slice(...memory.heldFirsts.slice(memory.ranks.indexOf(rank), memory.ranks.indexOf(rank) + 2));
+  if (held.length) parts.push(`held by the allocator ${bytes(held.reduce((a, b) => Math.max(a, b)))} (line)`);
+  if (rank.limit) parts.push(`limit ${bytes(rank.limit)}`);
+  if (rank.failures.length) parts.push("out of memory (red)");
+  if (rank.problem) parts.push(rank.problem);
+  return parts.join(", ");
+}
+
+function drawBytes(place, rank) {
+  const y = tops[place] + HEADER - frame.scrollTop, step = axisStep(Math.max(1, 22 * (high - low) / areaOf(rank)));
+  context.fillStyle = theme.faint;
+  context.font = "10px system-ui, sans-serif";
+  context.textAlign = "right";
+  for (let size = Math.ceil(low / step) * step; size <= high; size += step) {
+    const at = y + yOf(size, rank);
+    context.fillRect(LEFT - 4, Math.round(at), 4, 1);
+    if (at - y > 4) context.fillText(bytes(size).replace(".0 ", " "), LEFT - 7, at + 3);
+  }
+  context.textAlign = "left";
+}
+
+// Steps' ends, phases, the peak, the limit, what the allocator held, and what failed.
+function drawMarks(place, rank) {
+  const y = tops[place] + HEADER - frame.scrollTop, area = areaOf(rank);
+  context.fillStyle = theme.faint;
+  const wide = (to - from) / Math.max(1, rank.steps.length) / pixel();
+  rank.steps.forEach((ns, number) => {
+    if (ns < from || ns > to || (wide < 8 && number % Math.ceil(8 / wide))) return;
+    context.globalAlpha = wide < 30 ? 0.2 : 0.45;
+    context.fillRect(Math.round(xOf(ns)), y, 1, area);
+    context.globalAlpha = 1;
+  });
+  for (const [kind, begin, end] of rank.phases) {
+    if (end < from || begin > to) continue;
+    const left = Math.max(LEFT, xOf(begin)), right = Math.min(width, xOf(end));
+    context.fillStyle = phaseColour(kind);
+    context.fillRect(left, y + area + 2, Math.max(1, right - left), STRIP - 2);
+  }
+  drawHeld(place, rank, y);
+  if (rank.limit && rank.limit >= low && rank.limit <= high) {
+    context.strokeStyle = FAILED;
+    line([[LEFT, y + yOf(rank.limit, rank)], [width, y + yOf(rank.limit, rank)]], [7, 4]);
+  }
+  context.fillStyle = FAILED;
+  for (const [ns] of rank.failures) if (ns >= from && ns <= to) context.fillRect(xOf(ns) - 1, y, 3, area);
+  drawPeak(rank, y);
+}
+
+function drawPeak(rank, y) {
+  if (!rank.peak || rank.peak[0] < from || rank.peak[0] > to) return;
+  const x = xOf(rank.peak[0]), tip = Math.max(y + 8, y + Math.min(areaOf(rank), Math.max(0, yOf(rank.peak[1], rank))) - 2);
+  context.fillStyle = theme.ring;
+  context.beginPath();
+  context.moveTo(x, tip);
+  context.lineTo(x - 5, tip - 8);
+  context.lineTo(x + 5, tip - 8);
+  context.fill();
+}
+
+function drawHeld(place, rank, y) {
+  const points = [], first = memory.heldFirsts[place], stop = memory.heldFirsts[place + 1];
+  for (let k = first; k < stop; k++) {
+    const end = k + 1 < stop ? memory.heldTime[k + 1] : Math.max(rank.end, memory.heldTime[k]);
+    if (end < from || memory.heldTime[k] > to) continue;
+    const at = y + Math.min(areaOf(rank), Math.max(-2, yOf(memory.held[k], rank)));
+    points.push([Math.max(LEFT, xOf(memory.heldTime[k])), at], [Math.min(width, xOf(end)), at]);
+  }
+  context.strokeStyle = theme.ring;
+  if (points.length) line(points, []);
+}
+
+function line(points, dashes) {
+  context.lineWidth = 1.5;
+  context.setLineDash(dashes);
+  context.beginPath();
+  points.forEach(([x, y]) => context.lineTo(x, y));
+  context.stroke();
+  context.setLineDash([]);
+}
+
+function paint(top, bottom) {
+  memory.ranks.forEach((rank, place) => {
+    const end = place + 1 < tops.length ? tops[place + 1] : total;
+    if (end < top || tops[place] > bottom) return;
+    drawHeader(tops[place] - top, `${rank.isFolded ? "\u25b8" : "\u25be"} rank ${rank.rank}`, told(rank));
+    if (rank.isFolded) return;
+    if (memory.moment) return drawBar(place, rank);
+    drawArea(place, rank);
+    drawMarks(place, rank);
+    drawLabels(place, rank);
+    drawBytes(place, rank);
+  });
+  drawAxis(memory.moment ? bytes : undefined);
+}
 
 // ---------------------------------------------------------------- moving
-
-function show(begin, length) {
-  length = Math.min(memory.to, Math.max(Math.min(NARROWEST, memory.to), length));
-  from = Math.min(Math.max(begin, 0), memory.to - length);
-  to = from + length;
-  redraw();
-}
-
-function zoom(factor, x = (LEFT + width) / 2) {
-  const fixed = timeOf(Math.max(LEFT, x)), before = span();
-  const length = Math.min(memory.to, Math.max(Math.min(NARROWEST, memory.to), before * factor));
-  show(fixed - (fixed - from) * (length / before), length);
-}
 
 function showBytes(bottom, length) {
   if (memory.moment) return;
@@ -32,20 +324,10 @@ function zoomBytes(factor, share = 0) {
   showBytes(fixed - share * length, length);
 }
 
-const pan = share => show(from + share * span(), span());
-
-function reset() {
-  focused = -1;
-  hideTip();
-  frame.scrollTop = 0;
-  showBytes(0, memory.most);
-  show(0, memory.to);
-}
-
 function fold(place) {
   memory.ranks[place].isFolded = !memory.ranks[place].isFolded;
   hideTip();
-  placeRanks();
+  layOut();
   redraw();
 }
 
@@ -59,9 +341,7 @@ function showPeak() {
   if (memory.moment) return redraw();
   const ns = memory.ranks[place].peak[0], length = Math.min(span(), memory.to / 5);
   show(ns - length / 2, length);
-  const texts = breakdown(place, ns);
-  showTip(texts, xOf(ns), tops[place] + HEADER - frame.scrollTop);
-  element("said").textContent = texts.join(", ");
+  say(breakdown(place, ns), xOf(ns), tops[place] + HEADER - frame.scrollTop);
 }
 
 function scrollTo(place) {
@@ -81,20 +361,6 @@ function walked(rank) {
   return rank.walked;
 }
 
-// Bring a block into sight, show its tooltip, and say it.
-function focusOn(i) {
-  if (i === undefined || i < 0) return;
-  focused = i;
-  const place = memory.rankOf[i], rank = memory.ranks[place], end = Math.min(memory.end[i], memory.to);
-  if (rank.isFolded) fold(place);
-  if (!memory.moment && (end < from || memory.start[i] > to)) show((memory.start[i] + end - span()) / 2, span());
-  scrollTo(place);
-  const x = memory.moment ? LEFT : Math.min(width - 40, Math.max(LEFT, xOf(memory.start[i])));
-  showTip(lines(i), x, tops[place] + HEADER - frame.scrollTop + memory.panel / 3);
-  element("said").textContent = lines(i).join(", ");
-  redraw();
-}
-
 function nextBlock(by) {
   const rank = memory.ranks[focused < 0 ? 0 : memory.rankOf[focused]];
   if (!rank) return;
@@ -107,28 +373,6 @@ function nextRank(by) {
   let place = memory.rankOf[focused] + by;
   while (memory.ranks[place] && !walked(memory.ranks[place]).length) place += by;
   if (memory.ranks[place]) focusOn(walked(memory.ranks[place])[0]);
-}
-
-function showFocused() {
-  if (focused < 0 || memory.moment) return;
-  const end = Math.min(memory.end[focused], memory.to), length = end - memory.start[focused];
-  show(memory.start[focused] - 0.25 * length, 1.5 * length);
-}
-
-// ---------------------------------------------------------------- tooltip, mouse and keys
-
-function showTip(texts, x, y) {
-  tip.textContent = texts.join("\n");
-  tip.hidden = false;
-  const room = document.documentElement;
-  const under = canvas.getBoundingClientRect().top + y + 18;
-  tip.style.left = `${Math.max(0, Math.min(x + 12, room.clientWidth - tip.offsetWidth - 4))}px`;
-  const above = under - tip.offsetHeight - 24;
-  tip.style.top = `${Math.max(0, under + tip.offsetHeight > room.clientHeight && above > 0 ? above : Math.min(under, room.clientHeight - tip.offsetHeight))}px`;
-}
-
-function hideTip() {
-  tip.hidden = true;
 }
 
 // What is drawn at a point: the block's place + 1, -1 - class of merged ones, or 0.
@@ -157,99 +401,9 @@ function textsAt(x, y) {
   return id < 0 ? [`${categoryOf(-1 - id)}, blocks too small to be seen alone`, ...texts] : texts;
 }
 
-function onMove(event) {
-  if (drag) {
-    drag.moved = drag.moved || Math.hypot(event.clientX - drag.x, event.clientY - drag.y) > 3;
-    show(drag.from - (event.clientX - drag.x) * pixel(), span());
-    const isZoomed = high - low < memory.most && !memory.moment;
-    if (isZoomed) showBytes(drag.low + (event.clientY - drag.y) * (high - low) / memory.panel, high - low);
-    else frame.scrollTop = drag.top + drag.y - event.clientY;
-    return;
-  }
-  hovered = idAt(event.offsetX, event.offsetY) - 1;
-  const texts = textsAt(event.offsetX, event.offsetY), at = rankAt(event.offsetY);
-  canvas.style.cursor = at && at.below < HEADER && event.offsetY > AXIS ? "pointer" : "default";
-  if (texts) showTip(texts, event.offsetX, event.offsetY); else hideTip();
-  redraw();
-}
-
-// Without focus the wheel scrolls the page, as everywhere; with Ctrl it zooms in any case.
-function onWheel(event) {
-  if (!event.ctrlKey && !event.metaKey && document.activeElement !== frame) return;
-  event.preventDefault();
-  const unit = event.deltaMode === 1 ? 20 : 1;
-  const factor = by => Math.exp(Math.max(-0.7, Math.min(0.7, by * unit * 0.002)));
-  if (event.shiftKey) {
-    const at = rankAt(event.offsetY), below = at ? at.below - HEADER : memory.panel;
-    return zoomBytes(factor(event.deltaY || event.deltaX), Math.max(0, Math.min(1, 1 - below / memory.panel)));
-  }
-  if (event.deltaX) pan(event.deltaX * unit / width);
-  if (event.deltaY) zoom(factor(event.deltaY), event.offsetX);
-}
-
-const KEYS = {
-  "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1 / 0.7), w: () => zoom(0.7), s: () => zoom(1 / 0.7),
-  a: () => pan(-0.15), d: () => pan(0.15), ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15),
-  W: () => zoomBytes(0.7), S: () => zoomBytes(1 / 0.7), p: showPeak, Home: reset,
-  ArrowUp: () => { frame.scrollTop -= 40; }, ArrowDown: () => { frame.scrollTop += 40; },
-  PageUp: () => { frame.scrollTop -= height - 40; }, PageDown: () => { frame.scrollTop += height - 40; },
-  "Shift ArrowLeft": () => nextBlock(-1), "Shift ArrowRight": () => nextBlock(1),
-  "Shift ArrowUp": () => nextRank(-1), "Shift ArrowDown": () => nextRank(1),
-  Enter: showFocused,
-  Escape: () => { focused = -1; hideTip(); redraw(); },
-};
-
-function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const isArrow = event.key.startsWith("Arrow");
-  const action = KEYS[(event.shiftKey && isArrow ? "Shift " : "") + event.key];
-  if (!action) return;
-  event.preventDefault();
-  event.stopPropagation(); // a notebook's own keys are not meant
-  action();
-}
-
-function onPress(event) {
-  isPressed = true; // who comes by mouse wants no block in a ring
-  frame.focus({ preventScroll: true });
-  isPressed = false;
-  if (event.button) return;
-  drag = { x: event.clientX, y: event.clientY, from, low, top: frame.scrollTop, moved: false };
-  canvas.setPointerCapture(event.pointerId);
-  hideTip();
-}
-
-function onRelease(event) {
-  const at = rankAt(event.offsetY);
-  if (drag && !drag.moved && at && at.below < HEADER && event.offsetY > AXIS) fold(at.place);
-  drag = null;
-}
-
-function listen() {
-  canvas.addEventListener("pointerdown", onPress);
-  canvas.addEventListener("pointerup", onRelease);
-  canvas.addEventListener("pointercancel", () => { drag = null; });
-  canvas.addEventListener("pointermove", onMove);
-  canvas.addEventListener("pointerleave", () => { hovered = -1; hideTip(); redraw(); });
-  canvas.addEventListener("wheel", onWheel, { passive: false });
-  frame.addEventListener("keydown", onKey);
-  // Who comes by keyboard hears the largest block of the first peak at once.
-  frame.addEventListener("focus", () => { if (!isPressed && focused < 0) nextBlock(0); });
-  frame.addEventListener("blur", () => { focused = -1; hideTip(); redraw(); });
-  frame.addEventListener("scroll", redraw);
-  element("in").onclick = () => zoom(0.5);
-  element("out").onclick = () => zoom(2);
-  element("peak").onclick = showPeak;
-  element("all").onclick = reset;
-  new ResizeObserver(fit).observe(frame);
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  isDark = dark.matches;
-  dark.addEventListener("change", () => { isDark = dark.matches; takeTheme(); drawLegend(); redraw(); });
-}
-
 // The categories that are there, stripes where something is guessed, and the bars below the areas.
-function drawLegend() {
-  const present = new Set([...memory.code, ...memory.restCode]), legend = element("legend");
+function legend() {
+  const present = new Set([...memory.code, ...memory.restCode]);
   const stripes = colour => `repeating-linear-gradient(135deg, ${colour} 0 3px, ${theme.lane} 3px 5px)`;
   const entries = memory.layers.filter(code => code & 1).map(code => code >> 1)
     .filter(category => present.has(2 * category) || present.has(2 * category + 1))
@@ -257,26 +411,44 @@ function drawLegend() {
   if ([...present].some(code => !(code & 1))) entries.push(["striped: guessed", stripes(theme.faint)]);
   const kinds = new Set(memory.ranks.flatMap(rank => rank.phases.map(phase => phase[0])));
   for (const kind of kinds) entries.push([kind, phaseColour(kind), "bar"]);
-  legend.replaceChildren(...entries.map(([name, background, shape = ""]) => {
-    const entry = document.createElement("span"), square = document.createElement("i");
-    square.style.background = background;
-    square.className = shape;
-    entry.append(square, name);
-    return entry;
-  }));
+  return entries;
 }
 
-async function main() {
-  memory = await unpacked(element("memory").textContent.trim());
-  prepared(memory);
-  from = 0;
-  to = memory.to;
-  high = memory.most;
-  listen();
-  takeTheme();
-  drawLegend();
-  fit();
-  requestAnimationFrame(() => requestAnimationFrame(() => { frame.dataset.paintedMs = Date.now(); }));
-}
-
-main();
+start({
+  label: "memory of each rank over time, blocks stacked by what they are for",
+  hint: "click, then wheel or w s zoom, with Shift in bytes; drag or a d move; Shift+arrows go through the blocks of the peak; Enter shows one, p the peak, Home all",
+  prepare(data) {
+    memory = data;
+    prepared(memory);
+    high = memory.most;
+    return [0, memory.to];
+  },
+  takeTheme: takeColours, place: placeRanks, paint, legend,
+  itemAt: (x, y) => idAt(x, y) - 1, textsAt, lines,
+  spanOf: i => memory.moment ? null : [memory.start[i], Math.min(memory.end[i], memory.to)],
+  reveal(i) {
+    const place = memory.rankOf[i];
+    if (memory.ranks[place].isFolded) fold(place);
+    scrollTo(place);
+    return tops[place] + HEADER - frame.scrollTop + memory.panel / 3;
+  },
+  nextItem: nextBlock, nextRow: nextRank,
+  buttons: () => ({ peak: showPeak }),
+  keys: { W: () => zoomBytes(0.7), S: () => zoomBytes(1 / 0.7), p: showPeak },
+  reset: () => showBytes(0, memory.most),
+  headerAt(y) {
+    const at = rankAt(y);
+    return at && at.below < HEADER ? at.place : -1;
+  },
+  fold,
+  pull(down) {
+    if (memory.moment || high - low >= memory.most) return false;
+    drag.low ??= low;
+    showBytes(drag.low + down * (high - low) / memory.panel, high - low);
+    return true;
+  },
+  zoomHeight(factor, y) {
+    const at = rankAt(y), below = at ? at.below - HEADER : memory.panel;
+    zoomBytes(factor, Math.max(0, Math.min(1, 1 - below / memory.panel)));
+  },
+});

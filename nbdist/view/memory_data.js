@@ -1,5 +1,5 @@
 // What the picture of memory shows: makes of what view/memory_page.py packs what can be drawn, and
-// says it in words. Times are nanoseconds. It stands behind frame.js.
+// says it in words. Times are nanoseconds. It stands behind viewer.js.
 
 const EVERY = 512; // changes between two moments whose sums are kept
 
@@ -119,7 +119,7 @@ function lines(i) {
 
 function lifeOf(i, rank) {
   const begin = memory.start[i], end = memory.end[i], isBefore = i < rank.first + rank.before;
-  const digits = Math.min(1e3, pixel());
+  const digits = finest();
   if (isBefore && end === Infinity) return "there all the time";
   if (isBefore) return `there before, freed at ${moment(end, digits)}`;
   const from = `from ${moment(begin, digits)} in ${phaseAt(rank, begin)}`;
@@ -130,7 +130,7 @@ function lifeOf(i, rank) {
 function breakdown(place, ns, changes = changesUntil(memory.ranks[place], ns)) {
   const rank = memory.ranks[place], sums = sumsAfter(rank, changes, memory.layers.length);
   const total = sums.reduce((all, one) => all + one, 0);
-  const head = `rank ${rank.rank}: ${bytes(total)} in use at ${moment(ns, Math.min(1e3, pixel()))}, ${phaseAt(rank, ns)}`;
+  const head = `rank ${rank.rank}: ${bytes(total)} in use at ${moment(ns, finest())}, ${phaseAt(rank, ns)}`;
   const held = heldAt(place, ns);
   const parts = memory.layers.filter(code => sums[code]).reverse().map(code => `${categoryOf(code)} ${bytes(sums[code])}`);
   return [head, ...(held ? [`held by the allocator ${bytes(held)}`] : []), ...parts];

@@ -28,7 +28,7 @@ from nbdist.view.memory_png import scales
 
 Places = npt.NDArray[np.int32]
 # In the order in which they stand in the page.
-SCRIPTS = ("frame.js", "memory_data.js", "memory_draw.js", "memory.js")
+SCRIPTS = ("memory_data.js", "memory.js")
 # What a browser has to unpack at most.
 MOST_ITEMS = 150_000
 # Steps, phases and failures that are marked, of all ranks together.
@@ -37,7 +37,7 @@ MOST_MARKS = 20_000
 MOST_HELD = 2000
 # The user's own lines of a block: the innermost ones.
 MOST_LINES = 4
-# memory_draw.js has the same: legend, axis and hint; a rank's header and the space below it.
+# As in viewer.js and memory.js: legend, axis and hint; a rank's header and the space below it.
 _AROUND_PX, _RANK_PX = 74, 30
 _LEAST_PX, _MOST_PX = 200, 660
 PANELS_PX = {1: 300, 2: 220, 3: 160, 4: 140}
@@ -67,7 +67,7 @@ def packed(
 
 def page(image: bytes, alt: str, data: str, height_px: int) -> str:
     """The image with the live picture over it, as HTML: see `frame.over`."""
-    live = frame.Live("memory.html", SCRIPTS, "memory of each rank over time", data)
+    live = frame.Live(SCRIPTS, "memory of each rank over time", data)
     return frame.over(image, alt, live, height_px)
 
 

@@ -14,15 +14,13 @@ from nbdist.view import frame
 from nbdist.view.frame import MOST_BYTES, clipped
 from nbdist.view.trace_png import COLOURS, span_ns
 
-# In the order in which they stand in the page.
-SCRIPTS = ("frame.js", "timeline_data.js", "timeline_draw.js", "timeline.js")
 # What a browser has to unpack at most.
 MOST_ITEMS = 150_000
 # Of each finding.
 MOST_SPOTS = 5
 # Marks of steps, of all ranks together.
 MOST_STEPS = 20_000
-# Of the timeline: legend, axis and hint; a rank's header; a row. timeline_draw.js has the same.
+# Of the timeline: legend, axis and hint; a rank's header; a row. timeline.js has the same.
 _AROUND_PX, _RANK_PX, _ROW_PX = 68, 24, 15
 _LEAST_PX, _MOST_PX = 180, 620
 
@@ -52,7 +50,7 @@ def packed(trace: Trace, events: Laid, findings: Sequence[Finding] = ()) -> tupl
 
 def page(image: bytes, alt: str, data: str, height_px: int) -> str:
     """The image with the live timeline over it, as HTML: see `frame.over`."""
-    live = frame.Live("timeline.html", SCRIPTS, "timeline of the trace", data)
+    live = frame.Live(("timeline.js",), "timeline of the trace", data)
     return frame.over(image, alt, live, height_px)
 
 

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbdist.core import snapshot_pickle
+from nbdist.core import safe_pickle
 from nbdist.core.snapshot import OutOfMemory, Segment, Snapshot
 from nbdist.core.snapshot_file import PROTOCOL, read, read_folder, write, write_folder
 from nbdist.core.snapshot_torch import of_torch, to_torch
@@ -208,6 +209,37 @@ def test_hostile_file_runs_nothing(tmp_path: Path, gadget: str, protocol: int) -
         assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("gadget", _GADGETS)
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_table_of_classes_lets_nothing_else_through(
+    tmp_path: Path, gadget: str, protocol: int
+) -> None:
+    """As checkpoints are read: what is in the table is made, and nothing else is named."""
+    table = {("collections", "OrderedDict"): OrderedDict}
+    hostile = _GADGETS[gadget](tmp_path / "ran")
+    for whole in (hostile, OrderedDict(inner=[hostile])):
+        with pytest.raises(safe_pickle.Refused):
+            safe_pickle.loads(_dumped(whole, protocol), table)
+
+    assert not (tmp_path / "ran").exists()
+    if protocol >= 2:
+        assert safe_pickle.loads(_dumped(OrderedDict(a=1), protocol), table) == OrderedDict(a=1)
+
+
+def test_a_table_of_classes_opens_no_other_way() -> None:
+    """Neither what the process has registered by number, nor a memo as large as it likes."""
+    table = {("collections", "OrderedDict"): OrderedDict}
+    copyreg.add_extension("posix", "system", 7)
+    try:
+        pickle.loads(_proto(b"\x82\x07"))  # now pickle names it without asking
+        with pytest.raises(safe_pickle.Refused, match="imports by a number"):
+            safe_pickle.loads(_proto(b"\x82\x07"), table)
+    finally:
+        copyreg.remove_extension("posix", "system", 7)
+    with pytest.raises(safe_pickle.Refused, match="counts more values than it has bytes"):
+        safe_pickle.loads(_proto(b"Nr\xff\xff\xff\xff"), table)
+
+
 @pytest.mark.parametrize("gadget", _RUNS)
 def test_gadgets_are_real(tmp_path: Path, gadget: str) -> None:
     """Read plainly they run, so the test above would see it."""
@@ -298,7 +330,7 @@ def test_deep_and_shared_lists_take_no_time(tmp_path: Path) -> None:
 
 def test_many_containers_are_refused_before_they_are_made(tmp_path: Path, monkeypatch: Any) -> None:
     """64 bytes of memory for each byte of the file."""
-    monkeypatch.setattr(snapshot_pickle, "MOST_CONTAINERS", 1000)
+    monkeypatch.setattr(safe_pickle, "MOST_CONTAINERS", 1000)
     path = tmp_path / "rank0.pickle"
     path.write_bytes(_proto(b"(", b"}" * 2000, b"l"))
     with pytest.raises(SnapshotError, match=r"holds about 2001 lists and dicts, over 1000"):
@@ -314,7 +346,7 @@ def test_huge_files(tmp_path: Path, monkeypatch: Any) -> None:
         SnapshotError, match=rf"is too large: {size(3 * 2**30)} or more, and 1.1 GB"
     ):
         read(path)
-    monkeypatch.setattr(snapshot_pickle, "MOST_BYTES", 10**6)
+    monkeypatch.setattr(safe_pickle, "MOST_BYTES", 10**6)
     packed = tmp_path / "rank1.pickle.gz"
     packed.write_bytes(gzip.compress(_proto(b"N" * 10**8), 1))
     assert packed.stat().st_size < 10**6
@@ -387,14 +419,13 @@ def test_unreadable_sizes_do_not_reach_memory() -> None:
     """In a process with little memory to take, bombs are refused all the same."""
     program = (
         "import resource, struct\n"
-        "from nbdist.core import snapshot_pickle\n"
-        "from nbdist.errors import SnapshotError\n"
+        "from nbdist.core import safe_pickle\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
         "over = [b'Nr' + struct.pack('<I', 2**power) for power in (16, 24, 31)]\n"
         "for bomb in (*over, b'B' + b'\\xff' * 4):\n"
         "    try:\n"
-        "        snapshot_pickle.loads(b'\\x80\\x04' + bomb + b'.')\n"
-        "    except SnapshotError as error:\n"
+        "        safe_pickle.loads(b'\\x80\\x04' + bomb + b'.')\n"
+        "    except safe_pickle.Refused as error:\n"
         "        print(error)\n"
     )
     done = subprocess.run(

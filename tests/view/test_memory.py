@@ -46,7 +46,7 @@ def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def data_of(view: View) -> dict[str, Any]:
     """What the page has packed."""
-    return pages.data_of(view, "memory")
+    return pages.data_of(view)
 
 
 def one_moment(snapshot: Snapshot) -> Snapshot:

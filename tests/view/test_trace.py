@@ -70,7 +70,7 @@ def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def data_of(view: View) -> dict[str, Any]:
     """What the page has packed."""
-    return pages.data_of(view, "trace")
+    return pages.data_of(view)
 
 
 def test_the_text_has_all_numbers() -> None:
