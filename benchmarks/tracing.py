@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import Row
 from benchmarks.kernels import Notebook
-from nbdist.core import trace_clocks, trace_findings, trace_read, trace_shares
+from nbdist.core import trace_clocks, trace_read, trace_rules, trace_shares
 from nbdist.view.trace import traced
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "traces" / "ddp"
@@ -141,7 +141,7 @@ def _shown_s(paths: list[Path]) -> float:
     trace = trace_clocks.joined([trace_read.read(path) for path in paths])
     began_s = time.perf_counter()
     counted = trace_shares.shares(trace)
-    view = traced(trace, counted, trace_findings.findings(trace, counted))
+    view = traced(trace, counted, trace_rules.findings(trace, counted))
     assert view._repr_mimebundle_()["text/html"]
     assert sum(len(one.events) for one in trace.ranks) >= EVENTS
     return time.perf_counter() - began_s

@@ -211,9 +211,7 @@ def _likes(known: Prepared) -> Callable[[str], tuple[tuple[int, ...], torch.dtyp
 def _gathered(known: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
     """Some tensors of a prepared model, whole on rank 0. Collective: every rank."""
     fsdp.settle(known.built.job.root)
-    first_of = {
-        name: first for first, names in build.names_of(known.base).items() for name in names
-    }
+    first_of = build.firsts_of(known.base)
     local, dtypes = wholes.local_values(known), wholes.dtypes_of(known)
     firsts = {one.name: first_of[one.name] for one in batch}
     moves = [
@@ -232,7 +230,7 @@ def _plain(base: torch.nn.Module) -> _Source:
             f"{type(base).__name__} is a part of a prepared model ({parts[0]} belongs to it). "
             "Name the whole model."
         )
-    first_of = {name: first for first, names in build.names_of(base).items() for name in names}
+    first_of = build.firsts_of(base)
 
     def values(batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
         found = {one.name: tensors[one.name].detach() for one in batch}

@@ -13,8 +13,8 @@ from nbdist.client.lints import Lints
 from nbdist.client.ranks import Ranks, current_strategy
 from nbdist.client.start import StartOptions
 from nbdist.client.strategy import Strategies, switch_strategy
-from nbdist.core.strategy import Choice, choose, default_choice
-from nbdist.core.strategy_choose import StrategySpec
+from nbdist.core.strategy import Choice
+from nbdist.core.strategy_choose import StrategySpec, choose, default_choice
 from nbdist.core.switching import Switched
 from nbdist.core.topology import RankPlace, Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError

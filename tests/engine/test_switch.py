@@ -16,7 +16,6 @@ SAME = "fsdp with these options is the current strategy; nothing was done"
 # A model, the same trained by one process, and the ranks' loop; no line of it names a strategy.
 TRAINING = """
     import copy, gc, random, weakref
-    from nbdist.core.strategy import choose
     from nbdist.core.strategy_choose import choose
     from nbdist.engine.parallel import build, live, registry, switch, wholes
     gc.collect(); gc.freeze()  # what torch brings is not looked at again and again

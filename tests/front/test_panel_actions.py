@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from nbdist.core.panel_board import Job
-from nbdist.core.strategy import choose
+from nbdist.core.strategy_choose import choose
 from nbdist.errors import NbdistError
 from nbdist.notebook import SHOWN, show
 from nbdist.panel import actions

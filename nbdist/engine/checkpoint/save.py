@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-import nbdist
 from nbdist.core import checkpoint_folder, host
 from nbdist.core.checkpoint import Checkpoint, Versions
 from nbdist.core.host import Machine
 from nbdist.core.saving import Begun
+from nbdist.core.versions import VERSION
 from nbdist.engine.checkpoint import finish, known, plain, staging, writing
 from nbdist.engine.checkpoint.contents import Contents, contents
 from nbdist.engine.checkpoint.finish import Write, named
@@ -171,7 +171,7 @@ def _describe(one: Write, found: Found) -> str:
         models=tuple(model.saved() for model in found.models),
         optimizers=tuple(stepping.saved() for stepping in found.optimizers),
         versions=Versions(
-            nbdist=nbdist.__version__,
+            nbdist=VERSION,
             torch=torch.__version__,
             accelerate=_version("accelerate"),
             python=platform.python_version(),

@@ -172,6 +172,11 @@ def names_of(base: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in found.values()}
 
 
+def firsts_of(base: torch.nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> its first one; several where tied."""
+    return {name: first for first, names in names_of(base).items() for name in names}
+
+
 def tensors_of(base: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer, by each of its names."""
     parameters = base.named_parameters(remove_duplicate=False)

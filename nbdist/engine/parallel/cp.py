@@ -52,7 +52,7 @@ class ContextParallel(torch.nn.Module):
 
     @property
     def base(self) -> torch.nn.Module:
-        """The user's model."""
+        """The user's own model, which `module` is or has inside."""
         model: torch.nn.Module = self.__dict__["_base"]
         return model
 

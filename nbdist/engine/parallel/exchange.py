@@ -16,8 +16,6 @@ from nbdist.core.progress import BYTES
 from nbdist.engine import progress
 from nbdist.engine.parallel import agreement
 
-__all__ = ["Move", "Side", "exchange", "moved_bytes"]
-
 # What is sent, and what is received, at once: this much of each is needed beside the tensors.
 # Larger ones are not faster: four Gloo ranks took as long with 16 MiB as with 64.
 BUCKET_BYTES = 32 << 20

@@ -54,7 +54,7 @@ def portable(model: Any) -> Portable:
         return _of_engine(model)
     return Portable(
         base=known.base,
-        firsts=_firsts(known.base),
+        firsts=build.firsts_of(known.base),
         shapes={name: tuple(layout.shape) for name, layout in known.layouts.items()},
         values=functools.partial(wholes.full_state, known),
         load=functools.partial(wholes.load_full, known),
@@ -64,7 +64,7 @@ def portable(model: Any) -> Portable:
 
 def _of_engine(engine: Any) -> Portable:
     base: torch.nn.Module = engine.module
-    firsts = _firsts(base)
+    firsts = build.firsts_of(base)
     # The third stage leaves empty tensors, and notes their shapes.
     shapes = {
         name: tuple(getattr(tensor, "ds_shape", tensor.shape))
@@ -85,7 +85,3 @@ def _load_engine(engine: Any, values: Mapping[str, torch.Tensor]) -> None:
 def _listed(base: torch.nn.Module) -> Mapping[str, Any]:
     found: Mapping[str, Any] = base.state_dict(keep_vars=True)
     return found
-
-
-def _firsts(base: torch.nn.Module) -> dict[str, str]:
-    return {name: first for first, names in build.names_of(base).items() for name in names}

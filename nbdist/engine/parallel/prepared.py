@@ -37,7 +37,7 @@ class Prepared:
 
     @property
     def base(self) -> torch.nn.Module:
-        """The user's module."""
+        """The user's own module, which `outer` is or has inside."""
         return self.built.job.base
 
     @property

@@ -54,7 +54,7 @@ class StandIn(torch.nn.Module):
         return self.__dict__["_call"](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """The block's attribute."""
+        """What the block itself has: models ask their blocks for settings."""
         return getattr(self.__dict__["_block"], name)
 
 
