@@ -136,15 +136,15 @@ class Rank:
     def __init__(self, rank: int, millions: int, folder: Path) -> None:
         import torch
 
-        from nbdist.parallel import prepare
+        from nbdist.parallel import registry
         from nbdist.parallel.accelerator.accelerator import Accelerator
-        from nbdist.strategy.choice import choose
+        from nbdist.strategy.choose import choose
 
         join_nbdist(RANKS, folder)
         self._rank = rank
         self._size = SIZES[millions]
         self._tokens = itertools.count()
-        prepare.set_choice(choose("fsdp", {}, RANKS, device_type="cpu", backend="gloo"))
+        registry.set_choice(choose("fsdp", {}, RANKS, device_type="cpu", backend="gloo"))
         model = make(self._size)
         optimizer = torch.optim.AdamW(model.parameters())
         self.model, self.optimizer = Accelerator().prepare(model, optimizer)

@@ -142,12 +142,12 @@ def _data(strategy: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _ours(strategy: str, rank: int) -> Step:
-    from nbdist.parallel import prepare
+    from nbdist.parallel import registry
     from nbdist.parallel.accelerator.accelerator import Accelerator
-    from nbdist.strategy.choice import choose
+    from nbdist.strategy.choose import choose
 
     given = {"microbatches": MICROBATCHES} if strategy == "pp" else {}
-    prepare.set_choice(choose(strategy, given, RANKS, device_type="cpu", backend="gloo"))
+    registry.set_choice(choose(strategy, given, RANKS, device_type="cpu", backend="gloo"))
     accelerator = Accelerator()
     model: Any = make(SIZE)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

@@ -216,9 +216,9 @@ class Trainer:
 def _ours(rank: int, folder: Path) -> None:
     import torch
 
-    from nbdist.parallel import prepare
+    from nbdist.parallel import registry
     from nbdist.parallel.accelerator.accelerator import Accelerator
-    from nbdist.strategy.choice import choose
+    from nbdist.strategy.choose import choose
     from nbdist.switch.rank import switch
 
     join_nbdist(RANKS, folder)
@@ -228,7 +228,7 @@ def _ours(rank: int, folder: Path) -> None:
         return choose(strategy, {}, RANKS, device_type="cpu", backend="gloo")
 
     def begin(millions: int, strategy: str) -> None:
-        prepare.set_choice(choice(strategy))
+        registry.set_choice(choice(strategy))
         model = make(SIZES[millions])
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = Accelerator().prepare(model, optimizer)

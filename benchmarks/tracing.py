@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import Row
 from benchmarks.kernels import Notebook
-from nbdist.trace import breakdown, clock_sync, finding_records, read
+from nbdist.trace import breakdown, clock_sync, findings, read
 from nbdist.trace.view.report import trace_report
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "traces" / "ddp"
@@ -141,7 +141,7 @@ def _shown_s(paths: list[Path]) -> float:
     trace = clock_sync.joined([read.read(path) for path in paths])
     began_s = time.perf_counter()
     counted = breakdown.breakdown(trace)
-    view = trace_report(trace, counted, finding_records.findings(trace, counted))
+    view = trace_report(trace, counted, findings.findings(trace, counted))
     assert view._repr_mimebundle_()["text/html"]
     assert sum(len(one.events) for one in trace.ranks) >= EVENTS
     return time.perf_counter() - began_s

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nbdist.core.shown import shown
+from nbdist.core.units import shown
+from nbdist.core.versions import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbdist.cells.kernel.session import Session
     from nbdist.config.view import CheckView
     from nbdist.core.view import View
+    from nbdist.notebook.session import Session
     from nbdist.parallel.accelerator.accelerator import Accelerator as Accelerator
     from nbdist.planner.view.plan_view import PlanView
 
@@ -28,7 +29,7 @@ __all__ = [
     "__version__", "bench", "check_config", "compare", "doctor", "export",
     "load_ipython_extension", "plan", "session", "shown", "start", "step",
 ]  # fmt: skip
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def start(  # noqa: PLR0913  # the options of %dist_init, by name
@@ -65,11 +66,11 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
     """
     from nbdist import commands
     from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
-    from nbdist.switch import kernel as strategies
+    from nbdist.strategy.choose import StrategySpec
 
     deadline_s = DEFAULT_DEADLINE_S if timeout_s is None else timeout_s
     grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
-    asked = strategies.asked(strategy, strategy_options)
+    asked = StrategySpec.parse(strategy, strategy_options)
     options = StartOptions(n, profile, gpus, backend, seed, deadline_s, grace_s, debug, asked)
     return commands.start_and_show(options).session
 

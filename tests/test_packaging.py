@@ -17,6 +17,7 @@ from nbval.plugin import get_sanitize_patterns
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from nbdist.core.versions import VERSION
 from nbdist.diagnostics import checks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,25 +29,22 @@ CONDA_NAMES = {
     "build": "python-build",
     "jupyter-client": "jupyter_client",
     "matplotlib": "matplotlib-base",
+    "ml-dtypes": "ml_dtypes",
     "playwright": "playwright-python",
     "torch": "pytorch",
 }
 # What only some machines have; the code imports it late and goes on without it.
-OPTIONAL_MODULES = {"deepspeed", "pynvml", "pytest", "viztracer"}
+OPTIONAL_MODULES = {"deepspeed", "pytest", "viztracer"}
 
 WHEEL_FILES = {
     "nbdist/__init__.py",
     "nbdist/nbval_sanitize.cfg",
     "nbdist/profiles/local/ipcluster_config.py",
-    "nbdist/recording/view/frame.js",
-    "nbdist/recording/view/memory.html",
-    "nbdist/recording/view/memory.js",
-    "nbdist/recording/view/memory_data.js",
-    "nbdist/recording/view/memory_draw.js",
-    "nbdist/recording/view/timeline.html",
-    "nbdist/recording/view/timeline.js",
-    "nbdist/recording/view/timeline_data.js",
-    "nbdist/recording/view/timeline_draw.js",
+    "nbdist/memory/view/memory.js",
+    "nbdist/memory/view/memory_data.js",
+    "nbdist/trace/view/timeline.js",
+    "nbdist/recording/view/viewer.html",
+    "nbdist/recording/view/viewer.js",
 }
 
 
@@ -199,6 +197,11 @@ def test_readme_commands_exist() -> None:
     shown = set(re.findall(r"(?:^|`)[ \t]*(?:\$ )?make ([a-z]+)", readme, re.MULTILINE))
 
     assert {"demo", "test"} <= shown <= targets
+
+
+def test_the_package_knows_its_version() -> None:
+    """What `nbdist version` prints is what is installed."""
+    assert PROJECT["version"] == VERSION
 
 
 def test_changelog_has_this_version() -> None:

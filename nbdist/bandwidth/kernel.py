@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nbdist.bandwidth.results import (
     LEAST_RUNS,
@@ -25,13 +24,11 @@ from nbdist.bandwidth.results import (
     unfitting,
 )
 from nbdist.bandwidth.sizes import DEFAULT_SIZES, parse_sizes, size_text
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.cluster.kernel.registration import no_progress
 from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
-from nbdist.rpc.kernel import functions
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.rpc.kernel.functions import RankFunction
 
 BENCH_S = 10.0
 # Connections are made in the first call; beyond this, and what the runs themselves may take, a
@@ -46,6 +43,9 @@ PATIENCE_S = 4.0
 # What a measurement may take of the memory that is free: torch and the backend need some, too.
 SHARE = 0.5
 
+begin_measuring: RankFunction[[], dict[str, int]] = RankFunction("nbdist.bandwidth.rank:begin")
+measure: RankFunction[[str, int, float], Timing] = RankFunction("nbdist.bandwidth.rank:measure")
+
 
 class Bandwidth:
     """What was measured between a session's ranks.
@@ -54,9 +54,9 @@ class Bandwidth:
         last: The newest measurement; None before the first.
     """
 
-    def __init__(self, session: Session):
+    def __init__(self, ranks: Ranks):
         self.last: Bench | None = None
-        self._session = session
+        self._ranks = ranks
 
     @property
     def model(self) -> LinkModel:
@@ -101,7 +101,7 @@ class Bandwidth:
             NbdistError: What a rank raised, or who has not answered.
             Interrupted: If the user interrupted it; nothing is kept, the ranks are back.
         """
-        topology = self._session.topology
+        topology = self._ranks.topology
         if topology.world_size == 1:
             raise OptionError(
                 "1 rank runs, and sends nothing: there is nothing to measure. Start more: "
@@ -109,8 +109,8 @@ class Bandwidth:
             )
         named = parse_ops(ops)
         sizes = DEFAULT_SIZES[topology.backend] if sizes is None else sizes
-        found = _Measurement(self._session, parse_sizes(sizes, topology.world_size), progress)
-        self._session.upkeep.recover_if_needed()
+        found = _Measurement(self._ranks, parse_sizes(sizes, topology.world_size), progress)
+        self._ranks.recover_if_needed()
         with self._settled(found):
             found.run(named, limit_s)
         self.last = Bench(
@@ -130,14 +130,14 @@ class Bandwidth:
         try:
             yield
         except KeyboardInterrupt as error:
-            self._session.upkeep.settle()
+            self._ranks.settle()
             raise Interrupted(
                 f"the measurement was broken off at {found.doing}; nothing of it is kept"
             ) from error
         except NbdistError:
-            self._session.upkeep.settle()
+            self._ranks.settle()
             # Its peers fail as soon as a rank ends, before its end is known.
-            self._session.readiness.check_death(self._session.ranks)
+            self._ranks.check_death(self._ranks.ranks)
             raise
 
 
@@ -149,20 +149,20 @@ class _Measurement:
         doing: What is measured now, for people.
     """
 
-    def __init__(self, session: Session, sizes: Sequence[int], progress: Callable[[str], None]):
+    def __init__(self, ranks: Ranks, sizes: Sequence[int], progress: Callable[[str], None]):
         self.rows: list[Measured] = []
         self.left_out: list[str] = []
         self.doing = "its beginning"
-        self._session = session
+        self._ranks = ranks
         self._sizes = sizes
         self._progress = progress
 
     def run(self, ops: Sequence[str], limit_s: float) -> None:
         """Measure all operations at all sizes."""
-        told = self._session.call_all(functions.begin_measuring, deadline_s=DEADLINE_S)
+        told = self._ranks.call_all(begin_measuring, deadline_s=DEADLINE_S)
         end_s = time.monotonic() + limit_s
-        free = shares(self._session.topology, told)
-        n = self._session.topology.world_size
+        free = shares(self._ranks.topology, told)
+        n = self._ranks.topology.world_size
         for number, op in enumerate(ops):
             fitting = [s for s in self._sizes if s * OPS[op].buffers(n) <= min(free)]
             if too_large := self._sizes[len(fitting) :]:
@@ -193,8 +193,8 @@ class _Measurement:
         """Of all ranks, one operation at one size; none where it was not run, which is noted."""
         self.doing = f"{op} of {size_text(size)}"
         self._progress(self.doing)
-        timings: list[Timing] = self._session.call_all(
-            functions.measure,
+        timings: list[Timing] = self._ranks.call_all(
+            measure,
             op,
             size,
             limit_s,

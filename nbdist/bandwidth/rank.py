@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from nbdist.bandwidth.results import LEAST_RUNS, Timing
 from nbdist.bandwidth.sizes import ITEM_BYTES
-from nbdist.core import exit_cause
-from nbdist.engine import idle_imports, join
+from nbdist.core import procfs
+from nbdist.core.rank import this_rank
+from nbdist.parallel.accelerator import lazy
 from nbdist.parallel.consensus import interrupts_held
 
 MAX_RUNS = 100
@@ -58,7 +58,7 @@ def measure(op: str, size_bytes: int, limit_s: float) -> Timing:
         size_bytes: A multiple of 4 bytes times the number of ranks.
         limit_s: How long all runs may take together; there are 3 of them at least.
     """
-    place = join.current().place
+    place = this_rank().place
     device = torch.device(place.device)
     if problem := _refusal(op, device):
         return Timing(problem=problem)
@@ -75,7 +75,7 @@ def measure(op: str, size_bytes: int, limit_s: float) -> Timing:
 
 
 def _refusal(op: str, device: torch.device) -> str:
-    uses_nccl = join.current().topology.backend == "nccl"
+    uses_nccl = this_rank().topology.backend == "nccl"
     if op == "send_recv" and device.type == "cuda" and not uses_nccl:
         return "Gloo sends no GPU's tensors from one rank to another"
     return ""
@@ -256,38 +256,21 @@ def begin() -> dict[str, int]:
     """
     import psutil
 
-    for module in idle_imports.MODULES:  # else they would be imported between the runs
+    for module in lazy.MODULES:  # else they would be imported between the runs
         with interrupts_held():  # an import that is broken off leaves half a package
             import_module(module)
     free = {"host": min(int(psutil.virtual_memory().available), *_below_limits())}
-    device = join.current().place.device
+    device = this_rank().place.device
     if device != "cpu":
         free["device"] = int(torch.cuda.mem_get_info(device)[0])
     return free
 
 
-# Limit and use in a control group's folder, of versions 2 and 1.
-_LIMITS = (
-    ("v2", "", "memory.max", "memory.current"),
-    ("v1", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
-
-
 def _below_limits() -> list[int]:
     """How far this process's control groups are below their limits (a container has such)."""
-    paths = exit_cause.cgroups(_text(Path("/proc/self/cgroup")))
     left = [1 << 62]
-    for kind, mount, limit, use in _LIMITS:
-        for name in exit_cause.lineage(paths.get(kind, "")):
-            folder = Path("/sys/fs/cgroup") / mount / name
-            most, used = exit_cause.limit_bytes(_text(folder / limit)), _text(folder / use).strip()
-            if most is not None and used.isdigit():
-                left.append(max(0, most - int(used)))
+    for group in procfs.memory_groups("self"):
+        limit, used = group.limit_bytes(), group.used_bytes()
+        if limit is not None and used is not None:
+            left.append(max(0, limit - used))
     return left
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # no such group, or not for this user
-        return ""

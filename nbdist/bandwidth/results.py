@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from nbdist.bandwidth.latency import Fit, fit
 from nbdist.bandwidth.sizes import size_text
 from nbdist.core import units
-from nbdist.core.shown import shown
 from nbdist.core.topology import Topology
+from nbdist.core.units import shown
 from nbdist.errors import OptionError
 
 # However long a run takes, there are so many.

@@ -12,8 +12,8 @@ from nbdist.bandwidth.links import LINKS, around
 from nbdist.bandwidth.results import OPS, Bench, Measured
 from nbdist.bandwidth.sizes import size_text
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.shown import is_stored, shown
-from nbdist.core.view import View, table
+from nbdist.core.units import is_stored, shown
+from nbdist.core.view import View, lines_html, table
 
 _ROW = ["op", "size", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "result"]
 _WIDTH_PX = 640
@@ -35,16 +35,12 @@ def bench(found: Bench, *, has_picture: bool = True) -> View:
     image = _image(found) if has_picture and found.rows and not is_stored() else ""
     column = f'<div style="margin-right:2em;max-width:{_WIDTH_PX}px">'
     body = (
-        f'<div>{_lines(head)}<div style="display:flex;flex-wrap:wrap;align-items:flex-start">'
-        f"{column}{image}{model.html}</div>{column}{rows.html}</div></div>{_lines(foot)}"
+        f'<div>{lines_html(head)}<div style="display:flex;flex-wrap:wrap;align-items:flex-start">'
+        f"{column}{image}{model.html}</div>{column}{rows.html}</div></div>{lines_html(foot)}"
         f"<details><summary>links to compare with</summary>{links.html}</details></div>"
     )
     text = "\n\n".join(part for part in parts if part)
     return View(text, body, is_bad=any(row.wrong for row in found.rows))
-
-
-def _lines(texts: Sequence[str]) -> str:
-    return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
 
 
 def _head(found: Bench) -> list[str]:
@@ -128,7 +124,7 @@ def _model(found: Bench) -> View:
     lacking = [] if is_stored() else [op for op in ops if op not in fits]
     after = [f"no model of {', '.join(lacking)}: {_NO_MODEL}"] if lacking else []
     if not rows:
-        return View("\n".join(after), _lines(after))
+        return View("\n".join(after), lines_html(after))
     head = ["op", "latency (us)", "bandwidth (GB/s)", "within (%)"]
     return table(head, rows, before=[_MODEL], after=after)
 

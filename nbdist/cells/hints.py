@@ -26,7 +26,8 @@ class Surroundings:
 def explained(failure: RankFailure, around: Surroundings) -> RankFailure:
     """The failure in plain words, with what to do added to its message where that is known."""
     failure = _readable(failure)
-    hint = _HINTS.get(failure.name, _no_hint)(failure.message, around)
+    find = _HINTS.get(failure.name)
+    hint = find(failure.message, around) if find else ""
     return replace(failure, message=f"{failure.message}. {hint}") if hint else failure
 
 
@@ -37,10 +38,6 @@ def _readable(failure: RankFailure) -> RankFailure:
     return (
         failure if told == failure.message else replace(failure, message=told, traceback=traceback)
     )
-
-
-def _no_hint(_message: str, _around: Surroundings) -> str:
-    return ""
 
 
 def _missing_module(_message: str, around: Surroundings) -> str:

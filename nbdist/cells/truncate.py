@@ -15,10 +15,10 @@ class LineFile(Protocol):
     """What takes all lines."""
 
     def write(self, text: str) -> object:
-        """Append whole lines."""
+        """Append text that ends with a line."""
 
     def writelines(self, texts: Iterable[str]) -> object:
-        """Append lines."""
+        """Append lines, each with its end."""
 
 
 class Clip:

@@ -24,8 +24,9 @@ from pathlib import Path
 
 from nbdist.checkpoint import manifest
 from nbdist.cluster import run_owner
-from nbdist.cluster.run_owner import Machine, Owner
+from nbdist.cluster.run_owner import Owner
 from nbdist.core import host
+from nbdist.core.host import Machine
 from nbdist.errors import CheckpointError
 
 _LOCK, _NEW, _OLD = "lock", "new", "old"

@@ -1,4 +1,4 @@
-"""Checkpoints of a session's models: saved, also beside training, and loaded."""
+"""Checkpoints of a session's models, saved and loaded; and one model's weights in a file."""
 
 from __future__ import annotations
 
@@ -9,30 +9,44 @@ import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nbdist.cells.kernel import progress
+from nbdist.cells.kernel.cell_request import CellHook
 from nbdist.checkpoint import folder
-from nbdist.checkpoint import remote_checkpoint as remote
-from nbdist.checkpoint.results import DONE, FAILED, RUNNING, Loaded, Saved, Saving, Started
+from nbdist.checkpoint.results import DONE, FAILED, RUNNING, Begun, Loaded, Saved, Saving, Started
+from nbdist.checkpoint.safetensors import Exported
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.progress import BYTES
 from nbdist.core.units import size
-from nbdist.errors import CheckpointError, Interrupted, NbdistError, RankGone
+from nbdist.errors import CheckpointError, Interrupted, NbdistError, OptionError, RankGone
 from nbdist.rpc.kernel import gather
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.rpc.kernel.functions import RankFunction
 
 # Agreeing on what is saved, and a copy of it in the hosts' memory.
 BEGIN_S = 600.0
 # A large checkpoint on a slow disk.
 LOAD_S = 3600.0
+# A large model crosses a slow network and goes to a slow disk, and is read back.
+EXPORT_S = 7200.0
 # A rank's control thread answers at once; one whose C code holds the GIL, later.
 ANSWER_S = 1.0
 SILENT_S = 300.0
 STOP_S = 3.0
 POLL_S = 0.05
+
+begin_save: RankFunction[[str, str, bool], Begun] = RankFunction(
+    "nbdist.checkpoint.rank.save:begin"
+)
+load_checkpoint: RankFunction[[str, bool], Loaded] = RankFunction(
+    "nbdist.checkpoint.rank.load:load"
+)
+write_weights: RankFunction[[str, str], Exported] = RankFunction(
+    "nbdist.checkpoint.rank.export_weights:export_weights"
+)
+save_state: RankFunction[[str], Saving] = RankFunction("save_state")
+stop_save: RankFunction[[str, str], bool] = RankFunction("stop_save")
 
 
 @dataclass(slots=True)
@@ -52,11 +66,11 @@ class _Pending:
     is_stopping: bool = False
 
 
-class Checkpoints:
+class Checkpoints(CellHook):
     """What a session saves and loads."""
 
-    def __init__(self, session: Session):
-        self._session = session
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
         self._pending: _Pending | None = None
         self._untold: list[str] = []
         self._before: list[str] = []
@@ -86,14 +100,14 @@ class Checkpoints:
         target = folder.resolved(path)
         self._wait_before()
         began_s = time.monotonic()
-        self._session.upkeep.recover_if_needed()
+        self._ranks.recover_if_needed()
         token = uuid.uuid4().hex
         pending = self._pending = _Pending(token, target, time.monotonic())
         try:
             with progress.during("saving") as tell:
                 tell("all ranks agree on what it holds")
-                told = self._session.call_all(
-                    remote.begin_save, str(target), token, asynchronous,
+                told = self._ranks.call_all(
+                    begin_save, str(target), token, asynchronous,
                     deadline_s=BEGIN_S, is_collective=True,
                 )  # fmt: skip
         except BaseException as error:
@@ -134,12 +148,12 @@ class Checkpoints:
         """
         source = folder.resolved(path)
         self._wait_before()
-        self._session.upkeep.recover_if_needed()
+        self._ranks.recover_if_needed()
         try:
-            with progress.of_ranks(self._session, "loading") as tell:
+            with progress.of_ranks(self._ranks, "loading") as tell:
                 tell("every rank reads and checks its part")
-                told: list[Loaded] = self._session.call_all(
-                    remote.load_checkpoint, str(source), models_only,
+                told: list[Loaded] = self._ranks.call_all(
+                    load_checkpoint, str(source), models_only,
                     deadline_s=LOAD_S, is_collective=True,
                 )  # fmt: skip
         except BaseException as error:
@@ -179,6 +193,10 @@ class Checkpoints:
                     self._ended = [f"{saved.path} was saved at step {saved.step}"]
         told, self._untold = self._untold, []
         return told
+
+    def before(self, metadata: dict[str, Any]) -> list[str]:
+        """A save beside training that has failed is told with the next cell."""
+        return self.news()
 
     def status(self) -> list[str]:
         """Where the last save beside training is, and what `news` tells."""
@@ -237,7 +255,7 @@ class Checkpoints:
         first, now_s = states.get(0), time.monotonic()
         if first is not None:
             pending.heard_s = now_s
-        gone = [rank for rank in self._session.ranks if not self._session.is_connected(rank)]
+        gone = [rank for rank in self._ranks.ranks if not self._ranks.is_connected(rank)]
         failure = ""
         if 0 in gone:
             failure = f"rank 0 {self._how(0)}; it puts the checkpoint in its place"
@@ -271,14 +289,12 @@ class Checkpoints:
             self._stop(pending, why[0])
 
     def _how(self, rank: int) -> str:
-        exit_ = self._session.exit_of(rank)
+        exit_ = self._ranks.exit_of(rank)
         return "cannot be reached" if exit_ is None else f"ended ({exit_.how})"
 
     def _states(self, pending: _Pending) -> dict[int, Saving]:
         """How far each rank is that answers soon."""
-        asked = self._session.health.ask_all(
-            lambda ask, rank: remote.save_state(ask, rank, pending.token)
-        )
+        asked = self._ranks.ask_all(lambda ask, rank: save_state(ask, rank, pending.token))
         end_s = time.monotonic() + ANSWER_S
         found = {}
         for rank, future in asked.items():
@@ -288,9 +304,7 @@ class Checkpoints:
 
     def _stop(self, pending: _Pending, why: str) -> dict[int, Future[bool]]:
         """Let all ranks end a save; by rank, whether it will end so."""
-        return self._session.health.ask_all(
-            lambda ask, rank: remote.stop_save(ask, rank, pending.token, why)
-        )
+        return self._ranks.ask_all(lambda ask, rank: stop_save(ask, rank, pending.token, why))
 
     def _interrupted(self, pending: _Pending) -> Interrupted:
         """Let the ranks end a save, and say what becomes of it. At most STOP_S."""
@@ -310,6 +324,42 @@ class Checkpoints:
             self._pending = None
             return Interrupted(f"{pending.path} had been saved already")
         return Interrupted(f"{pending.path} is being put in its place; %dist_status says when")
+
+
+def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> Exported:
+    """Write a model's weights into one safetensors file that transformers loads.
+
+    Rank 0 writes it, on its host. It is read back and compared with the model, and only then gets
+    its name; `config.json` comes beside it if the model has a config.
+
+    Args:
+        ranks: All take part.
+        path: A file that ends in .safetensors, or a folder, which gets a `model.safetensors`.
+        model: A variable on the ranks, or a path from one; empty for the only model.
+
+    Raises:
+        OptionError: There is no such model, or there are several; lists them.
+        CheckpointError: It cannot be written, or what was read back differs. What was at the path
+            stays.
+        RankGone, RankBusy, NotRunning, Interrupted, NbdistError: As for a cell.
+    """
+    ranks.recover_if_needed()
+    target = folder.resolved(path)
+    try:
+        with progress.of_ranks(ranks, "exporting", (0,)):
+            told: list[Exported] = ranks.call_all(
+                write_weights, model, str(target),
+                deadline_s=EXPORT_S, is_collective=True,
+            )  # fmt: skip
+    except KeyboardInterrupt as error:
+        raise Interrupted(f"{error}; what was at {target} is as it was") from error
+    except NbdistError as error:
+        if (
+            refused := gather.remote_error_message(error, OptionError, CheckpointError)
+        ) is not None:
+            raise refused from error
+        raise
+    return told[0]
 
 
 def _far(states: dict[int, Saving]) -> tuple[int, int, str]:

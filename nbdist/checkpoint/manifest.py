@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nbdist.checkpoint import other_formats, typed_json
+from nbdist.checkpoint import other_formats
+from nbdist.core.typed_json import Misfit, Value
 from nbdist.errors import CheckpointError
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.options import listed
@@ -186,8 +187,8 @@ def parse(written: str, where: str) -> Checkpoint:
         )
     del found[_FORMAT_KEY]
     try:
-        return typed_json.record(Checkpoint, found)
-    except typed_json.Misfit as error:
+        return Value(found, "").record(Checkpoint)
+    except Misfit as error:
         raise CheckpointError(f"{where} is damaged: {error}. Load another checkpoint.") from error
 
 

@@ -95,7 +95,7 @@ def _optimizer(saved: SavedOptimizer, live: SavedOptimizer, label: str) -> list[
                 f"{saved.kind} in the checkpoint, {live.kind} here",
                 BAD,
                 f"{saved.kind} remembers {states}, which {live.kind} does not understand",
-                f"prepare {_article(saved.kind)} {saved.kind}",
+                f"prepare {'an' if saved.kind[:1] in 'AEIOU' else 'a'} {saved.kind}",
             )
         )
     sizes, here = [len(one) for one in saved.names], [len(one) for one in live.names]
@@ -112,7 +112,3 @@ def _optimizer(saved: SavedOptimizer, live: SavedOptimizer, label: str) -> list[
             )
         )  # fmt: skip
     return found
-
-
-def _article(word: str) -> str:
-    return "an" if word[:1] in "AEIOU" else "a"

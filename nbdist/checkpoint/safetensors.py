@@ -43,7 +43,7 @@ class Weight:
 
     @property
     def size_bytes(self) -> int:
-        """Of its elements."""
+        """What its elements take."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 

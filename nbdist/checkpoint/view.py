@@ -1,4 +1,4 @@
-"""What was saved and loaded, as lines of text."""
+"""What was saved, loaded and exported, as lines of text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from nbdist.checkpoint.results import Loaded, Saved, Started
+from nbdist.checkpoint.safetensors import CONFIG, FILE, Exported
 from nbdist.core import units
-from nbdist.core.shown import shown
+from nbdist.core.units import shown
 from nbdist.core.view import View
 from nbdist.strategy.choice import described
 from nbdist.strategy.degrees import ranks
+
+_MAX_NAMED = 3
 
 
 def saved(done: Saved | Started, before: Sequence[str] = ()) -> View:
@@ -43,6 +46,26 @@ def loaded(done: Loaded, before: Sequence[str] = ()) -> View:
         f"{took} ({rate}), every file compared with its checksum; {now}{was}",
     ]
     return _lines([*before, *lines, *done.notes])
+
+
+def exported(told: Exported) -> View:
+    """The file, that it was compared, what is tied or left out, and how to load it."""
+    size, took = units.exact_size(told.size_bytes), units.seconds(told.elapsed_s)
+    lines = [
+        f"{told.path}: {told.model}, {told.tensors} tensors, {size}, compared, in {took}",
+    ]
+    if told.tied:
+        lines.append(f"in it once, with a note of their other names: {_few(told.tied)}")
+    if told.left_out:
+        lines.append(f"left out, as they are no tensors: {_few(told.left_out)}")
+    path = Path(told.path)
+    if CONFIG in told.configs and path.name == FILE:
+        lines.append(f'load it: {told.model}.from_pretrained("{path.parent}")')
+    elif CONFIG in told.configs:
+        lines.append(f"transformers looks for {FILE}: rename it, or name the folder alone")
+    else:
+        lines.append(f'load it: safetensors.torch.load_model(model, "{path}")')
+    return View("\n".join(lines))
 
 
 def _begun(done: Started) -> list[str]:
@@ -77,6 +100,11 @@ def _held(models: Sequence[str], optimizers: Sequence[str]) -> str:
 
 def _rate(size_bytes: int, elapsed_s: float) -> str:
     return f"{shown(units.exact_size(size_bytes / max(elapsed_s, 1e-9)))}/s"
+
+
+def _few(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def _lines(lines: Iterable[str]) -> View:

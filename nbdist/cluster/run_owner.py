@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nbdist.core.host import Machine
+
 RUNNING = "running"
 STOPPED = "stopped"
 DEAD = "dead"
 ELSEWHERE = "elsewhere"
 UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What a process id belongs to.
-
-    Attributes:
-        host: Its name.
-        boot: Another one after each start of the system; empty where there is none (macOS).
-        pid_space: Which processes see each other: two containers differ in it.
-    """
-
-    host: str
-    boot: str
-    pid_space: str
 
 
 @dataclass(frozen=True, slots=True)

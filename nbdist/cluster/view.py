@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from nbdist.core import units
 from nbdist.core.failures import ranks_are
-from nbdist.core.shown import shown
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
-from nbdist.core.view import View, table
+from nbdist.core.units import shown
+from nbdist.core.view import View, lines_html, table
 
 NO_SCALING = "The ranks share {shared}: times measured here are no scaling numbers."
 
@@ -52,7 +52,7 @@ def restarted(ranks: Sequence[int], elapsed_s: float, notes: Sequence[str]) -> V
     """What %dist_restart prints: who is back, and what is missing there."""
     head = f"{ranks_are(ranks)} back after {units.seconds(elapsed_s)}, groups rejoined"
     lines = [head, *notes]
-    return View("\n".join(lines), "".join(f"<div>{html.escape(line)}</div>" for line in lines))
+    return View("\n".join(lines), lines_html(lines))
 
 
 def status(topology: Topology, states: Status, running_s: float, mode: str) -> View:

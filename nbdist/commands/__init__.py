@@ -5,8 +5,6 @@ The magics read this table, and so does the command line.
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from nbdist.commands import (
     bandwidth,
     cells,
@@ -27,10 +25,10 @@ from nbdist.commands import (
     variables,
 )
 from nbdist.commands.cluster import start_and_show
-from nbdist.notebook.notebook import CellOptions, show
+from nbdist.notebook.notebook import show
 from nbdist.notebook.verb import NOTEBOOK, TERMINAL, Verb
 
-__all__ = ["REPLACED_MAGICS", "VERBS", "WORDS", "cell_options", "show", "start_and_show"]
+__all__ = ["REPLACED_MAGICS", "VERBS", "WORDS", "show", "start_and_show"]
 
 # In the order of the help; each file of this folder holds those of one subject.
 _ALL = (
@@ -54,6 +52,7 @@ _ALL = (
 )
 # The magics, by their names.
 VERBS: dict[str, Verb] = {verb.name: verb for verb in _ALL if verb.place != TERMINAL}
+panel.PANEL.verbs = VERBS
 # What can be typed after `nbdist`. `status` lists all clusters there; %dist_status is another one.
 WORDS: dict[str, Verb] = {
     **{verb.word: verb for verb in _ALL if verb.place == NOTEBOOK},
@@ -68,11 +67,3 @@ REPLACED_MAGICS = {
     "timeline_debug": "no timeline is kept; ranks that take longer are told under their cell",
     "timeline_clear": "no timeline is kept; ranks that take longer are told under their cell",
 }
-
-
-def cell_options(values: Namespace) -> CellOptions:
-    """What was typed behind the verb of a cell."""
-    if hasattr(values, "most_events"):
-        return memory.cell_options(values)
-    is_recorded = hasattr(values, "recorded")
-    return trace.cell_options(values) if is_recorded else cells.cell_options(values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from nbdist.errors import OptionError
-from nbdist.notebook.notebook import NOTEBOOK, CellOptions
+from nbdist.notebook.notebook import CellOptions
 from nbdist.notebook.verb import Option, Verb, positive_number
 
 
@@ -18,11 +18,6 @@ def cell_options(values: Namespace) -> CellOptions:
     if named and values.ranks:
         raise OptionError(f"Ranks are given twice: {named} and --ranks {values.ranks}.")
     return CellOptions(named or values.ranks, values.has_tabs, values.timeout_s)
-
-
-def distributed(values: Namespace, code: str) -> None:
-    """Run the cell on ranks."""
-    NOTEBOOK.run(code, cell_options(values))
 
 
 _RANKS = Option(("--ranks",), "ranks such as 0,2-3 (all without it)", metavar="RANKS")
@@ -40,7 +35,7 @@ VERBS = (
         "distributed",
         "Run the cell on all ranks, or on some.",
         "%%distributed --ranks 0,2-3",
-        distributed,
+        cell_options,
         (_RANKS, *CELL_OPTIONS),
         is_cell=True,
     ),
@@ -48,7 +43,7 @@ VERBS = (
         "rank",
         "Run the cell on the ranks named.",
         "%%rank [0,2-3]",
-        distributed,
+        cell_options,
         (_WHERE, _RANKS, *CELL_OPTIONS),
         is_cell=True,
     ),

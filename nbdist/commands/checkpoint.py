@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 
 from nbdist.checkpoint import view as checkpoint_view
-from nbdist.checkpoint import weights_view
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK, show
@@ -50,11 +49,11 @@ def exported(path: str, model: str, *, is_async: bool) -> View:
 
     Raises:
         OptionError: Which model is not clear, or `--async` was typed as well.
-        CheckpointError, NbdistError, Interrupted: See checkpoint.weights_kernel.
+        CheckpointError, NbdistError, Interrupted: See checkpoint.kernel.
     """
     if is_async:
         raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
-    return weights_view.exported(NOTEBOOK.session.export_weights(path, model))
+    return checkpoint_view.exported(NOTEBOOK.session.export_weights(path, model))
 
 
 def _path(typed: str, words: list[str]) -> str:

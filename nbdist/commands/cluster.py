@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from nbdist.cells.view.live_cell import publish
 from nbdist.cluster import view as ranks_view
-from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Started, StartOptions
+from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
-from nbdist.core.shown import is_stored
+from nbdist.core.units import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, OptionError
-from nbdist.notebook.notebook import LOCAL, NOTEBOOK
-from nbdist.notebook.progress_line import ProgressLine
+from nbdist.notebook.notebook import LOCAL, NOTEBOOK, SHOWN
+from nbdist.notebook.session import Started
 from nbdist.notebook.verb import (
     Option,
     Verb,
@@ -23,12 +23,12 @@ from nbdist.notebook.verb import (
     strategy_given,
     strategy_options,
 )
-from nbdist.switch import kernel as switch_kernel
+from nbdist.strategy.choose import StrategySpec
 
 
 def start_and_show(options: StartOptions, title: str = "starting") -> Started:
     """Bring ranks up with a progress line that becomes their table."""
-    progress = ProgressLine(title)
+    progress = SHOWN.line(title)
     started = NOTEBOOK.start(options, progress)
     progress.finish(ranks_view.started(started.session.topology, started.elapsed_s, started.notes))
     return started
@@ -45,7 +45,7 @@ def start_options(values: Namespace) -> StartOptions:
         deadline_s=values.timeout_s,
         grace_s=values.grace_s,
         debug=values.debug,
-        strategy=switch_kernel.asked(values.strategy, strategy_given(values)),
+        strategy=StrategySpec.parse(values.strategy, strategy_given(values)),
     )
 
 
@@ -143,7 +143,7 @@ def dist_restart(values: Namespace) -> None:
     """Bring ranks back under their numbers; the others keep everything."""
     session = NOTEBOOK.session
     chosen = session.chosen(" ".join(values.where)) if values.where else None
-    progress = ProgressLine("restarting")
+    progress = SHOWN.line("restarting")
     restarted = session.upkeep.restart(chosen, values.timeout_s, progress)
     progress.finish(ranks_view.restarted(restarted.ranks, restarted.elapsed_s, restarted.notes))
 

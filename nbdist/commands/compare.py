@@ -5,27 +5,25 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
-from nbdist.cells.view.live_cell import publish
-from nbdist.commands.strategy import strategy_asked
+from nbdist.commands.strategy import strategy_spec
 from nbdist.comparison import view as comparison_view
-from nbdist.comparison.kernel import Comparing
 from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.notebook.notebook import NOTEBOOK, SHOWN
+from nbdist.notebook.notebook import NOTEBOOK, SHOWN, show
 from nbdist.notebook.verb import Option, Verb
 from nbdist.strategy.options import listed
 from nbdist.strategy.table import ROWS
 
 
 def compared(
-    strategies: Sequence[str], code: str, show: Callable[[View], None] = lambda _view: None
+    strategies: Sequence[str], code: str, tell: Callable[[View], None] = lambda _view: None
 ) -> View:
     """Compare, and say what came of it.
 
     Args:
         strategies: Each as it is typed behind %dist_strategy.
         code: Source as in a distributed cell.
-        show: Shows a heading above each strategy's output; and what there is, where the cell ends
+        tell: Shows a heading above each strategy's output; and what there is, where the cell ends
             it before all have run.
 
     Raises:
@@ -37,13 +35,13 @@ def compared(
             f"%dist_compare: no strategy is named. Choose of {listed(ROWS)}: "
             "%dist_compare ddp fsdp -- train(3)"
         )
-    asked = [(text, strategy_asked(text)) for text in strategies]
-    comparing = Comparing(NOTEBOOK.session, code)
+    asked = [(text, strategy_spec(text)) for text in strategies]
+    comparing = NOTEBOOK.session.comparing(code)
     try:
-        found = comparing.run(asked, lambda text: show(View(f"{text}:")))
+        found = comparing.run(asked, lambda text: tell(View(f"{text}:")))
     except BaseException:
         for view in comparison_view.broken_off(comparing.rows, comparing.told):
-            show(view)
+            tell(view)
         raise
     return comparison_view.compared(found)
 
@@ -51,11 +49,7 @@ def compared(
 def dist_compare(values: Namespace) -> View:
     """Run the cell under each strategy, and show them side by side."""
     with SHOWN.silenced():  # each strategy has a heading, and its output below
-        return compared(values.strategies, values.rest, _show)
-
-
-def _show(view: View) -> None:
-    publish(view._repr_mimebundle_())
+        return compared(values.strategies, values.rest, show)
 
 
 VERBS = (

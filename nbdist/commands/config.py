@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.config import check, yaml_reader
-from nbdist.config import kernel as config_kernel
 from nbdist.config import view as config_view
 from nbdist.config.emit import FORMS, SCRIPT, Setting
 from nbdist.config.launch import Configured, configured
@@ -21,7 +20,7 @@ from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.verb import ANYWHERE, Option, Verb, positive_number, rank_count, strategy_given
 from nbdist.notebook.verb import strategy_options as typed_options
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 from nbdist.strategy.options import read as read_options
 
 # How a file's name says which form it has.
@@ -75,10 +74,7 @@ def made(asked: Asked) -> Configured:
                 "No ranks run here whose strategy could be shown. Name a file to check, or a "
                 "strategy: --strategy ddp --ranks 8."
             )
-        live = config_kernel.setting(
-            NOTEBOOK.session, hosts=asked.hosts, script=asked.script, clip=asked.clip
-        )
-        return configured(live)
+        return NOTEBOOK.session.config(asked.hosts, script=asked.script, clip=asked.clip)
     ranks = asked.ranks
     if ranks is None:
         if not NOTEBOOK.is_running:
@@ -172,7 +168,7 @@ def _completed(around: CheckContext, others: tuple[Document, ...]) -> CheckConte
     degrees = {"tp": around.tp, "pp": around.pp, "cp": around.cp, "dp": around.dp}
     if ranks is None and NOTEBOOK.is_running:
         ranks, source = NOTEBOOK.session.topology.world_size, "as run here"
-        last = NOTEBOOK.session.strategy.last
+        last = NOTEBOOK.session.strategy_chosen
         if last is not None and not any(degrees.values()):
             degrees |= {axis: getattr(last.degrees, axis) for axis in ("tp", "pp", "cp")}
     return CheckContext(ranks, source if ranks is not None else "", others=others, **degrees)

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from nbdist.cluster.kernel import orphans
 from nbdist.commands import cluster
-from nbdist.core.view import View
+from nbdist.core.view import View, verdicts
 from nbdist.diagnostics import checks
 from nbdist.diagnostics import kernel as diagnostics_kernel
 from nbdist.diagnostics import view as doctor_view
@@ -27,7 +27,7 @@ def examined(*, is_cleaning: bool) -> View:
         done = orphans.clean() or ("nothing to clean: dead runs have left nothing",)
     is_running = NOTEBOOK.is_running
     collected = _of_running_ranks() if is_running else diagnostics_kernel.collect(None)
-    view = doctor_view.findings(checks.examine(collected), done)
+    view = verdicts(checks.examine(collected), before=done)
     return doctor_view.below(view, cluster.status_view()) if is_running else view
 
 

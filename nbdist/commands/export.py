@@ -13,17 +13,7 @@ from typing import Any
 from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist.commands import (
-    cells,
-    check,
-    cluster,
-    compare,
-    memory,
-    trace,
-)
-from nbdist.commands import (
-    strategy as commands_strategy,
-)
+from nbdist.commands import cells, check, cluster, compare, memory, strategy, trace
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.exporter import export
@@ -33,7 +23,7 @@ from nbdist.exporter.export import Cell, Magic, Reader
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK
 from nbdist.notebook.verb import ANYWHERE, Option, Verb, parse, strategy_given
 from nbdist.strategy import choice as strategies
-from nbdist.switch import kernel as switch_kernel
+from nbdist.strategy.choose import StrategySpec
 
 HISTORY = "history"
 
@@ -176,12 +166,12 @@ def _of_cell(values: Namespace) -> Magic:
 
 
 def _of_start(values: Namespace) -> Magic:
-    asked = switch_kernel.asked(values.strategy, strategy_given(values))
+    spec = StrategySpec.parse(values.strategy, strategy_given(values))
     return Magic(
         mode="all" if values.auto else None,
         world_size=values.world_size,
         seed=values.seed,
-        choice=_choice(asked, values.world_size),
+        choice=_choice(spec, values.world_size),
     )
 
 
@@ -195,22 +185,20 @@ def _of_reset(values: Namespace) -> Magic:
 
 def _of_strategy(values: Namespace) -> Magic:
     name = values.named[0] if values.named else None
-    return Magic(choice=_choice(switch_kernel.asked(name, strategy_given(values)), None))
+    return Magic(choice=_choice(StrategySpec.parse(name, strategy_given(values)), None))
 
 
-def _choice(
-    asked: switch_kernel.Asked | None, world_size: int | None
-) -> strategies.Strategy | None:
+def _choice(spec: StrategySpec | None, world_size: int | None) -> strategies.Strategy | None:
     """The strategy for as many ranks as were typed, or as it takes."""
-    if asked is None:
+    if spec is None:
         return None
     sizes = [world_size] if world_size else [2, 4, 8, 16, 1]
     for size in sizes[:-1]:
         try:
-            return strategies.choose(asked.name, dict(asked.given), size)
+            return spec.choose(size)
         except OptionError:
             continue
-    return strategies.choose(asked.name, dict(asked.given), sizes[-1])
+    return spec.choose(sizes[-1])
 
 
 def _of_mode(values: Namespace) -> Magic:
@@ -262,7 +250,7 @@ _TABLE = {
     verb.name: verb
     for verbs in (
         cluster.VERBS,
-        commands_strategy.VERBS,
+        strategy.VERBS,
         cells.VERBS,
         trace.VERBS,
         memory.VERBS,

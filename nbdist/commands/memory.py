@@ -11,6 +11,7 @@ from nbdist.commands.trace import step_count
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.memory import file as memory_file
+from nbdist.memory import findings, peak
 from nbdist.memory.diff import diff
 from nbdist.memory.snapshot import MemoryOptions, Snapshot
 from nbdist.memory.view.diff import grew
@@ -19,20 +20,22 @@ from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record, show
 from nbdist.notebook.verb import Option, Verb
 
 
-def dist_memory_cell(values: Namespace, code: str) -> None:
-    """Run the cell on all ranks, and show what it allocated."""
-    NOTEBOOK.run(code, cell_options(values))
-
-
 def cell_options(values: Namespace) -> CellOptions:
     """The options of a recorded cell: it runs on all ranks, and some or all of them record."""
     options = MemoryOptions(values.steps, not values.has_no_stacks, values.most_events)
-    record = Record(options, values.recorded, _publish, lambda session: session.memories)
+    record = Record(
+        options,
+        values.recorded,
+        lambda snapshot: show(shown(snapshot)),
+        lambda session: session.memories,
+    )
     return CellOptions(None, values.has_tabs, values.timeout_s, record)
 
 
-def _publish(snapshot: Snapshot) -> None:
-    show(memory_report(snapshot))
+def shown(snapshot: Snapshot) -> View:
+    """What a snapshot says."""
+    peaks = peak.peaks(snapshot)
+    return memory_report(snapshot, peaks, findings.findings(snapshot, peaks))
 
 
 def dist_memory(values: Namespace) -> View:
@@ -52,7 +55,7 @@ def dist_memory(values: Namespace) -> View:
         return View("\n".join(f"written: {path}" for path in made))
     if values.since is not None:
         return _grown(values.since, snapshot)
-    return memory_report(snapshot)
+    return shown(snapshot)
 
 
 def _asked(folder: Path | None, *, is_now: bool) -> Snapshot:
@@ -106,7 +109,7 @@ VERBS = (
         "dist_memory",
         "Run the cell on all ranks and show what it allocates.",
         "%%dist_memory --steps 3",
-        dist_memory_cell,
+        cell_options,
         (
             Option(
                 ("--steps",), "record N steps; the cell goes on", step_count, metavar="N",

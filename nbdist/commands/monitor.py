@@ -7,7 +7,7 @@ import time
 from argparse import Namespace
 
 from nbdist.core import units
-from nbdist.core.shown import shown
+from nbdist.core.units import shown
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.monitor import prometheus

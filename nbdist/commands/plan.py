@@ -8,7 +8,6 @@ import functools
 import json
 import math
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from IPython import get_ipython
 from nbdist.bandwidth.results import LinkModel
 from nbdist.cells.kernel import progress
 from nbdist.commands.plan_check import checked
-from nbdist.core.topology import Topology
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
@@ -28,7 +26,7 @@ from nbdist.notebook.verb import ANYWHERE, Option, Verb, rank_count, strategy_gi
 from nbdist.notebook.verb import strategy_options as typed_options
 from nbdist.planner import devices
 from nbdist.planner.advice import advise
-from nbdist.planner.devices import DEVICES, Device
+from nbdist.planner.devices import ASSUMED, DEVICES, Device, device_of_ranks
 from nbdist.planner.fake_protocol import Source
 from nbdist.planner.kernel.describe_model import live_model
 from nbdist.planner.kernel.fake_process import FakeEngine
@@ -41,7 +39,6 @@ from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy import options
 from nbdist.strategy.footprint import RECIPES
 
-_DEVICE = "h100"
 # What memory is counted by -> how.
 ENGINES = {
     "formulas": "closed formulas, at once",
@@ -201,27 +198,13 @@ def _device(asked: Asked) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
         return devices.device_of(asked.gpu), None, ()
     if asked.memory is not None:
         return devices.with_memory(asked.memory), None, ()
-    default = DEVICES[_DEVICE]
+    default = DEVICES[ASSUMED]
     if not NOTEBOOK.is_running:
-        return default, None, (f"--gpu {_DEVICE}",)
+        return default, None, (f"--gpu {ASSUMED}",)
     topology, last = NOTEBOOK.session.topology, NOTEBOOK.session.bandwidth.last
     device, told = device_of_ranks(topology)
     model = last.model if device is not None and last is not None and not last.caveat else None
     return device or default, model, told
-
-
-def device_of_ranks(topology: Topology) -> tuple[Device | None, tuple[str, ...]]:
-    """What the running ranks have, if the catalogue knows it, and what is told of that."""
-    first = topology.ranks[0]
-    device = devices.known_as(first.device_name)
-    if device is None:
-        why = f", as {first.device_name} is not in the catalogue" if first.device_name else ""
-        return None, (f"--gpu {_DEVICE}{why}",)
-    sharing = max(Counter(place.device_uuid for place in topology.ranks).values())
-    if sharing == 1:
-        return device, (f"--gpu {device.name}, as the ranks here have",)
-    shared = replace(device, memory_bytes=device.memory_bytes / sharing)
-    return shared, (f"--gpu {device.name}, which {sharing} ranks share here",)
 
 
 def _ranks(asked: Asked, given: Mapping[str, object]) -> tuple[int, tuple[str, ...]]:

@@ -16,7 +16,8 @@ from nbdist.planner.live_model import by_kinds, load_of, shape_of
 from nbdist.planner.plan import accumulating
 from nbdist.planner.view.check_view import shown_check
 from nbdist.planner.workload import Workload
-from nbdist.strategy.choice import Strategy, choose, described
+from nbdist.strategy.choice import described
+from nbdist.strategy.choose import choose
 
 
 def checked(
@@ -45,7 +46,9 @@ def checked(
             f"--check measures a model on the ranks, and {name} is no variable's name."
         )
     live = live_model(session, name, inputs)
-    choice = _once(session.strategy.current())
+    choice = session.strategy.current()
+    # One backward for each step, as it is measured.
+    choice = replace(choice, options=replace(choice.options, accumulate=1))
     if not live.is_prepared:  # every rank has it by itself
         choice = choose("single", {}, session.topology.world_size)
     has_gpu = session.topology.ranks[0].device != "cpu"
@@ -63,8 +66,3 @@ def checked(
     memory = replace(memory, overhead=0.0)
     found = checks(memory, measured, has_forward=choice.degrees.pp == 1)
     return shown_check(live, described(choice), load, memory, found, measured)
-
-
-def _once(choice: Strategy) -> Strategy:
-    """The choice with one backward for each step, as it is measured."""
-    return replace(choice, options=replace(choice.options, accumulate=1))

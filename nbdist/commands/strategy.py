@@ -8,10 +8,9 @@ from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.verb import Option, Verb, parse, rank_number, strategy_given, strategy_options
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import StrategySpec, choose
 from nbdist.strategy.options import listed
 from nbdist.strategy.table import ROWS
-from nbdist.switch import kernel as switch_kernel
 from nbdist.switch import view as strategy_view
 
 
@@ -21,7 +20,7 @@ def dist_sync_model(values: Namespace) -> View:
     return View(f"all ranks have rank {values.source}'s {', '.join(names)}")
 
 
-def strategy_asked(text: str) -> switch_kernel.Asked:
+def strategy_spec(text: str) -> StrategySpec:
     """A strategy with its options, in one text: `fsdp --bf16`.
 
     Raises:
@@ -34,11 +33,11 @@ def strategy_asked(text: str) -> switch_kernel.Asked:
             'into quotation marks: "fsdp --bf16" ddp'
         )
     name = values.named[0] if values.named else None
-    asked = switch_kernel.asked(name, strategy_given(values))
-    if asked is None or (name is not None and name not in ROWS):
+    spec = StrategySpec.parse(name, strategy_given(values))
+    if spec is None or (name is not None and name not in ROWS):
         choose(name, {}, 1)  # says which there are
-    assert asked is not None
-    return asked
+    assert spec is not None
+    return spec
 
 
 def dist_strategy(values: Namespace) -> View:
@@ -47,7 +46,7 @@ def dist_strategy(values: Namespace) -> View:
     if len(values.named) > 1:
         raise OptionError(f"%dist_strategy: choose one of {', '.join(values.named)}.")
     name = values.named[0] if values.named else None
-    if switch_kernel.asked(name, given) is None:
+    if StrategySpec.parse(name, given) is None:
         return strategy_view.current(strategies.current())
     return strategy_view.switched(strategies.switch(name, **given))
 

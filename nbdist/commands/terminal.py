@@ -10,25 +10,31 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import nbdist
 from nbdist.cluster import view as ranks_view
 from nbdist.cluster.kernel import orphans, runs
 from nbdist.cluster.run_owner import RUNNING, STOPPED, Run
 from nbdist.commands.cluster import START_OPTIONS, start_options
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.versions import VERSION
 from nbdist.core.view import View
 from nbdist.diagnostics import view as runs_view
 from nbdist.errors import NbdistError, NotRunning, OptionError
 from nbdist.notebook.notebook import NOTEBOOK, CellOptions
 from nbdist.notebook.verb import TERMINAL, Option, Verb
-from nbdist.rpc.kernel import functions
+from nbdist.rpc.kernel.functions import RankFunction
 
 TAKE_DEADLINE_S = 30.0
+
+take_script: RankFunction[[str, str, tuple[str, ...]], None] = RankFunction(
+    "nbdist.engine.script:take"
+)
+# The source of a cell that runs the program that `take_script` has brought.
+RUN_SCRIPT = "__import__('nbdist.engine.script', fromlist=['run']).run(globals())"
 
 
 def version(_values: Namespace) -> View:
     """The version of nbdist."""
-    return View(f"nbdist {nbdist.__version__}")
+    return View(f"nbdist {VERSION}")
 
 
 def status(_values: Namespace) -> View:
@@ -90,9 +96,9 @@ def run(values: Namespace) -> None:
         shown = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
         sys.stderr.write(f"{shown.text}\n")  # stdout is the program's
         started.session.call_all(
-            functions.take_script, str(path), text, values.rest, deadline_s=TAKE_DEADLINE_S
+            take_script, str(path), text, tuple(values.rest), deadline_s=TAKE_DEADLINE_S
         )
-        NOTEBOOK.run(functions.RUN_SCRIPT, CellOptions())
+        NOTEBOOK.run(RUN_SCRIPT, CellOptions())
     finally:
         if NOTEBOOK.is_running:
             NOTEBOOK.stop()

@@ -11,15 +11,10 @@ from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record, show
 from nbdist.notebook.verb import Option, Verb
-from nbdist.trace import breakdown, finding_records
+from nbdist.trace import breakdown, findings
 from nbdist.trace.kernel.recordings import read_folder
 from nbdist.trace.trace import Trace, TraceOptions
 from nbdist.trace.view.report import trace_report
-
-
-def dist_profile(values: Namespace, code: str) -> None:
-    """Run the cell on all ranks under torch.profiler, and show where its time went."""
-    NOTEBOOK.run(code, cell_options(values))
 
 
 def cell_options(values: Namespace) -> CellOptions:
@@ -51,7 +46,7 @@ def dist_trace(values: Namespace) -> View:
 def shown(trace: Trace) -> View:
     """What a trace says."""
     shares = breakdown.breakdown(trace)
-    return trace_report(trace, shares, finding_records.findings(trace, shares))
+    return trace_report(trace, shares, findings.findings(trace, shares))
 
 
 def read(folder: Path) -> Trace:
@@ -71,7 +66,7 @@ VERBS = (
         "dist_profile",
         "Run the cell on all ranks and show where its time goes.",
         "%%dist_profile --steps 3",
-        dist_profile,
+        cell_options,
         (
             Option(
                 ("--steps",),

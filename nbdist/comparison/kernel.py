@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.comparison import comparison
 from nbdist.comparison.comparison import Comparison, Row, Watched
 from nbdist.errors import DistributedError, Interrupted, NbdistError, OptionError
-from nbdist.rpc.kernel import functions
+from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.strategy.choice import Strategy, described
-from nbdist.switch.kernel import Asked, chosen
+from nbdist.strategy.choose import StrategySpec
+from nbdist.switch.kernel import Strategies
 from nbdist.trace import breakdown
-from nbdist.trace.trace import TraceOptions
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.trace.trace import Trace, TraceOptions
 
 # A large model is copied to the host, and back.
 KEEP_S = 300.0
@@ -29,6 +28,29 @@ _NOT_BACK = (
     "the state of before the comparison was not put back; %dist_strategy says what counts now"
 )
 
+keep_state: RankFunction[[], tuple[str, ...]] = RankFunction(
+    "nbdist.comparison.rank:save_training_state"
+)
+clear_made: RankFunction[[], None] = RankFunction("nbdist.comparison.rank:clear_new_variables")
+restore_state: RankFunction[[], None] = RankFunction(
+    "nbdist.comparison.rank:restore_training_state"
+)
+drop_state: RankFunction[[], None] = RankFunction("nbdist.comparison.rank:discard_training_state")
+watch_memory: RankFunction[[], None] = RankFunction("nbdist.comparison.rank:start_peak_memory")
+watched_memory: RankFunction[[], Watched] = RankFunction("nbdist.comparison.rank:peak_memory")
+
+
+class Cells(Protocol):
+    """Runs source on all ranks as a cell."""
+
+    def run(self, code: str) -> object:
+        """And waits for it."""
+        ...
+
+    def profile(self, code: str, options: TraceOptions) -> Trace:
+        """The same, recorded."""
+        ...
+
 
 class Comparing:
     """One comparison of strategies.
@@ -38,11 +60,13 @@ class Comparing:
         told: Back under the strategy of before: what to say of it; empty until then.
     """
 
-    def __init__(self, session: Session, code: str):
+    def __init__(self, ranks: Ranks, strategies: Strategies, cells: Cells, code: str):
         """Of one cell; nothing runs yet.
 
         Args:
-            session: Its ranks, all of them, run the cell.
+            ranks: All of them run the cell.
+            strategies: Theirs.
+            cells: Runs it.
             code: Source as in a cell.
 
         Raises:
@@ -56,11 +80,15 @@ class Comparing:
         self.rows: list[Row] = []
         self.told = ""
         self._models: tuple[str, ...] = ()
-        self._session = session
+        self._ranks = ranks
+        self._strategies = strategies
+        self._cells = cells
         self._code = code
 
     def run(
-        self, asked: Sequence[tuple[str, Asked]], begins: Callable[[str], None] = lambda _text: None
+        self,
+        asked: Sequence[tuple[str, StrategySpec]],
+        begins: Callable[[str], None] = lambda _text: None,
     ) -> Comparison:
         """Run the cell twice under each strategy, the second time recorded.
 
@@ -78,25 +106,21 @@ class Comparing:
             RankGone, RankBusy, NotRunning: As for a cell.
             NbdistError: The state of before could not be put back.
         """
-        session = self._session
-        before, last = session.strategy.current(), session.strategy.last
-        self._models = self._call(functions.keep_state, KEEP_S)[0]
+        before, last = self._strategies.current(), self._ranks.strategy_chosen
+        self._models = self._call(keep_state, KEEP_S)[0]
         try:
             for text, one in asked:
                 begins(text)
                 self.rows.append(self._row(text, one, before))
         finally:
-            session.strategy.last = last
+            self._ranks.strategy_chosen = last
             self._drop()
-        found = Comparison(tuple(self.rows), described(before), self._models)
-        session.strategy.compared = found
-        return found
+        return Comparison(tuple(self.rows), described(before), self._models)
 
-    def _row(self, text: str, one: Asked, before: Strategy) -> Row:
-        session = self._session
+    def _row(self, text: str, spec: StrategySpec, before: Strategy) -> Row:
         try:
-            choice = chosen(one, session.topology)
-            session.strategy.switch_to(choice)
+            choice = spec.on(self._ranks.topology)
+            self._strategies.switch_to(choice)
         except OptionError as error:  # nothing has changed
             return Row(text, problem=str(error))
         try:
@@ -114,23 +138,22 @@ class Comparing:
         return found
 
     def _measured(self, text: str, choice: Strategy) -> Row:
-        session = self._session
-        self._call(functions.watch_memory, WATCH_S)
-        session.run(self._code)
-        warm: list[Watched] = self._call(functions.watched_memory, WATCH_S)
+        self._call(watch_memory, WATCH_S)
+        self._cells.run(self._code)
+        warm: list[Watched] = self._call(watched_memory, WATCH_S)
         if not self._models:  # the next run makes its own
-            self._call(functions.clear_made, KEEP_S)
-        self._call(functions.watch_memory, WATCH_S)
-        trace = session.profile(self._code, RECORDED)
-        recorded: list[Watched] = self._call(functions.watched_memory, WATCH_S)
+            self._call(clear_made, KEEP_S)
+        self._call(watch_memory, WATCH_S)
+        trace = self._cells.profile(self._code, RECORDED)
+        recorded: list[Watched] = self._call(watched_memory, WATCH_S)
         return comparison.row(text, choice, breakdown.breakdown(trace), warm, recorded)
 
     def _back(self, before: Strategy) -> None:
         """Everything as it was before the strategy."""
         try:
-            self._call(functions.clear_made, KEEP_S)
-            self._session.strategy.switch_to(before)
-            self._call(functions.restore_state, KEEP_S)
+            self._call(clear_made, KEEP_S)
+            self._strategies.switch_to(before)
+            self._call(restore_state, KEEP_S)
         except KeyboardInterrupt as error:
             raise Interrupted(f"{error}; {_NOT_BACK}") from error
         except NbdistError as error:
@@ -139,10 +162,10 @@ class Comparing:
 
     def _drop(self) -> None:
         """Forget the copies, on the ranks that can be asked."""
-        session = self._session
-        for rank in session.ranks:
-            if session.is_connected(rank) and not session.readiness.is_busy(rank):
-                functions.drop_state(session.call, rank)
+        ranks = self._ranks
+        for rank in ranks.ranks:
+            if ranks.is_connected(rank) and not ranks.is_busy(rank):
+                drop_state(ranks.call, rank)
 
     def _call(self, function: Callable[..., Future[Any]], deadline_s: float) -> list[Any]:
-        return self._session.call_all(function, deadline_s=deadline_s)
+        return self._ranks.call_all(function, deadline_s=deadline_s)

@@ -11,11 +11,9 @@ Every copy is of this rank's own part, under the strategy of before, so no rank 
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import gc
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,18 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from nbdist.comparison.comparison import Held, Watched
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import registry
-from nbdist.parallel.build import local_of
-from nbdist.parallel.consensus import fork_rng
 from nbdist.parallel.dp import fsdp
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.full_state import local_state
+from nbdist.parallel.tensors import local_of
+from nbdist.parallel.training_state import (
+    PutBack,
+    generators,
+    keep_accelerator,
+    keep_modes,
+    keep_optimizer,
+    keep_values,
+)
 from nbdist.rpc.rank import namespace
 from nbdist.strategy.choice import label, rows_of
 from nbdist.switch.rank.commit import display_name
@@ -42,28 +47,18 @@ _RESET_PEAK = "5"
 
 
 @dataclass(slots=True)
-class OptimizerSnapshot:
-    """An optimizer as it was: settings of each group, and state of each parameter in it."""
-
-    optimizer: Optimizer
-    settings: list[dict[str, Any]]
-    state: list[list[dict[str, Any] | None]]
-
-
-@dataclass(slots=True)
 class _Kept:
     """What training changes on this rank, as it was.
 
     Attributes:
-        models: Each with its values, and the mode of each of its modules.
-        steppers: Optimizers of these models.
-        others: What puts schedulers, scaler, loaders' epochs and random generators back.
+        models: Prepared ones.
+        put_back: Puts back the values and modes of these, what their optimizers hold, schedulers,
+            scaler, loaders' epochs and random generators.
         names: The user's variables.
     """
 
-    models: list[tuple[Prepared, dict[str, torch.Tensor], list[tuple[torch.nn.Module, bool]]]]
-    steppers: list[OptimizerSnapshot]
-    others: list[Callable[[], None]]
+    models: list[Prepared]
+    put_back: list[PutBack]
     names: dict[str, Any]
 
 
@@ -110,18 +105,14 @@ def save_training_state() -> tuple[str, ...]:
         )
     for one in models:
         fsdp.settle(one.built.job.root)
-    watchers = registry.watchers()
     _state.kept = _Kept(
-        models=[
-            (
-                one,
-                {name: _copied(value) for name, value in local_state(one).items()},
-                [(module, module.training) for module in one.base.modules()],
-            )
-            for one in models
+        models=models,
+        put_back=[
+            *(put for one in models for put in _keep_model(one)),
+            *(keep_optimizer(one) for one in registry.bound_optimizers()),
+            generators().put_back,
+            *(put for one in registry.watchers() for put in keep_accelerator(one)),
         ],
-        steppers=[stepper_of(one) for one in registry.bound_optimizers()],
-        others=[fork_rng(), *(put for one in watchers for put in _of_accelerator(one))],
         names={k: v for k, v in namespace.everything().items() if not k.startswith("_")},
     )
     return tuple(display_name(one.built) for one in models)
@@ -141,7 +132,7 @@ def clear_new_variables() -> None:
             del known[name]
     if not kept.models:
         namespace.push(kept.names)
-    registry.keep({one.number for one, _, _ in kept.models})
+    registry.keep({one.number for one in kept.models})
     gc.collect()
 
 
@@ -152,17 +143,12 @@ def restore_training_state() -> None:
         NbdistError: A model or an optimizer lies otherwise now than it did.
     """
     kept = _kept()
-    for one, values, modes in kept.models:
+    for one in kept.models:
         fsdp.settle(one.built.job.root)
-        _copy_into(local_state(one), values, type(one.base).__name__)
-        for module, is_training in modes:
-            module.training = is_training
         for parameter in one.base.parameters():
             parameter.grad = None
-    for stepper in kept.steppers:
-        put_back(stepper)
-    for put in kept.others:
-        put()
+    for put_back in kept.put_back:
+        put_back()
 
 
 def discard_training_state() -> None:
@@ -205,98 +191,15 @@ def peak_memory() -> Watched:
     )
 
 
+def _keep_model(one: Prepared) -> list[PutBack]:
+    title = type(one.base).__name__
+    return [keep_values(title, lambda: local_state(one)), keep_modes(one.base)]
+
+
 def _kept() -> _Kept:
     if _state.kept is None:
         raise NbdistError("Nothing was kept on this rank: its process has replaced another.")
     return _state.kept
-
-
-def _copied(value: Any) -> Any:
-    """A copy on the host, of this rank's part: a GPU's memory is what is compared."""
-    if isinstance(value, torch.Tensor):
-        return local_of(value).to("cpu", copy=True)
-    return copy.deepcopy(value)
-
-
-def stepper_of(optimizer: Optimizer) -> OptimizerSnapshot:
-    """A copy of an optimizer's settings and state, on the host."""
-    groups = optimizer.param_groups
-    return OptimizerSnapshot(
-        optimizer,
-        [{key: _copied(value) for key, value in g.items() if key != "params"} for g in groups],
-        [[_state_of(optimizer, parameter) for parameter in g["params"]] for g in groups],
-    )
-
-
-def _state_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any] | None:
-    if parameter not in optimizer.state:
-        return None
-    return {key: _copied(value) for key, value in optimizer.state[parameter].items()}
-
-
-def put_back(stepper: OptimizerSnapshot) -> None:
-    """Let an optimizer have what `stepper_of` has copied, in place."""
-    optimizer = stepper.optimizer
-    name = type(optimizer).__name__
-    for group, settings, states in zip(
-        optimizer.param_groups, stepper.settings, stepper.state, strict=True
-    ):
-        for key, value in settings.items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].copy_(value)
-            else:
-                group[key] = copy.deepcopy(value)
-        for parameter, state in zip(group["params"], states, strict=True):
-            if state is None:
-                optimizer.state.pop(parameter, None)
-                continue
-            own = optimizer.state[parameter]
-            tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-            _copy_into({k: local_of(own[k]) for k in tensors if k in own}, tensors, name)
-            own.update({k: copy.deepcopy(v) for k, v in state.items() if k not in tensors})
-
-
-def _copy_into(
-    there: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], what: str
-) -> None:
-    with torch.no_grad():
-        for name, value in values.items():
-            if name not in there or there[name].shape != value.shape:
-                raise NbdistError(
-                    f"{name} of {what} lies otherwise than before the comparison, so its values "
-                    "were not put back. %dist_reset starts afresh."
-                )
-            there[name].copy_(value)
-
-
-def _of_accelerator(one: Any) -> list[Callable[[], None]]:
-    """What puts an Accelerator's own state back; nothing for other watchers."""
-    if not hasattr(one, "_schedulers"):
-        return []
-
-    def scale(state: Any) -> None:  # a switch may have made another scaler
-        one.scaler.load_state_dict(state)
-
-    schedulers, loaders = one._schedulers, one._dataloaders  # noqa: SLF001  # as saving does
-    return [
-        *(_loading(each.load_state_dict, each.state_dict()) for each in schedulers),
-        *([] if one.scaler is None else [_loading(scale, one.scaler.state_dict())]),
-        *(
-            _loading(each.set_epoch_state, each.epoch_state())
-            for each in loaders
-            if hasattr(each, "epoch_state")
-        ),
-        _loading(lambda steps: setattr(one, "step", steps), one.step),
-    ]
-
-
-def _loading(load: Callable[[Any], object], state: Any) -> Callable[[], None]:
-    kept = copy.deepcopy(state)
-
-    def put() -> None:
-        load(copy.deepcopy(kept))
-
-    return put
 
 
 def _count(one: _Watch, optimizer: Optimizer) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from nbdist.comparison.comparison import PARTS, Comparison, Row
 from nbdist.core import units
-from nbdist.core.shown import is_stored, shown
-from nbdist.core.view import View, table
+from nbdist.core.units import is_stored, shown
+from nbdist.core.view import View, lines_html, table
 from nbdist.trace.view.image import COLOURS
 
 if TYPE_CHECKING:  # it takes half a second to import
@@ -45,7 +45,7 @@ def compared(found: Comparison) -> View:
         if image
         else ""
     )
-    told = "".join(f"<div>{html.escape(line)}</div>" for line in lines)
+    told = lines_html(lines)
     return View(rows.text + text, f"<div>{body}{rows.html}{told}</div>", png=image)
 
 
@@ -65,7 +65,7 @@ def _table(rows: Sequence[Row]) -> View:
     done = [one for one in rows if not one.problem]
     refused = [f"{one.asked}: not run. {one.problem}" for one in rows if one.problem]
     if not done:
-        return View("\n".join(refused), "".join(f"<div>{html.escape(t)}</div>" for t in refused))
+        return View("\n".join(refused), lines_html(refused))
     return table(head, [_cells(one) for one in done], after=refused)
 
 

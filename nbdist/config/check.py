@@ -14,8 +14,8 @@ from nbdist.config.report import (
     CheckContext,
     Checked,
     Report,
+    findings_of,
     is_count,
-    remarks_of,
     shown,
 )
 from nbdist.config.tree import REMOVE, RENAME, Document, Fix, dotted, fixed, without
@@ -47,12 +47,12 @@ def check(document: Document, around: CheckContext) -> Checked:
     checked = _check_alone(document, around)
     alone = replace(_with_ranks(document, checked.kind, around), others=())
     told = [
-        remark
+        finding
         for other in around.others
-        for remark in remarks_of(_check_alone(other, alone), other.name)
+        for finding in findings_of(_check_alone(other, alone), other.name)
         if kind_of(other)
     ]
-    return replace(checked, remarks=(*checked.remarks, *told))
+    return replace(checked, findings=(*checked.findings, *told))
 
 
 def _check_alone(document: Document, around: CheckContext) -> Checked:
@@ -76,13 +76,13 @@ def _check_alone(document: Document, around: CheckContext) -> Checked:
 def _with_typed_ranks(checked: Checked, around: CheckContext) -> Checked:
     """Without changes that would make other ranks than those that were typed."""
     path = _RANKS.get(checked.kind)
-    remarks = [
-        remark
-        if all(fix.path != path or fix.value == around.ranks for fix in remark.fixes)
-        else replace(remark, fixes=())
-        for remark in checked.remarks
+    findings = [
+        finding
+        if all(fix.path != path or fix.value == around.ranks for fix in finding.fixes)
+        else replace(finding, fixes=())
+        for finding in checked.findings
     ]
-    return replace(checked, remarks=tuple(remarks))
+    return replace(checked, findings=tuple(findings))
 
 
 def _with_ranks(document: Document, kind: str, around: CheckContext) -> CheckContext:
@@ -97,7 +97,7 @@ def _with_ranks(document: Document, kind: str, around: CheckContext) -> CheckCon
 def corrected(
     checked: Checked, around: CheckContext, read: Callable[[str], Document]
 ) -> tuple[Checked, tuple[str, ...]]:
-    """The same configuration with the changes that its remarks name, and checked again.
+    """The same configuration with the changes that its findings name, and checked again.
 
     One change at a time, as each may move the next one's place. What nobody can know is left.
 
@@ -130,8 +130,8 @@ def corrected(
 
 
 def _next(checked: Checked, done: list[Fix]) -> tuple[Fix, ...]:
-    """The changes of the first remark that has some which were not made before."""
-    wanted = [remark.fixes for remark in checked.remarks if remark.fixes]
+    """The changes of the first finding that has some which were not made before."""
+    wanted = [finding.fixes for finding in checked.findings if finding.fixes]
     return next((those for those in wanted if not all(fix in done for fix in those)), ())
 
 

@@ -64,17 +64,13 @@ class CheckContext:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigFinding:
-    """One finding.
+class ConfigFinding(Finding):
+    """A finding with what mends it.
 
     Attributes:
-        finding: What, why, and what to do.
-        line: In the file; 0 where it is about no line.
         fixes: Changes of the document that mend it, in order; none where nobody can know.
     """
 
-    finding: Finding
-    line: int = 0
     fixes: tuple[Fix, ...] = ()
 
 
@@ -85,31 +81,26 @@ class Checked:
     Attributes:
         document: What was read.
         kind: A key of KNOWN; "" for another.
-        remarks: In the order of the lines, those about the whole first.
+        findings: In the order of the lines, those about the whole first; the good as well.
     """
 
     document: Document
     kind: str
-    remarks: tuple[ConfigFinding, ...]
+    findings: tuple[ConfigFinding, ...]
 
     def __bool__(self) -> bool:
         """Whether it can run as it is: nothing found is bad."""
         return not self.is_bad
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
-        """What was found, the good as well."""
-        return tuple(remark.finding for remark in self.remarks)
-
-    @property
     def is_bad(self) -> bool:
         """Whether it cannot run, or would not do what it says."""
-        return any(remark.finding.verdict == BAD for remark in self.remarks)
+        return any(finding.verdict == BAD for finding in self.findings)
 
 
 @dataclass(slots=True)
 class Report:
-    """Collects the remarks about one document.
+    """Collects the findings about one document.
 
     Attributes:
         document: It.
@@ -121,7 +112,7 @@ class Report:
 
     def good(self, name: str, found: str, line: int = 0) -> None:
         """Note something that is well."""
-        self.said.append(ConfigFinding(Finding(name, found, OK), line))
+        self.said.append(ConfigFinding(name, found, line=line))
 
     def say(
         self, verdict: str, path: tuple[str, ...], why: str, what: str, *fixes: Fix, found: str = ""
@@ -131,8 +122,9 @@ class Report:
         if not found:
             found = "not there" if entry is None else shown(plain(entry.node))
         line = self.document.line(*path)
-        finding = Finding(dotted(path), found, verdict, why, what)
-        self.said.append(ConfigFinding(finding, line, fixes))
+        self.said.append(
+            ConfigFinding(dotted(path), found, verdict, why, what, line=line, fixes=fixes)
+        )
 
     def bad(self, path: tuple[str, ...], why: str, what: str, *fixes: Fix, found: str = "") -> None:
         """Note what cannot run, or would not do what it says."""
@@ -145,12 +137,14 @@ class Report:
     def flaws(self) -> None:
         """Note what is not in the file's format."""
         for flaw in self.document.flaws:
-            finding = Finding(flaw.name, shown(flaw.found), BAD, flaw.why, flaw.what)
-            self.said.append(ConfigFinding(finding, flaw.line))
+            found = shown(flaw.found)
+            self.said.append(
+                ConfigFinding(flaw.name, found, BAD, flaw.why, flaw.what, line=flaw.line)
+            )
 
     def done(self, kind: str) -> Checked:
         """All of it, in the order of the lines."""
-        ordered = sorted(self.said, key=lambda remark: remark.line)
+        ordered = sorted(self.said, key=lambda finding: finding.line or 0)
         return Checked(self.document, kind, tuple(ordered))
 
 
@@ -295,10 +289,9 @@ def _type(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def remarks_of(checked: Checked, name: str) -> Iterator[ConfigFinding]:
-    """The bad and unwise remarks about another file, with its name; without their changes."""
-    for one in checked.remarks:
-        if one.finding.verdict != OK:
+def findings_of(checked: Checked, name: str) -> Iterator[ConfigFinding]:
+    """What is bad or unwise in another file, with its name; without the changes."""
+    for one in checked.findings:
+        if one.verdict != OK:
             where = f"{name}, line {one.line}" if one.line else name
-            finding = replace(one.finding, name=f"{where}: {one.finding.name}")
-            yield ConfigFinding(finding)
+            yield replace(one, name=f"{where}: {one.name}", line=0, fixes=())

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from nbdist.config.emit import FORMS, SBATCH
 from nbdist.config.launch import Configured
-from nbdist.config.report import Checked, ConfigFinding
-from nbdist.core.finding import BAD, OK, WARN
-from nbdist.core.view import View, table
+from nbdist.config.report import Checked
+from nbdist.core.view import View, verdicts
 from nbdist.strategy.choice import described
 
 
@@ -33,29 +32,9 @@ def checked(one: Checked, done: Sequence[str] = (), name: str = "") -> CheckView
         done: What to say above.
         name: Of the file, where it is another one by now.
     """
-    counts = {
-        verdict: sum(remark.finding.verdict == verdict for remark in one.remarks)
-        for verdict in (BAD, WARN, OK)
-    }
-    rows = [
-        [str(r.line or "-"), r.finding.verdict, r.finding.name, r.finding.found]
-        for r in one.remarks
-    ]
-    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    advice = [_advice(remark) for remark in one.remarks if remark.finding.verdict != OK]
-    view = table(
-        ["line", "", "what", "found"],
-        rows,
-        before=[*done, f"{name or one.document.name}: {summary}"],
-        after=advice or ["nothing to change"],
-    )
+    title = f"{name or one.document.name}: "
+    view = verdicts(one.findings, before=done, title=title, none="nothing to change")
     return CheckView(view.text, view.html, one.is_bad, checked=one)
-
-
-def _advice(remark: ConfigFinding) -> str:
-    finding = remark.finding
-    where = f"line {remark.line} " if remark.line else ""
-    return f"{where}{finding.verdict} {finding.name}: {finding.why}; {finding.what}"
 
 
 def corrected(before: Checked, after: Checked, told: Sequence[str], path: str) -> CheckView:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 from nbdist.core import units
 from nbdist.core.stacks import Frame, ThreadStack, frame_text, parse_dump, place_name, user_part
@@ -23,8 +21,6 @@ DUMP_SIGNAL: int = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else 
 # Sent by the process's own code: faulthandler writes where it was.
 CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
 _HINTS = {"SIGBUS": "; usually shared memory (/dev/shm) was full"}
-# cgroup v1 says "no limit" with the largest number of whole pages.
-_NO_LIMIT_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,52 +144,3 @@ def _line_of(frame: Frame, cells: Mapping[str, int]) -> str:
 
 def _function_of(frame: Frame, cells: Mapping[str, int]) -> str:
     return f"{frame.function} ({place_name(frame.file, cells)}, line {frame.line})"
-
-
-def oom_kills(text: str) -> int | None:
-    """The count in memory.events (cgroup v2), memory.oom_control (v1) or /proc/vmstat."""
-    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
-    return None if found is None else int(found[1])
-
-
-def limit_bytes(text: str) -> int | None:
-    """The limit in memory.max (v2) or memory.limit_in_bytes (v1); None where there is none."""
-    text = text.strip()
-    if not text.isdigit() or int(text) >= _NO_LIMIT_BYTES:  # "max"
-        return None
-    return int(text)
-
-
-def cgroups(text: str) -> dict[str, str]:
-    """The paths in /proc/PID/cgroup that can count memory: "v1" or "v2" -> path."""
-    found = {}
-    for line in text.splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if "memory" in controllers.split(","):
-            found["v1"] = path
-        elif number == "0" and not controllers:
-            found["v2"] = path
-    return found
-
-
-def lineage(path: str) -> list[str]:
-    """A control group and those above it, innermost first, the root as an empty name.
-
-    In a container the path may be the host's, of which only the end, or nothing, can be seen.
-    """
-    pure = PurePosixPath(path.lstrip("/"))
-    names = [str(one) for one in (pure, *pure.parents)]
-    return ["" if name == "." else name for name in names]
-
-
-def process_state(stat: str) -> str:
-    """The state in /proc/PID/stat: "R", "S", "D", "Z", "T" (stopped), "t" (by a debugger)."""
-    # The name before it may contain spaces and parentheses.
-    return stat.rpartition(")")[2].split()[0] if ")" in stat else ""
-
-
-def catches(status: str, number: int) -> bool:
-    """Whether /proc/PID/status says that the process has a handler for a signal."""
-    found = re.search(r"^SigCgt:\s*([0-9a-fA-F]+)$", status, re.MULTILINE)
-    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)

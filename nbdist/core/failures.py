@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nbdist.core.ranks import rank_label
@@ -89,6 +89,15 @@ def _sameness(failure: RankFailure) -> tuple[str, str, str]:
     if failure.is_follower:
         texts = _PORT.sub("", texts[0]), _PORT.sub("", texts[1])
     return (failure.name, *texts)
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception and those that it came from; they can go round in a circle."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def plain(text: str) -> str:

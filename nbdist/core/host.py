@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
+from dataclasses import dataclass
 
-from nbdist.cluster.run_owner import Machine
+from nbdist.core import procfs
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a process id belongs to.
+
+    Attributes:
+        host: Its name.
+        boot: Another one after each start of the system; empty where there is none (macOS).
+        pid_space: Which processes see each other: two containers differ in it.
+    """
+
+    host: str
+    boot: str
+    pid_space: str
 
 
 def usable_cores() -> int:
@@ -18,13 +33,8 @@ def usable_cores() -> int:
 
 def this_machine() -> Machine:
     """What tells this machine, this boot of it and this container from others."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    spaces = Path("/proc/self/ns/pid")
-    return Machine(
-        socket.gethostname(),
-        boot.read_text().strip() if boot.exists() else "",
-        os.readlink(spaces) if spaces.is_symlink() else "",  # noqa: PTH115  # no path
-    )
+    spaces = procfs.link(procfs.PROC / "self/ns/pid")
+    return Machine(socket.gethostname(), procfs.boot_id(), spaces)
 
 
 def started(pid: int) -> str | None:
@@ -32,12 +42,9 @@ def started(pid: int) -> str | None:
 
     A pid that was used again differs in it. Empty where the system does not tell (macOS).
     """
-    if Path("/proc/self/stat").exists():
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        except (OSError, IndexError):
-            return None
-        return None if fields[0] in "ZX" else fields[19]
+    if procfs.PROC.is_dir():
+        fields = procfs.stat_fields(pid)
+        return None if not fields or fields[0] in "ZX" else fields[19]
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,10 +1,10 @@
-"""What a GPU says of itself: by NVML, or by nvidia-smi where NVML's Python package is not there."""
+"""What a GPU says of itself, by NVML."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,25 +20,6 @@ THROTTLING = {
 }
 # NVML's numbers of errors that mean "this device has no such number", not that something failed.
 _LACKING = frozenset({3, 4})  # NOT_SUPPORTED, NO_PERMISSION
-_QUERY = (
-    "index",
-    "uuid",
-    "name",
-    "memory.used",
-    "memory.total",
-    "utilization.gpu",
-    "utilization.memory",
-    "temperature.gpu",
-    "power.draw",
-    "power.limit",
-    "clocks_throttle_reasons.active",
-)
-# Newer drivers call the last one otherwise, and may one day forget the old name.
-QUERIES = tuple(
-    (f"--query-gpu={','.join((*_QUERY[:-1], last))}", "--format=csv,noheader,nounits")
-    for last in (_QUERY[-1], "clocks_event_reasons.active")
-)
-UNKNOWN_FIELD = "not a valid field"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,42 +82,6 @@ def reasons(bits: int) -> tuple[str, ...]:
     return tuple(text for bit, text in THROTTLING.items() if bits & bit)
 
 
-def parse_smi(text: str) -> tuple[GpuReading, ...]:
-    """The GPUs in nvidia-smi's answer to one of QUERIES; "[N/A]" and the like become None."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return tuple(
-        _of_row(row) for row in rows if len(row) == len(_QUERY) and row[0].isdigit() and row[1]
-    )
-
-
-def _of_row(row: Sequence[str]) -> GpuReading:
-    used, total, busy, memory_busy, temperature, power, limit = map(_number, row[3:10])
-    try:
-        throttled: tuple[str, ...] | None = reasons(int(row[10], 16))
-    except ValueError:
-        throttled = None
-    return GpuReading(
-        index=int(row[0]),
-        uuid=row[1],
-        name=row[2],
-        used_bytes=None if used is None else int(used * MIB),
-        total_bytes=None if total is None else int(total * MIB),
-        busy_percent=busy,
-        memory_busy_percent=memory_busy,
-        temperature_c=temperature,
-        power_w=power,
-        power_limit_w=limit,
-        throttled=throttled,
-    )
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 class Nvml:
     """The GPUs of this host by NVML.
 
@@ -181,7 +126,7 @@ class Nvml:
         handles = list(self._mig_handles(whole)) or [whole]
         for handle in handles:
             uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
-            yield handle, GpuReading(index, _text(uuid), _text(name))
+            yield handle, GpuReading(index, uuid, name)
 
     def _mig_handles(self, whole: Any) -> Iterator[Any]:
         nvml = self._nvml
@@ -197,7 +142,9 @@ class Nvml:
 
     def _reading(self, whole: Any, part: Any, known: GpuReading) -> GpuReading:
         nvml, told = self._nvml, self._told
-        memory = told(lambda: self._memory(part))
+        # The second version leaves out what the driver keeps for itself, as nvidia-smi does.
+        version = nvml.nvmlMemory_v2
+        memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(part, version=version))
         # Of a MIG instance the driver tells memory alone; heat and power are the whole GPU's.
         rates = told(lambda: nvml.nvmlDeviceGetUtilizationRates(part))
         power_mw = told(lambda: nvml.nvmlDeviceGetPowerUsage(whole))
@@ -217,13 +164,6 @@ class Nvml:
             throttled=None if bits is None else reasons(int(bits)),
         )
 
-    def _memory(self, part: Any) -> Any:
-        # The second version leaves out what the driver keeps for itself, as nvidia-smi does.
-        version = getattr(self._nvml, "nvmlMemory_v2", None)
-        if version is None:
-            return self._nvml.nvmlDeviceGetMemoryInfo(part)
-        return self._nvml.nvmlDeviceGetMemoryInfo(part, version=version)
-
     def _told(self, ask: Callable[[], Any]) -> Any:
         """What NVML answers; None where this GPU has no such number."""
         try:
@@ -232,10 +172,6 @@ class Nvml:
             if getattr(error, "value", None) in _LACKING:
                 return None
             raise
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 Open = Callable[[], Callable[[], GpuReadings]]

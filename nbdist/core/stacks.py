@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+# Where nbdist itself lies.
+PACKAGE = Path(__file__).parents[1]
 
 # What lies under a cell's own frames on a rank: the shell that runs it.
 _SHELL = re.compile(r"IPython[/\\]core[/\\]interactiveshell\.py$")

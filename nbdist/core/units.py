@@ -1,14 +1,29 @@
-"""Numbers as short text; everywhere else they are bytes and seconds or nanoseconds."""
+"""Numbers as short text; everywhere else they are bytes and seconds or nanoseconds.
+
+Notebooks of nbdist are tests: their stored outputs have to be equal on every machine. With
+NBDIST_TEST=1 in the environment, hosts, times, rates, memory and the like print as `#`.
+"""
 
 from __future__ import annotations
 
-from nbdist.core.shown import PLACEHOLDER, is_stored, shown
+import os
 
+PLACEHOLDER = "#"
 # Decimal, as memory plans and GPU data sheets count.
 BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 DURATION_UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "us"))
 # What is below a unit by less than this prints as 1.0 of it, not as 1000.0 of the next.
 ROUNDS_UP = 0.99995
+
+
+def is_stored() -> bool:
+    """Whether outputs are going to be stored and compared (NBDIST_TEST=1)."""
+    return os.environ.get("NBDIST_TEST") == "1"
+
+
+def shown(value: object) -> str:
+    """The value as text, or `#` where outputs are stored and compared."""
+    return PLACEHOLDER if is_stored() else str(value)
 
 
 def seconds(value_s: float) -> str:
@@ -29,6 +44,15 @@ def exact_size(value_bytes: float) -> str:
 def duration(value_ns: float) -> str:
     """`1.2 ms`, or a placeholder (for the unit too, which may differ) where outputs are stored."""
     return _in_units(value_ns, DURATION_UNITS, "ns")
+
+
+def one_line(text: str, most: int = 60) -> str:
+    """The text on one line; of a longer one its beginning and its end."""
+    line = " ".join(text.split())
+    if len(line) <= most:
+        return line
+    end = (most - 3) // 2
+    return f"{line[: most - 3 - end]}...{line[-end:]}"
 
 
 def _in_units(value: float, units: tuple[tuple[float, str], ...], smallest: str) -> str:

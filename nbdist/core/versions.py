@@ -6,6 +6,8 @@ import re
 
 from nbdist.errors import StartError
 
+# The same as in pyproject.toml.
+VERSION = "0.1.0"
 OLDEST_TORCH = (2, 11)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from nbdist.core.finding import BAD, OK, Finding, advice, summary
+from nbdist.core.units import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,47 @@ def table(
     return View(text, _table_html(head, rows, is_number, before, after))
 
 
+def verdicts(
+    findings: Sequence[Finding],
+    *,
+    before: Sequence[str] = (),
+    title: str = "",
+    none: str = "nothing to do",
+) -> View:
+    """All findings as a table, then for each that is not well why, and what to do.
+
+    Args:
+        findings: In their order. Those of a file have a column for its lines; those of a machine
+            are not the same on the next one, and are not stored.
+        before: Lines above.
+        title: Stands before the counts.
+        none: What to say where all is well.
+    """
+    head, rows = ["", "what", "found"], []
+    for finding in findings:
+        text = shown(finding.found) if finding.line is None else finding.found
+        rows.append([finding.verdict, finding.name, text])
+    if any(finding.line is not None for finding in findings):
+        head = ["line", *head]
+        rows = [[str(f.line or "-"), *row] for f, row in zip(findings, rows, strict=True)]
+    after = [advice(finding) for finding in findings if finding.verdict != OK]
+    above = [*before, f"{title}{summary(findings)}"]
+    view = table(head, rows, before=above, after=after or [none])
+    return View(view.text, view.html, is_bad=any(one.verdict == BAD for one in findings))
+
+
+def lines_html(texts: Iterable[str]) -> str:
+    """Each text as a line of its own."""
+    return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
+
+
+def lines(texts: Iterable[str]) -> View:
+    """Lines of text; spaces at their beginnings stay."""
+    listed = list(texts)
+    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(one)}</div>' for one in listed)
+    return View("\n".join(listed), f'<div style="margin:0.5em 0">{body}</div>')
+
+
 def _is_number(cell: str) -> bool:
     return bool(cell) and all(character in "0123456789.,#" for character in cell)
 
@@ -80,11 +124,8 @@ def _table_html(
         )
         return f"<tr>{inner}</tr>"
 
-    def lines(texts: Sequence[str]) -> str:
-        return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
-
     body = "".join(row("td", cells) for cells in rows)
     return (
-        f"<div>{lines(before)}<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>"
-        f"{lines(after)}</div>"
+        f"<div>{lines_html(before)}<table><thead>{row('th', head)}</thead>"
+        f"<tbody>{body}</tbody></table>{lines_html(after)}</div>"
     )

@@ -20,12 +20,15 @@ from nbdist.errors import StartError
 # As in pyproject.toml; tests/test_packaging.py compares them. torch is judged by core.versions.
 OLDEST = {
     "accelerate": "1.15",
+    "cloudpickle": "3.1",
     "ipykernel": "6.29",
     "ipyparallel": "9.2",
     "ipython": "8.20",
     "ipywidgets": "8",
     "matplotlib": "3.8",
+    "ml-dtypes": "0.5",
     "numpy": "1.26",
+    "nvidia-ml-py": "12.535",
     "psutil": "5.9",
     "pyyaml": "6.0",
     "pyzmq": "25",

@@ -16,12 +16,14 @@ import psutil
 from nbdist.cluster.kernel import gpus, launcher, run_dir, runs
 from nbdist.core import topology
 from nbdist.core.host import usable_cores
+from nbdist.core.nvml import MIB
 from nbdist.core.topology import Gpu
 from nbdist.diagnostics import checks
 from nbdist.diagnostics.facts import UNLIMITED, Facts, GpuFacts, Space
 
-MIB = 2**20
-_QUERY = "index,uuid,name,driver_version,memory.total,memory.used,compute_mode"
+_QUERY = (
+    "index", "uuid", "driver_version", "memory.total", "memory.used", "compute_mode", "name",
+)  # fmt: skip
 # Set for each rank anew; what they are is no question.
 _NO_SETTINGS = {"NBDIST_RUN", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 
@@ -62,15 +64,6 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
     )
 
 
-def parse_gpus(text: str) -> tuple[GpuFacts, ...]:
-    """The GPUs in nvidia-smi's answer to _QUERY, memory in MiB."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return tuple(
-        GpuFacts(Gpu(int(index), uuid, name), driver, _mib(total), _mib(used), mode)
-        for index, uuid, name, driver, total, used, mode in (row for row in rows if len(row) == 7)
-    )
-
-
 def parse_links(text: str) -> tuple[tuple[int, int, str], ...]:
     """(GPU, GPU, kind) of each pair in the matrix of `nvidia-smi topo -m`."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the head is underlined
@@ -88,8 +81,11 @@ def parse_links(text: str) -> tuple[tuple[int, int, str], ...]:
 
 def _gpus() -> tuple[tuple[GpuFacts, ...], str]:
     """(GPUs, why nvidia-smi could not tell)."""
-    answer, problem = gpus.smi(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
-    return parse_gpus(answer), problem
+    rows, problem = gpus.table(*_QUERY)
+    return tuple(
+        GpuFacts(Gpu(int(index), uuid, name), driver, _bytes(total), _bytes(used), mode)
+        for index, uuid, driver, total, used, mode, name in rows
+    ), problem
 
 
 def _links() -> tuple[tuple[int, int, str], ...]:
@@ -126,5 +122,5 @@ def _limits() -> dict[str, tuple[int, int]]:
     return {name: (known(soft), known(hard)) for name, (soft, hard) in both.items()}
 
 
-def _mib(text: str) -> int:
-    return int(text) * MIB if text.isdigit() else 0  # `[N/A]` on machines with shared memory
+def _bytes(mib: str) -> int:
+    return int((gpus.number(mib) or 0) * MIB)  # `[N/A]` on machines with shared memory

@@ -6,33 +6,7 @@ import time
 from collections.abc import Sequence
 
 from nbdist.cluster.run_owner import Run
-from nbdist.core.finding import BAD, OK, WARN, Finding
-from nbdist.core.shown import shown
 from nbdist.core.view import View, table
-
-
-def findings(those: Sequence[Finding], done: Sequence[str] = ()) -> View:
-    """All findings as a table, then for each that is not well why, and what to do.
-
-    Args:
-        those: In their order.
-        done: What was cleaned before, a line each.
-    """
-    counts = {verdict: sum(one.verdict == verdict for one in those) for verdict in (BAD, WARN, OK)}
-    rows = [[one.verdict, one.name, shown(one.found)] for one in those]
-    after = [line for one in those if one.verdict != OK for line in _advice(one)]
-    view = table(
-        ["", "what", "found"],
-        rows,
-        before=[*done, ", ".join(f"{count} {verdict}" for verdict, count in counts.items())],
-        after=after or ["nothing to do"],
-    )
-    return View(view.text, view.html, is_bad=counts[BAD] > 0)
-
-
-def _advice(one: Finding) -> list[str]:
-    what = f"; {one.what}" if one.what else ""
-    return [f"{one.verdict} {one.name}: {one.why}{what}"]
 
 
 def below(first: View, second: View) -> View:

@@ -71,7 +71,7 @@ def _value(path: tuple[str, ...]) -> Any:
     value = space.get(path[0], getattr(builtins, path[0], _NOTHING))
     for part in path[1:]:
         value = _tables(value).get(part, _NOTHING)
-        if value is _NOTHING or _is_computed(value):
+        if value is _NOTHING or inspect.isdatadescriptor(value):
             return _NOTHING
     return value
 
@@ -92,10 +92,6 @@ def _tables(value: Any) -> dict[str, Any]:
             for name in _TABLES if isinstance(value, torch.nn.Module) else ():
                 found.update(own.get(name) or {})
     return found
-
-
-def _is_computed(value: Any) -> bool:
-    return inspect.isdatadescriptor(value)
 
 
 def _type(value: Any) -> str:

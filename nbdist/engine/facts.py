@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from pathlib import Path
 
 import psutil
 import torch
 
+from nbdist.core import procfs
 from nbdist.core.host import usable_cores
 from nbdist.core.topology import EngineReport, Gpu
 
@@ -30,8 +30,8 @@ def describe(engine_id: int, controller_address: str = "") -> EngineReport:
     return EngineReport(
         engine_id=engine_id,
         hostname=socket.gethostname(),
-        boot_id=_read("/proc/sys/kernel/random/boot_id"),
-        network_namespace=_link("/proc/self/ns/net"),
+        boot_id=procfs.boot_id(),
+        network_namespace=procfs.link(procfs.PROC / "self/ns/net"),
         pid=os.getpid(),
         addresses=addresses(),
         toward_controller=address_toward(controller_address),
@@ -88,17 +88,3 @@ def address_toward(other: str) -> str:
 
 def _number(variables: tuple[str, ...]) -> int | None:
     return next((int(os.environ[v]) for v in variables if os.environ.get(v, "").isdigit()), None)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return str(Path(path).readlink())
-    except OSError:
-        return ""

@@ -7,21 +7,16 @@ import gc
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-# Together two or three seconds, which the start would take longer. One by one, since a cell that
-# comes meanwhile waits for the one that is being imported.
-MODULES = (
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "accelerate",
-    "nbdist.parallel.accelerator.accelerator",
-    "torch._dynamo",  # for the first DDP
-)
+from nbdist.parallel.accelerator.lazy import MODULES
+
 # Idle for so long: a cell that comes at once does not wait.
 AFTER_S = 1.0
 
 
 def begin(has_run: Callable[[], bool], modules: Sequence[str] = MODULES) -> None:
     """Import modules once the running event loop has been left alone for AFTER_S.
+
+    One by one, since a cell that comes meanwhile waits for the one that is being imported.
 
     Args:
         has_run: Whether a cell of the user's has run.

@@ -1,7 +1,7 @@
 """One rank: its place, its device, its process group, and the names that cells find.
 
 Every function here but `join_at_start` is called from the notebook by name
-(nbdist/rpc/kernel/functions.py lists them); what they return crosses the wire as plain records.
+(the kernel declares them as RankFunctions); what they return crosses the wire as plain records.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,47 +24,34 @@ import torch.distributed as dist
 
 from nbdist.cluster import nccl_env
 from nbdist.core import topology
+from nbdist.core.rank import Rank, joined, this_rank
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
 from nbdist.engine import child_sockets, facts, idle_imports, responder, shell_hooks
 from nbdist.errors import NbdistError, StartError
-from nbdist.hang.rank import call_log
+from nbdist.hang.rank import call_log, debug_checks, gloo_abort, process_groups
 from nbdist.hang.recovery import MadeGroup
 from nbdist.lints.rank import watch
 from nbdist.memory.rank import oom_hook
 from nbdist.parallel.accelerator.lazy import LazyAccelerator
 from nbdist.recording.rank import cell_hook
-from nbdist.rpc.rank import crash_files
+from nbdist.rpc.rank import cell_hooks, crash_files
 
 # What torch is asked for by name: with NCCL, tensors on the CPU still have a group.
 TORCH_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 # torch's own (10 minutes with NCCL, 30 with Gloo) ends the wait for a peer that only computes for
 # long. Waiting in vain is seen from outside, in seconds.
 GROUP_TIMEOUT = timedelta(days=1)
-
-
-@dataclass(slots=True)
-class Runtime:
-    """What this rank remembers between calls."""
-
-    place: RankPlace
-    topology: Topology
-    store: dist.Store
-
-
-_runtime: Runtime | None = None
-
-
-def current() -> Runtime:
-    """This rank's state.
-
-    Raises:
-        StartError: Before the rank has joined a group.
-    """
-    if _runtime is None:
-        raise StartError("This engine has not joined a group of ranks yet.")
-    return _runtime
+# Around each cell, the outermost first: the box says that a cell has ended once all that belongs
+# to it has, looking at lints and ending the profiler too; memory is looked at while it is recorded.
+CELL_HOOKS = (
+    call_log.around_cell,
+    watch.around_cell,
+    cell_hook.around_cell,
+    oom_hook.around_cell,
+    shell_hooks.top_level_await,
+)
 
 
 def join_at_start(run_dir: Path, start: dict[str, Any]) -> None:
@@ -148,7 +135,6 @@ def join(
     Raises:
         NbdistError: With a generation, when other ranks do not come.
     """
-    global _runtime  # noqa: PLW0603  # one rank per process
     place = plan.ranks[rank]
     # ipyparallel's key: user code would hand it to every child process.
     os.environ.pop("IPP_CONNECTION_INFO", None)
@@ -161,8 +147,6 @@ def join(
         # Bound to its device the communicator is made now and not in the first collective,
         # where it could not be aborted. torch does this for the GPU's half of the pair.
         options["device_id"] = torch.device(place.device)
-    from nbdist.hang.rank import debug_checks, gloo_abort, process_groups  # they need this module
-
     # All before the first group, which they are to know.
     gloo_abort.install()
     process_groups.install()
@@ -179,7 +163,7 @@ def join(
         timeout=GROUP_TIMEOUT,
         **options,
     )
-    _runtime = Runtime(place=place, topology=plan, store=store)
+    joined(Rank(place, plan, store))
     process_groups.rejoin(made)
     run_dir = os.environ.get("NBDIST_RUN")  # not there on another host
     call_log.install(call_log.open_box(Path(run_dir) if run_dir else None, rank))
@@ -229,8 +213,8 @@ def prepare(seed: int | None = None) -> Topology:
     """
     from IPython import get_ipython
 
-    runtime = current()
-    place = runtime.place
+    this = this_rank()
+    place = this.place
     if place.device != "cpu":
         torch.cuda.set_device(place.device)  # the current device belongs to a thread
     if seed is not None:
@@ -239,10 +223,10 @@ def prepare(seed: int | None = None) -> Topology:
         set_seed(seed)
     shell = get_ipython()
     shell_hooks.install(shell)
-    oom_hook.install(shell.kernel)
-    cell_hook.install(shell.kernel)
-    watch.watch_cells(shell.kernel)
-    call_log.watch_cells(shell)
+    cell_hook.install(shell)
+    watch.install()
+    call_log.name_cells(shell)
+    cell_hooks.install(shell.kernel, CELL_HOOKS)
     responder.install(shell.kernel)
     run_dir = Path(os.environ.get("NBDIST_RUN", ""))
     is_here = bool(run_dir.name) and run_dir.is_dir()  # not for an engine on another host
@@ -253,7 +237,7 @@ def prepare(seed: int | None = None) -> Topology:
     shell.push(
         {
             "rank": place.rank,
-            "world_size": runtime.topology.world_size,
+            "world_size": this.topology.world_size,
             "local_rank": place.local_rank,
             "device": torch.device(place.device),
             "gpu_id": torch.device(place.device).index,
@@ -269,7 +253,7 @@ def prepare(seed: int | None = None) -> Topology:
 
     idle_imports.settle(has_run)
     idle_imports.begin(has_run)
-    return runtime.topology
+    return this.topology
 
 
 def open_store(address: str, world_size: int) -> int:
@@ -344,7 +328,7 @@ def memory_bytes() -> dict[str, int]:
     import psutil
 
     used = {"resident": int(psutil.Process().memory_info().rss)}
-    if current().place.device != "cpu":
+    if this_rank().place.device != "cpu":
         used["allocated"] = torch.cuda.memory_allocated()
         used["reserved"] = torch.cuda.memory_reserved()
     return used
@@ -360,16 +344,16 @@ def barrier(key: str, deadline_s: float) -> float:
     Raises:
         NbdistError: After the deadline, naming the ranks that have not come.
     """
-    runtime = current()
+    this = this_rank()
     began_s = time.monotonic()
-    keys = [f"sync/{key}/{rank}" for rank in range(runtime.topology.world_size)]
-    runtime.store.set(keys[runtime.place.rank], "here")
+    keys = [f"sync/{key}/{rank}" for rank in range(this.topology.world_size)]
+    this.store.set(keys[this.place.rank], "here")
     pause_s = 0.001
-    while not runtime.store.check(keys):
+    while not this.store.check(keys):
         if time.monotonic() > began_s + deadline_s:
-            missing = [rank for rank, one in enumerate(keys) if not runtime.store.check([one])]
+            missing = [rank for rank, one in enumerate(keys) if not this.store.check([one])]
             raise NbdistError(
-                f"rank {runtime.place.rank} waited {deadline_s:.0f} s at %sync for rank(s) "
+                f"rank {this.place.rank} waited {deadline_s:.0f} s at %sync for rank(s) "
                 f"{rank_label(missing)}"
             )
         time.sleep(pause_s)

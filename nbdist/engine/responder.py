@@ -19,7 +19,8 @@ from nbdist.checkpoint.rank import jobs
 from nbdist.core import stacks
 from nbdist.engine import completion
 from nbdist.errors import StartError
-from nbdist.hang.rank import call_log, main_thread
+from nbdist.hang.rank import call_log, main_thread, nccl_abort
+from nbdist.hang.rank import gloo_abort as gloo
 from nbdist.monitor import rank as monitor_rank
 from nbdist.rpc import wire
 from nbdist.rpc.rank import crash_files, gc_pause, progress
@@ -55,9 +56,6 @@ def abort(generation: int) -> int:
     Raises:
         NbdistError: If NCCL refused. Gloo's connections have been ended even so.
     """
-    from nbdist.hang.rank import gloo_abort as gloo  # these need runtime, which needs this module
-    from nbdist.hang.rank import nccl_abort
-
     ended = gloo.abort(generation)
     return 0 if ended is None else ended + nccl_abort.abort()
 
@@ -67,8 +65,7 @@ def snapshot() -> tuple[float, bytes | None]:
     return time.monotonic(), call_log.snapshot()
 
 
-# All that can be asked; nbdist/rpc/kernel/functions*.py have the same names. Nothing else is
-# called.
+# All that can be asked; the kernel declares the same names. Nothing else is called.
 TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
         "ping": ping,

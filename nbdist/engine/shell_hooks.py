@@ -10,14 +10,17 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
 
 from IPython.core import page
 
 from nbdist.core import stacks
+from nbdist.core.failures import chain
 from nbdist.engine import raw_output, script
 from nbdist.errors import NoKeyboard, RankStays
+from nbdist.rpc.rank.cell_hooks import Cell
 from nbdist.rpc.wire import CELL_NUMBER
 
 
@@ -26,7 +29,6 @@ def install(shell: Any) -> None:
     number_cells(shell)
     refuse_input(shell.kernel)
     refuse_exit(shell)
-    allow_top_level_await(shell.kernel)
     wake_on_signals(asyncio.get_running_loop())
     name_code_alike(shell.compile)
     hide_own_frames(shell.InteractiveTB)
@@ -107,15 +109,6 @@ def hide_own_frames(tracebacks: Any) -> None:
     tracebacks.structured_traceback = structured_traceback
 
 
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception and those that it came from; they can go round in a circle."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def _unlink_script_cell(first: TracebackType | None) -> None:
     """Leave out the cell that only runs a program (`nbdist run`), and what runs it.
 
@@ -181,7 +174,8 @@ def refuse_exit(shell: Any) -> None:
     shell.ask_exit = refuse
 
 
-def allow_top_level_await(kernel: Any) -> None:
+@contextmanager
+def top_level_await(cell: Cell) -> Iterator[None]:
     """Let `await` at a cell's top level work on an ipyparallel engine.
 
     ipykernel 7 compares the current thread with `shell_channel_thread.parent_thread` when
@@ -191,15 +185,12 @@ def allow_top_level_await(kernel: Any) -> None:
     are dispatched. ipykernel 6 has no such attribute and needs nothing, nor does a version
     that sets it or does not ask for it; this then changes nothing.
     """
+    kernel = cell.kernel
     if getattr(kernel, "shell_channel_thread", kernel) is not None:
+        yield
         return
-    execute = kernel.do_execute
-
-    async def do_execute(*args: Any, **options: Any) -> Any:
-        kernel.shell_channel_thread = _MainThread
-        try:
-            return await execute(*args, **options)
-        finally:
-            kernel.shell_channel_thread = None
-
-    kernel.do_execute = do_execute
+    kernel.shell_channel_thread = _MainThread
+    try:
+        yield
+    finally:
+        kernel.shell_channel_thread = None

@@ -16,7 +16,7 @@ from nbdist.cells.completion import Reply, reply_of, reply_with, shifted
 from nbdist.cells.kernel import completion
 from nbdist.errors import OptionError
 from nbdist.frontend.input_transformer import Destination, destination
-from nbdist.notebook.notebook import LOCAL, NOTEBOOK
+from nbdist.notebook.notebook import LOCAL, NOTEBOOK, CellOptions
 from nbdist.notebook.verb import Verb, parse
 
 _OURS = "_nbdist_original"
@@ -108,7 +108,8 @@ def _ranks(where: Destination) -> str | None:
         return NOTEBOOK.mode if NOTEBOOK.mode != LOCAL else None
     if where.verb.takes_code:
         return None
-    return commands.cell_options(parse(where.verb, where.line).values).ranks
+    options: CellOptions = where.verb.run(parse(where.verb, where.line).values)
+    return options.ranks
 
 
 def _typed_behind(code: str, cursor: int) -> tuple[Verb, str] | None:

@@ -31,7 +31,8 @@ def run_cell(verb: Verb, line: str, cell: str) -> None:
     """Run a cell magic and block: the way inside other magics and nested cells."""
     parsed = parse(verb, line)
     if not _is_answered(verb, parsed) and cell.strip():
-        verb.run(parsed.values, input_transformer.sent_code(f"{verb.typed} {line}\n", cell))
+        code = input_transformer.sent_code(f"{verb.typed} {line}\n", cell)
+        NOTEBOOK.run(code, verb.run(parsed.values))
 
 
 def run_either(verb: Verb, line: str, cell: str | None = None) -> None:
@@ -79,7 +80,7 @@ def _cell_options(name: str, line: str, code: str) -> CellOptions | None:
     parsed = parse(verb, line)
     if _is_answered(verb, parsed):
         return None
-    options = commands.cell_options(parsed.values)
+    options: CellOptions = verb.run(parsed.values)
     if code.strip():
         return options
     NOTEBOOK.session.chosen(options.ranks)  # so that `%%rank[0] print(1)` is not passed over

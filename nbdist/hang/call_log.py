@@ -391,7 +391,7 @@ def _unpack_place(packed: bytes) -> Place | None:
 
 
 def _channel_at(channel: int) -> int:
-    """Its first word."""
+    """The first word of the channel with this number."""
     return _HEADER_WORDS + channel * _CHANNEL_WORDS
 
 

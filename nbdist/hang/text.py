@@ -125,7 +125,7 @@ class BlockingRank:
 
 
 def act_of(call: Call) -> CallText:
-    """A recorded call."""
+    """What is told of a call that Python recorded."""
     return CallText(call.op, call.detail, call.place)
 
 

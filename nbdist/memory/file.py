@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nbdist.core import safe_pickle
+from nbdist.core.typed_json import Misfit, Value
 from nbdist.core.units import size
 from nbdist.errors import SnapshotError
-from nbdist.memory import json_fields, own_format
+from nbdist.memory import own_format
 from nbdist.memory.snapshot import RankMemory, Snapshot
 from nbdist.memory.torch_reader import of_torch, to_torch
 
@@ -73,17 +74,16 @@ def read(path: Path, rank: int = 0) -> Snapshot:
     named = _RANK_IN_NAME.search(path.name)
     try:
         whole = safe_pickle.loads(_content(path))
-    except SnapshotError as error:
+    except safe_pickle.Refused as error:
         raise SnapshotError(f"{path} {error}.") from None
     try:
         memory = of_torch(
             whole, rank=int(named.group(1)) if named else rank, device_index=_device(whole)
         )
-        ours = whole.get(own_format.OURS, {})
-        strategy = json_fields.text_of(ours, "strategy", own_format.OURS, "")
-        notes = json_fields.texts(ours.get("notes", ()), f"{own_format.OURS}.notes")
-    except SnapshotError as error:
-        raise SnapshotError(f"{path} is no snapshot of memory: {error}") from None
+        ours = Value(whole.get(own_format.OURS, {}), own_format.OURS)
+        strategy, notes = ours.get("strategy", "").text(), ours.get("notes", ()).texts()
+    except (SnapshotError, Misfit) as error:
+        raise SnapshotError(f"{path} is no snapshot of memory: {str(error).rstrip('.')}.") from None
     return Snapshot((memory,), strategy, notes)
 
 
@@ -98,12 +98,12 @@ def _content(path: Path) -> bytes:
                 return _unpacked(file, most)
             length = os.fstat(file.fileno()).st_size
             if length > most:
-                raise SnapshotError(_too_large(length, most))
+                raise safe_pickle.Refused(_too_large(length, most))
             data = file.read(most + 1)
     except OSError as error:
-        raise SnapshotError(f"cannot be read: {error.strerror or error}") from None
+        raise safe_pickle.Refused(f"cannot be read: {error.strerror or error}") from None
     if len(data) > most:
-        raise SnapshotError(_too_large(len(data), most))
+        raise safe_pickle.Refused(_too_large(len(data), most))
     return data
 
 
@@ -114,9 +114,9 @@ def _unpacked(file: BinaryIO, most: int) -> bytes:
             while chunk := packed.read(_CHUNK_BYTES):
                 made.write(chunk)
                 if made.tell() > most:
-                    raise SnapshotError(_too_large(made.tell(), most))
+                    raise safe_pickle.Refused(_too_large(made.tell(), most))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise SnapshotError(f"is cut off or damaged ({error})") from None
+        raise safe_pickle.Refused(f"is cut off or damaged ({error})") from None
     return made.getvalue()
 
 
@@ -127,19 +127,15 @@ def _too_large(length: int, most: int) -> str:
     )
 
 
-def _device(whole: Any) -> int:
+def _device(snapshot: Any) -> int:
     """Which of a file's devices has a history, or else memory; 0 where none has."""
-    snapshot = json_fields.record(whole, "snapshot")
-    traces = json_fields.entries(snapshot.get("device_traces", ()), "device_traces")
+    whole = Value(Value(snapshot, "snapshot").mapping(), "")
+    traces = whole.get("device_traces", ()).sequence()
     with_history = [number for number, one in enumerate(traces) if type(one) is list and one]
     if with_history:
         return with_history[0]
-    segments = json_fields.records(snapshot.get("segments", ()), "segments")
-    used = [
-        json_fields.whole_of(one, "device", f"segments[{number}]", default=0, least=0)
-        for number, one in enumerate(segments)
-    ]
-    return min(used, default=0)
+    segments = whole.get("segments", ()).entries()
+    return min((segment.get("device", 0).whole(0) for segment in segments), default=0)
 
 
 def read_folder(folder: Path) -> Snapshot:

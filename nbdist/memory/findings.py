@@ -1,12 +1,13 @@
-"""What each rule of `memory.finding_records` looks for on a rank."""
+"""What makes ranks need so much memory, by rules: what was found, why, and what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nbdist.core.finding import Finding, Rule, RuleHit, on_ranks
 from nbdist.core.units import size
 from nbdist.memory.call_site import written
 from nbdist.memory.peak import RankPeak, Site, sites
@@ -77,68 +78,52 @@ class Scene:
         return self.own.parts[category].total
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A rule has found something on a rank.
-
-    Attributes:
-        found: What, with its numbers, as a clause.
-        share: Of the rank's peak, what could be given back.
-        places: Lines to look at, the most bytes first.
-    """
-
-    found: str
-    share: float
-    places: tuple[str, ...] = ()
-
-
-Look = Callable[[Scene], Hit | None]
-
-
-def near_limit(scene: Scene) -> Hit | None:
+def near_limit(scene: Scene) -> RuleHit | None:
     """An allocation failed, or the next larger batch will."""
     own, failures = scene.own, scene.rank.failures
     if failures:
         last = failures[-1]
         asked = f"{len(failures)} {'allocation' if len(failures) == 1 else 'allocations'} failed"
         free = f", {size(last.free_bytes)} were free" if last.free_bytes >= 0 else ""
-        return Hit(f"{asked} on rank {own.rank}, the last of {size(last.size_bytes)}{free}", 1.0)
+        return RuleHit(
+            f"{asked} on rank {own.rank}, the last of {size(last.size_bytes)}{free}", share=1.0
+        )
     if not own.limit_bytes or own.need_bytes <= NEAR_LIMIT * own.limit_bytes:
         return None
-    return Hit(
+    return RuleHit(
         f"rank {own.rank} needs {size(own.need_bytes)} of {size(own.limit_bytes)} "
         f"({own.need_bytes / own.limit_bytes:.0%})",
-        own.need_bytes / own.limit_bytes,
+        share=own.need_bytes / own.limit_bytes,
     )
 
 
-def fragmented(scene: Scene) -> Hit | None:
+def fragmented(scene: Scene) -> RuleHit | None:
     """The allocator holds much that no block uses, even at the peak."""
     own = scene.own
     if own.unused_bytes <= max(FRAGMENTED * own.reserved_bytes, LEAST_BYTES):
         return None
-    return Hit(
+    return RuleHit(
         f"at the peak rank {own.rank} holds {size(own.reserved_bytes)}, of which "
         f"{size(own.unused_bytes)} ({own.unused_bytes / own.reserved_bytes:.0%}) are in no block",
-        scene.part(own.unused_bytes),
+        share=scene.part(own.unused_bytes),
     )
 
 
-def activations(scene: Scene) -> Hit | None:
+def activations(scene: Scene) -> RuleHit | None:
     """What forward keeps for backward is most of the peak."""
     size_bytes = scene.of_category(ACTIVATION)
     if scene.part(size_bytes) <= MOST_ACTIVATIONS or size_bytes <= LEAST_BYTES:
         return None
     lines = [one for one in scene.own.sites if one.category == ACTIVATION]
-    return Hit(
+    return RuleHit(
         f"activations are {scene.part(size_bytes):.0%} of {scene.whole} "
         f"({size(size_bytes)} of {size(scene.own.size_bytes)})",
-        scene.part(size_bytes),
-        _places(lines),
+        share=scene.part(size_bytes),
+        places=_places(lines),
     )
 
 
-def optimizer_state(scene: Scene) -> Hit | None:
+def optimizer_state(scene: Scene) -> RuleHit | None:
     """Every rank keeps the whole optimizer's state, and that is much."""
     n_ranks = len(scene.peaks)
     size_bytes = scene.of_category(OPTIMIZER)
@@ -150,15 +135,15 @@ def optimizer_state(scene: Scene) -> Hit | None:
     gives = size_bytes - -(-size_bytes // n_ranks)
     rest = sum(scene.of_category(one) for one in (PARAMETER, GRADIENT))
     more = rest - -(-rest // n_ranks)
-    return Hit(
+    return RuleHit(
         f"the optimizer's state is {scene.part(size_bytes):.0%} of {scene.whole} "
         f"({size(size_bytes)}); split over {n_ranks} ranks it would be {size(gives)} less, "
         f"and parameters and gradients {size(more)} less",
-        scene.part(gives),
+        share=scene.part(gives),
     )
 
 
-def imbalance(scene: Scene) -> Hit | None:
+def imbalance(scene: Scene) -> RuleHit | None:
     """One rank needs more than the others do, and sets what all can do."""
     sizes = [one.size_bytes for one in scene.peaks]
     own = scene.own
@@ -168,14 +153,14 @@ def imbalance(scene: Scene) -> Hit | None:
         return None
     if more <= IMBALANCE * middle:
         return None
-    return Hit(
+    return RuleHit(
         f"rank {own.rank} needs {size(own.size_bytes)}, the middle of all ranks is "
         f"{size(middle)}{_has_more(scene)}",
-        scene.part(more),
+        share=scene.part(more),
     )
 
 
-def growth(scene: Scene) -> Hit | None:
+def growth(scene: Scene) -> RuleHit | None:
     """What is in use at the ends of successive steps becomes more and more."""
     rank = scene.rank
     ends_ns = rank.step_ends_ns[WARM_STEPS:]
@@ -186,16 +171,16 @@ def growth(scene: Scene) -> Hit | None:
     if gained <= max(GROWTH * scene.own.size_bytes, LEAST_BYTES) or min(np.diff(sizes)) <= 0:
         return None
     per_step = gained / (len(sizes) - 1)
-    return Hit(
+    return RuleHit(
         f"at the end of each step rank {rank.rank} has {size(per_step)} more in use than at "
         f"the end of the one before ({size(sizes[0])} after step {WARM_STEPS}, "
         f"{size(sizes[-1])} after step {WARM_STEPS + len(sizes) - 1})",
-        scene.part(gained),
-        _places(_grown(rank, ends_ns[0], ends_ns[-1])),
+        share=scene.part(gained),
+        places=_places(_grown(rank, ends_ns[0], ends_ns[-1])),
     )
 
 
-def stepping(scene: Scene) -> Hit | None:
+def stepping(scene: Scene) -> RuleHit | None:
     """The peak is in the optimizer's step, where copies for all parameters at once are made."""
     own = scene.own
     size_bytes = scene.of_category(TEMPORARY)
@@ -203,11 +188,11 @@ def stepping(scene: Scene) -> Hit | None:
         return None
     if size_bytes <= LEAST_BYTES:
         return None
-    return Hit(
+    return RuleHit(
         f"the peak of rank {own.rank} is in the optimizer's step, with {size(size_bytes)} "
         f"({scene.part(size_bytes):.0%}) that are freed within it",
-        scene.part(size_bytes),
-        _places([one for one in own.sites if one.category == TEMPORARY]),
+        share=scene.part(size_bytes),
+        places=_places([one for one in own.sites if one.category == TEMPORARY]),
     )
 
 
@@ -253,3 +238,63 @@ def _has_more(scene: Scene) -> str:
     ]
     at = int(np.argmax(more))
     return f"; it has {size(more[at])} more of {CATEGORIES[at]}" if more[at] > 0 else ""
+
+
+RULES = (
+    Rule(
+        "little memory left",
+        near_limit,
+        "what a batch of another shape, another process or a library needs is not there",
+        "a smaller batch per rank with accelerator.accumulate, or a strategy that holds less: "
+        "%dist_plan lists them with their bytes",
+    ),
+    Rule(
+        "fragmentation",
+        fragmented,
+        "the allocator keeps pieces of the device that no later block fits into",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the ranks start, so that pieces "
+        "grow; batches of one shape, so that freed pieces fit again",
+    ),
+    Rule(
+        "activations",
+        activations,
+        "what forward makes is kept until backward has used it, for every block of the model",
+        "%dist_strategy ... --checkpoint full keeps the blocks' inputs alone and computes the rest "
+        "again in backward; --bf16 halves them; so does half a batch",
+    ),
+    Rule(
+        "optimizer state on every rank",
+        optimizer_state,
+        "each rank keeps the same state, and updates all parameters with it",
+        "%dist_strategy zero1 splits the optimizer's state, %dist_strategy fsdp parameters and "
+        "gradients too",
+    ),
+    Rule(
+        "one rank needs more",
+        imbalance,
+        "the batch and the model have to fit on the rank that needs most",
+        "batches of equal size and length on all ranks; under pp stages of equal work; nothing "
+        "that rank 0 alone keeps (outputs that are collected, an evaluation)",
+    ),
+    Rule(
+        "more with every step",
+        growth,
+        "something keeps what each step makes, until there is no more memory",
+        "look at the lines below: losses and outputs that are kept in a list keep their graph "
+        "(loss.item() or .detach()), and so do hooks, caches and retain_graph",
+    ),
+    Rule(
+        "copies in the optimizer's step",
+        stepping,
+        "foreach updates all parameters at once, and makes temporary copies of them all",
+        "fused=True where the optimizer has it (%dist_strategy ... --fused), or foreach=False, "
+        "which is slower",
+    ),
+)
+
+
+def findings(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> tuple[Finding, ...]:
+    """What takes memory by `RULES`, the largest first; empty where no rule finds anything."""
+    ranks = {rank.rank: rank for rank in snapshot.ranks}
+    scenes = {own.rank: Scene(snapshot, tuple(peaks), ranks[own.rank], own) for own in peaks}
+    return on_ranks(RULES, scenes)

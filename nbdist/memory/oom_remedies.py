@@ -21,7 +21,8 @@ from nbdist.memory.snapshot import (
     TEMPORARY,
 )
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import Strategy, choose, steps_of
+from nbdist.strategy.choice import Strategy, steps_of
+from nbdist.strategy.choose import choose
 from nbdist.strategy.table import HELD
 
 # Where a step was when it failed; empty outside of one.

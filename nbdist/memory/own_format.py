@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from nbdist.errors import SnapshotError
-from nbdist.memory import json_fields as fields
+from nbdist.core.typed_json import MOST, MOST_BYTES, Misfit, Value
 from nbdist.memory.snapshot import (
     BACKWARD,
     BEFORE,
@@ -93,169 +92,106 @@ def packed(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def unpacked(value: object) -> RankMemory:
+def unpacked(ours: Value) -> RankMemory:
     """What `packed` was given.
 
     Raises:
-        SnapshotError: If it is anything else; it says where.
+        Misfit: If it is anything else; it says where.
     """
-    ours = fields.record(value, OURS)
-    version = fields.whole_of(ours, "format", OURS)
+    version = ours["format"].whole()
     if version != FORMAT:
-        raise SnapshotError(
-            f"{OURS}.format is {version}, and this version of nbdist reads {FORMAT}: read it with "
-            "the version that wrote it."
+        raise Misfit(
+            f"{ours.where}.format is {version}, and this version of nbdist reads {FORMAT}: read it "
+            "with the version that wrote it"
         )
-    numbers: dict[str, Any] = {
-        name: fields.whole_of(ours, name, OURS, least=0) for name in _NUMBERS
-    }
-    told: dict[str, Any] = {name: fields.text_of(ours, name, OURS) for name in _TEXTS}
-    stacks = _stacks(fields.field(ours, "stacks", OURS))
-    names = fields.texts(fields.field(ours, "names", OURS), f"{OURS}.names")
+    stacks, names = _stacks(ours["stacks"]), ours["names"].texts()
+    numbers: dict[str, Any] = {name: ours[name].whole(0) for name in _NUMBERS}
+    texts: dict[str, Any] = {name: ours[name].text() for name in _TEXTS}
     return RankMemory(
-        rank=fields.whole_of(ours, "rank", OURS, least=0),
-        device=_one_of(fields.field(ours, "device", OURS), f"{OURS}.device", DEVICES),
-        blocks=_blocks(fields.field(ours, "blocks", OURS), len(stacks), len(names)),
+        rank=ours["rank"].whole(0),
+        device=ours["device"].text(DEVICES),
+        blocks=_blocks(ours["blocks"], len(stacks), len(names)),
         stacks=stacks,
         names=names,
-        phases=_phases(fields.field(ours, "phases", OURS)),
-        step_ends_ns=tuple(_numbers(ours, "step_ends_ns").tolist()),
-        reserved=_reserved(fields.field(ours, "reserved", OURS)),
-        segments=_segments(fields.field(ours, "segments", OURS)),
-        failures=_failures(fields.field(ours, "failures", OURS), len(stacks)),
+        phases=tuple(
+            Phase(kind.text((BACKWARD, STEPPING)), start_ns.whole(), end_ns.whole())
+            for kind, start_ns, end_ns in ours["phases"].rows(3)
+        ),
+        step_ends_ns=tuple(ours["step_ends_ns"].wholes(0).tolist()),
+        reserved=_reserved(ours["reserved"]),
+        segments=tuple(
+            Segment(
+                address.size(), size.size(), used.size(), stream.size(), kind.text(SEGMENT_KINDS)
+            )
+            for kind, address, size, used, stream in ours["segments"].rows(5)
+        ),
+        failures=tuple(
+            OutOfMemory(
+                time_ns.whole(), size.whole(0), free.whole(-1), stack.whole(-1, len(stacks) - 1)
+            )
+            for time_ns, size, free, stack in ours["failures"].rows(4)
+        ),
         **numbers,
-        **told,
+        **texts,
     )
 
 
-def _numbers(ours: Mapping[str, Any], key: str) -> Any:
-    return fields.wholes(fields.field(ours, key, OURS), f"{OURS}.{key}", 0)
-
-
-def _one_of(value: object, where: str, choices: Sequence[str]) -> str:
-    found = fields.text(value, where)
-    if found not in choices:
-        raise fields.refused(value, where, f"one of {', '.join(choices)}")
-    return found
-
-
-def _rows(value: object, where: str, length: int) -> list[Sequence[Any]]:
-    found = [
-        fields.entries(row, f"{where}[{number}]")
-        for number, row in enumerate(fields.entries(value, where))
-    ]
-    for number, row in enumerate(found):
-        if len(row) != length:
-            raise SnapshotError(f"{where}[{number}] has {len(row)} entries, not {length}.")
-    return found
-
-
-def _stacks(value: object) -> tuple[tuple[Frame, ...], ...]:
-    where = f"{OURS}.stacks"
-    # By identity, while `value` keeps all alive: a small file can hold one list very often.
-    known: dict[int, Frame] = {}
+def _stacks(listed: Value) -> tuple[tuple[Frame, ...], ...]:
+    # By identity, while `listed` keeps all alive: a small file can hold one list very often.
+    frames: dict[int, Frame] = {}
     stacks: dict[int, tuple[Frame, ...]] = {}
-    listed = fields.entries(value, where)
-    for number, stack in enumerate(listed):
-        if id(stack) in stacks:
+    for stack in listed.entries():
+        if id(stack.raw) in stacks:
             continue
-        place = f"{where}[{number}]"
-        rows = fields.records(stack, place)
-        for depth, row in enumerate(rows):
-            if id(row) not in known:
-                known[id(row)] = frame(row, f"{place}[{depth}]")
-        stacks[id(stack)] = tuple(known[id(row)] for row in rows)
-    return tuple(stacks[id(stack)] for stack in listed)
+        for row in stack.entries():
+            if id(row.raw) not in frames:
+                frames[id(row.raw)] = frame(row)
+        stacks[id(stack.raw)] = tuple(frames[id(row)] for row in stack.raw)
+    return tuple(stacks[id(stack)] for stack in listed.raw)
 
 
-def frame(row: Mapping[str, Any], where: str) -> Frame:
+def frame(row: Value) -> Frame:
     """A line of Python, as torch writes it.
 
     Raises:
-        SnapshotError: If it is none.
+        Misfit: If it is none.
     """
     return Frame(
-        fields.text_of(row, "filename", where),
-        fields.whole_of(row, "line", where),
-        fields.text_of(row, "name", where),
-        bool(fields.whole_of(row, "is_line_known", where, default=1)),
+        row["filename"].text(),
+        row["line"].whole(),
+        row["name"].text(),
+        bool(row.get("is_line_known", 1).whole()),
     )
 
 
-def _blocks(value: object, stack_count: int, name_count: int) -> Blocks:
-    where = f"{OURS}.blocks"
-    table = fields.record(value, where)
+def _blocks(table: Value, stack_count: int, name_count: int) -> Blocks:
     bounds = {
         # -1 for what is held in C++, where only its size is told.
-        "address": (-1, fields.MOST_BYTES), "size_bytes": (1, fields.MOST_BYTES),
-        "start_ns": (BEFORE, fields.MOST),
-        "end_ns": (0, fields.MOST), "category": (0, len(CATEGORIES) - 1), "is_exact": (0, 1),
+        "address": (-1, MOST_BYTES), "size_bytes": (1, MOST_BYTES), "start_ns": (BEFORE, MOST),
+        "end_ns": (0, MOST), "category": (0, len(CATEGORIES) - 1), "is_exact": (0, 1),
         "stack": (-1, stack_count - 1), "name": (-1, name_count - 1),
         "operator": (-1, name_count - 1),
     }  # fmt: skip
-    columns: dict[str, Any] = {}
-    for name in _COLUMNS:
-        listed = fields.field(table, name, where)
-        columns[name] = fields.wholes(listed, f"{where}.{name}", *bounds[name])
-        if len(columns[name]) != len(columns["address"]):
-            raise SnapshotError(
-                f"{where}.{name} has {len(columns[name])} entries, and {where}.address has "
-                f"{len(columns['address'])}."
+    columns = {name: table[name].wholes(*bounds[name]) for name in _COLUMNS}
+    for name, column in columns.items():
+        if len(column) != len(columns["address"]):
+            raise Misfit(
+                f"{table.where}.{name} has {len(column)} entries, and {table.where}.address has "
+                f"{len(columns['address'])}"
             )
     starts = columns["start_ns"]
     if (starts[1:] < starts[:-1]).any() or (columns["end_ns"] < starts).any():
-        raise SnapshotError(
-            f"{where}: they are not in the order of start_ns, or one ends before it starts."
+        raise Misfit(
+            f"{table.where}: they are not in the order of start_ns, or one ends before it starts"
         )
-    return Blocks(**{name: one.astype(_TYPES.get(name, np.int64)) for name, one in columns.items()})
+    typed: dict[str, Any] = {
+        name: column.astype(_TYPES.get(name, np.int64)) for name, column in columns.items()
+    }
+    return Blocks(**typed)
 
 
-def _phases(value: object) -> tuple[Phase, ...]:
-    where = f"{OURS}.phases"
-    return tuple(
-        Phase(
-            _one_of(kind, f"{where}[{number}][0]", (BACKWARD, STEPPING)),
-            fields.whole(start, f"{where}[{number}][1]"),
-            fields.whole(end, f"{where}[{number}][2]"),
-        )
-        for number, (kind, start, end) in enumerate(_rows(value, where, 3))
-    )
-
-
-def _reserved(value: object) -> Reserved:
-    where = f"{OURS}.reserved"
-    table = fields.record(value, where)
-    times, sizes = (
-        fields.wholes(fields.field(table, name, where), f"{where}.{name}", 0)
-        for name in ("time_ns", "size_bytes")
-    )
+def _reserved(table: Value) -> Reserved:
+    times, sizes = (table[name].wholes(0) for name in ("time_ns", "size_bytes"))
     if len(times) != len(sizes):
-        raise SnapshotError(f"{where} has {len(times)} times and {len(sizes)} sizes.")
+        raise Misfit(f"{table.where} has {len(times)} times and {len(sizes)} sizes")
     return Reserved(times, sizes)
-
-
-def _segments(value: object) -> tuple[Segment, ...]:
-    where = f"{OURS}.segments"
-    found = []
-    for number, (kind, *numbers) in enumerate(_rows(value, where, 5)):
-        place = f"{where}[{number}]"
-        address, size_bytes, allocated_bytes, stream = (
-            fields.whole(one, f"{place}[{column}]", 0, fields.MOST_BYTES)
-            for column, one in enumerate(numbers, 1)
-        )
-        checked = _one_of(kind, f"{place}[0]", SEGMENT_KINDS)
-        found.append(Segment(address, size_bytes, allocated_bytes, stream, checked))
-    return tuple(found)
-
-
-def _failures(value: object, stack_count: int) -> tuple[OutOfMemory, ...]:
-    where = f"{OURS}.failures"
-    return tuple(
-        OutOfMemory(
-            fields.whole(time_ns, f"{where}[{number}][0]"),
-            fields.whole(size_bytes, f"{where}[{number}][1]", 0),
-            fields.whole(free_bytes, f"{where}[{number}][2]", -1),
-            fields.whole(stack, f"{where}[{number}][3]", -1, stack_count - 1),
-        )
-        for number, (time_ns, size_bytes, free_bytes, stack) in enumerate(_rows(value, where, 4))
-    )

@@ -42,7 +42,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """Both."""
+        """What the category has, exact and guessed together."""
         return self.exact + self.guessed
 
 

@@ -34,7 +34,7 @@ class Curve:
 
     @property
     def total_bytes(self) -> Integers:
-        """Of all categories."""
+        """What is in use at each moment: all categories, exact and guessed, together."""
         total: Integers = self.size_bytes.sum(axis=(1, 2))
         return total
 

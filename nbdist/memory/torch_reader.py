@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from nbdist.core.typed_json import MOST, Misfit, Value
 from nbdist.errors import SnapshotError
-from nbdist.memory import json_fields as fields
 from nbdist.memory import own_format
 from nbdist.memory.snapshot import (
     BEFORE,
@@ -45,30 +45,25 @@ NO_TIMES = "This version of torch noted no times: each event counts as one micro
 
 @dataclass(slots=True)
 class _Stacks:
-    """Each stack once."""
+    """Every stack of the dict once, without frames of C."""
 
     places: dict[tuple[Frame, ...], int] = field(default_factory=dict)
     known: dict[int, int] = field(default_factory=dict)  # by identity, while the dict lives
     frames: dict[int, Frame | None] = field(default_factory=dict)
 
-    def place(self, value: object, where: str) -> int:
+    def place(self, stack: Value) -> int:
         """The stack's place; -1 where there is none."""
-        if id(value) not in self.known:
-            rows = fields.records(value, where)
-            found = tuple(
-                one
-                for depth, row in enumerate(rows)
-                if (one := self._frame(row, f"{where}[{depth}]")) is not None
-            )
-            place = self.places.setdefault(found, len(self.places)) if found else -1
-            self.known[id(value)] = place
-        return self.known[id(value)]
+        if id(stack.raw) not in self.known:
+            frames = tuple(filter(None, map(self._frame, stack.entries())))
+            place = self.places.setdefault(frames, len(self.places)) if frames else -1
+            self.known[id(stack.raw)] = place
+        return self.known[id(stack.raw)]
 
-    def _frame(self, row: Mapping[str, Any], where: str) -> Frame | None:
-        if id(row) not in self.frames:
-            found = own_format.frame(row, where)
-            self.frames[id(row)] = None if found.file.endswith(_C_SUFFIXES) else found
-        return self.frames[id(row)]
+    def _frame(self, row: Value) -> Frame | None:
+        if id(row.raw) not in self.frames:
+            frame = own_format.frame(row)
+            self.frames[id(row.raw)] = None if frame.file.endswith(_C_SUFFIXES) else frame
+        return self.frames[id(row.raw)]
 
 
 @dataclass(slots=True)
@@ -84,7 +79,7 @@ class _Replay:
     asked: dict[int, int] = field(default_factory=dict)  # address -> when it was to be freed
 
     def add(self, address: int, size: int, start: int, end: int, stack: int) -> None:
-        """A block more."""
+        """Note a block that was in use from `start` to `end`."""
         self.address.append(address)
         self.size.append(size)
         self.start.append(start)
@@ -143,21 +138,29 @@ def of_torch(
     Raises:
         SnapshotError: If a value is not what it has to be; it says where and what.
     """
-    whole = fields.record(snapshot, "snapshot")
-    if own_format.OURS in whole:
-        return own_format.unpacked(whole[own_format.OURS])
+    try:
+        whole = Value(Value(snapshot, "snapshot").mapping(), "")
+        if own_format.OURS in snapshot:
+            return own_format.unpacked(whole[own_format.OURS])
+        return _of_torch(whole, rank, host, device_index, (start_us, end_us))
+    except Misfit as error:
+        raise SnapshotError(f"{error}.") from None
+
+
+def _of_torch(
+    whole: Value, rank: int, host: str, device_index: int, within_us: tuple[int | None, int | None]
+) -> RankMemory:
+    start_us, end_us = within_us
     events = _trace(whole, device_index)
     segments = [
-        (number, one)
-        for number, one in enumerate(
-            fields.records(fields.field(whole, "segments", "snapshot"), "segments")
-        )
-        if fields.whole_of(one, "device", f"segments[{number}]", default=0) == device_index
+        segment
+        for segment in whole["segments"].entries()
+        if segment.get("device", 0).whole() == device_index
     ]
-    times, zero_us, problem = _times(events, f"device_traces[{device_index}]", start_us)
+    times, zero_us, problem = _times(events, start_us)
     duration = max(times[-1] if times else 0, 0 if end_us is None else (end_us - zero_us) * US)
     stacks = _Stacks()
-    replay, failures = _replayed(events, times, stacks, f"device_traces[{device_index}]")
+    replay, failures = _replayed(events, times, stacks)
     made, unknown = _ended(replay, segments, stacks, duration)
     if unknown:
         problem = f"{problem} {unknown}".strip()
@@ -168,40 +171,40 @@ def of_torch(
         blocks=_columns(replay),
         duration_ns=duration,
         stacks=tuple(stacks.places),
-        reserved=_reserved(events, times, sum(one.size_bytes for one in made)),
+        reserved=_reserved(events.raw, times, sum(one.size_bytes for one in made)),
         segments=tuple(made),
         failures=tuple(one for one in failures if one.time_ns >= 0),
         problem=problem,
     )
 
 
-def _trace(whole: Mapping[str, Any], device_index: int) -> Sequence[Mapping[str, Any]]:
+def _trace(whole: Value, device_index: int) -> Value:
     # Without a history old versions leave the key out.
-    traces = fields.entries(whole.get("device_traces", ()), "device_traces")
+    traces = whole.get("device_traces", ()).entries()
     if device_index >= len(traces):
-        return ()
-    return fields.records(traces[device_index], f"device_traces[{device_index}]")
+        return Value((), "device_traces")
+    return traces[device_index]
 
 
-def _times(
-    events: Sequence[Mapping[str, Any]], where: str, start_us: int | None
-) -> tuple[list[int], int, str]:
+def _times(events: Value, start_us: int | None) -> tuple[list[int], int, str]:
     """Nanoseconds since the beginning for each event, that beginning, and what lacks."""
-    if not events:
+    records = events.records()
+    if not records:
         return [], start_us or 0, ""
-    if not any("time_us" in one for one in events):
-        return [number * US for number in range(len(events))], 0, NO_TIMES
+    if not any("time_us" in event for event in records):
+        return [number * US for number in range(len(records))], 0, NO_TIMES
     # 2^50 us are 35 years since 1970: beyond it nanoseconds would not fit into 64 bits.
-    found = fields.column(events, "time_us", where)
-    zero_us = found[0] if start_us is None else start_us
-    times = (np.maximum.accumulate(np.array(found, np.int64)) - zero_us).tolist()
-    for number, time in enumerate(times):
-        fields.whole(time, f"{where}[{number}].time_us", -fields.MOST // US, fields.MOST // US)
-    return [time * US for time in times], zero_us, ""
+    noted_us = events.sizes_of("time_us")
+    zero_us = noted_us[0] if start_us is None else start_us
+    times_us = (np.maximum.accumulate(np.array(noted_us, np.int64)) - zero_us).tolist()
+    for number, time_us in enumerate(times_us):
+        if abs(time_us) > MOST // US:
+            Value(time_us, f"{events.where}[{number}].time_us").whole(-MOST // US, MOST // US)
+    return [time_us * US for time_us in times_us], zero_us, ""
 
 
 def _replayed(
-    events: Sequence[Mapping[str, Any]], times: Sequence[int], stacks: _Stacks, where: str
+    events: Value, times: Sequence[int], stacks: _Stacks
 ) -> tuple[_Replay, list[OutOfMemory]]:
     """What the history makes of memory. Times below 0 are before the recording."""
     replay = _Replay()
@@ -210,51 +213,49 @@ def _replayed(
         "alloc": replay.alloc, "free_requested": replay.ask, "free_completed": replay.free,
         "free": replay.free,
     }  # fmt: skip
-    actions = fields.text_column(events, "action", where)
-    sizes = fields.column(events, "size", where, default=0)
-    addresses = fields.column(events, "addr", where, default=0)
+    actions, sizes, addresses = (
+        events.texts_of("action"), events.sizes_of("size", 0), events.sizes_of("addr", 0),
+    )  # fmt: skip
     for number, (action, address, size, now) in enumerate(
         zip(actions, addresses, sizes, times, strict=True)
     ):
         step = steps.get(action)
         if step is None and action != "oom":
             continue
-        frames = events[number].get("frames", ())
-        stack = stacks.place(frames, f"{where}[{number}].frames") if frames != () else -1
+        frames = events.raw[number].get("frames", ())
+        stack = stacks.known.get(id(frames)) if frames != () else -1
+        if stack is None:
+            stack = stacks.place(Value(frames, f"{events.where}[{number}].frames"))
         if step is not None and size:
             step(address, size, now if now >= 0 else BEFORE, stack)
         elif step is None:
-            free = fields.whole_of(
-                events[number], "device_free", f"{where}[{number}]", default=-1, least=-1
-            )
-            failures.append(OutOfMemory(now, size, free, stack))
+            event = Value(events.raw[number], f"{events.where}[{number}]")
+            failures.append(OutOfMemory(now, size, event.get("device_free", -1).whole(-1), stack))
     return replay, failures
 
 
 def _ended(
-    replay: _Replay, segments: Sequence[tuple[int, Mapping[str, Any]]], stacks: _Stacks, now: int
+    replay: _Replay, segments: Sequence[Value], stacks: _Stacks, now: int
 ) -> tuple[list[Segment], str]:
     """Compare what the history left in use with what is; add what it never told of."""
     made = []
     alive: dict[int, int] = {}  # address -> size
     lists: set[int] = set()
-    for number, one in segments:
-        where = f"segments[{number}]"
-        blocks = fields.records(fields.field(one, "blocks", where), f"{where}.blocks")
-        if id(blocks) in lists:  # a small file could hold one long list very often
-            raise SnapshotError(f"{where}.blocks is the same list as another segment's.")
-        lists.add(id(blocks))
-        used = _used(one, blocks, where)
-        for place, address, size in used:
+    for segment in segments:
+        blocks = segment["blocks"]
+        if id(blocks.raw) in lists:  # a small file could hold one long list very often
+            raise Misfit(f"{blocks.where} is the same list as another segment's")
+        lists.add(id(blocks.raw))
+        used = _used(segment, blocks)
+        for block, address, size in used:
             alive[address] = size
             known = replay.open.get(address)
             if known is not None:
                 replay.size[known] = size  # held, where the history has what was asked for
                 continue
-            frames = _frames(blocks[place])
-            spot = f"{where}.blocks[{place}].frames"
-            replay.add(address, size, BEFORE, STAYS, stacks.place(frames, spot) if frames else -1)
-        made.append(_segment(one, where, sum(size for _, _, size in used)))
+            frames = _frames(block)
+            replay.add(address, size, BEFORE, STAYS, stacks.place(frames) if frames.raw else -1)
+        made.append(_segment(segment, sum(size for _, _, size in used)))
     if not segments:
         return made, ""
     gone = [address for address in replay.open if address not in alive]
@@ -265,44 +266,42 @@ def _ended(
     return made, told if lost else ""
 
 
-def _frames(block: Mapping[str, Any]) -> Any:
+def _frames(block: Value) -> Value:
     """Where it was allocated; in torch before 2.1 that stands in the block's history."""
-    history = block.get("history")
-    if "frames" not in block and type(history) is list and history and type(history[0]) is dict:
-        return history[0].get("frames", ())
+    history = block.get("history", ()).raw
+    if "frames" not in block.raw and type(history) is list and history:
+        block = block["history"].entries()[0]
+        if type(block.raw) is not dict:
+            return Value((), block.where)
     return block.get("frames", ())
 
 
-def _used(
-    one: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]], where: str
-) -> list[tuple[int, int, int]]:
-    """(number, address, size) of a segment's blocks that are in use."""
-    sizes = fields.column(blocks, "size", f"{where}.blocks")
-    states = fields.text_column(blocks, "state", f"{where}.blocks")
-    address = fields.bytes_of(one, "address", where)
-    found = []
-    for number, (size, state) in enumerate(zip(sizes, states, strict=True)):
+def _used(segment: Value, blocks: Value) -> list[tuple[Value, int, int]]:
+    """(block, address, size) of a segment's blocks that are in use."""
+    sizes, states = blocks.sizes_of("size"), blocks.texts_of("state")
+    address = segment["address"].size()
+    used = []
+    for block, size, state in zip(blocks.entries(), sizes, states, strict=True):
         # Older versions do not say where a block is: it follows the one before it.
-        spot = f"{where}.blocks[{number}]"
-        address = fields.bytes_of(blocks[number], "address", spot, address)
+        address = block.get("address", address).size()
         if state.startswith("active") and size:
-            found.append((number, address, size))
+            used.append((block, address, size))
         address += size
-    return found
+    return used
 
 
-def _segment(one: Mapping[str, Any], where: str, used: int) -> Segment:
-    size = fields.bytes_of(one, "total_size", where)
-    kind = fields.text_of(one, "segment_type", where, "")
-    if fields.field(one, "is_expandable", where, default=False):
+def _segment(segment: Value, used: int) -> Segment:
+    size = segment["total_size"].size()
+    kind = segment.get("segment_type", "").text()
+    if segment.get("is_expandable", default=False).raw:
         kind = "expandable"
     if kind not in own_format.SEGMENT_KINDS:
         kind = "large" if size > SMALL_BYTES else "small"
     return Segment(
-        address=fields.bytes_of(one, "address", where),
+        address=segment["address"].size(),
         size_bytes=size,
-        allocated_bytes=fields.bytes_of(one, "allocated_size", where, used),
-        stream=fields.whole_of(one, "stream", where, default=0, least=0),
+        allocated_bytes=segment.get("allocated_size", used).size(),
+        stream=segment.get("stream", 0).whole(0),
         kind=kind,
     )
 
@@ -316,7 +315,7 @@ def _reserved(events: Sequence[Mapping[str, Any]], times: Sequence[int], at_end:
     ]
     before = at_end - sum(change for _, change in changes)
     states = accumulate((change for _, change in changes), initial=before)
-    sizes = np.array([min(max(one, 0), fields.MOST) for one in states], np.int64)
+    sizes = np.array([min(max(one, 0), MOST) for one in states], np.int64)
     found = np.array([0, *(now for now, _ in changes)], np.int64)
     # Changes before the recording, or at its very beginning, are one state.
     is_last = np.append(found[1:] > found[:-1], True)

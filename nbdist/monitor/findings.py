@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from nbdist.core import units
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.finding import Finding, Rule, RuleHit
 from nbdist.monitor.samples import STATES, History, Reals, Sample
 
 # A mean over less says nothing of a step, a longer one nothing of now.
@@ -29,25 +30,6 @@ SLOWED = frozenset(
     {"hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake"}
 )
 _AT_WORK = (float(STATES.index("running")), float(STATES.index("waiting")))
-
-
-@dataclass(frozen=True, slots=True)
-class MonitorFinding:
-    """Something that stands out.
-
-    Attributes:
-        rule: Name in RULES.
-        found: What is there, with its numbers, as a clause.
-        why: Why that matters, as a clause.
-        what: What to do, as a clause.
-        ranks: Where it was found.
-    """
-
-    rule: str
-    found: str
-    why: str
-    what: str
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,32 +66,7 @@ class Scene:
         return known[-int(WINDOW_S) :] if is_judged else known[:0]
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A rule has found something: what, with its numbers, and on which ranks."""
-
-    found: str
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What is looked for.
-
-    Attributes:
-        name: As people read it.
-        look: Finds it, or None.
-        why: Why it matters, as a clause.
-        what: What to do, as a clause.
-    """
-
-    name: str
-    look: Callable[[Scene], Hit | None]
-    why: str
-    what: str
-
-
-def no_progress(scene: Scene) -> Hit | None:
+def no_progress(scene: Scene) -> RuleHit | None:
     """GPUs that are busy all the time, and no rank has come out of a collective for long."""
     those = scene.at_work
     ages = [one.doing.collective_age_s for one in those]
@@ -131,14 +88,14 @@ def no_progress(scene: Scene) -> Hit | None:
     memory = [one.gpu.memory_busy_percent for one in those if one.gpu and one.rank in spinning]
     told = [value for value in memory if value is not None]
     idle = f"; their memory is busy {max(told):.0f} % of the time" if told else ""
-    return Hit(
+    return RuleHit(
         f"{_gpus_of(spinning)} busy {min(busy[rank] for rank in spinning):.0f} % of the time, and "
         f"no rank's collective has ended for {min(known):.0f} s{idle}",
         spinning,
     )
 
 
-def device_memory(scene: Scene) -> Hit | None:
+def device_memory(scene: Scene) -> RuleHit | None:
     """A GPU's memory is nearly full."""
     parts = {one.rank: part for one in scene.samples if (part := one.device_part) is not None}
     full = tuple(rank for rank, part in parts.items() if part > DEVICE_FULL)
@@ -147,14 +104,14 @@ def device_memory(scene: Scene) -> Hit | None:
     worst = max(full, key=lambda rank: parts[rank])
     gpu = next(one.gpu for one in scene.samples if one.rank == worst)
     assert gpu is not None
-    return Hit(
+    return RuleHit(
         f"{parts[worst]:.0%} of the GPU's memory is in use on rank {worst} "
         f"({units.size(gpu.used_bytes or 0)} of {units.size(gpu.total_bytes or 0)})",
         full,
     )
 
 
-def host_memory(scene: Scene) -> Hit | None:
+def host_memory(scene: Scene) -> RuleHit | None:
     """The host's memory, or the control group's, is nearly full."""
     parts = {one.rank: part for one in scene.samples if (part := one.host_part) is not None}
     full = tuple(rank for rank, part in parts.items() if part > HOST_FULL)
@@ -164,14 +121,14 @@ def host_memory(scene: Scene) -> Hit | None:
     usage = next(one.usage for one in scene.samples if one.rank == worst)
     assert usage is not None
     whose = "control group's limit" if usage.is_group else "machine's memory"
-    return Hit(
+    return RuleHit(
         f"{parts[worst]:.0%} of the {whose} is in use on the host of rank {worst} "
         f"({units.size(usage.host_used_bytes)} of {units.size(usage.host_limit_bytes)})",
         full,
     )
 
 
-def heat(scene: Scene) -> Hit | None:
+def heat(scene: Scene) -> RuleHit | None:
     """A GPU is too hot, or its clocks are lowered by its hardware."""
     hot = {}
     for one in scene.samples:
@@ -184,24 +141,24 @@ def heat(scene: Scene) -> Hit | None:
             why = f"clocks are lowered: {', '.join(slowed)}" if slowed else "reasons are not told"
             heat_c = "" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C, "
             hot[one.rank] = f"rank {one.rank}: {heat_c}{why}"
-    return Hit("; ".join(hot.values()), tuple(hot)) if hot else None
+    return RuleHit("; ".join(hot.values()), tuple(hot)) if hot else None
 
 
-def low_utilisation(scene: Scene) -> Hit | None:
+def low_utilisation(scene: Scene) -> RuleHit | None:
     """Devices that do nothing for much of the time in which cells run."""
     means = scene.utilisation()
     low = tuple(rank for rank, mean in means.items() if mean < LEAST_UTILISATION)
     if not low:
         return None
     worst = min(low, key=lambda rank: means[rank])
-    return Hit(
+    return RuleHit(
         f"{_device(scene, worst)} of rank {worst} is busy {means[worst]:.0f} % of the time "
         "in its cell",
         low,
     )
 
 
-def imbalance(scene: Scene) -> Hit | None:
+def imbalance(scene: Scene) -> RuleHit | None:
     """Ranks of one cell that differ."""
     means = scene.utilisation()
     held = {one.rank: part for one in scene.at_work if (part := one.device_part) is not None}
@@ -214,7 +171,7 @@ def imbalance(scene: Scene) -> Hit | None:
             continue
         least, most = min(values, key=lambda r: values[r]), max(values, key=lambda r: values[r])
         if values[most] - values[least] > MOST_APART:
-            return Hit(
+            return RuleHit(
                 f"{name}: rank {most} {values[most]:.0f} %, rank {least} {values[least]:.0f} % "
                 f"{of}",
                 (most, least),
@@ -234,7 +191,7 @@ def _gpus_of(ranks: Sequence[int]) -> str:
 
 
 # What has to be acted on first, first.
-RULES = (
+RULES: tuple[Rule[Scene], ...] = (
     Rule(
         "busy without progress",
         no_progress,
@@ -280,7 +237,7 @@ RULES = (
 
 def findings(
     history: History, samples: Sequence[Sample], *, is_past: bool = False
-) -> tuple[MonitorFinding, ...]:
+) -> tuple[Finding, ...]:
     """What stands out now by `RULES`, in their order; empty where nothing does.
 
     Args:
@@ -289,9 +246,4 @@ def findings(
         is_past: Of ranks that run no cell, judge the utilisation in their last one.
     """
     scene = Scene(history, tuple(samples), is_past)
-    found = []
-    for rule in RULES:
-        hit = rule.look(scene)
-        if hit is not None:
-            found.append(MonitorFinding(rule.name, hit.found, rule.why, rule.what, hit.ranks))
-    return tuple(found)
+    return tuple(rule.finding(hit) for rule in RULES if (hit := rule.look(scene)) is not None)

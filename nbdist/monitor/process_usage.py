@@ -5,25 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from nbdist.core import exit_cause
+from nbdist.core import procfs
+from nbdist.core.procfs import MemoryGroup, memory_groups
 
-PROC = Path("/proc")
-CGROUPS = Path("/sys/fs/cgroup")
 # Children, control groups and proportional sets cost milliseconds, and change seldom.
 SLOWLY_S = 10.0
-# Kind of cgroup -> where it is mounted, its limit, what is used, and what of that can be dropped.
-_FILES = {
-    "v2": (("", "unified"), "memory.max", "memory.current", "inactive_file "),
-    "v1": (
-        ("memory",),
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file ",
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +44,7 @@ class _Slow:
     read_s: float
     processes: tuple[Any, ...]
     pss_bytes: int | None
-    groups: tuple[Path, ...]
+    groups: tuple[MemoryGroup, ...]
 
 
 class Usages:
@@ -99,12 +87,10 @@ class Usages:
         return found
 
     def _parents(self) -> list[tuple[int, int]]:
-        if not (PROC / "self/stat").exists():  # macOS
+        if not (procfs.PROC / "self/stat").exists():  # macOS
             return [(one.pid, one.ppid()) for one in self._psutil.process_iter()]
-        paths = [path for path in PROC.iterdir() if path.name.isdigit()]
-        stats = ((int(path.name), _text(path / "stat")) for path in paths)
-        # The name before may contain spaces and parentheses; after it come state and parent.
-        return [(pid, int(stat.rpartition(")")[2].split()[1])) for pid, stat in stats if stat]
+        pids = [int(path.name) for path in procfs.PROC.iterdir() if path.name.isdigit()]
+        return [(pid, int(fields[1])) for pid in pids if (fields := procfs.stat_fields(pid))]
 
     def _read_slowly(self, pid: int, children: dict[int, list[int]], now_s: float) -> _Slow:
         processes = []
@@ -116,12 +102,12 @@ class Usages:
                 processes.append(self._psutil.Process(one))
             except self._psutil.Error:
                 continue  # it has ended just now
-        return _Slow(now_s, tuple(processes), self._pss(processes), _groups(pid))
+        return _Slow(now_s, tuple(processes), self._pss(processes), _limited(pid))
 
     def _pss(self, processes: Iterable[Any]) -> int | None:
         total = 0
         for one in processes:
-            rollup = _text(PROC / str(one.pid) / "smaps_rollup")
+            rollup = procfs.text(procfs.PROC / str(one.pid) / "smaps_rollup")
             line = next((line for line in rollup.splitlines() if line.startswith("Pss:")), None)
             if line is None:
                 return None
@@ -144,38 +130,16 @@ class Usages:
         return Usage(cpu_s, rss_bytes, slow.pss_bytes, used, limit, is_group)
 
 
-def _groups(pid: int) -> tuple[Path, ...]:
-    """The folders of a process's control groups that have a memory limit."""
-    paths = exit_cause.cgroups(_text(PROC / str(pid) / "cgroup"))
-    return tuple(
-        folder
-        for kind, (mounts, limit, _, _) in _FILES.items()
-        if kind in paths
-        for mount in mounts
-        for name in exit_cause.lineage(paths[kind])
-        if exit_cause.limit_bytes(_text((folder := CGROUPS / mount / name) / limit)) is not None
-    )
+def _limited(pid: int) -> tuple[MemoryGroup, ...]:
+    """A process's control groups that have a memory limit."""
+    return tuple(group for group in memory_groups(pid) if group.limit_bytes() is not None)
 
 
-def _room(groups: Iterable[Path], machine: Any) -> tuple[int, int, bool]:
+def _room(groups: Iterable[MemoryGroup], machine: Any) -> tuple[int, int, bool]:
     """(used, limit, whether it is a control group's) where the least is left."""
-    found = [(machine.total - machine.available, machine.total, False)]
-    for folder in groups:
-        for _, limit_file, used_file, dropped in _FILES.values():
-            limit = exit_cause.limit_bytes(_text(folder / limit_file))
-            used = _text(folder / used_file).strip()
-            if limit is not None and used.isdigit():
-                # Files that were read once are given back before anything is killed.
-                stat = _text(folder / "memory.stat").splitlines()
-                lines = (line for line in stat if line.startswith(dropped))
-                can_go = sum(int(line.split()[1]) for line in lines)
-                found.append((max(0, int(used) - can_go), limit, True))
-    return min(found, key=lambda one: one[1] - one[0])
-
-
-def _text(path: Path) -> str:
-    """The file's text; empty where it cannot be read (it is gone, or there never was one)."""
-    try:
-        return path.read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
+    rooms = [(machine.total - machine.available, machine.total, False)]
+    for group in groups:
+        limit, used = group.limit_bytes(), group.used_bytes()
+        if limit is not None and used is not None:
+            rooms.append((max(0, used - group.droppable_bytes()), limit, True))
+    return min(rooms, key=lambda room: room[1] - room[0])

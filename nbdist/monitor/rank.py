@@ -11,12 +11,11 @@ import psutil
 import torch
 
 from nbdist.core.nvml import GpuReading, GpuReadings, GpuWatch, Nvml
-from nbdist.errors import NbdistError
+from nbdist.core.rank import this_rank
 from nbdist.monitor.process_usage import Usages
 from nbdist.monitor.samples import Allocator, Answer
 
 GPU_PERIOD_S = 1.0
-_NO_NVML = "on another host than the notebook's it takes NVML: pip install nvidia-ml-py there"
 
 _usages = Usages(psutil)
 
@@ -28,9 +27,7 @@ def usage(is_remote: bool) -> Answer:
         is_remote: The notebook is on another host: host and GPU, which it reads itself
             otherwise, are wanted as well.
     """
-    from nbdist.engine import join  # it needs the responder, which needs this module
-
-    place = join.current().place
+    place = this_rank().place
     is_gpu = place.device != "cpu"
     allocator = _allocator(place.device) if is_gpu else None
     if not is_remote:
@@ -60,11 +57,7 @@ def _gpu(uuid: str) -> tuple[GpuReading | None, float, tuple[str, ...]]:
 
 
 def _open() -> Callable[[], GpuReadings]:
-    try:
-        nvml = importlib.import_module("pynvml")  # the extra `gpu`
-    except ImportError as error:
-        raise NbdistError(_NO_NVML) from error
-    return Nvml(nvml).read
+    return Nvml(importlib.import_module("pynvml")).read  # late: it takes 0.1 s
 
 
 # In a thread of its own: a driver that hangs must not hold up the one that answers.

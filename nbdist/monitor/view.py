@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from nbdist.core import units
-from nbdist.core.shown import is_stored, shown
+from nbdist.core.finding import Finding
+from nbdist.core.units import is_stored, shown
 from nbdist.core.view import View, table
-from nbdist.monitor.findings import MonitorFinding
 from nbdist.monitor.samples import History, Sample
 
 # More pictures than this are too small, or too many, to be read.
@@ -71,7 +71,7 @@ _PICTURED = (
 def monitor(
     samples: Sequence[Sample],
     history: History,
-    findings: Sequence[MonitorFinding] = (),
+    findings: Sequence[Finding] = (),
     notes: Sequence[str] = (),
 ) -> View:
     """Every rank now, with mean and peak since the recording began, and what stands out.
@@ -126,7 +126,7 @@ def _cell(history: History, rank: int, one: _Field) -> str:
     return " / ".join("-" if value is None else one.text(value) for value in values)
 
 
-def _told(one: MonitorFinding) -> str:
+def _told(one: Finding) -> str:
     return f"{one.rule}: {one.found}. {_sentence(one.why)}. Do: {one.what}."
 
 

@@ -15,17 +15,17 @@ from IPython import get_ipython
 from nbdist.cells.kernel import progress, wait
 from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.cells.kernel.cell_run import CellRun
-from nbdist.cells.kernel.session import Session
 from nbdist.cells.outputs import CellResult
 from nbdist.cells.view.live_cell import LiveCell, publish
-from nbdist.cluster.kernel import outside
-from nbdist.cluster.kernel.start import Started, StartOptions, start
+from nbdist.cluster.kernel import run_dir
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
-from nbdist.core.shown import is_stored
+from nbdist.core.units import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
 from nbdist.notebook.progress_line import ShownProgress
+from nbdist.notebook.session import Session, Started, start
 from nbdist.recording.kernel import Recordings
 
 LOCAL = "local"
@@ -72,6 +72,7 @@ class Notebook:
         self.before_cell: Callable[[str, CellOptions], CellOptions] = lambda _code, given: given
         # Told of the progress bar that the running cell draws, and of its end by "".
         self.on_bar: Callable[[str], object] = lambda _text: None
+        self.panel: object = None  # that of %dist_panel; nbdist.commands brings it
         self._file_numbers = count(1)
         self._live: LiveCell | None = None  # what draws the last cell on ranks
 
@@ -91,7 +92,11 @@ class Notebook:
     @property
     def is_running(self) -> bool:
         """Whether there are ranks; those that were ended from outside are let go of."""
-        told = "" if self._session is None else outside.told(self._session.cluster.run_dir)
+        told = (
+            ""
+            if self._session is None
+            else run_dir.ended_from_outside(self._session.cluster.run_dir)
+        )
         if told:
             self._why_none = told
             self._end()
@@ -144,7 +149,7 @@ class Notebook:
             raise Interrupted("the start was interrupted; nothing of it is left") from error
         started.session.cell_number = lambda: self.cell_number
         started.session.has_name = _notebook_has
-        started.session.panel = _panel
+        started.session.panel = lambda: self.panel
         self._session, self._options, self._why_none = started.session, options, ""
         atexit.register(self._stop_at_exit, started.session)
         return started
@@ -248,12 +253,6 @@ class Notebook:
         # The guardian would end everything in any case; this lets the ranks end by
         # themselves first, so that what their code registered for the end is run.
         session.cluster.stop(grace_s=EXIT_GRACE_S)
-
-
-def _panel() -> object:
-    from nbdist.commands.panel import PANEL  # which needs this module
-
-    return PANEL
 
 
 def _notebook_has(name: str) -> bool:

@@ -5,14 +5,28 @@ from __future__ import annotations
 import contextlib
 import html
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from IPython import get_ipython
 from IPython.display import DisplayHandle, display
 
 from nbdist.cells.view.live_cell import publish
 from nbdist.core.progress import Progress
-from nbdist.core.shown import is_stored
+from nbdist.core.units import is_stored
 from nbdist.core.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Where verbs show, while no cell waits for them.
+
+    Attributes:
+        result: Takes what there is to see.
+        step: Takes what is waited for.
+    """
+
+    result: Callable[[View], object]
+    step: Callable[[str], object]
 
 
 class ProgressLine:
@@ -21,18 +35,24 @@ class ProgressLine:
     Stored outputs have the result alone: no line, no update.
     """
 
-    def __init__(self, title: str):
+    def __init__(self, title: str, elsewhere: Elsewhere | None = None):
         self._title = title
+        self._elsewhere = elsewhere
         self._handle: object = None
 
     def __call__(self, text: str) -> None:
         """Show what is being waited for (in IPython only: a script asked for no lines)."""
-        if not is_stored() and get_ipython() is not None:
+        if self._elsewhere is not None:
+            self._elsewhere.step(text)
+        elif not is_stored() and get_ipython() is not None:
             self._show(View(f"{self._title}: {text}"))
 
     def finish(self, view: View) -> None:
         """Put the result in the line's place."""
-        self._show(view)
+        if self._elsewhere is not None:
+            self._elsewhere.result(view)
+        else:
+            self._show(view)
 
     def _show(self, view: View) -> None:
         shell = get_ipython()
@@ -56,6 +76,7 @@ class ShownProgress:
         self._cell = ""
         self._said = ""
         self._is_silent = False
+        self._elsewhere: Elsewhere | None = None
         # Where it is shown instead of in a line of its own: beside the bars of a cell on ranks.
         self.note: Callable[[str], object] | None = None
 
@@ -67,6 +88,22 @@ class ShownProgress:
             yield
         finally:
             self._is_silent = before
+
+    @contextlib.contextmanager
+    def redirected(
+        self, result: Callable[[View], object], step: Callable[[str], object]
+    ) -> Iterator[None]:
+        """Show nothing below the cell meanwhile, but hand it over: a button has run the verb."""
+        with self.silenced():
+            before, self._elsewhere = self._elsewhere, Elsewhere(result, step)
+            try:
+                yield
+            finally:
+                self._elsewhere = before
+
+    def line(self, title: str) -> ProgressLine:
+        """A line of a verb's own, for what it waits for and then its result."""
+        return ProgressLine(title, self._elsewhere)
 
     def __call__(self, now: Progress | None) -> None:
         """Show this; from any thread, in the context of its cell. None for the end."""
@@ -88,6 +125,9 @@ class ShownProgress:
 
     def replace(self, view: View) -> bool:
         """Put a result in the line's place; whether the running cell has one."""
+        if self._elsewhere is not None:
+            self._elsewhere.result(view)
+            return True
         handle, self._handle = self._handle, None
         if handle is None or self._cell != _running_cell():
             return False

@@ -1,43 +1,260 @@
-"""What a session offers of single subjects: each a word for what stands elsewhere."""
+"""The ranks of one notebook: run cells on them, and all that features offer."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from nbdist.bandwidth.kernel import BENCH_S, Bandwidth
 from nbdist.bandwidth.results import Bench
-from nbdist.checkpoint import weights_kernel
-from nbdist.checkpoint.kernel import Checkpoints
-from nbdist.checkpoint.results import Loaded, Saved, Started
+from nbdist.cells.kernel import status as cells_status
+from nbdist.cells.kernel import wait
+from nbdist.cells.kernel.cell_ranks import GRACE_S, CellRanks
+from nbdist.cells.kernel.cell_request import CellRequest, Sink
+from nbdist.cells.kernel.cell_run import CellRun
+from nbdist.cells.outputs import CellResult
+from nbdist.checkpoint.kernel import Checkpoints, export_weights
+from nbdist.checkpoint.results import Loaded, Saved
+from nbdist.checkpoint.results import Started as SaveStarted
 from nbdist.checkpoint.safetensors import Exported
+from nbdist.cluster.kernel import run_dir
+from nbdist.cluster.kernel import start as starting
+from nbdist.cluster.kernel.cluster import Cluster, Progress
+from nbdist.cluster.kernel.processes import WITHOUT_CONTROLLER, Exit
+from nbdist.cluster.kernel.start import StartOptions
+from nbdist.comparison.kernel import Comparing
 from nbdist.config import kernel as config_kernel
 from nbdist.config.emit import SCRIPT
 from nbdist.config.launch import Configured, configured
+from nbdist.core.ranks import rank_label
+from nbdist.core.status import Status
+from nbdist.core.topology import Topology
+from nbdist.core.units import is_stored
+from nbdist.hang.kernel.maintenance import RESTART_S
+from nbdist.hang.kernel.restart import Restarted
 from nbdist.lints.kernel import replicas
 from nbdist.lints.kernel.lints import Lints
 from nbdist.lints.replicas import ReplicaCheck
-from nbdist.memory.kernel import Memories
-from nbdist.memory.snapshot import Snapshot
+from nbdist.memory.kernel.recordings import Memories
+from nbdist.memory.snapshot import MemoryOptions, Snapshot
+from nbdist.monitor.kernel.monitor import Monitor
+from nbdist.rpc.kernel.functions import RankFunction
+from nbdist.rpc.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RUN
+from nbdist.switch.kernel import Strategies
 from nbdist.trace.kernel.recordings import Traces
-from nbdist.trace.trace import Trace
+from nbdist.trace.trace import Trace, TraceOptions
 from nbdist.variables.kernel import Moved, Variables
 
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+SYNC_MODEL_S = 300.0
+RECORD_ALL = TraceOptions()
+RECORD_MEMORY = MemoryOptions()
+
+sync_model: RankFunction[[int], list[str]] = RankFunction(
+    "nbdist.parallel.reshard.sync_model:sync_model"
+)
 
 
-class Subjects:
-    """A part of Session, which makes these."""
+class Session(CellRanks):
+    """Running ranks, and the way to them: cells, and a feature in each attribute."""
 
-    variables: Variables
-    traces: Traces
-    memories: Memories
-    bandwidth: Bandwidth
-    checkpoints: Checkpoints
-    lints: Lints
+    def __init__(
+        self,
+        cluster: Cluster,
+        topology: Topology,
+        sink: Callable[[CellRequest], Sink],
+        *,
+        grace_s: float = GRACE_S,
+        seed: int | None = None,
+    ):
+        """Use a started cluster.
+
+        Args:
+            cluster: Started, its groups formed.
+            topology: Which engine has which rank.
+            sink: Makes the place where a cell's output goes.
+            grace_s: A certain deadlock is aborted this long after it was told.
+            seed: Set on every rank, also on one that replaces another.
+        """
+        super().__init__(cluster, topology, grace_s=grace_s, seed=seed)
+        self.started_s = time.time()
+        # The number of the notebook's cell that is running, for tracebacks of `run`.
+        self.cell_number: Callable[[], int | None] = lambda: None
+        self.panel: Callable[[], object] = lambda: None  # %dist_panel, to be displayed
+        self._sink = sink
+        self._run_ids = itertools.count(1)
+        self.lints = Lints()
+        self.strategy = Strategies(self, self.lints.of_switch)
+        self.variables = Variables(self)
+        self.checkpoints = Checkpoints(self)
+        self.traces = Traces(self, self.variables)
+        self.memories = Memories(self, self.variables)
+        self.bandwidth = Bandwidth(self)
+        self.monitor = Monitor(self, self.health)
+        self.hooks = (self.checkpoints, self.traces, self.memories, self.lints)
+        cluster.on_exit = self._note_exit
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._was_stopped else self.topology.backend
+        return f"<nbdist.Session ranks {rank_label(self.ranks)}, {state}>"
+
+    def run(
+        self,
+        code: str,
+        *,
+        ranks: str | Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> CellResult:
+        """Run source on ranks as a distributed cell and wait for it.
+
+        Args:
+            code: Source as in a cell, magics included.
+            ranks: "0,2-3", numbers, or None for all.
+            timeout_s: Interrupt the ranks after this long.
+
+        Raises:
+            DistributedError: If it failed on a rank; see also `begin`.
+        """
+        request = CellRequest(
+            code,
+            self.chosen(ranks),
+            number=self.cell_number(),
+            timeout_s=timeout_s,
+            is_patient=is_stored(),
+        )
+        return wait.wait(lambda: self.begin(request))
+
+    def begin(self, request: CellRequest) -> CellRun:
+        """Send a cell to its ranks; `driving.wait` or `driving.wait_async` see it through.
+
+        Raises:
+            NotRunning: After the cluster was stopped.
+            RankGone: If a chosen rank has ended.
+            RankBusy: If a chosen rank still runs an earlier cell.
+        """
+        self.make_whole()
+        self.check_ready(request.ranks)
+        self.recover_if_needed()
+        run_id = next(self._run_ids)
+        cell = CellRun(self, request, self._sink(request), run_id)
+        metadata: dict[str, Any] = {
+            CELL_RUN: run_id,
+            CELL_FOR_ALL: set(request.ranks) == set(self.ranks),
+        }
+        if request.number is not None:
+            metadata[CELL_NUMBER] = request.number
+        cell.tell(self.upkeep.take_notes())
+        for hook in self.hooks:
+            cell.tell(hook.before(metadata))
+        assert self.cluster.channel is not None
+        self.readiness.take(request.ranks, cell)
+        for number, rank in enumerate(request.ranks):
+            try:
+                self.cluster.channel.execute(
+                    self.topology.engine_of_rank(rank),
+                    request.code,
+                    metadata,
+                    on_message=functools.partial(cell.message, rank),
+                    on_done=functools.partial(self._end, rank, cell),
+                )
+            except BaseException:
+                for unsent in request.ranks[number:]:  # they would count as busy for ever
+                    self.free(unsent)
+                raise
+        return cell
+
+    def _end(self, rank: int, cell: CellRun, reply: Any) -> None:
+        self.readiness.end(rank, cell)
+        cell.done(rank, reply)
+
+    def status(self, *, wants_stacks: bool = False) -> Status:
+        """What every rank does now, within seconds; see cells.kernel.status."""
+        self.upkeep.reconnect()
+        now = cells_status.status(self, self.health, wants_stacks=wants_stacks)
+        return replace(now, waits=(*now.waits, *self.checkpoints.status()))
+
+    def restart(
+        self, ranks: str | Sequence[int] | None = None, deadline_s: float = RESTART_S
+    ) -> Restarted:
+        """Put new processes in the place of ranks; the others keep variables, groups and models.
+
+        Args:
+            ranks: As in `run`; None for those that have ended.
+            deadline_s: For all of it.
+
+        Raises:
+            NotRunning, OptionError, RankBusy, StartError, Interrupted: See Maintenance.restart.
+        """
+        chosen = None if ranks is None else self.chosen(ranks)
+        return self.upkeep.restart(chosen, deadline_s, lambda _text: None)
+
+    def stop(self) -> None:
+        """End all ranks and remove what they left. Twice is harmless."""
+        self.checkpoints.end()
+        self._was_stopped = True
+        self._cut_off("The ranks were stopped", "%dist_init starts new ones.")
+        self.traces.close()
+        self.monitor.close()
+        self.cluster.stop()
+        self.health.close()
+
+    def _cut_off(self, why: str, what_now: str) -> None:
+        for cell in self.readiness.running():
+            cell.cut_off(why, what_now)
+
+    def _note_exit(self, end: Exit) -> None:
+        if why := run_dir.ended_from_outside(self.cluster.run_dir):
+            self._cut_off(why, run_dir.WHAT_NOW)
+        elif end.engine is None:
+            self._cut_off(f"The cluster's controller ended ({end.how})", WITHOUT_CONTROLLER)
+            return
+        for place in self.topology.ranks:  # an engine beyond the ranks concerns nobody
+            if place.engine_id == end.engine:
+                is_ours = place.rank in self.upkeep.ended_by_us
+                try:
+                    self.health.note_exit(place.rank, end.code, is_ours=is_ours)
+                finally:  # a cell that is not told would wait for ever
+                    for cell in self.readiness.running():
+                        cell.exited(place.rank)
+
+    def sync_model(self, source: int = 0, deadline_s: float = SYNC_MODEL_S) -> tuple[str, ...]:
+        """Make models and optimizers of all ranks equal to those of one; the models' names.
+
+        Raises:
+            OptionError: If there is no such rank.
+            NbdistError: What a rank raised, such as that its model is another one.
+        """
+        self.chosen([source])
+        self.recover_if_needed()
+        names = self.call_all(sync_model, source, deadline_s=deadline_s, is_collective=True)
+        return tuple(names[source])
+
+    def profile(
+        self,
+        code: str,
+        options: TraceOptions = RECORD_ALL,
+        ranks: str | Sequence[int] | None = None,
+    ) -> Trace:
+        """Run source on all ranks, as `run`; what these ranks (None: all) recorded of it."""
+        with self.traces.recording(options, ranks):
+            self.run(code)
+        return self.traces.last
+
+    def record_memory(
+        self,
+        code: str,
+        options: MemoryOptions = RECORD_MEMORY,
+        ranks: str | Sequence[int] | None = None,
+    ) -> Snapshot:
+        """Run source on all ranks, as `run`; what it allocated on these ranks (None: all)."""
+        with self.memories.recording(options, ranks):
+            self.run(code)
+        return self.memories.last_or_now()
 
     def push(
         self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
@@ -68,14 +285,15 @@ class Subjects:
         self, hosts: int | None = None, *, script: str = SCRIPT, clip: float = 0.0
     ) -> Configured:
         """The strategy that counts as configurations: `.texts["accelerate"]` and others."""
-        session = cast("Session", self)
-        return configured(config_kernel.setting(session, hosts=hosts, script=script, clip=clip))
+        choice = self.strategy.current()
+        setting = config_kernel.setting(self, choice, hosts=hosts, script=script, clip=clip)
+        return configured(setting)
 
     def memory(self) -> Snapshot:
         """The memory that was recorded last; before any recording, whose it is at this moment."""
         return self.memories.last_or_now()
 
-    def save(self, path: str | os.PathLike[str], asynchronous: bool = False) -> Saved | Started:
+    def save(self, path: str | os.PathLike[str], asynchronous: bool = False) -> Saved | SaveStarted:
         """Save models, optimizers and all that goes with them; see checkpoint.kernel."""
         return self.checkpoints.save(path, asynchronous=asynchronous)
 
@@ -84,21 +302,55 @@ class Subjects:
         return self.checkpoints.load(path, models_only=models_only)
 
     def export_weights(self, path: str | Path, model: str = "") -> Exported:
-        """Write a model's weights into one safetensors file; see checkpoint.weights_kernel."""
-        return weights_kernel.export(cast("Session", self), path, model)
+        """Write a model's weights into one safetensors file; see checkpoint.kernel."""
+        return export_weights(self, path, model)
 
     def check(self) -> ReplicaCheck:
         """Compare the models of all ranks, and look for NaN and inf; see lints.kernel.replicas."""
-        return replicas.check(cast("Session", self))
+        return replicas.check(self)
 
     def check_every(self, every: int) -> None:
         """Look before every so many steps of an optimizer; 0 ends it; see lints.kernel.replicas."""
-        replicas.check_every(cast("Session", self), every)
+        replicas.check_every(self, every)
 
     def trace_nan(self) -> None:
         """Let the next cell tell the first module whose output is not finite."""
-        replicas.trace_nan(cast("Session", self))
+        replicas.trace_nan(self)
 
     def silence(self, *names: str, is_on: bool = True) -> None:
         """Tell these lints no more (`all` for all); with `is_on=False` tell them again."""
         self.lints.silence(names, is_on=is_on)
+
+    def comparing(self, code: str) -> Comparing:
+        """A comparison of strategies by this source; see comparison.kernel."""
+        return Comparing(self, self.strategy, self, code)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A running session, how long its start took, and what there is to say about it."""
+
+    session: Session
+    elapsed_s: float
+    notes: tuple[str, ...]
+
+
+def start(
+    options: StartOptions, sink: Callable[[CellRequest], Sink], progress: Progress
+) -> Started:
+    """Bring ranks up.
+
+    Raises:
+        OptionError: If an option cannot be met on this machine; nothing has been started.
+        StartError: If a process did not come up; everything has been ended again.
+    """
+    began_s = time.monotonic()
+    cluster, topology, notes = starting.start(options, progress)
+    try:
+        session = Session(cluster, topology, sink, grace_s=options.grace_s, seed=options.seed)
+        if options.strategy is not None:
+            session.strategy_chosen = options.strategy.on(topology)
+    except BaseException:
+        cluster.stop(grace_s=0)
+        raise
+    return Started(session, time.monotonic() - began_s, notes)

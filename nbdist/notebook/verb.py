@@ -53,7 +53,8 @@ class Verb:
         name: As typed after % or %%.
         help: What it does, one line.
         example: A line to try.
-        run: Does it and returns what to show. A cell's verb gets its text as well.
+        run: Does it and returns what to show. Of a cell's verb it does nothing: it returns the
+            notebook.CellOptions with which the cell is sent.
         options: In the order of the help.
         is_cell: A cell magic (%%).
         replaced: Options of the nbdistributed package -> what stands for them here.
@@ -67,7 +68,7 @@ class Verb:
     name: str
     help: str
     example: str
-    run: Callable[..., View | None]
+    run: Callable[[argparse.Namespace], Any]
     options: tuple[Option, ...] = ()
     is_cell: bool = False
     replaced: Mapping[str, str] = field(default_factory=dict, hash=False)

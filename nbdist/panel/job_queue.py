@@ -23,12 +23,12 @@ class Job:
     Attributes:
         name: Of a button.
         typed: The magic that does the same, as it would be typed.
-        argument: What the button was pressed with: a rank, or a strategy with its options.
+        line: What stands behind the magic's name, where that is more than is worth showing.
     """
 
     name: str
     typed: str
-    argument: object = None
+    line: str = ""
 
 
 class JobQueue:

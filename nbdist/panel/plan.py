@@ -20,6 +20,8 @@ from nbdist.strategy.choice import Strategy
 # Of a step: what is more than states.
 _MORE = ("activations", "buffers", "overhead")
 _STATES = ("parameters", "gradients", "optimizer")
+# Of several models, each has its own.
+_ADDED = (*_STATES, "activations", "buffers", "step", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,46 +50,31 @@ class Counted:
     loads: tuple[Workload, ...]
 
 
-def counted(
-    choice: Strategy, models: Sequence[LiveModel], limit: Limit, typed: Workload | None = None
-) -> Counted:
+def counted(choice: Strategy, models: Sequence[LiveModel], limit: Limit) -> Counted:
     """The memory of the rank that needs most, as if all models were in a step at once.
 
     Args:
         choice: The strategy.
         models: One or more, as ranks describe them.
         limit: Of their device.
-        typed: Batch and sequence as the user has said; None for what was seen, else Load's.
 
     Raises:
         OptionError: It does not go with a model, or with the batch.
     """
     loads, found = [], []
     for live in models:
-        load = load_of(live, Workload()) if typed is None else replace(typed, optimizer=_word(live))
-        load = replace(load, has_gpu=limit.has_gpu)
+        load = replace(load_of(live, Workload()), has_gpu=limit.has_gpu)
         loads.append(load)
         found.append(by_kinds(live, shape_of(live), accumulating(choice, load), load))
     return Counted(_together(found), tuple(loads))
 
 
-def _word(live: LiveModel) -> str:
-    return load_of(live, Workload()).optimizer
-
-
 def _together(found: Sequence[Memory]) -> Memory:
     if len(found) == 1:
         return found[0]
-    overhead = found[0].overhead
     return Memory(
-        parameters=sum(one.parameters for one in found),
-        gradients=sum(one.gradients for one in found),
-        optimizer=sum(one.optimizer for one in found),
-        activations=sum(one.activations for one in found),
-        buffers=sum(one.buffers for one in found),
-        step=sum(one.step for one in found),
-        overhead=overhead,
-        host=sum(one.host for one in found),
+        **{name: sum(getattr(one, name) for one in found) for name in _ADDED},
+        overhead=found[0].overhead,
         # The largest of all, as each has its most at another moment at the latest.
         most=sum(one.peak - one.overhead - one.optimizer for one in found),
         is_partial=any(one.is_partial for one in found),
@@ -99,7 +86,6 @@ def plan_of(
     models: Sequence[LiveModel],
     limit: Limit,
     current: Strategy | None = None,
-    typed: Workload | None = None,
 ) -> Plan:
     """What each rank would hold between steps, and in one, beside its device's limit.
 
@@ -108,16 +94,15 @@ def plan_of(
         models: One or more.
         limit: Of their device.
         current: The strategy that counts, to compare with.
-        typed: As of `counted`.
     """
     try:
-        found = counted(choice, models, limit, typed)
+        found = counted(choice, models, limit)
     except OptionError as error:
         return Plan(f"not planned: {error}", is_possible=True)
     memory = found.memory
     now = ""
     if current is not None and current != choice:
-        now = _now(current, models, limit, typed)
+        now = _now(current, models, limit)
     optimizer = ", ".join(dict.fromkeys(load.optimizer for load in found.loads))
     states = f"{_sum(memory, _STATES)} ({optimizer})"
     text = f"each rank holds {units.size(memory.states)} between steps{now}: {states}"
@@ -129,14 +114,12 @@ def plan_of(
         least = f"more than {units.size(memory.peak)}{of} in a step; " if word == NO else ""
         return Plan(f"{text}\n{least}{_why_partial(choice, models)}", True, word, share)
     step = f"in a step up to {units.size(memory.peak)}{of} (+ {_sum(memory, _MORE)})"
-    return Plan(f"{text}\n{step}; {_batch_told(models, found.loads, typed)}", True, word, share)
+    return Plan(f"{text}\n{step}; {_batch_told(models, found.loads[0])}", True, word, share)
 
 
-def _now(
-    current: Strategy, models: Sequence[LiveModel], limit: Limit, typed: Workload | None
-) -> str:
+def _now(current: Strategy, models: Sequence[LiveModel], limit: Limit) -> str:
     try:
-        return f", now {units.size(counted(current, models, limit, typed).memory.states)}"
+        return f", now {units.size(counted(current, models, limit).memory.states)}"
     except OptionError:  # it has a batch that the formulas refuse, and runs all the same
         return ""
 
@@ -158,14 +141,9 @@ def _why_partial(choice: Strategy, models: Sequence[LiveModel]) -> str:
     )
 
 
-def _batch_told(
-    models: Sequence[LiveModel], loads: Sequence[Workload], typed: Workload | None
-) -> str:
+def _batch_told(models: Sequence[LiveModel], load: Workload) -> str:
     """Which batch was counted with, and who says so."""
-    load = loads[0]
     told = f"batch {load.batch} x {load.sequence} tokens"
-    if typed is not None:
-        return f"{told}, as typed"
     if any(one.inputs_shape for one in models):
         return f"{told}, as the data loader gives"
     return f"assumed: {told}, as no prepared data loader has given one"

@@ -207,6 +207,7 @@ class Button:
         when: "now", also while a cell runs; "between" cells, queued while one runs; "arms" for
             what happens with the next cell.
         needs: Facts (see `missing`) without which it does nothing.
+        below: Title of what it shows, of one that shows too much for a line of the log.
     """
 
     name: str
@@ -215,14 +216,15 @@ class Button:
     help: str
     when: str
     needs: tuple[str, ...] = ("ranks",)
+    below: str = ""
 
 
-# A verb that is not there has no button: commands.panel leaves out what it does not find.
 _BUTTONS = (
     Button("interrupt", "Interrupt", "the stop button", "interrupt what runs on the ranks", "now"),
     Button(
         "status", "Status", "%dist_status --stacks",
         "what every rank does, who waits for whom, and the Python stacks", "now",
+        below="status",
     ),
     Button(
         "restart", "Restart rank", "%dist_restart",
@@ -248,12 +250,12 @@ _BUTTONS = (
     Button(
         "compare", "Compare", "%dist_compare",
         "run the last cell on ranks again, under the strategy that counts and the chosen one; "
-        "the state of before is put back", "between", ("ranks", "code", "choice"),
+        "the state of before is put back", "between", ("ranks", "code", "choice"), "comparison",
     ),
     Button("apply", "Apply", "%dist_strategy", "switch to this strategy", "between",
            ("ranks", "choice", "other")),
     Button("start", "Start ranks", "%dist_init", "start ranks, with the options of the last start",
-           "between", ("none",)),
+           "between", ("none",), "ranks"),
     Button("cancel", "Cancel queued", "", "take back what is queued", "now", ("queue",)),
 )  # fmt: skip
 BUTTONS: Mapping[str, Button] = {button.name: button for button in _BUTTONS}

@@ -5,15 +5,17 @@ Read off the tables of strategies and their options; there is no second list.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.core import units
 from nbdist.errors import OptionError
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import Options, Strategy, choose
+from nbdist.strategy.choice import Options, Strategy
+from nbdist.strategy.choose import choose
 from nbdist.strategy.degrees import WORDS, divisors
-from nbdist.strategy.options import DEGREES, OPTIONS, OptionRow, takers
+from nbdist.strategy.options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, takers
 from nbdist.strategy.table import ROWS
 
 # A field that was left alone.
@@ -116,12 +118,9 @@ def values_of(choice: Strategy) -> dict[str, Value]:
     for row in OPTIONS.values():
         value = getattr(choice.options, row.name)
         if value != getattr(default, row.name) and choice.name in takers(row):
-            found[row.word] = value if row.kind == "switch" else _text(value)
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            found[row.word] = value if row.kind == "switch" else text
     return found
-
-
-def _text(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def typed(name: str, values: Mapping[str, Value]) -> str:
@@ -131,7 +130,10 @@ def typed(name: str, values: Mapping[str, Value]) -> str:
         if value in {"", False}:
             continue
         flag = f"--{word.replace('_', '-')}"
-        words.append(flag if value is True else f"{flag} {value}")
+        if value is True or (word, value) in SHORTHANDS.values():
+            words.append(flag if value is True else f"--{value}")
+        else:
+            words.append(f"{flag} {shlex.quote(str(value))}")
     return " ".join(words)
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import module_patches, transforms
 from nbdist.parallel.consensus import interrupts_held
+from nbdist.parallel.tensors import like, local_of
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout, local_runs, local_shape
@@ -174,6 +174,11 @@ def names_of(base: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in found.values()}
 
 
+def firsts_of(base: torch.nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> its first one; several where tied."""
+    return {name: first for first, names in names_of(base).items() for name in names}
+
+
 def tensors_of(base: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer, by each of its names."""
     parameters = base.named_parameters(remove_duplicate=False)
@@ -193,15 +198,6 @@ def own_name(name: str) -> str:
 
 # FSDP1 calls a wrapped module so; the name is in every state_dict that it writes.
 _FSDP1_WRAPPER = "_fsdp_wrapped_module."
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, without gradient."""
-    if isinstance(tensor, DTensor):
-        # In this order, and without gradients: a tenth of the time, which saves have to wait for.
-        with torch.no_grad():
-            tensor = tensor.to_local()
-    return tensor.detach()
 
 
 def _refuse_lazy(base: torch.nn.Module) -> None:
@@ -263,18 +259,10 @@ def _filled(
         return part
     laid_out = tuple(local_of(shell).shape)
     assert laid_out == expected, f"{name}: planned as {expected}, laid out as {laid_out}"
-    return torch.nn.Parameter(_split_like(shell, part), requires_grad=shell.requires_grad)
-
-
-def _split_like(shell: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    if not isinstance(shell, DTensor):
-        return part
-    whole = DTensor.from_local(
-        part, shell.device_mesh, shell.placements, run_check=False,
-        shape=shell.shape, stride=shell.stride(),
-    )  # fmt: skip
-    # from_local brings it to the mesh's device; offloaded parameters are to stay on the host.
-    return whole if whole.device == part.device else whole.to(part.device)
+    whole = like(shell, part)
+    # That brings it to the mesh's device; offloaded parameters are to stay on the host.
+    whole = whole if whole.device == part.device else whole.to(part.device)
+    return torch.nn.Parameter(whole, requires_grad=shell.requires_grad)
 
 
 def _keep_attributes(old: torch.Tensor, fresh: torch.Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import random
 import signal
 import threading
 import time
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -170,34 +168,6 @@ def interrupts_held() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if pressed:
         signal.raise_signal(signal.SIGINT)
-
-
-@contextlib.contextmanager
-def same_random() -> Iterator[None]:
-    """Leave Python's, numpy's and torch's generators as they were before."""
-    put_back = fork_rng()
-    try:
-        yield
-    finally:
-        put_back()
-
-
-def fork_rng() -> Callable[[], None]:
-    """What puts Python's, numpy's and torch's generators back to what they are now."""
-    python, host = random.getstate(), torch.random.get_rng_state()
-    # Accelerate needs numpy, and seeds its global generator.
-    old = np.random.get_state()  # noqa: NPY002
-    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    device = torch.cuda.get_rng_state() if has_gpu else None
-
-    def put_back() -> None:
-        random.setstate(python)
-        np.random.set_state(old)  # noqa: NPY002
-        torch.random.set_rng_state(host)
-        if device is not None:
-            torch.cuda.set_rng_state(device)
-
-    return put_back
 
 
 def one_line(error: BaseException) -> str:

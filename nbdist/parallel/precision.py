@@ -12,8 +12,27 @@ import torch
 
 from nbdist.errors import OptionError
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
+from nbdist.strategy.choice import Strategy
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# What the user's Accelerator() says: it counts where the strategy's options say nothing.
+_of_accelerator = "fp32"
+
+
+def note(mixed_precision: str) -> None:
+    """Remember what this rank's Accelerator was made with: no, bf16 or fp16."""
+    global _of_accelerator  # noqa: PLW0603  # one process is one rank
+    _of_accelerator = mixed_precision if mixed_precision in DTYPES else "fp32"
+
+
+def filled(choice: Strategy) -> Strategy:
+    """The choice with the Accelerator's precision, unless its own options name one."""
+    if choice.options.precision != "fp32" or _of_accelerator == "fp32":
+        return choice
+    return dataclasses.replace(
+        choice, options=dataclasses.replace(choice.options, precision=_of_accelerator)
+    )
 
 
 def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from nbdist.errors import NbdistError, OptionError
-from nbdist.lints.rank import initial_values
-from nbdist.parallel import build, live_models, module_patches
-from nbdist.parallel.consensus import all_or_none, same_random
+from nbdist.parallel import build, events, live_models, module_patches
+from nbdist.parallel.consensus import all_or_none
 from nbdist.parallel.dp import fsdp, zero1
 from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.prepared import Prepared
@@ -24,46 +23,20 @@ from nbdist.parallel.registry import (
     grid,
     grid_for,
     last_number,
-    layout_of,
     names_in,
     next_number,
     owner_names,
     prepared,
     prepared_of,
     register,
-    set_choice,
     state_side,
-    watch,
 )
-from nbdist.parallel.reshard.full_state import (
-    full_optimizer_state,
-    full_state,
-    load_full,
-    load_full_optimizer_state,
-    shard_into,
-)
+from nbdist.parallel.reshard.full_state import shard_into
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
+from nbdist.parallel.training_state import same_random
 from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Strategy, steps_of
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
-
-__all__ = [
-    "bind",
-    "current",
-    "device",
-    "full_optimizer_state",
-    "full_state",
-    "grid",
-    "grid_for",
-    "layout_of",
-    "load_full",
-    "load_full_optimizer_state",
-    "prepare_model",
-    "prepared",
-    "prepared_of",
-    "set_choice",
-    "watch",
-]
 
 
 def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.Module:
@@ -94,7 +67,7 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
         planned: list[build.Built] = []
         told = all_or_none(what, lambda: _sketch(planned, job))
         agree_on_numbers(all_or_none(what, lambda: _compare(told)))
-        initial_values.note_initial(type(model).__name__, build.tensors_of(model).values())
+        events.preparing(type(model).__name__, build.tensors_of(model).values())
         local = _first_values(planned[0])
         return _commit(planned[0], local)
 
@@ -141,15 +114,12 @@ def attach_steps(optimizer: Optimizer, known: list[Prepared]) -> None:
         own.detach()
         own.detach = None
     if "zero1" in steps_of(current()):
-        own.detach = zero1.attach(optimizer, _owners(known), grid().group("dp_replicate"))
-
-
-def _owners(known: list[Prepared]) -> dict[int, int]:
-    return {
-        id(one.parameters[name]): owner
-        for one in known
-        for name, owner in owner_names(one.built).items()
-    }
+        owners = {
+            id(one.parameters[name]): owner
+            for one in known
+            for name, owner in owner_names(one.built).items()
+        }
+        own.detach = zero1.attach(optimizer, owners, grid().group("dp_replicate"))
 
 
 def _sketch(planned: list[build.Built], job: ModelBuild) -> list[tuple[str, tuple[int, ...], str]]:

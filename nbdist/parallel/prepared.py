@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ class Prepared:
 
     @property
     def base(self) -> torch.nn.Module:
-        """The user's module."""
+        """The user's own module, which `outer` is or has inside."""
         return self.built.job.base
 
     @property
@@ -105,7 +105,7 @@ def attached(module: torch.nn.Module) -> Prepared | None:
         # A copy of the instance's dict (copy.copy) has it too, and is not prepared.
         if isinstance(found, Prepared) and seen is found.base:
             return found
-        seen = next(iter(_inside(seen)), None)
+        seen = _inside(seen)
     return None
 
 
@@ -121,12 +121,10 @@ def is_retired(module: torch.nn.Module) -> bool:
     return _RETIRED in vars(module)
 
 
-def _inside(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _inside(wrapper: torch.nn.Module) -> torch.nn.Module | None:
     """What a wrapper is around: DDP's module, a compiled one's original."""
-    for name in ("module", "_orig_mod"):
-        inner = module._modules.get(name)  # noqa: SLF001  # as torch's own tools
-        if inner is not None and len(module._modules) == 1:  # noqa: SLF001
-            yield inner
+    children = wrapper._modules  # noqa: SLF001  # as torch's own tools
+    return children.get("module", children.get("_orig_mod")) if len(children) == 1 else None
 
 
 def _nothing() -> None:

@@ -10,14 +10,16 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from nbdist.engine import join
+from nbdist.core.rank import this_rank
 from nbdist.parallel.accelerator import guard
 from nbdist.parallel.build import Built
-from nbdist.parallel.consensus import all_or_none, same_random, world_size
+from nbdist.parallel.consensus import all_or_none, world_size
 from nbdist.parallel.dp import fsdp1_state, zero1
 from nbdist.parallel.mesh import ParallelMesh, build_mesh
 from nbdist.parallel.prepared import Prepared, attach, attached
-from nbdist.strategy.choice import Degrees, Strategy, default_choice, steps_of
+from nbdist.parallel.training_state import same_random
+from nbdist.strategy.choice import Degrees, Strategy, steps_of
+from nbdist.strategy.choose import default_choice
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
 
 
@@ -106,7 +108,7 @@ def grid_for(choice: Strategy) -> ParallelMesh:
 
 def device() -> torch.device:
     """Where this rank's models lie."""
-    return torch.device(join.current().place.device)
+    return torch.device(this_rank().place.device)
 
 
 def watch(watcher: Watcher) -> None:
@@ -195,7 +197,7 @@ def bound(optimizer: Optimizer) -> Bound:
 
 
 def bound_optimizers() -> list[Optimizer]:
-    """Those that live."""
+    """The optimizers that `bound` was asked for and that still live."""
     return list(_live.bound)
 
 

@@ -42,18 +42,6 @@ class ModelBuild:
         self.root = self.base
 
 
-def _same(_job: ModelBuild, layouts: Layouts) -> Layouts:
-    return layouts
-
-
-def _nothing(_job: ModelBuild) -> None:
-    pass
-
-
-def _as_it_is(_job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
-    return outer
-
-
 @dataclass(frozen=True, slots=True)
 class Transform:
     """What an axis or an option does to a model, in this order.
@@ -68,6 +56,6 @@ class Transform:
         wrap: Parameters are real now. Returns what the user calls. No rank is met.
     """
 
-    plan: Callable[[ModelBuild, Layouts], Layouts] = _same
-    lay_out: Callable[[ModelBuild], None] = _nothing
-    wrap: Callable[[ModelBuild, torch.nn.Module], torch.nn.Module] = _as_it_is
+    plan: Callable[[ModelBuild, Layouts], Layouts] = lambda _job, layouts: layouts
+    lay_out: Callable[[ModelBuild], None] = lambda _job: None
+    wrap: Callable[[ModelBuild, torch.nn.Module], torch.nn.Module] = lambda _job, outer: outer

@@ -30,12 +30,12 @@ def steps_for(choice: Strategy) -> tuple[Transform, ...]:
 
 
 def named(names: Iterable[str]) -> tuple[Transform, ...]:
-    """Steps by name."""
+    """What these names stand for in the table, in the same order."""
     return tuple(_step(name) for name in names)
 
 
 def _step(name: str) -> Transform:
     module, attribute = STEPS[name]
-    step = getattr(importlib.import_module(f"nbdist.parallel.{module}"), attribute)
+    step = getattr(importlib.import_module(f"nbdist.engine.parallel.{module}"), attribute)
     assert isinstance(step, Transform)
     return step

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nbdist.bandwidth.links import LINKS, Link
+from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
 
+# What is planned for where nothing else is known.
+ASSUMED = "h100"
 _GB = 1e9
 _T = 1e12
 
@@ -137,3 +141,17 @@ def with_memory(text: str) -> Device:
 def link_of(device: Device, n_ranks: int) -> Link | None:
     """The slowest link between so many neighbouring ranks; None where none is known."""
     return _LINKS.get(device.link if n_ranks <= PER_HOST else device.network)
+
+
+def device_of_ranks(topology: Topology) -> tuple[Device | None, tuple[str, ...]]:
+    """What the running ranks have, if the catalogue knows it, and what is told of that."""
+    first = topology.ranks[0]
+    device = known_as(first.device_name)
+    if device is None:
+        why = f", as {first.device_name} is not in the catalogue" if first.device_name else ""
+        return None, (f"--gpu {ASSUMED}{why}",)
+    sharing = max(Counter(place.device_uuid for place in topology.ranks).values())
+    if sharing == 1:
+        return device, (f"--gpu {device.name}, as the ranks here have",)
+    shared = replace(device, memory_bytes=device.memory_bytes / sharing)
+    return shared, (f"--gpu {device.name}, which {sharing} ranks share here",)

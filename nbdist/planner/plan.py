@@ -16,7 +16,8 @@ from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape
 from nbdist.planner.step_time import Time, flows, samples, time_of
 from nbdist.planner.workload import Workload, check_load, recipe_for
-from nbdist.strategy.choice import Strategy, choose, label, mesh_phrase
+from nbdist.strategy.choice import Strategy, label, mesh_phrase
+from nbdist.strategy.choose import choose
 from nbdist.strategy.footprint import Recipe
 from nbdist.strategy.options import listed
 from nbdist.strategy.table import HELD
@@ -143,7 +144,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
         world_size: Ranks.
         load: Batch, sequence, optimizer and recipe.
         strategy: A name; None for all, unless degrees are given.
-        given: Degrees and options, as strategy.choice.choose takes them.
+        given: Degrees and options, as strategy.choose.choose takes them.
         measured: How fast these ranks' collectives are.
         engine: What says how much memory a choice takes.
         assumed: What was not typed, to be told.

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from nbdist.cells.kernel import progress
+from nbdist.cells.kernel.cell_request import CellHook
 from nbdist.cells.kernel.progress import Tell
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.errors import Interrupted, NbdistError
+from nbdist.rpc.wire import CELL_RECORDING
 from nbdist.variables import unpack
+from nbdist.variables.kernel import Variables
 from nbdist.variables.pack import PackedValue
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
 
 # A rank's first profiler loads CUPTI.
 BEGIN_S = 60.0
@@ -38,8 +39,8 @@ class Subject:
     Attributes:
         noun: Of one rank: "trace".
         nouns: Of all: "traces".
-        begin: In rpc/kernel/functions: lets a rank record the cell that brings a token.
-        finish: In rpc/kernel/functions: what a rank has recorded.
+        begin: Lets a rank record the cell that brings a token.
+        finish: What a rank has recorded.
         nothing: The error where nothing has been recorded.
     """
 
@@ -50,14 +51,15 @@ class Subject:
     nothing: Callable[[], NbdistError]
 
 
-class Recordings(Generic[Options, Result]):
+class Recordings(CellHook, Generic[Options, Result]):
     """The recordings of one subject: one at a time, and the last one is kept."""
 
-    def __init__(self, session: Session, subject: Subject):
-        self._session = session
+    def __init__(self, ranks: Ranks, variables: Variables, subject: Subject):
+        self._ranks = ranks
+        self._variables = variables
         self._subject = subject
         self._last: Result | None = None
-        self._ranks: tuple[int, ...] = ()
+        self._recorded: tuple[int, ...] = ()
         self._tell: Tell = lambda *_told, **_more: None
         self.count = 0  # recordings that were taken in
         self.token = ""  # what a cell brings that is to be recorded
@@ -85,11 +87,16 @@ class Recordings(Generic[Options, Result]):
             NbdistError: If a rank cannot record.
             RankGone, RankBusy, NotRunning: As for a cell.
         """
-        session = self._session
-        chosen = session.chosen(ranks)
+        chosen = self._ranks.chosen(ranks)
         token = uuid.uuid4().hex
-        session.call_all(self._subject.begin, options, token, deadline_s=BEGIN_S, ranks=chosen)
-        self._ranks, self.token = chosen, token
+        self._ranks.call_all(self._subject.begin, options, token, deadline_s=BEGIN_S, ranks=chosen)
+        self._recorded, self.token = chosen, token
+
+    def before(self, metadata: dict[str, Any]) -> Iterable[str]:
+        """A cell that is to be recorded brings the token."""
+        if self.token:
+            metadata[CELL_RECORDING] = self.token
+        return ()
 
     @contextlib.contextmanager
     def recording(
@@ -100,7 +107,7 @@ class Recordings(Generic[Options, Result]):
         Raises:
             As `begin` and `finish`; a failure of the cell goes first.
         """
-        with progress.of_ranks(self._session, self._subject.noun, period_s=WATCH_S) as self._tell:
+        with progress.of_ranks(self._ranks, self._subject.noun, period_s=WATCH_S) as self._tell:
             self._tell("preparing")
             self.begin(options, ranks)
             self._tell("recording")
@@ -122,7 +129,7 @@ class Recordings(Generic[Options, Result]):
             Interrupted: If the user interrupted it; what the ranks hold is kept.
         """
         self.token = ""
-        found = self._taken(self._subject.finish, self._ranks)
+        found = self._taken(self._subject.finish, self._recorded)
         self._last = self._joined(found)
         self.count += 1
         return self._last
@@ -135,24 +142,24 @@ class Recordings(Generic[Options, Result]):
         self, ask: Callable[..., Future[PackedValue]], ranks: Sequence[int]
     ) -> dict[int, dict[str, Any]]:
         """What each rank gives, opened, or {"problem": why it gives nothing}."""
-        with self._session.variables.folders(ranks) as folders:
+        with self._variables.folders(ranks) as folders:
             answers = self._asked(ask, ranks, folders)
             return {rank: self._opened(answer) for rank, answer in answers.items()}
 
     def _asked(
         self, ask: Callable[..., Future[PackedValue]], ranks: Sequence[int], folders: Sequence[str]
     ) -> dict[int, PackedValue | str]:
-        session, noun = self._session, self._subject.noun
+        noun = self._subject.noun
         found: dict[int, PackedValue | str] = {}
         asked: dict[int, Future[Any]] = {}
         for rank in ranks:
-            if not session.is_connected(rank):
-                end = session.health.end_of(rank)
+            if not self._ranks.is_connected(rank):
+                end = self._ranks.end_of(rank)
                 found[rank] = f"It ended{f' ({end})' if end else ''} before its {noun} was read."
-            elif session.readiness.is_busy(rank):
+            elif self._ranks.is_busy(rank):
                 found[rank] = f"It still runs its cell, so its {noun} is not read."
             else:
-                asked[rank] = ask(session.call, rank, folders)
+                asked[rank] = ask(self._ranks.call, rank, folders)
         end_s = time.monotonic() + FINISH_S
         try:
             for number, (rank, future) in enumerate(asked.items()):
@@ -161,7 +168,7 @@ class Recordings(Generic[Options, Result]):
         except KeyboardInterrupt:
             for rank, future in asked.items():
                 if not future.done():
-                    session.interrupt(rank)
+                    self._ranks.interrupt(rank)
             raise Interrupted(f"the {self._subject.nouns} of the ranks were not read") from None
         return {rank: found[rank] for rank in ranks}
 
@@ -171,7 +178,7 @@ class Recordings(Generic[Options, Result]):
             try:
                 parcel: PackedValue = future.result(min(POLL_S, max(0.0, end_s - time.monotonic())))
             except TimeoutError:
-                if not self._session.is_connected(rank):
+                if not self._ranks.is_connected(rank):
                     return f"It ended while its {noun} was read."
                 if time.monotonic() >= end_s:
                     return f"Its {noun} was not there within {FINISH_S:.0f} s."
@@ -189,4 +196,4 @@ class Recordings(Generic[Options, Result]):
             return {"problem": f"Its {self._subject.noun} did not arrive: {error}"}
 
     def _host(self, rank: int) -> str:
-        return self._session.topology.ranks[rank].host
+        return self._ranks.topology.ranks[rank].host

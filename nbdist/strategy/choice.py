@@ -1,34 +1,23 @@
 """Parallel strategies as data: what was chosen, and how many ranks lie along each axis.
 
-The rows are in strategy.table, the options in strategy.options. `choose` turns what
-was typed into a Strategy.
+The rows are in strategy.table, the options in strategy.options;
+strategy.choose turns what was typed into a Strategy.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nbdist.errors import OptionError
-from nbdist.strategy import (
-    degrees as strategy_strategy_degrees,
-)
-from nbdist.strategy import (
-    options as strategy_strategy_options,
-)
-from nbdist.strategy import (
-    validate,
-)
+from nbdist.strategy import options as strategy_strategy_options
 from nbdist.strategy.options import OPTIONS
-from nbdist.strategy.table import ELSEWHERE, ROWS, STEPS, Row
+from nbdist.strategy.table import ROWS, STEPS, Row
 
 # The axes of a device mesh, outermost first: neighbours along the last one are on one host.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 # Rows that are one mesh: their names are settled by its degrees.
-_MESHED = frozenset({"pp", "fsdp", "tp"})
+MESHED = frozenset({"pp", "fsdp", "tp"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +126,7 @@ def rows_of(choice: Strategy) -> tuple[Row, ...]:
     By its degrees: a mesh of pp, dp_shard and tp is pp, fsdp and tp, whichever name was typed.
     """
     degrees, name = choice.degrees, choice.name
-    if name not in _MESHED:
+    if name not in MESHED:
         return (ROWS[name],)
     counts = {"pp": degrees.pp, "fsdp": degrees.dp, "tp": degrees.tp}
     used = [one for one, degree in counts.items() if degree > 1]
@@ -188,83 +177,3 @@ def options_phrase(choice: Strategy) -> str:
 def described(choice: Strategy) -> str:
     """A choice in one phrase: `fsdp x tp, dp 2 x tp 2, --bf16`."""
     return ", ".join(filter(None, [label(choice), mesh_phrase(choice), options_phrase(choice)]))
-
-
-def choose(
-    name: str | None,
-    given: Mapping[str, object],
-    world_size: int,
-    *,
-    device_type: str = "",
-    backend: str = "",
-) -> Strategy:
-    """What was typed, as a choice for so many ranks.
-
-    The name is settled by the mesh: `fsdp --tp 2`, `tp --dp 2` and `--dp 2 --tp 2` are equal.
-
-    Args:
-        name: Of a row; None where the degrees say it.
-        given: Degrees and options by name (see strategy_options.read); None and False stand for
-            what was not typed.
-        world_size: Ranks.
-        device_type: "cpu" or "cuda", to refuse what cannot work there; empty leaves that open.
-        backend: "gloo" or "nccl", likewise.
-
-    Raises:
-        OptionError: If a name, degree or option does not exist, does not fit the ranks, or would
-            have no effect; the message lists what does.
-    """
-    read = strategy_strategy_options.read(given)
-    degrees = dict(read.degrees)
-    copies = degrees.pop("replicas", None)
-    row = _row(name, degrees)
-    counts = strategy_strategy_degrees.resolve(row, degrees, world_size)
-    mesh = _mesh(row, counts, copies, read.options.get("shard", "full") == "hybrid")
-    options = Options(**row.sets, **read.options)  # type: ignore[arg-type]  # read has the types
-    settled = row.name
-    if row.name in _MESHED:
-        settled = next((word for word in ("pp", "tp") if counts.get(word, 1) > 1), "fsdp")
-    choice = Strategy(settled, mesh, world_size, options)
-    validate.check(choice, rows_of(choice), set(read.options), device_type, backend)
-    return choice
-
-
-def default_choice(world_size: int) -> Strategy:
-    """What counts where nothing was chosen: ddp, as with Accelerate."""
-    return choose("ddp", {}, world_size)
-
-
-def _row(name: str | None, degrees: Mapping[str, int]) -> Row:
-    if name is None and not degrees:
-        raise OptionError(f"No strategy is named. Choose one of {', '.join(ROWS)}.")
-    wanted = strategy_strategy_degrees.name_for(degrees) if name is None else name
-    row = ROWS.get(wanted)
-    if row is None:
-        raise OptionError(_no_row(wanted))
-    return row
-
-
-def _no_row(name: str) -> str:
-    here = ELSEWHERE.get(name.lower())
-    near = difflib.get_close_matches(name.lower(), ROWS, 1)
-    hint = f" Here it is {here}." if here else f" Did you mean {near[0]}?" if near else ""
-    return f"There is no strategy {name!r}.{hint} Choose one of {', '.join(ROWS)}."
-
-
-def _mesh(row: Row, counts: Mapping[str, int], copies: int | None, is_hybrid: bool) -> Degrees:
-    dp = counts.get("dp", 1)
-    split = {word: counts.get(word, 1) for word in ("pp", "cp", "tp")}
-    if row.name not in _MESHED | {"fsdp1"}:
-        if copies is not None:
-            raise OptionError(f"--replicas goes with fsdp --shard hybrid, not with {row.name}.")
-        axis = row.axis if row.axis.startswith("dp_") else "dp_replicate"
-        return Degrees(**split, **{axis: dp})
-    if is_hybrid:
-        replicas = strategy_strategy_degrees.replicas(copies, dp)
-        return Degrees(**split, dp_replicate=replicas, dp_shard=dp // replicas)
-    if copies is not None:
-        raise OptionError(
-            "--replicas says how many copies --shard hybrid keeps; with --shard full there is one. "
-            "Type both, or neither."
-        )
-    return Degrees(**split, dp_shard=dp)

@@ -173,7 +173,7 @@ def read(given: Mapping[str, object]) -> Given:
             continue
         name, meant = SHORTHANDS.get(word, (word, value))
         row = _option(name)
-        one = _value(row, meant)
+        one = _READ[row.kind](row, meant)
         if options.setdefault(row.name, one) != one:
             raise OptionError(f"{row.name} is typed twice: {options[row.name]} and {one}.")
     return Given({word: degrees[word] for word in DEGREES if word in degrees}, options)
@@ -188,10 +188,6 @@ def _option(word: str) -> OptionRow:
         raise OptionError(f"There is no option {word!r} of a strategy.{hint} Choose of: "
                           f"{', '.join(words)}.")  # fmt: skip
     return row
-
-
-def _value(row: OptionRow, value: object) -> object:
-    return _READ[row.kind](row, value)
 
 
 def _text(row: OptionRow, value: object) -> str:

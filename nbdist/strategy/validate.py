@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nbdist.errors import OptionError
+from nbdist.strategy.choice import Strategy, rows_of
 from nbdist.strategy.options import OPTIONS, OptionRow, listed, takers
 from nbdist.strategy.table import Row
-
-if TYPE_CHECKING:
-    from nbdist.strategy.choice import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,6 @@ class _Case:
 
 def check(
     choice: Strategy,
-    rows: tuple[Row, ...],
     typed: Collection[str],
     device_type: str = "",
     backend: str = "",
@@ -54,7 +50,6 @@ def check(
 
     Args:
         choice: The strategy.
-        rows: Its rows.
         typed: Names of the options that were typed, whatever their values.
         device_type: "cpu" or "cuda"; empty leaves open what depends on it.
         backend: "gloo" or "nccl"; likewise.
@@ -62,7 +57,7 @@ def check(
     Raises:
         OptionError: With the reason, and what takes the option.
     """
-    case = _Case(choice, rows, typed, device_type, backend)
+    case = _Case(choice, rows_of(choice), typed, device_type, backend)
     for name in typed:
         _check_place(case, OPTIONS[name])
     for name, rules in _RULES.items():

@@ -2,90 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from nbdist.cells.kernel import progress
-from nbdist.comparison.comparison import Comparison
+from nbdist.cluster.kernel.ranks import Ranks, current_strategy
 from nbdist.core.ranks import rank_label
-from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
-from nbdist.rpc.kernel import functions, gather
+from nbdist.rpc.kernel import gather
+from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy.choice import Strategy
-from nbdist.switch.report import RankSwitchReport
-from nbdist.switch.switched import merge
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.strategy.choose import StrategySpec
+from nbdist.switch.report import RankSwitchReport, together
 
 CURRENT_S = 30.0
 # A large model crosses a slow network.
 SWITCH_S = 600.0
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A strategy as it was typed, before it is known how many ranks there will be.
-
-    Attributes:
-        name: None where the degrees say it.
-        given: Degrees and options by name, in order of the names.
-    """
-
-    name: str | None
-    given: tuple[tuple[str, object], ...] = ()
-
-
-def asked(name: str | None, given: Mapping[str, object]) -> Asked | None:
-    """What was typed, or None for nothing."""
-    typed = [(w, value) for w, value in given.items() if value is not None and value is not False]
-    if name is None and not typed:
-        return None
-    return Asked(name, tuple(sorted(typed)))
-
-
-def check(one: Asked, world_size: int) -> None:
-    """Refuse what cannot be had with so many ranks, wherever they will be.
-
-    Raises:
-        OptionError: See strategy.choice.choose.
-    """
-    strategy_choice.choose(one.name, dict(one.given), world_size)
-
-
-def chosen(one: Asked, topology: Topology) -> Strategy:
-    """What was typed, for these ranks.
-
-    Raises:
-        OptionError: See strategy.choice.choose.
-    """
-    return strategy_choice.choose(
-        one.name,
-        dict(one.given),
-        topology.world_size,
-        device_type=topology.ranks[0].device.split(":")[0],
-        backend=topology.backend,
-    )
+switch_strategy: RankFunction[[Strategy], RankSwitchReport] = RankFunction(
+    "nbdist.switch.rank.switch:switch"
+)
 
 
 class Strategies:
-    """What a session's ranks prepare models under.
+    """What ranks prepare models under."""
 
-    Attributes:
-        last: What was chosen last, for a process that takes a rank's place; None for nothing yet.
-        compared: What strategies came to that were last run side by side (comparison.kernel).
-    """
+    def __init__(
+        self,
+        ranks: Ranks,
+        after: Callable[[RankSwitchReport], RankSwitchReport] = lambda done: done,
+    ):
+        """Nothing is chosen yet.
 
-    def __init__(self, session: Session):
-        self.last: Strategy | None = None
-        self.compared: Comparison | None = None
-        self._session = session
-
-    def began_with(self, one: Asked | None) -> None:
-        """Note what the ranks were started with."""
-        self.last = None if one is None else chosen(one, self._session.topology)
+        Args:
+            ranks: All of them.
+            after: Adds to a switch what others have to say of it.
+        """
+        self._ranks = ranks
+        self._after = after
 
     def current(self) -> Strategy:
         """The strategy that counts now, with what the user's own Accelerator has added to it.
@@ -94,7 +48,7 @@ class Strategies:
             RankGone, RankBusy, NotRunning: As for a cell.
             NbdistError: If ranks have different ones: a switch did not come to its end.
         """
-        told = self._session.call_all(functions.current_strategy, deadline_s=CURRENT_S)
+        told = self._ranks.call_all(current_strategy, deadline_s=CURRENT_S)
         if any(one != told[0] for one in told):
             each = "; ".join(
                 f"{rank_label([rank])}: {strategy_choice.label(one)}"
@@ -120,16 +74,18 @@ class Strategies:
             NbdistError: What a rank raised; what counts now, `current` says.
             Interrupted: If the user interrupted it.
         """
-        return self.switch_to(chosen(Asked(name, tuple(given.items())), self._session.topology))
+        return self.switch_to(StrategySpec(name, tuple(given.items())).on(self._ranks.topology))
 
     def switch_to(self, choice: Strategy) -> RankSwitchReport:
         """The same with a choice for these ranks."""
-        self._session.upkeep.recover_if_needed()
-        self.last = self.last or choice  # it may count, however this ends
+        self._ranks.recover_if_needed()
+        self._ranks.strategy_chosen = (
+            self._ranks.strategy_chosen or choice
+        )  # it may count, however this ends
         try:
-            with progress.of_ranks(self._session, "switch"):
-                told = self._session.call_all(
-                    functions.switch_strategy, choice, deadline_s=SWITCH_S, is_collective=True
+            with progress.of_ranks(self._ranks, "switch"):
+                told = self._ranks.call_all(
+                    switch_strategy, choice, deadline_s=SWITCH_S, is_collective=True
                 )
         except KeyboardInterrupt as error:
             raise Interrupted(f"{error}; %dist_strategy says which strategy counts now") from error
@@ -137,5 +93,5 @@ class Strategies:
             if (refused := gather.remote_error_message(error, OptionError)) is not None:
                 raise refused from error
             raise
-        self.last = choice
-        return self._session.lints.of_switch(merge(told))
+        self._ranks.strategy_chosen = choice
+        return self._after(together(told))

@@ -9,7 +9,8 @@ from nbdist.core import units
 from nbdist.core.view import View, table
 from nbdist.errors import OptionError
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import Strategy, choose, described, rows_of
+from nbdist.strategy.choice import Strategy, described, rows_of
+from nbdist.strategy.choose import choose
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.table import HELD, ROWS, Row
 from nbdist.switch.report import RankSwitchReport

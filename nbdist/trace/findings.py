@@ -1,19 +1,20 @@
-"""What each rule of `trace.finding_records` looks for on a rank."""
+"""What slows a recorded cell down, by rules: what was found, why it matters, what to do."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from nbdist.core.finding import Finding, Rule, RuleHit, Spot, on_ranks
 from nbdist.trace import intervals
 from nbdist.trace.breakdown import RankBreakdown, TimeBreakdown
 from nbdist.trace.intervals import Integers
 from nbdist.trace.names import AUTOGRAD
-from nbdist.trace.spans import Spans
+from nbdist.trace.spans import Spans, spans
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, COPY, DATA, HOST, MARK, RankTrace, Trace
 
 # A loss that is printed once in a step, and a check of its gradients' norm, are usual.
@@ -70,25 +71,7 @@ class Scene:
         return time_ns / max(1, self.own.window_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A rule has found something on a rank.
-
-    Attributes:
-        found: What, with its numbers, as a clause.
-        share: Of the time that is looked at.
-        spots: (start, end) of the longest places.
-    """
-
-    found: str
-    share: float
-    spots: tuple[tuple[int, int], ...] = ()
-
-
-Look = Callable[[Scene], Hit | None]
-
-
-def copies_to_host(scene: Scene) -> Hit | None:
+def copies_to_host(scene: Scene) -> RuleHit | None:
     """A GPU's values are read by Python again and again, which waits for it each time."""
     chosen = _chosen(scene, (COPY,), _TO_HOST)
     count = int(chosen.sum()) / scene.n_steps
@@ -99,14 +82,14 @@ def copies_to_host(scene: Scene) -> Hit | None:
         scene, _chosen(scene, (HOST,), re.compile(r"aten::(item|_local_scalar_dense)$"))
     )
     spent_ns = max(intervals.length(waits), intervals.length(_merged(scene, chosen)))
-    return Hit(
+    return RuleHit(
         f"{count:.0f} copies from the GPU to the host per {scene.per} on rank {scene.rank.rank}",
-        scene.part(spent_ns),
-        _spots(scene, chosen),
+        share=scene.part(spent_ns),
+        spots=_spots(scene, chosen),
     )
 
 
-def casts(scene: Scene) -> Hit | None:
+def casts(scene: Scene) -> RuleHit | None:
     """Values are copied from one type to another."""
     chosen = _chosen(scene, (COMPUTE,), _CASTS)
     # The optimizer's own numbers (its count of steps) are none that a user casts.
@@ -115,28 +98,28 @@ def casts(scene: Scene) -> Hit | None:
     share = spent_ns / max(1, scene.own.compute_ns)
     if share <= TENTH:
         return None
-    return Hit(
+    return RuleHit(
         f"copies from one type to another are {share:.0%} of what rank {scene.rank.rank} computes "
         f"({int(chosen.sum()) / scene.n_steps:.0f} per {scene.per})",
-        scene.part(spent_ns),
-        _spots(scene, chosen),
+        share=scene.part(spent_ns),
+        spots=_spots(scene, chosen),
     )
 
 
-def data(scene: Scene) -> Hit | None:
+def data(scene: Scene) -> RuleHit | None:
     """The rank waits for its next batch."""
     own = scene.own
     if scene.part(own.data_ns) <= TENTH:
         return None
-    return Hit(
+    return RuleHit(
         f"rank {own.rank} fetches data for {own.data_ns / scene.n_steps / 1e6:.1f} ms per "
         f"{scene.per} while nothing else goes on ({scene.part(own.data_ns):.0%})",
-        scene.part(own.data_ns),
-        _spots(scene, _chosen(scene, (DATA,), re.compile("enumerate"))),
+        share=scene.part(own.data_ns),
+        spots=_spots(scene, _chosen(scene, (DATA,), re.compile("enumerate"))),
     )
 
 
-def gaps(scene: Scene) -> Hit | None:
+def gaps(scene: Scene) -> RuleHit | None:
     """Nothing that is recorded runs for long at one stretch of a step."""
     own = scene.own
     if not own.steps_ns:
@@ -146,15 +129,15 @@ def gaps(scene: Scene) -> Hit | None:
     share = spent_ns / max(1.0, float(np.median(own.steps_ns)))
     if share <= TENTH:
         return None
-    return Hit(
+    return RuleHit(
         f"nothing runs on rank {own.rank} for {spent_ns / 1e6:.1f} ms at one stretch in each step "
         f"({share:.0%})",
-        share,
-        tuple((int(start), int(end)) for start, end in longest[:_SPOTS]),
+        share=share,
+        spots=_as_spots(scene, longest),
     )
 
 
-def much_communication(scene: Scene) -> Hit | None:
+def much_communication(scene: Scene) -> RuleHit | None:
     """Collectives take more than half of the time, beside the wait for other ranks."""
     own = scene.own
     spent_ns = own.exposed_ns - own.waited_ns
@@ -162,15 +145,15 @@ def much_communication(scene: Scene) -> Hit | None:
         return None
     chosen = _chosen(scene, (COMMUNICATION,), re.compile(""))
     name = _busiest(scene.rank, chosen)
-    return Hit(
+    return RuleHit(
         f"collectives, most of them {name}, take {scene.part(spent_ns):.0%} of a {scene.per} on "
         f"rank {own.rank} with nothing computed meanwhile",
-        scene.part(spent_ns),
-        _spots(scene, chosen),
+        share=scene.part(spent_ns),
+        spots=_spots(scene, chosen),
     )
 
 
-def small_kernels(scene: Scene) -> Hit | None:
+def small_kernels(scene: Scene) -> RuleHit | None:
     """A GPU is idle between kernels that are too short."""
     events = scene.rank.events
     chosen = _chosen(scene, (COMPUTE,), re.compile(""))
@@ -180,26 +163,26 @@ def small_kernels(scene: Scene) -> Hit | None:
     is_many = scene.rank.device == "cuda" and small > HALF * count
     if not is_many or idle <= LAUNCH_IDLE:
         return None
-    return Hit(
+    return RuleHit(
         f"{small / max(1, count):.0%} of {count / scene.n_steps:.0f} kernels per {scene.per} on "
         f"rank {scene.own.rank} are shorter than {SMALL_KERNEL_NS // 1000} us, and its GPU is idle "
         f"for {idle:.0%} of the time",
-        idle,
-        tuple((int(a), int(b)) for a, b in _longest_idle(scene)[:_SPOTS]),
+        share=idle,
+        spots=_as_spots(scene, _longest_idle(scene)),
     )
 
 
-def late_rank(scene: Scene) -> Hit | None:
+def late_rank(scene: Scene) -> RuleHit | None:
     """The others wait for this rank, and for no other one."""
     slowest = scene.shares.slowest
     if slowest is None or slowest.rank != scene.own.rank:
         return None
     if not slowest.is_alone or slowest.share <= LATE:
         return None
-    return Hit(
+    return RuleHit(
         f"the others wait for rank {slowest.rank}: without it a {scene.per} would be "
         f"{slowest.share:.0%} faster{_longer(scene)}",
-        slowest.share,
+        share=slowest.share,
     )
 
 
@@ -225,7 +208,7 @@ def _longer(scene: Scene) -> str:
     return f"; {_DOES[word]} {more[word] / scene.n_steps / 1e6:.1f} ms longer than they do"
 
 
-def no_overlap(scene: Scene) -> Hit | None:
+def no_overlap(scene: Scene) -> RuleHit | None:
     """Gradients are sent when nothing is computed any more."""
     own = scene.own
     has_backward = any(name.startswith(AUTOGRAD) for name in scene.rank.names)
@@ -240,12 +223,12 @@ def no_overlap(scene: Scene) -> Hit | None:
     exposed_ns = whole_ns - hidden_ns - own.waited_ns
     if scene.part(exposed_ns) <= TENTH or hidden_ns >= OVERLAP * whole_ns:
         return None
-    return Hit(
+    return RuleHit(
         f"{hidden_ns / whole_ns:.0%} of the time in which gradients are sent goes on under the "
         f"backward on rank {own.rank}, in {int(chosen.sum()) / scene.n_steps:.0f} calls per "
         f"{scene.per}",
-        scene.part(exposed_ns),
-        _spots(scene, chosen),
+        share=scene.part(exposed_ns),
+        spots=_spots(scene, chosen),
     )
 
 
@@ -271,14 +254,17 @@ def _merged(scene: Scene, chosen: npt.NDArray[np.bool_]) -> Integers:
     )
 
 
-def _spots(scene: Scene, chosen: npt.NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
+def _spots(scene: Scene, chosen: npt.NDArray[np.bool_]) -> tuple[Spot, ...]:
+    """The longest of the chosen events."""
     events = scene.rank.events
     places = np.flatnonzero(chosen)
     longest = places[np.argsort(-events.duration_ns[places], kind="stable")[:_SPOTS]]
-    return tuple(
-        (int(events.start_ns[one]), int(events.start_ns[one] + events.duration_ns[one]))
-        for one in longest
-    )
+    start_ns = events.start_ns[longest]
+    return _as_spots(scene, np.stack([start_ns, start_ns + events.duration_ns[longest]], axis=1))
+
+
+def _as_spots(scene: Scene, longest: Integers) -> tuple[Spot, ...]:
+    return tuple(Spot(scene.rank.rank, start, end) for start, end in longest[:_SPOTS].tolist())
 
 
 def _longest_idle(scene: Scene) -> Integers:
@@ -302,3 +288,73 @@ def _busiest(rank: RankTrace, chosen: npt.NDArray[np.bool_]) -> str:
         rank.events.name[chosen], rank.events.duration_ns[chosen], minlength=len(rank.names)
     )
     return rank.names[int(np.argmax(spent))]
+
+
+RULES = (
+    Rule(
+        "one late rank",
+        late_rank,
+        "a collective begins when the last rank has come, so the slowest sets the pace of all",
+        "give it less to do (batches of equal size, the same data loading on all), and look "
+        "whether something else runs on its GPU or its cores (%dist_status)",
+    ),
+    Rule(
+        "much communication",
+        much_communication,
+        "no rank computes while it waits for bytes",
+        "more work per byte: a larger batch per rank, gradients accumulated over several batches "
+        "(accelerator.accumulate), or fewer ranks for a model this small",
+    ),
+    Rule(
+        "buckets that do not overlap",
+        no_overlap,
+        "gradients that are ready can be sent while the backward goes on, and are not",
+        "under ddp smaller buckets (bucket_cap_mb), so that the first is full early; under fsdp "
+        "one group per block; and no operation that needs all gradients before the backward ends",
+    ),
+    Rule(
+        "data",
+        data,
+        "nothing is computed until the next batch is there",
+        "DataLoader(num_workers=2 or more, prefetch_factor=2, pin_memory=True on a GPU)",
+    ),
+    Rule(
+        "nothing runs",
+        gaps,
+        "the rank is in code that the profiler does not see: Python between two operators, data "
+        "that no DataLoader fetches, files, a sleep",
+        "look at what stands there in the loop, and do it less often, or beside the computation; "
+        "--stacks records Python's functions too",
+    ),
+    Rule(
+        "device-to-host copies",
+        copies_to_host,
+        "each waits until the GPU has done all that was launched, and no kernel is launched then",
+        "no .item(), .cpu(), print(loss) or `if tensor` in every step: keep sums on the GPU and "
+        "read them every hundred steps",
+    ),
+    Rule(
+        "dtype copies",
+        casts,
+        "they read and write everything once more and compute nothing",
+        "one type throughout: autocast instead of .to() by hand (--bf16), parameters kept in the "
+        "type that is computed in, inputs cast once in the DataLoader",
+    ),
+    Rule(
+        "many small kernels",
+        small_kernels,
+        "the host needs longer to launch one than the GPU to run it",
+        "larger batches, torch.compile, or fused optimizers (fused=True)",
+    ),
+)
+
+
+def findings(trace: Trace, shares: TimeBreakdown) -> tuple[Finding, ...]:
+    """What slows the cell down by `RULES`, the largest first; empty where nothing does."""
+    traces = {rank.rank: rank for rank in trace.ranks}
+    scenes = {}
+    for own in shares.ranks:
+        if own.window_ns:
+            rank = traces[own.rank]
+            scenes[own.rank] = Scene(trace, shares, rank, own, spans(rank, len(own.steps_ns)))
+    return on_ranks(RULES, scenes)

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.shown import is_stored
+from nbdist.core.units import is_stored
 from nbdist.trace.trace import COMMUNICATION, RankTrace, Trace
 
 # A first step this much longer than the others is no measure of them.

@@ -22,8 +22,8 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from nbdist.core.rank import this_rank
 from nbdist.core.units import size
-from nbdist.engine import join
 from nbdist.errors import TraceError
 from nbdist.hang.rank import main_thread
 from nbdist.parallel import registry
@@ -53,7 +53,7 @@ class _Recording:
     def __init__(self, options: TraceOptions, folder: Path, token: str):
         self.token = token
         self.problem = ""
-        self.path = folder / f"rank{join.current().place.rank}.json"
+        self.path = folder / f"rank{this_rank().place.rank}.json"
         self._options = options
         self.steps = Steps(options.steps, _mark)
         self._profiler: profile | None = None
@@ -63,7 +63,7 @@ class _Recording:
     def start(self) -> None:
         """Let the profiler run. A failure leaves the cell alone, and is told afterwards."""
         activities = [ProfilerActivity.CPU]
-        if join.current().place.device != "cpu":
+        if this_rank().place.device != "cpu":
             activities.append(ProfilerActivity.CUDA)
         if is_profiling(unknown=False):
             self.problem = (
@@ -144,7 +144,7 @@ class _Recording:
     def _header(self) -> dict[str, Any]:
         has_warmup = self._options.steps is not None and len(self.steps.ends) > 1
         return {
-            "rank": join.current().place.rank,
+            "rank": this_rank().place.rank,
             "host": socket.gethostname(),
             "ends": self.steps.ends,
             "skipped": int(has_warmup),
@@ -175,7 +175,7 @@ def begin(options: TraceOptions, token: str) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     cell_hook.state.armed = None
     folder = _folder()
-    for left in folder.glob(f"rank{join.current().place.rank}.json*"):
+    for left in folder.glob(f"rank{this_rank().place.rank}.json*"):
         left.unlink()
     cell_hook.state.armed = _kept.last = _Recording(options, folder, token)
 
@@ -197,7 +197,7 @@ def finish(folders: Sequence[str]) -> PackedValue:
         progress.tell("writing the file")
         recording.export()
         progress.tell("reading the file")
-        found = read.read(recording.path, join.current().place.rank)
+        found = read.read(recording.path, this_rank().place.rank)
     if recording.problem:
         found = found.told(recording.problem)
     return pack.send(pack.pack({"recording": found}), folders)

@@ -1,7 +1,7 @@
 """What the profilers of the ranks have recorded of one cell, as columns.
 
 Made by `trace.read` from the files that ranks write; judged by `trace.breakdown` and
-`trace.finding_records`; drawn by `trace.view.report`. Times are integers in nanoseconds since the
+`trace.findings`; drawn by `trace.view.report`. Times are integers in nanoseconds since the
 beginning of the recording, the same zero on every rank.
 """
 

@@ -14,20 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.cluster import shm
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.errors import Interrupted, NbdistError, TransferError
-from nbdist.rpc.kernel import functions, sigint
-from nbdist.variables import bfloat16, pack, unpack
+from nbdist.rpc.kernel import sigint
+from nbdist.rpc.kernel.functions import Caller, RankFunction
+from nbdist.variables import pack, unpack
 from nbdist.variables.names import check_held, check_names
 from nbdist.variables.pack import PackedValue
 from nbdist.variables.unpack import Contents
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
 
 ASK_S = 30.0
 # Tens of gigabytes over a disk, where /dev/shm is small.
@@ -36,6 +35,16 @@ TRANSFER_S = 600.0
 REMOVE_TRIES = 5
 # What the kernel never loads for somebody else; a user's own import of them is fine.
 HEAVY = ("torch", "accelerate")
+
+names_lacking: RankFunction[[Sequence[str]], dict[str, tuple[str, ...]]] = RankFunction(
+    "nbdist.variables.rank:lacking"
+)
+send_values: RankFunction[[Sequence[str], Sequence[str], bool, bool], PackedValue] = RankFunction(
+    "nbdist.variables.rank:send"
+)
+receive: RankFunction[[str, PackedValue], None] = RankFunction("nbdist.variables.rank:receive")
+bind: RankFunction[[str], None] = RankFunction("nbdist.variables.rank:bind")
+drop: RankFunction[[str], None] = RankFunction("nbdist.variables.rank:drop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +65,8 @@ class Moved:
 class Variables:
     """The way of variables between the notebook and a session's ranks."""
 
-    def __init__(self, session: Session):
-        self._session = session
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
         self._told: set[str] = set()  # types that numpy lacks: said once each
 
     def push(
@@ -75,23 +84,22 @@ class Variables:
             RankGone, RankBusy, NotRunning: As for a cell.
             Interrupted: If the user interrupted it.
         """
-        session = self._session
         check_names(tuple(variables), "%dist_push")
-        chosen = session.chosen(ranks)
-        session.upkeep.make_whole()
-        session.readiness.check(chosen)  # before a large value is copied
+        chosen = self._ranks.chosen(ranks)
+        self._ranks.make_whole()
+        self._ranks.check_ready(chosen)  # before a large value is copied
         with _all_or_nothing("pushed"):
             packed = pack.pack(variables, sys.modules.get("torch"))
             token = uuid.uuid4().hex
             with self.folders(chosen) as folders:
                 parcel = pack.send(packed, folders)
                 try:
-                    self._call(functions.receive, token, parcel, ranks=chosen)
+                    self._call(receive, token, parcel, ranks=chosen)
                 except (NbdistError, KeyboardInterrupt):
                     for rank in chosen:
-                        functions.drop(session.call, rank, token)
+                        drop(self._ranks.call, rank, token)
                     raise
-        self._call(functions.bind, token, ranks=chosen)
+        self._call(bind, token, ranks=chosen)
         return Moved(variables, chosen, parcel.remarks)
 
     def pull(
@@ -114,19 +122,18 @@ class Variables:
             RankGone, RankBusy, NotRunning: As for a cell.
             Interrupted: If the user interrupted it.
         """
-        session = self._session
         check_names(names, "%dist_pull")
-        chosen = session.chosen(ranks)
-        asked = session.ranks if is_whole else chosen
+        chosen = self._ranks.chosen(ranks)
+        asked = self._ranks.ranks if is_whole else chosen
         if is_whole:
-            session.upkeep.recover_if_needed()
+            self._ranks.recover_if_needed()
         with _all_or_nothing("pulled"):
-            lacking = session.call_all(functions.lacking, names, deadline_s=ASK_S, ranks=asked)
+            lacking = self._ranks.call_all(names_lacking, names, deadline_s=ASK_S, ranks=asked)
             check_held(dict(zip(asked, lacking, strict=True)))
             with self.folders(chosen) as folders:
 
-                def send(call: functions.Caller, rank: int) -> Future[PackedValue]:
-                    return functions.send(call, rank, names, folders, rank in chosen, is_whole)
+                def send(call: Caller, rank: int) -> Future[PackedValue]:
+                    return send_values(call, rank, names, folders, rank in chosen, is_whole)
 
                 sent = self._call(send, ranks=asked, is_collective=is_whole)
                 came = {r: one for r, one in zip(asked, sent, strict=True) if r in chosen}
@@ -144,7 +151,7 @@ class Variables:
         is_collective: bool = False,
     ) -> list[Any]:
         try:
-            return self._session.call_all(
+            return self._ranks.call_all(
                 function,
                 *args,
                 deadline_s=TRANSFER_S,
@@ -163,11 +170,11 @@ class Variables:
 
         None where a rank runs on another host, which sees no file of this one.
         """
-        places = {place.rank: place.host for place in self._session.topology.ranks}
+        places = {place.rank: place.host for place in self._ranks.topology.ranks}
         made: list[str] = []
         try:
             if {places[rank] for rank in ranks} == {socket.gethostname()}:
-                run_dir = self._session.cluster.run_dir
+                run_dir = self._ranks.cluster.run_dir
                 prefix = shm.folder_prefix(os.getuid(), run_dir.name)
                 for place in (shm.SHM, run_dir):
                     with contextlib.suppress(OSError):  # macOS has no /dev/shm: then the next
@@ -179,11 +186,11 @@ class Variables:
                     _remove(Path(folder))
 
     def _remarks(self, came: Sequence[PackedValue]) -> tuple[str, ...]:
-        """What the ranks said, each once, and types that became others, once in a session."""
+        """What the ranks said, each once, and types that became others, once in a self._ranks."""
         remarks = dict.fromkeys(remark for parcel in came for remark in parcel.remarks)
         if "torch" not in sys.modules:
             lacking = {name for parcel in came for name in unpack.lacking_types(parcel)}
-            for name in sorted((lacking & set(bfloat16.BITS)) - self._told):
+            for name in sorted((lacking & unpack.AS_FLOAT32) - self._told):
                 self._told.add(name)
                 remarks[
                     f"numpy has no {name}: it comes as float32, with the same values. After "

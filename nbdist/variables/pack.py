@@ -71,7 +71,7 @@ class Packed:
 
     @property
     def size_bytes(self) -> int:
-        """All pieces together."""
+        """Of all pieces together."""
         return sum(piece.nbytes for piece in self.pieces)
 
 

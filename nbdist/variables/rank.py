@@ -45,10 +45,11 @@ def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bo
     def plain(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
-        if is_whole:
-            return _gathered(tensor)
-        parts.append(tensor)
-        return _own_part(tensor)
+        with torch.no_grad():
+            if is_whole:
+                return tensor.full_tensor()
+            parts.append(tensor)
+            return tensor.to_local()
 
     packed = pack.pack(
         {name: known[name] for name in names},
@@ -60,18 +61,6 @@ def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bo
     if not keeps:
         return PackedValue((), (), b"", "")
     return pack.send(replace(packed, remarks=(PART,) if parts else ()), folders)
-
-
-def _gathered(tensor: DTensor) -> torch.Tensor:
-    with torch.no_grad():
-        whole: torch.Tensor = tensor.full_tensor()
-    return whole
-
-
-def _own_part(tensor: DTensor) -> torch.Tensor:
-    with torch.no_grad():
-        part: torch.Tensor = tensor.to_local()
-    return part
 
 
 def receive(token: str, parcel: PackedValue) -> None:

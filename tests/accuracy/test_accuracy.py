@@ -14,7 +14,7 @@ from nbdist.planner.kernel.fake_process import FakeEngine
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import of_config, of_count
 from nbdist.planner.workload import Workload
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 from tests.accuracy.case import LONG, MODELS, SHORT, Case, Result, record
 from tests.accuracy.texts import RANKS
 from tests.support.torch_ranks import LIMIT_S, TorchRanks

@@ -4,7 +4,8 @@ RANKS = """
 import json, os
 import torch.nn.functional as F
 from torch import nn
-from nbdist.strategy.choice import choose, steps_of
+from nbdist.strategy.choice import steps_of
+from nbdist.strategy.choose import choose
 from nbdist.planner.rank import describe_model, measure_step as measured
 from nbdist.planner.fake import pickle_by_value
 from nbdist.planner.fake.models import Sent
@@ -67,7 +68,7 @@ found = []
 for case in json.loads(os.environ["CASES"]):
     try:
         model, args, kwargs = made(case)
-        prepare.set_choice(choose(case["name"], case["given"], n))
+        registry.set_choice(choose(case["name"], case["given"], n))
         sent = pickle_by_value.dumps(Sent(model, args, kwargs)).hex() if not case["config"] else ""
         outer = prepare.prepare_model(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

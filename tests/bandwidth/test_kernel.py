@@ -14,10 +14,9 @@ from nbdist.bandwidth import kernel as bandwidth_kernel
 from nbdist.bandwidth.kernel import Bandwidth, load, next_cost_s, save, shares
 from nbdist.bandwidth.results import LEAST_RUNS, OPS, Bench, Timing
 from nbdist.bandwidth.sizes import DEFAULT_SIZES, parse_sizes
-from nbdist.cells.kernel.session import Session
 from nbdist.core.topology import Gpu, Topology, local_reports, plan
 from nbdist.errors import Interrupted, NbdistError, OptionError, RankGone
-from nbdist.rpc.kernel import functions
+from nbdist.notebook.session import Session
 
 MIB = 2**20
 LATENCY_S, BYTES_PER_S = 1e-3, 1e9
@@ -37,11 +36,9 @@ class FakeSession:
         self.done: list[str] = []
         self.asked: list[tuple[str, int]] = []
         self.ranks = tuple(range(topology.world_size))
-        self.readiness = SimpleNamespace(check_death=lambda ranks: self.done.append("looked"))
-        self.upkeep = SimpleNamespace(
-            recover_if_needed=lambda: self.done.append("recovered"),
-            settle=lambda: self.done.append("settled"),
-        )
+        self.check_death = lambda _ranks: self.done.append("looked")
+        self.recover_if_needed = lambda: self.done.append("recovered")
+        self.settle = lambda: self.done.append("settled")
         self.problem: Callable[[str, int], Any] = lambda _op, _size: ""
         self._free = free
 
@@ -49,9 +46,9 @@ class FakeSession:
         self, function: Callable[..., Any], *args: Any, deadline_s: float, **options: Any
     ) -> list[Any]:
         n = self.topology.world_size
-        if function is functions.begin_measuring:
+        if function is bandwidth_kernel.begin_measuring:
             return [{"host": self._free}] * n
-        assert function is functions.measure
+        assert function is bandwidth_kernel.measure
         assert options == {"is_collective": True, "patience_s": bandwidth_kernel.PATIENCE_S}
         op, size, limit_s = args
         self.asked.append((op, size))
@@ -106,7 +103,7 @@ def test_with_nccl_sizes_go_to_a_gigabyte(made: Made) -> None:
     one, session = made(topology(2, gpus=2))
     session.call_all = lambda function, *args, **options: (  # type: ignore[method-assign]
         [{"host": 1, "device": 10**11}] * 2
-        if function is functions.begin_measuring
+        if function is bandwidth_kernel.begin_measuring
         else FakeSession.call_all(session, function, *args, **options)
     )
     found = one.measure("all_reduce", limit_s=1000.0)

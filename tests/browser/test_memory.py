@@ -1,33 +1,23 @@
-"""The picture of memory in JupyterLab: by mouse and keys, reloaded, untrusted, as a page."""
+"""The picture of memory by mouse and keys: what it has beside other live pictures."""
 
-import contextlib
-import io
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nbformat
 import numpy as np
 import pytest
-from matplotlib.image import imread
-from nbconvert import HTMLExporter
 
 from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, OutOfMemory, Snapshot
 from nbdist.memory.timeline import changes, curve, peak_ns, totals
-from nbdist.memory.view.report import memory_report
-from tests.support.drawn_memory import MB, Piece, million, rank_memory, training
-from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
-from tests.support.live import DEADLINE_MS, LivePicture
+from tests.support.drawn_memory import MB, Piece, million, rank_memory, remembered, training
+from tests.support.lab import browser_page
+from tests.support.live import LivePicture, opened
+
+if TYPE_CHECKING:  # playwright is an optional extra
+    from playwright.sync_api import Page
 
 pytestmark = pytest.mark.browser
 
-ROOT = Path(__file__).resolve().parents[2]
-CELL = (
-    "from nbdist.memory.view.report import memory_report\n"
-    "from tests.support.drawn_memory import training\n"
-    "remembered(training(device='cuda'))"
-)
 MEMORY = training(device="cuda")
 WHOLE_NS = max(rank.duration_ns for rank in MEMORY.ranks)
 STATE = "h.5.mlp.w"
@@ -36,19 +26,10 @@ STATE = "h.5.mlp.w"
 class Picture(LivePicture):
     """The frame with memory over time."""
 
-    @property
-    def seen_ns(self) -> tuple[float, float]:
-        """From where to where the picture shows."""
-        begin, end = self.value("[from, to]")
-        return begin, end
-
     def move_to(self, ns: float, size_bytes: float, place: int = 0) -> None:
         """Put the pointer at a time and a height in a rank's area."""
-        x, y = self.value(
-            f"[xOf({ns}), tops[{place}] + HEADER - frame.scrollTop"
-            f" + yOf({size_bytes}, memory.ranks[{place}])]"
-        )
-        self.frame.locator("#canvas").hover(position={"x": x, "y": y}, timeout=DEADLINE_MS)
+        height = f"yOf({size_bytes}, memory.ranks[{place}])"
+        self.point_at(ns, f"tops[{place}] + HEADER - frame.scrollTop + {height}")
 
     def drawn_bytes(self, place: int) -> list[float]:
         """How high each column of a rank is, in bytes, by the pixels of its blocks."""
@@ -67,36 +48,25 @@ class Picture(LivePicture):
         return found
 
 
-# Frame and image are those of a trace's picture too, of which test_timeline shows the same.
-LIKE_A_TRACE = pytest.mark.more_browser
-
-
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A server whose kernels can import the made-up memory."""
-    folder = tmp_path_factory.mktemp("lab")
-    write_notebook(folder / "a.ipynb", CELL)
-    with Lab(folder, {"PYTHONPATH": str(ROOT), "NBDIST_TEST": ""}) as lab:
-        yield lab
-
-
-@pytest.fixture(scope="module")
-def notebook(lab: Lab) -> Iterator[LabNotebook]:
-    """The cell has been run."""
+def page() -> Iterator["Page"]:
+    """A page of a fresh browser."""
     with browser_page(1100, 1000) as page:
-        # Otherwise playwright tells all frames that the user likes it light.
-        page.emulate_media(color_scheme="null")
-        notebook = LabNotebook(page, lab, "a.ipynb")
-        notebook.run_cell(0)
-        yield notebook
+        yield page
+
+
+@pytest.fixture(scope="module")
+def shown(page: "Page") -> Picture:
+    """The picture in a page: what it is in JupyterLab shows test_viewer."""
+    page.set_content(remembered(MEMORY).html)
+    return Picture(page)
 
 
 @pytest.fixture
-def picture(notebook: LabNotebook) -> Picture:
+def picture(shown: Picture) -> Picture:
     """All of it is seen."""
-    found = Picture(notebook.page)
-    found.reset()
-    return found
+    shown.reset()
+    return shown
 
 
 def optimizer_block() -> tuple[float, float, list[str]]:
@@ -148,29 +118,6 @@ def test_pointing_above_tells_what_is_in_use_then(picture: Picture) -> None:
     assert "parameters 72.0 MB" in told
 
 
-def test_the_wheel_zooms_at_the_pointer(picture: Picture) -> None:
-    """Without a click the wheel is the page's; after it what is below the pointer stays there."""
-    ns, size_bytes, told = optimizer_block()
-    picture.move_to(ns, size_bytes)
-    picture.page.mouse.wheel(0, 50)
-    before = picture.seen_ns
-    picture.page.mouse.wheel(0, -50)
-    picture.move_to(ns, size_bytes)
-    picture.page.mouse.down()
-    picture.page.mouse.up()
-    for _ in range(4):
-        picture.page.mouse.wheel(0, -300)
-    begin, end = picture.seen_ns
-    picture.move_to(ns, size_bytes)
-    pixel = WHOLE_NS / (end - begin) / picture.value("width - LEFT")
-
-    assert picture.value("focused") == -1
-    assert before == (0, picture.value("memory.to"))
-    assert end - begin < WHOLE_NS / 10
-    assert (ns - begin) / (end - begin) == pytest.approx(ns / WHOLE_NS, abs=pixel)
-    assert picture.tip[:5] == told[:5]
-
-
 def test_shift_and_the_wheel_zoom_bytes(picture: Picture) -> None:
     """The height below the pointer stays; dragging moves it then; Home shows all."""
     picture.move_to(WHOLE_NS * 0.7, 200 * MB)
@@ -194,27 +141,6 @@ def test_shift_and_the_wheel_zoom_bytes(picture: Picture) -> None:
     assert picture.value("[low, high]") == [0, whole]
 
 
-def test_dragging_moves_the_picture(picture: Picture) -> None:
-    """By as much time as the pointer has passed; not beyond the end."""
-    picture.frame.locator("#in").click()
-    begin, end = picture.seen_ns
-    box = picture.frame.locator("#canvas").bounding_box()
-    assert box is not None
-    right, y = box["x"] + box["width"] - 5, box["y"] + box["height"] / 2
-    picture.page.mouse.move(right, y)
-    picture.page.mouse.down()
-    picture.page.mouse.move(right - 100, y, steps=3)
-    moved, _ = picture.seen_ns
-    picture.page.mouse.move(box["x"] + 5, y)
-    last = picture.seen_ns
-    picture.page.mouse.up()
-
-    per_pixel = (end - begin) / picture.value("width - LEFT")
-    assert moved - begin == pytest.approx(100 * per_pixel, rel=0.01)
-    assert last[1] == picture.value("memory.to")
-    assert last[1] - last[0] == pytest.approx(end - begin)
-
-
 def test_keys_go_through_the_blocks_of_the_peak(picture: Picture) -> None:
     """The largest first, said to who cannot see it."""
     own = MEMORY.ranks[0].blocks
@@ -233,25 +159,17 @@ def test_keys_go_through_the_blocks_of_the_peak(picture: Picture) -> None:
     assert "rank 1" in heard[3]
 
 
-def test_keys_move_and_zoom(picture: Picture) -> None:
-    """And lead to the peak of the rank that needs most; the notebook's own keys stay out of it."""
-    seen = {}
+def test_a_key_leads_to_the_peak(picture: Picture) -> None:
+    """Of the rank that needs most."""
     picture.frame.locator("#frame").focus()
-    for key in "wdasp":
-        picture.page.keyboard.press(key)
-        seen[key] = picture.seen_ns
+    picture.page.keyboard.press("p")
+    begin, end = picture.seen_ns
     told = picture.tip
-    picture.page.keyboard.press("Home")
     blocks = MEMORY.ranks[1].blocks
     _, total = totals(changes(blocks))
-    length = seen["w"][1] - seen["w"][0]
 
-    assert length == pytest.approx(0.7 * picture.value("memory.to"))
-    assert seen["d"][0] - seen["w"][0] == pytest.approx(0.15 * length)
-    assert seen["s"] == (0, picture.value("memory.to"))
-    assert seen["p"][0] < peak_ns(blocks) < seen["p"][1]
+    assert begin < peak_ns(blocks) < end
     assert told[0].startswith(f"rank 1: {total.max() / 1e6:.1f} MB in use at ")
-    assert picture.page.locator(".jp-Notebook .jp-Cell").count() == 1
 
 
 def test_a_click_on_a_header_folds_the_rank(picture: Picture) -> None:
@@ -291,31 +209,11 @@ def test_columns_are_as_high_as_the_most_in_use_of_their_stretch(picture: Pictur
             assert found == pytest.approx(truth, abs=1.5 * most / rows), (place, column)
 
 
-@LIKE_A_TRACE
-def test_it_follows_jupyterlabs_theme(picture: Picture, notebook: LabNotebook) -> None:
-    """Dark in the dark theme, light in the light one, without a reload."""
-    seen = {}
-    for theme in ("JupyterLab Dark", "JupyterLab Light"):
-        notebook.page.evaluate(
-            "theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })", theme
-        )
-        wanted = "isDark" if theme.endswith("Dark") else "!isDark"
-        picture.frame.wait_for_function(f"() => {wanted}", timeout=DEADLINE_MS)
-        seen[theme] = picture.value("[...context.getImageData(2, 2, 1, 1).data].slice(0, 3)")
-
-    assert sum(seen["JupyterLab Dark"]) < 150
-    assert seen["JupyterLab Light"] == [255, 255, 255]
-
-
-def test_a_million_blocks_keep_their_peaks(notebook: LabNotebook) -> None:
+def test_a_million_blocks_keep_their_peaks(page: "Page") -> None:
     """Merged blocks are told as such; each rank's highest column is its true peak."""
     snapshot = million(200_000, ranks=2)
-    view = memory_report(snapshot)
-    browser = notebook.page.context.browser
-    assert browser is not None
-    with contextlib.closing(browser.new_page()) as page:
-        page.set_content(view.html)
-        picture = Picture(page)
+    view = remembered(snapshot)
+    with opened(Picture, page, view) as picture:
         most, rows = picture.value("[memory.most, memory.ranks[0].drawn.rows]")
         highest = [max(picture.drawn_bytes(place)) for place in (0, 1)]
         merged = picture.value("memory.merged")
@@ -327,15 +225,11 @@ def test_a_million_blocks_keep_their_peaks(notebook: LabNotebook) -> None:
     assert highest == pytest.approx(peaks, abs=1.5 * most / rows)
 
 
-def test_one_moment_is_a_bar_for_each_rank(notebook: LabNotebook) -> None:
+def test_one_moment_is_a_bar_for_each_rank(page: "Page") -> None:
     """From left to right in bytes; zoom and tooltip as ever."""
     pieces = [Piece(30 * MB), Piece(70 * MB, category=ACTIVATION, is_exact=False)]
-    view = memory_report(Snapshot(tuple(rank_memory(rank, pieces, 0) for rank in (0, 1))))
-    browser = notebook.page.context.browser
-    assert browser is not None
-    with contextlib.closing(browser.new_page()) as page:
-        page.set_content(view.html)
-        picture = Picture(page)
+    view = remembered(Snapshot(tuple(rank_memory(rank, pieces, 0) for rank in (0, 1))))
+    with opened(Picture, page, view) as picture:
         share = picture.value(
             "memory.ranks[1].drawn.ids.subarray(0, memory.ranks[1].drawn.columns)"
             ".filter(id => id === 4).length / memory.ranks[1].drawn.columns"
@@ -348,7 +242,7 @@ def test_one_moment_is_a_bar_for_each_rank(notebook: LabNotebook) -> None:
     assert told == ["parameters: 30.0 MB", "parameters", "rank 1"]
 
 
-def test_what_failed_is_marked_and_what_a_rank_lacks_is_told(notebook: LabNotebook) -> None:
+def test_what_failed_is_marked_and_what_a_rank_lacks_is_told(page: "Page") -> None:
     """A red bar with what was asked for; the limit is a red line; a reason in the rank's bar."""
     failed = rank_memory(
         0,
@@ -358,11 +252,7 @@ def test_what_failed_is_marked_and_what_a_rank_lacks_is_told(notebook: LabNotebo
         limit_bytes=100 * MB,
     )
     lacking = rank_memory(1, [], 0, problem="rank 1 <b>ended</b>")
-    browser = notebook.page.context.browser
-    assert browser is not None
-    with contextlib.closing(browser.new_page()) as page:
-        page.set_content(memory_report(Snapshot((failed, lacking))).html)
-        picture = Picture(page)
+    with opened(Picture, page, remembered(Snapshot((failed, lacking)))) as picture:
         picture.move_to(600, 90 * MB)
         told = picture.tip
         red = picture.value(
@@ -381,83 +271,3 @@ def test_what_failed_is_marked_and_what_a_rank_lacks_is_told(notebook: LabNotebo
     assert red[:3] == [0xD0, 0, 0]
     assert limit[0] > limit[1] + 50
     assert header == "rank 1 <b>ended</b>"
-
-
-@LIKE_A_TRACE
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_image_is_seen_where_the_script_fails(notebook: LabNotebook, scheme: str) -> None:
-    """In an old browser the frame over it stays empty and lets it through."""
-    view = memory_report(training())
-    browser = notebook.page.context.browser
-    assert browser is not None
-    failures: list[str] = []
-    with contextlib.closing(browser.new_page(color_scheme="null")) as page:
-        page.on("pageerror", lambda error: failures.append(error.message))
-        page.set_content(
-            f'<body style="color-scheme: {scheme}">'
-            + view.html.replace("DecompressionStream", "ThatIsNotThereYet")
-        )
-        page.wait_for_function("document.querySelector('img').complete", timeout=DEADLINE_MS)
-        pixels = imread(io.BytesIO(page.screenshot()))
-    colours = [(0x00, 0x72, 0xB2), (0x00, 0x9E, 0x73)]  # parameters, optimizer state
-    counts = [(np.abs(pixels[..., :3] * 255 - one).max(axis=-1) < 3).sum() for one in colours]
-
-    assert failures == ["ThatIsNotThereYet is not defined"]
-    assert min(counts) > 500
-
-
-def _works(picture: Picture) -> None:
-    ns, size_bytes, told = optimizer_block()
-    picture.move_to(ns, size_bytes)
-    assert picture.tip == told
-    picture.frame.locator("#in").click()
-    begin, end = picture.seen_ns
-    assert end - begin == pytest.approx(WHOLE_NS / 2)
-
-
-@LIKE_A_TRACE
-def test_it_is_there_again_with_another_kernel(lab: Lab, notebook: LabNotebook) -> None:
-    """Saved, the kernel restarted, the page loaded anew, no cell run: it works as before."""
-    notebook.command("docmanager:save")
-    notebook.restart()
-    again = LabNotebook(notebook.page, lab, "a.ipynb")
-
-    assert again.prompt(0) == "[1]:"
-    _works(Picture(again.page))
-
-
-@LIKE_A_TRACE
-def test_a_notebook_that_is_not_trusted_shows_the_image(lab: Lab, notebook: LabNotebook) -> None:
-    """No frame, no script; the image and the numbers stay."""
-    notebook.command("docmanager:save")
-    content = json.loads((lab.root / "a.ipynb").read_text())
-    content["cells"][0]["source"] = "# signed by nobody"
-    (lab.root / "b.ipynb").write_text(json.dumps(content))
-    other = LabNotebook(notebook.page, lab, "b.ipynb")
-    image = other.output(0).locator("img")
-    image.wait_for(timeout=DEADLINE_MS)
-
-    assert other.output(0).locator("iframe").count() == 0
-    assert image.evaluate("image => image.naturalWidth") == 1600
-    assert (image.get_attribute("alt") or "").startswith("Memory over time: memory of ranks 0-1")
-    assert "rank 1 has the most in use" in other.output_text(0)
-
-
-@LIKE_A_TRACE
-def test_a_page_from_nbconvert_works_without_a_network(lab: Lab, notebook: LabNotebook) -> None:
-    """Opened from a file with the network cut."""
-    notebook.command("docmanager:save")
-    path = lab.root / "a.html"
-    stored = nbformat.read(lab.root / "a.ipynb", as_version=4)
-    path.write_text(HTMLExporter().from_notebook_node(stored)[0])
-    browser = notebook.page.context.browser
-    assert browser is not None
-    context = browser.new_context(offline=True)
-    with contextlib.closing(context):
-        page = context.new_page()
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.frame.url))
-        page.goto(path.as_uri(), wait_until="domcontentloaded")
-        _works(Picture(page))
-
-    assert "about:srcdoc" not in asked  # what is asked for is nbconvert's own

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
 
+from nbdist.cells.kernel.cell_ranks import CellRanks
 from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.cells.kernel.cell_run import CellRun
-from nbdist.cells.kernel.session import Session
 from nbdist.cells.kernel.wait import wait
 from nbdist.cells.line_merger import Line
 from nbdist.cells.outputs import CellResult, Event
@@ -36,17 +37,9 @@ class FakeHealth:
 
     needs_recovery = False
 
-    def ask_all(self, _name: str) -> dict[int, Any]:
-        """Nobody can be reached."""
-        return {}
-
     def boxes(self) -> dict[int, Any]:
         """There are none."""
         return {}
-
-    def is_reachable(self, _rank: int) -> bool:
-        """Everybody."""
-        return True
 
     def mismatches(self, _run: int) -> tuple[str, ...]:
         """None."""
@@ -74,9 +67,18 @@ class FakeSession:
     def __init__(self) -> None:
         self.interrupted: list[int] = []
         self.silent: set[int] = set()
-        self.health = FakeHealth()
-        self.lints = Lints()
-        self.upkeep: FakeUpkeep = FakeUpkeep()
+        self.health: FakeHealth = FakeHealth()
+        self.hooks = (Lints(),)
+        self.readiness = SimpleNamespace(free_silent=lambda: self.silent)
+        self.upkeep = FakeUpkeep()
+
+    def ask_all(self, _question: object) -> dict[int, Any]:
+        """Nobody can be reached."""
+        return {}
+
+    def is_connected(self, _rank: int) -> bool:
+        """Everybody."""
+        return True
 
     def watchdog(self, *_: object, **__: object) -> FakeWatchdog:
         """One that is blind."""
@@ -85,10 +87,6 @@ class FakeSession:
     def death(self, _rank: int) -> str:
         """Nobody dies here."""
         return "ended"
-
-    def free_silent(self) -> set[int]:
-        """As the test has set it."""
-        return self.silent
 
     def rank_states(self) -> dict[int, tuple[str, str]]:
         """Nobody is known."""
@@ -136,7 +134,7 @@ class Failed(Exception):
 
 
 def cell(sink: Kept, ranks: tuple[int, ...] = (0,)) -> CellRun:
-    return CellRun(cast("Session", FakeSession()), CellRequest("code", ranks), sink)
+    return CellRun(cast("CellRanks", FakeSession()), CellRequest("code", ranks), sink)
 
 
 def text(words: str) -> dict[str, Any]:
@@ -250,7 +248,7 @@ def test_a_press_after_the_warning_ends_ranks_only_where_others_can_take_their_p
     """The cell ends at once in both cases."""
     session, sink = FakeSession(), Kept()
     session.upkeep.can_replace = can_replace
-    run = CellRun(cast("Session", session), CellRequest("code", (0, 1)), sink)
+    run = CellRun(cast("CellRanks", session), CellRequest("code", (0, 1)), sink)
     run.done(0, Failed())
     began_s = run._began_s
     run.press()
@@ -269,7 +267,7 @@ def test_a_press_after_the_warning_ends_ranks_only_where_others_can_take_their_p
     assert after_s is None or after_s < 2.0
 
 
-class SlowUpkeep(FakeUpkeep):
+class SlowHealth(FakeHealth):
     """A recovery that nobody answers."""
 
     n_begun = 0
@@ -289,19 +287,19 @@ class Cut(Exception):
 def test_a_connection_that_is_gone_is_made_anew_though_no_call_is_missing() -> None:
     """Otherwise every later cell would fail by it."""
     session = FakeSession()
-    session.upkeep = upkeep = SlowUpkeep()
-    run = CellRun(cast("Session", session), CellRequest("code", (0,)), Kept())
+    session.health = health = SlowHealth()
+    run = CellRun(cast("CellRanks", session), CellRequest("code", (0,)), Kept())
     run.done(0, Cut())
     run.step(run._began_s)
 
-    assert upkeep.n_begun == 1
+    assert health.n_begun == 1
 
 
 def test_a_recovery_that_lasts_does_not_keep_the_notebook_after_an_interrupt() -> None:
     """It is back within five seconds of the press, and the next cell recovers."""
     session = FakeSession()
-    session.upkeep = SlowUpkeep()
-    run = CellRun(cast("Session", session), CellRequest("code", (0,)), Kept())
+    session.health = SlowHealth()
+    run = CellRun(cast("CellRanks", session), CellRequest("code", (0,)), Kept())
     run.press()
     run.step(run._began_s)
     run.done(0, Cut())
@@ -316,7 +314,7 @@ def test_a_recovery_that_lasts_does_not_keep_the_notebook_after_an_interrupt() -
 def test_a_rank_whose_reply_was_lost_is_not_waited_for_after_an_interrupt() -> None:
     """Its black box says that its cell has ended; the interrupt came in that moment."""
     session = FakeSession()
-    run = CellRun(cast("Session", session), CellRequest("code", (0, 1)), Kept())
+    run = CellRun(cast("CellRanks", session), CellRequest("code", (0, 1)), Kept())
     run.done(0, Failed())
     began_s = run._began_s
     session.silent = {1}

@@ -9,7 +9,7 @@ import pytest
 from nbdist.cells.completion import Reply
 from nbdist.cells.kernel import completion
 from nbdist.cells.kernel.cell_request import CellRequest
-from nbdist.cells.kernel.session import Session
+from nbdist.notebook.session import Session
 from tests.support.ranks import until
 
 pytestmark = pytest.mark.cluster

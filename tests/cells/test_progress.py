@@ -38,7 +38,6 @@ class Ranks:
     ranks = (0, 1, 2)
 
     def __init__(self) -> None:
-        self.health = self
         self.told: dict[int, Progress | None] = {}
 
     def ask(self, _question: Any, rank: int) -> Future[Progress | None] | None:

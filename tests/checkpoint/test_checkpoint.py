@@ -155,22 +155,14 @@ def _plain_torch_reads(folder: Path, out: Path) -> None:
     assert found["step"] == 3
 
 
-MANY = """
-    loaded = {}
-    for name, given, kind, source in json.loads(os.environ["LOADED"]):
-        found = tried(second, name, given, globals()[kind], source)
-        loaded[f"{name}{kind} {source}{kind}"] = found
-    done(loaded=loaded)
-"""
-
-
 @pytest.mark.parity
 def test_another_number_of_ranks_loads_it_and_plain_torch_too(tmp_path: Path) -> None:
     """Saved on two ranks, loaded on four and on one; read whole without nbdist."""
-    env = {"FOLDER": str(tmp_path / "states")}
+    env = {"FOLDER": str(tmp_path / "states"), "SAVED": "[]"}
     saved = [("fsdp", {}, "Net"), ("pp", {}, "Tied"), ("fsdp1", {}, "Net"), ("tp", {}, "Net")]
     text = MODEL + PARTS + "\n    done(saved=pairs())"
-    with TorchRanks(tmp_path / "two", 2, text, LIMIT_S, **env, SAVED=json.dumps(saved)) as ranks:
+    given = env | {"SAVED": json.dumps(saved)}
+    with TorchRanks(tmp_path / "two", 2, text, LIMIT_S, **given) as ranks:
         first = ranks.results()[0]["saved"]
     plans = {
         4: [
@@ -184,7 +176,7 @@ def test_another_number_of_ranks_loads_it_and_plain_torch_too(tmp_path: Path) ->
     for size, loaded in plans.items():
         env["LOADED"] = json.dumps(loaded)
         with TorchRanks(
-            tmp_path / f"run{size}", size, MODEL + PARTS + MANY, LIMIT_S, **env
+            tmp_path / f"run{size}", size, MODEL + PARTS + TWO, LIMIT_S, **env
         ) as ranks:
             for one in ranks.results():
                 check(first, one["loaded"], is_same_size=False)
@@ -302,7 +294,8 @@ OPTIMIZERS = """
                 same[kind + name] = max(abs(a - b) for a, b in zip(after, steps(parts)))
             except NbdistError as error:
                 texts[kind + name] = str(error)
-    done(texts=texts, same=same)
+    del parts
+    gc.collect()
 """
 
 
@@ -331,7 +324,6 @@ SEVERAL = """
         for kind in ("Net", "Judge"):
             found[kind][1].zero_grad()
         return losses
-    O = torch.optim
     use("fsdp")
     found = several(0, (Net, Judge))
     rounds(found)
@@ -345,38 +337,39 @@ SEVERAL = """
     got = [rounds(found), rounds(found)]
     names = {one["kind"]: one["names"][0][0] for one in
              json.loads((Path(folder) / "several/nbdist.json").read_text())["optimizers"]}
-    done(wanted=wanted, got=got, names=names)
+    done(texts=texts, same=same, wanted=wanted, got=got, names=names)
 """
 
 
-@pytest.mark.parity
-def test_several_models_and_an_optimizer_of_both(tmp_path: Path) -> None:
-    """Each finds its own, by the names of models."""
-    env = {"FOLDER": str(tmp_path / "states")}
-    with TorchRanks(tmp_path / "run", 2, MODEL + PARTS + SEVERAL, LIMIT_S, **env) as ranks:
-        told = ranks.results()[0]
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What rank 0 of two tells of optimizers of every form, and of several models."""
+    folder = tmp_path_factory.mktemp("forms")
+    text = MODEL + PARTS + OPTIMIZERS + SEVERAL
+    with TorchRanks(folder / "run", 2, text, LIMIT_S, FOLDER=str(folder / "states")) as ranks:
+        return ranks.results()[0]
 
-    assert told["names"] == {"AdamW": "judge.embed.weight", "SGD": "net.embed.weight"}
-    for wanted, got in zip(told["wanted"], told["got"], strict=True):
+
+@pytest.mark.parity
+def test_several_models_and_an_optimizer_of_both(forms: dict[str, Any]) -> None:
+    """Each finds its own, by the names of models."""
+    assert forms["names"] == {"AdamW": "judge.embed.weight", "SGD": "net.embed.weight"}
+    for wanted, got in zip(forms["wanted"], forms["got"], strict=True):
         assert got == pytest.approx(wanted, abs=CLOSE)
 
 
 @pytest.mark.parity
-def test_optimizers_of_every_form(tmp_path: Path) -> None:
+def test_optimizers_of_every_form(forms: dict[str, Any]) -> None:
     """SGD's momentum, a rate that is a tensor; factors go where they can, a history nowhere."""
-    env = {"FOLDER": str(tmp_path / "states")}
-    with TorchRanks(tmp_path / "run", 2, MODEL + PARTS + OPTIMIZERS, LIMIT_S, **env) as ranks:
-        told = ranks.results()[0]
-
-    assert set(told["same"]) == {
+    assert set(forms["same"]) == {
         *(kind + name for kind in ("sgd", "amsgrad") for name in ("ddp", "zero1", "fsdp")),
         "adafactorddp", "adafactorzero1",
     }  # fmt: skip
-    assert max(told["same"].values()) <= CLOSE
-    assert set(told["texts"]) == {"lbfgs", "adafactorfsdp"}
-    assert "LBFGS keeps" in told["texts"]["lbfgs"]
-    assert "cannot be saved in parts" in told["texts"]["lbfgs"]
-    assert "which cannot be split as the strategy asks" in told["texts"]["adafactorfsdp"]
+    assert max(forms["same"].values()) <= CLOSE
+    assert set(forms["texts"]) == {"lbfgs", "adafactorfsdp"}
+    assert "LBFGS keeps" in forms["texts"]["lbfgs"]
+    assert "cannot be saved in parts" in forms["texts"]["lbfgs"]
+    assert "which cannot be split as the strategy asks" in forms["texts"]["adafactorfsdp"]
 
 
 WRONG = """

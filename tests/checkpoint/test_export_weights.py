@@ -193,7 +193,7 @@ OTHERS = """
     model = Accelerator().prepare(More())
     broke = [broken(one) for one in (flipped, full, small, interrupted)]
     odd = (
-        live.prepared_of(model).base.blocks, nn.Linear(2 + rank, 2), nn.ReLU(),
+        registry.prepared_of(model).base.blocks, nn.Linear(2 + rank, 2), nn.ReLU(),
         nn.Linear(2, 2).to(torch.complex128),
     )
     odd = [refused(weights.export_model, one, folder / "x.safetensors") for one in odd]

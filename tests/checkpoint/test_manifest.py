@@ -21,7 +21,7 @@ from nbdist.checkpoint.manifest import (
 from nbdist.checkpoint.mismatch import mismatches
 from nbdist.core.finding import BAD, WARN
 from nbdist.errors import CheckpointError
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 
 MODEL = SavedModel(
     "Net",
@@ -87,12 +87,15 @@ def _with(path: str, value: object) -> Callable[[dict[str, object]], None]:
         (_with("nbdist_checkpoint", True), "no manifest of nbdist"),
         (lambda found: found.pop("nbdist_checkpoint"), "no manifest of nbdist"),
         (lambda found: found.pop("models"), "damaged: models is missing"),
-        (_with("models", None), "models is null, not a list"),
+        (_with("models", None), "models is nothing, not a list"),
         (_with("models.0.tensors.0.shape", 3), "models[0].tensors[0].shape is a whole number"),
-        (_with("models.0.tensors.0.shape", [3, "4"]), "shape[1] is a text, not a whole number"),
-        (_with("world_size", True), "world_size is true or false, not a whole number"),
-        (_with("strategy.degrees", 3), "strategy.degrees is a whole number, not an object"),
-        (_with("models.0.tied", {"a": 1}), "models[0].tied.a is a whole number, not a text"),
+        (
+            _with("models.0.tensors.0.shape", [3, "4"]),
+            "shape[1] is a text ('4'), not a whole number",
+        ),
+        (_with("world_size", True), "world_size is true or false (True), not a whole number"),
+        (_with("strategy.degrees", 3), "strategy.degrees is a whole number (3), not a dict"),
+        (_with("models.0.tied", {"a": 1}), "models[0].tied.a is a whole number (1), not a text"),
     ],
 )
 def test_a_manifest_that_cannot_be_used_says_why(

@@ -6,7 +6,7 @@ import pytest
 
 from nbdist.checkpoint import view as checkpoint_view
 from nbdist.checkpoint.results import Loaded, Saved, Started
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 
 FSDP, DDP = choose("fsdp", {}, 4), choose("ddp", {}, 2)
 SAVED = Saved(str(Path.cwd() / "one"), 1_500_000_000, 7, 300, 100, FSDP, 3.2, ("a note",))

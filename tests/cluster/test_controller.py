@@ -12,10 +12,10 @@ import pytest
 
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
-from nbdist.cells.kernel.session import Session
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import RankGone, StartError
 from nbdist.hang.kernel import restart
+from nbdist.notebook.session import Session
 from tests.support import processes
 from tests.support.ranks import session_of, until
 
@@ -145,7 +145,7 @@ def test_a_rank_that_ended_meanwhile_is_known_and_comes_back(pair: Session) -> N
     channel = pair.cluster.channel
     assert channel is not None
     registered = channel.engine_ids
-    done = restart.restart(pair, (1,), 60, lambda _: None)
+    done = restart.restart(pair, pair.health, (1,), 60, lambda _: None)
 
     assert texts_of_note
     assert registered == (0,)

@@ -273,9 +273,8 @@ def test_a_run_without_its_owner_is_never_seen(base: Path, monkeypatch: pytest.M
     assert not base.exists()
 
 
-def test_nvidia_smis_answers_are_read() -> None:
-    """GPUs with memory in bytes, and the links of each pair once."""
-    text = "0, GPU-aa, NVIDIA H200, 570.86.15, 143771, 4, Default\n1, GPU-bb, X, 1, [N/A], 0, x\n"
+def test_links_of_gpus_are_read() -> None:
+    """Each pair once, as `nvidia-smi topo -m` prints it."""
     matrix = (
         "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\n"
         "GPU0\t X \tNV18\tSYS\tPIX\t0-15\n"
@@ -283,11 +282,7 @@ def test_nvidia_smis_answers_are_read() -> None:
         "GPU2\tSYS\tPHB\t X \tSYS\t0-15\n"
         "NIC0\tPIX\tPIX\tSYS\t X \n"
     )
-    first, second = diagnostics_kernel.parse_gpus(text)
 
-    assert (first.gpu.uuid, first.driver, first.compute_mode) == ("GPU-aa", "570.86.15", "Default")
-    assert (first.total_bytes, first.used_bytes) == (143771 * 2**20, 4 * 2**20)
-    assert second.total_bytes == 0
     assert diagnostics_kernel.parse_links(matrix) == ((0, 1, "NV18"), (0, 2, "SYS"), (1, 2, "PHB"))
     assert diagnostics_kernel.parse_links("") == ()
 

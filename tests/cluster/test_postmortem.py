@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from nbdist.cells.kernel.session import Session
 from nbdist.cluster.kernel import postmortem
 from nbdist.cluster.kernel.postmortem import Postmortem
+from nbdist.core import procfs
 from nbdist.core.exit_cause import CRASH_FILE, DUMP_SIGNAL
 from nbdist.errors import NbdistError
+from nbdist.notebook.session import Session
 from nbdist.rpc.wire import CELL_NUMBER
 from tests.support.ranks import until
 
@@ -138,14 +139,14 @@ def test_the_state_of_a_process() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         process.send_signal(signal.SIGSTOP)
-        assert until(lambda: postmortem.process_state(process.pid) == "T")
+        assert until(lambda: procfs.state(process.pid) == "T")
         process.send_signal(signal.SIGCONT)
-        assert until(lambda: postmortem.process_state(process.pid) in {"S", "R", "D"})
+        assert until(lambda: procfs.state(process.pid) in {"S", "R", "D"})
     finally:
         process.kill()
         process.wait()
 
-    assert postmortem.process_state(process.pid) == ""
+    assert procfs.state(process.pid) == ""
 
 
 @linux_only
@@ -168,7 +169,7 @@ def test_a_stopped_process_costs_the_deadline_only(tmp_path: Path) -> None:
     """It cannot write its stack; nothing is told, and the wait has an end."""
     with rank_process(tmp_path, "") as process:
         process.send_signal(signal.SIGSTOP)
-        assert until(lambda: postmortem.process_state(process.pid) == "T")
+        assert until(lambda: procfs.state(process.pid) == "T")
         text = postmortem.dump_stack(tmp_path, 0, process.pid, 0.2)
         process.send_signal(signal.SIGCONT)
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
+from traitlets.utils.importstring import import_item
 
-from nbdist.cells.kernel.session import Session
 from nbdist.cluster.kernel import cluster, profiles, start
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core import topology
 from nbdist.errors import DistributedError, OptionError, RankGone, StartError
+from nbdist.notebook.session import Session
 from nbdist.rpc.kernel.channel import Message, failure_of
 from tests.support import processes
 from tests.support.ranks import processes_under, session_of, temporary_folder, until
@@ -274,3 +275,10 @@ def test_a_dead_engine_of_another_launcher_is_the_rank_that_is_named(
 
     assert alive.ranks[0].text == "1\n"
     assert processes_under(runs) == []
+
+
+def test_a_copied_profile_may_name_the_launcher_as_it_was() -> None:
+    """Profiles that users copied from an earlier version name nbdist.client.launcher."""
+    former = import_item("nbdist.client.launcher.RankEngineSetLauncher")
+
+    assert former is import_item("nbdist.cluster.kernel.launcher.RankEngineSetLauncher")

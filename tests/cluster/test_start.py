@@ -15,12 +15,13 @@ import pytest
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
 from nbdist.cluster import shm
-from nbdist.cluster.kernel import gpus, start
+from nbdist.cluster.kernel import gpus
 from nbdist.cluster.kernel.launcher import RankEngineLauncher
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core import versions
 from nbdist.core.topology import Gpu
 from nbdist.errors import NbdistError, OptionError, StartError
+from nbdist.notebook.session import start as start_session
 from tests.support import processes
 from tests.support.kernel import Kernel, notebook_env
 from tests.support.ranks import processes_under, session_of, silent
@@ -43,7 +44,7 @@ TWO_GPUS = (
 
 
 def begin(progress: Callable[[str], None] = lambda _: None, **options: Any) -> None:
-    start.start(StartOptions(**options), silent, progress)
+    start_session(StartOptions(**options), silent, progress)
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def test_plain_python_gets_ranks(tmp_path: Path) -> None:
 def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -> None:
     """Two ranks, their threads a share of the cores, and a progress line for each step."""
     steps: list[str] = []
-    started = start.start(StartOptions(), silent, steps.append)
+    started = start_session(StartOptions(), silent, steps.append)
     plan = started.session.topology
     results = started.session.run("print(torch.get_num_threads(), flush=True)")
     started.session.stop()
@@ -455,17 +456,6 @@ def test_gpus_are_read_from_nvidia_smi(fake_smi: None) -> None:
 def test_cuda_visible_devices_chooses(variable: str | None, indices: list[int]) -> None:
     """Numbers and UUIDs are kept in their order, up to the first that does not exist."""
     assert [gpu.index for gpu in gpus.chosen(TWO_GPUS, variable)] == indices
-
-
-@pytest.mark.parametrize("text", ["", "No devices were found\n", "\n\n"])
-def test_an_nvidia_smi_without_gpus_gives_none(text: str) -> None:
-    """A driver without devices is a machine without GPUs."""
-    assert gpus.parse(text) == ()
-
-
-def test_gpu_names_may_have_commas() -> None:
-    """Only the first two fields are split off."""
-    assert gpus.parse("3, GPU-1, Odd, Name\n") == (Gpu(3, "GPU-1", "Odd, Name"),)
 
 
 def test_a_gpu_that_does_not_exist_is_refused_with_those_that_do(

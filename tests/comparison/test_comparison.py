@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.comparison.comparison import PARTS, Held, Watched, row
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 from nbdist.trace.breakdown import TimeBreakdown, breakdown
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, DATA
 from tests.support.traces import Did, rank_trace, trace

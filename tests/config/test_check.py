@@ -17,7 +17,7 @@ from nbdist.config.report import CheckContext, Checked
 from nbdist.config.tree import plain
 from nbdist.config.yaml_reader import load, read
 from nbdist.core.finding import BAD, WARN
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 from nbdist.strategy.table import ROWS
 
 _DATA = Path(__file__).resolve().parents[1] / "data" / "configs"
@@ -35,11 +35,7 @@ def mended(one: Checked, around: CheckContext) -> Checked:
 
 def told(one: Checked, verdict: str) -> list[str]:
     """Name, reason and advice of the findings of a verdict, with their lines."""
-    return [
-        f"{r.line} {r.finding.name}: {r.finding.why}; {r.finding.what}"
-        for r in one.remarks
-        if r.finding.verdict == verdict
-    ]
+    return [f"{f.line} {f.name}: {f.why}; {f.what}" for f in one.findings if f.verdict == verdict]
 
 
 # The documents' own configurations: file, ranks and degrees, what is bad, what the corrected has.
@@ -93,9 +89,7 @@ def test_configurations_of_the_guides(name: str) -> None:
     after = mended(one, around)
     found = told(one, BAD)
 
-    assert f"{one.kind}, in {one.document.syntax}" in [
-        remark.finding.found for remark in one.remarks
-    ]
+    assert f"{one.kind}, in {one.document.syntax}" in [finding.found for finding in one.findings]
     assert len(found) == len(bad)
     assert [any(part in line for line in found) for part in bad] == [True] * len(bad)
     assert not after.is_bad

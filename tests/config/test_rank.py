@@ -22,7 +22,7 @@ from nbdist.config.emit import FORMS, Setting, deepspeed_text
 from nbdist.config.launch import configured, environment
 from nbdist.config.report import CheckContext
 from nbdist.config.yaml_reader import load, read
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 
 pytestmark = pytest.mark.engine
 _DATA = Path(__file__).resolve().parents[1] / "data" / "configs"

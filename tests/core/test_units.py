@@ -6,7 +6,7 @@ import pytest
 
 from nbdist.cluster import shm
 from nbdist.core import units, versions
-from nbdist.core.shown import PLACEHOLDER, is_stored, shown
+from nbdist.core.units import PLACEHOLDER, is_stored, shown
 from nbdist.errors import StartError
 
 MIB = 1024 * 1024

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from nbdist.cluster import run_owner
-from nbdist.cluster.run_owner import Machine, Owner, Process, Run
+from nbdist.cluster.run_owner import Owner, Process, Run
 from nbdist.core.finding import BAD, OK, WARN, Finding
+from nbdist.core.host import Machine
 from nbdist.core.topology import Gpu
 from nbdist.diagnostics import checks
 from nbdist.diagnostics.checks import OLDEST, examine

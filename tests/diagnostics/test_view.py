@@ -5,10 +5,11 @@ import time
 import pytest
 
 from nbdist.cluster import run_owner
-from nbdist.cluster.run_owner import Machine, Owner, Run
+from nbdist.cluster.run_owner import Owner, Run
 from nbdist.core.finding import BAD, WARN, Finding
-from nbdist.core.view import View
-from nbdist.diagnostics.view import below, findings, running
+from nbdist.core.host import Machine
+from nbdist.core.view import View, verdicts
+from nbdist.diagnostics.view import below, running
 
 
 @pytest.fixture(autouse=True)
@@ -18,13 +19,13 @@ def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_findings() -> None:
     """Each finding has a row; below stands why and what to do for those that are not well."""
-    view = findings(
+    view = verdicts(
         [
             Finding("torch", "2.13.0"),
             Finding("open files", "1,024", WARN, "too few", "ulimit -n 4096"),
             Finding("system", "win32", BAD, "it does not run there."),
         ],
-        ["removed /tmp/x"],
+        before=["removed /tmp/x"],
     )
 
     assert view.text == (
@@ -43,7 +44,7 @@ def test_findings() -> None:
 
 def test_nothing_to_do() -> None:
     """Where all is well that is said, and nothing is bad."""
-    view = findings([Finding("torch", "2.13.0")])
+    view = verdicts([Finding("torch", "2.13.0")])
 
     assert view.text.endswith("nothing to do")
     assert not view.is_bad

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nbdist.core.rank import this_rank
 from nbdist.core.topology import EngineReport
 from nbdist.engine import facts, join
 from nbdist.errors import NbdistError, StartError
@@ -26,6 +27,7 @@ RANK = """
     import json, sys
     from pathlib import Path
     from nbdist.engine import join
+    from nbdist.core.rank import this_rank
     run_dir = Path(sys.argv[1])
     join.join_at_start(run_dir, json.loads((run_dir / "start.json").read_text()))
     import os, torch, torch.distributed as dist
@@ -38,7 +40,7 @@ RANK = """
         alone = join.barrier("second", 1.0) if late != dist.get_rank() else 0.0
     except Exception as error:
         alone = f"{type(error).__name__}: {error}"
-    plan = join.current().topology
+    plan = this_rank().topology
     print(json.dumps({
         "rank": dist.get_rank(), "total": total.item(), "backend": plan.backend,
         "ranks": [p.rank for p in plan.ranks], "pids": [p.pid for p in plan.ranks],
@@ -146,7 +148,7 @@ def test_missing_reports_are_named_after_the_deadline(tmp_path: Path) -> None:
 def test_nothing_is_known_before_a_rank_has_joined() -> None:
     """Asking a process outside of any group is an explained error."""
     with pytest.raises(StartError, match="has not joined"):
-        join.current()
+        this_rank()
     with pytest.raises(NbdistError):
         join.barrier("one", 0.1)
 

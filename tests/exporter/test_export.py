@@ -8,7 +8,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.errors import OptionError
 from nbdist.exporter.export import Cell, Exported, Magic, Reader, export
-from nbdist.strategy import choice
+from nbdist.strategy import choose
 
 _MAGICS = {
     "dist_init": Magic(world_size=4),
@@ -45,7 +45,7 @@ def _magic(name: str, line: str) -> Magic | None:
     if name == "dist_strategy":
         words = line.split()
         given = {word.lstrip("-"): True for word in words[1:]}
-        return Magic(choice=choice.choose(words[0], given, 2))
+        return Magic(choice=choose.choose(words[0], given, 2))
     known = _MAGICS.get(f"{name} {line}".strip())
     return Magic() if known is None and name.startswith("dist_") else known
 

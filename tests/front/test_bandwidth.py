@@ -143,14 +143,14 @@ def test_an_interrupt_gives_notebook_and_ranks_back(kernel: Kernel) -> None:
 
 _PRESS = """
 import signal
-from nbdist.rpc.kernel import functions as remote
-real = remote.measure
+from nbdist.bandwidth import kernel as bandwidth
+real = bandwidth.measure
 def measure(call, rank, *args):
     future = real(call, rank, *args)
     if rank == {rank}:
         signal.raise_signal(signal.SIGINT)
     return future
-remote.measure = measure
+bandwidth.measure = measure
 """
 
 
@@ -159,7 +159,7 @@ def test_an_interrupt_while_the_ranks_are_asked(kernel: Kernel, rank: int) -> No
     """Rank 0 would otherwise wait for rank 1, which was never asked."""
     kernel.run(_PRESS.format(rank=rank))
     cell = kernel.run("%dist_bench --ops all_reduce --sizes 64M --seconds 300")
-    kernel.run("remote.measure = real")
+    kernel.run("bandwidth.measure = real")
     after = kernel.run(_SUM)
 
     assert cell.error is not None

@@ -133,31 +133,27 @@ def test_without_a_prepared_model_there_is_nothing_to_save(kernel: Kernel) -> No
     assert "No model is prepared on the ranks" in cell.error.evalue
 
 
-@pytest.mark.parametrize("code", _WRONG)
-def test_a_wrong_use_is_an_ordinary_error(
-    kernel: Kernel, shared_folder: Path, code: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_wrong_use_is_an_ordinary_error(trained: Kernel, shared_folder: Path) -> None:
     """A mistake fails the cell with what is wrong."""
     (shared_folder / "a-file").write_text("hello")
     (shared_folder / "a-folder").mkdir(exist_ok=True)
     (shared_folder / "a-folder" / "notes.txt").write_text("hello")
-    if kernel.run("%%rank[0]\nmodel.training").status != "ok":
-        assert kernel.run(_MODEL).status == "ok"
-    cell = kernel.run(code)
+    for code, (kind, told) in _WRONG.items():
+        cell = trained.run(code)
 
-    assert cell.error is not None, cell.visible
-    assert cell.error.ename == _WRONG[code][0]
-    assert _WRONG[code][1] in cell.error.evalue
-    assert (shared_folder / "a-file").read_text() == "hello"
+        assert cell.error is not None, (code, cell.visible)
+        assert cell.error.ename == kind, code
+        assert told in cell.error.evalue, code
+        assert (shared_folder / "a-file").read_text() == "hello", code
 
 
 _HELD = """%%rank[1]
 import threading
 from nbdist.checkpoint.rank import write as writing
-compare, go_on, waiting = writing._compare, threading.Event(), threading.Event()
+compare, released, waiting = writing._compare, threading.Event(), threading.Event()
 def held(*given):
     waiting.set()
-    go_on.wait(60)
+    released.wait(60)
     return compare(*given)
 writing._compare = held
 """
@@ -171,7 +167,7 @@ def test_a_save_goes_on_beside_cells_and_a_switch(trained: Kernel) -> None:
     trained.run("%%rank[1]\nassert waiting.wait(20)")
     status = trained.run("%dist_status")
     switched = trained.run("%dist_strategy fsdp")
-    trained.run("%%rank[1]\nthreading.Timer(0.5, go_on.set).start(); writing._compare = compare")
+    trained.run("%%rank[1]\nthreading.Timer(0.5, released.set).start(); writing._compare = compare")
     loaded = trained.run("%dist_load beside")
     again = trained.run(_STEPS)
 

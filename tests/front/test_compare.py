@@ -48,13 +48,13 @@ _FRESH = "%%distributed\ntorch.manual_seed(0)\nmodel, optimizer, scheduler = pre
 _GONE = "%%distributed\nimport gc\ndel model, optimizer, scheduler\ngc.collect(); None"
 # All that a step changes, as numbers that any difference changes.
 _STATE = """%%rank [0]
-from nbdist.parallel import prepare as live
+from nbdist.parallel import registry
 def here(t): return float((t.to_local() if hasattr(t, "to_local") else t).detach().double().sum())
 print(repr((
     [here(p) for p in model.parameters()],
     [here(v) for s in optimizer.state.values() for v in s.values()],
     scheduler.get_last_lr(), optimizer.param_groups[0]["lr"], model.training,
-    int(torch.random.get_rng_state().sum()), live.current().name,
+    int(torch.random.get_rng_state().sum()), registry.current().name,
     id(optimizer.optimizer), id(optimizer.param_groups[0]), sorted(
         name for name in globals() if not name.startswith("_")),
 )))
@@ -62,10 +62,10 @@ print(repr((
 _RUN = """
 import nbdist
 from nbdist.comparison.kernel import Comparing
-from nbdist.commands.strategy import strategy_asked
+from nbdist.commands.strategy import strategy_spec
 def comparing(texts, code):
-    asked = [(text, strategy_asked(text)) for text in texts]
-    return Comparing(nbdist.session(), code).run(asked)
+    asked = [(text, strategy_spec(text)) for text in texts]
+    return nbdist.session().comparing(code).run(asked)
 """
 _ROWS = """
 found = comparing({texts!r}, {code!r})

@@ -14,7 +14,7 @@ from nbdist.commands import WORDS
 from nbdist.config.emit import run_line
 from nbdist.frontend.cli import main
 from nbdist.notebook.verb import parse, strategy_given
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel, notebook_env
 

@@ -373,9 +373,8 @@ def test_a_name_of_the_notebook_on_a_rank_is_explained(kernel: Kernel) -> None:
 def test_an_interrupted_sync_gives_the_ranks_back(kernel: Kernel) -> None:
     """%sync that waits for a rank in vain ends with an interrupt, and the next one works."""
     cell = kernel.run(
-        "import os, signal, threading\nimport nbdist\n"
-        "from nbdist.rpc.kernel import functions as remote\n"
-        "waiting = remote.barrier(nbdist.session().call, 0, 'alone', 60.0)\n"
+        "import os, signal, threading\nfrom nbdist.cluster.kernel import ranks\nimport nbdist\n"
+        "waiting = ranks.barrier(nbdist.session().call, 0, 'alone', 60.0)\n"
         "threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "get_ipython().run_line_magic('sync', '--timeout 50')",
         timeout_s=20,

@@ -13,14 +13,17 @@ import nbformat
 import pytest
 from nbconvert import HTMLExporter
 
-from nbdist.commands import VERBS
 from tests.support.kernel import Kernel, notebook_env
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 _HELP = """
-import threading, time, nbdist
+import dataclasses, threading, time, nbdist
+from nbdist.commands import VERBS
 from nbdist.commands.panel import PANEL
+def run_instead(doing):
+    of_apply = dataclasses.replace(VERBS['dist_strategy'], run=doing)
+    PANEL.verbs = {**VERBS, 'dist_strategy': of_apply}
 def press(name, **chosen):
     for word, value in chosen.items(): getattr(PANEL._widgets, word).value = value
     pressing = threading.Thread(target=PANEL.press, args=(name,))
@@ -134,7 +137,7 @@ panel_lm, panel_opt, panel_tokens = accelerator.prepare(panel_lm, panel_opt, pan
 """
 _BOTH = """
 from nbdist.panel.plan import Limit, counted
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 def both(name, **batch):
     row = nbdist.plan('panel_lm', engine='formulas', strategy=name, **batch).plan.rows[0]
     limit = Limit(80e9, has_gpu=True)
@@ -249,9 +252,7 @@ def test_interrupt_is_not_lost_on_ranks_that_have_not_begun_the_cell(panel: Kern
 def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
     """Between two cells the kernel ignores SIGINT; what was pressed counts once the job acts."""
     panel.run(
-        "from nbdist.panel import actions as panel_actions\n"
-        "kept, take = dict(panel_actions._ACTIONS), PANEL.board.take\n"
-        "panel_actions._ACTIONS['apply'] = lambda *_: time.sleep(600)\n"
+        "take = PANEL.board.take; run_instead(lambda _: time.sleep(600))\n"
         "def taking():\n"
         "    job = take()\n"
         "    if job is not None: press('interrupt')\n"
@@ -263,7 +264,7 @@ def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
         if ": interrupted" in log:
             break
         log = said(panel)
-    panel.run("panel_actions._ACTIONS.update(kept); PANEL.board.take = take")
+    panel.run("PANEL.verbs, PANEL.board.take = VERBS, take")
 
     assert "interrupting %dist_strategy fsdp" in log
     assert log.splitlines()[-1].endswith(": interrupted")
@@ -272,12 +273,10 @@ def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
 def test_interrupt_ends_what_the_panel_itself_does(panel: Kernel) -> None:
     """A job that hangs is broken off; the log says so."""
     panel.run(
-        "from nbdist.panel import actions as panel_actions\n"
-        "kept = dict(panel_actions._ACTIONS)\n"
-        "panel_actions._ACTIONS['apply'] = lambda *_: time.sleep(600)\n"
+        "run_instead(lambda _: time.sleep(600))\n"
         "press('apply', strategy='fsdp'); later('interrupt', when=acting)"
     )
-    panel.run("panel_actions._ACTIONS.update(kept)")
+    panel.run("PANEL.verbs = VERBS")
     log = said(panel)
 
     assert "interrupting %dist_strategy fsdp" in log
@@ -289,11 +288,9 @@ def test_the_notebooks_stop_button_ends_what_the_panel_does(
 ) -> None:
     """Between cells, where the kernel would ignore SIGINT, or at a cell's very end."""
     asking = panel.start(
-        "from nbdist.panel import actions as panel_actions\n"
         "import pathlib\n"
-        "kept = dict(panel_actions._ACTIONS)\n"
-        "def sleeping(*_): pathlib.Path('acting').touch(); time.sleep(600)\n"
-        "panel_actions._ACTIONS['apply'] = sleeping\n"
+        "def sleeping(_): pathlib.Path('acting').touch(); time.sleep(600)\n"
+        "run_instead(sleeping)\n"
         "later('apply', when=between_cells, strategy='fsdp')"
     )
     acting = shared_folder / "acting"
@@ -303,7 +300,7 @@ def test_the_notebooks_stop_button_ends_what_the_panel_does(
         time.sleep(0.02)
     panel.interrupt()
     asked = panel.finish(asking)
-    panel.run("panel_actions._ACTIONS.update(kept); pathlib.Path('acting').unlink()")
+    panel.run("PANEL.verbs = VERBS; pathlib.Path('acting').unlink()")
 
     assert asked.status == "ok", asked.visible
     assert said(panel).splitlines()[-1].endswith(": interrupted")
@@ -454,7 +451,6 @@ def test_a_page_made_of_it_shows_the_picture(panel: Kernel) -> None:
     assert "display: none }\n</style>" not in page
 
 
-@pytest.mark.skipif("dist_memory" not in VERBS, reason="there is no %%dist_memory")
 def test_the_next_cell_is_recorded_as_memory(panel: Kernel) -> None:
     """As %%dist_memory would; a press after the one of Profile takes its place."""
     panel.run("press('profile'); press('memory')")

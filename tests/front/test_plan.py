@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from nbdist import plan
-from nbdist.commands.plan import device_of_ranks
 from nbdist.core import topology
 from nbdist.errors import OptionError
-from nbdist.planner.devices import DEVICES
+from nbdist.planner.devices import DEVICES, device_of_ranks
 from nbdist.planner.view.plan_view import PlanView
 from tests.support.kernel import Kernel, notebook_env
 

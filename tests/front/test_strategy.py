@@ -45,8 +45,8 @@ def step():
 """
 _STEPS = "%%distributed\n[round(step(), 5) for _ in range(3)]"
 _CURRENT = (
-    "%%distributed\nfrom nbdist.parallel import prepare as live\n"
-    "live.current().name, live.current().options.precision"
+    "%%distributed\nfrom nbdist.parallel import registry\n"
+    "registry.current().name, registry.current().options.precision"
 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 import nbdist
-from nbdist.cells.kernel.session import Session
+from nbdist.notebook.session import Session
 
 # Each collective with tensors on the rank's device, and the result that every rank must print.
 # `one` is rank + 1, so with two ranks the sum is 3.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.cells.kernel.session import Session
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import NbdistError
+from nbdist.notebook.session import Session
 from tests.support.ranks import session_of, temporary_folder
 
 # Runs beside the cell, as the notebook's request does, once the cell is stuck.

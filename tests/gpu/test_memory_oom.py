@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 import nbdist
-from nbdist.cells.kernel.session import Session
 from nbdist.errors import DistributedError
+from nbdist.notebook.session import Session
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.cluster]
 

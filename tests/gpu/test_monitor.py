@@ -2,11 +2,12 @@
 
 import time
 
+import pynvml
 import pytest
 
 import nbdist
 from nbdist.cluster.kernel import gpus
-from nbdist.core.nvml import QUERIES, parse_smi
+from nbdist.core.nvml import Nvml
 from nbdist.notebook.notebook import NOTEBOOK
 
 GIB = 2**30
@@ -40,15 +41,12 @@ def test_a_ranks_gpu_is_found_and_its_memory_is_that_of_torch() -> None:
 
 @pytest.mark.gpu(1)
 def test_both_ways_to_read_the_driver_agree() -> None:
-    """NVML and nvidia-smi name the same GPUs with the same memory; both queries are understood."""
-    pytest.importorskip("pynvml")
-    by_nvml = gpus.reader()()
-    answers = [gpus.smi(*query) for query in QUERIES]
-    by_smi = parse_smi(next(text for text, problem in answers if not problem))
+    """NVML and nvidia-smi name the same GPUs with the same memory."""
+    by_nvml, by_smi = Nvml(pynvml).read(), gpus.read_by_smi()
 
-    assert by_nvml.problems == ()
-    assert [one.uuid for one in by_nvml.gpus] == [one.uuid for one in by_smi]
-    for one, other in zip(by_nvml.gpus, by_smi, strict=True):
+    assert by_nvml.problems == by_smi.problems == ()
+    assert [one.uuid for one in by_nvml.gpus] == [one.uuid for one in by_smi.gpus]
+    for one, other in zip(by_nvml.gpus, by_smi.gpus, strict=True):
         assert one.name == other.name
         assert one.total_bytes is not None
         assert other.total_bytes is not None

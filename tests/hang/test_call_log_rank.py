@@ -26,6 +26,7 @@ from nbdist.hang import call_log as layout
 from nbdist.hang.rank import call_log
 from nbdist.hang.rank.describe_call import GROUP_CALLS, TRANSFERS
 from nbdist.hang.records import Call, CallLog
+from nbdist.rpc.rank import cell_hooks
 from nbdist.rpc.wire import CELL_RUN
 
 pytestmark = pytest.mark.engine
@@ -298,7 +299,7 @@ class Engine:
         self.shell.showtraceback = lambda *_args, **_options: None  # it would need a socket
         self.shell.showsyntaxerror = self.shell.showtraceback
         self.kernel.log = logging.getLogger("test")
-        shell_hooks.allow_top_level_await(self.kernel)
+        cell_hooks.install(self.kernel, [call_log.around_cell, shell_hooks.top_level_await])
 
     def run(self, source: str, run: int | None = None) -> dict[str, Any]:
         """Run a cell as an execute_request does, with this run id in its metadata."""
@@ -329,8 +330,6 @@ def engine() -> Engine:
 def test_cell_begins_and_ends_in_the_box(box: layout.Writer, source: str, state: str) -> None:
     """Its run id, "running" inside, and how it ended, whatever kind of cell it is."""
     rank = engine()
-    call_log.watch_cells(rank.shell)
-    call_log.watch_cells(rank.shell)  # harmless
     seen = []
     rank.shell.push({"note": lambda: seen.append((now().run, now().state))})
     rank.run("note()", 41)
@@ -347,7 +346,7 @@ def test_cell_begins_and_ends_in_the_box(box: layout.Writer, source: str, state:
 def test_function_of_an_earlier_cell(box: layout.Writer) -> None:
     """A call in a function of cell 7 that cell 12 calls is at its line of cell 7."""
     rank = engine()
-    call_log.watch_cells(rank.shell)
+    call_log.name_cells(rank.shell)
     rank.shell.push({"dist": dist, "torch": torch})
     rank.shell.execution_count = 7
     rank.run("def f():\n    x = torch.ones(3)\n    dist.all_reduce(x)", 1)

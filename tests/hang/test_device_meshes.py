@@ -37,7 +37,7 @@ TEXT = """
         }
         shell.push(own)
         names = [str(group.group_name) for group in own["mesh"].get_all_groups()]
-        say("made", pickle.dumps((groups.groups_made(), names, runtime.current().topology)))
+        say("made", pickle.dumps((groups.groups_made(), names, this_rank().topology)))
         wait_for("go", [9])
         if rank in replaced:
             time.sleep(100)

@@ -55,8 +55,8 @@ STRANGERS = """
     device = dist.ProcessGroupGloo.create_device(interface="lo")
     options = dist.ProcessGroupGloo._Options()
     options._devices = [device]
-    own = dist.ProcessGroupGloo(dist.PrefixStore("mine", runtime.current().store), rank, n, options)
-    plain = dist.ProcessGroupGloo(dist.PrefixStore("plain", runtime.current().store), rank, n,
+    own = dist.ProcessGroupGloo(dist.PrefixStore("mine", this_rank().store), rank, n, options)
+    plain = dist.ProcessGroupGloo(dist.PrefixStore("plain", this_rank().store), rank, n,
                                   timeout=timedelta(minutes=3))
     sub = dist.new_group([0, 1])
     before, first, told = alive(), counts(), {}

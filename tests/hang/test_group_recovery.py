@@ -1,10 +1,14 @@
 """After a failed cell: groups that are out of step are made anew, others are left alone."""
 
+import tempfile
 from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
-from nbdist.cells.kernel.session import Session
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.hang.kernel.group_recovery import COUNT_S, LOOK_S, RECOVER_S, GroupRecovery
+from nbdist.hang.kernel.health import Health
 from nbdist.hang.records import CallLog, Group
 from nbdist.hang.recovery import Recovered
 
@@ -29,55 +33,60 @@ class FakeHealth:
         self.calls = calls
         self.newest: dict[int, Future[Any]] = {rank: done({}) for rank in range(len(calls))}
         self.lost: set[int] = set()
-
-    def is_reachable(self, rank: int) -> bool:
-        """Until the test lets it end."""
-        return rank not in self.lost
-
-    def ask_all(self, _question: object) -> dict[int, Future[Any]]:
-        """As the test has set it."""
-        return self.newest
+        self.recoveries: list[dict[int, Future[Any]]] = []
 
     def boxes(self) -> dict[int, CallLog]:
         """By rank."""
         return {rank: box(rank, calls) for rank, calls in enumerate(self.calls)}
 
+    def begin_recovery(self) -> dict[int, Future[Any]]:
+        """Futures that the test completes."""
+        self.recoveries.append({rank: Future() for rank in {0, 1} - self.lost})
+        return self.recoveries[-1]
 
-class FakeSession:
-    """Counts recoveries."""
+
+class FakeRanks:
+    """Two ranks, and their health."""
 
     def __init__(self, *calls: int, busy: tuple[int, ...] = ()):
         self.health = FakeHealth(*calls)
         self.busy_ranks = busy
-        self.recoveries: list[dict[int, Future[Any]]] = []
+        self.recoveries = self.health.recoveries
         self.interrupted: list[int] = []
-        self.upkeep = self
+        self.cluster = SimpleNamespace(run_dir=Path(tempfile.gettempdir()) / "no-such-run")
         self.checksums: dict[int, dict[str, str]] = {}
 
     def interrupt(self, rank: int) -> None:
         """Note it."""
         self.interrupted.append(rank)
 
-    def reserve(self) -> None:
-        """Nothing."""
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that the test has given checksums."""
+        return tuple(self.checksums)
 
-    def begin_comparison(self) -> dict[int, Future[Any]]:
-        """What the test has set."""
-        return {rank: done(one) for rank, one in self.checksums.items()}
+    def is_connected(self, rank: int) -> bool:
+        """Until the test lets it end."""
+        return rank not in self.health.lost
 
-    def begin_recovery(self) -> dict[int, Future[Any]]:
-        """Futures that the test completes."""
-        self.recoveries.append({rank: Future() for rank in {0, 1} - self.health.lost})
-        return self.recoveries[-1]
+    def ask_all(self, _question: object) -> dict[int, Future[Any]]:
+        """As the test has set it."""
+        return self.health.newest
+
+    def call(self, rank: int, _name: str) -> Future[Any]:
+        """The checksums that the test has set."""
+        return done(self.checksums[rank])
 
 
-def begin(session: FakeSession, *, is_certain: bool = False) -> GroupRecovery:
-    return GroupRecovery(cast("Session", session), 100.0, is_certain=is_certain)
+def begin(session: FakeRanks, *, is_certain: bool = False) -> GroupRecovery:
+    return GroupRecovery(
+        cast("Ranks", session), cast("Health", session.health), 100.0, is_certain=is_certain
+    )
 
 
 def test_groups_in_step_are_left_alone() -> None:
     """Both ranks have made the same calls: over at once."""
-    session = FakeSession(3, 3)
+    session = FakeRanks(3, 3)
     aftermath = begin(session)
 
     assert aftermath.step(100.0) is None
@@ -88,7 +97,7 @@ def test_groups_in_step_are_left_alone() -> None:
 
 def test_groups_out_of_step_are_made_anew() -> None:
     """One rank has made a call more; what the ranks say of it is told."""
-    session = FakeSession(3, 4)
+    session = FakeRanks(3, 4)
     aftermath = begin(session)
     woken: list[int] = []
     aftermath.on_answer = lambda: woken.append(1)
@@ -107,7 +116,7 @@ def test_groups_out_of_step_are_made_anew() -> None:
 
 def test_ranks_that_do_not_tell_their_counts_are_not_waited_for() -> None:
     """A rank without a flight recorder's answer costs a second at most."""
-    session = FakeSession(3, 3)
+    session = FakeRanks(3, 3)
     session.health.newest[1] = Future()
     aftermath = begin(session)
 
@@ -117,7 +126,7 @@ def test_ranks_that_do_not_tell_their_counts_are_not_waited_for() -> None:
 
 def test_an_abort_recovers_without_counting() -> None:
     """The connections are gone in any case."""
-    session = FakeSession(3, 3)
+    session = FakeRanks(3, 3)
     begin(session, is_certain=True)
 
     assert len(session.recoveries) == 1
@@ -125,7 +134,7 @@ def test_an_abort_recovers_without_counting() -> None:
 
 def test_a_busy_rank_puts_the_recovery_off() -> None:
     """It takes all ranks: the next cell begins with it."""
-    session = FakeSession(3, 3, busy=(1,))
+    session = FakeRanks(3, 3, busy=(1,))
     aftermath = begin(session, is_certain=True)
 
     assert aftermath.step(100.0) is None
@@ -137,7 +146,7 @@ def test_a_busy_rank_puts_the_recovery_off() -> None:
 
 def test_a_recovery_that_fails_is_told_and_tried_again_later() -> None:
     """With the rank and its reason, also where it never answers."""
-    failed, silent = FakeSession(3, 4), FakeSession(3, 4)
+    failed, silent = FakeRanks(3, 4), FakeRanks(3, 4)
     first, second = begin(failed), begin(silent)
     first.step(100.0)
     second.step(100.0)
@@ -157,7 +166,7 @@ def test_a_recovery_that_fails_is_told_and_tried_again_later() -> None:
 
 def test_a_death_during_the_recovery_begins_another_without_that_rank() -> None:
     """The others are interrupted, who would wait for it; what they raise then is no problem."""
-    session = FakeSession(3, 4)
+    session = FakeRanks(3, 4)
     aftermath = begin(session, is_certain=True)
     session.health.lost.add(1)
     pause_s = aftermath.step(100.1)
@@ -176,7 +185,7 @@ def test_a_death_during_the_recovery_begins_another_without_that_rank() -> None:
 
 def test_with_nobody_left_there_is_nothing_to_recover() -> None:
     """All ranks have ended: the cell fails with that alone."""
-    session = FakeSession(3, 4)
+    session = FakeRanks(3, 4)
     aftermath = begin(session, is_certain=True)
     session.health.lost |= {0, 1}
 
@@ -187,7 +196,7 @@ def test_with_nobody_left_there_is_nothing_to_recover() -> None:
 
 def test_giving_up_leaves_the_rest_to_the_next_cell() -> None:
     """The notebook is given back in time."""
-    session = FakeSession(3, 4)
+    session = FakeRanks(3, 4)
     aftermath = begin(session, is_certain=True)
     aftermath.give_up()
 
@@ -197,7 +206,7 @@ def test_giving_up_leaves_the_rest_to_the_next_cell() -> None:
 
 def test_parameters_that_differ_are_told_although_the_calls_are_in_step() -> None:
     """An interrupt came after one rank's step and before the other's."""
-    session = FakeSession(3, 3)
+    session = FakeRanks(3, 3)
     session.checksums = {0: {"model": "aa/b", "same": "c/d"}, 1: {"model": "ee/b", "same": "c/x"}}
     aftermath = begin(session)
     aftermath.step(100.0)
@@ -212,7 +221,7 @@ def test_parameters_that_differ_are_told_although_the_calls_are_in_step() -> Non
 
 def test_models_are_not_compared_where_nobody_has_made_a_call() -> None:
     """A failure before any training costs nothing."""
-    session = FakeSession(0, 0)
+    session = FakeRanks(0, 0)
     session.checksums = {0: {"model": "aa/b"}, 1: {"model": "ee/b"}}
     aftermath = begin(session)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from nbdist.cluster.kernel.cluster import Cluster
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.topology import Topology
 from nbdist.hang.call_log import SIZE_BYTES, Writer
 from nbdist.hang.kernel.health import Health
@@ -84,7 +85,7 @@ def content() -> bytes:
 def test_an_answer_is_taken_once_it_is_noted_when_it_came(tmp_path: Path) -> None:
     """In the moment in which it is done and not noted yet nothing is known, and nothing fails."""
     cluster = FakeCluster(tmp_path)
-    health = Health(cast("Cluster", cluster), cast("Topology", OneRank()))
+    health = Health(Ranks(cast("Cluster", cluster), cast("Topology", OneRank())))
     assert health.box(0) is None
     (first,) = cluster.channel.asked
     written = content()

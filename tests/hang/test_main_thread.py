@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from nbdist.cluster.kernel.start import StartOptions
+from nbdist.hang.kernel import health
 from nbdist.hang.rank import main_thread
 from nbdist.hang.records import FlightRecorderEntry, Place, ThreadSnapshot
-from nbdist.rpc.kernel import functions
 from nbdist.rpc.kernel.channel import Channel
 from nbdist.rpc.wire import CELL_NUMBER
 from tests.support.ranks import session_of, temporary_folder, until
@@ -60,7 +60,7 @@ class Ranks:
         return self._number
 
     def look(self, rank: int) -> ThreadSnapshot:
-        look = functions.look(self.channel.ask, rank).result(DEADLINE_S)
+        look = health.look(self.channel.ask, rank).result(DEADLINE_S)
         assert isinstance(look, ThreadSnapshot)
         return look
 
@@ -246,7 +246,7 @@ import torch, torch.distributed as dist
 from nbdist.hang.rank import main_thread as looks
 
 def told():
-    return {name: [c.op, c.number] for name, c in looks.newest_collectives().items()}
+    return {name: [c.op, c.number] for name, c in looks.newest().items()}
 
 folder = tempfile.mkdtemp(dir=sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/0", 1), rank=0, world_size=1)

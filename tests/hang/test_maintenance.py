@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from nbdist.cells.kernel.session import Session
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.errors import DistributedError, Interrupted, NbdistError
+from nbdist.hang.kernel.health import Health
 from nbdist.hang.kernel.maintenance import RELEASE_S, Maintenance
+from nbdist.notebook.session import Session
 
 # Rank 0 fails while it packs this, when rank 1 waits for what it sends.
 UNSENDABLE = """
@@ -35,13 +37,9 @@ class FakeHealth:
     needs_recovery = False
     aborts = 0
 
-    def begin_recovery(self, _call: object) -> dict[int, Future[Any]]:
+    def begin_recovery(self) -> dict[int, Future[Any]]:
         """Nobody completes it."""
         return {0: Future()}
-
-    def is_reachable(self, _rank: int) -> bool:
-        """It lives."""
-        return True
 
     def abort(self) -> None:
         """Count."""
@@ -52,11 +50,14 @@ class FakeSession:
     """One idle rank."""
 
     busy_ranks = ()
-    call = None
 
     def __init__(self) -> None:
         self.health = FakeHealth()
-        self.upkeep = Maintenance(cast("Session", self))
+        self.upkeep = Maintenance(cast("Ranks", self), cast("Health", self.health))
+
+    def is_connected(self, _rank: int) -> bool:
+        """It lives."""
+        return True
 
 
 def test_ranks_that_answer_by_themselves_are_not_broken_off() -> None:

@@ -77,7 +77,7 @@ HANGS = """
             fds.append(counts()[0])
         curve.append(steps())
     done(curve=curve, told=told, right=right, spent=spent, fds=fds,
-         checksums=models.checksums(), names=[model.name for model in models.find()])
+         checksums=reset_models.checksums(), names=[model.name for model in models.find()])
 """
 
 
@@ -145,7 +145,7 @@ REPLACED = """
         dist.new_group([0])
         dist.destroy_process_group(closed) if rank < 2 else None
         assert total() == n * (n + 1) / 2
-        say("made", pickle.dumps((runtime.current().topology, groups.groups_made())))
+        say("made", pickle.dumps((this_rank().topology, groups.groups_made())))
         wait_for("dead", [1])
         broken = groups.recover(1, (1,))
         alone = [str(name) for name in broken.skipped]

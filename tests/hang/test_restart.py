@@ -17,8 +17,6 @@ import pytest
 
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
-from nbdist.cells.kernel.session import Session
-from nbdist.cluster.kernel import start
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import (
     DistributedError,
@@ -30,6 +28,8 @@ from nbdist.errors import (
     StartError,
 )
 from nbdist.hang.kernel import restart as hang_restart
+from nbdist.notebook.session import Session
+from nbdist.notebook.session import start as start_session
 from tests.support import processes
 from tests.support.kernel import Kernel
 from tests.support.ranks import session_of, silent, temporary_folder, until
@@ -45,7 +45,7 @@ PAIR_SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total, group=pai
 def restart(
     session: Session, *ranks: int, progress: Callable[[str], None] = lambda _: None
 ) -> hang_restart.Restarted:
-    return hang_restart.restart(session, ranks, DEADLINE_S, progress)
+    return hang_restart.restart(session, session.health, ranks, DEADLINE_S, progress)
 
 
 def texts(session: Session, code: str, ranks: str | None = None) -> list[str]:
@@ -210,7 +210,7 @@ def test_killed_workers_of_a_data_loader_leave_no_folder(monkeypatch: pytest.Mon
     with tempfile.TemporaryDirectory(prefix="n-") as temporary:
         monkeypatch.setenv("TMPDIR", temporary)
         with temporary_folder(Path(temporary)):
-            session = start.start(
+            session = start_session(
                 StartOptions(world_size=1, gpus="none"), silent, lambda _: None
             ).session
         try:
@@ -358,9 +358,11 @@ def test_a_rank_that_a_wrong_shape_killed_is_told_with_both_shapes(pair: Session
 
 def test_another_profile_is_refused_with_what_to_do() -> None:
     """Where other launchers start the engines, the way is a new start."""
-    session: Any = types.SimpleNamespace(cluster=types.SimpleNamespace(can_restart=False))
+    session: Any = types.SimpleNamespace(
+        cluster=types.SimpleNamespace(can_restart=False), health=None
+    )
     with pytest.raises(OptionError, match=r"profile local.*%dist_reset"):
-        hang_restart.restart(session, (1,), DEADLINE_S, lambda _: None)
+        hang_restart.restart(session, session.health, (1,), DEADLINE_S, lambda _: None)
 
 
 @pytest.mark.faults
@@ -373,7 +375,7 @@ def test_nothing_outlives_a_kernel_killed_after_a_restart(tmp_path: Path) -> Non
         session = nbdist.session()
         os.kill(session.cluster.controller_pid(), signal.SIGKILL)
         while None not in session.cluster.exits: time.sleep(0.01)
-        repair.restart(session, (1,), 60, lambda step: None)
+        repair.restart(session, session.health, (1,), 60, lambda step: None)
         print(session.cluster.run_dir)
     """
     with Kernel(cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")}) as kernel:

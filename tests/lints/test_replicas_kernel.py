@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nbdist.errors import OptionError
-from nbdist.lints.kernel import remote_check, replicas
+from nbdist.lints.kernel import replicas
 from nbdist.lints.replicas import PARAMETER, Look, ModelLook
 
 W = Look(PARAMETER, "w", "all", 7, 12)
@@ -20,8 +19,11 @@ class Ranks:
     def __init__(self, *replies: Any) -> None:
         self.ranks = (0, 1)
         self.calls: list[tuple[Any, ...]] = []
-        self.upkeep = SimpleNamespace(recover_if_needed=lambda: self.calls.append(("recover",)))
         self._replies = list(replies)
+
+    def recover_if_needed(self) -> None:
+        """Note it."""
+        self.calls.append(("recover",))
 
     def call_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         self.calls.append((function, *args, options.get("is_collective", False)))
@@ -38,7 +40,7 @@ def test_equal_ranks_do_not_meet() -> None:
     found = replicas.check(session)  # type: ignore[arg-type]
 
     assert found.is_healthy
-    assert session.calls == [("recover",), (remote_check.look, False)]
+    assert session.calls == [("recover",), (replicas.look, False)]
 
 
 def test_what_differs_is_measured_by_all_ranks() -> None:
@@ -48,7 +50,7 @@ def test_what_differs_is_measured_by_all_ranks() -> None:
 
     (one,) = found.differences
     assert (one.groups, one.largest) == (((0,), (1,)), 0.5)
-    assert session.calls[-1] == (remote_check.spread, (replace(one, largest=None),), True)
+    assert session.calls[-1] == (replicas.spread, (replace(one, largest=None),), True)
 
 
 def test_every_is_a_number_of_steps() -> None:
@@ -56,6 +58,6 @@ def test_every_is_a_number_of_steps() -> None:
     session = Ranks(None)
     replicas.check_every(session, 10)  # type: ignore[arg-type]
 
-    assert session.calls == [(remote_check.set_every, 10, False)]
+    assert session.calls == [(replicas.set_every, 10, False)]
     with pytest.raises(OptionError, match="use 1 or more steps, or 0 to end it"):
         replicas.check_every(session, -1)  # type: ignore[arg-type]

@@ -22,10 +22,10 @@ LOOKS = """
         one = found.models[0]
         return [found.is_healthy, dict(one.compared), dict(one.tensors)]
     def local(name):
-        value = live.prepared_of(model).parameters[name]
+        value = registry.prepared_of(model).parameters[name]
         return value.to_local() if hasattr(value, "to_local") else value
     def step():  # with gradients left in place
-        degrees = live.current().degrees
+        degrees = registry.current().degrees
         place = degrees.coordinate(rank)
         own = place.dp_replicate * degrees.dp_shard + place.dp_shard
         model(tokens(0).chunk(degrees.dp)[own]).backward()
@@ -42,7 +42,7 @@ EACH = """
         step()
         clean = told(check())
         # A norm's weight is on every rank but those of other stages, and fsdp's other parts.
-        holds = not live.prepared_of(model).parameters["blocks.0.norm.weight"].is_meta
+        holds = not registry.prepared_of(model).parameters["blocks.0.norm.weight"].is_meta
         first = rank == int(os.environ["ODD"])
         if holds and first:
             with torch.no_grad():
@@ -153,7 +153,7 @@ EVERY = (
     TRAINING
     + LOOKS
     + """
-    from nbdist.lints.rules import evaluate
+    from nbdist.lints.rules import judged
     lints.install()
     begin("ddp")
     def cell(steps, before=lambda number: None):
@@ -163,14 +163,14 @@ EVERY = (
             train(1)
         seen = [None] * n
         dist.all_gather_object(seen, lints.collect())
-        return [[one.lint, one.hit.found] for one in evaluate(dict(enumerate(seen)), is_ok=True)]
+        return [[one.lint, one.hit.found] for one in judged(dict(enumerate(seen)), is_ok=True)]
     cell(1)  # without looks
     checkup_every.set_every(2)
     result = {"clean": cell(6)}
     def nudge(number):
         if number == 3:
             with torch.no_grad():
-                local("head.weight" if "head.weight" in live.prepared_of(model).parameters
+                local("head.weight" if "head.weight" in registry.prepared_of(model).parameters
                       else "embed.weight")[3, 3] += rank * 0.1
     result["apart"] = cell(6, nudge)
     result["after"] = cell(2)

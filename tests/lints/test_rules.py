@@ -8,7 +8,8 @@ from nbdist.errors import OptionError
 from nbdist.lints import rules
 from nbdist.lints.kernel.lints import Lints
 from nbdist.lints.rules import LINTS, Observation
-from nbdist.rpc.wire import SEEN
+from nbdist.rpc.wire import CELL_RUN, SEEN
+from tests.support import lint_page
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 BOTH = [0, 1]
@@ -111,11 +112,33 @@ def test_every_lint_says_what_to_do_and_how_to_hear_no_more() -> None:
     assert all(row.why and row.do and row.when for row in LINTS.values())
 
 
+@pytest.mark.parametrize("name", LINTS)
+def test_the_example_of_a_lint_is_one_hit(name: str) -> None:
+    """On all the ranks that it is about, as docs/lints.md shows it."""
+    subject, facts = LINTS[name].example
+
+    (hit,) = LINTS[name].judge(subject, facts)
+
+    assert hit.ranks == tuple(facts)
+
+
+def test_the_page_has_the_lints_as_they_are() -> None:
+    """docs/lints.md is made from them."""
+    page = lint_page.PAGE.read_text(encoding="utf-8")
+
+    assert lint_page.written(page) == page, f"out of date: {lint_page.COMMAND}"
+
+
 def test_names_that_do_not_exist_are_refused() -> None:
     """With the list of those that do; `all` is all."""
     with pytest.raises(OptionError, match=r"no lint 'data'\. Choose of same-data, set-epoch"):
         rules.checked(["data"])
     assert rules.checked(["all"]) == tuple(LINTS)
+
+
+def message(data: Any) -> Any:
+    """Raw, with this data displayed."""
+    return {"header": {"msg_type": "display_data"}, "content": {"data": data}}
 
 
 class TestOnce:
@@ -124,11 +147,11 @@ class TestOnce:
     @staticmethod
     def cell(one: Lints, run: int, *seen: Observation) -> tuple[str, ...]:
         """The lines of a cell in which each rank saw this."""
+        one.before({CELL_RUN: run})
         for rank, own in enumerate(seen):
-            take = one.listening(run, rank, lambda _message: None)
             data: Any = {SEEN: [[own.lint, own.subject, dict(own.facts)]]}
-            take({"header": {"msg_type": "display_data"}, "content": {"data": data}})
-        return one.lines(run, is_ok=True)
+            assert one.message(run, rank, message(data))
+        return one.after(run, is_ok=True)
 
     def test_a_cause_is_told_once_and_another_one_again(self) -> None:
         """The same model, then another."""
@@ -170,12 +193,12 @@ class TestOnce:
 
     def test_other_messages_go_on_and_late_ones_are_dropped(self) -> None:
         """What is not a lint is the cell's output; a cell that was given up on tells nothing."""
-        session, seen = Lints(), []
-        take = session.listening(1, 0, seen.append)
+        session = Lints()
+        session.before({CELL_RUN: 1})
         stream: Any = {"header": {"msg_type": "stream"}, "content": {"text": "x"}}
-        take(stream)
-        session.lines(1, is_ok=True)
-        take({"header": {"msg_type": "display_data"}, "content": {"data": {SEEN: []}}})
 
-        assert seen == [stream]
+        assert not session.message(1, 0, stream)
+        assert not session.message(1, 0, message({"text/plain": "x"}))
+        session.after(1, is_ok=True)
+        assert session.message(1, 0, message({SEEN: []}))
         assert session._seen == {}

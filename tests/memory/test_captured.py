@@ -7,7 +7,7 @@ import pytest
 
 from nbdist.memory import file as memory_file
 from nbdist.memory.diff import diff
-from nbdist.memory.finding_records import findings
+from nbdist.memory.findings import findings
 from nbdist.memory.peak import peaks
 from nbdist.memory.snapshot import (
     ACTIVATION,

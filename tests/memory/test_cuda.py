@@ -167,7 +167,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """Stands for a GPU; nothing of torch stays replaced."""
     one = Gpu()
     place = SimpleNamespace(place=SimpleNamespace(rank=0, device="cuda:1"))
-    monkeypatch.setattr(cuda.runtime, "current", lambda: place)
+    monkeypatch.setattr(cuda, "this_rank", lambda: place)
     # A torch for CUDA asks the driver, which may not be there.
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", one.record)

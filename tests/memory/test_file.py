@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,37 @@ def test_hostile_file_runs_nothing(tmp_path: Path, gadget: str, protocol: int) -
         assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("gadget", _GADGETS)
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_table_of_classes_lets_nothing_else_through(
+    tmp_path: Path, gadget: str, protocol: int
+) -> None:
+    """As checkpoints are read: what is in the table is made, and nothing else is named."""
+    table = {("collections", "OrderedDict"): OrderedDict}
+    hostile = _GADGETS[gadget](tmp_path / "ran")
+    for whole in (hostile, OrderedDict(inner=[hostile])):
+        with pytest.raises(safe_pickle.Refused):
+            safe_pickle.loads(_dumped(whole, protocol), table)
+
+    assert not (tmp_path / "ran").exists()
+    if protocol >= 2:
+        assert safe_pickle.loads(_dumped(OrderedDict(a=1), protocol), table) == OrderedDict(a=1)
+
+
+def test_a_table_of_classes_opens_no_other_way() -> None:
+    """Neither what the process has registered by number, nor a memo as large as it likes."""
+    table = {("collections", "OrderedDict"): OrderedDict}
+    copyreg.add_extension("posix", "system", 7)
+    try:
+        pickle.loads(_proto(b"\x82\x07"))  # now pickle names it without asking
+        with pytest.raises(safe_pickle.Refused, match="imports by a number"):
+            safe_pickle.loads(_proto(b"\x82\x07"), table)
+    finally:
+        copyreg.remove_extension("posix", "system", 7)
+    with pytest.raises(safe_pickle.Refused, match="counts more values than it has bytes"):
+        safe_pickle.loads(_proto(b"Nr\xff\xff\xff\xff"), table)
+
+
 @pytest.mark.parametrize("gadget", _RUNS)
 def test_gadgets_are_real(tmp_path: Path, gadget: str) -> None:
     """Read plainly they run, so the test above would see it."""
@@ -387,14 +419,13 @@ def test_unreadable_sizes_do_not_reach_memory() -> None:
     """In a process with little memory to take, bombs are refused all the same."""
     program = (
         "import resource, struct\n"
-        "from nbdist.core import safe_pickle as snapshot_pickle\n"
-        "from nbdist.errors import SnapshotError\n"
+        "from nbdist.core import safe_pickle\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
         "over = [b'Nr' + struct.pack('<I', 2**power) for power in (16, 24, 31)]\n"
         "for bomb in (*over, b'B' + b'\\xff' * 4):\n"
         "    try:\n"
-        "        snapshot_pickle.loads(b'\\x80\\x04' + bomb + b'.')\n"
-        "    except SnapshotError as error:\n"
+        "        safe_pickle.loads(b'\\x80\\x04' + bomb + b'.')\n"
+        "    except safe_pickle.Refused as error:\n"
         "        print(error)\n"
     )
     done = subprocess.run(

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nbdist.memory.finding_records import RULES, MemoryFinding, findings
+from nbdist.core.finding import Finding
+from nbdist.memory.findings import RULES, findings
 from nbdist.memory.peak import peaks
 from nbdist.memory.snapshot import (
     ACTIVATION,
@@ -27,7 +28,7 @@ from tests.support.drawn_memory import MB, Piece, rank_memory, training
 LINE = Frame("cell 3", 12, "forward")
 
 
-def found(*ranks: RankMemory, strategy: str = "ddp, dp 2") -> dict[str, MemoryFinding]:
+def found(*ranks: RankMemory, strategy: str = "ddp, dp 2") -> dict[str, Finding]:
     snapshot = Snapshot(ranks, strategy)
     return {one.rule: one for one in findings(snapshot, peaks(snapshot))}
 
@@ -54,7 +55,7 @@ def held(unused_mb: float, limit_mb: float = 0) -> RankMemory:
     )
 
 
-def split(optimizer_mb: float, strategy: str = "ddp, dp 4") -> dict[str, MemoryFinding]:
+def split(optimizer_mb: float, strategy: str = "ddp, dp 4") -> dict[str, Finding]:
     rest = (90 - optimizer_mb) / 3
     ranks = (made(r, o=optimizer_mb, p=rest, g=rest, t=rest) for r in range(4))
     return found(*ranks, strategy=strategy)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nbdist.errors import SnapshotError
-from nbdist.memory.kernel import COST, Memories
+from nbdist.memory.kernel.recordings import COST, Memories
 from nbdist.memory.snapshot import MemoryOptions, RankMemory, no_blocks
 from nbdist.variables import pack
 from tests.trace.test_kernel import Ranks, given
@@ -20,7 +20,7 @@ def parcel(rank: int, duration_ns: int = 5, strategy: str = "ddp") -> Future[Any
 
 def memories(answers: dict[int, Callable[[], Future[Any]]]) -> tuple[Memories, Ranks]:
     ranks = Ranks(answers)
-    return Memories(ranks), ranks  # type: ignore[arg-type]
+    return Memories(ranks, ranks.variables), ranks  # type: ignore[arg-type]
 
 
 def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:

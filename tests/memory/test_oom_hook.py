@@ -13,6 +13,7 @@ import torch
 from nbdist.memory.oom_message import HOST
 from nbdist.memory.rank import oom_hook, saved_tensors
 from nbdist.memory.rank.oom_report import _locals, _phase
+from nbdist.rpc.rank import cell_hooks
 
 pytestmark = pytest.mark.engine
 
@@ -76,7 +77,10 @@ class Kernel:
     """As ipykernel's: a cell is a function here."""
 
     def __init__(self) -> None:
-        oom_hook.install(self)
+        cell_hooks.install(self, [oom_hook.around_cell])
+
+    def get_parent(self, _channel: str) -> dict[str, object]:
+        return {}
 
     async def do_execute(self, cell: Any) -> dict[str, str]:
         try:

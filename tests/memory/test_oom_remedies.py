@@ -17,7 +17,7 @@ from nbdist.memory.oom_remedies import (
 )
 from nbdist.memory.oom_text import MORE, block, unmeasured
 from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, PARAMETER
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 
 GB = 10**9
 

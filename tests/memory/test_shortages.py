@@ -1,13 +1,12 @@
 """What the notebook says where memory ran out on a rank that can, or cannot, be asked."""
 
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nbdist.core.failures import RankFailure
-from nbdist.memory import shortages
+from nbdist.memory.kernel import oom_report
 from nbdist.memory.oom_message import HOST, OomMessage
 from nbdist.memory.oom_remedies import OomReport
 from nbdist.memory.snapshot import CATEGORIES
@@ -30,8 +29,7 @@ class Ranks:
         self.asked = 0
         self._answer = answer
         self.is_connected = lambda _rank: not is_gone
-        self.readiness = SimpleNamespace(is_busy=lambda _rank: is_busy)
-        self.memories = SimpleNamespace(note_shortage=self.noted.append)
+        self.is_busy = lambda _rank: is_busy
 
     def call(self, _rank: int, _name: str) -> Future[Any]:
         self.asked += 1
@@ -44,7 +42,7 @@ class Ranks:
 
 
 def advice(ranks: Ranks, failure: RankFailure = FAILURE) -> str:
-    return shortages.advice(ranks, failure)  # type: ignore[arg-type]
+    return oom_report.advice(ranks, ranks.noted.append, failure)  # type: ignore[arg-type]
 
 
 def test_rank_that_knows() -> None:
@@ -83,7 +81,7 @@ def test_failure_that_came_from_a_shortage() -> None:
 )
 def test_rank_that_does_not_tell(ranks: Ranks, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message's own numbers, and why there are no others."""
-    monkeypatch.setattr(shortages, "ASK_S", 0.0)
+    monkeypatch.setattr(oom_report, "ASK_S", 0.0)
     text = advice(ranks)
 
     assert text.startswith("rank 1 ran out of the host's memory: 4.0 GB asked for; what held it")

@@ -32,11 +32,10 @@ from nbdist.memory.snapshot import (
 )
 from nbdist.memory.view import image as memory_image
 from nbdist.memory.view.colours import COLOURS
-from nbdist.memory.view.report import memory_report
 from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view import png as recording_png
 from tests.support import pages
-from tests.support.drawn_memory import MB, Piece, blocks, million, rank_memory, training
+from tests.support.drawn_memory import MB, Piece, blocks, million, rank_memory, remembered, training
 from tests.support.pages import Tags, size_of
 
 MOST_BYTES = 2_000_000
@@ -49,7 +48,7 @@ def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def data_of(view: View) -> dict[str, Any]:
     """What the page has packed."""
-    return pages.data_of(view, "memory")
+    return pages.data_of(view)
 
 
 def one_moment(snapshot: Snapshot) -> Snapshot:
@@ -80,7 +79,7 @@ def rows(text: str) -> list[list[str]]:
 def test_the_text_has_all_numbers() -> None:
     """Head, findings, a row for each rank, categories, lines, owners and notes."""
     snapshot = replace(training(device="cuda"), notes=("Two files were read.",))
-    text = memory_report(snapshot).text
+    text = remembered(snapshot).text
     lines, cells = text.splitlines(), rows(text)
 
     assert re.fullmatch(r"memory of ranks 0-1, ddp, dp 2, 4 steps, \d\d\.\d ms", lines[0])
@@ -111,7 +110,7 @@ def test_what_is_guessed_is_told_from_what_is_exact() -> None:
         Piece(3 * MB, category=ACTIVATION, is_exact=False),
         Piece(2 * MB, category=ACTIVATION, is_exact=True),
     ]
-    cells = rows(memory_report(Snapshot((rank_memory(0, pieces),))).text)
+    cells = rows(remembered(Snapshot((rank_memory(0, pieces),))).text)
 
     assert ["0", "5.0 MB", "forward", "5.0 MB", "3.0 MB"] in cells
     assert ["activations", "5.0 MB", "100.0", "3.0 MB", "5.0 MB", "2.0 MB"] in cells
@@ -121,7 +120,7 @@ def test_what_is_guessed_is_told_from_what_is_exact() -> None:
 
 def test_one_moment_has_no_times() -> None:
     """What is in use, no peak, phase or end; a bar for each rank."""
-    view = memory_report(one_moment(training(ranks=3)))
+    view = remembered(one_moment(training(ranks=3)))
     head = data_of(view)
 
     assert view.text.startswith("memory of ranks 0-2, ddp, dp 2, at one moment\n")
@@ -144,7 +143,7 @@ def test_failures_losses_and_other_counts_are_told() -> None:
         segments=(Segment(0, 10 * MB, 4 * MB, 0, "large"), Segment(9, MB, MB, 0, "small")),
     )
     last = OutOfMemory(5 * MB, 10**9, -1, len(rank.stacks) - 1)
-    text = memory_report(Snapshot((replace(rank, failures=(last, *rank.failures)),))).text
+    text = remembered(Snapshot((replace(rank, failures=(last, *rank.failures)),))).text
 
     assert (
         "rank 0: out of memory 5.0 ms after the beginning, 1.0 GB were asked for at cell 2:9 "
@@ -162,7 +161,7 @@ def test_failures_losses_and_other_counts_are_told() -> None:
 
 def test_the_bundle_has_html_image_and_text() -> None:
     """The HTML has the same image, described, below a sandboxed frame that covers it."""
-    view = memory_report(training())
+    view = remembered(training())
     bundle = view._repr_mimebundle_()
     tags = Tags(view.html)
     picture, over = tags.one("img"), tags.one("iframe")
@@ -181,7 +180,7 @@ def test_the_bundle_has_html_image_and_text() -> None:
 
 def test_nothing_comes_from_the_network() -> None:
     """No address stands in the page, and the frame's own policy forbids all of them."""
-    view = memory_report(training())
+    view = remembered(training())
     inner = Tags(view.html).one("iframe")["srcdoc"]
 
     assert "http:" not in view.html
@@ -192,7 +191,7 @@ def test_nothing_comes_from_the_network() -> None:
 def test_the_page_packs_every_block() -> None:
     """Read back with plain Python: bytes, time, category, names and lines of each."""
     snapshot = training(device="cuda")
-    head = data_of(memory_report(snapshot))
+    head = data_of(remembered(snapshot))
     found = []
     for place in range(2):
         start = 0
@@ -234,7 +233,7 @@ def test_the_page_packs_every_block() -> None:
 def test_a_million_blocks_are_merged_and_it_says_so() -> None:
     """The bundle stays small although names and times cannot be compressed; the sums are exact."""
     snapshot = million()
-    view = memory_report(snapshot)
+    view = remembered(snapshot)
     head = data_of(view)
     merged = re.search(
         r"blocks smaller than ([\d.]+ [kM]B) are merged with the others of their category "
@@ -297,7 +296,7 @@ BAD = {
 @pytest.mark.parametrize("snapshot", BAD.values(), ids=BAD)
 def test_any_snapshot_is_drawn(snapshot: Snapshot) -> None:
     """Text, image and page of what is empty, tiny, huge or strangely named; no warnings either."""
-    view = memory_report(snapshot)
+    view = remembered(snapshot)
     head = data_of(view)
 
     assert view.text.startswith("memory of ")
@@ -314,7 +313,7 @@ def test_any_snapshot_is_drawn(snapshot: Snapshot) -> None:
 
 def test_names_cannot_end_the_script_that_holds_them() -> None:
     """The frame has its own scripts' text and the data, whatever blocks and lines are called."""
-    view = memory_report(BAD["strange names"])
+    view = remembered(BAD["strange names"])
     inner = Tags(view.html).one("iframe")["srcdoc"]
 
     assert "alert(1)" not in inner
@@ -327,7 +326,7 @@ def test_names_cannot_end_the_script_that_holds_them() -> None:
 
 def test_what_a_rank_lacks_is_told() -> None:
     """In the text, in one line."""
-    lines = memory_report(BAD["no blocks"]).text.splitlines()
+    lines = remembered(BAD["no blocks"]).text.splitlines()
 
     assert "rank 0: nothing was allocated" in lines
     assert "rank 1: no file" in lines
@@ -344,7 +343,7 @@ def test_only_what_is_equal_everywhere_is_shown_where_outputs_are_stored(
         own, guessed = rank.blocks, ~rank.blocks.is_exact
         size = np.where(guessed, own.size_bytes * (3 - rank.rank), own.size_bytes)
         ranks.append(replace(rank, blocks=replace(own, size_bytes=size), duration_ns=7))
-    one, other = memory_report(snapshot), memory_report(replace(snapshot, ranks=tuple(ranks)))
+    one, other = remembered(snapshot), remembered(replace(snapshot, ranks=tuple(ranks)))
 
     assert one.text == other.text
     assert "memory of ranks 0-1, ddp, dp 2, 4 steps, #" in one.text
@@ -427,7 +426,7 @@ def test_noise_on_many_ranks_stays_small() -> None:
         )
         for rank in ranks
     )
-    view = memory_report(Snapshot(ranks))
+    view = remembered(Snapshot(ranks))
 
     assert 100_000 < len(view.png) < 500_000
     assert size_of(view) < MOST_BYTES
@@ -454,9 +453,9 @@ def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
     program = (
         "import sys\n"
         "from nbdist.memory.snapshot import Snapshot\n"
-        "from nbdist.memory.view.report import memory_report\n"
+        "from nbdist.memory.view.report import remembered\n"
         "before = 'matplotlib' in sys.modules\n"
-        "remembered(Snapshot(()))\n"
+        "remembered(Snapshot(()), (), ())\n"
         "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
     done = subprocess.run(
@@ -468,6 +467,6 @@ def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
 
 def test_the_same_snapshot_gives_the_same_bundle() -> None:
     """No date, no random ids."""
-    once, again = (memory_report(training())._repr_mimebundle_() for _ in range(2))
+    once, again = (remembered(training())._repr_mimebundle_() for _ in range(2))
 
     assert once == again

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from nbdist.core.finding import Finding
 from nbdist.core.nvml import GpuReading
 from nbdist.monitor import findings
-from nbdist.monitor.findings import MonitorFinding
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import Doing, History, Sample
 
@@ -20,7 +20,7 @@ HEALTHY = Sample(0, 0.0, DOING, USAGE, 95.0, GPU)
 
 def told(
     *ranks: Sample | Sequence[Sample], seconds: int = 41, is_past: bool = False
-) -> tuple[MonitorFinding, ...]:
+) -> tuple[Finding, ...]:
     """What is found when each rank looked like this all the time, or second by second."""
     history = History()
     for second in range(seconds):

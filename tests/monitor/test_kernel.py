@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,14 +15,14 @@ import pytest
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.cells.kernel.cell_run import CellRun
-from nbdist.cells.kernel.session import Session
-from nbdist.cluster.kernel import outside
+from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import DistributedError, NotRunning, OptionError
 from nbdist.monitor.kernel import monitor as monitors
 from nbdist.monitor.kernel.monitor import Monitor, Samples
 from nbdist.monitor.samples import Sample
-from tests.support.gpus import SMI, Driver
+from nbdist.notebook.session import Session
+from tests.support.gpus import SMI, Driver, DriverError
 from tests.support.ranks import session_of, temporary_folder, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -202,7 +203,7 @@ def test_sampling_stops_by_itself_when_nobody_asks_any_more(
 ) -> None:
     """Not while a cell runs, and not while somebody listens."""
     monkeypatch.setattr(monitors, "UNASKED_S", 0.0)
-    monitor = Monitor(session, period_s=0.05)
+    monitor = Monitor(session, session.health, period_s=0.05)
     one = begin(session, "import time\ntime.sleep(1)")
     monitor.start()  # the only question while the cell runs
     end(one)
@@ -229,7 +230,7 @@ def on_gpus(session: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monit
         for place, uuid in zip(session.topology.ranks, uuids, strict=True)
     ]
     monkeypatch.setattr(session, "topology", replace(session.topology, ranks=tuple(places)))
-    monitor = Monitor(session, period_s=0.1)
+    monitor = Monitor(session, session.health, period_s=0.1)
     yield monitor
     monitor.close()
 
@@ -243,11 +244,18 @@ def first(monitor: Monitor, is_it: Callable[[Samples], bool]) -> Samples:
     return next(one for one in samples if is_it(one))
 
 
+def without_driver() -> Any:
+    """A module pynvml on a machine where NVML fails."""
+    driver = Driver(0)
+    driver.failing["nvmlInit"] = DriverError(9, "Driver Not Loaded")
+    return driver
+
+
 def test_gpus_are_read_by_nvidia_smi(
     on_gpus: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One call for all GPUs, each rank's by its UUID. When it fails that is told once."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "pynvml", without_driver())
     answer, program = tmp_path / "answer", tmp_path / "nvidia-smi"
     answer.write_text(SMI)
     program.write_text(f"#!/bin/sh\ncat {answer} || {{ echo driver gone >&2; exit 9; }}\n")
@@ -265,7 +273,7 @@ def test_gpus_are_read_by_nvidia_smi(
     assert other.gpu is None
     assert [one.usage is not None for one in failed] == [True, True]
     missing, gone = on_gpus.problems
-    assert missing.startswith("rank 1: the driver tells nothing of its GPU GPU-missing (of MIG")
+    assert missing.startswith("rank 1: the driver tells nothing of its GPU GPU-missing (nvidia-smi")
     assert gone == f"nvidia-smi does not answer: cat: {answer}: No such file or directory"
 
 
@@ -292,7 +300,7 @@ def test_without_any_driver_ranks_are_sampled_all_the_same(
     on_gpus: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Host and state are there; nothing failed."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "pynvml", without_driver())
     monkeypatch.setenv("PATH", str(tmp_path))
     samples = first(on_gpus, lambda samples: samples[0].cpu_percent is not None)
 
@@ -307,7 +315,7 @@ def test_ranks_on_other_hosts_answer_for_themselves(
     """What cannot be read here is asked for; where C code holds the GIL its age grows."""
     pids = session.health.pids()
     monkeypatch.setattr(session.health, "pids", dict)
-    monitor = Monitor(session, period_s=0.2)
+    monitor = Monitor(session, session.health, period_s=0.2)
     answered = first(monitor, lambda samples: all(one.cpu_percent is not None for one in samples))
     # One call of C code: the control thread gets no turn until it ends.
     one = begin(session, "if rank == 0:\n    pow(3, 12_000_000)\n")
@@ -367,7 +375,7 @@ def test_sampling_ends_with_the_ranks(session: Session) -> None:
     served = monitor.serve(0)
     with pytest.raises(OptionError, match="is served already"):
         monitor.serve(served.port + 1)
-    outside.leave_note(session.cluster.run_dir)
+    run_dir.leave_note(session.cluster.run_dir)
     assert until(lambda: not monitor.is_running)
     assert until(lambda: not served._thread.is_alive())
     with pytest.raises(NotRunning):

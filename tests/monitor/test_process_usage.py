@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from nbdist.core import procfs
 from nbdist.monitor import process_usage
 from nbdist.monitor.process_usage import SLOWLY_S, Usages
 
@@ -72,8 +73,8 @@ def test_children_are_looked_for_now_and_then(parent: "subprocess.Popen[str]") -
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 1000 bytes with 300 of them used, its control groups written by the test."""
-    monkeypatch.setattr(process_usage, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(process_usage, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(procfs, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(procfs, "CGROUPS", tmp_path / "cgroup")
     return tmp_path
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from nbdist.core.nvml import GpuWatch
-from nbdist.engine import join
 from nbdist.monitor import rank as monitor_rank
 from nbdist.monitor.samples import Allocator, Answer
-from tests.support.gpus import Driver
+from tests.support.gpus import Driver, DriverError
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +28,7 @@ STATS = {
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process as a rank on GPU 8c2a1f, CUDA in use."""
     place = SimpleNamespace(device="cuda:1", device_uuid="8c2a1f", pid=1)
-    monkeypatch.setattr(join, "current", lambda: SimpleNamespace(place=place))
+    monkeypatch.setattr(monitor_rank, "this_rank", lambda: SimpleNamespace(place=place))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_stats", {"cuda:1": STATS}.__getitem__)
     watch = GpuWatch(monitor_rank._open, 0.01)
@@ -81,13 +80,13 @@ def test_a_rank_of_another_host_tells_all(on_gpu: None, monkeypatch: pytest.Monk
     assert apart < 100_000_000
 
 
-def test_without_nvml_it_says_what_to_install(
-    on_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_fails_is_told(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is told all the same."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    driver = Driver(0)
+    driver.failing["nvmlInit"] = DriverError(9, "Driver Not Loaded")
+    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
     answer = answered()
 
     assert answer.gpu is None
     assert answer.usage is not None
-    assert answer.problems == (f"no GPU can be read: {monitor_rank._NO_NVML}",)
+    assert answer.problems == ("no GPU can be read: Driver Not Loaded",)

@@ -10,8 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from nbdist.core.finding import WARN, Finding
 from nbdist.core.nvml import GpuReading
-from nbdist.monitor.findings import MonitorFinding
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import Allocator, Doing, History, Sample
 from nbdist.monitor.view import MOST_RANKS, monitor, png, serving
@@ -20,7 +20,7 @@ GPU = GpuReading(0, "GPU-a", "H", 20 * 10**9, 80 * 10**9, 50.0, 30.0, 61.0, 300.
 DOING = Doing("waiting", "running cell [3], waiting in barrier()", 8.0, 9.0, "barrier()", 1.25)
 USAGE = Usage(1.0, 3 * 10**9, 2 * 10**9, 10, 100)
 SAMPLE = Sample(0, 10.0, DOING, USAGE, 95.0, GPU, Allocator(5 * 10**9, 6 * 10**9, 7 * 10**9))
-FINDING = MonitorFinding("heat", "rank 0: 99 C <hot>", "it slows", "cool it", (0,))
+FINDING = Finding("heat", "rank 0: 99 C <hot>", WARN, "it slows", "cool it", (0,))
 
 
 def recorded(*ranks: Sample, count: int = 11) -> tuple[list[Sample], History]:

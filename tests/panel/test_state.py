@@ -2,20 +2,23 @@
 
 import pytest
 
+from nbdist.commands import VERBS
 from nbdist.core.topology import RankPlace
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import STATES, Doing, Sample
+from nbdist.notebook.verb import parse, strategy_given
 from nbdist.panel.job_queue import Job, JobQueue
 from nbdist.panel.state import BUTTONS, KINDS, bar_share, bar_told, missing, row_of
 from nbdist.panel.strategy_form import Model, fields, given, picked, planned, typed, values_of
-from nbdist.strategy.choice import Strategy, choose
+from nbdist.strategy.choice import Strategy
+from nbdist.strategy.choose import choose
 from nbdist.strategy.footprint import RECIPES
 from nbdist.strategy.options import OPTIONS, takers
 from nbdist.strategy.table import ROWS
 
-FSDP = Job("apply", "%dist_strategy fsdp", ("fsdp", ()))
-TP = Job("apply", "%dist_strategy tp", ("tp", ()))
-RESTART = Job("restart", "%dist_restart 1", 1)
+FSDP = Job("apply", "%dist_strategy fsdp", "fsdp")
+TP = Job("apply", "%dist_strategy tp", "tp")
+RESTART = Job("restart", "%dist_restart 1", "1")
 
 
 class Clock:
@@ -181,7 +184,7 @@ def test_the_fields_of_a_strategy_are_its_options(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_each_value_of_each_field_can_be_had_or_says_why(name: str) -> None:
-    """Alone on 8 ranks: a choice with just that, or strategy.choice's own words."""
+    """Alone on 8 ranks: a choice with just that, also as it is typed, or the reason why not."""
     for field in fields(name, 8):
         for value in field.choices if field.kind != "switch" else (True,):
             found = picked(name, {field.word: value}, 8)
@@ -189,6 +192,8 @@ def test_each_value_of_each_field_can_be_had_or_says_why(name: str) -> None:
                 # What is shown for it gives it again.
                 again = picked(found.name, values_of(found), 8)
                 assert again == found, (field.word, value)
+                read = parse(VERBS["dist_strategy"], typed(name, {field.word: value})).values
+                assert choose(*read.named, strategy_given(read), 8) == found
             else:
                 assert found.endswith((".", "?")), (field.word, value)
 

@@ -34,7 +34,7 @@ def owner() -> Owner:
 @pytest.fixture
 def widgets(owner: Owner) -> PanelWidgets:
     """Of four ranks."""
-    made = PanelWidgets(owner, list(BUTTONS))
+    made = PanelWidgets(owner)
     made.set_ranks(4)
     return made
 

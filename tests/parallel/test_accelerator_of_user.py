@@ -44,7 +44,7 @@ OWN = """
         inner = accelerate.Accelerator(gradient_accumulation_steps=4)
     plain = type(mine.prepare(torch.nn.Linear(2, 2))).__name__
     names = [type(lazy).__name__, lazy.mixed_precision, lazy.gradient_accumulation_steps,
-             type(lazy).__name__, live.current().options.precision]
+             type(lazy).__name__, registry.current().options.precision]
     a = torch.ones(2, 2)
     with lazy.autocast():
         kinds = [str((a @ a).dtype)]

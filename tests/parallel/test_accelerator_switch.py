@@ -42,7 +42,7 @@ GOES_ON = """
                 name, given = path.pop(0)
                 done_ = switch(choose(name, given, n))
                 # A variable of a cell is rebound by the switch; this one is a function's.
-                model = next(one for one in live.prepared() if one.base is net).outer
+                model = next(one for one in registry.prepared() if one.base is net).outer
                 del done_
         assert same == [id(one) for one in (optimizer, optimizer.optimizer, scheduler, loader)]
         assert torch.equal(drawn, torch.get_rng_state())
@@ -85,7 +85,7 @@ SCALES = """
             backwards(1)  # of an accumulation that the switch ends
         switch(choose("fsdp", given, n))
         begun.append(other.sync_gradients)
-        model = next(one for one in live.prepared() if one.base is net).outer
+        model = next(one for one in registry.prepared() if one.base is net).outer
         facts.append([other.mixed_precision, other.gradient_accumulation_steps,
                       other.scaler is scaler, optimizer.scaler is other.scaler])
         begun.append(backwards(4))
@@ -99,7 +99,7 @@ SCALES = """
     except Exception as error:
         refused = f"{type(error).__name__}: {error}"
     after = [id(p) for p in rprop.param_groups[0]["params"]]
-    kept = live.current().name == "fsdp" and after == held
+    kept = registry.current().name == "fsdp" and after == held
     done(facts=facts, scales=scales, begun=begun, refused=refused, kept=kept)
 """
 

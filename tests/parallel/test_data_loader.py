@@ -15,7 +15,7 @@ from nbdist.parallel.accelerator.batch_sampler import (
     ShardedBatchSampler,
     share_of,
 )
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
@@ -110,12 +110,12 @@ LOADERS = """
     import random
     from accelerate.utils import DataLoaderConfiguration
     from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-    from nbdist.strategy.choice import choose
+    from nbdist.strategy.choose import choose
     from nbdist.parallel.accelerator.accelerator import Accelerator
-    from nbdist.parallel import prepare as live
+    from nbdist.parallel import registry
 
     def use(name, **given):
-        live.set_choice(choose(name, given, n))
+        registry.set_choice(choose(name, given, n))
 
     class Numbers(Dataset):
         def __len__(self):

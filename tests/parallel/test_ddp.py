@@ -34,7 +34,7 @@ OPTIONS = """
         ("unused", {"find_unused": True}), ("fp16", {"hook": "fp16"}),
         ("bf16", {"hook": "bf16"}), ("powersgd", {"hook": "powersgd"}),
     ):
-        live.set_choice(pick("ddp", **given))
+        registry.set_choice(pick("ddp", **given))
         model = live.prepare_model(net())
         values = curve(model, lambda inputs: inputs.chunk(n)[rank])
         dist.all_reduce(values)

@@ -53,7 +53,7 @@ OVERFLOW = """
     for name, given, k in json.loads(os.environ["ROWS"]):
         accelerator._own_scaler = None
         use(name, precision="fp16", **given)
-        accelerator._follow(live.current())
+        accelerator._follow(registry.current())
         found[f"{name} {k}"] = tried(row, k)
         if isinstance(found[f"{name} {k}"], str):
             print(found[f"{name} {k}"])

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from nbdist.errors import NbdistError
-from nbdist.parallel import live_models, sync_model
+from nbdist.hang.rank import reset_models
+from nbdist.parallel import live_models
+from nbdist.parallel.reshard import sync_model
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
@@ -59,13 +61,13 @@ SYNC = (
         opt.param_groups[0]["lr"] = 9.0
         plan.last_epoch = 40
         model.module[1].running_mean.add_(1)
-    apart, own = models.checksums()["model"], state(opt)
+    apart, own = reset_models.checksums()["model"], state(opt)
     names = sync.sync_model(int(os.environ["SOURCE"]))
-    equal, after = models.checksums()["model"], state(opt)
+    equal, after = reset_models.checksums()["model"], state(opt)
     rate = [g["lr"] for g in opt.param_groups]
     same = ids == [id(p) for p in model.parameters()]
     losses = [step(model, opt, plan) for _ in range(2)]
-    ended = models.checksums()["model"].split("/")[0]
+    ended = reset_models.checksums()["model"].split("/")[0]
     done(apart=apart, equal=equal, own=own, after=after, names=names, rate=rate, same=same,
          epoch=plan.last_epoch, losses=losses, ended=ended)
 """
@@ -112,12 +114,12 @@ REFUSED = (
             held = other if rank == 1 and kind == "name" else model
             opt = torch.optim.SGD(held.parameters(), 0.1)
             del held
-    before, text = models.checksums(), ""
+    before, text = reset_models.checksums(), ""
     try:
         sync.sync_model(0)
     except NbdistError as error:
         text = str(error)
-    done(text=text, same=before == models.checksums(), total=total())
+    done(text=text, same=before == reset_models.checksums(), total=total())
 """
 )
 
@@ -197,7 +199,7 @@ REPLACED = (
         keep = model
         early = [step(model, opt) for _ in range(3)]
         if os.environ["DIES"] == "1":
-            say("made", pickle.dumps((runtime.current().topology, groups.groups_made())))
+            say("made", pickle.dumps((this_rank().topology, groups.groups_made())))
             wait_for("dead", [1])
             back = groups.recover(1)
             assert model is keep
@@ -205,7 +207,7 @@ REPLACED = (
         sync.sync_model(0)
     calls.clear()
     late = [step(model, opt) for _ in range(4)]
-    done(late=late, calls=len(calls), sum=models.checksums()["model"].split("/")[0])
+    done(late=late, calls=len(calls), sum=reset_models.checksums()["model"].split("/")[0])
 """
 )
 
@@ -285,21 +287,24 @@ class TestNames:
         """Also -0.0 for 0.0, and in types that NumPy does not know."""
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             one = torch.zeros(5, dtype=dtype)
-            sums = {live_models._digest([("w", one)]), live_models._digest([("w", one.view(5, 1))])}
+            sums = {
+                reset_models._digest([("w", one)]),
+                reset_models._digest([("w", one.view(5, 1))]),
+            }
             one[4] = 1
-            sums.add(live_models._digest([("w", one)]))
+            sums.add(reset_models._digest([("w", one)]))
             assert len(sums) == 3
-        assert live_models._digest([("w", torch.tensor([0.0]))]) != live_models._digest(
+        assert reset_models._digest([("w", torch.tensor([0.0]))]) != reset_models._digest(
             [("w", torch.tensor([-0.0]))]
         )
 
     def test_a_tensor_in_pieces_has_the_same_sum(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What is hashed does not depend on how it is cut; empty and 0-dimensional ones too."""
         tensors = [("a", torch.arange(100.0)), ("b", torch.tensor(3.0)), ("c", torch.empty(0))]
-        whole = live_models._digest(tensors)
-        monkeypatch.setattr(live_models, "_PIECE_BYTES", 48)
+        whole = reset_models._digest(tensors)
+        monkeypatch.setattr(reset_models, "_PIECE_BYTES", 48)
 
-        assert live_models._digest(tensors) == whole
+        assert reset_models._digest(tensors) == whole
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
     def test_a_sum_is_of_the_values_and_their_order(self, dtype: torch.dtype) -> None:
@@ -308,8 +313,8 @@ class TestNames:
         other = values.clone()
         other[8:24] = values[8:24].flip(0)
 
-        assert live_models._sum(values[1:]) == live_models._sum(values[1:].clone())
-        assert live_models._sum(values) != live_models._sum(other)
+        assert reset_models.checksum(values[1:]) == reset_models.checksum(values[1:].clone())
+        assert reset_models.checksum(values) != reset_models.checksum(other)
 
     def test_models_of_classes_made_from_ddp_are_found(self) -> None:
         """Of any depth, and nothing else."""

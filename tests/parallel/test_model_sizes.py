@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 SIZES = """
     from nbdist.parallel.model_sizes import sizes
     told = {}
-    live.set_choice(pick("fsdp1"))  # which a live model cannot be switched from
+    registry.set_choice(pick("fsdp1"))  # which a live model cannot be switched from
     flat = live.prepare_model(Net())
     told["fsdp1"] = [counts for _, *counts in sizes()]
     again = [flat]; again.append(again)  # a circle, which no variable holds afterwards

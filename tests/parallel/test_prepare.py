@@ -36,7 +36,7 @@ TRACES = """
         result[name + str(given)] = look() == before and model is base
     copied = copy.deepcopy(base)
     result["plain"] = is_close(copied(tokens(0)).item(), base(tokens(0)).item())
-    result["copy_is_free"] = live.prepared_of(copied) is None
+    result["copy_is_free"] = registry.prepared_of(copied) is None
     result["types"] = {type(p).__name__ for p in base.parameters()} == {"Parameter"}
     result["state"] = list(base.state_dict()) == list(first)
     mesh = init_device_mesh("cpu", (n,))
@@ -54,7 +54,7 @@ STATES = """
     result = {}
     optimizer, scheduler = optimizer_for(model)  # before the model is prepared, as often
     plain = optimizer_for(reference)[0]
-    live.set_choice(pick("zero1"))
+    registry.set_choice(pick("zero1"))
     model = live.prepare_model(model)
     live.bind(optimizer)
     result["is_rank_0s"] = all(
@@ -71,26 +71,26 @@ STATES = """
     scheduler.step()
     mean = value.detach().clone(); dist.all_reduce(mean); losses.append(mean.item() / n)
     expect(len(losses))
-    known = live.prepared_of(model)
+    known = registry.prepared_of(model)
     by_name = {}
     for name, given in (("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {}), ("ddp", {})):
         switch.switch(pick(name, **given))
-        whole = copy.deepcopy(live.full_state(known))
+        whole = copy.deepcopy(wholes.full_state(known))
         off = max((whole[k] - v).abs().max().item()
                   for k, v in reference.state_dict().items() if k in whole)
-        state = copy.deepcopy(live.full_optimizer_state(optimizer))
+        state = copy.deepcopy(wholes.full_optimizer_state(optimizer))
         mine = {k: p for k, p in reference.named_parameters()}
         off_state = max(
             (state["state"][k][key] - alone.state[p][key]).abs().max().item()
             for k, p in mine.items() for key in ("exp_avg", "exp_avg_sq", "step"))
         # Into a model that has gone on: it stands where it was.
         train(1)
-        live.load_full(known, whole)
-        live.load_full_optimizer_state(optimizer, state)
+        wholes.load_full(known, whole)
+        wholes.load_full_optimizer_state(optimizer, state)
         scheduler.last_epoch -= 1
         losses.pop()
-        back = live.full_state(known)
-        again = live.full_optimizer_state(optimizer)["state"]
+        back = wholes.full_state(known)
+        again = wholes.full_optimizer_state(optimizer)["state"]
         by_name[name] = [
             off, off_state, all(torch.equal(back[k], whole[k]) for k in whole),
             all(torch.equal(torch.as_tensor(again[k][key]), torch.as_tensor(v))
@@ -119,7 +119,7 @@ OTHERS = """
     left, right = Odd(1), Odd(2)
     left.frozen.mark = "kept"
     twins = [copy.deepcopy(left), copy.deepcopy(right)]
-    live.set_choice(pick("single"))
+    registry.set_choice(pick("single"))
     first_model, second_model = live.prepare_model(left), live.prepare_model(right)
     both = torch.optim.SGD([*left.parameters(), *right.parameters()], lr=0.1, momentum=0.9)
     of_twins = torch.optim.SGD([p for t in twins for p in t.parameters()], lr=0.1, momentum=0.9)
@@ -165,14 +165,14 @@ OTHERS = """
     refused("adafactor", lambda: switch.switch(pick("fsdp")))
     del adafactor
     gc.collect()
-    result["still"] = [live.current().name, switch.switch(pick("fsdp")).models]
+    result["still"] = [registry.current().name, switch.switch(pick("fsdp")).models]
 
     # A rank that has replaced another builds by itself what the others have.
     if rank == 1:
         models.catching_up(True)
         refused("alone", lambda: live.prepare_model(torch.nn.Linear(2, 2)))
     dist.barrier()
-    live.set_choice(pick("ddp"))
+    registry.set_choice(pick("ddp"))
     if rank == 1:
         by_itself = live.prepare_model(torch.nn.Linear(2, 2))
         says["alone_ddp"] = type(by_itself).__name__
@@ -186,10 +186,10 @@ RESETS = """
     begin("ddp")
     for name, given in (("ddp", {}), ("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {})):
         switch.switch(pick(name, **given))
-        degrees = live.current().degrees
+        degrees = registry.current().degrees
         model(tokens(99).chunk(degrees.dp)[rank % degrees.dp]).backward()
         known = models.find()
-        cleared = models.reset()
+        cleared = reset_models.reset()
         left = sum(p.grad is not None for p in base.parameters())
         found[name] = [[one.name for one in known], [one.is_sharded for one in known],
                        list(cleared), min(cleared.values()) > 0, left]

@@ -1,11 +1,12 @@
 """Local parts of tensors move between ranks: against slices of the whole, and DTensor's shards."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from nbdist.parallel.reshard.redistribute import Reshard, moved_bytes, redistribute
+from nbdist.parallel.reshard.redistribute import Reshard, moved_bytes, redistribute, room_for
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
 from tests.support.sides import SIDES
@@ -43,7 +44,7 @@ MOVES = (
             name = f"t{number}"
             torch.manual_seed(number)
             values[name] = (torch.randn(shape) * 50).to(dtype)
-            moves.append(ex.Reshard(name, dtype, some_side(draw, shape), some_side(draw, shape)))
+            moves.append(ex.Move(name, dtype, some_side(draw, shape), some_side(draw, shape)))
         return moves, values
 
     def wrong(bucket_bytes, direct_bytes, seed):
@@ -60,7 +61,7 @@ MOVES = (
             sizes.append(max(inbox.numel(), outbox.numel()))
             return send(inbox, outbox, *splits)
         dist.all_to_all_single = counted
-        new = ex.redistribute(moves, held, cpu)
+        new = ex.exchange(moves, held, cpu)
         dist.all_to_all_single = send
         ex.BUCKET_BYTES, ex.DIRECT_BYTES = before
         bad = []
@@ -88,9 +89,9 @@ MOVES = (
     tensor, alone = torch.ones(8, 2), None
     if rank == 0:
         shard = Side(TensorLayout((8, 2), shard_dim=0), Degrees(dp_shard=n))
-        got = ex.redistribute([ex.Reshard("a", torch.float32, whole, whole),
-                           ex.Reshard("b", torch.float32, whole, owned),
-                           ex.Reshard("c", torch.float32, whole, shard)],
+        got = ex.exchange([ex.Move("a", torch.float32, whole, whole),
+                           ex.Move("b", torch.float32, whole, owned),
+                           ex.Move("c", torch.float32, whole, shard)],
                           {"a": tensor, "b": tensor, "c": tensor}, cpu)
         alone = [sorted(got), got["a"] is tensor, tuple(got["c"].shape)]
 
@@ -111,7 +112,7 @@ MOVES = (
     known = {held["w"].untyped_storage().data_ptr()}
     ex.BUCKET_BYTES, before = 1 << 16, ex.BUCKET_BYTES
     with Largest():
-        new = ex.redistribute([ex.Reshard("w", torch.float32, *sides)], held, cpu)
+        new = ex.exchange([ex.Move("w", torch.float32, *sides)], held, cpu)
     ex.BUCKET_BYTES = before
     sharded = [torch.equal(new["w"], part(value, sides[1])), Largest.bytes, value.nbytes // n]
 
@@ -211,3 +212,32 @@ def sent_by_rank(moves: list[Reshard], size: int) -> list[int]:
         if source != piece.target:
             sent[source] += torch.Size(piece.shape).numel() * move.dtype.itemsize
     return sent
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (257, 1031), (1024, 1025)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_a_tensor_of_the_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Contiguous, writable, of any size and dtype."""
+    tensor = room_for(shape, dtype, torch.device("cpu"))
+
+    assert (tensor.shape, tensor.dtype) == (torch.Size(shape), dtype)
+    assert tensor.is_contiguous()
+    assert tensor.fill_(3).sum().item() == pytest.approx(3 * tensor.numel(), rel=1e-2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems give pages as they are written")
+def test_its_pages_are_there_before_it_is_written() -> None:
+    """64 MiB more are resident; torch.empty's are not."""
+    before = _resident_mib()
+    lazy = torch.empty(16 << 20)
+    between = _resident_mib()
+    tensor = room_for((16 << 20,), torch.float32, torch.device("cpu"))
+
+    assert between - before < 8
+    assert _resident_mib() - between > 60
+    assert lazy.shape == tensor.shape
+
+
+def _resident_mib() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(one for one in lines if one.startswith("VmRSS:")).split()[1]) / 1024

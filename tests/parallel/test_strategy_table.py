@@ -3,10 +3,11 @@
 import pytest
 
 import nbdist
-from nbdist.parallel import prepare, transforms
+from nbdist.parallel import registry, transforms
 from nbdist.parallel.accelerator import accelerator
 from nbdist.parallel.transform import Transform
-from nbdist.strategy.choice import choose, default_choice, steps_of
+from nbdist.strategy.choice import steps_of
+from nbdist.strategy.choose import choose, default_choice
 from nbdist.strategy.table import ROWS, STEPS
 
 pytestmark = pytest.mark.engine
@@ -27,7 +28,7 @@ def test_every_row_can_be_put_together(name: str) -> None:
 
 def test_ranks_begin_with_the_default() -> None:
     """The notebook and the ranks agree on what counts where nothing was chosen."""
-    assert prepare.current() == default_choice(1)
+    assert registry.current() == default_choice(1)
 
 
 def test_the_package_has_the_accelerator() -> None:

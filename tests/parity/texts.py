@@ -6,10 +6,11 @@ from tests.support.training import MODEL
 COMMON = """
     import functools
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from nbdist.switch.rank import switch
     from nbdist.parallel.dp import fsdp1_state
-    from nbdist.parallel.reshard.redistribute import Reshard, redistribute
-    from nbdist.parallel.accelerator.clip_grad import _laid_out
+    from nbdist.parallel.reshard import full_state as wholes
+    from nbdist.switch.rank import switch
+    from nbdist.parallel.reshard.redistribute import Move, exchange
+    from nbdist.parallel.tensors import local_as
 
     LENGTH, GLOBAL, LIMIT = 16, 16, 0.5
     DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,18 +105,18 @@ COMMON = """
 
     def whole_gradients(model):
         "By first name, on every rank. Collective."
-        one = live.prepared_of(model)
+        one = registry.prepared_of(model)
         if one is None:
             return {}  # DeepSpeed has them in buffers of its own
         if fsdp1_state.is_flat(one):
             with FullyShardedDataParallel.summon_full_params(
                     one.outer, writeback=False, with_grads=True):
                 return {name: p.grad.clone() for name, p in one.parameters.items()}
-        held = {name: _laid_out(p) for name, p in one.parameters.items() if p.grad is not None}
-        moves = [Reshard(name, torch.float32, one.side(name), one.whole(name))
+        held = {name: local_as(p.grad, p) for name, p in one.parameters.items()
+                if p.grad is not None}
+        moves = [Move(name, torch.float32, one.side(name), one.whole(name))
                  for name in one.parameters]
-        new = redistribute(moves, held, torch.device("cpu"))
-        return {name: g.clone() for name, g in new.items()}
+        return {name: g.clone() for name, g in exchange(moves, held, torch.device("cpu")).items()}
 
     def far(found, wanted):
         "The largest difference of tensors by name; the first name of a tied one is enough."
@@ -210,7 +211,7 @@ ROWS = (
         if isinstance(found[-1], str):
             done(found=found)
         gc.collect()
-        assert live.prepared() == []
+        assert registry.prepared() == []
         print(typed, kind, found[-1], f"{time.perf_counter() - began_s:.2f} s", flush=True)
     done(found=found)
 """
@@ -267,7 +268,7 @@ SWITCHES = (
 
     def moments():
         "The largest difference of each kind of state, by its largest value; steps are equal."
-        found = live.full_optimizer_state(optimizer.optimizer)["state"]
+        found = wholes.full_optimizer_state(optimizer.optimizer)["state"]
         wanted = {name: alone_optimizer.state[p] for name, p in alone_net.named_parameters()}
         def worst(key):
             size = max(own[key].abs().max().item() for own in wanted.values())

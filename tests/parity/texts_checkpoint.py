@@ -77,7 +77,7 @@ CHECKPOINTS = (
     def compared(parts, kept):
         model, optimizer, _, _ = parts
         wanted, moments = kept
-        state = live.full_optimizer_state(optimizer.optimizer)["state"]
+        state = wholes.full_optimizer_state(optimizer.optimizer)["state"]
         def worst(kind):
             size = max(one.abs().max().item() for one in moments[kind].values())
             return max(
@@ -129,7 +129,7 @@ CHECKPOINTS = (
         if isinstance(found[-1], str):
             break
         gc.collect()
-        assert live.prepared() == []
+        assert registry.prepared() == []
         print(function, *given, found[-1], f"{time.perf_counter() - began_s:.2f} s", flush=True)
     done(found=found)
 """

@@ -15,7 +15,7 @@ from nbdist.planner.fake.models import Sent
 from nbdist.planner.fake.optimizers import stepped_bytes
 from nbdist.planner.fake.storage_counter import StorageCounter, resizes_seen
 from nbdist.planner.workload import OPTIMIZERS, Workload
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 from tests.support.kernel import notebook_env
 
 pytestmark = pytest.mark.engine

@@ -16,7 +16,8 @@ from nbdist.planner.kernel.fake_process import FakeEngine
 from nbdist.planner.memory import FORMULAS, Memory, memory_of
 from nbdist.planner.models import ModelShape, of_config
 from nbdist.planner.workload import Workload
-from nbdist.strategy.choice import Strategy, choose
+from nbdist.strategy.choice import Strategy
+from nbdist.strategy.choose import choose
 from tests.support.kernel import notebook_env
 
 pytestmark = pytest.mark.engine

@@ -12,7 +12,7 @@ from nbdist.planner.memory import memory_of
 from nbdist.planner.models import CONFIGS, model_of
 from nbdist.planner.plan import NO, UNKNOWN, plan
 from nbdist.planner.workload import Workload
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 
 NET = LiveModel(
     "net", "Net", (Kind("float32", True, 600, 2400), Kind("bfloat16", False, 1400, 2800)),

@@ -17,7 +17,8 @@ from nbdist.planner.workload import (
     recipe_for,
     widths_of,
 )
-from nbdist.strategy.choice import Strategy, choose
+from nbdist.strategy.choice import Strategy
+from nbdist.strategy.choose import choose
 from nbdist.strategy.footprint import RECIPES
 
 HALF = Widths(2, 2, 0, 2, 2)

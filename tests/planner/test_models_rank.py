@@ -21,7 +21,7 @@ from transformers import (
 from nbdist.planner.activations import block_bytes
 from nbdist.planner.models import CONFIGS, model_of
 from nbdist.planner.workload import OPTIMIZERS, Widths, Workload
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 
 pytestmark = pytest.mark.engine
 

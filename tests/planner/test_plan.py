@@ -18,7 +18,7 @@ from nbdist.planner.plan import NO, RISKY, SAFE, Plan, Row, plan, verdict
 from nbdist.planner.step_time import bubble, flops_of, flows, samples, time_of
 from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 from nbdist.strategy.table import ROWS
 
 GB = 1e9

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from ipyparallel.error import RemoteError
 
-from nbdist.cells.kernel.session import Session
+from nbdist.cluster.kernel.ranks import barrier, memory_bytes
 from nbdist.core.failures import plain
 from nbdist.errors import NbdistError
 from nbdist.hang.records import ThreadSnapshot
-from nbdist.rpc.kernel import functions
+from nbdist.notebook.session import Session
 from nbdist.rpc.kernel.channel import Channel, Message, failure_of
 from nbdist.rpc.wire import CELL_NUMBER
 from tests.support.ranks import until
@@ -159,7 +159,7 @@ def test_the_client_keeps_nothing_of_a_finished_cell(channel: Channel) -> None:
 
 def test_a_call_by_name_returns_what_the_function_returns(channel: Channel) -> None:
     """Functions are named, not pickled, and their results are plain records."""
-    results = [functions.memory_bytes(channel.call, engine).result(DEADLINE_S) for engine in (0, 1)]
+    results = [memory_bytes(channel.call, engine).result(DEADLINE_S) for engine in (0, 1)]
 
     assert all(result["resident"] > 50e6 for result in results)
 
@@ -178,9 +178,9 @@ def test_a_call_that_raises_raises_here(channel: Channel) -> None:
 def test_a_barrier_names_who_does_not_come(channel: Channel, session: Session) -> None:
     """A rank that waits alone says for whom, and the next barrier of all works."""
     with pytest.raises(RemoteError, match=r"waited 1 s at %sync for rank\(s\) 1"):
-        functions.barrier(channel.call, 0, "one", 1.0).result(DEADLINE_S)
+        barrier(channel.call, 0, "one", 1.0).result(DEADLINE_S)
     # The other one comes late to the first: it finds the first rank's mark there.
-    functions.barrier(channel.call, 1, "one", 1.0).result(DEADLINE_S)
+    barrier(channel.call, 1, "one", 1.0).result(DEADLINE_S)
 
     assert len(session.sync(10.0)) == 2
 

@@ -1,122 +1,101 @@
-"""The kernel's page of remote functions is what the engines have."""
+"""The rank functions that the kernel declares are what the engines have."""
 
+import ast
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nbdist.checkpoint import remote_checkpoint, remote_weights
-from nbdist.config import kernel as config_kernel
+import nbdist
 from nbdist.engine import responder
-from nbdist.lints.kernel import remote_check
-from nbdist.planner.kernel import remote_plan
 from nbdist.rpc import wire
-from nbdist.rpc.kernel import functions, remote_progress
+from nbdist.rpc.kernel.functions import RankFunction
 
 pytestmark = pytest.mark.engine
-FUNCTIONS = {
-    **functions.REMOTE_FUNCTIONS,
-    **remote_check.REMOTE_FUNCTIONS,
-    **remote_plan.REMOTE_FUNCTIONS,
-    **config_kernel.REMOTE_FUNCTIONS,
-    **remote_checkpoint.REMOTE_FUNCTIONS,
-    **remote_weights.REMOTE_FUNCTIONS,
-}
-QUESTIONS = {
-    **functions.CONTROL_FUNCTIONS,
-    **remote_checkpoint.CONTROL_FUNCTIONS,
-    **remote_progress.CONTROL_FUNCTIONS,
-}
+KERNEL = ("client", "commands")  # the folders whose files declare rank functions
+# An annotation's source -> (the types of the parameters, the type of the result).
+Types = tuple[list[str], str]
+
+
+def declared() -> Iterator[tuple[str, RankFunction[..., Any], Types]]:
+    """Every rank function of the kernel, as `module.name`, with its types as they are written."""
+    root = Path(nbdist.__file__).parent
+    for path in sorted(path for folder in KERNEL for path in (root / folder).rglob("*.py")):
+        module = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+        for node in ast.parse(path.read_text()).body:
+            match node:
+                case ast.AnnAssign(
+                    target=ast.Name(id=name),
+                    annotation=ast.Subscript(
+                        value=ast.Name(id="RankFunction"),
+                        slice=ast.Tuple(elts=[ast.List(elts=given), result]),
+                    ),
+                ):
+                    function = getattr(import_module(module), name)
+                    types = [ast.unparse(one) for one in given], ast.unparse(result)
+                    yield f"{module}.{name}", function, types
+
+
+DECLARED = list(declared())
+CALLED = [one for one in DECLARED if ":" in one[1].name]
+ASKED = [one for one in DECLARED if ":" not in one[1].name]
 
 
 def of_the_engine(name: str) -> Callable[..., Any]:
+    """The function that is meant."""
+    if name in responder.TABLE:
+        return responder.TABLE[name]
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(import_module(module), function)
     return found
 
 
-@pytest.mark.parametrize(
-    ("here", "name"), FUNCTIONS.items(), ids=lambda v: getattr(v, "__name__", None)
-)
-def test_parameters_match_the_engines_function(here: Callable[..., Future[Any]], name: str) -> None:
-    """After `call` and `engine` come the engine function's own parameters, in its order."""
-    ours = list(inspect.signature(here).parameters)
-    theirs = inspect.signature(of_the_engine(name)).parameters
-    # The engine is told its own number by its caller.
-    names = [n for n in theirs if not (here is functions.describe and n == "engine_id")]
-    required = [n for n in names if theirs[n].default is inspect.Parameter.empty]
-    passed = ours[2:]
+def test_every_rank_function_is_found() -> None:
+    """Each place that makes one is a declaration at the top of a module, with its types."""
+    root = Path(nbdist.__file__).parent
+    made = sum(path.read_text().count("= RankFunction(") for path in root.rglob("*.py"))
 
-    assert ours[:2] == ["call", "engine"]
-    assert passed == names[: len(passed)]
-    assert len(passed) >= len(required)
+    assert made == len(DECLARED) > 60
 
 
-@pytest.mark.parametrize(
-    ("here", "name"), FUNCTIONS.items(), ids=lambda v: getattr(v, "__name__", None)
-)
-def test_a_call_sends_the_name_and_as_many_arguments_as_the_engine_takes(
-    here: Callable[..., Future[Any]], name: str
+@pytest.mark.parametrize(("_where", "here", "types"), DECLARED, ids=[one[0] for one in DECLARED])
+def test_the_declared_types_are_those_of_the_engines_function(
+    _where: str, here: RankFunction[..., Any], types: Types
 ) -> None:
-    """What is sent can be bound to the engine's function."""
+    """In their order; what is left out has a default there, and the result is the same."""
+    signature = inspect.signature(of_the_engine(here.name))
+    theirs = list(signature.parameters.values())
+    given, result = types
+
+    assert given == [one.annotation for one in theirs][: len(given)]
+    assert all(one.default is not inspect.Parameter.empty for one in theirs[len(given) :])
+    assert result == signature.return_annotation
+
+
+@pytest.mark.parametrize(("_where", "here", "types"), DECLARED, ids=[one[0] for one in DECLARED])
+def test_a_call_sends_name_and_arguments(
+    _where: str, here: RankFunction[..., Any], types: Types
+) -> None:
+    """To the rank that is meant."""
     sent: list[tuple[Any, ...]] = []
 
     def call(target: int, its_name: str, /, *args: Any) -> Future[Any]:
         sent.append((target, its_name, *args))
         return Future()
 
-    count = len(inspect.signature(here).parameters) - 2
-    here(call, 5, *[()] * count)
-    [(target, its_name, *args)] = sent
-    bound = inspect.signature(of_the_engine(name)).bind(*args)
+    here(call, 5, *range(len(types[0])))
 
-    assert (target, its_name) == (5, name)
-    assert bound.args is not None
-
-
-def test_the_page_is_complete() -> None:
-    """Every public function of the page stands in one of its tables."""
-    public = {
-        f
-        for n, f in vars(functions).items()
-        if inspect.isfunction(f) and f.__module__ == functions.__name__ and not n.startswith("_")
-    }
-
-    assert public == {*functions.REMOTE_FUNCTIONS, *functions.CONTROL_FUNCTIONS}
+    assert sent == [(5, here.name, *range(len(types[0])))]
 
 
 def test_what_the_control_thread_answers_is_what_can_be_asked() -> None:
-    """Both tables have the same names, and the functions take the same arguments."""
-    asked = {name: here for here, name in QUESTIONS.items()}
-    parameters = {
-        name: (
-            list(inspect.signature(here).parameters)[2:],
-            list(inspect.signature(responder.TABLE[name]).parameters),
-        )
-        for name, here in asked.items()
-    }
-
-    assert set(asked) == set(responder.TABLE)
-    assert all(ours == theirs for ours, theirs in parameters.values())
-
-
-@pytest.mark.parametrize("here", QUESTIONS, ids=lambda v: v.__name__)
-def test_a_question_sends_its_name(here: Callable[..., Future[Any]]) -> None:
-    """Each function of the page asks its engine by the name in the table."""
-    sent: list[tuple[Any, ...]] = []
-
-    def ask(target: int, its_name: str, /, *args: Any) -> Future[Any]:
-        sent.append((target, its_name, *args))
-        return Future()
-
-    given = range(7, 5 + len(inspect.signature(here).parameters))
-    here(ask, 5, *given)
-
-    assert sent == [(5, QUESTIONS[here], *given)]
+    """Every name of its table is declared once."""
+    assert sorted(one[1].name for one in ASKED) == sorted(responder.TABLE)
 
 
 def test_a_call_by_name_resolves_the_function() -> None:

@@ -9,16 +9,8 @@ import pytest
 
 from nbdist.errors import OptionError
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import (
-    Degrees,
-    Options,
-    Strategy,
-    choose,
-    default_choice,
-    described,
-    rows_of,
-    steps_of,
-)
+from nbdist.strategy.choice import Degrees, Options, Strategy, described, rows_of, steps_of
+from nbdist.strategy.choose import choose, default_choice
 from nbdist.strategy.options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, takers
 from nbdist.strategy.table import HELD, ROWS, STEPS, Row
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 from nbdist.strategy.footprint import (
     CALLS,
     HELD,

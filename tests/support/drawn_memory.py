@@ -8,6 +8,9 @@ from functools import cache
 
 import numpy as np
 
+from nbdist.core.view import View
+from nbdist.memory.findings import findings
+from nbdist.memory.peak import peaks
 from nbdist.memory.snapshot import (
     ACTIVATION,
     BACKWARD,
@@ -30,6 +33,7 @@ from nbdist.memory.snapshot import (
     Segment,
     Snapshot,
 )
+from nbdist.memory.view import report as memory_report
 
 MB = 10**6
 MS = 10**6
@@ -314,3 +318,9 @@ def _texts() -> tuple[tuple[tuple[Frame, ...], ...], tuple[str, ...]]:
         for number in random.integers(0, 2**48, 3000)
     )
     return stacks, tuple(f"blocks.{number:x}.weight" for number in random.integers(0, 2**60, 9000))
+
+
+def remembered(snapshot: Snapshot) -> View:
+    """What %dist_memory shows of a snapshot."""
+    found = peaks(snapshot)
+    return memory_report.memory_report(snapshot, found, findings(snapshot, found))

@@ -5,8 +5,8 @@ from typing import Any
 
 # As printed by a driver of branch 550 for two GPUs, the second one a laptop's.
 SMI = """\
-0, GPU-8c2a1f, NVIDIA H100 80GB HBM3, 1024, 81559, 97, 41, 61, 512.33, 700.00, 0x0000000000000004
-1, GPU-11aa22, NVIDIA GeForce MX550, 12, 2048, [N/A], [N/A], 44, [N/A], [N/A], [Not Supported]
+0, GPU-8c2a1f, 1024, 81559, 97, 41, 61, 512.33, 700.00, NVIDIA H100 80GB HBM3
+1, GPU-11aa22, 12, 2048, [N/A], [N/A], 44, [N/A], [N/A], Odd, Name
 """
 
 
@@ -65,10 +65,8 @@ class Driver:
             raise DriverError(15, "GPU is lost")
         return str(index)
 
-    def _uuid(self, handle: str) -> str | bytes:
-        if "/" in handle:
-            return f"MIG-{handle}"
-        return f"GPU-{self.uuids[int(handle)]}".encode()  # older pynvml gives bytes
+    def _uuid(self, handle: str) -> str:
+        return f"MIG-{handle}" if "/" in handle else f"GPU-{self.uuids[int(handle)]}"
 
     def _begin(self) -> None:
         self.begun += 1

@@ -35,10 +35,10 @@ def size_of(view: View) -> int:
     return len(json.dumps(view._repr_mimebundle_()))
 
 
-def data_of(view: View, element: str) -> dict[str, Any]:
-    """What the element of the page has packed, its columns as lists of whole numbers."""
+def data_of(view: View) -> dict[str, Any]:
+    """What the page has packed, its columns as lists of whole numbers."""
     inner = Tags(view.html).one("iframe")["srcdoc"]
-    (text,) = re.findall(rf'id="{element}">(.*?)</script>', inner)
+    (text,) = re.findall(r'id="data">(.*?)</script>', inner)
     raw = gzip.decompress(base64.b64decode(text))
     (size,) = struct.unpack_from("<I", raw)
     head: dict[str, Any] = json.loads(raw[4 : 4 + size])

@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from nbdist.cells.kernel.cell_request import CellRequest
-from nbdist.cells.kernel.session import Session
 from nbdist.cells.outputs import CellResult, Event
 from nbdist.cluster.kernel import run_dir, start
 from nbdist.cluster.kernel.start import StartOptions
-from nbdist.hang.kernel import restart
-from nbdist.rpc.kernel import functions
+from nbdist.hang.kernel.restart import names as names_on
+from nbdist.notebook.session import Session
+from nbdist.notebook.session import start as start_session
 from tests.support import processes
 
 SEED = 7
@@ -66,7 +66,7 @@ def runs(tmp_path: Path) -> Iterator[Path]:
 def _two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with temporary_folder(tmp_path_factory.mktemp("two") / "tmp") as base:
         options = StartOptions(world_size=2, gpus="none", seed=SEED)
-        session = start.start(options, silent, lambda _: None).session
+        session = start_session(options, silent, lambda _: None).session
     yield session
     session.stop()
 
@@ -78,12 +78,12 @@ def _two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 def pair(_two_ranks: Session) -> Session:
     """The same two ranks for each test, whole and without the names of the tests before."""
     session = _two_ranks
-    restart.reconnect(session)
+    session.upkeep.reconnect()
     if session.health.dead:
-        restart.restart(session, session.health.dead, RESTART_S, lambda _: None)
+        session.restart(deadline_s=RESTART_S)
     session.grace_s = start.DEFAULT_GRACE_S
     assert until(lambda: not session.busy_ranks)
-    told = [functions.names(session.call, rank).result(RESTART_S) for rank in session.ranks]
+    told = [names_on(session.call, rank).result(RESTART_S) for rank in session.ranks]
     names = sorted(set(itertools.chain(*told)))
     session.run(f"[globals().pop(name, None) for name in {names}];")
     return session
@@ -109,7 +109,7 @@ def _command(process: psutil.Process) -> list[str]:
 @contextlib.contextmanager
 def session_of(options: StartOptions) -> Iterator[Session]:
     """Ranks that end with the block."""
-    session = start.start(options, silent, lambda _: None).session
+    session = start_session(options, silent, lambda _: None).session
     try:
         yield session
     finally:

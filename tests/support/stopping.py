@@ -21,7 +21,7 @@ from typing import Any
 from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
 from nbdist.checkpoint import manifest
 from nbdist.checkpoint.manifest import Checkpoint, SavedFile, Versions
-from nbdist.strategy.choice import choose
+from nbdist.strategy.choose import choose
 
 _DATA = "__0_0.distcp"
 # Nothing tells a hook of these.

@@ -28,7 +28,7 @@ POLL_S = 0.01
 # What forks have imported: most texts need it, and torch imports torch._dynamo for DDP.
 IMPORTED = (
     "nbdist.parallel.accelerator.accelerator",
-    "nbdist.parallel.sync_model",
+    "nbdist.parallel.reshard.sync_model",
     "torch._dynamo",
 )
 ENV = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -48,8 +48,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from nbdist.hang.recovery import merge_made
 from nbdist.engine import join as runtime
-from nbdist.hang.rank import gloo_abort, process_groups
-from nbdist.parallel import live_models, sync_model as sync
+from nbdist.hang.rank import gloo_abort, process_groups, reset_models
+from nbdist.parallel import live_models
+from nbdist.parallel.reshard import sync_model as sync
+from nbdist.core.rank import this_rank
 from nbdist.errors import NbdistError
 
 is_new = "TEST_REJOIN" in os.environ

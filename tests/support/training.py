@@ -7,9 +7,9 @@ MODEL = """
     from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
-    from nbdist.strategy.choice import choose
+    from nbdist.strategy.choose import choose
     from nbdist.parallel.accelerator.accelerator import Accelerator
-    from nbdist.parallel import prepare as live
+    from nbdist.parallel import registry
 
     class Block(nn.Module):
         def __init__(self, width, n_heads):
@@ -51,7 +51,7 @@ MODEL = """
     data = TensorDataset(tokens, labels)
 
     def use(name, **given):
-        live.set_choice(choose(name, given, n))
+        registry.set_choice(choose(name, given, n))
 
     def groups(net):
         flat = [p for p in net.parameters() if p.ndim < 2]

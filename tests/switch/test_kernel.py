@@ -8,13 +8,16 @@ from typing import Any, cast
 
 import pytest
 
-from nbdist.cells.kernel.session import Session
+from nbdist.cluster.kernel import start
+from nbdist.cluster.kernel.ranks import Ranks, current_strategy
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core.topology import RankPlace, Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.lints.kernel.lints import Lints
-from nbdist.rpc.kernel import functions
-from nbdist.strategy.choice import Strategy, choose, default_choice
-from nbdist.switch.kernel import Asked, Strategies, asked, check, chosen
+from nbdist.notebook import session
+from nbdist.strategy.choice import Strategy
+from nbdist.strategy.choose import StrategySpec, choose, default_choice
+from nbdist.switch.kernel import Strategies, switch_strategy
 from nbdist.switch.report import RankSwitchReport
 
 Reply = Callable[[Strategy], Any]
@@ -34,10 +37,13 @@ class FakeSession:
 
     def __init__(self, replies: Sequence[Any] = ()):
         self.topology = CPU
-        self.lints = Lints()
+        self.strategy_chosen: Strategy | None = None
         self.calls: list[tuple[Any, ...]] = []
-        self.upkeep = SimpleNamespace(recover_if_needed=lambda: self.calls.append(("recover",)))
         self._replies = list(replies)
+
+    def recover_if_needed(self) -> None:
+        """Note it."""
+        self.calls.append(("recover",))
 
     def call_all(self, function: Callable[..., Any], *args: Any, **_options: Any) -> list[Any]:
         self.calls.append((function, *args))
@@ -49,7 +55,7 @@ class FakeSession:
 
 def strategies(*replies: Any) -> tuple[Strategies, FakeSession]:
     session = FakeSession(replies)
-    return Strategies(cast(Session, session)), session
+    return Strategies(cast(Ranks, session), Lints().of_switch), session
 
 
 def told(before: Strategy, after: Strategy) -> RankSwitchReport:
@@ -73,32 +79,32 @@ def from_rank(ename: str, evalue: str) -> NbdistError:
 def test_the_ranks_say_what_counts() -> None:
     """A user's own Accelerator may have added to it."""
     added = choose("ddp", {"bf16": True}, 2)
-    one, _ = strategies([added] * 2)
+    one, ranks = strategies([added] * 2)
 
-    assert (one.current(), one.last) == (added, None)
+    assert (one.current(), ranks.strategy_chosen) == (added, None)
 
 
 def test_a_switch_reaches_all_ranks_after_a_recovery_and_is_told_as_one() -> None:
     """Groups are made whole first; afterwards the ranks are asked for what counts."""
-    one, session = strategies([told(DDP, FSDP)] * 2, [FSDP] * 2)
+    one, ranks = strategies([told(DDP, FSDP)] * 2, [FSDP] * 2)
     done = one.switch("fsdp")
 
-    assert (done.moved_bytes, one.last) == (10, FSDP)
+    assert (done.moved_bytes, ranks.strategy_chosen) == (10, FSDP)
     assert one.current() == FSDP
-    assert session.calls == [("recover",), (functions.switch_strategy, FSDP),
-                             (functions.current_strategy,)]  # fmt: skip
+    assert ranks.calls == [("recover",), (switch_strategy, FSDP),
+                             (current_strategy,)]  # fmt: skip
 
 
 def test_a_wrong_option_asks_no_rank() -> None:
     """What can be refused in the notebook is."""
-    one, session = strategies()
+    one, ranks = strategies()
     with pytest.raises(OptionError, match="2 ranks cannot form tp=3"):
         one.switch("tp", tp=3)
     with pytest.raises(OptionError, match="no --sdpa cudnn on the CPU"):
         one.switch("ddp", sdpa="cudnn")
 
-    assert session.calls == []
-    assert one.last is None
+    assert ranks.calls == []
+    assert ranks.strategy_chosen is None
 
 
 def test_what_ranks_refuse_is_an_option_error_without_their_number() -> None:
@@ -137,21 +143,24 @@ def test_ranks_that_differ_are_told() -> None:
 
 def test_what_was_typed_is_kept_until_the_ranks_are_known() -> None:
     """Nothing typed is None; 0 was typed; the record can be compared and hashed."""
-    assert asked(None, {"tp": None, "bf16": False}) is None
-    assert asked("ddp", {"tp": 0}) == Asked("ddp", (("tp", 0),))
-    assert hash(asked("fsdp", {"tp": 2, "bf16": True})) == hash(
-        asked("fsdp", {"bf16": True, "tp": 2})
+    assert StrategySpec.parse(None, {"tp": None, "bf16": False}) is None
+    assert StrategySpec.parse("ddp", {"tp": 0}) == StrategySpec("ddp", (("tp", 0),))
+    assert hash(StrategySpec.parse("fsdp", {"tp": 2, "bf16": True})) == hash(
+        StrategySpec.parse("fsdp", {"bf16": True, "tp": 2})
     )
-    assert chosen(Asked("fsdp"), CPU) == FSDP
+    assert StrategySpec("fsdp").on(CPU) == FSDP
     with pytest.raises(OptionError, match="4 ranks cannot form tp=3"):
-        check(Asked("tp", (("tp", 3),)), 4)
+        StrategySpec("tp", (("tp", 3),)).choose(4)
 
 
-def test_a_session_knows_what_it_was_started_with() -> None:
+def test_a_session_knows_what_it_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that takes a rank's place is given it."""
-    one, _ = strategies()
-    one.began_with(None)
-    before = one.last
-    one.began_with(Asked("fsdp"))
+    monkeypatch.setattr(start, "start", lambda *_: (None, CPU, ()))
+    made = lambda *_, **__: SimpleNamespace(strategy_chosen=None)  # noqa: E731
+    monkeypatch.setattr(session, "Session", made)
+    chosen_at_start = [
+        session.start(StartOptions(strategy=typed), cast(Any, None), print).session.strategy_chosen
+        for typed in (None, StrategySpec("fsdp"))
+    ]
 
-    assert (before, one.last) == (None, FSDP)
+    assert chosen_at_start == [None, FSDP]

@@ -16,9 +16,10 @@ SAME = "fsdp with these options is the current strategy; nothing was done"
 # A model, the same trained by one process, and the ranks' loop; no line of it names a strategy.
 TRAINING = """
     import copy, gc, random, weakref
-    from nbdist.strategy.choice import choose
+    from nbdist.strategy.choose import choose
+    from nbdist.parallel import build, prepare as live, registry
+    from nbdist.parallel.reshard import full_state
     from nbdist.switch.rank import switch
-    from nbdist.parallel import build, prepare as live
     gc.collect(); gc.freeze()  # what torch brings is not looked at again and again
 
     class Block(torch.nn.Module):
@@ -81,7 +82,7 @@ TRAINING = """
         optimizer.step(); scheduler.step(); optimizer.zero_grad()
     def train(steps):
         for _ in range(steps):
-            degrees = live.current().degrees
+            degrees = registry.current().degrees
             place = degrees.coordinate(rank)
             own = place.dp_replicate * degrees.dp_shard + place.dp_shard
             value = model(tokens(len(losses)).chunk(degrees.dp)[own])
@@ -99,7 +100,7 @@ TRAINING = """
                 *map(id, groups), *(id(g["params"]) for g in groups)]
     def begin(name, **given):
         global model, optimizer, scheduler
-        live.set_choice(pick(name, **given))
+        registry.set_choice(pick(name, **given))
         model = live.prepare_model(model)
         optimizer, scheduler = optimizer_for(model)
         live.bind(optimizer)
@@ -189,7 +190,7 @@ FAILURES = """
             for m in base.modules()
         ]
         return (tables, [*map(id, base.parameters())], [*map(id, optimizer.state)],
-                [*map(id, model.parameters())], id(model), live.current(), identities(),
+                [*map(id, model.parameters())], id(model), registry.current(), identities(),
                 [id(p) for g in optimizer.param_groups for p in g["params"]],
                 [id(v) for one in optimizer.state.values() for v in one.values()])
 
@@ -238,7 +239,7 @@ FAILURES = """
         switch.switch(pick("fsdp"))
         held = "not raised"
     except KeyboardInterrupt:
-        held = live.current().name
+        held = registry.current().name
     fsdp.STEP = real_fsdp
     train(2)
     done(says=says, same=same, held=held, worst=worst())

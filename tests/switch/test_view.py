@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.strategy.choice import Strategy, choose, default_choice
+from nbdist.strategy.choice import Strategy
+from nbdist.strategy.choose import choose, default_choice
 from nbdist.strategy.table import ROWS
-from nbdist.switch.report import RankSwitchReport
-from nbdist.switch.switched import merge
+from nbdist.switch.report import RankSwitchReport, together
 from nbdist.switch.view import current, switched
 
 
@@ -116,7 +116,7 @@ def test_ranks_records_become_one() -> None:
     """Bytes are those of all, the slowest counts, what is not on all ranks has its ranks."""
     one = replace(record(DDP, FSDP), stale=("best = model",), elapsed_s=0.1)
     other = replace(record(DDP, FSDP), notes=("late",), elapsed_s=0.3)
-    both = merge([one, other])
+    both = together([one, other])
 
     assert both.models == ("model",)
     assert both.stale == ("[0] best = model",)

@@ -5,8 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nbdist.strategy import choice as strategy_choice
-from nbdist.strategy import footprint
+from nbdist.strategy import choose, footprint
 from nbdist.trace.breakdown import breakdown, self_ns, sent_share
 from nbdist.trace.trace import (
     COMMUNICATION,
@@ -233,7 +232,7 @@ def test_bytes_of_a_strategy_are_those_of_its_formula(name: str, n: int) -> None
 
     told = breakdown(trace(*ranks))
 
-    choice = strategy_choice.choose(name, {}, n)
+    choice = choose.choose(name, {}, n)
     assert told.sent_bytes == pytest.approx(footprint.sent_bytes(choice, n_parameters))
     assert {one.name: one.count for one in told.traffic} == Counter(did)
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.core.finding import Finding
 from nbdist.trace.breakdown import breakdown
-from nbdist.trace.finding_records import RULES, TraceFinding, findings
+from nbdist.trace.findings import RULES, findings
 from nbdist.trace.kernel.recordings import read_folder
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, COPY, DATA, HOST, MARK, Trace
 from tests.support.traces import MS, Did, rank_trace, trace
@@ -15,7 +16,7 @@ _BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
 _REAL = Path(__file__).resolve().parents[1] / "data" / "traces"
 
 
-def found(one: Trace) -> dict[str, TraceFinding]:
+def found(one: Trace) -> dict[str, Finding]:
     return {each.rule: each for each in findings(one, breakdown(one))}
 
 

@@ -40,8 +40,6 @@ class Ranks:
         self.gone: set[int] = set()
         self.busy: set[int] = set()
         self.interrupted: list[int] = []
-        self.health = SimpleNamespace(end_of=lambda rank: f"exit code {rank}")
-        self.readiness = SimpleNamespace(is_busy=lambda rank: rank in self.busy)
         self.variables = SimpleNamespace(folders=self.folders)
         places = [SimpleNamespace(host=f"host {rank}") for rank in answers]
         self.topology = SimpleNamespace(ranks=places)
@@ -59,6 +57,14 @@ class Ranks:
     def call(self, rank: int, _name: str, *_: object) -> Future[Any]:
         return self.answers[rank]()
 
+    def end_of(self, rank: int) -> str:
+        """How it ended, if it had."""
+        return f"exit code {rank}"
+
+    def is_busy(self, rank: int) -> bool:
+        """As the test has set it."""
+        return rank in self.busy
+
     def is_connected(self, rank: int) -> bool:
         return rank not in self.gone
 
@@ -67,7 +73,7 @@ class Ranks:
 
 
 def begun(ranks: Ranks) -> Traces:
-    traces = Traces(ranks)  # type: ignore[arg-type]
+    traces = Traces(ranks, ranks.variables)  # type: ignore[arg-type]
     traces.begin(TraceOptions())
     return traces
 
@@ -143,7 +149,7 @@ def test_an_interrupt_while_traces_are_read_ends_that() -> None:
 def test_the_failure_of_a_recorded_cell_goes_first() -> None:
     """Its trace is taken in, and where none can be, the cell's error is still what is raised."""
     ranks = Ranks({0: lambda: parcel(0)})
-    traces = Traces(ranks)  # type: ignore[arg-type]
+    traces = Traces(ranks, ranks.variables)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError), traces.recording(TraceOptions()):
         _ = 1 / 0
 
@@ -161,7 +167,7 @@ def test_the_failure_of_a_recorded_cell_goes_first() -> None:
 
 def test_nothing_recorded_is_told_with_what_to_do(tmp_path: Path) -> None:
     """Whether it is shown or saved."""
-    traces = Traces(Ranks({0: Future}))  # type: ignore[arg-type]
+    traces = Traces(Ranks({0: Future}), None)  # type: ignore[arg-type]
 
     with pytest.raises(TraceError, match=r"recorded yet\..*%%dist_profile"):
         _ = traces.last

@@ -14,6 +14,7 @@ import nbdist
 from nbdist.recording.rank import cell_hook
 from nbdist.recording.rank import steps as recording_steps
 from nbdist.recording.rank.steps import Steps
+from nbdist.rpc.rank import cell_hooks
 from nbdist.rpc.wire import CELL_RECORDING
 from nbdist.trace import rank as trace_rank
 
@@ -74,7 +75,7 @@ class Place:
 def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trace_rank._Recording:
     """A recording of this process, which is no rank."""
     monkeypatch.setenv("KINETO_LOG_LEVEL", recording_steps.QUIET)
-    monkeypatch.setattr(trace_rank.runtime, "current", Place)
+    monkeypatch.setattr(trace_rank, "this_rank", Place)
     monkeypatch.setattr(trace_rank._Recording, "_header", lambda self: {"ends": self.steps.ends})
     return trace_rank._Recording(trace_rank.TraceOptions(steps=1), tmp_path, "token")
 
@@ -165,8 +166,8 @@ class Kernel:
         self.metadata: dict[str, object] = {}
         self.shell = SimpleNamespace(showtraceback=self.format_error)
         self.at_error: list[str] = []
-        cell_hook.install(self)
-        cell_hook.install(self)
+        cell_hook.install(self.shell)
+        cell_hooks.install(self, [cell_hook.around_cell])
 
     def get_parent(self, _channel: str) -> dict[str, object]:
         return {"metadata": self.metadata}

@@ -16,12 +16,12 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.image import imread
 
+from nbdist.core.finding import WARN, Finding, Spot
 from nbdist.core.view import View
 from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view import png as recording_png
 from nbdist.trace.breakdown import Operation, RankBreakdown, Slowest, TimeBreakdown, Traffic
 from nbdist.trace.downsample import layout_rows
-from nbdist.trace.finding_records import Spot, TraceFinding
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, KINDS, Lane, RankTrace, Step, Trace
 from nbdist.trace.view import image as trace_image
 from nbdist.trace.view.report import trace_report
@@ -32,9 +32,10 @@ from tests.support.pages import Tags, size_of
 MOST_BYTES = 2_000_000
 MS = 10**6
 
-FINDING = TraceFinding(
+FINDING = Finding(
     "one late rank",
     "rank 1 starts 2 ms late",
+    WARN,
     "the others wait",
     "give it less",
     (1,),
@@ -73,7 +74,7 @@ def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def data_of(view: View) -> dict[str, Any]:
     """What the page has packed."""
-    return pages.data_of(view, "trace")
+    return pages.data_of(view)
 
 
 def test_the_text_has_all_numbers() -> None:
@@ -391,10 +392,10 @@ def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
     program = (
         "import sys\n"
         "from nbdist.trace.trace import Trace\n"
-        "from nbdist.trace.breakdown import TimeBreakdown\n"
-        "from nbdist.trace.view.report import trace_report\n"
+        "from nbdist.trace.breakdown import Shares\n"
+        "from nbdist.trace.view.report import traced\n"
         "before = 'matplotlib' in sys.modules\n"
-        "traced(Trace(()), TimeBreakdown((), 0, None, (), (), 0.0), [])\n"
+        "traced(Trace(()), Shares((), 0, None, (), (), 0.0), [])\n"
         "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
     done = subprocess.run(

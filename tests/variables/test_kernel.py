@@ -15,8 +15,8 @@ import pytest
 
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
-from nbdist.cells.kernel.session import Session
 from nbdist.errors import RankBusy, RankGone, TransferError
+from nbdist.notebook.session import Session
 from nbdist.variables import kernel as variables_kernel
 from nbdist.variables import pack
 from tests.support.ranks import until

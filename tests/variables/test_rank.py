@@ -13,7 +13,7 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.errors import TransferError
-from nbdist.variables import bfloat16, pack, unpack
+from nbdist.variables import pack, unpack
 from nbdist.variables import rank as variables_rank
 from nbdist.variables.names import described
 
@@ -41,8 +41,10 @@ _FORMS = {
 
 
 def bits(dtype: torch.dtype) -> torch.Tensor:
-    """Every pattern of a byte, as elements of the type."""
+    """Every pattern of a byte, or of two where elements have two, as elements of the type."""
     patterns = torch.arange(256, dtype=torch.uint8)
+    if dtype.itemsize == 2:
+        return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     return (patterns % 2 if dtype is torch.bool else patterns).view(dtype)
 
 
@@ -85,13 +87,17 @@ def test_without_torch_each_type_becomes_an_array_of_the_same_values(dtype: torc
             there_and_back(value, None)
         return
     array = there_and_back(value, None)
-    lacks = str(dtype).removeprefix("torch.") in bfloat16.BITS
+    lacks = str(dtype).removeprefix("torch.") in unpack.AS_FLOAT32
     expected = value.float().numpy() if lacks else value.numpy()
 
     assert isinstance(array, np.ndarray)
     assert array.dtype == expected.dtype
     np.testing.assert_array_equal(array, expected)
+    if lacks:
+        zero = expected == 0
+        np.testing.assert_array_equal(np.signbit(array[zero]), np.signbit(expected[zero]))
     assert array.flags.writeable
+    assert there_and_back(value[0], None).shape == ()
 
 
 @pytest.mark.parametrize("form", _FORMS)

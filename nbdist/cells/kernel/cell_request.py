@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbdist.cells.outputs import CellResult, Event, OutputReducer, RankResult
 from nbdist.core.failures import RankFailure
-from nbdist.rpc.kernel.channel import failure_of
+from nbdist.rpc.kernel.channel import Message, failure_of
 
 
 class Sink(Protocol):
@@ -40,6 +40,33 @@ class CellRequest:
     timeout_s: float | None = None
     is_patient: bool = False
     keeps_outputs: bool = False
+
+
+class CellHook:
+    """What a feature does with each cell that ranks run; by itself, nothing."""
+
+    def before(self, metadata: dict[str, Any]) -> Iterable[str]:
+        """A cell is about to be sent.
+
+        Args:
+            metadata: Goes along with it, and may be added to.
+
+        Returns:
+            Lines to be told above its output.
+        """
+        return ()
+
+    def message(self, run_id: int, rank: int, message: Message) -> bool:
+        """Whether a raw message of a rank was for this feature; in the client's thread."""
+        return False
+
+    def after(self, run_id: int, *, is_ok: bool) -> Iterable[str]:
+        """Lines to be told below the output of a cell that has ended, well or not."""
+        return ()
+
+    def advice(self, failure: RankFailure) -> str:
+        """What to do about a failure, as lines of text; empty if nothing is known."""
+        return ""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.cells.kernel.cell_outcome import (
     CellOutcome,
@@ -17,6 +17,7 @@ from nbdist.cells.kernel.cell_outcome import (
     unresponsive_message,
     waiting_message,
 )
+from nbdist.cells.kernel.cell_ranks import CellRanks
 from nbdist.cells.kernel.cell_request import (
     VIEWED,
     CellRequest,
@@ -32,9 +33,6 @@ from nbdist.core import failures as failing
 from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.hang.kernel.group_recovery import GroupRecovery, RecoveryOutcome
 from nbdist.rpc.kernel.channel import Message, failure_of
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
 
 # The hub tells of a dead engine a little after its launcher; its last output comes between.
 LAST_WORDS_S = 1.0
@@ -54,10 +52,10 @@ class CellRun:
     in the thread that waits. Nothing here blocks.
     """
 
-    def __init__(self, session: Session, request: CellRequest, sink: Sink, run_id: int = 0):
+    def __init__(self, ranks: CellRanks, request: CellRequest, sink: Sink, run_id: int = 0):
         self.request = request
         self.on_item: Callable[[], object] = lambda: None
-        self._session = session
+        self._ranks = ranks
         self._sink = sink
         self.run_id = run_id
         self._feed = OutputReducer(
@@ -69,7 +67,7 @@ class CellRun:
         self._taken: deque[Callable[[], None]] = deque()
         self._began_s = time.monotonic()
         self._ladder = InterruptEscalation()
-        self._watchdog = session.watchdog(self._began_s, is_quiet=request.is_patient)
+        self._watchdog = ranks.watchdog(self._began_s, is_quiet=request.is_patient)
         self._aftermath: GroupRecovery | None = None
         self._abort = ""
         self._aborted_s = NEVER_S
@@ -81,15 +79,22 @@ class CellRun:
         self.is_over = False
         self._now_s = self._began_s
 
+    @property
+    def number(self) -> int | None:
+        """The notebook's cell number; None where there is none."""
+        return self.request.number
+
     # Called from any thread.
 
     def message(self, rank: int, message: Message) -> None:
         """A raw iopub message of a rank."""
+        if any(hook.message(self.run_id, rank, message) for hook in self._ranks.hooks):
+            return
         kind = message["header"]["msg_type"]
         if kind == "execute_input":
             self._states[rank].begun_s = time.monotonic()
             if self.is_over:  # it was interrupted before it began, and nobody waits for it
-                self._session.readiness.interrupt_late(rank, self)
+                self._ranks.readiness.interrupt_late(rank, self)
             if self._ladder.has_begun:  # an interrupt waits for this
                 self._put(lambda: None)
         elif kind != "status":  # of which the reply tells as well: no reason to wake anybody
@@ -163,7 +168,7 @@ class CellRun:
         self.is_over = True
         self.on_item = lambda: None
         for rank in self.missing:
-            self._session.interrupt(rank)
+            self._ranks.interrupt(rank)
 
     def finish(self) -> CellResult:
         """Draw the rest, close the sink, and return or raise what the cell came to.
@@ -183,7 +188,7 @@ class CellRun:
             self._feed.end(rank, now_s)
         result = CellResult(
             tuple(
-                result_of(rank, state, self._feed, self._session.death)
+                result_of(rank, state, self._feed, self._ranks.death)
                 for rank, state in self._states.items()
             )
         )
@@ -193,7 +198,7 @@ class CellRun:
             self.tell(self._afterwards())
             self._sink.close(result)
         finally:
-            self._ending().raise_for(result, self._session.explained)
+            self._ending().raise_for(result, self._ranks.explained)
         return result
 
     def _ending(self) -> CellOutcome:
@@ -204,18 +209,20 @@ class CellRun:
             timeout_s=self.request.timeout_s if self._has_timed_out else None,
             aborted=self._abort,
             is_deadlock=self._is_deadlock,
-            grace_s=self._session.grace_s,
+            grace_s=self._ranks.grace_s,
             outcome=outcome or RecoveryOutcome(),
             replaced=self._replaced,
             stopped=self._watchdog.stopped,
         )
 
     def _afterwards(self) -> tuple[str, ...]:
-        """What the ranks' calls, their groups and lints came to."""
-        seen = self._session.lints.lines(self.run_id, is_ok=self._aftermath is None)
+        """What the ranks' calls and groups came to, and what features have noted."""
+        is_ok = self._aftermath is None
+        noted = [line for h in self._ranks.hooks for line in h.after(self.run_id, is_ok=is_ok)]
         if self._aftermath is not None and self._aftermath.outcome is not None:
-            return (*self._aftermath.outcome.lines, *seen)
-        return seen if self._lost else (*self._session.health.mismatches(self.run_id), *seen)
+            return (*self._aftermath.outcome.lines, *noted)
+        mismatches = () if self._lost else self._ranks.health.mismatches(self.run_id)
+        return (*mismatches, *noted)
 
     def _take_in(self) -> None:
         while self._taken:
@@ -263,7 +270,7 @@ class CellRun:
         others = [r for r in self.missing if r != rank]
         if others and not (state.is_told or self.request.is_patient):
             state.is_told = True
-            self.tell([f"rank {rank} {self._session.death(rank)}"])
+            self.tell([f"rank {rank} {self._ranks.death(rank)}"])
 
     def _note_lost(self, why: str) -> None:
         self._lost = self._lost or why
@@ -284,7 +291,7 @@ class CellRun:
                 self._give_up(rank, "died", now_s)
             elif now_s >= self._sigint_s(rank):
                 self._states[rank].interrupted_s = now_s
-                self._session.interrupt(rank)
+                self._ranks.interrupt(rank)
         if self._ladder.replace_s is not None:
             self._replace()
         if now_s >= self._ladder.give_back_s or self._lost:
@@ -293,13 +300,13 @@ class CellRun:
 
     def _end_silent(self, now_s: float) -> None:
         if self._ladder.has_begun:
-            for rank in self._session.free_silent() & {*self.missing}:
+            for rank in self._ranks.readiness.free_silent() & {*self.missing}:
                 self._give_up(rank, "interrupted", now_s)
 
     def _replace(self) -> None:
-        if self.missing and not self._replaced and self._session.upkeep.can_replace:
+        if self.missing and not self._replaced and self._ranks.upkeep.can_replace:
             self._replaced = self.missing
-            self._session.upkeep.give_up(self._replaced)
+            self._ranks.upkeep.give_up(self._replaced)
 
     def _interrupt_after(self, timeout_s: float | None, now_s: float) -> None:
         if self._ladder.has_begun or timeout_s is None:
@@ -341,7 +348,7 @@ class CellRun:
         stuck = sorted({*self.missing} - {*dog.waiting} - self._released)
         if stuck and now_s >= ladder.warn_s:
             ladder.warned(now_s)
-            upkeep = self._session.upkeep
+            upkeep = self._ranks.upkeep
             can_replace = upkeep.can_replace
             self.tell(
                 [unresponsive_message(stuck, dog.places, dog.stopped, can_replace=can_replace)]
@@ -350,14 +357,14 @@ class CellRun:
             self._aborted_s = NEVER_S
             self.tell(still_aborting_message(self.missing, dog.waiting, is_named=ladder.is_warned))
             if dog.deadlock is not None:  # its code has caught the error, and waits again
-                self._session.health.abort()
+                self._ranks.health.abort()
 
     def _abort_now(self, why: str) -> None:
         self._abort = why
         self._aborted_s = self._now_s
         self._ladder.aborted(self._now_s)
         self._released = frozenset(self._watchdog.waiting)
-        self._session.health.abort()
+        self._ranks.health.abort()
 
     def _clean_up(self, now_s: float) -> float | None:
         """See to the groups once all ranks have ended; None when that is done."""
@@ -368,7 +375,9 @@ class CellRun:
             failed = [rank for rank, state in self._states.items() if state.status == "error"]
             is_cut = any(self._failure(rank).is_follower for rank in failed)
             needs_recovery = bool(self._abort) or "died" in statuses or is_cut
-            self._aftermath = GroupRecovery(self._session, now_s, is_certain=needs_recovery)
+            self._aftermath = GroupRecovery(
+                self._ranks, self._ranks.health, now_s, is_certain=needs_recovery
+            )
             self._aftermath.on_answer = lambda: self._put(lambda: None)
         if now_s >= self._ladder.give_back_s:
             self._aftermath.give_up()
@@ -377,7 +386,7 @@ class CellRun:
 
     def _rank_states(self) -> dict[int, tuple[str, str]]:
         """What every rank does, as the diagnosis calls it."""
-        states = self._session.rank_states()
+        states = self._ranks.rank_states()
         for rank, state in self._states.items():
             failure = self._feed.failure(rank)
             states[rank] = VIEWED[state.status], failure.name if failure is not None else ""

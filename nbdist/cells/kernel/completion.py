@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from nbdist.cells.completion import Reply, path_around, path_before, reply_of, told
-from nbdist.rpc.kernel import functions
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.cluster.kernel.ranks import Ranks
+from nbdist.rpc.kernel.functions import RankFunction
 
 T = TypeVar("T")
 
@@ -22,46 +20,51 @@ COMPLETE_S = 0.6
 INSPECT_S = 2.0
 
 # The names that a rank had when it was last asked, with their types.
-_known: WeakKeyDictionary[Session, dict[int, dict[str, str]]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Ranks, dict[int, dict[str, str]]] = WeakKeyDictionary()
+
+complete_there: RankFunction[[str, int], tuple[Reply, dict[str, str]]] = RankFunction(
+    "nbdist.engine.completion:complete"
+)
+inspect_there: RankFunction[[str, int, int], Reply] = RankFunction(
+    "nbdist.engine.completion:inspected"
+)
+attributes: RankFunction[[tuple[str, ...]], dict[str, str]] = RankFunction("attributes")
+glance: RankFunction[[tuple[str, ...]], Reply] = RankFunction("glance")
 
 
-async def complete(session: Session, rank: int, code: str, cursor: int) -> Reply:
+async def complete(ranks: Ranks, rank: int, code: str, cursor: int) -> Reply:
     """A complete_reply with a rank's names.
 
     An idle rank is asked as a kernel is. One that runs a cell is looked at by its control
     thread, which runs nothing of the user's. One that does not answer by then (its C code holds
     the interpreter, it is stopped or dead) had the names of the last time.
     """
-    if _is_free(session, rank):
-        answer = await _within(
-            COMPLETE_S, lambda: functions.complete(session.call, rank, code, cursor)
-        )
+    if _is_free(ranks, rank):
+        answer = await _within(COMPLETE_S, lambda: complete_there(ranks.call, rank, code, cursor))
         if answer is not None:
             reply, own = answer
-            _remember(session, rank, own)
+            _remember(ranks, rank, own)
             return reply
     *path, _ = path_before(code, cursor)
     names = await _within(
         COMPLETE_S,
-        lambda: session.health.ask(
-            lambda ask, one: functions.attributes(ask, one, tuple(path)), rank
-        ),
+        lambda: ranks.ask(lambda ask, one: attributes(ask, one, tuple(path)), rank),
     )
     if names is not None and not path:
-        _remember(session, rank, names)
+        _remember(ranks, rank, names)
     if names is None:
-        names = {} if path else _known.get(session, {}).get(rank, {})
+        names = {} if path else _known.get(ranks, {}).get(rank, {})
     return reply_of(names, code, cursor)
 
 
-async def inspect(session: Session, rank: int, code: str, cursor: int, detail: int) -> Reply:
+async def inspect(ranks: Ranks, rank: int, code: str, cursor: int, detail: int) -> Reply:
     """An inspect_reply of a rank; where it runs a cell, without the value.
 
     To show a value can wait for a GPU, or for other ranks.
     """
-    if _is_free(session, rank):
+    if _is_free(ranks, rank):
         reply = await _within(
-            INSPECT_S, lambda: functions.inspected(session.call, rank, code, cursor, detail)
+            INSPECT_S, lambda: inspect_there(ranks.call, rank, code, cursor, detail)
         )
         if reply is not None:
             return reply
@@ -69,8 +72,7 @@ async def inspect(session: Session, rank: int, code: str, cursor: int, detail: i
     if not all(path):
         return told("")
     reply = await _within(
-        COMPLETE_S,
-        lambda: session.health.ask(lambda ask, one: functions.glance(ask, one, path), rank),
+        COMPLETE_S, lambda: ranks.ask(lambda ask, one: glance(ask, one, path), rank)
     )
     if reply is None:
         return told(f"Rank {rank} does not answer now.")
@@ -79,12 +81,12 @@ async def inspect(session: Session, rank: int, code: str, cursor: int, detail: i
     return reply
 
 
-def _is_free(session: Session, rank: int) -> bool:
-    return session.is_connected(rank) and rank not in session.busy_ranks
+def _is_free(ranks: Ranks, rank: int) -> bool:
+    return ranks.is_connected(rank) and rank not in ranks.busy_ranks
 
 
-def _remember(session: Session, rank: int, names: dict[str, str]) -> None:
-    _known.setdefault(session, {})[rank] = names
+def _remember(ranks: Ranks, rank: int, names: dict[str, str]) -> None:
+    _known.setdefault(ranks, {})[rank] = names
 
 
 async def _within(deadline_s: float, ask: Callable[[], Future[T] | None]) -> T | None:

@@ -10,18 +10,18 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.progress import Progress, together
-from nbdist.rpc.kernel.remote_progress import progress as newest_of_rank
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.rpc.kernel.functions import RankFunction
 
 SHOW_S = 0.5
 PERIOD_S = 0.25
 
 Listener = Callable[[Progress | None], object]
+
+newest_of_rank: RankFunction[[], Progress | None] = RankFunction("progress")
 
 
 class Tell(Protocol):
@@ -112,33 +112,33 @@ def during(
 
 @contextlib.contextmanager
 def of_ranks(
-    session: Session, name: str, ranks: Sequence[int] | None = None, period_s: float = PERIOD_S
+    ranks: Ranks, name: str, chosen: Sequence[int] | None = None, period_s: float = PERIOD_S
 ) -> Iterator[Tell]:
     """The same of what ranks do: their control threads are asked, which meet nobody.
 
     What the notebook tells itself counts where no rank reports.
     """
-    with during(name, _Ranks(session, ranks), period_s) as tell:
+    with during(name, _Newest(ranks, chosen), period_s) as tell:
         yield tell
 
 
-class _Ranks:
+class _Newest:
     """The newest records of ranks; a rank that does not answer keeps nobody waiting."""
 
-    def __init__(self, session: Session, ranks: Sequence[int] | None):
-        self._session = session
+    def __init__(self, ranks: Ranks, chosen: Sequence[int] | None):
         self._ranks = ranks
+        self._chosen = chosen
         self._asked: dict[int, Future[Progress | None]] = {}
         self._newest: dict[int, Progress | None] = {}
 
     def __call__(self) -> Progress | None:
-        for rank in self._session.ranks if self._ranks is None else self._ranks:
+        for rank in self._ranks.ranks if self._chosen is None else self._chosen:
             asked = self._asked.get(rank)
             if asked is not None and not asked.done():
                 continue
             if asked is not None:
                 self._newest[rank] = None if asked.exception() is not None else asked.result()
-            future = self._session.health.ask(newest_of_rank, rank)
+            future = self._ranks.ask(newest_of_rank, rank)
             if future is None:  # it has ended
                 self._asked.pop(rank, None)
                 self._newest.pop(rank, None)

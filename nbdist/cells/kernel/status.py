@@ -5,71 +5,57 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nbdist.cluster.kernel.ranks import Ranks, memory_bytes
 from nbdist.core.status import RankStatus, Status
 from nbdist.hang import diagnose
 from nbdist.hang import text as hang_text
+from nbdist.hang.kernel.health import Health
 from nbdist.hang.records import RankView
-from nbdist.rpc.kernel import functions
 from nbdist.rpc.kernel.channel import failure_of
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.rpc.kernel.functions import RankFunction
 
 DEADLINE_S = 2.0
 
+python_stacks: RankFunction[[], str] = RankFunction("stacks")
 
-def status(session: Session, *, wants_stacks: bool = False) -> Status:
+
+def status(ranks: Ranks, health: Health, *, wants_stacks: bool = False) -> Status:
     """What every rank does now, within DEADLINE_S. A busy rank's cell is not disturbed.
 
     Args:
-        session: The ranks.
+        ranks: Their controller runs.
+        health: Theirs.
         wants_stacks: With every rank's Python stacks, also of ranks blocked in C++.
     """
-    session.upkeep.reconnect()
-    seen = {} if session.is_stopped else views(session)
+    seen = {} if ranks.is_stopped else health.views_now()
     gone = {"ended", "stopped", "running", "busy"}
-    idle = [r for r, v in seen.items() if v.state not in gone and session.is_connected(r)]
-    asked = {rank: functions.memory_bytes(session.call, rank) for rank in idle}
-    stacks = session.health.ask_all(functions.stacks) if wants_stacks and seen else {}
+    idle = [r for r, v in seen.items() if v.state not in gone and ranks.is_connected(r)]
+    asked = {rank: memory_bytes(ranks.call, rank) for rank in idle}
+    stacks = ranks.ask_all(python_stacks) if wants_stacks and seen else {}
     end_s = time.monotonic() + DEADLINE_S
     shown = []
-    for rank in session.ranks:
-        one = _rank_status(session, rank, seen.get(rank), asked.get(rank), end_s)
+    for rank in ranks.ranks:
+        one = _rank_status(ranks, health, rank, seen.get(rank), asked.get(rank), end_s)
         if wants_stacks and seen:
-            one = replace(one, stack=session.health.stack(rank, stacks.get(rank), end_s))
+            one = replace(one, stack=health.stack(rank, stacks.get(rank), end_s))
         shown.append(one)
     findings = diagnose.diagnose(list(seen.values()), time.monotonic(), 0.0)
     waits = [one.text for one in findings]
-    return Status(tuple(shown), (*waits, *session.checkpoints.status()))
-
-
-def views(session: Session) -> dict[int, RankView]:
-    """As in a running cell; idle ranks have ended the newest cell, or had no part in it."""
-    boxes = session.health.boxes()
-    busy = session.busy_ranks
-    newest = max((boxes[rank].run for rank in busy if rank in boxes), default=0)
-    known: dict[int, tuple[str, str]] = {}
-    for rank in session.ranks:
-        box = boxes.get(rank)
-        has_part = box is not None and box.run == newest
-        if rank in busy:
-            known[rank] = "running" if has_part else "busy", ""
-        else:
-            known[rank] = box.state if box is not None and has_part else "absent", ""
-    return {view.rank: view for view in session.health.views(known)}
+    return Status(tuple(shown), tuple(waits))
 
 
 def _rank_status(
-    session: Session,
+    ranks: Ranks,
+    health: Health,
     rank: int,
     view: RankView | None,
     asked: Future[dict[str, int]] | None,
     end_s: float,
 ) -> RankStatus:
-    state, text = situation(session, rank, view)
-    cell = session.running_cell(rank)
+    state, text = situation(ranks, health, rank, view)
+    cell = ranks.running_cell(rank)
     if state == "idle":
         return _idle_status(rank, asked, end_s)
     if state in {"dead", "stopped"} or cell is None:
@@ -77,22 +63,23 @@ def _rank_status(
     return RankStatus(rank, text, {}, time.monotonic() - cell[1])
 
 
-def situation(session: Session, rank: int, view: RankView | None) -> tuple[str, str]:
+def situation(ranks: Ranks, health: Health, rank: int, view: RankView | None) -> tuple[str, str]:
     """(of monitor.samples.STATES, the same in words) without asking the rank. From any thread.
 
     Args:
-        session: The ranks.
+        ranks: Among them the rank.
+        health: Theirs.
         rank: Which.
         view: Its box and its newest answer; None once the ranks were stopped.
     """
-    end = session.health.end_of(rank)
+    end = health.end_of(rank)
     if end:
         return "dead", f"ended ({end})"
-    if view is not None and not session.is_connected(rank):
+    if view is not None and not ranks.is_connected(rank):
         return "dead", "ended (its connection is lost)"
-    if view is not None and session.health.is_stopped(rank):
+    if view is not None and health.is_stopped(rank):
         return "stopped", "stopped (SIGSTOP)"
-    cell = session.running_cell(rank)
+    cell = ranks.running_cell(rank)
     if cell is None:
         return "idle", "idle"
     state = "running a cell" if cell[0] is None else f"running cell [{cell[0]}]"

@@ -15,7 +15,7 @@ from nbdist.cells.outputs import WIDGET_TYPE, CellResult, ClearOutput, DisplayOu
 from nbdist.cells.truncate import SHOWN_LINES, Clip
 from nbdist.cells.view.output_file import OutputFile
 from nbdist.cells.view.tabs import tabs
-from nbdist.core.shown import shown
+from nbdist.core.units import shown
 
 # What nbdist itself tells goes where no reader takes it for an error.
 _NOTED = "stdout"

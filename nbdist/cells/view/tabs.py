@@ -12,7 +12,7 @@ from uuid import uuid4
 from nbdist.cells.line_merger import overwritten
 from nbdist.cells.outputs import CellResult, RankResult
 from nbdist.cells.truncate import SHOWN_LINES
-from nbdist.core.shown import is_stored
+from nbdist.core.units import is_stored
 from nbdist.core.view import View
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

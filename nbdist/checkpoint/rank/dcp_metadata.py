@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from nbdist.checkpoint.manifest import Checkpoint
+from nbdist.core import safe_pickle
 from nbdist.errors import CheckpointError
 
 FILE = ".metadata"
@@ -31,33 +30,8 @@ _CLASSES: Mapping[tuple[str, str], Any] = {
     (f"{_DCP}.filesystem", "_StorageInfo"): getattr(filesystem, "_StorageInfo", None),
     ("torch.serialization", "_get_layout"): getattr(torch.serialization, "_get_layout", None),
     ("torch", "Size"): torch.Size,
+    **{("torch", name): it for name, it in vars(torch).items() if isinstance(it, torch.dtype)},
 }  # fmt: skip
-_ERRORS = (
-    pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError,
-    MemoryError, TypeError, ValueError, OverflowError, RuntimeError, AssertionError,
-)  # fmt: skip
-
-
-class _Restricted(pickle.Unpickler):
-    """Makes what torch's metadata consists of, and refuses everything else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = _CLASSES.get((module, name))
-        if (
-            found is None
-            and module == "torch"
-            and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            found = getattr(torch, name)
-        if found is None:
-            raise CheckpointError(
-                f"its {FILE} names {module}.{name}, which has no place in it: it was made by "
-                "somebody else, and nothing of it was run"
-            )
-        return found
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise CheckpointError(f"its {FILE} refers to something outside of the file")
 
 
 def loads(data: bytes) -> Metadata:
@@ -67,9 +41,9 @@ def loads(data: bytes) -> Metadata:
         CheckpointError: It is damaged, or holds anything else.
     """
     try:
-        found = _Restricted(io.BytesIO(data)).load()
-    except _ERRORS as error:
-        raise CheckpointError(f"its {FILE} is damaged ({type(error).__name__}: {error})") from error
+        found = safe_pickle.loads(data, _CLASSES)
+    except safe_pickle.Refused as error:
+        raise CheckpointError(f"its {FILE} {error}") from error
     if not isinstance(found, Metadata):
         raise CheckpointError(f"its {FILE} is a {type(found).__name__}")
     return found
@@ -88,7 +62,7 @@ def read(folder: Path, saved: Checkpoint) -> Metadata:
         raise CheckpointError(f"{folder} cannot be used: {error}. Load another one.") from error
     except OSError as error:
         raise CheckpointError(f"{folder / FILE} cannot be read: {error.strerror}.") from error
-    except _ERRORS as error:
+    except safe_pickle.ERRORS as error:
         raise CheckpointError(
             f"{folder} cannot be used: its {FILE} is damaged ({type(error).__name__}: {error})."
         ) from error

@@ -118,7 +118,7 @@ class Saver(SavePlanner):
         """Nothing: what is saved was given."""
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's boxes."""
+        """Plan this rank's boxes."""
         return SavePlan([self._item(one) for one in self._parts if one.writer == self._rank])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -134,7 +134,7 @@ class Saver(SavePlanner):
         return all_plans, Metadata(known, planner_data=dict(tensors.paths))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Leave the plan as it is."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -183,11 +183,11 @@ class Loader(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Leave the plans as they are."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Leave the plan as it is."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -26,14 +26,13 @@ from nbdist.checkpoint import safetensors
 from nbdist.checkpoint.rank.safetensors_file import WeightsFile, configs_of
 from nbdist.checkpoint.safetensors import Exported, Weight
 from nbdist.errors import CheckpointError, OptionError
-from nbdist.parallel import build, prepare
+from nbdist.parallel import build, registry
 from nbdist.parallel.accelerator.model_state import portable
 from nbdist.parallel.consensus import all_or_none, rank
 from nbdist.parallel.dp import deepspeed_engine, fsdp, fsdp1_state
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard import full_state
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
-from nbdist.planner.rank import describe_model
 from nbdist.rpc.rank import namespace, progress
 
 # Rank 0 has this much of the model at once, beside its own part; or the largest tensor.
@@ -158,13 +157,17 @@ def _passing(
 def _model(name: str) -> torch.nn.Module:
     """A variable's model; without a name the only one, prepared ones first. This rank alone."""
     if name:
-        return describe_model.model_of(name)
+        return namespace.model_of(name)
     known = namespace.values_of(torch.nn.Module)
-    ours = {key: one for key, one in known.items() if _is_prepared(one)} or known
+    ours = {
+        key: one
+        for key, one in known.items()
+        if registry.prepared_of(one) is not None or deepspeed_engine.is_engine(one)
+    } or known
     bases = {id(_base(one)): one for one in ours.values()}
     if len(bases) == 1:
         return next(iter(bases.values()))
-    alone = prepare.prepared()
+    alone = registry.prepared()
     if not bases and len(alone) == 1:  # no variable of its own: in an object, such as a trainer
         return alone[0].outer
     told = ", ".join(f"{key} ({type(one).__name__})" for key, one in ours.items())
@@ -175,13 +178,9 @@ def _model(name: str) -> torch.nn.Module:
     )
 
 
-def _is_prepared(model: torch.nn.Module) -> bool:
-    return prepare.prepared_of(model) is not None or deepspeed_engine.is_engine(model)
-
-
 def _base(model: torch.nn.Module) -> torch.nn.Module:
     """The user's module inside what is called."""
-    known = prepare.prepared_of(model)
+    known = registry.prepared_of(model)
     if known is not None:
         return known.base
     is_wrapper = isinstance(model, DistributedDataParallel) or deepspeed_engine.is_engine(model)
@@ -190,7 +189,7 @@ def _base(model: torch.nn.Module) -> torch.nn.Module:
 
 def _source(model: torch.nn.Module) -> _Source:
     """Collective under fsdp1 and DeepSpeed, which gather the whole model on every rank."""
-    known = prepare.prepared_of(model)
+    known = registry.prepared_of(model)
     if known is None and not deepspeed_engine.is_engine(model):
         return _plain(_base(model))
     own = portable(model)
@@ -214,9 +213,7 @@ def _likes(known: Prepared) -> Callable[[str], tuple[tuple[int, ...], torch.dtyp
 def _gathered(known: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
     """Some tensors of a prepared model, whole on rank 0. Collective: every rank."""
     fsdp.settle(known.built.job.root)
-    first_of = {
-        name: first for first, names in build.names_of(known.base).items() for name in names
-    }
+    first_of = build.firsts_of(known.base)
     local, dtypes = full_state.local_state(known), full_state.dtypes_of(known)
     firsts = {one.name: first_of[one.name] for one in batch}
     moves = [
@@ -230,13 +227,13 @@ def _gathered(known: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Te
 def _plain(base: torch.nn.Module) -> _Source:
     """A model that no strategy knows: rank 0's, or sharded by the user's own code."""
     tensors = build.tensors_of(base)
-    parts = [name for name, one in tensors.items() if prepare.layout_of(one) is not None]
+    parts = [name for name, one in tensors.items() if registry.layout_of(one) is not None]
     if parts:
         raise OptionError(
             f"{type(base).__name__} is a part of a prepared model ({parts[0]} belongs to it). "
             "Name the whole model."
         )
-    first_of = {name: first for first, names in build.names_of(base).items() for name in names}
+    first_of = build.firsts_of(base)
 
     def values(batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
         found = {one.name: tensors[one.name].detach() for one in batch}

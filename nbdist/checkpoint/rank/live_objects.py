@@ -21,11 +21,10 @@ from nbdist.parallel.accelerator.model_state import portable
 from nbdist.parallel.consensus import all_or_none
 from nbdist.parallel.dp import fsdp, fsdp1_state
 from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.reshard.common import Stepper, common_models, steppers_of
 from nbdist.parallel.reshard.full_state import dtypes_of, full_optimizer_state, local_state
 from nbdist.parallel.reshard.rebind import names_for
 from nbdist.strategy.tensor_layout import Placement
-from nbdist.switch.rank import switch
-from nbdist.switch.rank.commit import Stepper
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -89,7 +88,7 @@ class PreparedOptimizer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Torch's own object."""
+        """The optimizer, torch's own object."""
         return self.stepper.optimizer
 
     def labels_as(self, models: Mapping[str, str]) -> dict[str, str]:
@@ -145,11 +144,11 @@ def find(what: str) -> LiveObjects:
         NbdistError: Ranks differ.
     """
     accelerators = accelerators_here()
-    common = switch.common_models()
+    common = common_models(what)
     all_or_none(what, lambda: _check(common))
     for one in common:
         fsdp.settle(one.built.job.root)
-    steppers = switch.steppers_of(common, is_quick=True)
+    steppers = steppers_of(what, common, is_quick=True)
     counts = all_or_none(what, lambda: len(accelerators))
     for accelerator in accelerators[: min(counts)]:
         save_state.agree(accelerator, is_collected=True)

@@ -37,9 +37,9 @@ from nbdist.parallel.consensus import (
     one_line,
     raise_failures,
     rank,
-    same_random,
     world_size,
 )
+from nbdist.parallel.training_state import same_random
 from nbdist.rpc.rank import progress
 from nbdist.strategy.tensor_layout import Placement, local_shape
 
@@ -82,7 +82,7 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     began_s = time.perf_counter()
     what, folder = f"Loading {path}", Path(path)
     all_or_none(what, refuse_if_running)
-    all_or_none(what, lambda: _recover(folder))
+    all_or_none(what, lambda: rank() == 0 and checkpoint_checkpoint_folder.recover(folder))
     told = all_or_none(what, lambda: manifest.read(folder))
     with same_random(), progress.during("loading"):
         found = find(what)
@@ -163,10 +163,6 @@ def _commit(what: str, plan: restore.Plan) -> None:
         ) from error
 
 
-def _recover(folder: Path) -> bool:
-    return rank() == 0 and checkpoint_checkpoint_folder.recover(folder)
-
-
 def _same(folder: Path, told: list[Checkpoint]) -> None:
     odd = [number for number, one in enumerate(told) if one != told[0]]
     if odd:
@@ -214,9 +210,8 @@ def _matched(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.Mat
     if bad:
         told = " ".join(f"{one.name}: {one.found}." for one in bad[:3])
         more = f" And {len(bad) - 3} more kinds of differences." if len(bad) > 3 else ""
-        raise CheckpointError(
-            f"{folder} does not fit: {told}{more} {_sentence(bad[0].what)}. Nothing was changed."
-        )
+        advice = bad[0].what[:1].upper() + bad[0].what[1:]
+        raise CheckpointError(f"{folder} does not fit: {told}{more} {advice}. Nothing was changed.")
     notes = tuple(f"{one.name}: {one.found}; {one.why}" for one in wrong if one.verdict != BAD)
     return restore.Matched(
         found,
@@ -233,10 +228,6 @@ def _chosen(
     there = dict(zip(names, records, strict=True))
     old = {here: name for name, here in pairs}
     return [(old[one.name], there[old[one.name]], one) for one in live]
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _paired(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple[str, str]]:

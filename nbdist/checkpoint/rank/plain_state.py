@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import copy
 import io
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from nbdist.checkpoint.rank.live_objects import LiveObjects
 from nbdist.checkpoint.rank.tensors import entries_of
 from nbdist.errors import CheckpointError
+from nbdist.parallel.training_state import Generators
 
 FILE = "states.pt"
 # What is never changed, so that a copy is the same object.
@@ -29,53 +27,16 @@ _SINGLE = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Generators:
-    """The states of a rank's random generators, as they are told to other ranks.
-
-    Attributes:
-        python, numpy: As `random` and `numpy.random` give them.
-        torch: Likewise, as an array: a tensor takes a millisecond to send.
-        cuda: Of its GPU, if it has been used.
-    """
-
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...]
-    torch: NDArray[np.uint8]
-    cuda: NDArray[np.uint8] | None
-
-    def saved(self) -> dict[str, Any]:
-        """As they are in the file: long lists of numbers are tensors."""
-        version, words, gauss = self.python
-        kind, keys, *rest = self.numpy
-        found = {
-            "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
-            "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-            "torch": torch.from_numpy(self.torch),
-        }
-        return found if self.cuda is None else {**found, "cuda": torch.from_numpy(self.cuda)}
-
-
-def own_random() -> Generators:
-    """The states of this rank's random generators."""
-    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return Generators(
-        random.getstate(),
-        np.random.get_state(),  # type: ignore[arg-type]  # noqa: NPY002  # Accelerate seeds it
-        torch.random.get_rng_state().numpy(),
-        torch.cuda.get_rng_state().numpy() if has_gpu else None,
-    )
-
-
 def set_random(state: Mapping[str, Any]) -> None:
     """Put this rank's random generators back."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    torch.random.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    Generators(
+        (version, tuple(words.tolist()), gauss),
+        (kind, keys.numpy().astype(np.uint32), *rest),
+        state["torch"].numpy(),
+        state["cuda"].numpy() if "cuda" in state else None,
+    ).put_back()
 
 
 def states(found: LiveObjects) -> dict[str, Any]:
@@ -129,10 +90,22 @@ def copied(value: Any, where: str) -> Any:
 
 
 def as_bytes(states: Mapping[str, Any], generators: Sequence[Generators]) -> bytes:
-    """The file, of what `states` gave, and `own_random` of each rank."""
+    """The file, of what `states` gave, and the generators of each rank."""
     file = io.BytesIO()
-    torch.save({**states, "random": [one.saved() for one in generators]}, file)
+    torch.save({**states, "random": [_saved(one) for one in generators]}, file)
     return file.getvalue()
+
+
+def _saved(one: Generators) -> dict[str, Any]:
+    """As they are in the file: long lists of numbers are tensors."""
+    version, words, gauss = one.python
+    kind, keys, *rest = one.numpy
+    found = {
+        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "torch": torch.from_numpy(one.torch),
+    }
+    return found if one.cuda is None else {**found, "cuda": torch.from_numpy(one.cuda)}
 
 
 def loads(data: bytes) -> dict[str, Any]:

@@ -9,8 +9,8 @@ Values are taken anew each time, and numbers such as the step, where it is one f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,21 +22,20 @@ from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOpti
 from nbdist.checkpoint.rank.tensors import MODEL, CheckpointTensors, state_path
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
-from nbdist.parallel.build import Built
 from nbdist.parallel.consensus import rank, world_size
 from nbdist.parallel.dp import fsdp
 from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.reshard.common import Stepper, prepared_optimizers
 from nbdist.parallel.reshard.full_state import local_state
-from nbdist.parallel.reshard.optimizer_state import LocalState, MergedState, Place, StateEntry
-from nbdist.switch.rank import switch
-from nbdist.switch.rank.commit import Stepper
+from nbdist.parallel.reshard.optimizer_state import LocalState, MergedState
 
 # (The how manieth optimizer, key of its states) -> the number.
 Numbers = dict[tuple[int, str], Any]
 # The save whose plan still counts on a rank, and its numbers.
 Told = tuple[str, Numbers]
-# Type and shape of a local part; the class of what is no tensor.
-_Look = tuple[Any, torch.Size | None]
+# (model, first name), or (optimizer, parameter's unique name, key of its state); models and
+# optimizers by their places.
+_Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,89 +43,53 @@ class CachedPlan:
     """What is saved now, found with the last save's plan.
 
     Attributes:
-        token: Of the save that agreed on it.
         found, contents: As `look` and `contents` would give them, but for the numbers of
             parameters of which only other ranks remember anything.
-        numbers: What this rank's optimizers remember that is one number for all parameters.
+        told: What other ranks have to know: the save that agreed on the plan, and what this
+            rank's optimizers remember that is one number for all parameters.
     """
 
-    token: str
     found: LiveObjects
     contents: CheckpointTensors
-    numbers: Numbers
-
-    def told(self) -> Told:
-        """What other ranks have to know."""
-        return self.token, self.numbers
+    told: Told
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
-    """A model as it was; `found.Model` without holding it."""
-
-    one: weakref.ref[Prepared]
-    built: weakref.ref[Built]
-    name: str
-    names: dict[str, tuple[str, ...]]
-    dtypes: dict[str, torch.dtype]
-    looks: dict[str, _Look]
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """One thing that an optimizer remembers here of one parameter.
+class _Plan:
+    """A save's, on this rank. It holds none of the objects, nor any of their tensors.
 
     Attributes:
-        place: The parameter's unique name, and the key.
-        name: In the checkpoint.
-        look: Of its local part.
-        is_number: Whether all ranks have to have the same value.
+        token: Of the save.
+        objects: As `_objects` gives them.
+        prepared: What each accelerator has prepared, by number.
+        models: Name, names of tensors and dtypes of each; as of `found.Model`.
+        optimizers: Name, labels and what all ranks remember of each; as of
+        `found.PreparedOptimizer`.
+        looks: Type and shape of each of this rank's values.
+        names: Of these values in the checkpoint.
+        contents: Without values.
     """
-
-    place: Place
-    name: str
-    look: _Look
-    is_number: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Optimizer:
-    """An optimizer as it was; `found.PreparedOptimizer` without holding it.
-
-    Attributes:
-        own: What it remembers here of each parameter, in order: the keys, and each of them.
-    """
-
-    one: weakref.ref[Optimizer]
-    name: str
-    labels: dict[str, str]
-    agreed: MergedState
-    own: dict[str, tuple[list[str], list[_State]]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """All of it; on this rank."""
 
     token: str
-    models: list[_Model]
-    optimizers: list[_Optimizer]
-    accelerators: list[tuple[weakref.ref[Any], set[int]]]
+    objects: list[weakref.ref[Any]]
+    prepared: list[set[int]]
+    models: list[tuple[str, dict[str, tuple[str, ...]], dict[str, torch.dtype]]]
+    optimizers: list[tuple[str, dict[str, str], MergedState]]
+    looks: dict[_Key, tuple[Any, Any]]
+    names: dict[_Key, str]
     contents: CheckpointTensors
 
 
-_known: list[_Known] = []
+_plans: list[_Plan] = []
 
 
 def forget() -> None:
     """Let the next save find and agree on all of it again."""
-    _known.clear()
+    _plans.clear()
 
 
 def store(token: str, found: LiveObjects, contents: CheckpointTensors) -> None:
     """Note what a save has found, unless it cannot be told from a look whether it still holds.
-
-    None of the objects is held, nor any of their tensors.
 
     Args:
         token: Of the save: the same on all ranks.
@@ -134,38 +97,39 @@ def store(token: str, found: LiveObjects, contents: CheckpointTensors) -> None:
         contents: What it saves.
     """
     forget()
-    if not _can_be_known(found):
+    if not _is_all_there_is(found):
         return
-    models = [
-        _Model(
-            weakref.ref(m.one), weakref.ref(m.one.built), m.name, m.names, m.dtypes, _looks(m.held)
-        )
-        for m in found.models
-    ]
-    optimizers = [_as_known(one) for one in found.optimizers]
-    accelerators = [(weakref.ref(one), save_state.numbers(one)) for one in found.accelerators]
-    plan = replace(contents, held={})
-    _known.append(_Known(token, models, optimizers, accelerators, plan))
+    values = _values(found)
+    if any(value is None for value in values.values()):
+        return
+    plan = _Plan(
+        token=token,
+        objects=[weakref.ref(part) for part in _objects_of(found)],
+        prepared=[save_state.numbers(accelerator) for accelerator in found.accelerators],
+        models=[(model.name, model.names, model.dtypes) for model in found.models],
+        optimizers=[(step.name, step.labels, _agreed(step)) for step in found.optimizers],
+        looks=_looks(values),
+        names={key: _name(found, key) for key in values},
+        contents=replace(contents, held={}),
+    )
+    _plans.append(plan)
 
 
 def lookup() -> CachedPlan | None:
     """What is saved now, if it is as the last save found it on this rank. No rank is met."""
-    if not _known:
+    if not _plans:
         return None
-    known, held = _known[0], _Held()
-    accelerators = finding.accelerators_here()
+    plan = _plans[0]
     with torch.no_grad():
-        models = _same_models(known, held)
-        if models is None or not _same_accelerators(known, accelerators):
+        found = _found_again(plan)
+        if found is None:
             return None
-        optimizers = _same_optimizers(known, models, held)
-    if optimizers is None:
+        values = _values(found)
+    numbers = _numbers(plan, values) if _looks(values) == plan.looks else None
+    if numbers is None or (rank() == 0 and not _has_same_names(found)):
         return None
-    found = LiveObjects(models, optimizers, accelerators)
-    if rank() == 0 and not _same_names(found):
-        return None
-    plan = replace(known.contents, held=held.tensors)
-    return CachedPlan(known.token, found, plan, held.numbers)
+    tensors = {plan.names[k]: v for k, v in values.items() if isinstance(v, torch.Tensor)}
+    return CachedPlan(found, replace(plan.contents, held=tensors), (plan.token, numbers))
 
 
 def agreed(recalled: CachedPlan | None, told: Iterable[Told | None]) -> bool:
@@ -175,168 +139,132 @@ def agreed(recalled: CachedPlan | None, told: Iterable[Told | None]) -> bool:
         recalled: By this rank.
         told: By all ranks.
     """
-    all_ = [one for one in told if one is not None and recalled and one[0] == recalled.token]
-    if recalled is None or len(all_) < world_size():
+    if recalled is None:
         return False
-    numbers = {place: value for _, own in all_ for place, value in own.items()}
-    if any(_differ(value, numbers[place]) for _, own in all_ for place, value in own.items()):
+    token, _ = recalled.told
+    everyone = [numbers for other, numbers in filter(None, told) if other == token]
+    common = {place: value for numbers in everyone for place, value in numbers.items()}
+    if len(everyone) < world_size() or any(
+        _differ(value, common[place]) for numbers in everyone for place, value in numbers.items()
+    ):
         return False
-    for at, one in enumerate(recalled.found.optimizers):
-        assert one.stepper.agreed is not None
-        own = {key: value for (number, key), value in numbers.items() if number == at}
-        one.stepper.agreed = _with_numbers(one.stepper.agreed, own)
+    for at, stepping in enumerate(recalled.found.optimizers):
+        before = _agreed(stepping)
+        entries = {
+            (name, key): replace(entry, value=common[at, key]) if entry.kind == "number" else entry
+            for (name, key), entry in before.entries.items()
+        }
+        stepping.stepper.agreed = replace(before, entries=entries)
     return True
 
 
-@dataclass(slots=True)
-class _Held:
-    """This rank's values: local parts by name in the checkpoint, and numbers."""
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    numbers: Numbers = field(default_factory=dict)
-
-    def add(self, at: int, one: _State, local: Any) -> bool:
-        """Add what the optimizer `at` remembers; False if other parameters have another number."""
-        is_tensor = isinstance(local, torch.Tensor)
-        if is_tensor:
-            self.tensors[one.name] = local
-        if not one.is_number:
-            return True
-        number = local.item() if is_tensor else local
-        return not _differ(self.numbers.setdefault((at, one.place[1]), number), number)
-
-
-def _can_be_known(found: LiveObjects) -> bool:
-    """Whether a look at this rank's objects tells that all is as it was."""
-    models = [one.one for one in found.models]
-    prepared = switch.prepared_optimizers(models)
+def _is_all_there_is(found: LiveObjects) -> bool:
+    """Whether a look at this rank's objects finds the same, and no rank is needed for it."""
+    models = [model.one for model in found.models]
+    optimizers = prepared_optimizers(models)
+    here = _objects(registry.prepared(), optimizers or [], finding.accelerators_here())
+    entries = [entry for step in found.optimizers for entry in _agreed(step).entries.values()]
     return (
-        not any(one.is_flat for one in found.models)
-        and models == registry.prepared()
-        and prepared is not None
-        and _ids(prepared) == _ids(one.optimizer for one in found.optimizers)
-        and _ids(finding.accelerators_here()) == _ids(found.accelerators)
-        and all(_has_plain_states(one) for one in found.optimizers)
+        optimizers is not None
+        and _ids(here) == _ids(_objects_of(found))
+        and not any(model.is_flat for model in found.models)
+        and all(entry.kind != "other" for entry in entries)
     )
 
 
-def _has_plain_states(one: PreparedOptimizer) -> bool:
-    """Whether each of its states lies as its parameter does, or is a number on this rank."""
-    assert one.stepper.agreed is not None
-    return all(entry.kind != "other" for entry in one.stepper.agreed.entries.values()) and all(
-        _local(value, parameter) is not None
-        for _, _, parameter in one.stepper.names.values()
-        for value in one.optimizer.state.get(parameter, {}).values()
-    )
+def _objects_of(found: LiveObjects) -> list[object]:
+    models = [model.one for model in found.models]
+    return _objects(models, [step.optimizer for step in found.optimizers], found.accelerators)
 
 
-def _as_known(one: PreparedOptimizer) -> _Optimizer:
-    agreed = one.stepper.agreed
-    assert agreed is not None
-    own = {}
-    for key, (_, _, parameter) in one.stepper.names.items():
-        now = one.optimizer.state.get(parameter, {})
-        own[key] = (
-            list(now),
-            [
-                _State(
-                    place=(key, state),
-                    name=".".join(state_path(one, key, state)),
-                    look=_look(_local(value, parameter)),
-                    is_number=agreed.entries[key, state].kind == "number",
-                )
-                for state, value in now.items()
-            ],
-        )
-    return _Optimizer(weakref.ref(one.optimizer), one.name, one.labels, agreed, own)
+def _objects(
+    models: Sequence[Prepared], optimizers: Sequence[Optimizer], accelerators: Sequence[Any]
+) -> list[object]:
+    """All on which a plan hangs: models, what they were built as, optimizers, accelerators."""
+    return [*models, *(model.built for model in models), *optimizers, *accelerators]
 
 
-def _same_models(known: _Known, held: _Held) -> list[Model] | None:
-    """The models, if they are those that were saved; what this rank holds of them to `held`."""
-    here = registry.prepared()
-    if _ids(here) != _ids(one.one() for one in known.models):
-        return None
-    found = []
-    for place, (one, as_it_was) in enumerate(zip(here, known.models, strict=True)):
-        if as_it_was.built() is not one.built:
-            return None
-        fsdp.settle(one.built.job.root)
-        values = local_state(one)
-        own = {first: values[first] for first in as_it_was.names if first in values}
-        if _looks(own) != as_it_was.looks:
-            return None
-        name = as_it_was.name
-        held.tensors |= {f"{MODEL}.{name}.{first}": tensor for first, tensor in own.items()}
-        found.append(Model(name, place, one, as_it_was.names, as_it_was.dtypes, own))
-    return found
+def _agreed(stepping: PreparedOptimizer) -> MergedState:
+    assert stepping.stepper.agreed is not None
+    return stepping.stepper.agreed
 
 
-def _same_accelerators(known: _Known, here: list[Any]) -> bool:
-    """Whether they, and all that they have prepared, are those that all ranks had."""
-    return _ids(here) == _ids(one() for one, _ in known.accelerators) and all(
-        save_state.numbers(one) == numbers
-        for one, (_, numbers) in zip(here, known.accelerators, strict=True)
-    )
-
-
-def _same_optimizers(
-    known: _Known, models: list[Model], held: _Held
-) -> list[PreparedOptimizer] | None:
-    """The optimizers, if they are those that were saved; what they remember here to `held`."""
-    here = switch.prepared_optimizers([one.one for one in models])
-    if here is None or _ids(here) != _ids(one.one() for one in known.optimizers):
-        return None
-    found = []
-    for at, (one, as_it_was) in enumerate(zip(here, known.optimizers, strict=True)):
-        names, agreed = registry.names_in(one), as_it_was.agreed
-        if list(names) != list(as_it_was.labels):
-            return None
-        for key, (_, _, parameter) in names.items():
-            state = one.state.get(parameter, {})
-            if not _same_state(at, state, parameter, as_it_was.own[key], held):
-                return None
-        local = LocalState(agreed.optimizer, agreed.number, agreed.names, {}, {})
-        others = sum(len(group["params"]) for group in one.param_groups) - len(names)
-        stepper = Stepper(one, names, local, agreed)
-        found.append(PreparedOptimizer(as_it_was.name, stepper, as_it_was.labels, others))
-    return found
-
-
-def _same_state(
-    at: int,
-    state: Mapping[str, Any],
-    parameter: torch.Tensor,
-    as_it_was: tuple[list[str], list[_State]],
-    held: _Held,
-) -> bool:
-    """Whether what is remembered of a parameter has the keys and looks that it had."""
-    keys, known = as_it_was
-    if list(state) != keys:
-        return False
-    for one, value in zip(known, state.values(), strict=True):
-        local = _local(value, parameter)
-        if _look(local) != one.look or not held.add(at, one, local):
-            return False
-    return True
+def _values(found: LiveObjects) -> dict[_Key, Any]:
+    """This rank's part of all that is saved; None where other ranks are needed to say it."""
+    values: dict[_Key, Any] = {
+        (model.place, first): tensor
+        for model in found.models
+        for first, tensor in model.held.items()
+    }
+    for at, step in enumerate(found.optimizers):
+        for name, (_, _, parameter) in step.stepper.names.items():
+            for key, value in step.optimizer.state.get(parameter, {}).items():
+                values[at, name, key] = _local(value, parameter)
+    return values
 
 
 def _local(value: Any, parameter: torch.Tensor) -> Any:
-    """This rank's part of a state; None where other ranks are needed to say it."""
     if not isinstance(value, DTensor):
         return value
     is_alike = isinstance(parameter, DTensor) and value.placements == parameter.placements
     return value.to_local() if is_alike and value.ndim else None
 
 
-def _with_numbers(agreed: MergedState, numbers: Mapping[str, Any]) -> MergedState:
-    """What all ranks remember, with the numbers of now, by key."""
-    entries = {
-        place: StateEntry(old.kind, old.dtype, numbers[place[1]], old.is_on_device, old.ranks)
-        if old.kind == "number"
-        else old
-        for place, old in agreed.entries.items()
+def _looks(values: Mapping[_Key, Any]) -> dict[_Key, tuple[Any, Any]]:
+    return {
+        key: (value.dtype, value.shape) if isinstance(value, torch.Tensor) else (type(value), None)
+        for key, value in values.items()
     }
-    return replace(agreed, entries=entries)
+
+
+def _name(found: LiveObjects, key: _Key) -> str:
+    """Of a value in the checkpoint."""
+    at, *names = key
+    if len(names) == 1:
+        return f"{MODEL}.{found.models[at].name}.{names[0]}"
+    return ".".join(state_path(found.optimizers[at], *names))
+
+
+def _found_again(plan: _Plan) -> LiveObjects | None:
+    """The models, optimizers and accelerators, if they are those that were saved."""
+    prepared = registry.prepared()
+    optimizers = prepared_optimizers(prepared)
+    accelerators = finding.accelerators_here()
+    if (
+        optimizers is None
+        or _ids(_objects(prepared, optimizers, accelerators)) != _ids(ref() for ref in plan.objects)
+        or [save_state.numbers(accelerator) for accelerator in accelerators] != plan.prepared
+    ):
+        return None
+    models = []
+    for place, (model, (name, names, dtypes)) in enumerate(zip(prepared, plan.models, strict=True)):
+        fsdp.settle(model.built.job.root)
+        values = local_state(model)
+        held = {first: values[first] for first in names if first in values}
+        models.append(Model(name, place, model, names, dtypes, held))
+    steppings = []
+    for optimizer, (name, labels, before) in zip(optimizers, plan.optimizers, strict=True):
+        here = registry.names_in(optimizer)
+        if list(here) != list(labels):
+            return None
+        local = LocalState(before.optimizer, before.number, before.names, {}, {})
+        stepper = Stepper(optimizer, here, local, before)
+        others = sum(len(group["params"]) for group in optimizer.param_groups) - len(here)
+        steppings.append(PreparedOptimizer(name, stepper, labels, others))
+    return LiveObjects(models, steppings, accelerators)
+
+
+def _numbers(plan: _Plan, values: Mapping[_Key, Any]) -> Numbers | None:
+    """What optimizers remember that is one number for all parameters; None where it is several."""
+    numbers: Numbers = {}
+    for at, (_, _, before) in enumerate(plan.optimizers):
+        for (name, key), entry in before.entries.items():
+            if entry.kind == "number" and (at, name, key) in values:
+                value = values[at, name, key]
+                number = value.item() if isinstance(value, torch.Tensor) else value
+                if _differ(numbers.setdefault((at, key), number), number):
+                    return None
+    return numbers
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -345,24 +273,14 @@ def _differ(one: Any, other: Any) -> bool:
     return repr(one) != repr(other)  # not a number is like itself, zero not like minus zero
 
 
-def _same_names(found: LiveObjects) -> bool:
+def _has_same_names(found: LiveObjects) -> bool:
     """Whether the user's variables are called as they were. On rank 0, whose names count."""
     now = finding.variable_names(
-        [one.one for one in found.models], [one.stepper for one in found.optimizers],
+        [model.one for model in found.models], [step.stepper for step in found.optimizers],
         found.accelerators,
     )  # fmt: skip
-    return now == ([one.name for one in found.models], [one.name for one in found.optimizers])
-
-
-def _look(value: Any) -> _Look:
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape
-    return type(value), None
-
-
-def _looks(tensors: dict[str, torch.Tensor]) -> dict[str, _Look]:
-    return {name: _look(tensor) for name, tensor in tensors.items()}
+    return now == ([model.name for model in found.models], [step.name for step in found.optimizers])
 
 
 def _ids(several: Iterable[Any]) -> list[int]:
-    return [id(one) for one in several]
+    return [id(part) for part in several]

@@ -14,11 +14,11 @@ from nbdist.checkpoint.rank import plain_state
 from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOptimizer, dtype_of
 from nbdist.checkpoint.rank.tensors import MODEL, OPTIMIZER, is_whole, state_side
 from nbdist.errors import CheckpointError
-from nbdist.parallel import build
 from nbdist.parallel.consensus import rank, world_size
 from nbdist.parallel.dp import fsdp1_state
 from nbdist.parallel.reshard.full_state import load_full_optimizer_state
 from nbdist.parallel.reshard.optimizer_state import MergedState, Place, StateEntry, write
+from nbdist.parallel.tensors import local_of
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
 
@@ -245,7 +245,7 @@ def _steps(
         found.whole = _whole(found, read)
         return found
     for place, value in read.items():
-        device = build.local_of(stepper.names[place[0]][2]).device
+        device = local_of(stepper.names[place[0]][2]).device
         if entries[place].kind == "other":
             found.others[place] = value.to(device)
             continue

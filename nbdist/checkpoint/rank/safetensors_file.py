@@ -72,7 +72,7 @@ class WeightsFile:
             self._file.write(safetensors.header(self._found, {"format": "pt", **self._tied}))
 
     def write(self, batch: Sequence[Weight], values: Mapping[str, torch.Tensor]) -> None:
-        """The next tensors."""
+        """Write the next tensors."""
         assert self._file is not None
         with _told(self._target):
             for one in batch:

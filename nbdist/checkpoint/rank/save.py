@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-import nbdist
 from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
 from nbdist.checkpoint.manifest import Checkpoint, Versions
 from nbdist.checkpoint.rank import (
@@ -33,14 +32,16 @@ from nbdist.checkpoint.rank import (
 )
 from nbdist.checkpoint.rank.jobs import Job, Meter, keep, refuse_if_running
 from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, find
-from nbdist.checkpoint.rank.save_thread import Named, Write
+from nbdist.checkpoint.rank.save_thread import Write, named
 from nbdist.checkpoint.rank.tensors import CheckpointTensors, tensors_of
 from nbdist.checkpoint.results import Begun
-from nbdist.cluster.run_owner import Machine
 from nbdist.core import host
+from nbdist.core.host import Machine
+from nbdist.core.versions import VERSION
 from nbdist.errors import CheckpointError, NbdistError
 from nbdist.parallel import registry
-from nbdist.parallel.consensus import all_or_none, interrupts_held, rank, same_random, world_size
+from nbdist.parallel.consensus import all_or_none, interrupts_held, rank, world_size
+from nbdist.parallel.training_state import Generators, generators, same_random
 
 
 def begin(path: str, token: str, is_async: bool) -> Begun:
@@ -119,7 +120,7 @@ class _Told:
     """
 
     process: tuple[Machine, int, str]
-    generators: plain_state.Generators
+    generators: Generators
     known: plan_cache.Told | None
     folder: str = ""
 
@@ -128,9 +129,9 @@ def _told(one: Write, recalled: plan_cache.CachedPlan | None) -> _Told:
     pid = os.getpid()
     process = (host.this_machine(), pid, host.started(pid) or "")
     if recalled is None:
-        return _Told(process, plain_state.own_random(), None)
+        return _Told(process, generators(), None)
     folder = _folder(one) if rank() == 0 else ""
-    return _Told(process, plain_state.own_random(), recalled.told(), folder)
+    return _Told(process, generators(), recalled.told, folder)
 
 
 def _compared(what: str, found: LiveObjects) -> CheckpointTensors:
@@ -174,7 +175,7 @@ def _describe(one: Write, found: LiveObjects) -> str:
         models=tuple(model.saved() for model in found.models),
         optimizers=tuple(stepping.saved() for stepping in found.optimizers),
         versions=Versions(
-            nbdist=nbdist.__version__,
+            nbdist=VERSION,
             torch=torch.__version__,
             accelerate=_version("accelerate"),
             python=platform.python_version(),
@@ -233,7 +234,7 @@ def _enter(one: Write) -> None:
             f"rank {rank()} on {host.this_machine().host} does not see {one.folder}, which rank 0 "
             "has made. A checkpoint goes to a folder that all hosts share."
         )
-    with Named(one):
+    with named(one):
         checkpoint_write.reserve(one.folder, rank())
 
 

@@ -6,8 +6,9 @@ into its place.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from nbdist.checkpoint.rank.dcp_planners import Saver, Spot, Writer
 from nbdist.checkpoint.rank.jobs import Job, Meter
 from nbdist.checkpoint.rank.tensors import CheckpointTensors
 from nbdist.checkpoint.results import Saved
-from nbdist.cluster.run_owner import Machine
 from nbdist.core import host
+from nbdist.core.host import Machine
 from nbdist.errors import CheckpointError
 from nbdist.parallel.consensus import one_line, rank
+from nbdist.parallel.training_state import Generators
 
 # Nobody who writes is silent for so long, but on a disk that does not answer.
 STALL_S = 300.0
@@ -56,7 +58,7 @@ class Write:
     new: Path | None = None
     contents: CheckpointTensors = field(default_factory=CheckpointTensors)
     processes: list[tuple[Machine, int, str]] = field(default_factory=list)
-    generators: list[plain_state.Generators] = field(default_factory=list)
+    generators: list[Generators] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
     boxes: dict[Spot, torch.Tensor] = field(default_factory=dict)
     is_staged: bool = False
@@ -83,7 +85,7 @@ class Write:
 def run(one: Write) -> None:
     """All of it, in the thread of saves. What fails is told by the job, and to rank 0."""
     try:
-        with Named(one):
+        with named(one):
             result = checkpoint_write.write(
                 one.folder, one.contents, rank(), _values(one), one.meter
             )
@@ -120,7 +122,7 @@ def _finish(one: Write) -> None:
     )
     one.meter.phase = "writing the manifest"
     assert one.manifest is not None
-    with Named(one):
+    with named(one):
         saver = Saver(one.contents.tensors, one.contents.parts, 0, _values(one))
         _, known = saver.create_global_plan([])
         Writer(one.folder).finish(known, _write_results(one.contents, results))
@@ -184,19 +186,13 @@ def _sentence(one: Write, error: BaseException) -> str:
     return text if text.startswith("rank ") else f"rank {rank()}: {text}"
 
 
-class Named:
-    """What the system refuses is told with rank, path and numbers."""
-
-    def __init__(self, one: Write) -> None:
-        self._job = one
-
-    def __enter__(self) -> None:
-        """Nothing."""
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError):
-            meter = self._job.meter
-            raise CheckpointError(
-                f"{checkpoint_checkpoint_folder.problem(error, self._job.path)} It had written "
-                f"{meter.done_bytes:,} bytes."
-            ) from error
+@contextlib.contextmanager
+def named(one: Write) -> Iterator[None]:
+    """What the system refuses in here is told with rank, path and numbers."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint_checkpoint_folder.problem(error, one.path)} It had written "
+            f"{one.meter.done_bytes:,} bytes."
+        ) from error

@@ -148,10 +148,6 @@ def own_form(stepping: PreparedOptimizer, place: Place, side: Placement) -> torc
     return value.detach() if is_plain else None
 
 
-def _whole(value: torch.Tensor) -> Placement:
-    return Placement(TensorLayout(tuple(value.shape)), Degrees())
-
-
 def _add_model(one: CheckpointTensors, model: Model) -> None:
     for first, names in model.names.items():
         name = one.tensors.add(
@@ -176,14 +172,15 @@ def _add_optimizer(one: CheckpointTensors, stepping: PreparedOptimizer) -> None:
             if value is None:
                 _refuse_other(agreed, stepping.labels[key], state, entry)
             path = state_path(stepping, key, state)
-            one.add(one.tensors.add(path, value.shape, value.dtype), _whole(value))
+            whole = Placement(TensorLayout(tuple(value.shape)), Degrees())
+            one.add(one.tensors.add(path, value.shape, value.dtype), whole)
             continue
         if entry.dtype is None:
             continue  # a number of Python's
         shape = side.layout.shape if entry.kind == "tensor" else ()
         name = one.tensors.add(state_path(stepping, key, state), shape, entry.dtype)
         if entry.kind == "number":
-            one.add(name, _scalar(entry))
+            one.add(name, Placement(TensorLayout((), ranks=entry.ranks), Degrees()))
             continue
         own = replace(side, layout=replace(side.layout, ranks=_on(side, entry.ranks)))
         _refuse_missing(agreed, stepping, (key, state), side, own)
@@ -230,10 +227,6 @@ def _state(stepping: PreparedOptimizer, place: Place, entry: StateEntry) -> torc
 def _on(side: Placement, ranks: frozenset[int]) -> frozenset[int]:
     known = side.layout.ranks
     return ranks if known is None else ranks & known
-
-
-def _scalar(entry: StateEntry) -> Placement:
-    return Placement(TensorLayout((), ranks=entry.ranks), Degrees())
 
 
 def _refuse_other(agreed: MergedState, label: str, state: str, entry: StateEntry) -> NoReturn:

@@ -20,9 +20,9 @@ from traitlets.config import Config
 
 from nbdist.cluster.kernel import controller, guardian, ipp_cluster, launcher, processes, run_dir
 from nbdist.cluster.kernel.event_loop import cluster_loop
-from nbdist.cluster.kernel.exits import Exit
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.ipp_cluster import gives_ranks, installed_torch
+from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration, Progress
 from nbdist.core.failures import ranks_phrase
 from nbdist.errors import OptionError, StartError

@@ -9,10 +9,15 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from nbdist.core.nvml import QUERIES, UNKNOWN_FIELD, GpuReadings, Nvml, parse_smi
+from nbdist.core.nvml import MIB, GpuReading, GpuReadings, Nvml
 from nbdist.core.topology import Gpu
 
-QUERY = ("--query-gpu=index,uuid,name", "--format=csv,noheader")
+# The name is last: it may have commas.
+LISTED = ("index", "uuid", "name")
+READ = (
+    "index", "uuid", "memory.used", "memory.total", "utilization.gpu", "utilization.memory",
+    "temperature.gpu", "power.draw", "power.limit", "name",
+)  # fmt: skip
 DEADLINE_S = 15.0
 
 
@@ -40,10 +45,19 @@ def chosen(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
     return tuple(kept)
 
 
-def parse(text: str) -> tuple[Gpu, ...]:
-    """The GPUs in nvidia-smi's answer to QUERY."""
-    rows = [line.split(", ", 2) for line in text.splitlines() if line.count(", ") >= 2]
-    return tuple(Gpu(index=int(index), uuid=uuid, name=name) for index, uuid, name in rows)
+def table(*fields: str) -> tuple[list[list[str]], str]:
+    """(these fields of each GPU, why nvidia-smi does not tell); the last one may have commas."""
+    text, problem = smi(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    rows = [line.split(", ", len(fields) - 1) for line in text.splitlines()]
+    return [row for row in rows if len(row) == len(fields) and row[0].isdigit()], problem
+
+
+def number(text: str) -> float | None:
+    """A number of nvidia-smi; None for "[N/A]" and the like."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def smi(*arguments: str) -> tuple[str, str]:
@@ -68,29 +82,35 @@ def smi(*arguments: str) -> tuple[str, str]:
 
 
 def reader() -> Callable[[], GpuReadings]:
-    """What reads all GPUs of this host once: NVML, or nvidia-smi without its Python package.
+    """What reads all GPUs of this host once: NVML, or nvidia-smi where NVML fails.
 
     Without either it finds none. It may take seconds, and more where a driver hangs.
     """
     try:
-        return Nvml(importlib.import_module("pynvml")).read  # the extra `gpu`
-    except Exception:  # noqa: BLE001  # no package, no library, no driver: NVML's errors are its own
-        return _read_by_smi
+        return Nvml(importlib.import_module("pynvml")).read  # late: it takes 0.1 s
+    except Exception:  # noqa: BLE001  # no library, no driver: NVML's errors are its own
+        return read_by_smi
 
 
-def _read_by_smi() -> GpuReadings:
-    text, problem = smi(*QUERIES[0])
-    if UNKNOWN_FIELD in problem:
-        text, problem = smi(*QUERIES[1])
-    return GpuReadings(
-        parse_smi(text), (f"nvidia-smi does not answer: {problem}",) if problem else ()
+def read_by_smi() -> GpuReadings:
+    """All GPUs by nvidia-smi, which tells neither of MIG instances nor why clocks are low."""
+    rows, problem = table(*READ)
+    problems = (f"nvidia-smi does not answer: {problem}",) if problem else ()
+    return GpuReadings(tuple(map(_reading, rows)), problems)
+
+
+def _reading(row: list[str]) -> GpuReading:
+    used, total = (None if (mib := number(cell)) is None else int(mib * MIB) for cell in row[2:4])
+    busy, memory_busy, temperature, power, limit = map(number, row[4:-1])
+    return GpuReading(
+        int(row[0]), row[1], row[-1], used, total, busy, memory_busy, temperature, power, limit
     )
 
 
 def _listed() -> tuple[Gpu, ...]:
     if shutil.which("nvidia-smi") is not None:
         # A broken driver: the engines find out by themselves and say so in the table.
-        return parse(smi(*QUERY)[0])
+        return tuple(Gpu(int(index), uuid, name) for index, uuid, name in table(*LISTED)[0])
     files = sorted(Path("/dev").glob("nvidia[0-9]*"))
     return tuple(
         Gpu(index=number, uuid=str(path), name="NVIDIA GPU") for number, path in enumerate(files)

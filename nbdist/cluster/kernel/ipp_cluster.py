@@ -13,7 +13,11 @@ from traitlets import TraitError
 from traitlets.config import Config
 
 from nbdist.cluster.kernel import launcher
+from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
+
+ENABLE_CURVE = "--IPController.enable_curve=True"
+LOOPBACK = frozenset({"", "127.0.0.1", "localhost", "::1"})
 
 
 def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
@@ -78,3 +82,28 @@ def installed_torch() -> str | None:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def encrypt(config: Config) -> None:
+    """Turn CURVE on where the controller listens beyond this machine.
+
+    ipyparallel signs its messages by default but leaves them readable on the wire.
+    """
+    if config.Cluster.get("controller_ip", "") in LOOPBACK:
+        return
+    args = config.Cluster.get("controller_args", [])
+    if not isinstance(args, list):
+        args = args.get_value([])  # the profile has only appended to the default
+    if not any("enable_curve" in argument for argument in args):
+        config.Cluster.controller_args = [*args, ENABLE_CURVE]
+
+
+def open_traffic(plan: Topology) -> str:
+    """What travels between hosts without authentication; empty on one host."""
+    if plan.n_hosts == 1:
+        return ""
+    return (
+        f"Between the {plan.n_hosts} hosts, cells and their output are encrypted; what "
+        f"{plan.backend.upper()} and torch's store send is neither encrypted nor authenticated. "
+        "Use a network that you trust."
+    )

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from nbdist.cluster.kernel import guardian, outside, run_dir, runs
+from nbdist.cluster.kernel import guardian, run_dir, runs
 from nbdist.cluster.run_owner import DEAD, Process, Run
 from nbdist.errors import NbdistError
 
@@ -66,7 +66,7 @@ def stop(run: Run) -> None:
     Raises:
         NbdistError: If no word can be left for the notebook, or a process could not be ended.
     """
-    outside.leave_note(Path(run.folder))
+    run_dir.leave_note(Path(run.folder))
     started = run_dir.pids(Path(run.folder))
     asked = [Process(pid, start) for pid, start in started.items()]
     for one in asked:

@@ -1,4 +1,4 @@
-"""The processes of one run: which are this kernel's own, and how they are ended."""
+"""The processes of one run: which are this kernel's own, how they end, and are ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,38 @@ from nbdist.cluster.kernel import guardian
 POLL_S = 0.01
 # No process has this in its environment: variables have an equals sign.
 NO_MARKER = b"NBDIST_RUN"
+
+
+# What becomes of ranks whose controller has ended.
+WITHOUT_CONTROLLER = (
+    "The ranks go on and keep their variables, but what they print and reply now is lost. The "
+    "next cell starts another controller."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The end of one of the cluster's processes.
+
+    Attributes:
+        engine: The engine, or None for the controller.
+        code: Its exit code, negative for a signal; None where it cannot be known.
+    """
+
+    engine: int | None
+    code: int | None
+
+    @property
+    def how(self) -> str:
+        """`exit code 1`, `signal SIGKILL`."""
+        if self.code is None:
+            return "unknown exit code"
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            return f"signal {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"signal {-self.code}"
 
 
 def is_own(one: Any) -> bool:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cluster.kernel import guardian
-from nbdist.cluster.run_owner import Machine, Owner
-from nbdist.core.host import this_machine
-from nbdist.errors import StartError
+from nbdist.cluster.run_owner import Owner
+from nbdist.core.host import Machine, this_machine
+from nbdist.core.units import shown
+from nbdist.errors import NbdistError, StartError
 from nbdist.rpc import wire
 
 CREATE_TRIES = 10
@@ -29,6 +30,9 @@ RESERVE_BYTES = 1 << 18
 OWNER = "owner.json"
 RANKS = "ranks.json"
 PIDS = "pids"
+# Word of somebody else than the notebook who ends the ranks: `nbdist stop`, in a terminal.
+STOPPED = "stopped"
+WHAT_NOW = "%dist_init starts new ones."
 
 
 def place() -> Path:
@@ -193,3 +197,35 @@ def forget(run_dir: Path, rank: int) -> None:
     for name in ("failed", "arrived", "joined"):
         (run_dir / f"{name}.{rank}").unlink(missing_ok=True)
     shutil.rmtree(run_dir / wire.SCRATCH_FOLDER.format(rank=rank), ignore_errors=True)
+
+
+def leave_note(run_dir: Path) -> None:
+    """Leave word for the run's notebook, before anything of it ends.
+
+    Raises:
+        NbdistError: If the run's folder cannot be written.
+    """
+    note = {"pid": os.getpid(), "at_s": time.time()}
+    new = run_dir / f"{STOPPED}.new"
+    try:
+        new.write_text(json.dumps(note))
+        new.replace(run_dir / STOPPED)
+    except OSError as error:
+        raise NbdistError(
+            f"No word can be left for the notebook in {run_dir} ({error.strerror}), so nothing was "
+            "ended. Free some space there, or stop the ranks in the notebook with %dist_shutdown."
+        ) from error
+
+
+def ended_from_outside(run_dir: Path) -> str:
+    """That the ranks were ended from outside, as a sentence without its full stop; or "".
+
+    Args:
+        run_dir: Of the run; gone is as good as no note.
+    """
+    try:
+        note = json.loads((run_dir / STOPPED).read_text())
+    except (OSError, ValueError):
+        return ""
+    clock = shown(time.strftime("%H:%M:%S", time.localtime(note["at_s"])))
+    return f"The ranks are gone: `nbdist stop` in a terminal ended them at {clock}"

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from nbdist.cluster import run_owner
-from nbdist.cluster.kernel import guardian, outside, run_dir
+from nbdist.cluster.kernel import guardian, run_dir
 from nbdist.cluster.run_owner import Process, Run
 from nbdist.core import host
 
@@ -74,23 +74,16 @@ def _folders() -> list[str]:
     return [str(path) for path in place.iterdir() if path.is_dir() and not path.is_symlink()]
 
 
-def _run(folder: Path, here: run_owner.Machine, *, is_guarded: bool) -> Run:
+def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:
     owner = run_dir.owner(folder)
-    state = run_owner.state(owner, here, None if owner is None else _start_of(owner.pid))
+    state = run_owner.state(owner, here, None if owner is None else host.started(owner.pid))
     if state == run_owner.UNKNOWN and is_guarded:
         state = (
             run_owner.RUNNING
         )  # its folder was damaged, but a guardian does not outlive its kernel
-    if state == run_owner.RUNNING and outside.told(folder):
+    if state == run_owner.RUNNING and run_dir.ended_from_outside(folder):
         state = run_owner.STOPPED
     return Run(str(folder), state, owner, run_dir.hosts(folder), has_folder=folder.is_dir())
-
-
-def _start_of(pid: int) -> str | None:
-    if not Path("/proc/self").is_dir():  # macOS: no start times in ticks
-        return "" if psutil.pid_exists(pid) else None
-    fields = guardian.stat_fields(pid)
-    return None if fields is None or fields[0] in "ZX" else fields[19]
 
 
 def _with_processes(run: Run, seen: dict[int, Seen], spared: frozenset[int]) -> Run:

@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -15,23 +15,31 @@ from typing import Any
 import psutil
 from traitlets.config import Config
 
-from nbdist.cells.kernel.cell_request import CellRequest, Sink
-from nbdist.cells.kernel.session import Session
 from nbdist.cluster import host_memory, nccl_env, shm
-from nbdist.cluster.kernel import gpus, launcher, network, profiles, run_dir
+from nbdist.cluster.kernel import gpus, ipp_cluster, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster, Progress, gives_ranks, installed_torch
+from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
 from nbdist.core import topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.core.topology import EngineReport, Gpu, Topology
 from nbdist.errors import OptionError, StartError
-from nbdist.rpc.kernel import functions
+from nbdist.rpc.kernel.functions import Caller, RankFunction
 from nbdist.strategy.choice import described
-from nbdist.switch import kernel as switch_kernel
-from nbdist.switch.kernel import Asked
+from nbdist.strategy.choose import StrategySpec
 
 DEFAULT_DEADLINE_S = 120.0
 DEFAULT_GRACE_S = 5.0
+
+describe: RankFunction[[int, str], EngineReport] = RankFunction("nbdist.engine.facts:describe")
+open_store: RankFunction[[str, int], int] = RankFunction("nbdist.engine.join:open_store")
+reachable: RankFunction[[tuple[str, ...], int], tuple[str, ...]] = RankFunction(
+    "nbdist.engine.join:reachable"
+)
+join_by_plan: RankFunction[[Topology, int, str, str, int], None] = RankFunction(
+    "nbdist.engine.join:join_by_plan"
+)
+box_problem: RankFunction[[], str] = RankFunction("nbdist.hang.rank.call_log:problem")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +66,11 @@ class StartOptions:
     deadline_s: float = DEFAULT_DEADLINE_S
     grace_s: float = DEFAULT_GRACE_S
     debug: str = "off"
-    strategy: Asked | None = None
+    strategy: StrategySpec | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A running session, how long its start took, and what there is to say about it."""
-
-    session: Session
-    elapsed_s: float
-    notes: tuple[str, ...]
-
-
-def start(
-    options: StartOptions, sink: Callable[[CellRequest], Sink], progress: Progress
-) -> Started:
-    """Bring ranks up.
+def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology, tuple[str, ...]]:
+    """Bring ranks up; their cluster, which engine has which rank, and what there is to say of it.
 
     Raises:
         OptionError: If an option cannot be met on this machine; nothing has been started.
@@ -96,7 +93,7 @@ def start(
             f"--debug is for ranks of the profile local. For {options.profile!r} set "
             "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its engines start."
         )
-    network.encrypt(config)
+    ipp_cluster.encrypt(config)
     end_s = began_s + options.deadline_s
     cluster = Cluster(config)
     try:
@@ -108,16 +105,14 @@ def start(
         )
         notes += [
             *_box_problems(cluster, plan, end_s),
-            network.warning(plan),
+            ipp_cluster.open_traffic(plan),
             *_begin_strategy(cluster, plan, options, end_s),
         ]
-        session = Session(cluster, plan, sink, grace_s=options.grace_s, seed=options.seed)
-        session.strategy.began_with(options.strategy)
         run_dir.write_ranks(cluster.run_dir, [place.host for place in plan.ranks])
     except BaseException:
         cluster.stop(grace_s=0)
         raise
-    return Started(session, time.monotonic() - began_s, tuple(note for note in notes if note))
+    return cluster, plan, tuple(note for note in notes if note)
 
 
 def _check_values(options: Any) -> None:
@@ -151,14 +146,14 @@ def _expected(
     if not is_local:
         # Of another cluster's machines only its engines can tell what they have.
         if options.strategy is not None:
-            switch_kernel.check(options.strategy, world_size)
+            options.strategy.choose(world_size)
         options = StartOptions()
     reports = topology.local_reports(
         world_size, hostname=socket.gethostname(), gpus=chosen, cores=usable_cores()
     )
     expected = topology.plan(reports, options.backend)
     if options.strategy is not None:
-        switch_kernel.chosen(options.strategy, expected)
+        options.strategy.on(expected)
     return expected
 
 
@@ -215,7 +210,7 @@ def _local_plan(
     call = _caller(cluster)
     engines = range(world_size)
     _adopt_notebook(call, engines, end_s)  # again: IPython has added to sys.path
-    plans = _all({e: functions.prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
+    plans = _all({e: prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
     plan: Topology = plans[0]
     return plan
 
@@ -230,7 +225,7 @@ def _reported_plan(
     progress("asking the engines where they are")
     own_address = _own_address()
     reports = _all(
-        {e: functions.describe(call, e, own_address) for e in engines}, end_s, "describe themselves"
+        {e: describe(call, e, e, own_address) for e in engines}, end_s, "describe themselves"
     )
     if _is_this_host(reports):
         cluster.identify({engine: report.pid for engine, report in reports.items()})
@@ -241,7 +236,7 @@ def _reported_plan(
         _adopt_notebook(call, engines, end_s)
     _all(
         {
-            place.engine_id: functions.join_by_plan(
+            place.engine_id: join_by_plan(
                 call, place.engine_id, plan, place.rank, store_path, address, port
             )
             for place in plan.ranks
@@ -249,7 +244,7 @@ def _reported_plan(
         end_s,
         "join the group",
     )
-    plans = _all({e: functions.prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
+    plans = _all({e: prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
     prepared: Topology = plans[engines[0]]
     return prepared
 
@@ -257,7 +252,7 @@ def _reported_plan(
 def _box_problems(cluster: Cluster, plan: Topology, end_s: float) -> list[str]:
     """What is to be said of ranks whose hangs could not be explained, each reason once."""
     call = _caller(cluster)
-    asked = {place.engine_id: functions.box_problem(call, place.engine_id) for place in plan.ranks}
+    asked = {place.engine_id: box_problem(call, place.engine_id) for place in plan.ranks}
     return list(dict.fromkeys(_all(asked, end_s, "tell of their black boxes").values()))
 
 
@@ -267,22 +262,22 @@ def _begin_strategy(
     """Let all ranks prepare models under what was asked for; what there is to say of it."""
     if options.strategy is None:
         return []
-    choice = switch_kernel.chosen(options.strategy, plan)
+    choice = options.strategy.on(plan)
     call = _caller(cluster)
-    answers = {p.engine_id: functions.set_strategy(call, p.engine_id, choice) for p in plan.ranks}
+    answers = {p.engine_id: set_strategy(call, p.engine_id, choice) for p in plan.ranks}
     _all(answers, end_s, "take the strategy")
     return [f"strategy: {described(choice)}"]
 
 
-def _adopt_notebook(call: functions.Caller, engines: Iterable[int], end_s: float) -> None:
+def _adopt_notebook(call: Caller, engines: Iterable[int], end_s: float) -> None:
     folder = os.getcwd()  # noqa: PTH109  # a string for the wire
-    futures = {e: functions.adopt_notebook(call, e, list(sys.path), folder) for e in engines}
+    futures = {e: adopt_notebook(call, e, list(sys.path), folder) for e in engines}
     _all(futures, end_s, "take over the notebook's folder")
 
 
 def _store(
     cluster: Cluster,
-    call: functions.Caller,
+    call: Caller,
     plan: Topology,
     reports: dict[int, EngineReport],
     end_s: float,
@@ -294,16 +289,14 @@ def _store(
     candidates = topology.store_addresses(plan, tuple(reports.values()))
     tried: dict[str, str] = {}
     for address in candidates:
-        opened = functions.open_store(call, first, address, plan.world_size)
+        opened = open_store(call, first, address, plan.world_size)
         try:
             port = _all({first: opened}, end_s, "open a port")[first]
         except StartError as error:  # an address of a gateway, which rank 0 itself has not
             tried[address] = str(error)
             continue
         found = _all(
-            {e: functions.reachable(call, e, (address,), port) for e in reports},
-            end_s,
-            "reach rank 0",
+            {e: reachable(call, e, (address,), port) for e in reports}, end_s, "reach rank 0"
         )
         missing = sorted(plan.rank_of_engine(e) for e, ok in found.items() if not ok)
         if not missing:
@@ -331,7 +324,7 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _caller(cluster: Cluster) -> functions.Caller:
+def _caller(cluster: Cluster) -> Caller:
     def call(target: int, name: str, *args: Any) -> Future[Any]:
         assert cluster.channel is not None
         return cluster.channel.call(target, name, *args)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nbdist.cluster.kernel import run_dir
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.hang import diagnose, recovery
+from nbdist.hang.kernel.health import Health
 from nbdist.hang.records import FlightRecorderEntry
-from nbdist.rpc.kernel import functions
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.rpc.kernel.functions import RankFunction
 
 COUNT_S = 1.0
 COMPARE_S = 2.0
@@ -21,6 +21,9 @@ COMPARE_S = 2.0
 RECOVER_S = recovery.DEADLINE_S + 5.0
 # How often it is looked whether a rank has ended that the others wait for.
 LOOK_S = 0.1
+
+newest: RankFunction[[], dict[str, FlightRecorderEntry]] = RankFunction("newest")
+checksums: RankFunction[[], dict[str, str]] = RankFunction("nbdist.parallel.live_models:checksums")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +47,19 @@ class GroupRecovery:
     Where they do not, it compares the models' parameters.
     """
 
-    def __init__(self, session: Session, now_s: float, *, is_certain: bool):
+    def __init__(self, ranks: Ranks, health: Health, now_s: float, *, is_certain: bool):
         """Begin; `step` goes on.
 
         Args:
-            session: Its ranks are idle, or have been given up on.
+            ranks: They are idle, or have been given up on.
+            health: Theirs.
             now_s: Monotonic clock.
             is_certain: The groups are broken in any case.
         """
         self.on_answer: Callable[[], None] = lambda: None
         self.outcome: RecoveryOutcome | None = None
-        self._session = session
+        self._ranks = ranks
+        self._health = health
         self._newest: dict[int, Future[Any]] = {}
         self._comparing: dict[int, Future[Any]] = {}
         self._recovering: dict[int, Future[Any]] = {}
@@ -62,7 +67,7 @@ class GroupRecovery:
         if is_certain:
             self._recover(now_s)
         else:
-            self._newest = self._listen(session.health.ask_all(functions.newest))
+            self._newest = self._listen(ranks.ask_all(newest))
 
     def step(self, now_s: float) -> float | None:
         """Take in what has come; how long to wait at most in seconds, or None when it is over."""
@@ -86,7 +91,7 @@ class GroupRecovery:
         if self.outcome is None and self._comparing:
             self.outcome = RecoveryOutcome()
         elif self.outcome is None:
-            self._session.health.needs_recovery = True
+            self._health.needs_recovery = True
             self.outcome = RecoveryOutcome(problem="the groups are made anew before the next cell")
 
     def _listen(self, futures: dict[int, Future[Any]]) -> dict[int, Future[Any]]:
@@ -95,7 +100,7 @@ class GroupRecovery:
         return futures
 
     def _has_all(self) -> bool:
-        is_reachable = self._session.health.is_reachable
+        is_reachable = self._ranks.is_connected
         return all(
             future.done() or not is_reachable(rank)
             for asked in (self._newest, self._comparing, self._recovering)
@@ -104,12 +109,12 @@ class GroupRecovery:
 
     def _is_any_lost(self) -> bool:
         """Whether a rank has ended in this recovery: the others would wait for it."""
-        return not all(map(self._session.health.is_reachable, self._recovering))
+        return not all(map(self._ranks.is_connected, self._recovering))
 
     def _break_off(self) -> None:
         for rank, future in self._recovering.items():
-            if not future.done() and self._session.health.is_reachable(rank):
-                self._session.interrupt(rank)
+            if not future.done() and self._ranks.is_connected(rank):
+                self._ranks.interrupt(rank)
 
     def _is_out_of_step(self) -> bool:
         newest: dict[int, Mapping[str, FlightRecorderEntry]] = {
@@ -117,21 +122,23 @@ class GroupRecovery:
             for rank, future in self._newest.items()
             if future.done() and future.exception() is None
         }
-        boxes = self._session.health.boxes()
+        boxes = self._health.boxes()
         living = [box for rank, box in boxes.items() if rank in self._newest]
         return diagnose.counts_differ(living, newest)
 
     def _compare(self, now_s: float) -> None:
         """A rank may have taken its step and another not, with equal calls before."""
-        session, self._newest = self._session, {}
+        ranks, self._newest = self._ranks, {}
         has_calls = any(
-            group.calls for box in session.health.boxes().values() for group in box.groups.values()
+            group.calls for box in self._health.boxes().values() for group in box.groups.values()
         )
-        if not has_calls or session.busy_ranks:
+        if not has_calls or ranks.busy_ranks:
             self.outcome = RecoveryOutcome()
             return
         self._end_s = now_s + COMPARE_S
-        self._comparing = self._listen(session.upkeep.begin_comparison())
+        self._comparing = self._listen(
+            {r: checksums(ranks.call, r) for r in ranks.ranks if ranks.is_connected(r)}
+        )
         if not self._comparing:
             self.outcome = RecoveryOutcome()
 
@@ -145,21 +152,22 @@ class GroupRecovery:
 
     def _recover(self, now_s: float) -> None:
         self._newest = {}
-        busy = self._session.busy_ranks
+        busy = self._ranks.busy_ranks
         if busy:
-            self._session.health.needs_recovery = True
+            self._health.needs_recovery = True
             problem = f"the groups are made anew once {ranks_are(busy)} back"
             self.outcome = RecoveryOutcome(problem=problem)
             return
         self._end_s = now_s + RECOVER_S
-        self._recovering = self._listen(self._session.upkeep.begin_recovery())
+        self._recovering = self._listen(self._health.begin_recovery())
         if not self._recovering:
             self.outcome = RecoveryOutcome()
 
     def _recovered(self) -> RecoveryOutcome:
         failed = {rank: told for rank, f in self._recovering.items() if (told := _failure(f))}
-        self._session.health.needs_recovery = bool(failed)
-        self._session.upkeep.reserve()
+        self._health.needs_recovery = bool(failed)
+        # Space on the disk for the next recovery: the last one has used it.
+        run_dir.reserve(self._ranks.cluster.run_dir)
         if failed:
             rank, why = min(failed.items())
             problem = (

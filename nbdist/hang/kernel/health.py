@@ -8,26 +8,31 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from nbdist.cluster.kernel import postmortem, run_dir
-from nbdist.cluster.kernel.cluster import Cluster
-from nbdist.core.topology import Topology
+from nbdist.cluster.kernel.ranks import Ranks
+from nbdist.core import procfs
 from nbdist.errors import NbdistError
 from nbdist.hang import call_log, diagnose
 from nbdist.hang.records import CallLog, RankView, ThreadSnapshot
-from nbdist.rpc.kernel import functions
-from nbdist.rpc.kernel.channel import Channel
-
-T = TypeVar("T")
+from nbdist.hang.recovery import Recovered
+from nbdist.rpc.kernel.functions import RankFunction
 
 # A rank that has not answered by then is asked again.
 ANSWER_S = 1.0
 # A rank that has answered is left alone for this long.
 LOOK_PAUSE_S = 0.5
+
+look: RankFunction[[], ThreadSnapshot] = RankFunction("look")
+abort: RankFunction[[int], int] = RankFunction("abort")
+snapshot: RankFunction[[], tuple[float, bytes | None]] = RankFunction("snapshot")
+recover: RankFunction[[int, tuple[int, ...]], Recovered] = RankFunction(
+    "nbdist.hang.rank.process_groups:recover"
+)
 
 
 class Health:
@@ -38,12 +43,11 @@ class Health:
         needs_recovery: They are broken, and could not be made anew yet.
     """
 
-    def __init__(self, cluster: Cluster, topology: Topology):
+    def __init__(self, ranks: Ranks):
         self.generation = 0
         self.needs_recovery = False
-        self._cluster = cluster
-        self._topology = topology
-        self._boxes = BoxFiles(cluster.run_dir / "boxes")
+        self._ranks = ranks
+        self._boxes = BoxFiles(ranks.cluster.run_dir / "boxes")
         self._looks: dict[int, ThreadSnapshot] = {}
         self._asked: dict[int, tuple[Future[Any], float]] = {}
         self._looked_s: dict[int, float] = {}
@@ -80,20 +84,20 @@ class Health:
 
     def boxes(self) -> dict[int, CallLog]:
         """The boxes of all ranks that have one."""
-        found = {place.rank: self.box(place.rank) for place in self._topology.ranks}
+        found = {rank: self.box(rank) for rank in self._ranks.ranks}
         return {rank: box for rank, box in found.items() if box is not None}
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the rank's process was stopped by a signal (seen on this host only)."""
         pid = self.pids().get(rank)
-        return pid is not None and postmortem.process_state(pid) == "T"
+        return pid is not None and procfs.state(pid) == "T"
 
     def watch_processes(self) -> None:
         """Read what will be needed to tell how a rank ended. Once its process is there."""
         for rank, pid in self.pids().items():
             known = self._watched.get(rank)
             if known is None or known[0] != pid:
-                watched = postmortem.Postmortem(self._cluster.run_dir, rank, pid)
+                watched = postmortem.Postmortem(self._ranks.cluster.run_dir, rank, pid)
                 self._watched[rank] = pid, watched
                 self._causes.pop(rank, None)
 
@@ -108,7 +112,7 @@ class Health:
 
     def end_of(self, rank: int) -> str:
         """How the rank's process ended; empty while it lives."""
-        end = self._cluster.exits.get(self._topology.engine_of_rank(rank))
+        end = self._ranks.exit_of(rank)
         return "" if end is None else self._causes.get(rank) or end.how
 
     def last_words_of(self, rank: int) -> str:
@@ -117,8 +121,8 @@ class Health:
 
     def pids(self) -> dict[int, int]:
         """Rank -> process of the living ranks that this kernel has started on its own host."""
-        pids = self._cluster.pids()
-        ranks = {place.engine_id: place.rank for place in self._topology.ranks}
+        pids = self._ranks.cluster.pids()
+        ranks = {place.engine_id: place.rank for place in self._ranks.topology.ranks}
         return {ranks[engine]: pid for engine, pid in pids.items() if engine in ranks}
 
     def ask_looks(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
@@ -137,7 +141,7 @@ class Health:
             is_new = newer_than_s <= looked_s and now_s < looked_s + LOOK_PAUSE_S
             if rank in self._looks and is_new:
                 continue
-            future = self.ask(functions.look, rank)
+            future = self._ranks.ask(look, rank)
             if future is not None:
                 self._asked[rank] = (future, now_s)
 
@@ -166,38 +170,10 @@ class Health:
         self._looks.clear()
         self._asked.clear()
 
-    def ask(self, question: Callable[..., Future[T]], rank: int) -> Future[T] | None:
-        """An answer from the rank's control thread; None where it cannot be reached.
-
-        Args:
-            question: One of remote's control functions.
-            rank: Who is asked.
-        """
-        channel: Channel | None = self._cluster.channel
-        if channel is None or not self.is_reachable(rank):
-            return None
-        engine = self._topology.engine_of_rank(rank)
-        return question(lambda _rank, name, *args: channel.ask(engine, name, *args), rank)
-
-    def is_reachable(self, rank: int) -> bool:
-        """Whether the rank lives and is registered; which of both ends first differs."""
-        channel: Channel | None = self._cluster.channel
-        engine = self._topology.engine_of_rank(rank)
-        return (
-            channel is not None
-            and engine in channel.engine_ids
-            and engine not in self._cluster.exits
-        )
-
-    def ask_all(self, question: Callable[..., Future[T]]) -> dict[int, Future[T]]:
-        """The same from every rank that can be reached."""
-        asked = {place.rank: self.ask(question, place.rank) for place in self._topology.ranks}
-        return {rank: future for rank, future in asked.items() if future is not None}
-
     @property
     def dead(self) -> tuple[int, ...]:
         """The ranks whose processes have ended."""
-        return tuple(place.rank for place in self._topology.ranks if self.end_of(place.rank))
+        return tuple(rank for rank in self._ranks.ranks if self.end_of(rank))
 
     def abort(self) -> None:
         """Break off every collective of every rank; their groups are of no use afterwards.
@@ -205,19 +181,19 @@ class Health:
         Nobody waits for the answers: a rank that cannot answer is released by its peers' abort.
         """
         self.needs_recovery = True
-        self.ask_all(lambda ask, rank: functions.abort(ask, rank, self.generation))
+        self._ranks.ask_all(lambda ask, rank: abort(ask, rank, self.generation))
 
-    def begin_recovery(self, call: functions.Caller) -> dict[int, Future[Any]]:
+    def begin_recovery(self) -> dict[int, Future[Any]]:
         """Make all groups anew, those with a dead rank aside, on all living ranks at once.
 
-        Args:
-            call: Calls a function in a rank's main thread; all of them have to be idle.
+        All of them have to be idle.
         """
         self.generation += 1
-        run_dir.release_reserve(self._cluster.run_dir)
-        living = [place.rank for place in self._topology.ranks if self.is_reachable(place.rank)]
-        dead = tuple(place.rank for place in self._topology.ranks if place.rank not in living)
-        return {rank: functions.recover(call, rank, self.generation, dead) for rank in living}
+        ranks = self._ranks
+        run_dir.release_reserve(ranks.cluster.run_dir)
+        living = [rank for rank in ranks.ranks if ranks.is_connected(rank)]
+        dead = tuple(rank for rank in ranks.ranks if rank not in living)
+        return {rank: recover(ranks.call, rank, self.generation, dead) for rank in living}
 
     def stack(self, rank: int, asked: Future[str] | None, end_s: float) -> str:
         """A rank's Python stacks: its own answer, or faulthandler's where C code holds the GIL."""
@@ -228,12 +204,11 @@ class Health:
         if pid is None or self.end_of(rank):
             return ""
         deadline_s = max(0.1, end_s - time.monotonic())
-        return postmortem.dump_stack(self._cluster.run_dir, rank, pid, deadline_s)
+        return postmortem.dump_stack(self._ranks.cluster.run_dir, rank, pid, deadline_s)
 
     def mismatches(self, run: int) -> tuple[str, ...]:
         """Calls of a cell that did not fit together, but ended, as sentences."""
-        ranks = [place.rank for place in self._topology.ranks]
-        if not any(self._boxes.may_have_called(rank, run) for rank in ranks):
+        if not any(self._boxes.may_have_called(rank, run) for rank in self._ranks.ranks):
             return ()  # most cells call nothing, and every cell asks
         return diagnose.mismatches(list(self.boxes().values()), run)
 
@@ -244,7 +219,22 @@ class Health:
             states: What is known of ranks from their cells: rank -> (state, how) of RankView.
         """
         self.take_looks()
-        return [self._view(place.rank, *states[place.rank]) for place in self._topology.ranks]
+        return [self._view(rank, *states[rank]) for rank in self._ranks.ranks]
+
+    def views_now(self) -> dict[int, RankView]:
+        """As in a running cell; idle ranks have ended the newest cell, or had no part in it."""
+        boxes = self.boxes()
+        busy = self._ranks.busy_ranks
+        newest = max((boxes[rank].run for rank in busy if rank in boxes), default=0)
+        states: dict[int, tuple[str, str]] = {}
+        for rank in self._ranks.ranks:
+            box = boxes.get(rank)
+            has_part = box is not None and box.run == newest
+            if rank in busy:
+                states[rank] = "running" if has_part else "busy", ""
+            else:
+                states[rank] = box.state if box is not None and has_part else "absent", ""
+        return {view.rank: view for view in self.views(states)}
 
     def _view(self, rank: int, state: str, how: str) -> RankView:
         end = self.end_of(rank)
@@ -261,7 +251,7 @@ class Health:
         asked, asked_s = self._snapshots.get(rank, (None, 0.0))
         if asked is not None and not asked.done() and now_s < asked_s + ANSWER_S:
             return
-        sent = self.ask(functions.snapshot, rank)
+        sent = self._ranks.ask(snapshot, rank)
         if sent is not None:
             self._snapshots[rank] = (sent, now_s)
             sent.add_done_callback(functools.partial(self._note_snapshot, rank))

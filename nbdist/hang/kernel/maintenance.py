@@ -7,22 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nbdist.cells.kernel import status
-from nbdist.cluster.kernel import run_dir
-from nbdist.cluster.kernel.registration import no_progress
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.units import seconds
 from nbdist.errors import Interrupted, NbdistError, NotRunning, OptionError
 from nbdist.hang import diagnose
 from nbdist.hang.kernel import restart as hang_restart
 from nbdist.hang.kernel.group_recovery import GroupRecovery, RecoveryOutcome
+from nbdist.hang.kernel.health import Health
 from nbdist.hang.kernel.restart import Restarted
-from nbdist.rpc.kernel import functions, sigint
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.rpc.kernel import sigint
 
 RESTART_S = 120.0
 # Between two looks at ranks that no cell watches any more.
@@ -33,22 +29,23 @@ RELEASE_S = 1.0
 
 
 class Maintenance:
-    """What is to be done for the ranks of one session between their cells.
+    """What is to be done for ranks between their cells.
 
     Attributes:
         ended_by_us: The ranks that are being ended on purpose.
     """
 
-    def __init__(self, session: Session):
+    def __init__(self, ranks: Ranks, health: Health):
         self.ended_by_us: set[int] = set()
-        self._session = session
+        self._ranks = ranks
+        self._health = health
         self._given_up: set[int] = set()
         self._notes: list[str] = []
 
     def take_notes(self) -> list[str]:
         """What was done and not told yet, a line each."""
         notes, self._notes = self._notes, []
-        return notes + self._session.checkpoints.news()
+        return notes
 
     def make_whole(self) -> None:
         """Replace a controller that has ended, and ranks that the user gave up on.
@@ -57,8 +54,8 @@ class Maintenance:
             StartError: If the new one does not come.
         """
         self.reconnect()
-        if self._given_up and not self._session.is_stopped:
-            restarted = self.restart(sorted(self._given_up), RESTART_S, no_progress)
+        if self._given_up and not self._ranks.is_stopped:
+            restarted = self.restart(sorted(self._given_up), RESTART_S, lambda _text: None)
             self._notes += [
                 f"{ranks_phrase(restarted.ranks)} replaced in {seconds(restarted.elapsed_s)}",
                 *restarted.notes,
@@ -71,27 +68,27 @@ class Maintenance:
             StartError: If the new one does not come.
             OptionError: If this profile's cannot be started again.
         """
-        if not self._session.is_stopped:
-            told = hang_restart.reconnect(self._session)
+        if not self._ranks.is_stopped:
+            told = hang_restart.reconnect(self._ranks)
             self._notes += [told] if told else []
             self._release_unheard()
 
     def _release_unheard(self) -> None:
         """Abort what can never end in a cell that ended for the notebook with its controller."""
-        session = self._session
-        found: set[str] | None = None
+        ranks, health = self._ranks, self._health
+        certain: set[str] | None = None
         for _ in range(2):
-            unheard = session.cluster.unheard.intersection(session.busy_ranks)
+            unheard = ranks.cluster.unheard.intersection(ranks.busy_ranks)
             if not unheard:
                 return
-            session.health.ask_looks(unheard, time.monotonic())
+            health.ask_looks(unheard, time.monotonic())
             time.sleep(LOOK_PAUSE_S)
-            seen = diagnose.diagnose(list(status.views(session).values()), time.monotonic())
-            certain = {one.text for one in seen if one.is_certain}
-            found = certain if found is None else found & certain
-        if found:
-            session.health.abort()
-            self._notes += [f"{text}; aborted" for text in sorted(found)]
+            findings = diagnose.diagnose(list(health.views_now().values()), time.monotonic())
+            seen = {finding.text for finding in findings if finding.is_certain}
+            certain = seen if certain is None else certain & seen
+        if certain:
+            health.abort()
+            self._notes += [f"{text}; aborted" for text in sorted(certain)]
 
     def restart(
         self,
@@ -111,41 +108,38 @@ class Maintenance:
             OptionError: If none is named and none has ended; on other profiles than local.
             RankBusy, StartError, NbdistError, Interrupted: See repair.restart.
         """
-        session = self._session
-        if session.is_stopped:
+        if self._ranks.is_stopped:
             raise NotRunning("These ranks were stopped. %dist_init starts new ones.")
-        chosen = session.health.dead if ranks is None else tuple(ranks)
+        chosen = self._health.dead if ranks is None else tuple(ranks)
         if not chosen:
-            last = session.ranks[-1]
+            last = self._ranks.ranks[-1]
             raise OptionError(
                 f"No rank has ended. %dist_restart {last} replaces rank {last}, whose variables "
                 "are then lost; %dist_reset starts all afresh."
             )
         self.ended_by_us |= set(chosen)
         try:
-            restarted = hang_restart.restart(session, chosen, deadline_s, progress)
+            restarted = hang_restart.restart(
+                self._ranks, self._health, chosen, deadline_s, progress
+            )
         finally:
             self.ended_by_us -= set(chosen)
         self._given_up -= set(restarted.ranks)
         self.ended_by_us -= set(restarted.ranks)  # those that an earlier cell gave up on, too
-        session.health.watch_processes()
+        self._health.watch_processes()
         return restarted
 
     @property
     def can_replace(self) -> bool:
         """Whether ranks can be given up: not where other launchers than nbdist's start them."""
-        return self._session.cluster.can_restart
+        return self._ranks.cluster.can_restart
 
     def give_up(self, ranks: Sequence[int]) -> None:
         """End ranks that take no interrupt; the next cell begins with their replacement."""
         self._given_up |= set(ranks)
         self.ended_by_us |= set(ranks)
-        engine = self._session.topology.engine_of_rank
-        self._session.cluster.end_engines([engine(rank) for rank in ranks])
-
-    def begin_recovery(self) -> dict[int, Future[Any]]:
-        """Make the groups anew on all living ranks, which have to be idle."""
-        return self._session.health.begin_recovery(self._session.call)
+        engine = self._ranks.topology.engine_of_rank
+        self._ranks.cluster.end_engines([engine(rank) for rank in ranks])
 
     def release(self, futures: Sequence[Future[Any]]) -> None:
         """Break off what ranks still wait in when another one of them has failed.
@@ -157,22 +151,12 @@ class Maintenance:
         try:
             while not all(future.done() for future in futures):
                 if time.monotonic() > end_s:
-                    self._session.health.abort()
+                    self._health.abort()
                     return
                 time.sleep(POLL_S)
         except KeyboardInterrupt:  # whoever presses again does not want to wait
-            self._session.health.abort()
+            self._health.abort()
             raise
-
-    def reserve(self) -> None:
-        """Keep space on the disk for the next recovery; the last one has used it."""
-        run_dir.reserve(self._session.cluster.run_dir)
-
-    def begin_comparison(self) -> dict[int, Future[Any]]:
-        """Ask all living ranks, which have to be idle, for the checksums of their models."""
-        session = self._session
-        living = [rank for rank in session.ranks if session.is_connected(rank)]
-        return {rank: functions.checksums(session.call, rank) for rank in living}
 
     def recover(self, *, is_certain: bool = True) -> RecoveryOutcome:
         """Make the groups anew and wait for it.
@@ -184,7 +168,9 @@ class Maintenance:
             Interrupted: If the user interrupted it; the next cell begins with it.
         """
         presses_or_answers: SimpleQueue[bool] = SimpleQueue()  # a signal handler may put
-        aftermath = GroupRecovery(self._session, time.monotonic(), is_certain=is_certain)
+        aftermath = GroupRecovery(
+            self._ranks, self._health, time.monotonic(), is_certain=is_certain
+        )
         aftermath.on_answer = lambda: presses_or_answers.put(False)
         with sigint.deferred_sigint() as pressed:
             pressed.send_to(lambda: presses_or_answers.put(True))
@@ -201,7 +187,7 @@ class Maintenance:
         Raises:
             Interrupted: If the user interrupts this as well; the next cell begins with it.
         """
-        if not self._session.health.needs_recovery:  # else the next cell begins with it
+        if not self._health.needs_recovery:  # else the next cell begins with it
             self._notes += self.recover(is_certain=False).lines
 
     def recover_if_needed(self) -> None:
@@ -211,7 +197,7 @@ class Maintenance:
             NbdistError: If the groups cannot be made anew.
             Interrupted: If the user interrupted it.
         """
-        if self._session.health.needs_recovery and not self._session.busy_ranks:
+        if self._health.needs_recovery and not self._ranks.busy_ranks:
             outcome = self.recover()
             if outcome.problem:
                 raise NbdistError(f"The cell was not run: {outcome.problem}.")

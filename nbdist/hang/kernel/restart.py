@@ -8,18 +8,26 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.cluster.kernel.cluster import Progress
+from nbdist.cluster.kernel.ranks import (
+    Ranks,
+    adopt_notebook,
+    current_strategy,
+    memory_bytes,
+    prepare,
+    set_strategy,
+)
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
+from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError, RankBusy, StartError
-from nbdist.hang.recovery import MadeGroup, merge_made
-from nbdist.rpc.kernel import functions, sigint
+from nbdist.hang.kernel.health import Health, recover
+from nbdist.hang.recovery import MadeGroup, MadeMesh, merge_made
+from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.channel import failure_of
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.rpc.kernel.functions import RankFunction
 
 # In the environment of an engine that takes another's place: it joins later, when it is told.
 REPLACES = "NBDIST_REPLACES"
@@ -32,6 +40,27 @@ RECONNECT_DEADLINE_S = 30.0
 # A rank whose cell's end was lost with the controller may be idle: it gets this long to say so.
 UNHEARD_S = 2.0
 SHOWN_NAMES = 12
+
+rejoin: RankFunction[[Topology, int, int, Sequence[MadeGroup]], None] = RankFunction(
+    "nbdist.engine.join:rejoin"
+)
+names: RankFunction[[], tuple[str, ...]] = RankFunction("nbdist.rpc.rank.namespace:names")
+group_names: RankFunction[[], dict[str, str]] = RankFunction(
+    "nbdist.rpc.rank.namespace:group_names"
+)
+name_groups: RankFunction[[Mapping[str, str]], None] = RankFunction(
+    "nbdist.rpc.rank.namespace:name_groups"
+)
+mesh_names: RankFunction[[], dict[str, MadeMesh]] = RankFunction(
+    "nbdist.hang.rank.device_meshes:mesh_names"
+)
+name_meshes: RankFunction[[Sequence[Mapping[str, MadeMesh]]], tuple[str, ...]] = RankFunction(
+    "nbdist.hang.rank.device_meshes:name_meshes"
+)
+groups_made: RankFunction[[], tuple[MadeGroup, ...]] = RankFunction(
+    "nbdist.hang.rank.process_groups:groups_made"
+)
+catching_up: RankFunction[[bool], None] = RankFunction("nbdist.parallel.live_models:catching_up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +79,7 @@ class Restarted:
 
 
 def restart(
-    session: Session, ranks: Sequence[int], deadline_s: float, progress: Progress
+    ranks: Ranks, health: Health, named: Sequence[int], deadline_s: float, progress: Progress
 ) -> Restarted:
     """Put new processes in the place of ranks, and make all groups whole again.
 
@@ -59,8 +88,9 @@ def restart(
     leaves the ranks ended that were to be replaced, and the next restart brings them.
 
     Args:
-        session: Of the local profile. All ranks but the replaced ones have to be idle.
-        ranks: Living or not, idle or not.
+        ranks: Of the local profile. All but the replaced ones have to be idle.
+        health: Theirs.
+        named: Those that are to be replaced: living or not, idle or not.
         deadline_s: For all of it.
         progress: Told what is waited for.
 
@@ -72,16 +102,16 @@ def restart(
         Interrupted: If the user interrupted it.
     """
     began_s = time.monotonic()
-    if not session.cluster.can_restart:
+    if not ranks.cluster.can_restart:
         raise OptionError(
             "Single ranks can be restarted in the profile local alone, whose processes nbdist "
             "starts by itself. %dist_reset starts all ranks of this profile afresh, without their "
             "variables."
         )
-    told = reconnect(session)
-    replaced = tuple(sorted({*ranks, *session.health.dead}))
-    also = [rank for rank in replaced if rank not in ranks]
-    one = _Restart(session, replaced, began_s + deadline_s)
+    told = reconnect(ranks)
+    replaced = tuple(sorted({*named, *health.dead}))
+    also = [rank for rank in replaced if rank not in named]
+    one = _Restart(ranks, health, replaced, began_s + deadline_s)
     one.check_idle()
     lacking = one.run(progress)
     notes = [
@@ -95,17 +125,18 @@ def restart(
 class _Restart:
     """The steps of one restart."""
 
-    def __init__(self, session: Session, replaced: tuple[int, ...], end_s: float):
-        self._session = session
-        self._cluster = session.cluster
+    def __init__(self, ranks: Ranks, health: Health, replaced: tuple[int, ...], end_s: float):
+        self._ranks = ranks
+        self._health = health
+        self._cluster = ranks.cluster
         self._replaced = replaced
-        self._staying = tuple(rank for rank in session.ranks if rank not in replaced)
+        self._staying = tuple(rank for rank in ranks.ranks if rank not in replaced)
         self._end_s = end_s
         self._is_interrupted = False
 
     def check_idle(self) -> None:
         """Refuse where a rank that stays cannot take part in forming the groups."""
-        busy = [rank for rank in self._session.busy_ranks if rank in self._staying]
+        busy = [rank for rank in self._ranks.busy_ranks if rank in self._staying]
         if busy:
             label = rank_label(sorted({*busy, *self._replaced}))
             raise RankBusy(
@@ -118,7 +149,7 @@ class _Restart:
         """Do it; the names that ranks who stay have, and the new ones lack."""
         with sigint.deferred_sigint() as pressed:
             pressed.send_to(self._press)
-            made = merge_made(self._all(functions.groups_made, self._staying, "tell their groups"))
+            made = merge_made(self._all(groups_made, self._staying, "tell their groups"))
             self._cluster.restart_engines(
                 [self._engine(rank) for rank in self._replaced],
                 {REPLACES: "1"},
@@ -127,12 +158,12 @@ class _Restart:
                 self._check,
             )
             for rank in self._replaced:
-                self._session.free(rank)
+                self._ranks.free(rank)
             try:
                 self._form(made, progress)
                 return self._lacking()
             except BaseException:
-                self._session.health.needs_recovery = True
+                self._health.needs_recovery = True
                 engines = [self._engine(rank) for rank in self._replaced]
                 self._cluster.end_engines(engines)
                 raise
@@ -140,51 +171,42 @@ class _Restart:
     def _form(self, made: tuple[MadeGroup, ...], progress: Progress) -> None:
         """Form the groups on all ranks at once, and give the new ones their names."""
         progress("forming the groups again")
-        health, topology = self._session.health, self._session.topology
+        health, topology = self._health, self._ranks.topology
         health.generation += 1
-        new = self._replaced
+        new, call = self._replaced, self._ranks.call
         folder = os.getcwd()  # noqa: PTH109  # a string for the wire
-        adopted = {
-            rank: functions.adopt_notebook(self._call, rank, list(sys.path), folder) for rank in new
-        }
+        adopted = {rank: adopt_notebook(call, rank, list(sys.path), folder) for rank in new}
         futures: dict[int, Future[Any]] = {
-            rank: functions.recover(self._call, rank, health.generation, ())
-            for rank in self._staying
+            rank: recover(call, rank, health.generation, ()) for rank in self._staying
         }
         for rank in new:
-            futures[rank] = functions.rejoin(
-                self._call, rank, topology, rank, health.generation, made
-            )
+            futures[rank] = rejoin(call, rank, topology, rank, health.generation, made)
         try:
             self._results(futures, "form the groups again")
         except BaseException:
             self._interrupt({rank: futures[rank] for rank in self._staying})
             raise
         self._results(adopted, "take the notebook's folder")
-        self._all(lambda c, rank: functions.prepare(c, rank, self._session.seed), new, "prepare")
+        self._all(lambda c, rank: prepare(c, rank, self._ranks.seed), new, "prepare")
         self._take_strategy()
         if self._staying:  # otherwise there is nobody to catch up with
             variables: dict[str, str] = {}
-            for known in self._all(functions.group_names, self._staying, "tell their groups"):
+            for known in self._all(group_names, self._staying, "tell their groups"):
                 variables.update(known)
-            self._all(lambda c, rank: functions.name_groups(c, rank, variables), new, "prepare")
-            meshes = self._all(functions.mesh_names, self._staying, "tell their meshes")
-            self._all(lambda c, rank: functions.name_meshes(c, rank, meshes), new, "prepare")
-            self._all(lambda c, rank: functions.catching_up(c, rank, True), new, "prepare")
+            self._all(lambda c, rank: name_groups(c, rank, variables), new, "prepare")
+            meshes = self._all(mesh_names, self._staying, "tell their meshes")
+            self._all(lambda c, rank: name_meshes(c, rank, meshes), new, "prepare")
+            self._all(lambda c, rank: catching_up(c, rank, True), new, "prepare")
         health.needs_recovery = False
 
     def _take_strategy(self) -> None:
         """Let the new ranks prepare models as the others do."""
-        choice = self._session.strategy.last
+        choice = self._ranks.strategy_chosen
         if choice is None:
             return  # nothing was chosen, so it is what every rank begins with
-        for told in self._all(functions.current_strategy, self._staying[:1], "tell the strategy"):
+        for told in self._all(current_strategy, self._staying[:1], "tell the strategy"):
             choice = told
-        self._all(
-            lambda c, rank: functions.set_strategy(c, rank, choice),
-            self._replaced,
-            "take a strategy",
-        )
+        self._all(lambda c, rank: set_strategy(c, rank, choice), self._replaced, "take a strategy")
 
     def _interrupt(self, futures: Mapping[int, Future[Any]]) -> None:
         """Break off what ranks are doing; again and again, as they ignore it before they begin."""
@@ -193,19 +215,19 @@ class _Restart:
             if time.monotonic() > end_s:
                 return  # it ends by its own deadline
             for rank in late:
-                self._session.interrupt(rank)
+                self._ranks.interrupt(rank)
             time.sleep(INTERRUPT_PAUSE_S)
 
     def _lacking(self) -> list[str]:
         """In the order in which the first rank that stays has made them."""
-        there = self._all(functions.names, self._staying, "tell their names")
-        here = set(self._all(functions.names, self._replaced[:1], "tell their names")[0])
+        there = self._all(names, self._staying, "tell their names")
+        here = set(self._all(names, self._replaced[:1], "tell their names")[0])
         return list(dict.fromkeys(name for names in there for name in names if name not in here))
 
     def _all(
         self, function: Callable[..., Future[Any]], ranks: Iterable[int], what: str
     ) -> list[Any]:
-        return self._results({rank: function(self._call, rank) for rank in ranks}, what)
+        return self._results({rank: function(self._ranks.call, rank) for rank in ranks}, what)
 
     def _results(self, futures: Mapping[int, Future[Any]], what: str) -> list[Any]:
         while late := [rank for rank, future in futures.items() if not future.done()]:
@@ -242,11 +264,7 @@ class _Restart:
         return self._end_s - time.monotonic()
 
     def _engine(self, rank: int) -> int:
-        return self._session.topology.engine_of_rank(rank)
-
-    def _call(self, rank: int, name: str, *args: Any) -> Future[Any]:
-        assert self._cluster.channel is not None
-        return self._cluster.channel.call(self._engine(rank), name, *args)
+        return self._ranks.topology.engine_of_rank(rank)
 
 
 def _lacking_note(replaced: Collection[int], lacking: Sequence[str]) -> str:
@@ -262,7 +280,7 @@ def _lacking_note(replaced: Collection[int], lacking: Sequence[str]) -> str:
     )
 
 
-def reconnect(session: Session, deadline_s: float = RECONNECT_DEADLINE_S) -> str:
+def reconnect(ranks: Ranks, deadline_s: float = RECONNECT_DEADLINE_S) -> str:
     """Start a new controller where the old one has ended; what was done, or "" for nothing.
 
     A rank that was in a cell goes on with it, unheard, and counts as busy until it has answered
@@ -272,16 +290,16 @@ def reconnect(session: Session, deadline_s: float = RECONNECT_DEADLINE_S) -> str
         OptionError: If this profile's controller cannot be started again.
         StartError: If the new one, or a rank's connection to it, does not come.
     """
-    cluster = session.cluster
+    cluster = ranks.cluster
     end = cluster.exits.get(None)
     if end is None:
-        _ping_unheard(session)
+        _ping_unheard(ranks)
         return ""
     began_s = time.monotonic()
     cluster.restart_controller(deadline_s)
-    cluster.unheard = {rank for rank in session.busy_ranks if rank in _living(session)}
-    _await_answers(session, began_s + deadline_s)
-    _await_unheard(session, time.monotonic() + UNHEARD_S)
+    cluster.unheard = {rank for rank in ranks.busy_ranks if rank in _living(ranks)}
+    _await_answers(ranks, began_s + deadline_s)
+    _await_unheard(ranks, time.monotonic() + UNHEARD_S)
     kept = f"; {ranks_are(sorted(cluster.unheard))} still in a cell" if cluster.unheard else ""
     return (
         f"The cluster's controller had ended ({end.how}). A new one took its place in "
@@ -289,23 +307,23 @@ def reconnect(session: Session, deadline_s: float = RECONNECT_DEADLINE_S) -> str
     )
 
 
-def _living(session: Session) -> list[int]:
-    engine = session.topology.engine_of_rank
-    return [rank for rank in session.ranks if engine(rank) not in session.cluster.exits]
+def _living(ranks: Ranks) -> list[int]:
+    engine = ranks.topology.engine_of_rank
+    return [rank for rank in ranks.ranks if engine(rank) not in ranks.cluster.exits]
 
 
-def _await_answers(session: Session, end_s: float) -> None:
+def _await_answers(ranks: Ranks, end_s: float) -> None:
     """Return once every living rank that was idle has answered."""
-    waiting = set(_living(session)) - session.cluster.unheard
+    waiting = set(_living(ranks)) - ranks.cluster.unheard
     asked: list[tuple[int, Future[Any]]] = []
     next_s = 0.0
     while waiting:
         if time.monotonic() >= next_s:
             next_s = time.monotonic() + PING_PAUSE_S
-            asked += [(rank, _ping(session, rank)) for rank in waiting]
-            _ping_unheard(session)
+            asked += [(rank, _ping(ranks, rank)) for rank in waiting]
+            _ping_unheard(ranks)
         answered = {rank for rank, future in asked if future.done() and not future.exception()}
-        waiting = (waiting - answered).intersection(_living(session))
+        waiting = (waiting - answered).intersection(_living(ranks))
         if time.monotonic() > end_s:
             raise StartError(
                 f"{ranks_phrase(sorted(waiting))} did not find the new controller. %dist_reset "
@@ -314,28 +332,28 @@ def _await_answers(session: Session, end_s: float) -> None:
         time.sleep(POLL_S)
 
 
-def _await_unheard(session: Session, end_s: float) -> None:
+def _await_unheard(ranks: Ranks, end_s: float) -> None:
     """Give ranks that count as busy, and may not be, time to find the new controller."""
     next_s = 0.0
-    while session.cluster.unheard.intersection(_living(session)) and time.monotonic() < end_s:
+    while ranks.cluster.unheard.intersection(_living(ranks)) and time.monotonic() < end_s:
         if time.monotonic() >= next_s:
             next_s = time.monotonic() + PING_PAUSE_S
-            _ping_unheard(session)
+            _ping_unheard(ranks)
         time.sleep(POLL_S)
 
 
-def _ping_unheard(session: Session) -> None:
+def _ping_unheard(ranks: Ranks) -> None:
     """Ask ranks whose cell's end can no longer be heard; the answer comes when they are idle."""
-    unheard = session.cluster.unheard
-    for rank in unheard.intersection(session.ranks):
+    unheard = ranks.cluster.unheard
+    for rank in unheard.intersection(ranks.ranks):
 
         def heard(answer: Future[Any], rank: int = rank) -> None:
             if rank in unheard and answer.exception() is None:
                 unheard.discard(rank)
-                session.free(rank)
+                ranks.free(rank)
 
-        _ping(session, rank).add_done_callback(heard)
+        _ping(ranks, rank).add_done_callback(heard)
 
 
-def _ping(session: Session, rank: int) -> Future[Any]:
-    return functions.memory_bytes(session.call, rank)
+def _ping(ranks: Ranks, rank: int) -> Future[Any]:
+    return memory_bytes(ranks.call, rank)

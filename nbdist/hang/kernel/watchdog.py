@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
-from nbdist.cells.kernel.interrupt import NEVER_S
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.hang import diagnose, text, wait_graph
 from nbdist.hang.kernel.health import Health
@@ -46,7 +46,7 @@ class Watchdog:
         self._told: list[Finding] = []
         self._told_stopped: set[int] = set()
         self._told_s: float | None = None
-        self._late_s = NEVER_S
+        self._late_s = math.inf
         self._late_again_s = 0.0
         self._states: dict[int, str] = {}
         health.forget_looks()
@@ -66,7 +66,7 @@ class Watchdog:
     @property
     def abort_s(self) -> float:
         """When the deadlock is to be aborted."""
-        return NEVER_S if self._told_s is None else self._told_s + self._grace_s
+        return math.inf if self._told_s is None else self._told_s + self._grace_s
 
     @property
     def waiting(self) -> dict[int, str]:
@@ -191,7 +191,7 @@ class Watchdog:
     def _late(self, steady: Sequence[Finding], now_s: float) -> list[str]:
         """Who is only late; seldom, since a slow rank may be late in every step."""
         if not steady:
-            self._late_s = NEVER_S
+            self._late_s = math.inf
             return []
         self._late_s = min(self._late_s, now_s)
         if now_s < self._late_s + LATE_S - AFTER_S or now_s < self._late_again_s:

@@ -7,7 +7,7 @@ import mmap
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,19 @@ from nbdist.hang.rank import dataloader_workers, rendezvous
 from nbdist.hang.rank.recorder import Recorder
 from nbdist.hang.rank.rendezvous import cancel_meetings
 from nbdist.hang.rank.source_line import UserFrameFinder
+from nbdist.rpc.rank.cell_hooks import Cell
 from nbdist.rpc.wire import CELL_RUN
 
 __all__ = [
+    "around_cell",
     "cancel_meetings",
     "install",
+    "name_cells",
     "open_box",
     "problem",
     "reset",
     "snapshot",
     "uninstall",
-    "watch_cells",
 ]
 
 FOLDER = "boxes"
@@ -101,39 +103,29 @@ def reset(generation: int) -> None:
         _recorder.box.reset(generation)
 
 
-def watch_cells(shell: Any) -> None:
-    """Tell in the box when a cell begins and how it ended. Once per engine.
-
-    Around the kernel's `do_execute`, which each cell goes through: one with await, one with a
-    syntax error and an empty one too, for which IPython's own events differ.
-    """
+def name_cells(shell: Any) -> None:
+    """Tell calls by the cells of this shell, which knows which file is which cell."""
     if _recorder is not None:
         _recorder.places.shell = shell
-    kernel = shell.kernel
-    if getattr(kernel.do_execute, "is_watched", False):
+
+
+@contextlib.contextmanager
+def around_cell(cell: Cell) -> Iterator[None]:
+    """Tell in the box when a cell begins and how it ended, and end what it has left behind."""
+    run = cell.metadata.get(CELL_RUN)
+    if not isinstance(run, int):
+        yield
         return
-    kernel.do_execute = _watched(kernel, kernel.do_execute)
-
-
-def _watched(kernel: Any, execute: Callable[..., Any]) -> Callable[..., Any]:
-    async def do_execute(*args: Any, **options: Any) -> Any:
-        run = kernel.get_parent("shell").get("metadata", {}).get(CELL_RUN)
-        if not isinstance(run, int):
-            return await execute(*args, **options)
-        _set_cell(run, "running")
-        state = "raised"
-        try:
-            reply = await execute(*args, **options)
-            if reply.get("status") == "ok":
-                state = "finished"
-        finally:
-            _set_cell(run, state)
-        if state == "raised":
-            _end_loaders()
-        return reply
-
-    do_execute.is_watched = True  # type: ignore[attr-defined]
-    return do_execute
+    _set_cell(run, "running")
+    state = "raised"
+    try:
+        yield
+        if cell.reply.get("status") == "ok":
+            state = "finished"
+    finally:
+        _set_cell(run, state)
+    if state == "raised":
+        _end_loaders()
 
 
 def _end_loaders() -> None:

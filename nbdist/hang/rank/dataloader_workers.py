@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.data import dataloader
 
-from nbdist.engine.shell_hooks import chain
+from nbdist.core.failures import chain
 
 JOIN_S = 0.2
 # Between a frame and its iterator stand a progress bar and enumerate, not more.

@@ -18,7 +18,7 @@ import torch
 from IPython import get_ipython
 from torch._C import _distributed_c10d
 
-from nbdist.core import exit_cause, stacks
+from nbdist.core import procfs, stacks
 from nbdist.core.stacks import Frame
 from nbdist.hang.rank import free_threads as hang_free_threads
 from nbdist.hang.rank.source_line import UserFrameFinder
@@ -118,12 +118,9 @@ def _main_cpu_s() -> float | None:
 
 
 def _main_state() -> str:
-    try:
-        # The main thread's number is the process's.
-        stat = Path(f"/proc/self/task/{os.getpid()}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    return exit_cause.process_state(stat)
+    # The main thread's number is the process's.
+    stat = procfs.text(procfs.PROC / f"self/task/{os.getpid()}/stat")
+    return next(iter(procfs.parse_stat(stat)), "")
 
 
 @dataclass(slots=True)
@@ -215,7 +212,7 @@ def _detail(entry: Mapping[str, Any]) -> str:
     if not entry["input_sizes"]:
         return ""
     name = entry["input_dtypes"][0] if entry["input_dtypes"] else ""
-    return f"{_dtype_name(name)}{entry['input_sizes'][0]}"
+    return f"{_DTYPES.get(name, name.lower())}{entry['input_sizes'][0]}"
 
 
 # The recorder has C++'s names of types; those that are not Python's in small letters.
@@ -231,10 +228,6 @@ _DTYPES = {
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
-
-
-def _dtype_name(name: str) -> str:
-    return _DTYPES.get(name, name.lower())
 
 
 # Private: torch has no public way to read its flight recorder from inside the process. Without

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from nbdist.core.rank import this_rank
 from nbdist.core.ranks import rank_label
-from nbdist.engine import join
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import call_log, debug_checks, gloo_abort, main_thread, nccl_abort
 from nbdist.hang.recovery import DEADLINE_S, MadeGroup, Recovered
@@ -118,13 +118,14 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
             higher generation can be tried. Or a group has been recovered 249 times, which is
             all that torch allows.
     """
-    state = join.current()
+    state = this_rank()
     world = _world()
     groups = {pg: tuple(world.pg_group_ranks[pg]) for pg in world.pg_map}
     whole = [pg for pg, ranks in groups.items() if not set(ranks) & set(dead)]
     for pg in whole:
         debug_checks.unused_type(pg)
-    _forget_closed(world)
+    for closed in [pg for pg in _kept.stores if pg not in world.pg_map]:  # by the user
+        del _kept.stores[closed]
     living = [r for r in range(state.topology.world_size) if r not in dead]
     store = generation_store(state.store, generation)
     meet(store, state.place.rank, living)
@@ -137,12 +138,12 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
         _register(world, one)
     # What an aborted cell had begun with torch's coalescing manager would fail the next one.
     world.pg_coalesce_state.clear()
-    from nbdist.parallel import (
-        live_models,  # half a second of torch, which no start should wait for
-    )
+    # Half a second of torch, which no start should wait for.
+    from nbdist.hang.rank import reset_models
+    from nbdist.parallel import live_models
 
     found = live_models.find()  # all of Python's objects are looked at, so once
-    reset = live_models.reset(found)
+    reset = reset_models.reset(found)
     call_log.reset(generation)
     main_thread.mark_recovered()
     return Recovered(
@@ -151,7 +152,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
         skipped={str(world.pg_names[pg]): groups[pg] for pg in groups if pg not in whole},
         models=tuple(reset),
         gradients=reset,
-        checksums=live_models.checksums(found),
+        checksums=reset_models.checksums(found),
     )
 
 
@@ -314,12 +315,6 @@ def _register(world: Any, fresh: _Fresh) -> None:
     pg._set_group_desc(pg.group_desc)  # noqa: SLF001
     world.pg_map[pg] = (world.pg_map[pg][0], fresh.store)
     _kept.stores.setdefault(pg, []).extend(fresh.kept)
-
-
-def _forget_closed(world: Any) -> None:
-    """Let go of groups that the user destroyed."""
-    for pg in [pg for pg in _kept.stores if pg not in world.pg_map]:
-        del _kept.stores[pg]
 
 
 def _note(pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

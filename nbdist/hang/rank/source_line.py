@@ -9,7 +9,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import nbdist
+from nbdist.core import stacks
 from nbdist.hang.call_log import pack_place
 from nbdist.hang.records import Place
 
@@ -114,5 +114,5 @@ def _package_folders() -> tuple[Path, ...]:
     paths = sysconfig.get_paths()
     folders = [paths[name] for name in _NOT_THE_USERS]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
-    found = {Path(folder) for folder in folders} | {Path(nbdist.__file__).parent}
+    found = {Path(folder) for folder in folders} | {stacks.PACKAGE}
     return tuple(found | {folder.resolve() for folder in found})

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from nbdist.core.shown import is_stored
+from nbdist.cells.kernel.cell_request import CellHook
+from nbdist.core.units import is_stored
 from nbdist.errors import OptionError
 from nbdist.lints import rules
 from nbdist.lints.rules import LINTS, Diagnostic, Observation
 from nbdist.rpc.kernel.channel import Message
-from nbdist.rpc.wire import SEEN
+from nbdist.rpc.wire import CELL_RUN, SEEN
 from nbdist.switch.report import RankSwitchReport
 
 
-class Lints:
+class Lints(CellHook):
     """What was told in a session, and what is not to be told."""
 
     def __init__(self) -> None:
@@ -26,34 +28,30 @@ class Lints:
         # Of cells that run: run -> rank -> what it saw. Written in the client's thread.
         self._seen: dict[int, dict[int, list[Observation]]] = {}
 
-    def listening(
-        self, run: int, rank: int, on_message: Callable[[Message], None]
-    ) -> Callable[[Message], None]:
-        """What takes a rank's messages of a cell: keeps its lints, and hands on all others."""
-        self._seen.setdefault(run, {})
+    def before(self, metadata: dict[str, Any]) -> tuple[str, ...]:
+        """Listen to a cell that is about to be sent."""
+        self._seen[metadata[CELL_RUN]] = {}
+        return ()
 
-        def message(one: Message) -> None:
-            content = one["content"]
-            if one["header"]["msg_type"] == "display_data" and SEEN in content.get("data", ()):
-                seen = [
-                    Observation(name, subject, facts)
-                    for name, subject, facts in content["data"][SEEN]
-                ]
-                if run in self._seen:  # else its cell was given up on
-                    self._seen[run][rank] = seen
-                return
-            on_message(one)
+    def message(self, run_id: int, rank: int, message: Message) -> bool:
+        """Keep a rank's lints of a cell; all other messages are somebody else's."""
+        if message["header"]["msg_type"] != "display_data":
+            return False
+        data = message["content"].get("data", ())
+        if SEEN not in data:
+            return False
+        if run_id in self._seen:  # else its cell was given up on
+            self._seen[run_id][rank] = [Observation(*seen) for seen in data[SEEN]]
+        return True
 
-        return message
-
-    def lines(self, run: int, *, is_ok: bool) -> tuple[str, ...]:
+    def after(self, run_id: int, *, is_ok: bool) -> tuple[str, ...]:
         """What is to be told of a cell that has ended, a line each. Once for each cell.
 
         Args:
-            run: The cell's own number.
+            run_id: The cell's own number.
             is_ok: It ended well on every rank that ran it.
         """
-        seen = self._seen.pop(run, {})
+        seen = self._seen.pop(run_id, {})
         unknown = self._take_unknown() if seen else ()
         return (*unknown, *self._new(rules.evaluate(seen, is_ok=is_ok)))
 

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.errors import OptionError
 from nbdist.lints import replicas
-from nbdist.lints.kernel import remote_check
-from nbdist.lints.replicas import ReplicaCheck
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.lints.replicas import Difference, ModelLook, ReplicaCheck
+from nbdist.rpc.kernel.functions import RankFunction
 
 # Every element of every tensor is read once, on a GPU in milliseconds for a GB.
 LOOK_S = 300.0
 SET_S = 30.0
 
+look: RankFunction[[], tuple[ModelLook, ...]] = RankFunction("nbdist.lints.rank.replicas:look")
+spread: RankFunction[[Sequence[Difference]], list[float]] = RankFunction(
+    "nbdist.lints.rank.replicas:spread"
+)
+set_every: RankFunction[[int], None] = RankFunction("nbdist.lints.rank.check_every:set_every")
+begin_trace_nan: RankFunction[[], None] = RankFunction("nbdist.lints.rank.trace_nan:trace_nan")
 
-def check(session: Session) -> ReplicaCheck:
+
+def check(ranks: Ranks) -> ReplicaCheck:
     """Compare the models of all ranks, and look for NaN and inf.
 
     Args:
-        session: Its ranks, all idle. Collectives only where something differs.
+        ranks: All idle. Collectives only where something differs.
 
     Raises:
         RankGone, RankBusy, NotRunning, Interrupted: As for a cell.
         NbdistError: What a rank raised.
     """
-    session.upkeep.recover_if_needed()
-    told = session.call_all(remote_check.look, deadline_s=LOOK_S)
-    found = replicas.compare(dict(zip(session.ranks, told, strict=True)))
+    ranks.recover_if_needed()
+    told = ranks.call_all(look, deadline_s=LOOK_S)
+    found = replicas.compare(dict(zip(ranks.ranks, told, strict=True)))
     wanted = found.to_measure
     if not wanted:
         return found
-    sizes = session.call_all(remote_check.spread, wanted, deadline_s=LOOK_S, is_collective=True)
+    sizes = ranks.call_all(spread, wanted, deadline_s=LOOK_S, is_collective=True)
     return found.measured(dict(zip(wanted, sizes[0], strict=True)))
 
 
-def check_every(session: Session, every: int) -> None:
+def check_every(ranks: Ranks, every: int) -> None:
     """Let all ranks look before each so manieth step of an optimizer; 0 ends it.
 
     Raises:
@@ -46,13 +51,13 @@ def check_every(session: Session, every: int) -> None:
     """
     if every < 0:
         raise OptionError(f"--every {every}: use 1 or more steps, or 0 to end it.")
-    session.call_all(remote_check.set_every, every, deadline_s=SET_S)
+    ranks.call_all(set_every, every, deadline_s=SET_S)
 
 
-def trace_nan(session: Session) -> None:
+def trace_nan(ranks: Ranks) -> None:
     """Let the next cell tell the first module whose output is not finite.
 
     Raises:
         RankGone, RankBusy, NotRunning: As for a cell.
     """
-    session.call_all(remote_check.trace_nan, deadline_s=SET_S)
+    ranks.call_all(begin_trace_nan, deadline_s=SET_S)

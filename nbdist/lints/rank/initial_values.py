@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from nbdist.lints.rank import ddp as lints_rank_ddp
 from nbdist.lints.rank import optimizer_steps, watch
+from nbdist.parallel import events
 
 HEAD = 16
 MOST_TENSORS = 256
@@ -36,11 +37,13 @@ _state = _State()
 
 
 def install() -> None:
-    """Nothing yet: FSDP is not loaded for it."""
+    """Watch what is prepared from now on. FSDP is not loaded for it."""
+    events.on_prepare.append(_note_initial)
 
 
 def uninstall() -> None:
     """Leave FSDP as it was."""
+    events.on_prepare.remove(_note_initial)
     if _state.original is not None:
         sys.modules[_FSDP].fully_shard = _state.original  # type: ignore[attr-defined]
         _state.original = None
@@ -71,7 +74,7 @@ def seen() -> None:
 
 
 @watch.guarded
-def note_initial(name: str, tensors: Iterable[torch.Tensor]) -> None:
+def _note_initial(name: str, tensors: Iterable[torch.Tensor]) -> None:
     """A model of this class is about to be prepared, with rank 0's values on all ranks."""
     own = digest(tensors)
     watch.note("initial-values", name, digest=own, ranks=list(range(dist.get_world_size())))

@@ -22,6 +22,7 @@ from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.hang.records import Place
 from nbdist.hang.text import place_told
 from nbdist.lints.rank import ddp, watch
+from nbdist.parallel import events
 
 # The last operation of a loss that is a mean, and nothing else: what else there may be is divided,
 # weighted, or not known.
@@ -94,6 +95,8 @@ def install() -> None:
     watch.wrap(_state.undo, torch.Tensor, "backward", _noting_backward)
     watch.wrap(_state.undo, torch.amp.GradScaler, "scale", _noting_scale)
     watch.wrap(_state.undo, torch.amp.autocast, "__enter__", _noting_autocast)
+    events.on_backward.append(_Declared)
+    _state.undo.append(lambda: events.on_backward.remove(_Declared))
 
 
 def uninstall() -> None:
@@ -156,15 +159,15 @@ def seen() -> None:
     """Everything is noted when it happens."""
 
 
-class Declared:
+class _Declared:
     """An Accelerator's `backward` runs torch's in here, of a loss divided by its backwards.
 
-    Made in `backward` itself: the line that counts is the one that has called it.
+    The line that counts is the one that has called `backward`, beyond `events.backward`.
     """
 
     def __init__(self, loss: Any, divisor: int) -> None:
-        if divisor == 1 and _state.undo:
-            _note_backward(loss, sys._getframe(2))  # noqa: SLF001  # there is no other way
+        if divisor == 1:
+            _note_backward(loss, sys._getframe(3))  # noqa: SLF001  # there is no other way
         self._before = _state.is_inside
 
     def __enter__(self) -> None:

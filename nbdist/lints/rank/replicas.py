@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from nbdist.hang.rank import reset_models
 from nbdist.lints.replicas import BUFFER, GRADIENT, PARAMETER, Difference, Look, ModelLook
 from nbdist.parallel import build, live_models, registry
 from nbdist.parallel.dp import fsdp1_state
@@ -30,9 +31,9 @@ class Held:
     """One tensor of a model on this rank.
 
     Attributes:
-        kind, name: As in lints.replicas.Look.
+        kind, name: As in lints.replicas.ThreadSnapshot.
         tensor: Its own part, plain.
-        part: As in lints.replicas.Look.
+        part: As in lints.replicas.ThreadSnapshot.
     """
 
     kind: str
@@ -225,7 +226,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _looked(held: Held) -> Look:
     n_nan, n_inf = _not_finite(held.tensor)
     return Look(
-        held.kind, held.name, held.part, live_models._sum(held.tensor), held.tensor.numel(),  # noqa: SLF001
+        held.kind, held.name, held.part, reset_models.checksum(held.tensor), held.tensor.numel(),
         n_nan, n_inf,
     )  # fmt: skip
 

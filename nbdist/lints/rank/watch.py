@@ -2,7 +2,7 @@
 
 Nothing here meets another rank: each rank notes what it sees by itself, in the user's own calls,
 and sends it with its cell's output. What needs several ranks is compared in the notebook
-(lints/rules.py). What was seen in a cell is forgotten with it.
+(core/lints). What was seen in a cell is forgotten with it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from nbdist.lints.rules import Observation
+from nbdist.rpc.rank.cell_hooks import Cell
 from nbdist.rpc.wire import CELL_RUN, SEEN
 
 P = ParamSpec("P")
@@ -106,29 +108,17 @@ def collect() -> list[Observation]:
     return [Observation(lint, subject, facts) for (lint, subject), facts in _state.noted.items()]
 
 
-def watch_cells(kernel: Any) -> None:
-    """Send what each of the notebook's cells has shown. Once per engine, before it is watched.
-
-    Around the kernel's `do_execute`, as recording/rank/cell_hook.py: it has to come before the
-    reply.
-    """
-    execute: Callable[..., Any] = kernel.do_execute
-    if getattr(execute, "is_linted", False):
+@contextmanager
+def around_cell(cell: Cell) -> Iterator[None]:
+    """Send what a cell of the notebook has shown, with its output."""
+    if CELL_RUN not in cell.metadata:
+        yield
         return
-    install()
-
-    async def do_execute(*args: Any, **options: Any) -> Any:
-        is_cell = CELL_RUN in kernel.get_parent("shell").get("metadata", {})
-        if not is_cell:
-            return await execute(*args, **options)
-        begin()
-        try:
-            return await execute(*args, **options)
-        finally:
-            _send(kernel)
-
-    do_execute.is_linted = True  # type: ignore[attr-defined]
-    kernel.do_execute = do_execute
+    begin()
+    try:
+        yield
+    finally:
+        _send(cell.kernel)
 
 
 def _send(kernel: Any) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from nbdist.engine import join
+from nbdist.core.rank import this_rank
 from nbdist.memory.categories import Claim, categorised
 from nbdist.memory.rank.marks import Marks, merged
 from nbdist.memory.rank.owners import Owner
-from nbdist.memory.rank.stacks import shown
+from nbdist.memory.rank.profiler_tree import shown
 from nbdist.memory.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
 from nbdist.memory.torch_reader import of_torch
 from nbdist.rpc.rank import crash_files
@@ -34,7 +34,7 @@ class CudaRecorder:
     def __init__(self, options: MemoryOptions) -> None:
         self.problem = ""
         self._options = options
-        self._device = torch.device(join.current().place.device)
+        self._device = torch.device(this_rank().place.device)
         self._times_ns: list[int] = []
         self._backwards = _Backwards()
         self._counted = 0  # events of the allocator's whole life, at the beginning
@@ -131,7 +131,7 @@ class _Backwards:
         self._before: dict[str, Callable[..., Any]] = {}
 
     def watch(self) -> None:
-        """From now on."""
+        """Replace the functions that run a backward, until `leave`."""
         for name in _BACKWARDS:
             self._before[name] = getattr(torch.autograd, name)
             self._own[name] = self._around(self._before[name])
@@ -248,7 +248,7 @@ def of_now(
         memory: Who and where.
         before: torch's snapshot of an earlier moment, to be used instead.
     """
-    device = torch.device(join.current().place.device)
+    device = torch.device(this_rank().place.device)
     ask = getattr(torch.cuda.memory, "_snapshot", None)
     empty: Mapping[str, Any] = {"segments": []}
     taken = before or (empty if ask is None else ask())

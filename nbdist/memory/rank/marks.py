@@ -39,7 +39,7 @@ class Marks:
                     yield Claim(time_ns, one.address, one.size_bytes, one.category, one.name)
 
     def stepping(self, times_ns: Mapping[int, int]) -> Iterator[Phase]:
-        """When optimizers stepped."""
+        """The steps of optimizers that both marks were seen of."""
         for first, last in self.steppings:
             if first in times_ns and last in times_ns:
                 yield Phase(STEPPING, times_ns[first], times_ns[last])

@@ -10,15 +10,17 @@ shortage is kept until the next cell begins, the memory in the place of a record
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from nbdist.engine.shell_hooks import chain
+from nbdist.core.failures import chain
 from nbdist.memory import oom_message
 from nbdist.memory.oom_remedies import OomReport
+from nbdist.rpc.rank.cell_hooks import Cell
 
 
 @dataclass(slots=True)
@@ -55,29 +57,17 @@ def note(error: BaseException) -> None:
             return
 
 
-def install(kernel: Any) -> None:
-    """Note the shortages of this engine's cells. Once per engine, before it is watched.
-
-    Around the kernel's `do_execute`, as recording/rank/cell_hook.py: looking at the memory belongs
-    to the cell, and is over before the notebook hears of the failure.
-    """
-    execute: Callable[..., Any] = kernel.do_execute
-    if getattr(execute, "is_noted", False):
-        return
-
-    async def do_execute(*args: Any, **options: Any) -> Any:
-        _kept.shortage = _kept.device = None
-        watch_device()
-        before = getattr(sys, "last_value", None)
-        reply = await execute(*args, **options)
-        error = getattr(sys, "last_value", None)
-        if reply.get("status") == "error" and error is not None and error is not before:
-            _try_to_note(error)
-        _kept.device = None
-        return reply
-
-    do_execute.is_noted = True  # type: ignore[attr-defined]
-    kernel.do_execute = do_execute
+@contextmanager
+def around_cell(cell: Cell) -> Iterator[None]:
+    """Note what a cell lacked: before the notebook hears of the failure."""
+    _kept.shortage = _kept.device = None
+    watch_device()
+    before = getattr(sys, "last_value", None)
+    yield
+    error = getattr(sys, "last_value", None)
+    if cell.reply.get("status") == "error" and error is not None and error is not before:
+        _try_to_note(error)
+    _kept.device = None
 
 
 def watch_device() -> None:

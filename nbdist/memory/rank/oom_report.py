@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from nbdist.engine import join
+from nbdist.core.rank import this_rank
 from nbdist.errors import OptionError
 from nbdist.memory.oom_message import HOST, UNKNOWN, OomMessage
 from nbdist.memory.oom_remedies import BACKWARD, FORWARD, STEPPING, Holder, OomReport
@@ -56,7 +56,7 @@ def noted(
     except Exception as problem:  # noqa: BLE001  # the cell's own error is the one to be seen
         nothing = tuple(0 for _ in CATEGORIES)
         why = f"What held the memory could not be noted: {problem!r}."
-        rank = join.current().place.rank
+        rank = this_rank().place.rank
         return OomReport(rank, told, _phase(error), nothing, (), limit, free, None, problem=why)
 
 
@@ -180,6 +180,6 @@ def _room(told: OomMessage) -> tuple[int, int]:
     total, free = told.total_bytes, told.free_bytes
     with contextlib.suppress(RuntimeError, AssertionError):
         if UNKNOWN in (total, free):
-            now_free, total = torch.cuda.mem_get_info(join.current().place.device)
+            now_free, total = torch.cuda.mem_get_info(this_rank().place.device)
             free = now_free if free == UNKNOWN else free
     return max(total, 0), free

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from nbdist.engine import join
+from nbdist.core.rank import this_rank
 from nbdist.errors import SnapshotError
 from nbdist.memory.rank import cpu, cuda, owners
 from nbdist.memory.rank.cpu import CpuRecorder
@@ -190,7 +190,7 @@ class _Noted:
     found: RankMemory
 
     def memory(self) -> RankMemory:
-        """It."""
+        """What was noted: nothing is left to be read."""
         return self.found
 
 
@@ -248,12 +248,12 @@ def sent(memory: RankMemory, folders: Sequence[str]) -> PackedValue:
 
 
 def _device() -> str:
-    return str(join.current().place.device)
+    return str(this_rank().place.device)
 
 
 def _here() -> RankMemory:
     """Who and where, without blocks."""
-    found = empty(join.current().place.rank, socket.gethostname(), "")
+    found = empty(this_rank().place.rank, socket.gethostname(), "")
     return RankMemory(
         found.rank, found.host, found.device, found.blocks, version=str(torch.__version__)
     )

@@ -29,7 +29,7 @@ class Ends:
                 self._watched[address] = weakref.ref(storage, gone)
 
     def leave(self) -> None:
-        """Note no more."""
+        """Forget all storages: what goes from now on is not noted."""
         self._watched = {}
 
     def events(self) -> list[Event]:

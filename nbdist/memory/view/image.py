@@ -6,31 +6,21 @@ the picture however many blocks there are. All ranks have one scale of bytes and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from nbdist.core import units
+from nbdist.core.units import one_line
 from nbdist.memory.peak import RankPeak, when
 from nbdist.memory.snapshot import BACKWARD, CATEGORIES, Integers, RankMemory, Snapshot
-from nbdist.memory.timeline import CLASSES, Changes, changes, highest, lifetimes, sizes_at, totals
-from nbdist.memory.view.colours import COLOURS, LAYERS, PALER, PERIOD, STRIPE
+from nbdist.memory.timeline import CLASSES, changes, codes, highest, lifetimes, sizes_at, totals
+from nbdist.memory.view.colours import COLOURS, LAYERS, ORDER, PALER, PERIOD, STRIPE
 from nbdist.recording.view import png as recording_png
-from nbdist.recording.view.png import (
-    BACK,
-    FONT_PT,
-    HEAD,
-    INNER,
-    LANE,
-    LINE,
-    MOST_HEIGHT,
-    READABLE,
-    UNITS_NS,
-    Pixels,
-    rgb,
-    short,
-)
+from nbdist.recording.view.png import DARK, FONT_PT, INNER, LANE, LINE, PIXEL, READABLE, UNITS_NS
 
 if TYPE_CHECKING:  # it takes half a second to import, and most sessions draw no picture
     from matplotlib.axes import Axes
@@ -45,10 +35,12 @@ MOST_RANKS = 24
 _HEADROOM = 1.06
 # A device's limit is in the picture where that takes at most so much of it.
 _MOST_LIMIT = 1.35
-_RESERVED, _BACKWARD, _STEPPING, _FAILED = 0x1A1A1A, 0x4D4D4D, 0x9A9A9A, 0xC00000
-# Blocks that are higher than this have an edge.
-_EDGED = 4
+_RESERVED, _BACKWARD, _STEPPING, _FAILED = "#1a1a1a", "#4d4d4d", "#9a9a9a", "#c00000"
+# Blocks that are higher than so many pixels have an edge, as light as this.
+_EDGED, _EDGE = 4, 0.72
 _MOST_EDGED = 3000
+Pixels = npt.NDArray[np.uint8]
+_POINTS_DOWN = 7  # matplotlib's number of a triangle whose tip is the point
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +57,17 @@ class Scales:
     most_bytes: int
     has_history: bool
 
+    @property
+    def whole(self) -> int:
+        """Where the axis below ends: a time, or bytes where there is none."""
+        return self.end_ns if self.has_history else self.most_bytes
+
+    @property
+    def unit(self) -> tuple[float, str]:
+        """Of that axis."""
+        every = UNITS_NS if self.has_history else (*units.BYTE_UNITS, (1, "B"))
+        return next(unit for unit in every if self.whole >= unit[0])
+
 
 def scales(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> Scales:
     """One scale of time, from 0, and one of bytes for all ranks."""
@@ -77,235 +80,170 @@ def scales(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> Scales:
     return Scales(end_ns, max(1, int(most)), has_history)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where ranks lie, in pixels from the top of the drawn area.
-
-    Attributes:
-        shared: The scales.
-        header, panel, gap: Heights of each rank's parts.
-    """
-
-    shared: Scales
-    header: int
-    panel: int
-    gap: int
-
-    @property
-    def each(self) -> int:
-        """Of a rank."""
-        return self.header + self.panel + self.gap
-
-    def area(self, place: int) -> int:
-        """Where the panel of a rank begins."""
-        return place * self.each + self.header
-
-    def high(self, rank: RankMemory) -> int:
-        """How high the stacked blocks are; below them are the phases, where there is room."""
-        has_phases = rank.phases and self.shared.has_history and self.panel >= 5 * PHASES
-        return self.panel - PHASES if has_phases else self.panel
-
-
 def png(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> bytes:
     """The picture, 1600 pixels wide and about 1200 high at most, of MOST_RANKS ranks at most.
 
     Leaves matplotlib's settings, figures and backend as they are.
     """
-    snapshot = replace(snapshot, ranks=_chosen(snapshot, peaks))
-    layout = _layout(snapshot, peaks)
-    shared = layout.shared
-    height = max(60, layout.each * len(snapshot.ranks) - layout.gap)
-    pixels: Pixels = np.empty((height, INNER, 3), np.uint8)
-    pixels[:] = rgb(BACK)
-    for place, rank in enumerate(snapshot.ranks):
-        top = layout.area(place)
-        pixels[top - layout.header : top] = rgb(HEAD)
-        pixels[top : top + layout.panel] = _panel(rank, layout)
-    with recording_png.drawing(height) as (figure, axes):
-        unit, name = _unit(shared)
-        whole = shared.end_ns if shared.has_history else shared.most_bytes
-        axes.imshow(
-            pixels, extent=(0, whole / unit, height, 0), aspect="auto", interpolation="nearest"
-        )
-        axes.set_xlabel(name, fontsize=FONT_PT)
-        _texts(axes, snapshot, {one.rank: one for one in peaks}, layout)
-        _legend(figure, snapshot)
+    shared, peak_of = scales(snapshot, peaks), {peak.rank: peak for peak in peaks}
+    ranks = _chosen(snapshot.ranks, peak_of)
+    header, gap = (LOW_HEADER, LOW_GAP) if len(ranks) > MANY else (HEADER, GAP)
+    room = recording_png.MOST_HEIGHT // max(len(ranks), 1) - header - gap
+    high = min(PANEL, max(LEAST_PANEL, room)) if shared.has_history else BAR
+    with recording_png.drawing((header + high + gap) * len(ranks) - gap) as figure:
+        for place, rank in enumerate(ranks):
+            axes = recording_png.panel(figure, place * (header + high + gap), high, header)
+            peak = peak_of.get(rank.rank)
+            recording_png.header(
+                axes, header, f"rank {rank.rank}", one_line(_told(rank, peak), 150)
+            )
+            axes.set_xlim(0, shared.whole)
+            if shared.has_history:
+                _over_time(axes, rank, peak, shared)
+            else:
+                _at_one_moment(axes, rank, shared)
+            if place == len(ranks) - 1:
+                recording_png.axis(axes, shared.unit[1])
+                axes.xaxis.set_major_formatter(lambda x, _at: f"{x / shared.unit[0]:g}")
+        _legend(figure, ranks)
         return recording_png.written(figure)
 
 
-def _chosen(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> tuple[RankMemory, ...]:
+def _chosen(ranks: Sequence[RankMemory], peaks: dict[int, RankPeak]) -> list[RankMemory]:
     """The ranks that need most, in rank order, as many as one can look at."""
-    needed = {one.rank: one.size_bytes for one in peaks}
-    most = sorted(snapshot.ranks, key=lambda rank: -needed.get(rank.rank, 0))[:MOST_RANKS]
-    return tuple(sorted(most, key=lambda rank: rank.rank))
+    needed = {number: peak.size_bytes for number, peak in peaks.items()}
+    most = sorted(ranks, key=lambda rank: -needed.get(rank.rank, 0))[:MOST_RANKS]
+    return sorted(most, key=lambda rank: rank.rank)
 
 
-def _layout(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> _Layout:
-    shared, n_ranks = scales(snapshot, peaks), len(snapshot.ranks)
-    header, gap = (LOW_HEADER, LOW_GAP) if n_ranks > MANY else (HEADER, GAP)
-    room = MOST_HEIGHT // max(n_ranks, 1) - header - gap
-    panel = min(PANEL, max(LEAST_PANEL, room)) if shared.has_history else BAR
-    return _Layout(shared, header, panel, gap)
-
-
-def _unit(shared: Scales) -> tuple[float, str]:
-    if shared.has_history:
-        return next(unit for unit in UNITS_NS if shared.end_ns >= unit[0])
-    every = (*units.BYTE_UNITS, (1, "B"))
-    return next(unit for unit in every if shared.most_bytes >= unit[0])
-
-
-def _panel(rank: RankMemory, layout: _Layout) -> Pixels:
-    """A rank's pixels."""
-    shared, high = layout.shared, layout.high(rank)
-    if not shared.has_history:
-        return _bar(rank, shared, layout.panel)
+def _over_time(axes: Axes, rank: RankMemory, peak: RankPeak | None, shared: Scales) -> None:
+    """Blocks stacked by their class; what the allocator held, steps, phases and failures."""
+    panel = round(axes.bbox.height)
+    strip = PHASES if rank.phases and panel >= 5 * PHASES else 0
+    row = shared.most_bytes / (panel - strip)  # bytes of a row of pixels
     made = changes(rank.blocks)
-    at_ns = _moments(made, shared)
-    sizes = sizes_at(made, at_ns).reshape(INNER, CLASSES)[:, LAYERS]
-    tops = np.cumsum(sizes, axis=1)
-    pixels = _stacked(tops, shared.most_bytes, high)
-    _edges(pixels, rank, at_ns, (tops, shared.most_bytes))
-    _marks(pixels, rank, shared)
-    return np.concatenate([pixels, _phases(rank, shared)]) if high < layout.panel else pixels
-
-
-def _moments(made: Changes, shared: Scales) -> Integers:
-    """The moment that each column shows: that of the most in use of its stretch."""
     time_ns, total = totals(made)
     edges = np.arange(INNER + 1) * shared.end_ns // INNER
-    found: Integers = np.maximum(time_ns[highest(time_ns, total, edges)], edges[:-1])
-    return found
+    at_ns = np.maximum(time_ns[highest(time_ns, total, edges)], edges[:-1])
+    tops = _tops(sizes_at(made, at_ns))
+    pixels = _coloured(_layers(tops, row, panel - strip)[::-1])
+    _darken_edges(pixels, rank, (at_ns, tops), row)
+    _show(axes, pixels, (0, shared.end_ns, 0, shared.most_bytes))
+    axes.set_ylim(-strip * row, shared.most_bytes)
+    _marks(axes, rank, shared)
+    if strip:
+        axes.axhspan(-strip * row, 0, color="white", linewidth=0)
+        for phase in rank.phases:
+            axes.broken_barh(
+                [(phase.start_ns, phase.end_ns - phase.start_ns)],
+                (-strip * row, (strip - 2) * row),
+                color=_BACKWARD if phase.kind == BACKWARD else _STEPPING,
+                linewidth=PIXEL,
+                antialiased=False,
+            )
+    if peak is not None:
+        axes.plot(
+            peak.time_ns, peak.size_bytes + 2 * row, marker=_POINTS_DOWN, markersize=5,
+            color=_RESERVED, clip_on=False,
+        )  # fmt: skip
+    if panel >= 5 * READABLE:
+        nbins = panel // (3 * READABLE)
+        axes.locator_params(axis="y", nbins=nbins, steps=[1, 2, 5, 10], integer=True)
+        axes.yaxis.set_major_formatter(
+            lambda y, _at: units.exact_size(y).replace(".0 ", " ") if y >= 0 else ""
+        )
+    else:
+        axes.set_yticks([])
 
 
-def _stacked(tops: Integers, most_bytes: int, high: int) -> Pixels:
-    """(high, columns, 3): each layer in its colour up to its top, stripes where it is guessed."""
-    rows = _rows(tops, most_bytes, high)
-    layer = np.zeros((high, len(tops)), np.int64)
-    from_bottom = np.arange(high)[::-1, None]
-    for at in range(tops.shape[1]):
-        layer += from_bottom >= rows[:, at]
-    return _coloured(layer)
+def _at_one_moment(axes: Axes, rank: RankMemory, shared: Scales) -> None:
+    """The bytes from left to right."""
+    tops = _tops(sizes_at(changes(rank.blocks), np.zeros(1, np.int64)))
+    layer = _layers(tops, shared.most_bytes / INNER, INNER).T
+    _show(axes, _coloured(layer.repeat(BAR, axis=0)), (0, shared.most_bytes, 0, 1))
+    axes.set_yticks([])
 
 
-def _rows(tops: Integers, most_bytes: int, high: int) -> Integers:
-    """How many rows of pixels so many bytes are; at least one for all together."""
-    rows: Integers = np.rint(tops * (high / most_bytes)).astype(np.int64)
-    rows[:, -1] = np.where(tops[:, -1] > 0, np.maximum(rows[:, -1], 1), 0)
-    return rows
+def _show(axes: Axes, pixels: Pixels, extent: tuple[float, float, float, float]) -> None:
+    axes.imshow(pixels, extent=extent, aspect="auto", interpolation="nearest")
+
+
+def _tops(size_bytes: Integers) -> Integers:
+    """(moments, layers): up to where each layer goes that lies on those before it."""
+    return np.cumsum(size_bytes.reshape(len(size_bytes), CLASSES)[:, LAYERS], axis=1)
+
+
+def _layers(tops: Integers, row: float, n_rows: int) -> Integers:
+    """(rows, moments): which layer each pixel shows, from the bottom; the last one is none.
+
+    Where anything is in use there is one row at least.
+    """
+    edges = np.rint(tops / row)
+    edges[:, -1] = np.maximum(edges[:, -1], tops[:, -1] > 0)
+    layer = np.zeros((n_rows, len(tops)), np.int64)
+    for edge in edges.T:
+        layer += np.arange(n_rows)[:, None] >= edge
+    return layer
 
 
 def _coloured(layer: Integers) -> Pixels:
-    """The colours of layers; one too many is the background."""
-    lane = np.array(rgb(LANE), float)
-    full = [np.array(rgb(COLOURS[CATEGORIES[code // 2]]), float) for code in LAYERS]
-    strong = np.array([*full, lane]).round().astype(np.uint8)
-    pale = np.array([*(one + (lane - one) * PALER for one in full), lane]).round().astype(np.uint8)
+    """The colours of layers, with stripes where a category is guessed."""
+    lane = np.array(recording_png.rgb(LANE))
+    strong = np.array(
+        [*(recording_png.rgb(COLOURS[CATEGORIES[code // 2]]) for code in LAYERS), lane]
+    )
+    pale = (strong + (lane - strong) * PALER).round()
+    is_guessed = np.array([*(code % 2 == 0 for code in LAYERS), False])
     y, x = np.indices(layer.shape)
-    guessed = np.array([code % 2 == 0 for code in LAYERS] + [False])
-    is_stripe = guessed[layer] & ((x + y) % PERIOD < STRIPE)
-    pixels: Pixels = np.where(is_stripe[..., None], pale[layer], strong[layer])
+    is_stripe = is_guessed[layer] & ((x + y) % PERIOD < STRIPE)
+    pixels: Pixels = np.where(is_stripe[..., None], pale[layer], strong[layer]).astype(np.uint8)
     return pixels
 
 
-def _edges(pixels: Pixels, rank: RankMemory, at_ns: Integers, scale: tuple[Integers, int]) -> None:
-    """A darker line on top of each block that is high enough, as far as they are not too many."""
-    tops, most_bytes = scale
-    high = len(pixels)
-    least = most_bytes * _EDGED / high
+def _darken_edges(
+    pixels: Pixels, rank: RankMemory, moments: tuple[Integers, Integers], row: float
+) -> None:
+    """A line on top of each block that is high enough, as far as they are not too many."""
+    at_ns, tops = moments
     start_ns, end_ns = lifetimes(rank.blocks)
+    is_high = rank.blocks.size_bytes >= _EDGED * row
     # Many edges side by side would be noise.
     is_long = end_ns - start_ns > _EDGED * max(1, int(at_ns[-1])) / INNER
-    large = np.flatnonzero((rank.blocks.size_bytes >= least) & is_long)
-    if not len(large) or len(large) > _MOST_EDGED:
+    large = np.flatnonzero(is_high & is_long)
+    if not 0 < len(large) <= _MOST_EDGED:
         return
-    start_ns, end_ns = start_ns[large], end_ns[large]
-    place_of = {code: at for at, code in enumerate(LAYERS)}
-    code = 2 * rank.blocks.category[large].astype(np.int64) + rank.blocks.is_exact[large]
-    layer = np.array([place_of[one] for one in code.tolist()])
-    order = np.lexsort((start_ns, layer))
-    start_ns, end_ns, layer = start_ns[order], end_ns[order], layer[order]
-    size_bytes = rank.blocks.size_bytes[large][order]
-    bases = np.concatenate([np.zeros((len(tops), 1), np.int64), tops[:, :-1]], axis=1)
+    layer = np.argsort(LAYERS)[codes(rank.blocks)[large]]
+    order = np.lexsort((start_ns[large], layer))
+    large, layer = large[order], layer[order]
+    start_ns, end_ns, size_bytes = start_ns[large], end_ns[large], rank.blocks.size_bytes[large]
+    bases = np.pad(tops, ((0, 0), (1, 0)))
     for column, moment in enumerate(at_ns):
         there = np.flatnonzero((start_ns <= moment) & (moment < end_ns))
-        if not len(there):
-            continue
         own, summed = layer[there], np.cumsum(size_bytes[there])
         firsts = np.searchsorted(own, own)
         before = np.where(firsts > 0, summed[firsts - 1], 0)
-        row = high - np.rint((bases[column, own] + summed - before) * (high / most_bytes))
-        rows = row[(row >= 0) & (row < high)].astype(np.int64)
-        pixels[rows, column] = (pixels[rows, column] * 0.72).astype(np.uint8)
+        up = np.rint((bases[column, own] + summed - before) / row).astype(np.int64)
+        rows = len(pixels) - up[up <= len(pixels)]
+        pixels[rows, column] = (pixels[rows, column] * _EDGE).astype(np.uint8)
 
 
-def _bar(rank: RankMemory, shared: Scales, panel: int) -> Pixels:
-    """One moment: the bytes from left to right."""
-    sizes = sizes_at(changes(rank.blocks), np.zeros(1, np.int64)).reshape(1, CLASSES)[:, LAYERS]
-    columns = _rows(np.cumsum(sizes, axis=1), shared.most_bytes, INNER)[0]
-    layer = np.searchsorted(columns, np.arange(INNER), side="right")
-    return _coloured(np.repeat(layer[None], panel, axis=0))
-
-
-def _column(time_ns: int, shared: Scales) -> int:
-    return min(INNER - 1, max(0, time_ns * INNER // shared.end_ns))
-
-
-def _marks(pixels: Pixels, rank: RankMemory, shared: Scales) -> None:
+def _marks(axes: Axes, rank: RankMemory, shared: Scales) -> None:
     """The ends of steps, what the allocator held, the device's limit, and what failed."""
-    ends = sorted({_column(one, shared) for one in rank.step_ends_ns})
-    if 4 * len(ends) < INNER:
-        pixels[:, ends] = (pixels[:, ends] * 0.6 + np.array(rgb(LINE)) * 0.4).astype(np.uint8)
-    _reserved_line(pixels, rank, shared)
-    if 0 < rank.limit_bytes <= shared.most_bytes:
-        y = _row(rank.limit_bytes, shared, len(pixels))
-        pixels[y : y + 2, np.arange(INNER) % 12 < 8] = rgb(_FAILED)
-    for failure in rank.failures:
-        column = _column(failure.time_ns, shared)
-        pixels[:, max(0, column - 1) : column + 2] = rgb(_FAILED)
-
-
-def _row(size_bytes: int, shared: Scales, high: int) -> int:
-    return high - 1 - min(high - 1, round(size_bytes * high / shared.most_bytes))
-
-
-def _reserved_line(pixels: Pixels, rank: RankMemory, shared: Scales) -> None:
-    """What the allocator held: the most of each column's stretch of time."""
+    if 4 * len({end_ns * INNER // shared.end_ns for end_ns in rank.step_ends_ns}) < INNER:
+        axes.vlines(rank.step_ends_ns, 0, shared.most_bytes, color=LINE, alpha=0.4, linewidth=PIXEL)
     held = rank.reserved
-    if not len(held.time_ns):
-        return
-    first = _column(int(held.time_ns[0]), shared)
-    edges = np.maximum(np.arange(first, INNER + 1) * shared.end_ns // INNER, held.time_ns[0])
-    most = held.size_bytes[highest(held.time_ns, held.size_bytes, edges)]
-    rows = [_row(size_bytes, shared, len(pixels)) for size_bytes in most.tolist()]
-    for at, (y, before) in enumerate(zip(rows, [rows[0], *rows], strict=False)):
-        pixels[max(0, min(y, before) - 1) : max(y, before) + 1, first + at] = rgb(_RESERVED)
-
-
-def _phases(rank: RankMemory, shared: Scales) -> Pixels:
-    """A line that is dark while backward is under way, grey in the optimizer's step."""
-    pixels: Pixels = np.empty((PHASES, INNER, 3), np.uint8)
-    pixels[:] = rgb(BACK)
-    for phase in rank.phases:
-        colour = _BACKWARD if phase.kind == BACKWARD else _STEPPING
-        columns = slice(_column(phase.start_ns, shared), _column(phase.end_ns, shared) + 1)
-        pixels[2:, columns] = rgb(colour)
-    return pixels
-
-
-def _texts(axes: Axes, snapshot: Snapshot, peaks: dict[int, RankPeak], layout: _Layout) -> None:
-    """Ranks and their peaks in the headers, bytes on the left, a mark at each peak."""
-    for place, rank in enumerate(snapshot.ranks):
-        top, peak = layout.area(place), peaks.get(rank.rank)
-        y = top - layout.header / 2
-        recording_png.left(axes, y, f"rank {rank.rank}", weight="bold")
-        recording_png.inside(axes, y, short(_told(rank, peak), 150))
-        if not layout.shared.has_history:
-            continue
-        if layout.panel >= 5 * READABLE:
-            _bytes_axis(axes, layout.shared, top, layout.high(rank))
-        if peak is not None:
-            _peak_mark(axes, peak, layout.shared, (top, layout.high(rank)))
+    if len(held.time_ns):
+        first = int(held.time_ns[0]) * INNER // shared.end_ns
+        edges = np.maximum(np.arange(first, INNER + 1) * shared.end_ns // INNER, held.time_ns[0])
+        most = held.size_bytes[highest(held.time_ns, held.size_bytes, edges)]
+        axes.step(
+            edges, [*most, most[-1]], where="post", color=_RESERVED, linewidth=2 * PIXEL,
+            antialiased=False,
+        )  # fmt: skip
+    if 0 < rank.limit_bytes <= shared.most_bytes:
+        axes.axhline(rank.limit_bytes, color=_FAILED, linewidth=2 * PIXEL, dashes=(4, 2))
+    for failure in rank.failures:
+        axes.axvline(failure.time_ns, color=_FAILED, linewidth=3 * PIXEL)
 
 
 def _told(rank: RankMemory, peak: RankPeak | None) -> str:
@@ -325,46 +263,13 @@ def _told(rank: RankMemory, peak: RankPeak | None) -> str:
     return ", ".join(told)
 
 
-def _bytes_axis(axes: Axes, shared: Scales, top: int, high: int) -> None:
-    """Round numbers of bytes beside a panel."""
-    least = shared.most_bytes * 2.2 * READABLE / high
-    power = 10 ** int(np.floor(np.log10(max(least, 1))))
-    step = next(one for one in (power, 2 * power, 5 * power, 10 * power) if one >= least)
-    for at in range(0, shared.most_bytes + 1, step):
-        recording_png.left(
-            axes,
-            top + high - at * high / shared.most_bytes,
-            units.exact_size(at).replace(".0 ", " "),
-        )
-
-
-def _peak_mark(axes: Axes, peak: RankPeak, shared: Scales, area: tuple[int, int]) -> None:
-    """A triangle on top of the peak."""
-    (top, high), (unit, _) = area, _unit(shared)
-    y = top + high - peak.size_bytes * high / shared.most_bytes
-    axes.plot(
-        [peak.time_ns / unit], [y - 6], marker="v", markersize=5, color="#1a1a1a", clip_on=False
-    )
-
-
-def _legend(figure: Figure, snapshot: Snapshot) -> None:
+def _legend(figure: Figure, ranks: Sequence[RankMemory]) -> None:
     """The categories that are there, and what stripes mean."""
-    there = {int(one) for rank in snapshot.ranks for one in np.unique(rank.blocks.category)}
-    entries = [
-        (COLOURS[CATEGORIES[code // 2]], CATEGORIES[code // 2])
-        for code in LAYERS
-        if code % 2 and code // 2 in there
-    ]
-    if not entries:
-        figure.text(0.5, 0.5, "no memory was recorded", ha="center", fontsize=FONT_PT + 2)
-        return
-    recording_png.legend(figure, entries)
-    figure.text(
-        0.985,
-        0.004,
-        "striped: the category is guessed; bottom line: dark backward, grey optimizer",
-        ha="right",
-        va="bottom",
-        fontsize=FONT_PT - 1,
-        color="#404040",
+    there = {int(category) for rank in ranks for category in np.unique(rank.blocks.category)}
+    names = [CATEGORIES[category] for category in ORDER if category in there]
+    recording_png.legend(
+        figure, [(COLOURS[name], name) for name in names], "no memory was recorded"
     )
+    if names:
+        words = "striped: the category is guessed; bottom line: dark backward, grey optimizer"
+        figure.text(0.985, 0.004, words, ha="right", fontsize=FONT_PT - 1, color=DARK)

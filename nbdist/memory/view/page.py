@@ -20,7 +20,7 @@ from nbdist.recording.view.iframe import MOST_BYTES, clipped
 
 Places = npt.NDArray[np.int32]
 # In the order in which they stand in the page.
-SCRIPTS = ("frame.js", "memory_data.js", "memory_draw.js", "memory.js")
+SCRIPTS = ("memory/view/memory_data.js", "memory/view/memory.js")
 # What a browser has to unpack at most.
 MOST_ITEMS = 150_000
 # Steps, phases and failures that are marked, of all ranks together.
@@ -29,7 +29,7 @@ MOST_MARKS = 20_000
 MOST_HELD = 2000
 # The user's own lines of a block: the innermost ones.
 MOST_LINES = 4
-# memory_draw.js has the same: legend, axis and hint; a rank's header and the space below it.
+# As in viewer.js and memory.js: legend, axis and hint; a rank's header and the space below it.
 _AROUND_PX, _RANK_PX = 74, 30
 _LEAST_PX, _MOST_PX = 200, 660
 PANELS_PX = {1: 300, 2: 220, 3: 160, 4: 140}
@@ -59,7 +59,7 @@ def packed(
 
 def page(image: bytes, alt: str, data: str, height_px: int) -> str:
     """The image with the live picture over it, as HTML: see `frame.over`."""
-    live = recording_iframe.Live("memory.html", SCRIPTS, "memory of each rank over time", data)
+    live = recording_iframe.Live(SCRIPTS, "memory of each rank over time", data)
     return recording_iframe.over(image, alt, live, height_px)
 
 

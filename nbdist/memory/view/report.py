@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from nbdist.core import units
+from nbdist.core import finding, units
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.shown import PLACEHOLDER, is_stored, shown
-from nbdist.core.view import View, table
+from nbdist.core.finding import Finding
+from nbdist.core.units import PLACEHOLDER, is_stored, one_line, shown
+from nbdist.core.view import View, lines, table
 from nbdist.memory.call_site import written
 from nbdist.memory.downsample import Level
-from nbdist.memory.finding_records import MemoryFinding, findings
-from nbdist.memory.peak import RankPeak, Site, peaks, when, worst
+from nbdist.memory.peak import RankPeak, Site, when, worst
 from nbdist.memory.snapshot import (
     BUFFER,
     CATEGORIES,
@@ -26,9 +25,8 @@ from nbdist.memory.snapshot import (
 from nbdist.memory.view.colours import ORDER
 from nbdist.memory.view.image import MOST_RANKS, png
 from nbdist.memory.view.page import height_px, packed, page
-from nbdist.recording.view.iframe import MOST_BYTES, MOST_NAME, clipped
+from nbdist.recording.view.iframe import MOST_BYTES, MOST_NAME
 
-_WIDEST_NAME = 60
 MOST_FAILURES = 5
 # Of the output, in bytes, for the picture's data and its image, which is in it twice.
 _ROOM = 1_850_000
@@ -38,28 +36,35 @@ _SIZE = re.compile(r"(\d) ([kMG]?B)\b")
 _EQUAL = frozenset({PARAMETER, GRADIENT, OPTIMIZER, BUFFER})
 
 
-def memory_report(snapshot: Snapshot) -> View:
+def memory_report(
+    snapshot: Snapshot, peaks: tuple[RankPeak, ...], findings: Sequence[Finding]
+) -> View:
     """What %dist_memory shows: memory over time, the peak of each rank, and what it is made of.
 
     The text has every number. The HTML has the picture above the same numbers and asks nothing of
     the network; the whole stays below 2 MB for any snapshot. Where outputs are stored and compared
     there is no HTML, and of the numbers only those that are equal on every machine.
     """
-    found = peaks(snapshot)
     # Which rank needs most differs from run to run where they need about the same.
-    most = found[0] if found and is_stored() else worst(found)
+    most = peaks[0] if peaks and is_stored() else worst(peaks)
     parts = [
-        _lines(_head(snapshot, most)),
-        _lines(_findings(findings(snapshot, found))),
-        _ranks(snapshot, found),
+        lines(_head(snapshot, most)),
+        lines(
+            finding.report(
+                findings,
+                order="the largest first",
+                none="no rule found memory that need not be used",
+            )
+        ),
+        _ranks(snapshot, peaks),
         *([] if most is None else _of(snapshot, most)),
-        _lines(_notes(snapshot, found)),
+        lines(_notes(snapshot, peaks)),
     ]
-    image, live = png(snapshot, found), ""
+    image, live = png(snapshot, peaks), ""
     if not is_stored():
         room = min(MOST_BYTES, _ROOM - 8 * len(image) // 3)
-        level, data = packed(snapshot, found, room)
-        parts.append(_lines(_left_out(snapshot, level)))
+        level, data = packed(snapshot, peaks, room)
+        parts.append(lines(_left_out(snapshot, level)))
         below = "".join(part.html for part in parts if part.text)
         live = _live(image, data, snapshot) + _SIZE.sub(r"\1&nbsp;\2", below)
     return View("\n\n".join(part.text for part in parts if part.text), live, png=image)
@@ -86,7 +91,7 @@ def _head(snapshot: Snapshot, most: RankPeak | None) -> Iterator[str]:
         told.append(units.duration(took_ns))
     else:
         told.append("at one moment")
-    yield ", ".join(_one_line(one) for one in told)
+    yield ", ".join(one_line(one) for one in told)
     if most is not None:
         yield _most(most, len(ranks))
 
@@ -105,23 +110,6 @@ def _most(most: RankPeak, n_ranks: int) -> str:
         left = units.size(max(0, most.headroom_bytes))
         told += f"; of {units.size(most.limit_bytes)} {left} are left"
     return told
-
-
-def _findings(found: Sequence[MemoryFinding]) -> Iterator[str]:
-    """A line for each finding; which ones there are differs from run to run."""
-    if is_stored():
-        yield f"findings: {PLACEHOLDER}"
-        return
-    if not found:
-        yield "findings: none; no rule found memory that need not be used"
-        return
-    yield "findings, the largest first:"
-    for one in found:
-        yield f"- {one.rule} ({ranks_phrase(one.ranks)}): {one.found}"
-        yield f"  why: {one.why}"
-        yield f"  do: {one.what}"
-        if one.places:
-            yield f"  look at: {'; '.join(_one_line(place, 160) for place in one.places)}"
 
 
 def _ranks(snapshot: Snapshot, found: Sequence[RankPeak]) -> View:
@@ -206,9 +194,9 @@ def _site(one: RankPeak, site: Site) -> list[str]:
         f"{100 * site.size_bytes / max(1, one.size_bytes):.1f}",
         str(site.count),
         CATEGORIES[site.category] + ("" if site.is_exact else "?"),
-        _one_line(site.operator) or "-",
-        _one_line(written(site.own)),
-        _one_line(written(site.via)),
+        one_line(site.operator) or "-",
+        one_line(written(site.own)),
+        one_line(written(site.via)),
     ]
 
 
@@ -217,7 +205,7 @@ def _owners(one: RankPeak, who: str) -> View:
     head = ["owner", "category", "blocks", "bytes"]
     rows = [
         [
-            _one_line(owner.name),
+            one_line(owner.name),
             CATEGORIES[owner.category],
             str(owner.count),
             units.size(owner.size_bytes),
@@ -238,7 +226,7 @@ def _notes(snapshot: Snapshot, found: Sequence[RankPeak]) -> Iterator[str]:
     if not is_stored():
         for one in found:
             yield from _counts(one)
-    yield from (_one_line(note, 400) for note in snapshot.notes)
+    yield from (one_line(note, 400) for note in snapshot.notes)
 
 
 def _left_out(snapshot: Snapshot, level: Level) -> Iterator[str]:
@@ -256,12 +244,12 @@ def _left_out(snapshot: Snapshot, level: Level) -> Iterator[str]:
 
 def _of_rank(rank: RankMemory) -> Iterator[str]:
     if rank.problem:
-        yield f"rank {rank.rank}: {_one_line(rank.problem, MOST_NAME)}"
+        yield f"rank {rank.rank}: {one_line(rank.problem, MOST_NAME)}"
     elif not len(rank.blocks):
         yield f"rank {rank.rank}: nothing was allocated"
     for failure in rank.failures[:MOST_FAILURES]:
         stack = rank.stacks[failure.stack] if failure.stack >= 0 else ()
-        where = f" at {_one_line(written(stack[0]))}" if stack else ""
+        where = f" at {one_line(written(stack[0]))}" if stack else ""
         free = f"; {units.size(failure.free_bytes)} were free" if failure.free_bytes >= 0 else ""
         yield (
             f"rank {rank.rank}: out of memory {units.duration(failure.time_ns)} after the "
@@ -293,13 +281,3 @@ def _counts(one: RankPeak) -> Iterator[str]:
             f"segments, {units.size(one.free_bytes)} of it free ({share:.0%}), at most "
             f"{units.size(one.largest_free_bytes)} in one segment"
         )
-
-
-def _one_line(text: str, most: int = _WIDEST_NAME) -> str:
-    return clipped(" ".join(text.split()), most)
-
-
-def _lines(lines: Iterable[str]) -> View:
-    kept = list(lines)
-    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(line)}</div>' for line in kept)
-    return View("\n".join(kept), f'<div style="margin:0.5em 0">{body}</div>')

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
 
 from nbdist.cells.kernel import status
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.hang import call_log, wait_graph
 from nbdist.hang import text as hang_text
-from nbdist.hang.kernel.health import BoxFiles
+from nbdist.hang.kernel.health import BoxFiles, Health
 from nbdist.hang.records import CallLog, RankView
 from nbdist.monitor.samples import Doing
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
 
 # An answer about a wait that C++ began is believed for this long.
 LOOK_S = 2.0
@@ -22,9 +19,10 @@ LOOK_S = 2.0
 class ActivityReader:
     """Reads the boxes of a session's ranks with maps of its own, for one thread."""
 
-    def __init__(self, session: Session):
-        self._session = session
-        self._files = BoxFiles(session.cluster.run_dir / "boxes")
+    def __init__(self, ranks: Ranks, health: Health):
+        self._ranks = ranks
+        self._health = health
+        self._files = BoxFiles(ranks.cluster.run_dir / "boxes")
         self._known: dict[int, tuple[int, CallLog]] = {}
 
     def of(self, rank: int, now_s: float, *, is_here: bool) -> Doing:
@@ -35,16 +33,16 @@ class ActivityReader:
             now_s: Monotonic clock.
             is_here: Its box is a file of this host; else its newest answer is taken.
         """
-        session = self._session
-        box = self._box(rank) if is_here else session.health.box(rank)
-        look, looked_s = session.health.newest_look(rank)
+        ranks, health = self._ranks, self._health
+        box = self._box(rank) if is_here else health.box(rank)
+        look, looked_s = health.newest_look(rank)
         is_new = looked_s >= wait_graph.last_event_s(box) and now_s < looked_s + LOOK_S
         view = RankView(rank, "running", "", box, look if is_new else None, looked_s)
-        state, text = status.situation(session, rank, view)
-        if state == "dead" and is_here and not session.health.end_of(rank):
+        state, text = status.situation(ranks, health, rank, view)
+        if state == "dead" and is_here and not ranks.end_of(rank):
             # As while a controller that has ended is replaced.
             state, text = "unknown", "its process lives, its connection is lost"
-        cell = session.running_cell(rank) if state in {"running", "waiting"} else None
+        cell = ranks.running_cell(rank) if state in {"running", "waiting"} else None
         since_s = _since_s(state, box, cell)
         op, age_s = _last_collective(box, now_s)
         return Doing(state, text, since_s, now_s - cell[1] if cell else 0.0, op, age_s)

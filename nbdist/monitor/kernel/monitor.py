@@ -11,19 +11,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from nbdist.cluster.kernel import outside
+from nbdist.cluster.kernel import run_dir
+from nbdist.cluster.kernel.ranks import Ranks
+from nbdist.core.finding import Finding
 from nbdist.errors import NotRunning, OptionError
+from nbdist.hang.kernel.health import Health
 from nbdist.monitor import findings as monitor_findings
-from nbdist.monitor.findings import MonitorFinding
 from nbdist.monitor.kernel.metrics_server import Exporter
 from nbdist.monitor.kernel.sampler import PERIOD_S, Sampler, Samples
 from nbdist.monitor.prometheus import exposition
 from nbdist.monitor.samples import History
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
 
 __all__ = ["Listener", "Monitor", "Samples"]
 
@@ -44,15 +42,17 @@ class Monitor:
         history: All that was sampled since the session began.
     """
 
-    def __init__(self, session: Session, period_s: float = PERIOD_S):
+    def __init__(self, ranks: Ranks, health: Health, period_s: float = PERIOD_S):
         """Sample nothing yet: the first who asks begins.
 
         Args:
-            session: The ranks.
+            ranks: Whose.
+            health: Theirs.
             period_s: Between two samples of a rank.
         """
         self.history = History()
-        self._session = session
+        self._ranks = ranks
+        self._health = health
         self._period_s = period_s
         self._latest: Samples = ()
         self._listeners: list[Listener] = []
@@ -63,7 +63,7 @@ class Monitor:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._exporter: Exporter | None = None
-        self._sampler = Sampler(session, self._note, period_s)
+        self._sampler = Sampler(ranks, health, self._note, period_s)
 
     @property
     def is_running(self) -> bool:
@@ -158,8 +158,8 @@ class Monitor:
             NotRunning: After the ranks were stopped.
             OptionError: If the port cannot be had, or another one is served already.
         """
-        if self._is_closed or self._session.is_stopped:
-            raise NotRunning(f"There are no ranks to be told of. {outside.WHAT_NOW}")
+        if self._is_closed or self._ranks.is_stopped:
+            raise NotRunning(f"There are no ranks to be told of. {run_dir.WHAT_NOW}")
         served = self._exporter
         if served is not None and port not in {0, served.port}:
             raise OptionError(
@@ -167,15 +167,15 @@ class Monitor:
                 f"port {port}."
             )
         if served is None:
-            served = self._exporter = Exporter(self._exposed, port, self._session.cluster.run_dir)
+            served = self._exporter = Exporter(self._exposed, port, self._ranks.cluster.run_dir)
         self.start()
         return served
 
     def _exposed(self) -> str:
         samples = self._latest or self.wait(0.0, FIRST_S)
-        return exposition(samples, self._session.topology.ranks)
+        return exposition(samples, self._ranks.topology.ranks)
 
-    def findings(self, *, is_past: bool = False) -> tuple[MonitorFinding, ...]:
+    def findings(self, *, is_past: bool = False) -> tuple[Finding, ...]:
         """What stands out in the newest samples and those just before, by monitor.findings.
 
         Args:
@@ -205,12 +205,12 @@ class Monitor:
             # A sample that came late is not followed by those that were missed.
             next_s = max(next_s + self._period_s, time.monotonic())
             stop.wait(next_s - time.monotonic())
-        if self._session.is_stopped:  # maybe from outside, where nobody else ends this
+        if self._ranks.is_stopped:  # maybe from outside, where nobody else ends this
             self._close_exporter()
 
     def _ends(self, stop: threading.Event) -> bool:
         """Whether this thread is to end; in one step, so that nobody counts on it any more."""
-        is_over = stop.is_set() or self._session.is_stopped
+        is_over = stop.is_set() or self._ranks.is_stopped
         with self._new:
             if not is_over and self._is_wanted():
                 return False
@@ -232,4 +232,4 @@ class Monitor:
 
     def _is_wanted(self) -> bool:
         is_new = time.monotonic() < self._asked_s + UNASKED_S
-        return bool(self._listeners or self._exporter or self._session.busy_ranks) or is_new
+        return bool(self._listeners or self._exporter or self._ranks.busy_ranks) or is_new

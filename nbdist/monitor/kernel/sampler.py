@@ -6,20 +6,18 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import psutil
 
 from nbdist.cluster.kernel import gpus
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.nvml import GpuReading, GpuReadings, GpuWatch
 from nbdist.core.topology import RankPlace
+from nbdist.hang.kernel.health import Health
 from nbdist.monitor.kernel.activity import ActivityReader
 from nbdist.monitor.process_usage import Usage, Usages
 from nbdist.monitor.samples import Allocator, Answer, Sample
-from nbdist.rpc.kernel import functions
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.rpc.kernel.functions import RankFunction
 
 PERIOD_S = 1.0
 # Ranks of this host are asked for torch's allocator alone, which changes slowly.
@@ -30,6 +28,8 @@ MOST_ASKED = 2.0  # in a second
 ANSWER_S = 15.0
 # An allocator's numbers that are older than so many periods are not told any more.
 OLD_PERIODS = 3
+
+usage: RankFunction[[bool], Answer] = RankFunction("usage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +48,23 @@ Samples = tuple[Sample, ...]
 class Sampler:
     """Takes one sample of every rank at a time, and waits for nobody. For one thread."""
 
-    def __init__(self, session: Session, note: Callable[[str], None], period_s: float):
+    def __init__(self, ranks: Ranks, health: Health, note: Callable[[str], None], period_s: float):
         """Read nothing yet.
 
         Args:
-            session: The ranks.
+            ranks: Whose.
+            health: Theirs.
             note: Told what could not be read, again and again.
             period_s: Between two samples.
         """
-        self._session = session
+        self._ranks = ranks
+        self._health = health
         self._note = note
-        self._doings = ActivityReader(session)
+        self._doings = ActivityReader(ranks, health)
         self._usages = Usages(psutil)
         self._gpus = GpuWatch(gpus.reader, period_s)
-        self._has_gpus = any(place.device != "cpu" for place in session.topology.ranks)
-        self._answers = _Answers(session, note)
+        self._has_gpus = any(place.device != "cpu" for place in ranks.topology.ranks)
+        self._answers = _Answers(ranks, note)
         self._spent: dict[int, _Spent] = {}
 
     def close(self) -> None:
@@ -72,13 +74,13 @@ class Sampler:
     def take(self) -> Samples:
         """A sample of every rank, in rank order."""
         now_s = time.monotonic()
-        pids = self._session.health.pids()
+        pids = self._health.pids()
         usages = self._usages.read(pids.values())
         here = {rank: usages.get(pid) for rank, pid in pids.items()}
         read, read_s = self._read_gpus(now_s) if self._has_gpus and pids else (GpuReadings(), now_s)
         return tuple(
             self._sample(place, now_s, pids, here, (read, read_s))
-            for place in self._session.topology.ranks
+            for place in self._ranks.topology.ranks
         )
 
     def _sample(
@@ -115,7 +117,7 @@ class Sampler:
         if found is None and readings.gpus and not readings.problems and place.device != "cpu":
             self._note(
                 f"rank {place.rank}: the driver tells nothing of its GPU {place.device_uuid} "
-                "(of MIG instances NVML does: pip install nvidia-ml-py)"
+                "(nvidia-smi, which is asked where NVML fails, tells none of MIG instances)"
             )
         return found
 
@@ -148,10 +150,10 @@ class Sampler:
 class _Answers:
     """What ranks' control threads have said of their use, asked for and not waited for."""
 
-    def __init__(self, session: Session, note: Callable[[str], None]):
-        self._session = session
+    def __init__(self, ranks: Ranks, note: Callable[[str], None]):
+        self._ranks = ranks
         self._note = note
-        self._least_s = len(session.topology.ranks) / MOST_ASKED
+        self._least_s = len(ranks.topology.ranks) / MOST_ASKED
         self._asked: dict[int, tuple[Future[Answer], float]] = {}
         self._known: dict[int, tuple[Answer, float]] = {}
 
@@ -177,7 +179,7 @@ class _Answers:
         return answer.allocator if answer is not None and is_new else None
 
     def _ask(self, rank: int, now_s: float, *, is_remote: bool) -> None:
-        sent = self._session.health.ask(lambda ask, who: functions.usage(ask, who, is_remote), rank)
+        sent = self._ranks.ask(lambda ask, who: usage(ask, who, is_remote), rank)
         if sent is not None:
             self._asked[rank] = sent, now_s
 
@@ -189,7 +191,7 @@ class _Answers:
         sent, asked_s = asked
         error = sent.exception()
         if error is not None:
-            if self._session.health.is_reachable(rank):  # else how it ended is told
+            if self._ranks.is_connected(rank):  # else how it ended is told
                 self._note(f"rank {rank} cannot tell what it uses: {error}")
             return
         self._known[rank] = sent.result(), asked_s

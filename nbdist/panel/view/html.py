@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from nbdist.core import units
-from nbdist.core.shown import PLACEHOLDER, is_stored, shown
+from nbdist.core.units import PLACEHOLDER, is_stored, shown
 from nbdist.core.view import View, table
 from nbdist.panel.state import KINDS, OLD_S, Entry, PanelState, Plan, RankRow, bar_share, bar_told
 from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, Protocol
 
@@ -36,12 +36,11 @@ class Owner(Protocol):
 class PanelWidgets:
     """The widgets of one panel. Every view of them on a page shows the same."""
 
-    def __init__(self, owner: Owner, buttons: Sequence[str]):
+    def __init__(self, owner: Owner):
         """Make the widgets; nothing is shown yet.
 
         Args:
             owner: Told of presses.
-            buttons: Names of those that there are.
         """
         self._owner = owner
         self._lock = threading.RLock()
@@ -49,7 +48,7 @@ class PanelWidgets:
         self._is_filling = False
         self._world_size = 0
         self._fields: dict[str, Any] = {}
-        self.buttons = {name: self._button(name) for name in buttons}
+        self.buttons = {name: self._button(name) for name in BUTTONS}
         self.rank = ipywidgets.Dropdown(
             options=[_ENDED], value="", description="rank", style=_NARROW
         )
@@ -80,12 +79,11 @@ class PanelWidgets:
         return one
 
     def _assembled(self) -> Any:
-        def there(*names: str) -> list[Any]:
-            return [self.buttons[name] for name in names if name in self.buttons]
-
-        self._trouble = _row(*there(*_TROUBLE), self.rank, *there(*_RECORD))
-        self._last = _row(*there("apply", "cancel"), self.more)
-        self._none = _row(*there("start"))
+        of = self.buttons
+        trouble, record = [of[name] for name in _TROUBLE], [of[name] for name in _RECORD]
+        self._trouble = _row(*trouble, self.rank, *record)
+        self._last = _row(of["apply"], of["cancel"], self.more)
+        self._none = _row(of["start"])
         self._with_ranks = ipywidgets.VBox(
             [self._trouble, self._strategy, self._common, self._plan, self._last]
         )
@@ -177,13 +175,11 @@ class PanelWidgets:
                 _set(button, "disabled", bool(why_not[name]))
                 _set(button, "tooltip", why_not[name] or _tip(name))
             for name in ("profile", "memory"):
-                if name in self.buttons:
-                    is_armed = BUTTONS[name].magic in state.armed
-                    _set(self.buttons[name], "button_style", "success" if is_armed else "")
+                is_armed = BUTTONS[name].magic in state.armed
+                _set(self.buttons[name], "button_style", "success" if is_armed else "")
             _show(self._with_ranks, is_shown=state.is_running)
             _show(self._none, is_shown=not state.is_running)
-            if "cancel" in self.buttons:
-                _show(self.buttons["cancel"], is_shown=bool(state.queued))
+            _show(self.buttons["cancel"], is_shown=bool(state.queued))
 
     def show_detail(self, title: str, body: str) -> None:
         """Show something long below the log, folded or not as the reader likes."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import reduce as reduce_on_all_ranks
 
-from nbdist.parallel import defaults, options
+from nbdist.parallel import options, precision, registry
 from nbdist.parallel import prepare as parallel_prepare
 from nbdist.parallel.accelerator import (
     gather as accelerator_gather,
@@ -57,16 +57,16 @@ class Accelerator(Gradients):
         self._own_steps = self.gradient_accumulation_steps
         self._own_scaler: Scaler | None = None
         self._hold_weakly()
-        defaults.note(self.state.mixed_precision)
-        parallel_prepare.set_choice(defaults.filled(parallel_prepare.current()))
-        parallel_prepare.watch(self)
-        self._follow(parallel_prepare.current())
+        precision.note(self.state.mixed_precision)
+        registry.set_choice(precision.filled(registry.current()))
+        registry.watch(self)
+        self._follow(registry.current())
 
     # What was prepared
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's, models first, in whatever order they come. Collective: every rank."""
-        if parallel_prepare.current().name == "deepspeed":
+        if registry.current().name == "deepspeed":
             args = deepspeed_engine.taken_over(args)
         elif any(isinstance(one, torch.nn.Module) for one in args):
             deepspeed_engine.drop()  # of another strategy's time
@@ -97,7 +97,7 @@ class Accelerator(Gradients):
             self._models.append(model)
             return model
         outer = parallel_prepare.prepare_model(model, self)
-        known = parallel_prepare.prepared_of(outer)
+        known = registry.prepared_of(outer)
         assert known is not None
         self._models.append(known.base)
         for optimizer in self._optimizers:
@@ -119,7 +119,7 @@ class Accelerator(Gradients):
         wrapper = optimizer if isinstance(optimizer, Optimizer) else None
         raw = optimizer if wrapper is None else wrapper.optimizer
         parallel_prepare.bind(raw)
-        if parallel_prepare.current().options.is_fused:
+        if registry.current().options.is_fused:
             options.set_fused(raw, is_on=True)
         known: Optimizer | None = next((o for o in self._optimizers if o.optimizer is raw), None)
         prepared = known or wrapper or Optimizer(raw, self.scaler)
@@ -166,7 +166,7 @@ class Accelerator(Gradients):
         return found
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's."""
+        """As Accelerate's; what is prepared after it is held weakly too."""
         released = super().free_memory(*objects)
         self._hold_weakly()
         return released
@@ -178,7 +178,7 @@ class Accelerator(Gradients):
         keep_torch_compile: bool = True,
     ) -> torch.nn.Module:
         """The user's own module. Its parameters are this rank's parts: `get_state_dict` for all."""
-        known = parallel_prepare.prepared_of(model)
+        known = registry.prepared_of(model)
         if known is not None:
             return known.base
         unwrapped: torch.nn.Module = super().unwrap_model(
@@ -250,7 +250,7 @@ class Accelerator(Gradients):
             model: A prepared one, or any other.
             unwrap: Of no effect: names are the same under every strategy.
         """
-        if deepspeed_engine.is_engine(model) or parallel_prepare.prepared_of(model) is not None:
+        if deepspeed_engine.is_engine(model) or registry.prepared_of(model) is not None:
             return accelerator_save_state.whole_model(model)
         state: dict[str, Any] = super().get_state_dict(model, unwrap)
         return state
@@ -353,7 +353,7 @@ class LazyAccelerator(Accelerator):
     """
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Nothing is set up before the first use."""
 
     def __getattribute__(self, name: str) -> Any:
         """Any attribute is a use, methods too; what Python itself asks for, `__class__`, is none.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from nbdist.errors import OptionError
-from nbdist.parallel import prepare
+from nbdist.parallel import registry
 from nbdist.strategy.choice import Strategy
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def share_of(choice: Strategy, rank: int) -> DataShard:
 
 def current_share() -> DataShard:
     """This rank's part of the data under the strategy that is current. No rank is met."""
-    return share_of(prepare.current(), dist.get_rank())
+    return share_of(registry.current(), dist.get_rank())
 
 
 def refuse_uneven(size: int | None, share: DataShard) -> None:
@@ -188,7 +188,7 @@ class ShardedBatchSampler(BatchSampler):
             self._opening = None
 
     def feed(self) -> BatchQueue[Sequence[int]]:
-        """A new epoch."""
+        """The batches of a new epoch, of all ranks together."""
         # As many as the widest round that fills up its gaps can ask for.
         return BatchQueue(self.batch_sampler, n_first=dist.get_world_size())
 

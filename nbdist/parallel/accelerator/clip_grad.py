@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from nbdist.errors import OptionError
+from nbdist.parallel.tensors import local_as, local_parts
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import TensorLayout, is_first
-
-# As in torch.nn.utils.clip_grad_norm_.
-_EPSILON = 1e-6
 
 
 def clip_grad_norm(
@@ -55,7 +53,7 @@ def clip_grad_norm(
     with torch.no_grad():
         total = _norm(given, float(norm_type), layout_of, degrees)
         if max_norm != math.inf:
-            _scale(given, torch.clamp(max_norm / (total + _EPSILON), max=1.0))
+            clip_grads_with_norm_(local_parts(given), max_norm, total)
     return total
 
 
@@ -71,7 +69,7 @@ def _norm(
     for parameter in parameters:
         if parameter.grad is None:
             continue
-        gradient = _laid_out(parameter)
+        gradient = local_as(parameter.grad, parameter)
         layout = layout_of(parameter)
         if layout is None or not is_split:
             others.append(gradient)
@@ -85,18 +83,6 @@ def _norm(
         shared = shared.to(home)
         total = torch.maximum(total, shared) if norm_type == math.inf else total + shared
     return (total if norm_type == math.inf else total ** (1.0 / norm_type)).float()
-
-
-def _laid_out(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient, as its parameter lies. Collective along tp where not."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if not isinstance(gradient, DTensor):
-        return gradient
-    if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    local: torch.Tensor = gradient.to_local()
-    return local
 
 
 def _collected(
@@ -116,18 +102,10 @@ def _collected(
     return total
 
 
-def _scale(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all gradients in place. torch's own way takes no plain tensors beside DTensors."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    local = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
-    for (device, _), tensors in _alike(local).items():
-        torch._foreach_mul_(tensors, factor.to(device))
-
-
 def _alike(
     tensors: Sequence[torch.Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Tensors by device and dtype. Empty ones have no largest element, and nothing to scale."""
+    """Tensors by device and dtype. Empty ones have no largest element."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for one in tensors:
         if one.numel():

@@ -15,8 +15,7 @@ from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from nbdist.errors import OptionError
-from nbdist.parallel import prepare
-from nbdist.parallel.accelerator import seen
+from nbdist.parallel import registry
 from nbdist.parallel.accelerator.batch_sampler import (
     BatchQueue,
     DataShard,
@@ -24,7 +23,7 @@ from nbdist.parallel.accelerator.batch_sampler import (
     ShardedBatchSampler,
     current_share,
 )
-from nbdist.parallel.accelerator.loader_state import Position
+from nbdist.parallel.accelerator.loader_state import Position, note_batch
 from nbdist.parallel.accelerator.same_batch import check_alike
 
 # What torch's DataLoader is made of, beside the dataset and what draws indices.
@@ -82,7 +81,7 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         self._shard = shard
         self._settings = settings
         self._order: torch.Tensor | None = None
-        if prepare.current().name == "single":
+        if registry.current().name == "single":
             self._take_over()  # once: later each rank goes on by itself, and alike
 
     def skip(self, n_batches: int) -> Loader:
@@ -98,19 +97,19 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         """Which epoch this is and how its order began, also in the middle of one."""
         generator = self.synchronized_generator
         if generator is None:
-            return {"iteration": self.iteration}
+            return super().epoch_state()
         order = generator.get_state() if self._order is None else self._order
-        return {"iteration": self.iteration, "order": order}
+        return {**super().epoch_state(), "order": order}
 
     def set_epoch_state(self, state: dict[str, Any]) -> None:
         """Let the next loop be the epoch in which `state` was taken, from its beginning."""
-        self.set_epoch(state["iteration"])
+        super().set_epoch_state(state)
         if self.synchronized_generator is not None and "order" in state:
             self.synchronized_generator.set_state(state["order"].cpu())
         self._order = None
 
     def __iter__(self) -> Iterator[Any]:
-        if prepare.current().name != "single":
+        if registry.current().name != "single":
             self._take_over()
         if self.synchronized_generator is not None:
             self._order = self.synchronized_generator.get_state()
@@ -137,7 +136,7 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
                 batch = next(inner, _END)
                 if is_first:
                     check_alike(batch, share.index)
-                    seen.note(batch)
+                    note_batch(batch)
             assert inner is not None
             if batch is _END:
                 return

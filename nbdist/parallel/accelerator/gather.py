@@ -13,7 +13,7 @@ from accelerate.utils import recursively_apply
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import OptionError
-from nbdist.parallel import prepare
+from nbdist.parallel import registry
 from nbdist.parallel.accelerator.batch_sampler import current_share
 
 _REDUCTIONS = {
@@ -126,13 +126,13 @@ def is_tensors(data: Any) -> bool:
 
 
 def _group() -> dist.ProcessGroup | None:
-    degrees = prepare.current().degrees
+    degrees = registry.current().degrees
     if degrees.dp == 1:
         return None
     if degrees.dp == degrees.product:
         # No mesh is made for it: a rank that has replaced another would make one by itself.
         return dist.group.WORLD
-    return prepare.grid().group("dp_replicate", "dp_shard")
+    return registry.grid().group("dp_replicate", "dp_shard")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

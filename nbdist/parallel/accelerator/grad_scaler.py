@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
-from torch.distributed.tensor import DTensor
 
-from nbdist.parallel import prepare
-
-
-def local_parts(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank has of parameters that have a gradient; `.grad` is its part of that.
-
-    Plain tensors on the same memory as the parameters', so that torch's functions, which do
-    not take plain tensors and DTensors together, can change the gradients in place.
-    """
-    parts = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        if isinstance(parameter, DTensor) or isinstance(parameter.grad, DTensor):
-            gradient = _local(parameter.grad)
-            part = _local(parameter.detach()).view_as(gradient)
-            part.grad = gradient
-            parts.append(part)
-        else:
-            parts.append(parameter)
-    return parts
+from nbdist.parallel import registry
+from nbdist.parallel.tensors import local_parts
 
 
 class Scaler(torch.amp.GradScaler):
@@ -63,7 +42,7 @@ class Scaler(torch.amp.GradScaler):
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's."""
+        """As torch's, with what the last step has shown taken into account."""
         self._settle()
         return super().state_dict()
 
@@ -98,10 +77,6 @@ class Scaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(own, inv_scale, found_inf, allow_fp16)
         for flag in found.values():  # offloaded gradients have a flag of their own
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
-        if prepare.current().name != "single":
+        if registry.current().name != "single":
             dist.all_reduce(found_inf, dist.ReduceOp.MAX)
         return {found_inf.device: found_inf}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

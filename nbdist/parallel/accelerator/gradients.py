@@ -10,12 +10,12 @@ import accelerate
 import torch
 from accelerate.utils import AutocastKwargs
 
-from nbdist.lints.rank import optimizer_steps
-from nbdist.parallel import prepare
+from nbdist.parallel import events, registry
 from nbdist.parallel.accelerator import clip_grad
-from nbdist.parallel.accelerator.grad_scaler import Scaler, local_parts
+from nbdist.parallel.accelerator.grad_scaler import Scaler
 from nbdist.parallel.dp import deepspeed, deepspeed_engine
 from nbdist.parallel.precision import DTYPES
+from nbdist.parallel.tensors import local_parts
 
 
 class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
@@ -43,7 +43,7 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         """As Accelerate's: divided by the backwards of a step, and scaled for fp16."""
         engine = deepspeed_engine.only(self._models)
         if engine is None:
-            with optimizer_steps.Declared(loss, self.gradient_accumulation_steps):
+            with events.backward(loss, self.gradient_accumulation_steps):
                 super().backward(loss, **kwargs)
         else:
             deepspeed.backward(engine, loss / self.gradient_accumulation_steps)
@@ -61,7 +61,7 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         given = _listed(parameters)
         self._unscale(given)
         return clip_grad.clip_grad_norm(
-            given, max_norm, norm_type, prepare.layout_of, degrees=prepare.current().degrees
+            given, max_norm, norm_type, registry.layout_of, degrees=registry.current().degrees
         )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -74,14 +74,14 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     @property
     def mixed_precision(self) -> str:
         """no, bf16 or fp16: the current strategy's option."""
-        precision = prepare.current().options.precision
+        precision = registry.current().options.precision
         return precision if precision in DTYPES else "no"
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
         """Compute in the strategy's precision; nothing in fp32."""
         handler = autocast_handler or self.autocast_handler
-        dtype = DTYPES.get(prepare.current().options.precision)
+        dtype = DTYPES.get(registry.current().options.precision)
         if dtype is None or deepspeed_engine.only(self._models) is not None:
             yield
             return

@@ -20,7 +20,7 @@ from accelerate.utils import (
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from nbdist.errors import NbdistError, OptionError
-from nbdist.parallel import prepare as parallel_prepare
+from nbdist.parallel import registry
 from nbdist.parallel.accelerator.batch_sampler import (
     BatchQueue,
     DataShard,
@@ -110,14 +110,6 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
         step = self._step(current_share())
         return DispatchedLoader(self, self._settings, self._first + n_batches * step)
 
-    def epoch_state(self) -> dict[str, Any]:
-        """Which epoch this is."""
-        return {"iteration": self.iteration}
-
-    def set_epoch_state(self, state: dict[str, Any]) -> None:
-        """Let the next loop be that epoch."""
-        self.set_epoch(state["iteration"])
-
     def __len__(self) -> int:
         step = self._step(current_share())
         n_batches = len(self.base_dataloader) - self._first
@@ -134,7 +126,7 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
         self.iteration += 1
 
     def _batches(self) -> Iterator[Any]:
-        is_alone = parallel_prepare.current().name == "single"
+        is_alone = registry.current().name == "single"
         reads = is_alone or dist.get_rank() == 0
         # torch's data pipes meet all ranks where an iterator is made.
         is_opened = reads or isinstance(self.dataset, IterDataPipe)
@@ -266,14 +258,6 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
     def skip(self, n_batches: int) -> IterableShard:
         """The same without its first batches."""
         return IterableShard(self, self._settings, self.skip_batches + n_batches)
-
-    def epoch_state(self) -> dict[str, Any]:
-        """Which epoch this is."""
-        return {"iteration": self.iteration}
-
-    def set_epoch_state(self, state: dict[str, Any]) -> None:
-        """Let the next loop be that epoch."""
-        self.set_epoch(state["iteration"])
 
     def __iter__(self) -> Iterator[Any]:
         share = current_share()

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+
+ACCELERATOR = "nbdist.parallel.accelerator.accelerator"
+# What cells use sooner or later: together two or three seconds of imports.
+MODULES = (
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "accelerate",
+    ACCELERATOR,
+    "torch._dynamo",  # for the first DDP
+)
 
 
 class LazyAccelerator:
@@ -12,7 +23,7 @@ class LazyAccelerator:
     """
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Nothing is imported before the first use."""
         _made.append(self)
 
     def __getattribute__(self, name: str) -> Any:
@@ -28,11 +39,11 @@ class LazyAccelerator:
         setattr(_awake(self), name, value)
 
     def __dir__(self) -> list[str]:
-        """The Accelerator's."""
+        """Names are asked of the Accelerator."""
         return dir(_awake(self))
 
     def __repr__(self) -> str:
-        """The Accelerator's."""
+        """It is shown as the Accelerator."""
         return repr(_awake(self))
 
 
@@ -47,7 +58,5 @@ def become(cls: type) -> None:
 
 def _awake(one: LazyAccelerator) -> Any:
     """The same object as what it stands for."""
-    from nbdist.parallel.accelerator import accelerator
-
-    become(accelerator.LazyAccelerator)
+    import_module(ACCELERATOR)  # which calls `become`
     return one

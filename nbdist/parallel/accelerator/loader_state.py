@@ -1,8 +1,15 @@
-"""Where a loader is inside its epoch: kept for checkpoints, which go on at the next batch."""
+"""Where a loader is inside its epoch, for checkpoints; and the shape of the batches it gives."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import torch
+
+# What models of tokens call them: a batch may have other tensors before.
+_TOKENS = "input_ids"
+_last_batch: tuple[tuple[int, ...], str] = ((), "")
 
 
 class Position:
@@ -12,16 +19,19 @@ class Position:
     A loop that was left early counts as far as it came.
     """
 
+    # Accelerate's loaders have these.
+    iteration: int
+    set_epoch: Callable[[int], None]
     _used = 0
     _resumed = 0
 
     def epoch_state(self) -> dict[str, Any]:
-        """Which epoch this is and how its order began."""
-        raise NotImplementedError
+        """Which epoch this is; of a loader that knows it also how its order began."""
+        return {"iteration": self.iteration}
 
     def set_epoch_state(self, state: dict[str, Any]) -> None:
         """Let the next loop be the epoch in which `state` was taken, from its beginning."""
-        raise NotImplementedError
+        self.set_epoch(state["iteration"])
 
     def position_state(self) -> dict[str, Any]:
         """Which epoch this is, how its order began, and how many batches of it were used."""
@@ -37,3 +47,29 @@ class Position:
         is_resumed = self._resumed > 0
         self._used, self._resumed = max(start, self._resumed), 0
         return self._used, is_resumed
+
+
+def note_batch(batch: Any) -> None:
+    """Remember the shape of a loop's first batch; the last one of an epoch may be smaller."""
+    global _last_batch  # noqa: PLW0603  # one process is one rank
+    found = _first(batch)
+    if found is not None and found.dim():
+        _last_batch = tuple(found.shape), str(found.dtype).removeprefix("torch.")
+
+
+def last_batch() -> tuple[tuple[int, ...], str]:
+    """Shape and type of the last loop's first batch; empty before one."""
+    return _last_batch
+
+
+def _first(batch: Any) -> torch.Tensor | None:
+    if isinstance(batch, torch.Tensor):
+        return batch
+    if isinstance(batch, Mapping):
+        if isinstance(batch.get(_TOKENS), torch.Tensor):
+            tokens: torch.Tensor = batch[_TOKENS]
+            return tokens
+        batch = batch.values()
+    if isinstance(batch, str | bytes) or not isinstance(batch, Iterable):
+        return None
+    return next((found for one in list(batch) if (found := _first(one)) is not None), None)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from nbdist.parallel import build, prepare
+from nbdist.parallel import build, registry
 from nbdist.parallel.dp import deepspeed, fsdp1_state
+from nbdist.parallel.reshard import full_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,15 @@ class Portable:
 
 def portable(model: Any) -> Portable:
     """Of what prepare() returned for a model, or of the user's module."""
-    known = prepare.prepared_of(model)
+    known = registry.prepared_of(model)
     if known is None:
         return _of_engine(model)
     return Portable(
         base=known.base,
-        firsts=_firsts(known.base),
+        firsts=build.firsts_of(known.base),
         shapes={name: tuple(layout.shape) for name, layout in known.layouts.items()},
-        values=functools.partial(prepare.full_state, known),
-        load=functools.partial(prepare.load_full, known),
+        values=functools.partial(full_state.full_state, known),
+        load=functools.partial(full_state.load_full, known),
         listed=functools.partial(
             fsdp1_state.listed if fsdp1_state.is_flat(known) else _listed, known.base
         ),
@@ -67,7 +68,7 @@ def portable(model: Any) -> Portable:
 
 def _of_engine(engine: Any) -> Portable:
     base: torch.nn.Module = engine.module
-    firsts = _firsts(base)
+    firsts = build.firsts_of(base)
     # The third stage leaves empty tensors, and notes their shapes.
     shapes = {
         name: tuple(getattr(tensor, "ds_shape", tensor.shape))
@@ -88,7 +89,3 @@ def _load_engine(engine: Any, values: Mapping[str, torch.Tensor]) -> None:
 def _listed(base: torch.nn.Module) -> Mapping[str, Any]:
     found: Mapping[str, Any] = base.state_dict(keep_vars=True)
     return found
-
-
-def _firsts(base: torch.nn.Module) -> dict[str, str]:
-    return {name: first for first, names in build.names_of(base).items() for name in names}

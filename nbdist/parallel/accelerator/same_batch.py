@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
-
-import torch
-from accelerate.utils import recursively_apply
 
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError
-from nbdist.parallel import prepare
+from nbdist.parallel import registry
 from nbdist.parallel.consensus import all_gather_object
+from nbdist.parallel.cp.split_sequence import tensors
+from nbdist.parallel.tensors import digest
 
 
 def check_alike(batch: Any, index: int) -> None:
@@ -28,10 +26,10 @@ def check_alike(batch: Any, index: int) -> None:
         NbdistError: They differ, on all ranks: a model's parts would each compute with
             different data, and nothing else would tell.
     """
-    choice = prepare.current()
+    choice = registry.current()
     if choice.name == "single" or choice.degrees.dp == choice.degrees.product:
         return
-    seen = all_gather_object((index, _digest(batch)))
+    seen = all_gather_object((index, digest(tensors(batch))))
     for part in {one for one, _ in seen}:
         ranks = [rank for rank, (one, _) in enumerate(seen) if one == part]
         if len({seen[rank][1] for rank in ranks}) > 1:
@@ -42,16 +40,3 @@ def check_alike(batch: Any, index: int) -> None:
                 "DataLoaderConfiguration(dispatch_batches=True)), or seed the ranks alike "
                 "(%dist_init --seed 0)."
             )
-
-
-def _digest(batch: Any) -> str:
-    total = hashlib.sha1(usedforsecurity=False)
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(flat.numpy().tobytes())
-        return tensor
-
-    recursively_apply(add, batch)
-    return total.hexdigest()

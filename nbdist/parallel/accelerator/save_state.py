@@ -22,11 +22,11 @@ from accelerate.utils import load, save
 from safetensors.torch import load_file
 
 from nbdist.errors import NbdistError
-from nbdist.parallel import prepare
 from nbdist.parallel.accelerator.model_state import Portable, portable
 from nbdist.parallel.accelerator.weak_list import WeakList
 from nbdist.parallel.consensus import all_gather_object, all_or_none
 from nbdist.parallel.registry import names_in
+from nbdist.parallel.reshard import full_state
 
 # A whole state says so: torch's own would be taken for this rank's part.
 _FORMAT = "nbdist: whole tensors by parameter name"
@@ -151,7 +151,7 @@ def whole_model(model: torch.nn.Module) -> dict[str, Any]:
 
 def whole_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's state by parameter name. Collective: every rank."""
-    state: dict[str, Any] = prepare.full_optimizer_state(optimizer)
+    state: dict[str, Any] = full_state.full_optimizer_state(optimizer)
     return {"format": _FORMAT, **state}
 
 
@@ -182,9 +182,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         tell_forgotten("The saved state has none of the optimizer")
     elif state.get("format") == _FORMAT:
         state = {key: value for key, value in state.items() if key != "format"}
-        prepare.load_full_optimizer_state(optimizer, state)
+        full_state.load_full_optimizer_state(optimizer, state)
     elif _state.is_loading and (named := _named(optimizer, state)) is not None:
-        prepare.load_full_optimizer_state(optimizer, named)
+        full_state.load_full_optimizer_state(optimizer, named)
     else:
         optimizer.load_state_dict(dict(state))
 

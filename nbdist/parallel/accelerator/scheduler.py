@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.scheduler import AcceleratedScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from nbdist.parallel import prepare
+from nbdist.parallel import registry
 from nbdist.parallel.accelerator.optimizer import Optimizer
 
 
@@ -66,7 +66,7 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
         if any(one.step_was_skipped for one in self.optimizers):
             return
         is_once = self.split_batches or isinstance(self.scheduler, ReduceLROnPlateau)
-        for _ in range(1 if is_once else prepare.current().degrees.dp):
+        for _ in range(1 if is_once else registry.current().degrees.dp):
             # OneCycleLR raises after its last step, which the last round may pass.
             total = getattr(self.scheduler, "total_steps", None)
             if is_once or total is None or self.scheduler.last_epoch < total:

@@ -45,7 +45,7 @@ class WeakList:
             self.append(one)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Hold nothing from now on; numbers that were given are not given again."""
         self._entries.clear()
 
     def numbers(self) -> set[int]:
@@ -53,7 +53,7 @@ class WeakList:
         return {number for number, one in self._entries if one() is not None}
 
     def keep(self, numbers: set[int]) -> None:
-        """Forget all others."""
+        """Hold only entries with these numbers from now on."""
         self._entries = [entry for entry in self._entries if entry[0] in numbers]
 
     def __iter__(self) -> Iterator[Any]:

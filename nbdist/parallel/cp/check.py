@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from nbdist.errors import OptionError
 from nbdist.parallel.cp import attention, split_sequence
 from nbdist.parallel.mesh import ParallelMesh
+from nbdist.parallel.training_state import keep_modes, put_back_after
 
 # Positions of a trial on each rank; doubled while every label in it is ignored.
 _POSITIONS = 8
@@ -103,7 +103,8 @@ def examine(trial: Trial) -> Split:
     """
     total, size = split_sequence.length(trial.call), trial.grid.size("cp")
     n_positions = min(total, _POSITIONS * size)
-    with torch.no_grad(), _eval_mode(trial.base):
+    with torch.no_grad(), put_back_after(keep_modes(trial.base)):
+        trial.base.eval()  # no dropout, and no statistics are taken
         whole = _run_whole(trial, n_positions)
         # Without a label that counts the loss is nan and says nothing.
         while n_positions < total and any(t.isnan().any() for t in whole.output if not t.ndim):
@@ -239,15 +240,3 @@ def _is_exact(seen: list[torch.Tensor]) -> bool:
     """Whether attention was given float32, computed as such."""
     is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in seen)
     return not is_half and torch.get_float32_matmul_precision() == "highest"
-
-
-@contextlib.contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout, and no statistics are taken; afterwards each module is as it was."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, is_training in before:
-            module.training = is_training

@@ -52,7 +52,7 @@ class ContextParallel(torch.nn.Module):
 
     @property
     def base(self) -> torch.nn.Module:
-        """The user's model."""
+        """The user's own model, which `module` is or has inside."""
         model: torch.nn.Module = self.__dict__["_base"]
         return model
 
@@ -140,8 +140,4 @@ def _heads(model: torch.nn.Module) -> set[int]:
     return {n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0}
 
 
-def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
-    return ContextParallel(outer, job)
-
-
-STEP = Transform(plan=_plan, wrap=_wrap)
+STEP = Transform(plan=_plan, wrap=lambda job, outer: ContextParallel(outer, job))

@@ -67,14 +67,6 @@ def _compress(
     ddp.register_comm_hook(state, hook)
 
 
-def _fp16(group: dist.ProcessGroup | None) -> tuple[Any, Hook]:
-    return group, default_hooks.fp16_compress_hook
-
-
-def _bf16(group: dist.ProcessGroup | None) -> tuple[Any, Hook]:
-    return group, halved
-
-
 # With the signature of torch's, which DDP asks for; without its name.
 @functools.wraps(default_hooks.bf16_compress_hook, assigned=())
 def halved(*args: Any) -> torch.futures.Future[torch.Tensor]:
@@ -99,8 +91,8 @@ def _powersgd(group: dist.ProcessGroup | None) -> tuple[Any, Hook]:
 # bucket: its collectives of several come in no order, which ends the process
 # (gloo::EnforceNotMet, 4 ranks, torch 2.13).
 HOOKS: dict[str, Callable[[dist.ProcessGroup | None], tuple[Any, Hook]]] = {
-    "fp16": _fp16,
-    "bf16": _bf16,
+    "fp16": lambda group: (group, default_hooks.fp16_compress_hook),
+    "bf16": lambda group: (group, halved),
     "powersgd": _powersgd,
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel import prepare
+from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.accelerator.optimizer import Optimizer
 from nbdist.parallel.dp import deepspeed, fsdp
@@ -81,7 +81,7 @@ def only(models: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
 
 def shown(base: torch.nn.Module) -> torch.nn.Module | None:
     """What the user calls for his module: a wrapper, it, or an engine; None for an ended one."""
-    known = prepare.prepared_of(base)
+    known = registry.prepared_of(base)
     if known is not None:
         return known.outer
     return base if is_engine(base) else None
@@ -128,8 +128,10 @@ def taken_over(arguments: Sequence[Any]) -> tuple[Any, ...]:
         )
     raw = optimizers[0].optimizer if isinstance(optimizers[0], Optimizer) else optimizers[0]
     drop()
-    choice = prepare.current()
-    engine, optimizer = deepspeed.prepare(models[0], raw, choice, prepare.grid(), prepare.device())
+    choice = registry.current()
+    engine, optimizer = deepspeed.prepare(
+        models[0], raw, choice, registry.grid(), registry.device()
+    )
     _engines.add(engine)
     placed = {id(models[0]): engine, id(optimizers[0]): EngineOptimizer(optimizer, engine)}
     return tuple(placed.get(id(one), one) for one in arguments)

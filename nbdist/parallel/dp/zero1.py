@@ -10,8 +10,9 @@ ZeroRedundancyOptimizer makes another optimizer, so schedulers and closures woul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.optim import LBFGS, Optimizer
 
 from nbdist.errors import OptionError
-from nbdist.parallel.transform import Layouts, Transform
+from nbdist.parallel.transform import Transform
 from nbdist.strategy.tensor_layout import TensorLayout
 
 # Parameters travel in pieces of about this size.
@@ -33,19 +34,11 @@ def owners(layouts: Mapping[str, TensorLayout], world_size: int) -> dict[str, in
     """
     loads = [0] * world_size
     found = {}
-    sizes = {name: _size(layout) for name, layout in layouts.items()}
+    sizes = {name: math.prod(layout.shape) for name, layout in layouts.items()}
     for name in sorted(sizes, key=lambda one: (-sizes[one], one)):
         found[name] = loads.index(min(loads))
         loads[found[name]] += sizes[name]
     return found
-
-
-def state_layouts(layouts: Layouts, world_size: int) -> Layouts:
-    """How the state of each parameter lies."""
-    return {
-        name: replace(layouts[name], ranks=frozenset({owner}))
-        for name, owner in owners(layouts, world_size).items()
-    }
 
 
 def check(optimizer: Optimizer) -> None:
@@ -188,13 +181,6 @@ def _buckets(
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _size(layout: TensorLayout) -> int:
-    size = 1
-    for length in layout.shape:
-        size *= length
-    return size
 
 
 # All is done to the optimizer; the model is under ddp.

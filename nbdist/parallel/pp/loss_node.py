@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from nbdist.parallel.tensors import like
+
 Gradients = list[torch.Tensor | None]
 
 
@@ -65,9 +67,5 @@ def _multiply(gradients: Gradients, factor: torch.Tensor) -> None:
 
 
 def _times(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor * factor
-    return DTensor.from_local(
-        tensor.to_local() * factor, tensor.device_mesh, tensor.placements, run_check=False,
-        shape=tensor.shape, stride=tensor.stride(),
-    )  # fmt: skip
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return like(tensor, local * factor)

@@ -34,7 +34,7 @@ class StageBoundary:
         return StageBoundary(packed.skeleton, tuple((t.shape, t.dtype) for t in packed.tensors))
 
     def examples(self) -> tuple[torch.Tensor, ...]:
-        """Wires without memory."""
+        """What crosses, on meta: tensors without memory that need a gradient."""
         return tuple(
             _wire(torch.empty(shape, dtype=dtype, device="meta")).requires_grad_()
             for shape, dtype in self.kinds

@@ -24,6 +24,7 @@ import torch
 
 from nbdist.errors import OptionError
 from nbdist.parallel.blocks import Blocks, find_blocks
+from nbdist.parallel.build import names_of, tensors_of
 from nbdist.parallel.pp.pipeline import SCHEDULES, Pipeline
 from nbdist.parallel.pp.stage import EVERYWHERE, Part, Stages
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
@@ -228,12 +229,9 @@ class _Outside:
 
 
 def _first_names(base: torch.nn.Module) -> dict[int, str]:
-    """The first name of each tensor, by id: of tied ones as `build.names_of` has it."""
-    found: dict[int, str] = {}
-    for named in (base.named_parameters, base.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            found.setdefault(id(tensor), name)
-    return found
+    """The first name of each tensor, by id."""
+    tensors = tensors_of(base)
+    return {id(tensors[name]): name for name in names_of(base)}
 
 
 def _own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

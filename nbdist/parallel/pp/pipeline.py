@@ -8,7 +8,7 @@ already, times the gradient of the loss: so dividing, scaling and adding up work
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,7 +262,7 @@ class Pipeline(torch.nn.Module):
                 output_args=loss if outgoing is None else outgoing.examples(),
                 group=route.group,
                 # With it torch runs the whole backward first, and nothing in the second half.
-                dw_builder=_nothing_later if names else None,
+                dw_builder=(lambda: lambda: None) if names else None,
             )
             for part, (incoming, outgoing), names in zip(
                 parts, findings.borders, findings.whole, strict=True
@@ -274,7 +274,7 @@ class Pipeline(torch.nn.Module):
         kind = SCHEDULES[name].kind
         given = stages if SCHEDULES[name].is_looped else stages[0]
         # The micro-batches' losses are divided beforehand, so torch need not divide gradients.
-        return kind(given, count, loss_fn=_first, scale_grads=False)
+        return kind(given, count, loss_fn=lambda output, _target: output, scale_grads=False)
 
     def _tell_unsplit(self, part: Part, names: tuple[str, ...]) -> None:
         if names and part.index not in self._told:
@@ -312,14 +312,6 @@ class Pipeline(torch.nn.Module):
             if self._holders[name] is None:
                 buffer = self.module.get_buffer(name)
                 dist.broadcast(buffer, group=self._route.group, group_src=rank)
-
-
-def _nothing_later() -> Callable[..., None]:
-    return lambda: None
-
-
-def _first(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
-    return output
 
 
 def _is_tensor(value: Any) -> bool:

@@ -78,7 +78,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts leaves in."""
+    """Puts leaves in the places that `_Pickler` has numbered."""
 
     def __init__(self, file: io.BytesIO, leaves: Sequence[Any]) -> None:
         super().__init__(file)

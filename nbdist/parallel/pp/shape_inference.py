@@ -7,7 +7,6 @@ goes from stage to stage before torch's schedule, which must know it, runs.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from nbdist.parallel.pp.p2p_tensors import StageBoundary
 from nbdist.parallel.pp.pytree import FlatValue, broadcast, pack, receive, send, unpack
 from nbdist.parallel.pp.split_backward import params_with_shared_grad
 from nbdist.parallel.pp.stage import EVERYWHERE, Part, Stages
+from nbdist.parallel.tensors import digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Failed:
 
     @staticmethod
     def of(stage: int, error: Exception) -> Failed:
-        """This rank's error."""
+        """An error of this rank's model, as text that others can be told."""
         return Failed(stage, dist.get_rank(), f"{type(error).__name__}: {error}")
 
     def reason(self) -> NbdistError:
@@ -328,10 +328,4 @@ def _without_trace(device: torch.device, buffers: dict[str, Any]) -> Iterator[An
 
 
 def _digest(batch: FlatValue) -> str:
-    total = hashlib.sha1(usedforsecurity=False)
-    for leaf in batch.leaves:
-        if isinstance(leaf, torch.Tensor):
-            flat = leaf.detach().cpu().contiguous().flatten().view(torch.uint8)
-            total.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            total.update(flat.numpy().tobytes())
-    return total.hexdigest()
+    return digest(leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor))

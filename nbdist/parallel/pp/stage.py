@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from nbdist.errors import NbdistError
 from nbdist.parallel.blocks import Blocks
@@ -31,6 +30,7 @@ from nbdist.parallel.pp.p2p_tensors import (
     unpack_activations,
 )
 from nbdist.parallel.pp.pytree import FlatValue, pack, unpack
+from nbdist.parallel.tensors import like, local_of
 
 _NAN = float("nan")
 # The model's attribute with the names of what every stage is to hold; pp.py reads it.
@@ -59,7 +59,7 @@ class StandIn(torch.nn.Module):
         return self.__dict__["_call"](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """The block's attribute."""
+        """What the block itself has: models ask their blocks for settings."""
         return getattr(self.__dict__["_block"], name)
 
 
@@ -350,15 +350,9 @@ def _full_of_nan(
     parameter: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A number, and a tensor like the parameter that is full of it."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_of(parameter)
     number = torch.full((), _NAN, dtype=local.dtype, device=device)
-    value = number.expand(local.shape)
-    if isinstance(parameter, DTensor):
-        value = DTensor.from_local(
-            value, parameter.device_mesh, parameter.placements, run_check=False,
-            shape=parameter.shape, stride=parameter.stride(),
-        )  # fmt: skip
-    return number, value
+    return number, like(parameter, number.expand(local.shape))
 
 
 def _out_of_order(*_: Any, **__: Any) -> Any:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+
+from nbdist.parallel.tensors import like, local_of
 
 
 @dataclass(slots=True)
@@ -50,9 +51,9 @@ def all_reduce_tied(shares: Sequence[GradientShare], group: dist.ProcessGroup) -
 def _add_up(
     shares: Sequence[GradientShare], holders: tuple[int, ...], group: dist.ProcessGroup
 ) -> None:
-    parts = [_local(share.parameter) for share in shares]
+    parts = [local_of(share.parameter) for share in shares]
     own = [
-        torch.zeros_like(part) if share.gradient is None else _local(share.gradient)
+        torch.zeros_like(part) if share.gradient is None else local_of(share.gradient)
         for part, share in zip(parts, shares, strict=True)
     ]
     is_there = torch.tensor(
@@ -67,7 +68,7 @@ def _add_up(
     for share, part, total, count in zip(shares, parts, sums, counts.tolist(), strict=True):
         # By itself: it becomes a parameter's .grad, and must not keep the others alive.
         summed = total.view_as(part).clone() if count else None
-        share.gradient = None if summed is None else _like(share.parameter, summed)
+        share.gradient = None if summed is None else like(share.parameter, summed)
 
 
 def _exchanged(
@@ -85,17 +86,3 @@ def _exchanged(
         work.wait()
     everyone = {**received, here: flat}
     return torch.stack([everyone[one] for one in holders]).sum(0)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip

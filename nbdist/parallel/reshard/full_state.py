@@ -9,12 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from nbdist.errors import NbdistError
-from nbdist.parallel import build
-from nbdist.parallel.consensus import world_size
+from nbdist.parallel import build, consensus
 from nbdist.parallel.dp import fsdp, fsdp1_state
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.registry import device, names_in, state_side
@@ -27,6 +25,7 @@ from nbdist.parallel.reshard.optimizer_state import (
     write,
 )
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
+from nbdist.parallel.tensors import local_of
 from nbdist.strategy.tensor_layout import Placement
 
 _NAMED = 3
@@ -166,22 +165,21 @@ def shard_into(
         local.optimizer, local.number, local.names, broadcast_entries(local.entries)
     )
     plan(agreed, old, new)  # refuses what cannot be cut
-    rank = dist.get_rank() if dist.is_initialized() else 0
     parts = {}
     for spot in local.entries:
         label, side = agreed.label(spot), new[spot[0]]
         if label not in local.tensors:
             continue
-        part = build.part_of(local.tensors[label], side.layout, side.degrees, rank)
+        part = build.part_of(local.tensors[label], side.layout, side.degrees, consensus.rank())
         if part is not None:
-            parts[label] = part.to(build.local_of(after[spot[0]]).device, copy=True)
+            parts[label] = part.to(local_of(after[spot[0]]).device, copy=True)
     write(optimizer, agreed, parts, before, after, new)
 
 
 def local_state(one: Prepared) -> dict[str, torch.Tensor]:
     """This rank's part of each parameter and buffer that it holds, by first name."""
     found = {**build.buffers_of(one.base), **one.parameters}
-    local = {name: build.local_of(found[name]) for name in one.layouts}
+    local = {name: local_of(found[name]) for name in one.layouts}
     return {name: tensor for name, tensor in local.items() if not tensor.is_meta}
 
 
@@ -195,7 +193,7 @@ def broadcast_entries(
     entries: Mapping[tuple[str, str], StateEntry],
 ) -> dict[tuple[str, str], StateEntry]:
     """The same entries, as those that every rank has."""
-    ranks = frozenset(range(world_size()))
+    ranks = frozenset(range(consensus.world_size()))
     return {spot: replace(entry, ranks=ranks) for spot, entry in entries.items()}
 
 

@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError, OptionError
+from nbdist.parallel import consensus
 from nbdist.parallel.consensus import all_gather_object
 from nbdist.parallel.reshard.redistribute import Reshard
+from nbdist.parallel.tensors import like, local_as
 from nbdist.strategy.tensor_layout import Placement, is_same, local_runs, missing
 
 # (Parameter's name, key in the optimizer's state of it.)
@@ -113,7 +114,7 @@ def read(
         for key, value in optimizer.state.get(parameter, {}).items():
             entry = entries[name, key] = _entry(value, parameter)
             if entry.kind == "tensor":
-                tensors[_label(number, (name, key))] = _laid_out(value, parameter)
+                tensors[_label(number, (name, key))] = local_as(value, parameter)
     return LocalState(type(optimizer).__name__, number, tuple(parameters), entries, tensors)
 
 
@@ -156,7 +157,7 @@ def plan(
             history) and a parameter's layout changes.
         NbdistError: A part of a state is on no rank.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    world_size = consensus.world_size()
     _refuse_others(agreed, old, new, world_size)
     moves = []
     for place, entry in agreed.entries.items():
@@ -196,7 +197,7 @@ def write(
         after: Name -> the parameter that gets it; in the groups already, or still the old one.
         new: As in `plan`.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = consensus.rank()
     capturable = _with_step_on_device(optimizer, before, after)
     fresh: dict[str, dict[str, Any]] = {}
     for (name, key), entry in agreed.entries.items():
@@ -204,7 +205,7 @@ def write(
             continue
         own = fresh.setdefault(name, {})
         if entry.kind == "tensor":
-            own[key] = _like(tensors[agreed.label((name, key))], after[name])
+            own[key] = like(after[name], tensors[agreed.label((name, key))])
         elif entry.kind == "number":
             own[key] = _number(entry, after[name], _is_there(key, entry, name in capturable))
         elif rank in entry.ranks:
@@ -230,17 +231,6 @@ def _entry(value: Any, parameter: torch.Tensor) -> StateEntry:
     if value.shape == wanted:
         return StateEntry("tensor", value.dtype)
     return StateEntry("other", value.dtype, f"shape {tuple(value.shape)}, not {tuple(wanted)}")
-
-
-def _laid_out(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A state's local part, as its parameter lies."""
-    if not isinstance(value, DTensor):
-        return value
-    if isinstance(parameter, DTensor) and value.placements != parameter.placements:
-        value = value.redistribute(placements=parameter.placements)
-    with torch.no_grad():  # a tenth of the time
-        local: torch.Tensor = value.to_local()
-    return local
 
 
 def _merged(
@@ -319,20 +309,6 @@ def _number(entry: StateEntry, parameter: torch.Tensor, is_there: bool) -> Any:
         return entry.value
     device = parameter.device if is_there else torch.device("cpu")
     return torch.tensor(entry.value, dtype=entry.dtype, device=device)
-
-
-def _like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A local part as a state of this parameter: a DTensor where it is one."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _label(number: int, place: Place) -> str:

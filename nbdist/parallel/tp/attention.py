@@ -14,7 +14,14 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
@@ -59,9 +66,7 @@ class SplitAttention(ParallelStyle):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         assert isinstance(module, torch.nn.MultiheadAttention)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            split = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
-            fresh = torch.nn.Parameter(split, requires_grad=parameter.requires_grad)
-            module.register_parameter(name, fresh)
+            module.register_parameter(name, split_parameter(parameter, device_mesh, Shard(0)))
         output = Replicate() if self._sequence_dim is None else Shard(self._sequence_dim)
         style = RowwiseParallel(output_layouts=output)
         parallelize_module(module.out_proj, device_mesh, style, src_data_rank=None)
@@ -69,6 +74,14 @@ class SplitAttention(ParallelStyle):
         forward: Any = functools.partial(_forward, module, place)
         module.forward = functools.update_wrapper(forward, module.forward)  # type: ignore[method-assign]
         return module
+
+
+def split_parameter(
+    parameter: torch.Tensor, mesh: DeviceMesh, placement: Placement
+) -> torch.nn.Parameter:
+    """A meta parameter as a DTensor on meta. No rank is met."""
+    split = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+    return torch.nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
 def close_fast_paths(base: torch.nn.Module) -> None:

@@ -32,7 +32,7 @@ def layers_of(base: torch.nn.Module) -> dict[str, Layer]:
     found = [module for blocks in candidates(base) for module in blocks.modules]
     blocks = {id(module) for module in found}
     inside = {id(inner) for module in found for inner in module.modules()}
-    weights = _first_names(base)
+    weights = {id(parameter): name for name, parameter in base.named_parameters()}
     hidden = {id(m) for one in modules.values() if is_attention(one) for m in one.children()}
     return {
         name: _layer(module, weights, id(module) in blocks, id(module) in inside)
@@ -70,7 +70,10 @@ def divided(
     style = plan.get(name)
     if style is not None and style.kind == "divide":
         return {key: _share(found.get(key), f"{name}.{key}", degree) for key in style.attributes}
-    widths = {_width(module, name, column) // plan[column].parts for column in columns}
+    widths = {
+        _sizes(module.get_submodule(column.removeprefix(f"{name}.")))[1] // plan[column].parts
+        for column in columns
+    }
     counts = {key: found[key] for key in (*HEAD_COUNTS, *KV_COUNTS) if _is_count(found.get(key))}
     sizes = {key: found[key] for key in WIDTHS if found.get(key) in widths and key not in counts}
     return {
@@ -87,7 +90,7 @@ def _layer(
     heads = next((found[key] for key in HEAD_COUNTS if _is_count(found.get(key))), None)
     size = next((found[key] for key in HEAD_SIZES if _is_count(found.get(key))), None)
     return Layer(
-        kind=_kind(module),
+        kind=next((kind for kind, is_one in _KINDS if is_one(module)), "other"),
         n_in=n_in,
         n_out=n_out,
         weight=weights.get(id(weight), ""),
@@ -98,10 +101,6 @@ def _layer(
         is_block=is_block,
         is_in_block=is_in_block,
     )
-
-
-def _kind(module: torch.nn.Module) -> str:
-    return next((kind for kind, is_one in _KINDS if is_one(module)), "other")
 
 
 def is_norm(module: torch.nn.Module) -> bool:
@@ -125,14 +124,6 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int]:
     if is_conv1d(module):
         return tuple(own[0].shape)  # type: ignore[return-value]
     return (0, own[0].shape[-1]) if own and own[0].dim() else (0, 0)
-
-
-def _first_names(base: torch.nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in base.named_parameters()}
-
-
-def _width(owner: torch.nn.Module, name: str, column: str) -> int:
-    return _sizes(owner.get_submodule(column.removeprefix(f"{name}.")))[1]
 
 
 def _is_count(value: Any) -> bool:

@@ -69,7 +69,8 @@ def _lists(job: ModelBuild, plan: Plan) -> list[Blocks]:
             any(name.startswith(f"{blocks.block_name(index)}.") for name in plan)
             for index in range(len(blocks.modules))
         )
-        is_inner = any(_is_in(blocks.container, outer.container) for outer in lists)
+        outside = [module for outer in lists for module in outer.container.modules()]
+        is_inner = any(module is blocks.container for module in outside)
         if has_split and not is_inner:
             lists.append(blocks)
     if not lists:
@@ -83,10 +84,6 @@ def _lists(job: ModelBuild, plan: Plan) -> list[Blocks]:
                 f"{blocks.name} has a block several times, so that none is its first. {_WITHOUT}"
             )
     return lists
-
-
-def _is_in(module: torch.nn.Module, outer: torch.nn.Module) -> bool:
-    return any(module is inner for inner in outer.modules())
 
 
 def _own(job: ModelBuild, blocks: Iterable[str], layouts: Layouts) -> tuple[str, ...]:

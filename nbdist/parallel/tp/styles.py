@@ -20,7 +20,6 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
     distribute_module,
-    distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from nbdist.parallel.tp.attention import Place, SplitAttention
+from nbdist.parallel.tp.attention import Place, SplitAttention, split_parameter
 from nbdist.parallel.tp.model import is_conv1d
 from nbdist.parallel.tp.rng import Streams
 from nbdist.strategy.tensor_layout import TensorLayout
@@ -142,14 +141,6 @@ class SplitEmbedding(ParallelStyle):
         lookup: Any = functools.partial(_look_up, module, place)
         module.forward = functools.update_wrapper(lookup, module.forward)  # type: ignore[method-assign]
         return module
-
-
-def split_parameter(
-    parameter: torch.Tensor, mesh: DeviceMesh, placement: Placement
-) -> torch.nn.Parameter:
-    """A meta parameter as a DTensor on meta. No rank is met."""
-    split = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-    return torch.nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
 def _look_up(module: torch.nn.Embedding, place: Place, words: torch.Tensor) -> torch.Tensor:

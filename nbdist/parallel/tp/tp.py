@@ -159,7 +159,7 @@ def _split_layouts(base: torch.nn.Module, plan: Plan, layouts: Layouts) -> Layou
     found = {}
     for path, style in plan.items():
         for key, dim in split_dims(base.get_submodule(path), style).items():
-            name = _join(path, key)
+            name = f"{path}.{key}" if path else key
             found[name] = split_layout(layouts[first[name]], key, dim, style)
     changed = {}
     for tied in names:
@@ -237,10 +237,6 @@ def _tie(base: torch.nn.Module, names: Iterable[tuple[str, ...]]) -> None:
         for name in tied:
             path, _, key = name.rpartition(".")
             base.get_submodule(path).register_parameter(key, shared)
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
 
 
 STEP = Transform(_plan, _lay_out, _wrap)

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.errors import NbdistError, OptionError
 from nbdist.planner import check
 from nbdist.planner import live_model as planner_live_model
 from nbdist.planner.check import Measured
-from nbdist.planner.kernel import remote_plan
 from nbdist.planner.live_model import LiveModel
 from nbdist.rpc.kernel import gather
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.rpc.kernel.functions import RankFunction
 
 DESCRIBE_S = 60.0
 # Two steps, on a CPU under torch's profiler.
 STEP_S = 600.0
 
+describe_model: RankFunction[[str, str], LiveModel] = RankFunction(
+    "nbdist.planner.rank.describe_model:describe_model"
+)
+check_step: RankFunction[[str, str, int, int], Measured] = RankFunction(
+    "nbdist.planner.rank.check_step:check_step"
+)
 
-def live_model(session: Session, name: str, inputs: str = "") -> LiveModel:
+
+def live_model(ranks: Ranks, name: str, inputs: str = "") -> LiveModel:
     """A variable on the ranks that is a model.
 
     Args:
-        session: Its ranks; all are asked, and compared.
+        ranks: All are asked, and compared.
         name: The variable, or a path from one.
         inputs: A variable that the model is called with; empty for none.
 
@@ -34,7 +37,7 @@ def live_model(session: Session, name: str, inputs: str = "") -> LiveModel:
         RankGone, RankBusy, NotRunning: As for a cell.
     """
     try:
-        told = session.call_all(remote_plan.describe_model, name, inputs, deadline_s=DESCRIBE_S)
+        told = ranks.call_all(describe_model, name, inputs, deadline_s=DESCRIBE_S)
     except NbdistError as error:
         if (refused := gather.remote_error_message(error, OptionError)) is not None:
             raise refused from error
@@ -42,11 +45,11 @@ def live_model(session: Session, name: str, inputs: str = "") -> LiveModel:
     return planner_live_model.alike(told)
 
 
-def checked_step(session: Session, name: str, inputs: str, batch: int, sequence: int) -> Measured:
+def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int) -> Measured:
     """A real step's memory on the rank that needed most; everything is put back afterwards.
 
     Args:
-        session: Its ranks; all step, under the strategy that counts.
+        ranks: All step, under the strategy that counts.
         name: As for `live_model`.
         inputs: Likewise.
         batch: Of random tokens, for a language model without inputs.
@@ -57,10 +60,10 @@ def checked_step(session: Session, name: str, inputs: str, batch: int, sequence:
         NbdistError: What a rank raised, the model's own errors too.
         RankGone, RankBusy, NotRunning, Interrupted: As for a cell.
     """
-    session.upkeep.recover_if_needed()
+    ranks.recover_if_needed()
     try:
-        told = session.call_all(
-            remote_plan.check_step, name, inputs, batch, sequence,
+        told = ranks.call_all(
+            check_step, name, inputs, batch, sequence,
             deadline_s=STEP_S, is_collective=True,
         )  # fmt: skip
     except NbdistError as error:

@@ -9,17 +9,24 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nbdist.comparison import rank as comparison_rank
 from nbdist.errors import OptionError
 from nbdist.parallel import registry
-from nbdist.parallel.build import local_of
-from nbdist.parallel.consensus import fork_rng
 from nbdist.parallel.dp import fsdp
 from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.tensors import local_of
+from nbdist.parallel.training_state import (
+    generators,
+    keep_gradients,
+    keep_modes,
+    keep_optimizer,
+    keep_values,
+    put_back_after,
+)
 from nbdist.planner.check import Measured
 from nbdist.planner.fake.models import is_language_model
 from nbdist.planner.rank import describe_model
 from nbdist.planner.rank.measure_step import Subject, measured
+from nbdist.rpc.rank import namespace
 
 
 def check_step(name: str, inputs: str, batch: int, sequence: int) -> Measured:
@@ -38,7 +45,7 @@ def check_step(name: str, inputs: str, batch: int, sequence: int) -> Measured:
         OptionError: There is no such model, or nobody knows what it is called with.
         NbdistError: Another profiler runs.
     """
-    model = describe_model.model_of(name)
+    model = namespace.model_of(name)
     one = registry.prepared_of(model)
     base = model if one is None else one.base
     outer = model if one is None else one.outer
@@ -71,30 +78,22 @@ def _kept(
     base: torch.nn.Module, one: Prepared | None, optimizer: Optimizer | None
 ) -> Iterator[None]:
     """Everything that a step changes is put back. This rank alone."""
-    if one is not None:
-        fsdp.settle(one.built.job.root)
-    values = [
-        (local_of(t), local_of(t).to("cpu", copy=True))
-        for t in (*base.parameters(), *base.buffers())
-        if not t.is_meta
-    ]
-    gradients = [(p, p.grad) for p in base.parameters()]
-    modes = [(module, module.training) for module in base.modules()]
-    stepper = None if optimizer is None else comparison_rank.stepper_of(optimizer)
-    put_back = fork_rng()
-    base.zero_grad(set_to_none=True)
-    try:
-        yield
-    finally:
+
+    def settle() -> None:
         if one is not None:
             fsdp.settle(one.built.job.root)
-        with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, is_training in modes:
-            module.training = is_training
-        if stepper is not None:
-            comparison_rank.put_back(stepper)
-        put_back()
+
+    settle()
+    tensors = (*base.parameters(), *base.buffers())
+    local = dict(enumerate(local_of(tensor) for tensor in tensors if not tensor.is_meta))
+    put_backs = [
+        settle,
+        keep_values(type(base).__name__, lambda: local),
+        keep_gradients(base),
+        keep_modes(base),
+        *([] if optimizer is None else [keep_optimizer(optimizer)]),
+        generators().put_back,
+    ]
+    base.zero_grad(set_to_none=True)
+    with put_back_after(*put_backs):
+        yield

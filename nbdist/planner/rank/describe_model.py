@@ -23,8 +23,6 @@ from nbdist.planner.live_model import Kind, LiveModel
 from nbdist.planner.workload import OPTIMIZERS
 from nbdist.rpc.rank import namespace
 
-_MOST_NAMES = 8
-
 
 def describe_model(name: str, inputs: str) -> LiveModel:
     """Describe a variable that is a model, whole, whatever strategy it is under. No rank is met.
@@ -40,7 +38,7 @@ def describe_model(name: str, inputs: str) -> LiveModel:
         OptionError: There is no such variable, or it is no model; lists those that are.
     """
     args, kwargs = inputs_of(inputs)
-    return describe(name, model_of(name), args, kwargs)
+    return describe(name, namespace.model_of(name), args, kwargs)
 
 
 def describe(
@@ -84,37 +82,6 @@ def describe(
             source=source,
             problem=problem,
         )
-
-
-def model_of(name: str) -> torch.nn.Module:
-    """A variable on this rank that is a model, or what a path from one leads to.
-
-    Raises:
-        OptionError: It is none; lists those that are.
-    """
-    known = namespace.everything()
-    head, *rest = name.split(".")
-    value: Any = known.get(head)
-    if head not in known:
-        raise OptionError(f"There is no variable {head} on the ranks. {_models()}")
-    for part in rest:
-        if not hasattr(value, part):
-            raise OptionError(f"{head} on the ranks has no {'.'.join(rest)}. {_models()}")
-        value = getattr(value, part)
-    if not isinstance(value, torch.nn.Module):
-        raise OptionError(
-            f"{name} on the ranks is a {type(value).__name__} and no model (torch.nn.Module). "
-            f"{_models()}"
-        )
-    return value
-
-
-def _models() -> str:
-    found = [f"{n} ({type(m).__name__})" for n, m in namespace.values_of(torch.nn.Module).items()]
-    if not found:
-        return "No variable there is a model."
-    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
-    return f"Models there: {', '.join(found[:_MOST_NAMES])}{more}."
 
 
 def inputs_of(name: str) -> tuple[tuple[Any, ...] | None, Mapping[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from nbdist.parallel import model_sizes
-from nbdist.parallel.accelerator import seen
+from nbdist.parallel.accelerator.loader_state import last_batch
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.registry import prepared
 from nbdist.planner.live_model import LiveModel
@@ -35,7 +35,7 @@ def _sketch(name: str, one: Prepared) -> LiveModel:
     if found is None or told != key:
         found = describe_model.describe(name, one.outer, None, {}, wants_source=False)
         _known[one] = (key, found)
-    shape, word = seen.last()
+    shape, word = last_batch()
     if not shape:
         return found
     return replace(found, inputs=(f"{shape} {word}",), inputs_shape=shape)

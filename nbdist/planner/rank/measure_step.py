@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nbdist.errors import NbdistError
 from nbdist.memory.rank import ddp_fsdp
-from nbdist.parallel.build import local_of
+from nbdist.parallel.tensors import local_of
 from nbdist.planner.check import Measured
 from nbdist.planner.fake.run import loss_of
 from nbdist.recording.rank.steps import QUIET, is_profiling

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nbdist.core.shown import shown
-from nbdist.core.view import View, table
+from nbdist.core.units import shown
+from nbdist.core.view import View, lines_html, table
 from nbdist.planner.check import Check, Measured
 from nbdist.planner.live_model import LiveModel, described
 from nbdist.planner.memory import Memory
@@ -63,7 +61,7 @@ def shown_check(
         after.append(f"By formulas: {memory.note}.")
     rows = table(_HEAD, [_cells(check) for check in checks])
     text = "\n".join([*before, "", rows.text, "", *after])
-    page = f"<div>{_lines(before)}{rows.html}{_lines(after)}</div>"
+    page = f"<div>{lines_html(before)}{rows.html}{lines_html(after)}</div>"
     return CheckView(text, page, checks=checks, memory=memory, measured=measured)
 
 
@@ -84,7 +82,3 @@ def _cells(check: Check) -> list[str]:
 
 def _mb(size_bytes: float) -> str:
     return f"{size_bytes / 1e6:.3f}"
-
-
-def _lines(texts: Sequence[str]) -> str:
-    return "".join(f"<div>{html.escape(text)}</div>" for text in texts)

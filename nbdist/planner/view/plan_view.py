@@ -6,7 +6,7 @@ import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nbdist.core.view import View, table
+from nbdist.core.view import View, lines_html, table
 from nbdist.planner.advice import Advice, percent
 from nbdist.planner.memory import FORMULAS, Memory
 from nbdist.planner.models import ModelShape
@@ -60,14 +60,10 @@ def shown_plan(plan: Plan, advice: Advice) -> PlanView:
     bars = _text_bars(plan, counted)
     text = "\n".join([*before, "", rows.text, "", *bars, "", *told, "", *after])
     page = (
-        f"<div>{_lines(before)}{rows.html}{_svg(plan, counted)}{_lines(told)}"
-        f'<div style="font-size:smaller">{_lines(after)}</div></div>'
+        f"<div>{lines_html(before)}{rows.html}{_svg(plan, counted)}{lines_html(told)}"
+        f'<div style="font-size:smaller">{lines_html(after)}</div></div>'
     )
     return PlanView(text, page, plan=plan, advice=advice)
-
-
-def _lines(texts: Sequence[str]) -> str:
-    return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
 
 
 def _before(plan: Plan) -> list[str]:

@@ -6,10 +6,13 @@ starts without it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbdist.rpc.rank import progress
+from nbdist.rpc.rank.cell_hooks import Cell
 from nbdist.rpc.wire import CELL_RECORDING
 
 
@@ -51,40 +54,7 @@ def step() -> None:
         state.running.after_step()
 
 
-def install(kernel: Any) -> None:
-    """Let armed recordings run while the next cell does. Once per engine, before it is watched.
-
-    A cell with another token, or none, is never recorded: a recording whose own cell was not sent
-    waits until the next takes its place. Around the kernel's `do_execute`, as
-    blackbox.watch_cells, which has to come after this: ending the profiler can take seconds and
-    belongs to the cell.
-    """
-    execute = kernel.do_execute
-    if getattr(execute, "is_recorded", False):
-        return
-
-    async def do_execute(*args: Any, **options: Any) -> Any:
-        token = kernel.get_parent("shell").get("metadata", {}).get(CELL_RECORDING)
-        if state.armed is None or state.armed.token != token:
-            return await execute(*args, **options)
-        recording, state.armed = state.armed, None
-        state.running = recording
-        with progress.during(recording.noun):
-            progress.tell("recording")
-            recording.start()
-            try:
-                return await execute(*args, **options)
-            finally:
-                state.running = None
-                progress.tell("ending the recording")
-                recording.stop()
-
-    do_execute.is_recorded = True  # type: ignore[attr-defined]
-    kernel.do_execute = do_execute
-    _stop_before_traceback(kernel.shell)
-
-
-def _stop_before_traceback(shell: Any) -> None:
+def install(shell: Any) -> None:
     """End a recording before a cell's error is formatted: 50,000 calls that are not the cell's.
 
     With Python's calls recorded they take seconds, and an interrupted rank has no more.
@@ -97,3 +67,26 @@ def _stop_before_traceback(shell: Any) -> None:
         return show(*args, **options)
 
     shell.showtraceback = showtraceback
+
+
+@contextmanager
+def around_cell(cell: Cell) -> Iterator[None]:
+    """Let an armed recording run while its cell does.
+
+    A cell with another token, or none, is never recorded: a recording whose own cell was not sent
+    waits until the next takes its place.
+    """
+    recording = state.armed
+    if recording is None or recording.token != cell.metadata.get(CELL_RECORDING):
+        yield
+        return
+    state.armed, state.running = None, recording
+    with progress.during(recording.noun):
+        progress.tell("recording")
+        recording.start()
+        try:
+            yield
+        finally:
+            state.running = None
+            progress.tell("ending the recording")
+            recording.stop()

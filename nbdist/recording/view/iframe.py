@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 # What a browser has to unpack: at most so many bytes as base64.
 MOST_BYTES = 1_300_000
+HERE = "recording/view"
 # Longer names are cut in the middle: those of kernels made of templates run to pages.
 MOST_NAME = 160
 
@@ -30,13 +31,11 @@ class Live:
     """A page that draws.
 
     Attributes:
-        file: Of the package's files; has {{SCRIPT}} and {{DATA}}.
-        scripts: What takes the place of {{SCRIPT}}, in this order.
+        scripts: Files by their paths in the package: what stands behind viewer.js, in this order.
         title: What the frame shows, for those who cannot see it.
-        data: What takes the place of {{DATA}}: base64.
+        data: What the scripts read: base64 of `packed`.
     """
 
-    file: str
     scripts: tuple[str, ...]
     title: str
     data: str
@@ -53,15 +52,18 @@ def over(image: bytes, alt: str, live: Live, height_px: int) -> str:
     """
     # The frame's page is an attribute of this one, so it is escaped as a whole. What users and
     # libraries have named is inside `data`, where nothing can be taken for markup.
-    scripts = "\n".join(map(_resource, live.scripts))
-    inner = _resource(live.file).replace("{{SCRIPT}}", scripts)
+    title = html.escape(live.title, quote=True)
+    inner = _resource(f"{HERE}/viewer.html").replace("{{TITLE}}", title)
+    inner = inner.replace(
+        "{{SCRIPT}}", "\n".join(map(_resource, (f"{HERE}/viewer.js", *live.scripts)))
+    )
     srcdoc = html.escape(inner.replace("{{DATA}}", live.data), quote=True)
     source = base64.b64encode(image).decode("ascii")
     return (
         f'<div style="position:relative;min-height:{height_px}px">'
         f'<img src="data:image/png;base64,{source}" alt="{html.escape(alt, quote=True)}"'
         ' style="display:block;width:100%;height:auto">'
-        f'<iframe sandbox="allow-scripts" title="{html.escape(live.title, quote=True)}"'
+        f'<iframe sandbox="allow-scripts" title="{title}"'
         ' style="position:absolute;inset:0;width:100%;height:100%;border:0"'
         f' srcdoc="{srcdoc}"></iframe></div>'
     )
@@ -78,7 +80,7 @@ def clipped(text: str, most: int = MOST_NAME) -> str:
 def packed(head: Mapping[str, object], columns: Mapping[str, npt.NDArray[np.integer]]) -> bytes:
     """A JSON head with the texts, then the columns; all gzipped, equal for equal data.
 
-    Columns hold numbers of at least 0. frame.js reads it: head["columns"] says how.
+    Columns hold numbers of at least 0. viewer.js reads it: head["columns"] says how.
     """
     planes = [_planes(column) for column in columns.values()]
     layout = [
@@ -90,8 +92,8 @@ def packed(head: Mapping[str, object], columns: Mapping[str, npt.NDArray[np.inte
     return gzip.compress(struct.pack("<I", len(text)) + text + body, 6, mtime=0)
 
 
-def _resource(name: str) -> str:
-    return files("nbdist.recording.view").joinpath(name).read_text(encoding="utf-8")
+def _resource(path: str) -> str:
+    return files("nbdist").joinpath(path).read_text(encoding="utf-8")
 
 
 def _planes(column: npt.NDArray[np.integer]) -> npt.NDArray[np.uint8]:

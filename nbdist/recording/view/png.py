@@ -1,4 +1,4 @@
-"""What PNG pictures of recordings have in common: size, letters, colours."""
+"""What PNG pictures of recordings have in common: size, letters, a panel for each rank."""
 
 from __future__ import annotations
 
@@ -8,31 +8,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 if TYPE_CHECKING:  # it takes half a second to import, and most sessions draw no picture
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BACK, LANE, HEAD, LINE = 0xFFFFFF, 0xF0F0F0, 0xDCDCDC, 0x6B6B6B
+LANE, HEAD, LINE, DARK = "#f0f0f0", "#dcdcdc", "#6b6b6b", "#404040"
 # In pixels of the file.
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1600, 170, 20, 50, 60
-MOST_HEIGHT = 1100
+MOST_HEIGHT, LEAST_HEIGHT = 1100, 60
 INNER = WIDTH - LEFT - RIGHT
 DPI = 160
+PIXEL = 72 / DPI  # as matplotlib counts the width of lines
 # How many letters fit beside each other.
 MOST_LETTERS = 140
 FONT_PT = 7
 READABLE = 11  # pixels of a row that a text needs
 UNITS_NS = ((1e9, "s"), (1e6, "ms"), (1e3, "us"), (1, "ns"))
 
-Pixels = npt.NDArray[np.uint8]
-
 
 @contextmanager
-def drawing(inner_height: int) -> Iterator[tuple[Figure, Axes]]:
-    """A figure, and axes of INNER x `inner_height` pixels without a frame.
+def drawing(inner_height: int) -> Iterator[Figure]:
+    """A figure with room for `inner_height` pixels of panels.
 
     Whatever the user has set in matplotlib is neither used nor changed.
     """
@@ -40,20 +36,13 @@ def drawing(inner_height: int) -> Iterator[tuple[Figure, Axes]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    height = TOP + inner_height + BOTTOM
+    size = (WIDTH / DPI, (TOP + max(inner_height, LEAST_HEIGHT) + BOTTOM) / DPI)
     with matplotlib.style.context("default"), warnings.catch_warnings():
         # Letters that matplotlib's font lacks are boxes here; in the text they are all right.
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
-        figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI, facecolor="white")
+        figure = Figure(figsize=size, dpi=DPI, facecolor="white")
         FigureCanvasAgg(figure)
-        axes = figure.add_axes(
-            (LEFT / WIDTH, BOTTOM / height, INNER / WIDTH, inner_height / height)
-        )
-        axes.set_yticks([])
-        axes.tick_params(labelsize=FONT_PT)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
-        yield figure, axes
+        yield figure
 
 
 def written(figure: Figure) -> bytes:
@@ -63,48 +52,67 @@ def written(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def rgb(colour: int | str) -> tuple[int, int, int]:
-    """0xRRGGBB or "#rrggbb" as three numbers."""
-    number = int(colour[1:], 16) if isinstance(colour, str) else colour
-    return number >> 16, number >> 8 & 255, number & 255
+def rgb(colour: str) -> tuple[int, int, int]:
+    """The three numbers of "#rrggbb"."""
+    red, green, blue = bytes.fromhex(colour[1:])
+    return red, green, blue
 
 
-def short(text: str, most: int) -> str:
-    """In one line of so many letters."""
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+def panel(figure: Figure, top: int, high: int, header: int) -> Axes:
+    """Axes of INNER x `high` pixels, with a grey header above them.
+
+    Args:
+        figure: Of `drawing`.
+        top: Where the header begins, in pixels below the room for the legend.
+        high: Height without the header.
+        header: Its height.
+    """
+    from matplotlib.patches import Rectangle
+
+    height = round(figure.get_figheight() * DPI)
+    bottom = height - TOP - top - header - high
+    axes = figure.add_axes(
+        (LEFT / WIDTH, bottom / height, INNER / WIDTH, high / height), facecolor=LANE
+    )
+    band = Rectangle((0, 1), 1, header / high, transform=axes.transAxes, clip_on=False, color=HEAD)
+    axes.add_patch(band).set(linewidth=0, antialiased=False)
+    axes.tick_params(labelsize=FONT_PT)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_visible(False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return axes
 
 
-def left(axes: Axes, y: float, words: str, *, weight: str = "normal") -> None:
-    """Words before the drawn area."""
-    _words(axes, -0.006, y, words, "right", weight)
+def header(axes: Axes, height: int, name: str, words: str) -> None:
+    """The name of a rank before its header, and words in it."""
+    y = 1 + height / 2 / axes.bbox.height
+    for x, text, side, weight in (
+        (-0.006, name, "right", "bold"),
+        (0.006, words, "left", "normal"),
+    ):
+        axes.text(
+            x, y, text, ha=side, va="center", weight=weight, fontsize=FONT_PT,
+            transform=axes.transAxes, parse_math=False,  # a dollar sign is one
+        )  # fmt: skip
 
 
-def inside(axes: Axes, y: float, words: str, *, weight: str = "normal") -> None:
-    """Words at the beginning of the drawn area."""
-    _words(axes, 0.006, y, words, "left", weight)
+def axis(axes: Axes, title: str) -> None:
+    """Numbers and their unit below a panel, the lowest one."""
+    axes.xaxis.set_visible(True)
+    axes.spines["bottom"].set_visible(True)
+    axes.set_xlabel(title, fontsize=FONT_PT)
 
 
-def legend(figure: Figure, entries: list[tuple[str, str]]) -> None:
-    """(colour, name) of each entry, above all."""
+def legend(figure: Figure, entries: list[tuple[str, str]], nothing: str) -> None:
+    """(colour, name) of each entry, above all; where there is none, what that means."""
     from matplotlib.patches import Patch
 
+    if not entries:
+        figure.text(0.5, 0.5, nothing, ha="center", fontsize=FONT_PT + 2)
+        return
     handles = [Patch(color=colour, label=name) for colour, name in entries]
     figure.legend(
-        handles=handles, loc="upper left", ncols=max(1, len(handles)), frameon=False,
+        handles=handles, loc="upper left", ncols=len(handles), frameon=False,
         fontsize=FONT_PT, borderpad=0.2,
     )  # fmt: skip
-
-
-def _words(axes: Axes, x: float, y: float, words: str, side: str, weight: str) -> None:
-    axes.text(
-        x,
-        y,
-        words,
-        transform=axes.get_yaxis_transform(),
-        ha=side,
-        va="center",
-        weight=weight,
-        fontsize=FONT_PT,
-        parse_math=False,  # a dollar sign is one
-    )

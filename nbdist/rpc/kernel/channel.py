@@ -150,7 +150,7 @@ class Channel:
 
         Args:
             engine_id: Whom.
-            name: A name of the engine's table (nbdist/rpc/kernel/functions.py lists them).
+            name: A name of the engine's table (nbdist/engine/responder.py).
             args: What the function takes.
 
         Returns:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from nbdist.errors import OptionError
+
 T = TypeVar("T")
+_MOST_NAMES = 8
 
 
 def names() -> tuple[str, ...]:
@@ -50,6 +54,37 @@ def values_of(kind: type[T]) -> dict[str, T]:
     """Variable -> value, for the user's variables of a type."""
     known = _shell().user_ns
     return {name: known[name] for name in names() if isinstance(known[name], kind)}
+
+
+def model_of(name: str) -> torch.nn.Module:
+    """A variable on this rank that is a model, or what a path from one leads to.
+
+    Raises:
+        OptionError: It is none; lists those that are.
+    """
+    known = everything()
+    head, *rest = name.split(".")
+    value: Any = known.get(head)
+    if head not in known:
+        raise OptionError(f"There is no variable {head} on the ranks. {_models()}")
+    for part in rest:
+        if not hasattr(value, part):
+            raise OptionError(f"{head} on the ranks has no {'.'.join(rest)}. {_models()}")
+        value = getattr(value, part)
+    if not isinstance(value, torch.nn.Module):
+        raise OptionError(
+            f"{name} on the ranks is a {type(value).__name__} and no model (torch.nn.Module). "
+            f"{_models()}"
+        )
+    return value
+
+
+def _models() -> str:
+    found = [f"{n} ({type(m).__name__})" for n, m in values_of(torch.nn.Module).items()]
+    if not found:
+        return "No variable there is a model."
+    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+    return f"Models there: {', '.join(found[:_MOST_NAMES])}{more}."
 
 
 def push(variables: Mapping[str, object]) -> None:

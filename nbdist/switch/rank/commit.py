@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from nbdist.errors import NbdistError
 from nbdist.parallel import build, module_patches, prepare, registry
 from nbdist.parallel.build import Built
 from nbdist.parallel.consensus import CommitVote, one_line, raise_failures
 from nbdist.parallel.prepared import Prepared, retire
-from nbdist.parallel.reshard.optimizer_state import LocalState, MergedState, write
+from nbdist.parallel.reshard.common import Stepper
+from nbdist.parallel.reshard.optimizer_state import write
 from nbdist.parallel.reshard.rebind import RebindReport, Replacement, is_internal, names_for, rebind
 from nbdist.strategy.choice import Strategy, label
 
@@ -28,23 +28,6 @@ class ModelMove:
     one: Prepared
     place: int
     next: Built
-
-
-@dataclass(slots=True)
-class Stepper:
-    """One optimizer on its way.
-
-    Attributes:
-        optimizer: It.
-        names: Unique name -> (model, first name, what its groups hold).
-        local: What it remembers here.
-        agreed: What it remembers on all ranks.
-    """
-
-    optimizer: Optimizer
-    names: dict[str, tuple[Prepared, str, torch.Tensor]]
-    local: LocalState
-    agreed: MergedState | None = None
 
 
 @dataclass(slots=True)

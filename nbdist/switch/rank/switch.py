@@ -15,33 +15,32 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from nbdist.errors import NbdistError, OptionError
-from nbdist.parallel import build, defaults, live_models, registry
+from nbdist.parallel import build, precision, registry
 from nbdist.parallel.consensus import (
     CommitVote,
     all_or_none,
     interrupts_held,
     one_line,
     rank,
-    same_random,
     world_size,
 )
 from nbdist.parallel.dp import fsdp, zero1
 from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.reshard.common import Stepper, common_models, steppers_of
 from nbdist.parallel.reshard.full_state import dtypes_of, local_state
-from nbdist.parallel.reshard.optimizer_state import merge_across_ranks, plan, read
+from nbdist.parallel.reshard.optimizer_state import plan
 from nbdist.parallel.reshard.rebind import RebindReport
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
+from nbdist.parallel.training_state import same_random
 from nbdist.parallel.transform import ModelBuild
 from nbdist.rpc.rank import progress
 from nbdist.strategy.choice import Strategy, label, rows_of, steps_of
 from nbdist.strategy.tensor_layout import transfers
-from nbdist.switch.rank.commit import WHAT, Commit, ModelMove, ReceivedShards, Stepper, display_name
+from nbdist.switch.rank.commit import WHAT, Commit, ModelMove, ReceivedShards, display_name
 from nbdist.switch.report import RankSwitchReport
 
 # Of what is told while it lasts.
@@ -59,7 +58,7 @@ def switch(choice: Strategy) -> RankSwitchReport:
         NbdistError: It failed on a rank, or ranks differ. Nothing has changed anywhere.
     """
     began_s = time.perf_counter()
-    choice, before = defaults.filled(choice), registry.current()
+    choice, before = precision.filled(choice), registry.current()
     if choice == before:
         note = f"{label(choice)} with these options is the current strategy; nothing was done"
         return RankSwitchReport(
@@ -69,7 +68,7 @@ def switch(choice: Strategy) -> RankSwitchReport:
         gc.collect()  # of cells that were run again, or what was deleted to make way
     with same_random(), progress.during(NAME):
         progress.tell("planning")
-        found = common_models()
+        found = common_models(WHAT)
         if found:
             _refuse_fixed(before, choice)
         # Loaders and optimizers that cannot follow refuse before anything changes.
@@ -123,33 +122,12 @@ def _refuse_fixed(before: Strategy, after: Strategy) -> None:
         )
 
 
-def common_models() -> list[Prepared]:
-    """The prepared models that are on all ranks. Collective.
-
-    A cell that failed on one rank may leave a model there, in the error.
-    """
-    own = registry.prepared()
-    told = all_or_none(WHAT, lambda: [(one.number, tuple(one.built.names)) for one in own])
-    names = [[names for _, names in one] for one in told]
-    if all(one == names[0] for one in names):
-        return own  # numbers may differ: a rank that has replaced another begins with 0
-    common = set.intersection(*(set(one) for one in told))
-    if not common and any(told):
-        counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(told))
-        raise NbdistError(
-            f"The ranks have no prepared model in common (models on {counts}). Run the cells that "
-            "prepare them on all ranks again."
-        )
-    registry.keep({number for number, _ in common})
-    return registry.prepared()
-
-
 def _move(choice: Strategy, found: list[Prepared]) -> tuple[RebindReport, tuple[str, ...], int]:
     ballot = CommitVote(str(all_or_none(WHAT, time.time_ns)[0]))
     for one in found:
         fsdp.settle(one.built.job.root)
     models = _plan(choice, found)
-    steppers = steppers_of(found)
+    steppers = steppers_of(WHAT, found)
     brought = _bring(models, steppers)
     received = brought.received_bytes
     with interrupts_held():
@@ -194,67 +172,6 @@ def _refuse_changed(one: Prepared) -> None:
             f"{', '.join(odd[:4])} of {one.built.title} changed since prepare(): the "
             "switch would lose it. Prepare the changed model in a fresh run: %dist_reset."
         )
-
-
-def steppers_of(found: Sequence[Prepared], *, is_quick: bool = False) -> list[Stepper]:
-    """The optimizers of these models that are on all ranks, with what they remember. Collective.
-
-    Args:
-        found: The models.
-        is_quick: Those that were prepared will do where they step every parameter. Otherwise they
-            are looked for among all of Python's objects, which takes a tenth of a second.
-    """
-    own = _optimizers(found if is_quick else ())
-    told = all_or_none(WHAT, lambda: [_sketch(optimizer) for optimizer in own])
-    sketches = told[rank()]
-    shared = [key for key in told[0] if all(key in one for one in told)]
-    chosen = []
-    for key in dict.fromkeys(shared):
-        count = min(one.count(key) for one in told)
-        same = [o for o, sketch in zip(own, sketches, strict=True) if sketch == key]
-        chosen += same[:count]
-    steppers = []
-    for number, optimizer in enumerate(chosen):
-        names = registry.names_in(optimizer)
-        local = read(optimizer, {key: held for key, (_, _, held) in names.items()}, number)
-        steppers.append(Stepper(optimizer, names, local))
-    for one, agreed in zip(steppers, merge_across_ranks([s.local for s in steppers]), strict=True):
-        one.agreed = agreed
-    return steppers
-
-
-def _optimizers(covered: Sequence[Prepared] = ()) -> list[Optimizer]:
-    """This rank's, those that were bound first; also those that nobody has prepared.
-
-    Args:
-        covered: If those that were prepared step all of these models' parameters, they are all.
-    """
-    known = prepared_optimizers(covered)
-    if known is not None:
-        return known
-    found = [one for one in live_models.live_optimizers() if registry.names_in(one)]
-    return sorted(
-        found,
-        key=lambda one: registry.bound(one).number if registry.is_bound(one) else 1 << 60,
-    )
-
-
-def prepared_optimizers(models: Sequence[Prepared]) -> list[Optimizer] | None:
-    """This rank's that were prepared, in order; None unless they step all that is trained.
-
-    Then there may be others, that only a look at all of Python's objects finds.
-    """
-    known = [one for one in registry.bound_optimizers() if registry.names_in(one)]
-    stepped = {id(p) for one in known for group in one.param_groups for p in group["params"]}
-    wanted = [p for one in models for p in one.parameters.values() if p.requires_grad]
-    if not wanted or any(id(parameter) not in stepped for parameter in wanted):
-        return None
-    return sorted(known, key=lambda one: registry.bound(one).number)
-
-
-def _sketch(optimizer: Optimizer) -> tuple[Any, ...]:
-    names = registry.names_in(optimizer)
-    return type(optimizer).__name__, tuple(names), registry.is_bound(optimizer)
 
 
 def _bring(models: list[ModelMove], steppers: list[Stepper]) -> ReceivedShards:

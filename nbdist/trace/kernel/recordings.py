@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import gzip
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.errors import TraceError
 from nbdist.recording.kernel import FINISH_S, Recordings, Subject
-from nbdist.rpc.kernel import functions
+from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.trace import chrome_writer, clock_sync, read
 from nbdist.trace.kernel.perfetto import Page
 from nbdist.trace.read import Recording
 from nbdist.trace.trace import Trace, TraceOptions, empty
 from nbdist.variables import unpack
-
-if TYPE_CHECKING:
-    from nbdist.cells.kernel.session import Session
+from nbdist.variables.kernel import Variables
+from nbdist.variables.pack import PackedValue
 
 COPY_BYTES = 2**22
 FOLDER = "traces"  # as nbdist.trace.rank has it
 NAME = "rank{rank}.json"
 MERGED = "all_ranks.json.gz"
+
+begin_trace: RankFunction[[TraceOptions, str], None] = RankFunction("nbdist.trace.rank:begin")
+finish_trace: RankFunction[[Sequence[str]], PackedValue] = RankFunction("nbdist.trace.rank:finish")
+trace_text: RankFunction[[Sequence[str]], PackedValue] = RankFunction("nbdist.trace.rank:text")
 
 
 def _nothing() -> TraceError:
@@ -33,14 +38,14 @@ def _nothing() -> TraceError:
     )
 
 
-SUBJECT = Subject("trace", "traces", functions.begin_trace, functions.finish_trace, _nothing)
+SUBJECT = Subject("trace", "traces", begin_trace, finish_trace, _nothing)
 
 
 class Traces(Recordings[TraceOptions, Trace]):
     """The traces of a session's ranks: one at a time, and the last one is kept."""
 
-    def __init__(self, session: Session):
-        super().__init__(session, SUBJECT)
+    def __init__(self, ranks: Ranks, variables: Variables):
+        super().__init__(ranks, variables, SUBJECT)
         self._page: Page | None = None
 
     def _joined(self, found: dict[int, dict[str, Any]]) -> Trace:
@@ -62,13 +67,13 @@ class Traces(Recordings[TraceOptions, Trace]):
             OptionError, TraceError: See trace.kernel.perfetto.Page.
         """
         self.close()
-        run_dir = self._session.cluster.run_dir
+        run_dir = self._ranks.cluster.run_dir
         path = run_dir / MERGED
         try:
             chrome_writer.write_merged(trace, path)
         except OSError as error:
             raise TraceError(f"{path} cannot be written: {error.strerror or error}.") from error
-        self._page = Page(path, run_dir, self._session.cluster.guard)
+        self._page = Page(path, run_dir, self._ranks.cluster.guard)
         return self._page.url
 
     def close(self) -> None:
@@ -89,7 +94,7 @@ class Traces(Recordings[TraceOptions, Trace]):
         trace = self.last
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            made = [path for rank in self._ranks if (path := self._save_rank(rank, folder))]
+            made = [path for rank in self._recorded if (path := self._save_rank(rank, folder))]
             made.append(folder / MERGED)
             chrome_writer.write_merged(trace, made[-1])
         except OSError as error:
@@ -102,15 +107,15 @@ class Traces(Recordings[TraceOptions, Trace]):
         """The rank's own file, compressed; None where it is gone."""
         name = NAME.format(rank=rank)
         target = folder / f"{name}.gz"
-        source = self._session.cluster.run_dir / FOLDER / name
+        source = self._ranks.cluster.run_dir / FOLDER / name
         if source.exists():  # also where its rank has ended
             with source.open("rb") as file, gzip.open(target, "wb", chrome_writer.LEVEL) as packed:
                 shutil.copyfileobj(file, packed, COPY_BYTES)
             return target
-        if not self._session.is_connected(rank) or self._session.readiness.is_busy(rank):
+        if not self._ranks.is_connected(rank) or self._ranks.is_busy(rank):
             return None
         try:
-            future = functions.trace_text(self._session.call, rank, ())
+            future = trace_text(self._ranks.call, rank, ())
             content = unpack.opened(future.result(FINISH_S))["text"]
         except Exception:  # noqa: BLE001  # it recorded nothing, or ended: its trace says so
             return None

@@ -6,34 +6,28 @@ went on. That is computed from all events at once, so a million of them cost lit
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from nbdist.core.units import one_line
 from nbdist.recording.view import png as recording_png
 from nbdist.recording.view.png import (
-    BACK,
+    DARK,
     FONT_PT,
-    HEAD,
+    INNER,
     LANE,
     LINE,
-    MOST_HEIGHT,
     MOST_LETTERS,
+    PIXEL,
     READABLE,
-    UNITS_NS,
-    Pixels,
-    rgb,
-    short,
 )
 from nbdist.trace.downsample import TraceRows
 from nbdist.trace.trace import KINDS, Integers, RankTrace, Trace
 
 if TYPE_CHECKING:  # it takes half a second to import, and most sessions draw no trace
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which people with any colour vision tell apart, but for grey.
 COLOURS = {
@@ -49,26 +43,8 @@ COLOURS = {
 LEAST_SHADE = 0.25
 LEAST_PIXELS = 1e-3
 HEADER, ROW, GAP = 24, 20, 8
+Pixels = npt.NDArray[np.uint8]
 Reals = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class _Bands:
-    """Where ranks and rows lie, in pixels from the top of the drawn area.
-
-    Attributes:
-        heads: Top of each rank's header.
-        head: Height of a header.
-        rows: Top of each row.
-        row: Height of a row.
-        height: Of all.
-    """
-
-    heads: tuple[int, ...]
-    head: int
-    rows: tuple[int, ...]
-    row: int
-    height: int
 
 
 def png(trace: Trace, events: TraceRows) -> bytes:
@@ -76,17 +52,34 @@ def png(trace: Trace, events: TraceRows) -> bytes:
 
     Leaves matplotlib's settings, figures and backend as they are.
     """
-    begin_ns, end_ns = span_ns(trace)
-    bands = _bands(trace, events)
-    unit_ns, unit = next(u for u in UNITS_NS if end_ns - begin_ns >= u[0])
-    pixels = _image(trace, events, bands, recording_png.INNER)
-    with recording_png.drawing(bands.height) as (figure, axes):
-        extent = (begin_ns / unit_ns, end_ns / unit_ns, bands.height, 0)
-        axes.imshow(pixels, extent=extent, aspect="auto", interpolation="nearest")
-        axes.set_xlabel(unit, fontsize=FONT_PT)
-        _texts(axes, trace, events, bands)
-        _step_labels(axes, trace, bands, unit_ns)
-        _legend(figure, events)
+    between_ns = begin_ns, end_ns = span_ns(trace)
+    unit_ns, unit = next(unit for unit in recording_png.UNITS_NS if end_ns - begin_ns >= unit[0])
+    edges = np.searchsorted([row.place for row in events.rows], np.arange(len(trace.ranks) + 1))
+    head, row, gap = _heights(len(trace.ranks), len(events.rows))
+    with recording_png.drawing(
+        len(trace.ranks) * (head + gap) + len(events.rows) * row - gap
+    ) as figure:
+        for place, rank in enumerate(trace.ranks):
+            rows = slice(*edges[place : place + 2].tolist())
+            high = max(1, (rows.stop - rows.start) * row)
+            top = place * (head + gap) + rows.start * row
+            axes = recording_png.panel(figure, top, high, head)
+            _rows(axes, shares(events, rows, between_ns, INNER), between_ns)
+            _steps(axes, rank, head)
+            _words(axes, rank, (head, row), place)
+            if row >= READABLE:
+                lanes = [
+                    (at, one.lane) for at, one in enumerate(events.rows[rows]) if not one.depth
+                ]
+                names = [one_line(rank.lanes[lane].name, 22) for _, lane in lanes]
+                axes.set_yticks([at + 0.5 for at, _ in lanes], names, parse_math=False)
+            if place == len(trace.ranks) - 1:
+                recording_png.axis(axes, unit)
+                axes.xaxis.set_major_formatter(lambda x, _at: f"{x / unit_ns:g}")
+        kinds = [KINDS[kind] for kind in np.unique(events.kind)]
+        recording_png.legend(
+            figure, [(COLOURS[kind], kind) for kind in kinds], "no events were recorded"
+        )
         return recording_png.written(figure)
 
 
@@ -133,107 +126,60 @@ def _before(place: Integers, edge: Reals, shape: tuple[int, int, int]) -> Reals:
     return np.asarray((after + part)[..., :columns])
 
 
-def _bands(trace: Trace, events: TraceRows) -> _Bands:
-    """Rows as high as there is room; at least 3 pixels each."""
-    ranks, rows = len(trace.ranks), len(events.rows)
+def _heights(ranks: int, rows: int) -> tuple[int, int, int]:
+    """Of headers, rows and gaps: as high as there is room, at least 3 pixels each."""
     whole = ranks * (HEADER + GAP) + rows * ROW
-    factor = min(1.0, MOST_HEIGHT / max(whole, 1))
+    factor = min(1.0, recording_png.MOST_HEIGHT / max(whole, 1))
     head, row, gap = (max(3, int(size * factor)) for size in (HEADER, ROW, GAP))
-    heads, tops, y = [], [], 0
-    for place in range(ranks):
-        heads.append(y)
-        own = sum(one.place == place for one in events.rows)
-        tops += [y + head + at * row for at in range(own)]
-        y += head + own * row + gap
-    return _Bands(tuple(heads), head, tuple(tops), row, max(y - gap, 60))
+    return head, row, gap
 
 
-def _image(trace: Trace, events: TraceRows, bands: _Bands, columns: int) -> Pixels:
-    """All rows, headers and step marks, a pixel each."""
-    begin_ns, end_ns = span_ns(trace)
-    places = [row.place for row in events.rows]
-    pixels = np.empty((bands.height, columns, 3), np.uint8)
-    pixels[:] = rgb(BACK)
-    for place, (rank, y) in enumerate(zip(trace.ranks, bands.heads, strict=True)):
-        rows = slice(bisect_left(places, place), bisect_right(places, place))
-        stop = y + bands.head + (rows.stop - rows.start) * bands.row
-        pixels[y : y + bands.head] = rgb(HEAD)
-        pixels[y + bands.head : stop] = rgb(LANE)
-        pixels[y:stop, _marks(rank, begin_ns, end_ns, columns)] = rgb(LINE)
-        taken = shares(events, rows, (begin_ns, end_ns), columns)
-        coloured = _coloured(taken)
-        for row, top in enumerate(bands.rows[rows]):
-            is_busy = taken[row].any(axis=0)
-            gap = bands.row > READABLE  # between rows, where they are high enough for it
-            pixels[top : top + bands.row - gap, is_busy] = coloured[row, is_busy]
-    return pixels
-
-
-def _coloured(share: Reals) -> Pixels:
-    """(rows, columns, 3): the colour of the largest share, as strong as all of them together.
-
-    Of use only where there is a share.
-    """
-    colours = np.array([rgb(COLOURS[kind]) for kind in KINDS], float)
+def _rows(axes: Axes, share: Reals, between_ns: tuple[int, int]) -> None:
+    """A row of pixels: the colour of the largest share, as strong as all of them together."""
+    colours = np.array([recording_png.rgb(COLOURS[kind]) for kind in KINDS], np.uint8)
     together = share.sum(axis=1)
     strength = LEAST_SHADE + (1 - LEAST_SHADE) * together.clip(0, 1)
-    lane = np.array(rgb(LANE), float)
-    most = colours[share.argmax(axis=1)]
-    mixed: Pixels = (lane + (most - lane) * strength[..., None]).round().astype(np.uint8)
-    return mixed
+    alpha = np.where(together > 0, 255 * strength, 0).round().astype(np.uint8)
+    pixels = np.concatenate([colours[share.argmax(axis=1)], alpha[..., None]], axis=-1)
+    n_rows = len(share)
+    if n_rows:
+        axes.imshow(
+            pixels, extent=(*between_ns, n_rows, 0), aspect="auto", interpolation="nearest",
+            zorder=2,
+        )  # fmt: skip
+    axes.set(xlim=between_ns, ylim=(max(n_rows, 1), 0), yticks=[])
+    if axes.bbox.height > READABLE * n_rows:
+        axes.hlines(range(1, n_rows), *between_ns, color=LANE, linewidth=PIXEL, zorder=2)
 
 
-def _marks(rank: RankTrace, begin_ns: int, end_ns: int, columns: int) -> list[int]:
-    """Columns of the steps' ends, none where they would stand closer than 4 pixels."""
-    if not rank.steps:
-        return []
-    edges = sorted({edge for step in rank.steps for edge in (step.start_ns, step.end_ns)})
-    found = sorted({int((edge - begin_ns) / (end_ns - begin_ns) * (columns - 1)) for edge in edges})
-    is_dense = columns < 4 * len(found)
-    return [] if is_dense else found
-
-
-def _texts(axes: Axes, trace: Trace, events: TraceRows, bands: _Bands) -> None:
-    """Ranks and lanes on the left, as far as they are high enough to be read."""
-    every = max(1, -(-READABLE // max(bands.head + bands.row, 1)))
-    for place, (rank, y) in enumerate(zip(trace.ranks, bands.heads, strict=True)):
-        if place % every == 0:
-            recording_png.left(axes, y + bands.head / 2, f"rank {rank.rank}", weight="bold")
-        if rank.problem and bands.head >= READABLE:
-            recording_png.inside(axes, y + bands.head / 2, short(rank.problem, 120))
-    if bands.row < READABLE:
+def _steps(axes: Axes, rank: RankTrace, head: int) -> None:
+    """The ends of steps, and their numbers, as far as there is room."""
+    begin_ns, end_ns = axes.get_xlim()
+    edges_ns = sorted({edge for step in rank.steps for edge in (step.start_ns, step.end_ns)})
+    high = axes.bbox.height
+    # Where they would stand closer than 4 pixels there are none.
+    if (
+        4 * len({int((edge - begin_ns) / (end_ns - begin_ns) * INNER) for edge in edges_ns})
+        <= INNER
+    ):
+        axes.vlines(
+            edges_ns, 0, 1 + head / high, transform=axes.get_xaxis_transform(), clip_on=False,
+            color=LINE, linewidth=PIXEL,
+        )  # fmt: skip
+    names = [f" step {step.number}" for step in rank.steps]
+    if head < READABLE or rank.problem or sum(len(name) + 1 for name in names) > MOST_LETTERS:
         return
-    for row, y in zip(events.rows, bands.rows, strict=True):
-        if row.depth == 0:
-            lane = trace.ranks[row.place].lanes[row.lane].name
-            recording_png.left(axes, y + bands.row / 2, short(lane, 22))
+    for step, name in zip(rank.steps, names, strict=True):
+        if (step.end_ns - step.start_ns) / (end_ns - begin_ns) * MOST_LETTERS > len(name):
+            axes.text(
+                step.start_ns, 1 + head / 2 / high, name, transform=axes.get_xaxis_transform(),
+                va="center", fontsize=FONT_PT - 1, color=DARK,
+            )  # fmt: skip
 
 
-def _step_labels(axes: Axes, trace: Trace, bands: _Bands, unit_ns: float) -> None:
-    """The numbers of steps, where all of them have room."""
-    begin_ns, end_ns = span_ns(trace)
-    if bands.head < READABLE:
-        return
-    for rank, y in zip(trace.ranks, bands.heads, strict=True):
-        shown = [] if rank.problem else rank.steps
-        if sum(len(f"step {step.number}") + 2 for step in shown) > MOST_LETTERS:
-            continue
-        for step in shown:
-            wide = (step.end_ns - step.start_ns) / (end_ns - begin_ns)
-            if wide * MOST_LETTERS > len(f"step {step.number}") + 1:
-                axes.text(
-                    step.start_ns / unit_ns,
-                    y + bands.head / 2,
-                    f" step {step.number}",
-                    va="center",
-                    fontsize=FONT_PT - 1,
-                    color="#404040",
-                )
-
-
-def _legend(figure: Figure, events: TraceRows) -> None:
-    present = np.unique(events.kind)
-    if len(present):
-        recording_png.legend(figure, [(COLOURS[KINDS[kind]], KINDS[kind]) for kind in present])
-    else:
-        figure.text(0.5, 0.5, "no events were recorded", ha="center", fontsize=FONT_PT + 2)
+def _words(axes: Axes, rank: RankTrace, heights: tuple[int, int], place: int) -> None:
+    """The rank before its header, as far as it can be read, and its problem in it."""
+    head, row = heights
+    every = -(-READABLE // (head + row))
+    name = "" if place % every else f"rank {rank.rank}"
+    recording_png.header(axes, head, name, one_line(rank.problem, 120) if head >= READABLE else "")

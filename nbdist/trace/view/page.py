@@ -7,22 +7,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from nbdist.core.finding import Finding
 from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view.iframe import MOST_BYTES, clipped
 from nbdist.trace.downsample import Items, TraceRows, finest_fitting, full
-from nbdist.trace.finding_records import TraceFinding
 from nbdist.trace.trace import KINDS, Integers, Trace
 from nbdist.trace.view.image import COLOURS, span_ns
 
-# In the order in which they stand in the page.
-SCRIPTS = ("frame.js", "timeline_data.js", "timeline_draw.js", "timeline.js")
 # What a browser has to unpack at most.
 MOST_ITEMS = 150_000
 # Of each finding.
 MOST_SPOTS = 5
 # Marks of steps, of all ranks together.
 MOST_STEPS = 20_000
-# Of the timeline: legend, axis and hint; a rank's header; a row. timeline_draw.js has the same.
+# Of the timeline: legend, axis and hint; a rank's header; a row. timeline.js has the same.
 _AROUND_PX, _RANK_PX, _ROW_PX = 68, 24, 15
 _LEAST_PX, _MOST_PX = 180, 620
 
@@ -32,9 +30,7 @@ def steps_of_each(trace: Trace) -> int:
     return MOST_STEPS // max(len(trace.ranks), 1)
 
 
-def packed(
-    trace: Trace, events: TraceRows, findings: Sequence[TraceFinding] = ()
-) -> tuple[Items, str]:
+def packed(trace: Trace, events: TraceRows, findings: Sequence[Finding] = ()) -> tuple[Items, str]:
     """The finest items of a trace that fit MOST_BYTES, and what timeline.js reads, as base64.
 
     Where events have to be merged, half of the room is for a stretch that is kept in full.
@@ -54,7 +50,7 @@ def packed(
 
 def page(image: bytes, alt: str, data: str, height_px: int) -> str:
     """The image with the live timeline over it, as HTML: see `frame.over`."""
-    live = recording_iframe.Live("timeline.html", SCRIPTS, "timeline of the trace", data)
+    live = recording_iframe.Live(("trace/view/timeline.js",), "timeline of the trace", data)
     return recording_iframe.over(image, alt, live, height_px)
 
 
@@ -115,7 +111,7 @@ def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
     }
 
 
-def _spots(trace: Trace, findings: Sequence[TraceFinding]) -> Iterator[tuple[str, int, int, int]]:
+def _spots(trace: Trace, findings: Sequence[Finding]) -> Iterator[tuple[str, int, int, int]]:
     """(rule, place of the rank, begin, end) of what findings point at."""
     places = {rank.rank: place for place, rank in enumerate(trace.ranks)}
     for one in findings:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from nbdist.core import units
-from nbdist.core.ranks import rank_label
-from nbdist.core.shown import PLACEHOLDER, is_stored, shown
-from nbdist.core.view import View, table
-from nbdist.recording.view.iframe import MOST_NAME, clipped
+from nbdist.core import finding, units
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.finding import Finding
+from nbdist.core.units import PLACEHOLDER, is_stored, one_line, shown
+from nbdist.core.view import View, lines, table
+from nbdist.recording.view.iframe import MOST_NAME
 from nbdist.trace.breakdown import RankBreakdown, TimeBreakdown
 from nbdist.trace.downsample import Items, TraceRows, layout_rows
-from nbdist.trace.finding_records import Spot, TraceFinding
 from nbdist.trace.trace import KINDS, Trace
 from nbdist.trace.view.image import png
 from nbdist.trace.view.page import height_px, packed, page, steps_of_each
@@ -21,10 +20,9 @@ from nbdist.trace.view.page import height_px, packed, page, steps_of_each
 # Rows of a picture that one can still take in; more where lanes and ranks alone make more.
 MOST_ROWS = 32
 MOST_TRAFFIC = 20
-_WIDEST_NAME = 60
 
 
-def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[TraceFinding]) -> View:
+def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[Finding]) -> View:
     """What %dist_trace shows: the timeline, where the time went, and what to do about it.
 
     The text has every number. The HTML has the timeline above the same numbers and asks nothing
@@ -34,13 +32,20 @@ def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[TraceFi
     events = layout_rows(trace, MOST_ROWS)
     items, data = packed(trace, events, findings)
     parts = [
-        _lines([_head(trace, shares)]),
-        _lines(_found(findings)),
+        lines([_head(trace, shares)]),
+        lines(
+            finding.report(
+                findings,
+                order="the most expensive first",
+                none="no rule found anything that slows the cell down",
+                has_share=True,
+            )
+        ),
         _ranks(shares),
-        _lines(_slowest(shares)),
+        lines(_slowest(shares)),
         _operations(shares),
         _traffic(shares),
-        _lines(_notes(trace, shares, events, items)),
+        lines(_notes(trace, shares, events, items)),
     ]
     shown_parts = [part for part in parts if part.text]
     image = png(trace, events)
@@ -53,7 +58,8 @@ def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[TraceFi
 
 
 def _head(trace: Trace, shares: TimeBreakdown) -> str:
-    ranks = f"trace of {_ranks_named([rank.rank for rank in trace.ranks])}"
+    those = [rank.rank for rank in trace.ranks]
+    ranks = f"trace of {ranks_phrase(those) if those else 'no ranks'}"
     counts = sorted({len(rank.steps) for rank in trace.ranks}) or [0]
     steps = "-".join(str(count) for count in sorted({counts[0], counts[-1]}))
     told = "no steps" if steps == "0" else f"{steps} {'step' if steps == '1' else 'steps'}"
@@ -61,33 +67,6 @@ def _head(trace: Trace, shares: TimeBreakdown) -> str:
         told += f" of {units.duration(shares.step_ns)}"
     strategy = [trace.strategy] if trace.strategy else []
     return ", ".join([ranks, units.duration(trace.duration_ns), told, *strategy])
-
-
-def _ranks_named(ranks: Sequence[int]) -> str:
-    return {0: "no ranks", 1: "rank "}.get(len(ranks), "ranks ") + rank_label(ranks)
-
-
-def _found(findings: Sequence[TraceFinding]) -> Iterator[str]:
-    """A line for each finding; which ones there are differs from run to run."""
-    if is_stored():
-        yield f"findings: {PLACEHOLDER}"
-        return
-    if not findings:
-        yield "findings: none; no rule found anything that slows the cell down"
-        return
-    yield "findings, the most expensive first:"
-    for one in findings:
-        where = f"{_ranks_named(one.ranks)}, {_percent(one.share)} %"
-        yield f"- {_one_line(one.rule)} ({where}): {one.found}"
-        yield f"  why: {one.why}"
-        yield f"  do: {one.what}"
-        if one.spots:
-            yield f"  look at: {_place(one.spots[0])}"
-
-
-def _place(spot: Spot) -> str:
-    """Where a spot is, in milliseconds: durations alone would tell too few digits."""
-    return f"rank {spot.rank}, from {spot.start_ns / 1e6:.3f} to {spot.end_ns / 1e6:.3f} ms"
 
 
 def _ranks(shares: TimeBreakdown) -> View:
@@ -139,7 +118,7 @@ def _operations(shares: TimeBreakdown) -> View:
     head = ["operation", "kind", "calls", "ms", "%"]
     rows = [
         [
-            _one_line(one.name),
+            one_line(one.name),
             KINDS[one.kind],
             str(one.count),
             f"{one.self_ns / 1e6:.2f}",
@@ -165,8 +144,8 @@ def _traffic(shares: TimeBreakdown) -> View:
         total += f"; the strategy's formula gives {units.size(shares.formula_bytes)}{formula}"
     rows = [
         [
-            _one_line(one.name),
-            _one_line(one.group),
+            one_line(one.name),
+            one_line(one.group),
             units.size(one.size_bytes),
             f"{one.count:.3g}",
             units.size(one.sent_bytes),
@@ -175,7 +154,7 @@ def _traffic(shares: TimeBreakdown) -> View:
         for one in shares.traffic[:MOST_TRAFFIC]
     ]
     if not rows:
-        return _lines([total]) if shares.formula_bytes is not None else View("")
+        return lines([total]) if shares.formula_bytes is not None else View("")
     head = ["collective", "group", "size", f"calls {per}", f"sent {per}", "median time"]
     left = len(shares.traffic) - len(rows)
     more = [f"and {left} more that send less"] if left else []
@@ -186,7 +165,7 @@ def _notes(trace: Trace, shares: TimeBreakdown, events: TraceRows, items: Items)
     """What the picture and the numbers leave out."""
     for rank in trace.ranks:
         if rank.problem:
-            yield f"rank {rank.rank}: {_one_line(rank.problem, MOST_NAME)}"
+            yield f"rank {rank.rank}: {one_line(rank.problem, MOST_NAME)}"
     if not is_stored():
         yield from _left_out(trace, events, items)
     yield from trace.notes
@@ -211,13 +190,3 @@ def _left_out(trace: Trace, events: TraceRows, items: Items) -> Iterator[str]:
     most = steps_of_each(trace)
     if any(len(rank.steps) > most for rank in trace.ranks):
         yield f"It marks the first {most:,} steps of each rank."
-
-
-def _one_line(text: str, most: int = _WIDEST_NAME) -> str:
-    return clipped(" ".join(text.split()), most)
-
-
-def _lines(lines: Iterable[str]) -> View:
-    kept = list(lines)
-    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(line)}</div>' for line in kept)
-    return View("\n".join(kept), f'<div style="margin:0.5em 0">{body}</div>')

@@ -1,0 +1,96 @@
+"""Ranks that run cells: their health, who is busy, and what features do with each cell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from nbdist.cells import hints
+from nbdist.cells.kernel.busy_ranks import BusyRanks
+from nbdist.cells.kernel.cell_request import CellHook
+from nbdist.cluster.kernel.cluster import Cluster
+from nbdist.cluster.kernel.ranks import Ranks
+from nbdist.core.failures import RankFailure
+from nbdist.core.topology import Topology
+from nbdist.hang.kernel.health import Health
+from nbdist.hang.kernel.maintenance import Maintenance
+from nbdist.hang.kernel.watchdog import Watchdog
+from nbdist.rpc.kernel import gather
+
+GRACE_S = 5.0
+
+
+class CellRanks(Ranks):
+    """Ranks, with what one cell on them needs.
+
+    Attributes:
+        grace_s: A certain deadlock is aborted this long after it was told.
+        has_name: Whether the notebook itself has a variable of a name, for hints.
+        hooks: What features do with each cell, in this order.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        topology: Topology,
+        *,
+        grace_s: float = GRACE_S,
+        seed: int | None = None,
+    ):
+        super().__init__(cluster, topology, seed=seed)
+        self.grace_s = grace_s
+        self.has_name: Callable[[str], bool] = lambda _name: False
+        self.hooks: tuple[CellHook, ...] = ()
+        self.health = Health(self)
+        self.readiness = BusyRanks(self, self.health)
+        self.upkeep = Maintenance(self, self.health)
+
+    def watchdog(self, began_s: float, *, is_quiet: bool) -> Watchdog:
+        """What watches a cell of these ranks."""
+        return Watchdog(self.health, began_s, self.grace_s, is_quiet=is_quiet)
+
+    def rank_states(self) -> dict[int, tuple[str, str]]:
+        """Every rank as far as no cell is asked: "busy" or "absent", as hang.records says it."""
+        return {rank: ("busy" if self.is_busy(rank) else "absent", "") for rank in self.ranks}
+
+    def death(self, rank: int) -> str:
+        """How a rank ended, as a sentence."""
+        self.cluster.exit_of(self.topology.engine_of_rank(rank), gather.END_KNOWN_S)
+        end = self.end_of(rank)
+        how = f" ({end})" if end else ""
+        doing = self.health.last_words_of(rank)
+        last = f"; {doing}" if doing else ""
+        return f"ended{how} while running this cell{last}; variables there are lost"
+
+    def explained(self, failure: RankFailure) -> RankFailure:
+        """The failure, with what to do where that is known: names, modules, memory."""
+        hinted = hints.explained(failure, hints.Surroundings(sys.executable, self.has_name))
+        advice = "\n".join(filter(None, (hook.advice(failure) for hook in self.hooks)))
+        return replace(hinted, advice=advice)
+
+    def end_of(self, rank: int) -> str:
+        """As Ranks.end_of, with its cause."""
+        return self.health.end_of(rank)
+
+    def make_whole(self) -> None:
+        """See Maintenance."""
+        self.upkeep.make_whole()
+
+    def check_ready(self, ranks: Sequence[int]) -> None:
+        """See BusyRanks."""
+        self.readiness.check(ranks)
+
+    def recover_if_needed(self) -> None:
+        """See Maintenance."""
+        self.upkeep.recover_if_needed()
+
+    def settle(self) -> None:
+        """See Maintenance."""
+        self.upkeep.settle()
+
+    def release(self, futures: Sequence[Future[Any]]) -> None:
+        """See Maintenance."""
+        self.upkeep.release(futures)

@@ -1,0 +1,294 @@
+"""The ranks of a started cluster: who they are, calls to them, interrupts, how they end.
+
+Only here do rank and engine meet: outside, everything is a rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from nbdist.cluster.kernel import run_dir
+from nbdist.cluster.kernel.cluster import Cluster
+from nbdist.cluster.kernel.processes import Exit
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.ranks import parse_ranks, rank_label
+from nbdist.core.topology import Topology
+from nbdist.errors import Interrupted, NotRunning, RankGone
+from nbdist.rpc.kernel import gather, sigint
+from nbdist.rpc.kernel.functions import RankFunction
+from nbdist.strategy.choice import Strategy
+
+T = TypeVar("T")
+
+POLL_S = 0.01
+CALL_DEADLINE_S = 30.0
+
+prepare: RankFunction[[int | None], Topology] = RankFunction("nbdist.engine.join:prepare")
+adopt_notebook: RankFunction[[list[str], str], None] = RankFunction(
+    "nbdist.engine.join:adopt_notebook"
+)
+memory_bytes: RankFunction[[], dict[str, int]] = RankFunction("nbdist.engine.join:memory_bytes")
+barrier: RankFunction[[str, float], float] = RankFunction("nbdist.engine.join:barrier")
+current_strategy: RankFunction[[], Strategy] = RankFunction("nbdist.parallel.registry:current")
+set_strategy: RankFunction[[Strategy], None] = RankFunction("nbdist.parallel.registry:set_choice")
+
+
+class RunningCell(Protocol):
+    """A cell that ranks run, as far as whoever asks for them is concerned."""
+
+    run_id: int
+    is_over: bool  # nobody waits for it any more
+
+    @property
+    def number(self) -> int | None:
+        """The notebook's cell number; None where there is none."""
+        ...
+
+    def press(self) -> None:
+        """The user has pressed interrupt."""
+        ...
+
+    def exited(self, rank: int) -> None:
+        """The process of a rank has ended."""
+        ...
+
+    def cut_off(self, why: str, what_now: str) -> None:
+        """Nothing more can be heard from any rank."""
+        ...
+
+
+class Ranks:
+    """The ranks of a cluster, and the way to them.
+
+    What keeps ranks fit for their next call is known further up: the methods below "What others
+    see to" do nothing here.
+
+    Attributes:
+        topology: Which engine has which rank.
+        seed: Set on every rank, also on one that replaces another.
+        cells: Rank -> the cell that it runs, since when; of idle ranks nothing.
+        strategy_chosen: What was chosen last, for a process that takes a rank's place; None for
+            nothing yet.
+    """
+
+    def __init__(self, cluster: Cluster, topology: Topology, *, seed: int | None = None):
+        self.topology = topology
+        self.seed = seed
+        self.cells: dict[int, tuple[RunningCell, float]] = {}
+        self.strategy_chosen: Strategy | None = None
+        self._cluster = cluster
+        self._was_stopped = False
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster under the ranks."""
+        return self._cluster
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, dead ones too."""
+        return tuple(place.rank for place in self.topology.ranks)
+
+    def chosen(self, ranks: str | Sequence[int] | None) -> tuple[int, ...]:
+        """The ranks that are meant, checked.
+
+        Raises:
+            OptionError: If one does not exist.
+        """
+        if ranks is None:
+            return self.ranks
+        text = ranks if isinstance(ranks, str) else ",".join(map(str, ranks))
+        return parse_ranks(text, self.topology.world_size)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the ranks were ended, by `stop` or from rundir."""
+        return self._was_stopped or bool(run_dir.ended_from_outside(self._cluster.run_dir))
+
+    def is_busy(self, rank: int) -> bool:
+        """Whether a rank runs a cell, or did when it ended."""
+        return rank in self.cells
+
+    @property
+    def busy_ranks(self) -> tuple[int, ...]:
+        """The ranks that run a cell, or were given up on in one, and live."""
+        return tuple(r for r in self.ranks if self.is_busy(r) and not self.exit_of(r))
+
+    def running_cell(self, rank: int) -> tuple[int | None, float] | None:
+        """(the notebook's cell number, since when) of the cell that a rank runs; None if idle."""
+        busy = self.cells.get(rank)
+        return None if busy is None else (busy[0].number, busy[1])
+
+    def free(self, rank: int) -> None:
+        """Count a rank as idle: its cell cannot be heard of any more."""
+        self.cells.pop(rank, None)
+
+    def exit_of(self, rank: int) -> Exit | None:
+        """The end of a rank's process; None while it lives."""
+        return self._cluster.exits.get(self.topology.engine_of_rank(rank))
+
+    def is_connected(self, rank: int) -> bool:
+        """Whether the rank lives and is registered; which of both ends first differs.
+
+        Of ranks on other hosts no exit may be known.
+        """
+        channel = self._cluster.channel
+        engine = self.topology.engine_of_rank(rank)
+        return (
+            channel is not None
+            and engine in channel.engine_ids
+            and engine not in self._cluster.exits
+        )
+
+    def interrupt(self, rank: int) -> None:
+        """Send SIGINT to a rank; its variables stay."""
+        self._cluster.interrupt(self.topology.engine_of_rank(rank))
+
+    def call(self, rank: int, name: str, *args: Any) -> Future[Any]:
+        """Call `module:function` in a rank's main thread; see rpc.kernel.functions."""
+        assert self._cluster.channel is not None
+        return self._cluster.channel.call(self.topology.engine_of_rank(rank), name, *args)
+
+    def ask(self, question: Callable[..., Future[T]], rank: int) -> Future[T] | None:
+        """An answer from the rank's control thread; None where it cannot be reached.
+
+        Args:
+            question: A control function; see rpc.kernel.functions.
+            rank: Who is asked.
+        """
+        channel = self._cluster.channel
+        if channel is None or not self.is_connected(rank):
+            return None
+        engine = self.topology.engine_of_rank(rank)
+        return question(lambda _rank, name, *args: channel.ask(engine, name, *args), rank)
+
+    def ask_all(self, question: Callable[..., Future[T]]) -> dict[int, Future[T]]:
+        """The same from every rank that can be reached."""
+        asked = {rank: self.ask(question, rank) for rank in self.ranks}
+        return {rank: future for rank, future in asked.items() if future is not None}
+
+    def call_all(
+        self,
+        function: Callable[..., Future[Any]],
+        *args: Any,
+        deadline_s: float,
+        is_collective: bool = False,
+        ranks: Sequence[int] | None = None,
+        patience_s: float = 0.0,
+    ) -> list[Any]:
+        """Call a rank function on every rank, or some, at once; results in their order.
+
+        After an interrupt by the user a short call may end by itself, within `patience_s`: its
+        collectives are then in step. Longer ones are interrupted on the ranks as well.
+
+        Raises:
+            RankGone, RankBusy: As for a cell.
+            NbdistError: What a rank raised, or who has not answered by the deadline.
+            Interrupted: If the user interrupted it; the ranks have been interrupted too.
+        """
+        ranks = self.ranks if ranks is None else ranks
+        self.make_whole()
+        self.check_ready(ranks)
+        end_of_controller = functools.partial(self._controller_end, ranks)
+        # Whatever is pressed meanwhile: all ranks are asked, for they may wait for each other.
+        with sigint.deferred_sigint() as pressed:
+            futures = {rank: function(self.call, rank, *args) for rank in ranks}
+        try:
+            pressed.check()
+            return gather.gather_results(futures, deadline_s, end_of_controller)
+        except (KeyboardInterrupt, RankGone) as error:
+            if not isinstance(error, RankGone):
+                gather.wait_done(list(futures.values()), patience_s)
+            late = [rank for rank, future in futures.items() if not future.done()]
+            for rank in late:
+                self.interrupt(rank)
+            if isinstance(error, RankGone):
+                raise
+            message = f"{ranks_phrase(late)} had not answered" if late else "all ranks are back"
+            raise Interrupted(message) from error
+        finally:
+            if is_collective:  # peers of a rank that failed would wait for it for ever
+                self.release(list(futures.values()))
+
+    def _controller_end(self, ranks: Sequence[int]) -> str:
+        """How the controller ended; raises where a rank has, for which the others would wait."""
+        end = self._cluster.exits.get(None)
+        if end is None:
+            self.check_alive(ranks)
+        return "" if end is None else end.how
+
+    def check_alive(self, ranks: Sequence[int]) -> None:
+        """Refuse ranks that have ended, busy or not.
+
+        Raises:
+            NotRunning: After the ranks were stopped.
+            RankGone: If one has ended.
+        """
+        if self.is_stopped:
+            why = run_dir.ended_from_outside(self._cluster.run_dir) or "These ranks were stopped"
+            raise NotRunning(f"{why}. {run_dir.WHAT_NOW}")
+        gone = {rank: self.end_of(rank) for rank in ranks if not self.is_connected(rank)}
+        if gone:
+            alive = [rank for rank in self.ranks if self.is_connected(rank)]
+            others = f"%%rank [{rank_label(alive)}] runs on the others; " if alive else ""
+            verb = "have" if len(gone) > 1 else "has"
+            how = ", ".join(
+                f"rank {rank}: {end or 'its connection is lost'}" for rank, end in gone.items()
+            )
+            raise RankGone(
+                f"{ranks_phrase(tuple(gone))} {verb} ended ({how}). %dist_restart "
+                f"{rank_label(tuple(gone))} brings it back; {others}%dist_reset starts all afresh."
+            )
+
+    def check_death(self, ranks: Sequence[int]) -> None:
+        """Say that one of the ranks has ended, which a failed call may tell before its process.
+
+        Raises:
+            NotRunning, RankGone: As `check_alive`; nothing if all live on.
+        """
+        end_s = time.monotonic() + gather.END_KNOWN_S
+        while all(map(self.is_connected, ranks)) and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+        self.check_alive(ranks)
+
+    def sync(self, deadline_s: float = CALL_DEADLINE_S) -> list[float]:
+        """Wait until all ranks are idle and together; how long each waited, in seconds.
+
+        Raises:
+            NbdistError: Naming the ranks that did not come.
+        """
+        key = uuid.uuid4().hex
+        return self.call_all(barrier, key, deadline_s, deadline_s=deadline_s + 5)
+
+    # What others see to.
+
+    def end_of(self, rank: int) -> str:
+        """How the rank's process ended; empty while it lives."""
+        end = self.exit_of(rank)
+        return "" if end is None else end.how
+
+    def make_whole(self) -> None:
+        """Replace a controller that has ended, and ranks that the user gave up on."""
+
+    def check_ready(self, ranks: Sequence[int]) -> None:
+        """Refuse ranks that can take nothing now.
+
+        Raises:
+            NotRunning, RankGone: As `check_alive`.
+            RankBusy: If one still runs an earlier cell, after a moment to come back in.
+        """
+        self.check_alive(ranks)
+
+    def recover_if_needed(self) -> None:
+        """Make the groups anew where an earlier cell has left that to be done."""
+
+    def settle(self) -> None:
+        """After collectives of nbdist's own that failed or were interrupted: back in step."""
+
+    def release(self, futures: Sequence[Future[Any]]) -> None:
+        """Break off what ranks still wait in when another one of them has failed."""

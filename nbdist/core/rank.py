@@ -1,0 +1,41 @@
+"""This process as a rank: its place, everybody's, and the store that all ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nbdist.core.topology import RankPlace, Topology
+from nbdist.errors import StartError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What this process remembers of the group that it has joined."""
+
+    place: RankPlace
+    topology: Topology
+    store: dist.Store
+
+
+_joined: Rank | None = None
+
+
+def this_rank() -> Rank:
+    """This process as a rank.
+
+    Raises:
+        StartError: Before it has joined a group.
+    """
+    if _joined is None:
+        raise StartError("This engine has not joined a group of ranks yet.")
+    return _joined
+
+
+def joined(rank: Rank) -> None:
+    """Remember the group that has been joined, in place of an earlier one."""
+    global _joined  # noqa: PLW0603  # one rank per process
+    _joined = rank

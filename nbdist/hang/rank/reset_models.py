@@ -1,0 +1,109 @@
+"""Makes live models ready again after a broken step, and tells whether ranks have the same ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from nbdist.hang.recovery import HALVES, SHARDED
+from nbdist.parallel.live_models import Model, find
+
+# A tensor is summed in pieces, so that what is needed beside it stays small.
+_PIECE_BYTES = 1 << 22
+_WORD_BYTES = 8
+
+
+def reset(found: tuple[Model, ...] | None = None) -> dict[str, int]:
+    """Make models ready for a new step after a broken one: model -> gradients cleared.
+
+    Gradients of a broken step are there on some ranks, on others half or not at all.
+    """
+    cleared = {}
+    for model in find() if found is None else found:
+        if model.is_sharded:
+            _reset_shards(model.module)
+        elif (reducer := getattr(model.module, "reducer", None)) is not None:
+            # Without it the reducer of a rank whose forward had no backward raises in the
+            # next step, while the other ranks wait for it. torch itself calls it so.
+            reducer._reset_state()  # noqa: SLF001
+        with_gradient = [p for p in model.module.parameters() if p.grad is not None]
+        for parameter in with_gradient:
+            parameter.grad = None
+        cleared[model.name] = len(with_gradient)
+    return cleared
+
+
+def checksums(found: tuple[Model, ...] | None = None) -> dict[str, str]:
+    """Model -> checksum of its parameters, HALVES, checksum of its buffers.
+
+    Equal on two ranks when every bit is. SHARDED for a model of which each rank has a part.
+    This rank alone.
+    """
+    return {
+        model.name: SHARDED
+        if model.is_sharded
+        else f"{_digest(model.module.named_parameters())}{HALVES}"
+        f"{_digest(model.module.named_buffers())}"
+        for model in (find() if found is None else found)
+    }
+
+
+def _reset_shards(root: torch.nn.Module) -> None:
+    """Bring FSDP2 back to its state between two steps. torch has nothing public for it.
+
+    Otherwise a rank that is in the middle of backward and one in the middle of forward gather
+    different tensors in the next step, which kills a rank.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for module in root.modules():
+        if not issubclass(type(module), FSDPModule):
+            continue
+        shard: Any = module
+        state = shard._get_fsdp_state()  # noqa: SLF001
+        state._training_state = TrainingState.IDLE  # noqa: SLF001
+        state._state_ctx.iter_forward_root = None  # noqa: SLF001
+        state._state_ctx.post_backward_final_callback_queued = False  # noqa: SLF001
+        if hasattr(state, "_modules_to_run_forward"):
+            state._modules_to_run_forward.clear()  # noqa: SLF001
+        # torch 2.11 has one group in a module, later ones several.
+        single = getattr(state, "_fsdp_param_group", None)
+        for group in getattr(state, "_fsdp_param_groups", [single]):
+            if group is not None:
+                group._training_state = TrainingState.IDLE  # noqa: SLF001
+                group._all_gather_result = None  # noqa: SLF001
+        shard.reshard()
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    total = hashlib.sha1(usedforsecurity=False)
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {checksum(tensor)}".encode())
+    return total.hexdigest()[:16]
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A number of 64 bits that any change of one word of the tensor changes; where it lies.
+
+    Hashing on the host takes longer than is promised for a whole recovery: 15 s for a model of
+    two billion parameters, even where these need not come from a GPU.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % _WORD_BYTES:
+        flat = flat.clone()
+    n_words = flat.numel() // _WORD_BYTES
+    n_piece = max(1, _PIECE_BYTES // _WORD_BYTES)
+    words = flat[: n_words * _WORD_BYTES].view(torch.int64)
+    # Odd factors, so that no bit of a word is lost where the product wraps around.
+    weights = torch.arange(min(n_words, n_piece), device=flat.device) * 2 + 1
+    total = flat[n_words * _WORD_BYTES :].sum(dtype=torch.int64)
+    for number, piece in enumerate(torch.split(words, n_piece)):
+        total += (piece * (weights[: piece.numel()] + 2 * n_piece * number)).sum()
+    return int(total.item())

@@ -1,0 +1,34 @@
+"""Gradients came around DDP's wrapper.
+
+The facts come from lints/rank/ddp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nbdist.lints.lint import Lint, each
+
+
+def _sentence(subject: str, _facts: Mapping[str, Any]) -> str:
+    return f"the optimizer of {subject} stepped with gradients that did not come through {subject}"
+
+
+LINT = Lint(
+    name="beside-wrapper",
+    when="an optimizer steps with gradients of a backward while its DDP model was not called",
+    judge=each(_sentence),
+    why="DDP reduces gradients of its own forward alone, so each rank went its own way",
+    do=(
+        "call the wrapped model, not its .module or the model from before prepare; "
+        "%dist_sync_model makes the ranks equal again"
+    ),
+    told=(
+        "an optimizer steps after a backward, and its DDP model was not called since its "
+        "last step: the gradients came through `model.module`, or through the model from "
+        "before `prepare`"
+    ),
+    not_told="where the wrapper was called in the same step as well",
+    example=("model", {0: {}, 1: {}}),
+)

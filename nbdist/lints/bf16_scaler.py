@@ -1,0 +1,29 @@
+"""A GradScaler scales a loss of bf16 autocast.
+
+The facts come from lints/rank/optimizer_steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nbdist.lints.lint import Lint, each
+
+
+def _sentence(_subject: str, _facts: Mapping[str, Any]) -> str:
+    return "a GradScaler scaled a loss of bf16 autocast"
+
+
+LINT = Lint(
+    name="bf16-scaler",
+    when="a GradScaler scales a loss that was computed under bf16 autocast",
+    judge=each(_sentence),
+    why="bf16 has the range of fp32, so scaling does nothing but look for inf in every step",
+    do="leave the scaler out, or use fp16",
+    told=(
+        "a `GradScaler` that is switched on scales a loss, and the last autocast of this "
+        "step was bf16"
+    ),
+    example=("GradScaler", {0: {}, 1: {}}),
+)

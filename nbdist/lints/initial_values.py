@@ -1,0 +1,25 @@
+"""A model that is prepared differs between ranks.
+
+The facts come from lints/rank/initial_values.
+"""
+
+from __future__ import annotations
+
+from nbdist.lints.lint import Lint, apart
+
+LINT = Lint(
+    name="initial-values",
+    when="prepare gets a model whose values differ between ranks",
+    judge=apart(
+        "the initial values of {subject} differed between {who}, and prepare gave all of "
+        "them rank 0's"
+    ),
+    why="nothing is lost but what the other ranks had drawn or loaded",
+    do="seed ranks alike before the model is built (%dist_init --seed 0), and apart after that",
+    told=(
+        "`prepare` gets a model whose values differ between ranks. It takes rank 0's, "
+        "under every strategy"
+    ),
+    not_told="only the first 16 elements of each tensor are compared",
+    example=("model", {0: {"ranks": [0, 1], "digest": "a"}, 1: {"ranks": [0, 1], "digest": "b"}}),
+)

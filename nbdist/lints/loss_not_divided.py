@@ -1,0 +1,44 @@
+"""Gradients of several backwards are added up, and nothing divides the loss.
+
+The facts come from lints/rank/optimizer_steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nbdist.lints.lint import Lint, each
+
+
+def _sentence(_subject: str, facts: Mapping[str, Any]) -> str:
+    return (
+        f"{facts['place']} called backward {facts['count']} times in each step, with a mean that "
+        "was not divided, and the gradients were added up"
+    )
+
+
+LINT = Lint(
+    name="loss-not-divided",
+    when=(
+        "in two steps in a row one line calls backward several times, its loss is a mean, "
+        "and neither it nor an Accelerator divides it"
+    ),
+    judge=each(_sentence),
+    why="if these are parts of one batch, its gradient comes out that many times too large",
+    do=(
+        "divide the loss by their number, or use accelerator.accumulate with "
+        "gradient_accumulation_steps"
+    ),
+    told=(
+        "in two steps in a row one line calls `backward` the same number of times, twice "
+        "or more, the gradients are added up, and the loss is a mean that nothing divides: "
+        "neither `/` behind it nor the Accelerator's `gradient_accumulation_steps`"
+    ),
+    not_told=(
+        "losses that are sums, weighted or divided anywhere; a model that was compiled; "
+        "two lines, as of a GAN. Whether the parts are of one batch nobody can know, so it "
+        'says "if"'
+    ),
+    example=("line 7 of cell [12]", {0: {"place": "line 7 of cell [12]", "count": 4}}),
+)

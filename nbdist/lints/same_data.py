@@ -1,0 +1,73 @@
+"""Ranks whose data should differ get the same batches.
+
+The facts come from lints/rank/data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.finding import RuleHit
+from nbdist.lints.lint import Facts, Lint
+
+# Fewer batches say nothing: two of a small dataset can be equal by chance.
+LEAST_BATCHES = 2
+
+
+def _alike(subject: str, facts: Facts) -> list[RuleHit]:
+    """Ranks whose data should differ, and whose first batches do not."""
+    found: list[list[int]] = []
+    for rank in facts:
+        mates = next((group for group in found if _has_same(facts, group[0], rank)), None)
+        if mates is None:
+            found.append([rank])
+        else:
+            mates.append(rank)
+    return [
+        RuleHit(
+            f"{subject} gave {ranks_phrase(ranks)} the same batches ({_compared(facts, ranks)})",
+            tuple(ranks),
+        )
+        for ranks in found
+        if len(ranks) > 1
+    ]
+
+
+def _has_same(facts: Facts, one: int, other: int) -> bool:
+    if other not in facts[one]["peers"]:
+        return False
+    mine, theirs = facts[one]["digests"], facts[other]["digests"]
+    n = min(len(mine), len(theirs))
+    # Batches that are all alike are a constant dataset, of which every part is the same.
+    return n >= LEAST_BATCHES and mine[:n] == theirs[:n] and len(set(mine[:n])) == n
+
+
+def _compared(facts: Facts, ranks: Sequence[int]) -> str:
+    return f"the first {min(len(facts[rank]['digests']) for rank in ranks)} were compared"
+
+
+LINT = Lint(
+    name="same-data",
+    when=(
+        "a loop that trains takes the same first batches from a DataLoader on ranks whose "
+        "data should differ"
+    ),
+    judge=_alike,
+    why="each gradient is computed twice, and the ranks together learn no more than one",
+    do="pass the loader to accelerator.prepare, or give it a DistributedSampler",
+    told=(
+        "a loop that trains (an optimizer steps between its batches) takes the same first "
+        "batches from a `DataLoader`, prepared or not, on ranks whose data should differ: "
+        "those of one DDP model, or along the data-parallel axes of a prepared one"
+    ),
+    not_told=(
+        "other sources of data than a `DataLoader`; loops that end before the second "
+        "batch; datasets whose batches are all alike; an FSDP2 model that nbdist has not "
+        "prepared"
+    ),
+    example=(
+        "loader",
+        {rank: {"digests": ["a", "b", "c", "d"], "peers": [0, 1]} for rank in (0, 1)},
+    ),
+)

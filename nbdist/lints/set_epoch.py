@@ -1,0 +1,33 @@
+"""A DistributedSampler shuffles every epoch alike.
+
+The facts come from lints/rank/data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nbdist.lints.lint import Lint, each
+
+
+def _sentence(subject: str, facts: Mapping[str, Any]) -> str:
+    return (
+        f"{subject} was gone through again with its DistributedSampler at epoch "
+        f"{facts['epoch']} as before"
+    )
+
+
+LINT = Lint(
+    name="set-epoch",
+    when="a cell trains twice over a DistributedSampler that shuffles, at the same epoch",
+    judge=each(_sentence),
+    why="every epoch has the same order, and each rank sees the same samples for ever",
+    do="call sampler.set_epoch(epoch) before each loop, or let accelerator.prepare share out",
+    told=(
+        "in one cell two loops that train go over a `DistributedSampler` that shuffles, at "
+        "the same epoch"
+    ),
+    not_told="loops in two cells: running a cell again is no mistake",
+    example=("loader", {0: {"epoch": 0}, 1: {"epoch": 0}}),
+)

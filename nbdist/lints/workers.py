@@ -1,0 +1,42 @@
+"""More DataLoader workers than cores.
+
+The facts come from lints/rank/data.
+"""
+
+from __future__ import annotations
+
+from nbdist.core.finding import RuleHit
+from nbdist.lints.lint import Facts, Lint
+
+
+def _workers(_subject: str, facts: Facts) -> list[RuleHit]:
+    hosts: dict[str, list[int]] = {}
+    for rank, own in facts.items():
+        hosts.setdefault(own["host"], []).append(rank)
+    hits = []
+    for ranks in hosts.values():
+        total = sum(facts[rank]["workers"] for rank in ranks)
+        cores = max(facts[rank]["cores"] for rank in ranks)
+        if total > cores:
+            # A host's name is no news on one host, and differs from machine to machine.
+            hits.append(
+                RuleHit(
+                    f"{len(ranks)} rank{'s' * (len(ranks) > 1)} of one host started {total} "
+                    f"DataLoader workers on {cores} core{'s' * (cores > 1)}",
+                    tuple(ranks),
+                )
+            )
+    return hits
+
+
+LINT = Lint(
+    name="workers",
+    when="the ranks of a host start more DataLoader workers than it has cores",
+    judge=_workers,
+    why="they take turns with each other and with the ranks",
+    do="use fewer, num_workers <= cores / ranks, unless they mostly wait for a disk",
+    is_of_machine=True,
+    told="DataLoader workers of all ranks of a host are more than its cores",
+    not_told="with `NBDIST_TEST=1`, since it depends on the machine",
+    example=("", {rank: {"workers": 8, "cores": 8, "host": "h"} for rank in (0, 1)}),
+)

@@ -1,0 +1,144 @@
+"""What the panel's buttons do: each runs its verb's line, and shows what the verb shows."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from IPython.utils.capture import CapturedIO, capture_output
+
+from nbdist.cluster import view as ranks_view
+from nbdist.core.view import View
+from nbdist.notebook.notebook import NOTEBOOK, SHOWN, CellOptions, Record
+from nbdist.notebook.verb import Verb, parse
+from nbdist.panel import strategy_form
+from nbdist.panel.job_queue import Job
+from nbdist.panel.state import BUTTONS
+from nbdist.panel.strategy_form import Value
+from nbdist.strategy.choice import Strategy
+
+# Stands in a button's line for the moment in which it runs.
+_TIME = "TIME"
+
+
+@dataclass(frozen=True, slots=True)
+class Shows:
+    """Where an action shows more than its last line.
+
+    Attributes:
+        progress: What it waits for.
+        detail: Something long: a title, and what it is as HTML.
+    """
+
+    progress: Callable[[str], None]
+    detail: Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What is chosen on the panel.
+
+    Attributes:
+        name: The strategy.
+        values: Its fields, those left alone too.
+        rank: To be restarted; None for those that have ended.
+    """
+
+    name: str
+    values: Mapping[str, Value]
+    rank: int | None
+
+    @property
+    def typed(self) -> str:
+        """The strategy as it would be typed."""
+        return strategy_form.typed(self.name, self.values)
+
+
+def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> Job:
+    """What pressing a button asks for.
+
+    Args:
+        name: Of a button whose jobs run between cells.
+        chosen: What is chosen on the panel.
+        current: The strategy that counts; None without ranks.
+        code: The last cell on all ranks.
+    """
+    magic, _, line = BUTTONS[name].magic.partition(" ")
+    told = ""
+    if name == "apply":
+        line = chosen.typed
+    elif name == "restart" and chosen.rank is not None:
+        line = str(chosen.rank)
+    elif name == "compare" and current is not None:
+        now = strategy_form.typed(current.name, strategy_form.values_of(current))
+        strategies = dict.fromkeys([now, chosen.typed])
+        quoted = " ".join(f'"{one}"' if " " in one else one for one in strategies)
+        line, told = f"{quoted} -- {code}", f"{quoted} -- (the last cell)"
+    return Job(name, f"{magic} {told or line}".rstrip(), line)
+
+
+def act(asked: Job, verbs: Mapping[str, Verb], shows: Shows) -> str:
+    """Do a job, in the main thread, and say what it came to; raises what its magic raises.
+
+    What is printed or displayed meanwhile would stand below whatever cell ran last, so it goes
+    where the panel shows what is long.
+    """
+    title = BUTTONS[asked.name].below
+    views: list[View] = []
+
+    def take(view: View) -> None:
+        views.append(view)
+        shows.progress(view.text.partition("\n")[0].rstrip(":"))
+
+    with SHOWN.redirected(take, shows.progress), capture_output() as caught:
+        try:
+            if (view := _run(asked, verbs, shows)) is not None:
+                views.append(view)
+            del views[:-1]  # headings, of what is in the result
+        finally:
+            parts = [one.html or _plain(one.text) for one in views if title]
+            if parts := [*parts, *_printed(caught)]:
+                shows.detail(title or asked.typed, "".join(parts))
+    return "done, see below" if title else views[-1].text
+
+
+def _run(asked: Job, verbs: Mapping[str, Verb], shows: Shows) -> View | None:
+    if asked.name == "start":  # with the options of the last start, whatever has set them
+        started = NOTEBOOK.start(NOTEBOOK.options, shows.progress)
+        return ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
+    line = asked.line
+    if asked.name == "checkpoint":
+        line = line.replace(_TIME, time.strftime("%Y-%m-%d-%H%M%S"))
+    return answer(asked.name, line, verbs)
+
+
+def answer(name: str, line: str, verbs: Mapping[str, Verb]) -> View | None:
+    """What the verb of this button answers to this line; in any thread."""
+    verb = verb_of(name, verbs)
+    view: View | None = verb.run(parse(verb, line).values)
+    return view
+
+
+def record(name: str, ranks: str | None, verbs: Mapping[str, Verb]) -> Record | None:
+    """How the next cell is recorded by a button, on these ranks: as its magic would."""
+    verb = verb_of(name, verbs)
+    options: CellOptions = verb.run(parse(verb, f"--ranks {ranks}" if ranks else "").values)
+    return options.record
+
+
+def verb_of(name: str, verbs: Mapping[str, Verb]) -> Verb:
+    """The verb whose magic a button stands for."""
+    return verbs[BUTTONS[name].magic.partition(" ")[0].lstrip("%")]
+
+
+def _printed(caught: CapturedIO) -> list[str]:
+    """What was printed and displayed, but no updates: those are pictures of the panel itself."""
+    texts = [_plain(text) for text in (caught.stdout, caught.stderr) if text]
+    shown = [one.data for one in caught.outputs if not one.update]
+    return texts + [data.get("text/html") or _plain(data.get("text/plain", "")) for data in shown]
+
+
+def _plain(text: str) -> str:
+    return f"<pre>{html.escape(text)}</pre>"

@@ -1,0 +1,390 @@
+"""The panel of a notebook: what it knows, what it shows, and which button does what.
+
+A button runs the line of its verb (actions). What changes the ranks runs between two cells
+(scheduler); interrupts and questions run at once, in the thread of the click.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from IPython import get_ipython
+from IPython.display import DisplayHandle, display
+
+from nbdist.cells.kernel import progress
+from nbdist.cells.view.live_cell import publish
+from nbdist.core.progress import Progress
+from nbdist.core.units import is_stored
+from nbdist.errors import NbdistError
+from nbdist.notebook.notebook import NOTEBOOK, CellOptions
+from nbdist.notebook.session import Session
+from nbdist.notebook.verb import Verb
+from nbdist.panel import plan, strategy_form
+from nbdist.panel.job_queue import Job, JobQueue
+from nbdist.panel.kernel import actions
+from nbdist.panel.kernel import ranks as ranks_panel
+from nbdist.panel.kernel.actions import Chosen, Shows
+from nbdist.panel.kernel.ranks import Known
+from nbdist.panel.kernel.scheduler import JobScheduler
+from nbdist.panel.state import BUTTONS, PanelState, Plan, missing
+from nbdist.panel.view import html as panel_view
+from nbdist.strategy.choice import Strategy, described
+
+if TYPE_CHECKING:  # which needs ipywidgets
+    from nbdist.panel.view.widgets import PanelWidgets
+
+TICK_S = 1.0
+# A sample of every rank is there within a second; an idle rank answers at once.
+LOOK_S = 3.0
+NO_RANKS = "no ranks are running: %dist_init starts some"
+NO_WIDGETS = "ipywidgets cannot be imported ({why}), so this is only a picture of the panel"
+# Pictures that are kept up to date; those of cells that were run again are no more on the page.
+KEPT_STILLS = 4
+
+
+class Panel:
+    """The panel of this notebook. There is one; a page may show it several times."""
+
+    def __init__(self) -> None:
+        # Those that the buttons run; nbdist.commands hands them over with the table.
+        self.verbs: Mapping[str, Verb] = {}
+        self.board = JobQueue()
+        self.turns = JobScheduler(self.board, self._act, self._changed)
+        self._lock = threading.RLock()
+        self._widgets: PanelWidgets | None = None
+        self._stills: list[DisplayHandle] = []
+        self._essence: object = None
+        self._session: Session | None = None
+        # What was chosen last when a rank was asked, and what it answered.
+        self._told: tuple[Strategy, Strategy] | None = None
+        self._followed: Strategy | None = None
+        self._known = Known()
+        self._code = self._bar = self._doing = ""
+        self._ticker: threading.Event | None = None  # set to end the thread
+
+    def _ipython_display_(self) -> None:
+        self.show()
+
+    def show(self) -> None:
+        """Show the panel below the running cell: widgets where there are any, else a picture."""
+        self.turns.watch()
+        NOTEBOOK.before_cell, NOTEBOOK.on_bar = self.before_cell, self._take_bar
+        if self._take_progress not in progress.listeners:
+            progress.listeners.append(self._take_progress)
+        self._look()
+        if is_stored() or not hasattr(get_ipython(), "kernel"):
+            publish(panel_view.still(self.state())._repr_mimebundle_())
+            return
+        try:
+            widgets = self._made()
+        except ImportError as error:
+            self.board.note(NO_WIDGETS.format(why=error), "failed")
+        else:
+            self.refresh()
+            self._tick()
+            # A still text: nbval compares it, and frontends without widgets show it.
+            publish({**widgets.root._repr_mimebundle_(), "text/plain": "nbdist panel"})
+        handle = display(panel_view.still(self.state()), display_id=True)
+        assert isinstance(handle, DisplayHandle)
+        self._stills = [*self._stills, handle][-KEPT_STILLS:]
+
+    def _look(self) -> None:
+        """Know how everything is now: what is shown first, and stored, is complete."""
+        session = self._now()
+        if session is not None and not self.board.acting:
+            ended = self._ask(session)
+            ranks_panel.look(session, LOOK_S)
+            ended(LOOK_S)
+
+    def press(self, name: str) -> None:
+        """Press a button, from any thread. Returns at once; what goes wrong is in the log.
+
+        Args:
+            name: Of panel.state.BUTTONS.
+        """
+        with self._logged(name):
+            why = missing(name, self._facts())
+            if why:
+                self.board.note(f"{BUTTONS[name].label}: {why}", "failed")
+            elif BUTTONS[name].when == "arms":
+                self.board.arm(name)
+            elif BUTTONS[name].when == "now":
+                _NOW[name](self)
+            else:
+                self.turns.ask(self._job(name))
+        self.refresh()
+
+    def pick(self) -> None:
+        """Another strategy was chosen."""
+        self.refresh()
+
+    def close(self) -> None:
+        """Take the panel off every page; what is queued is taken back."""
+        self.board.drop("the panel was closed")
+        self.turns.unwatch()
+        NOTEBOOK.before_cell = lambda _code, options: options
+        NOTEBOOK.on_bar = lambda _text: None
+        if self._take_progress in progress.listeners:
+            progress.listeners.remove(self._take_progress)
+        with self._lock:
+            ticker, self._ticker = self._ticker, None
+            widgets, self._widgets = self._widgets, None
+            self._stills = []
+        if ticker is not None:
+            ticker.set()
+        if widgets is not None:
+            widgets.close()
+
+    def refresh(self) -> None:
+        """Show how everything is now; from any thread."""
+        with self._lock, self._logged("refresh"):
+            state = self.state()
+            if self._widgets is not None:
+                self._follow(self._widgets)
+                self._widgets.draw(state, self._why_not(), self._plan())
+            self._update_stills(state)
+
+    def state(self) -> PanelState:
+        """All that is shown."""
+        session = self._now()
+        state = PanelState(
+            NO_RANKS,
+            cell=self.turns.cell,
+            bar=self._bar,
+            doing=self._doing,
+            acting=self.board.acting,
+            queued=self.board.queued,
+            armed=tuple(BUTTONS[name].magic for name in self.board.armed),
+            log=self.board.log,
+        )
+        if session is None:
+            return state
+        rows, waits = ranks_panel.looked(session)
+        return replace(
+            state,
+            title=ranks_panel.title(session),
+            is_running=True,
+            ranks=rows,
+            waits=waits,
+            strategy=described(self._current(session)),
+            models=tuple(strategy_form.model_told(model) for model in self._known.models),
+        )
+
+    def before_cell(self, code: str, options: CellOptions) -> CellOptions:
+        """The options of a cell that begins on ranks, with what the buttons have asked for."""
+        if options.ranks is None:
+            self._code = code
+        name = "" if options.record is not None else self.board.disarm()
+        if not name:
+            return options
+        self.board.note(f"{BUTTONS[name].magic} for cell [{NOTEBOOK.cell_number}]")
+        return replace(options, record=actions.record(name, options.ranks, self.verbs))
+
+    # The ranks that there are.
+
+    def _now(self) -> Session | None:
+        """The running ranks. With others nothing counts that was known of those before."""
+        session = NOTEBOOK.current
+        if session is not None and session.is_stopped:
+            session = None
+        with self._lock:
+            if session is not self._session:
+                if self._session is not None:
+                    self.board.drop("the ranks that it was for were stopped")
+                self._session, self._told, self._code = session, None, ""
+                self._known = Known()
+                if session is not None and self._widgets is not None:
+                    self._widgets.set_ranks(session.topology.world_size)
+                self._ask_prepared()
+        return session
+
+    def _current(self, session: Session) -> Strategy:
+        """The strategy that counts: a rank's own answer, unless something was chosen since."""
+        last = ranks_panel.last_choice(session)
+        return self._told[1] if self._told is not None and self._told[0] == last else last
+
+    def _ask_prepared(self) -> None:
+        if self._session is not None and not self.board.acting and not self.turns.cell:
+            self._ask(self._session)
+
+    def _ask(self, session: Session) -> Callable[[float], object]:
+        take = functools.partial(self._take_prepared, ranks_panel.last_choice(session))
+        return ranks_panel.prepared(session, take)
+
+    def _take_prepared(self, last: Strategy, choice: Strategy, known: Known) -> None:
+        self._told, self._known = (last, choice), known
+        self.refresh()
+
+    def _take_bar(self, text: str) -> None:
+        self._bar = text  # ten times a second: it is drawn with the next picture
+
+    def _take_progress(self, now: Progress | None) -> None:
+        self._doing = "" if now is None else str(now)
+        self.refresh()
+
+    def _changed(self) -> None:
+        """A job has begun or ended, or a cell has ended."""
+        with self._logged("refresh"):
+            self._now()
+            self._ask_prepared()
+        self.refresh()
+
+    # The chosen strategy.
+
+    def _picked(self) -> Strategy | str:
+        session, widgets = self._session, self._widgets
+        if session is None or widgets is None:
+            return ""
+        topology = session.topology
+        on = (topology.world_size, topology.ranks[0].device.split(":")[0], topology.backend)
+        return strategy_form.picked(widgets.strategy.value, widgets.values, *on)
+
+    def _plan(self) -> Plan:
+        found, session = self._picked(), self._session
+        if isinstance(found, str) or session is None:
+            return Plan(str(found), is_possible=not found)
+        known, current = self._known, self._current(session)
+        if known.models and known.sketches:
+            limit = ranks_panel.limit(session)
+            return plan.plan_of(found, known.sketches, limit, current)
+        text = strategy_form.planned(found, known.models, current)
+        if known.problem:
+            text += f"; states only: no rank could describe the models ({known.problem})"
+        return Plan(text, is_possible=True)
+
+    def _follow(self, widgets: PanelWidgets) -> None:
+        """Choose the strategy that counts, once when it has changed."""
+        if self._session is None:
+            return
+        current = self._current(self._session)
+        if current != self._followed:
+            self._followed = current
+            widgets.set_values(current.name, strategy_form.values_of(current))
+
+    def _facts(self) -> set[str]:
+        session = self._now()
+        if session is None:
+            return {"none"}
+        picked = self._picked()
+        known = {
+            "ranks": True,
+            "trace": bool(session.traces.count),
+            "code": bool(self._code),
+            "choice": isinstance(picked, Strategy),
+            "other": picked != self._current(session),
+            "queue": bool(self.board.queued),
+        }
+        return {fact for fact, is_so in known.items() if is_so}
+
+    def _why_not(self) -> dict[str, str]:
+        facts = self._facts()
+        return {name: missing(name, facts) for name in BUTTONS}
+
+    # What the buttons do.
+
+    def _job(self, name: str) -> Job:
+        session, widgets = self._session, self._widgets
+        chosen = Chosen("", {}, None)
+        if widgets is not None:
+            rank = widgets.rank.value
+            chosen = Chosen(widgets.strategy.value, widgets.values, None if rank == "" else rank)
+        current = None if session is None else self._current(session)
+        return actions.job(name, chosen, current, self._code)
+
+    def _act(self, job: Job) -> str:
+        return actions.act(job, self.verbs, Shows(self._progress, self._detail))
+
+    def interrupt(self) -> None:
+        """As the stop button: the cells on the ranks, else what the notebook itself does."""
+        session = self._now()
+        told, left = ("", "") if session is None else ranks_panel.interrupt(session)
+        told = told or self.turns.interrupt()
+        parts = [f"interrupting {told}"] if told else []
+        parts += [f"{left}: SIGINT once more"] if left else []
+        self.board.note("; ".join(parts) or "nothing runs to be interrupted")
+
+    def ask_status(self) -> None:
+        """Show what every rank does; in a thread of its own, as answers may take two seconds."""
+        self.board.note(f"{BUTTONS['status'].magic}: asking the ranks")
+        threading.Thread(target=self._show_status, name="nbdist-status", daemon=True).start()
+
+    def _show_status(self) -> None:
+        with self._logged("status"):
+            line = BUTTONS["status"].magic.partition(" ")[2]
+            view = actions.answer("status", line, self.verbs)
+            if view is not None:
+                title = f"{BUTTONS['status'].below} at {time.strftime('%H:%M:%S')}"
+                self._detail(title, view.html or view.text)
+            self.board.note("status: see below", "done")
+        self.refresh()
+
+    def cancel(self) -> None:
+        """Take back what is queued."""
+        self.board.drop("cancelled")
+
+    def _progress(self, text: str) -> None:
+        self.board.progress(text)
+        self.refresh()
+
+    def _detail(self, title: str, body: str) -> None:
+        if self._widgets is not None:
+            self._widgets.show_detail(title, body)
+
+    # What is on the page.
+
+    def _made(self) -> PanelWidgets:
+        from nbdist.panel.view.widgets import PanelWidgets  # which needs ipywidgets
+
+        with self._lock:
+            if self._widgets is None:
+                self._widgets, self._followed = PanelWidgets(self), None
+                session = self._now()
+                if session is not None:
+                    self._widgets.set_ranks(session.topology.world_size)
+            return self._widgets
+
+    def _tick(self) -> None:
+        """Refresh every second, in a thread of its own, until the panel is closed."""
+        if self._ticker is not None:
+            return
+        self._ticker = ended = threading.Event()
+
+        def ticking() -> None:
+            while not ended.wait(TICK_S):
+                self.refresh()
+
+        threading.Thread(target=ticking, name="nbdist-panel", daemon=True).start()
+
+    def _update_stills(self, state: PanelState) -> None:
+        """The pictures below the widgets, where more has changed than times and numbers."""
+        kinds = tuple((row.rank, row.kind) for row in state.ranks)
+        essence = replace(state, ranks=(), waits=(), cell="", bar="", doing="", acting=""), kinds
+        if self._stills and essence != self._essence:
+            self._essence = essence
+            view = panel_view.still(state)
+            for handle in self._stills:
+                handle.update(view)
+
+    @contextlib.contextmanager
+    def _logged(self, what: str) -> Iterator[None]:
+        """Errors into the log: those of a callback or a thread would be seen nowhere."""
+        try:
+            yield
+        except NbdistError as error:
+            self.board.note(f"{what}: {error}", "failed")
+        except Exception:  # noqa: BLE001
+            self.board.note(f"{what}: {traceback.format_exc().rstrip()}", "failed")
+
+
+_NOW: Mapping[str, Callable[[Panel], None]] = {
+    "interrupt": Panel.interrupt,
+    "status": Panel.ask_status,
+    "cancel": Panel.cancel,
+}

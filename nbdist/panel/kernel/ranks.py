@@ -1,0 +1,166 @@
+"""What the panel asks of running ranks, from any thread, without disturbing their cells."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbdist.cluster.kernel.ranks import current_strategy
+from nbdist.core.failures import ranks_phrase
+from nbdist.hang import diagnose
+from nbdist.panel.plan import Limit
+from nbdist.panel.state import RankRow, row_of
+from nbdist.panel.strategy_form import Model
+from nbdist.planner.devices import device_of_ranks
+from nbdist.planner.live_model import LiveModel
+from nbdist.rpc.kernel.functions import RankFunction
+from nbdist.strategy.choice import Strategy
+from nbdist.strategy.choose import default_choice
+
+if TYPE_CHECKING:
+    from nbdist.cluster.kernel.ranks import RunningCell
+    from nbdist.notebook.session import Session
+
+# Who has waited for less is in step with the others.
+AFTER_S = 1.0
+
+prepared_sizes: RankFunction[[], tuple[tuple[str, int, int], ...]] = RankFunction(
+    "nbdist.parallel.model_sizes:sizes"
+)
+sketch_models: RankFunction[[], tuple[LiveModel, ...]] = RankFunction(
+    "nbdist.planner.rank.describe_prepared:sketches"
+)
+
+
+def title(session: Session) -> str:
+    """`2 ranks on 1 host, gloo`."""
+    topology = session.topology
+    n, hosts = topology.world_size, topology.n_hosts
+    return (
+        f"{n} rank{'s' if n > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}, "
+        f"{topology.backend}"
+    )
+
+
+def looked(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ...]]:
+    """Every rank as it was sampled last, and who waits for whom; nobody is asked or waited for."""
+    samples = {one.rank: one for one in session.monitor.latest()}
+    now_s = time.monotonic()
+    rows = tuple(row_of(place, samples.get(place.rank), now_s) for place in session.topology.ranks)
+    if all(row.kind != "waiting" for row in rows):
+        return rows, ()
+    found = diagnose.diagnose(list(session.health.views_now().values()), now_s, AFTER_S)
+    return rows, tuple(one.text for one in found)
+
+
+def look(session: Session, limit_s: float) -> None:
+    """Wait until every rank was sampled after this call, so long at most."""
+    session.monitor.wait(time.monotonic(), limit_s)
+
+
+def interrupt(session: Session) -> tuple[str, str]:
+    """Press stop for every cell that runs on ranks.
+
+    Returns:
+        What was interrupted of what the notebook waits for, or "" for nothing; and which ranks of
+        cells that were given back, and hear of no press, got SIGINT once more, or "".
+    """
+    running = session.readiness.running()
+    waited = [one for one in running if not one.is_over]
+    for one in waited:
+        one.press()
+    left = []
+    for one in running:
+        ranks = session.readiness.ranks_of(one) if one.is_over else ()
+        for rank in ranks:
+            session.interrupt(rank)
+        if ranks:
+            verb = "have" if len(ranks) > 1 else "has"
+            left.append(f"{ranks_phrase(ranks)} {verb} not come back from {_told(one)}")
+    return ", ".join(map(_told, waited)), "; ".join(left)
+
+
+def _told(cell: RunningCell) -> str:
+    return "a cell" if cell.number is None else f"cell [{cell.number}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a rank has said of its prepared models.
+
+    Attributes:
+        models: Their sizes.
+        sketches: The same models as a plan takes them; empty where that failed.
+        problem: Why; a phrase.
+    """
+
+    models: tuple[Model, ...] = ()
+    sketches: tuple[LiveModel, ...] = ()
+    problem: str = ""
+
+
+def prepared(
+    session: Session, take: Callable[[Strategy, Known], object]
+) -> Callable[[float], object]:
+    """Ask a rank for its strategy and models; `take` is called with them, in another thread.
+
+    Ranks that run a cell are not asked, and nothing is waited for.
+
+    Returns:
+        A function that waits until they have been taken, so many seconds at most.
+    """
+    rank = next(
+        (r for r in session.ranks if session.is_connected(r) and not session.is_busy(r)),
+        None,
+    )
+    if session.is_stopped or rank is None:
+        return lambda _limit_s: None
+    is_taken = threading.Event()
+    choice = current_strategy(session.call, rank)
+    sizes = prepared_sizes(session.call, rank)
+    sketches = sketch_models(session.call, rank)
+
+    def arrived(done: Future[Any]) -> None:
+        # In its main thread a rank answers in order, so what was asked before is there.
+        try:
+            if choice.exception() is None and sizes.exception() is None:
+                error = done.exception()
+                told = () if error is not None else done.result()
+                problem = "" if error is None else str(getattr(error, "evalue", error))
+                take(choice.result(), Known(models_of(sizes.result()), told, problem))
+        finally:
+            is_taken.set()
+
+    sketches.add_done_callback(arrived)
+    return is_taken.wait
+
+
+def limit(session: Session) -> Limit:
+    """Of a rank: of its GPU as %dist_plan takes it, else as the monitor measures it."""
+    device, _ = device_of_ranks(session.topology)
+    if device is not None:
+        return Limit(device.memory_bytes, has_gpu=True)
+    first = session.topology.ranks[0]
+    sample = next(iter(session.monitor.latest()), None)
+    if first.device != "cpu":
+        total = None if sample is None or sample.gpu is None else sample.gpu.total_bytes
+        sharing = [place.device_uuid for place in session.topology.ranks].count(first.device_uuid)
+        return Limit((total or 0.0) / sharing, has_gpu=True)
+    if sample is None or sample.usage is None:
+        return Limit()
+    on_host = [place.host for place in session.topology.ranks].count(first.host)
+    return Limit(sample.usage.host_limit_bytes / on_host)
+
+
+def models_of(sizes: Sequence[tuple[str, int, int]]) -> tuple[Model, ...]:
+    """What `prepared_sizes` answers, as records."""
+    return tuple(Model(*one) for one in sizes)
+
+
+def last_choice(session: Session) -> Strategy:
+    """The strategy as far as the notebook knows without asking."""
+    return session.strategy_chosen or default_choice(session.topology.world_size)

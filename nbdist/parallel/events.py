@@ -1,0 +1,32 @@
+"""What others do when a model is prepared, and around an Accelerator's backward.
+
+Whoever wants to know appends a function and removes it again; nothing here knows who that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# Called with a model's class and tensors, before it gets rank 0's values.
+on_prepare: list[Callable[[str, Iterable[torch.Tensor]], None]] = []
+# Called with a loss and the backwards that it is divided by; torch's backward runs in the result.
+on_backward: list[Callable[[torch.Tensor, int], AbstractContextManager[None]]] = []
+
+
+def preparing(title: str, tensors: Iterable[torch.Tensor]) -> None:
+    """A model of this class is about to be prepared."""
+    for act in on_prepare:
+        act(title, tensors)
+
+
+def backward(loss: torch.Tensor, divisor: int) -> ExitStack:
+    """What an Accelerator's backward of this loss runs in; called by `backward` itself."""
+    stack = ExitStack()
+    for act in on_backward:
+        stack.enter_context(act(loss, divisor))
+    return stack

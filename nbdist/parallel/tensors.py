@@ -1,0 +1,67 @@
+"""This rank's part of tensors, some of which are DTensors, and its way back into one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, without gradient."""
+    if isinstance(tensor, DTensor):
+        # In this order, and without gradients: a tenth of the time, which saves have to wait for.
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    return tensor.detach()
+
+
+def local_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient or a state, as its parameter lies.
+
+    Collective along tp where it lies otherwise (partial sums). A plain tensor is itself.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    if isinstance(parameter, DTensor) and value.placements != parameter.placements:
+        value = value.redistribute(placements=parameter.placements)
+    return local_of(value)
+
+
+def local_parts(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Stand-ins for parameters that have a gradient: `.grad` is this rank's part of it.
+
+    Plain, on the same memory as the gradients, so that torch's functions, which do not take plain
+    tensors and DTensors together, can change these in place.
+    """
+    parts = []
+    for parameter in parameters:
+        part = parameter
+        if isinstance(parameter.grad, DTensor):
+            part = local_of(parameter.grad)
+            part.grad = local_of(parameter.grad)
+        if part.grad is not None:
+            parts.append(part)
+    return parts
+
+
+def like(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A local part as a DTensor that lies as another; itself where that one is plain."""
+    if not isinstance(whole, DTensor):
+        return local
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False,
+        shape=whole.shape, stride=whole.stride(),
+    )  # fmt: skip
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Equal for tensors of the same dtypes, shapes and bytes, in the same order."""
+    total = hashlib.sha1(usedforsecurity=False)
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(flat.numpy().tobytes())
+    return total.hexdigest()

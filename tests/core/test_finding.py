@@ -1,0 +1,105 @@
+"""What rules find on ranks, and findings as lines of text."""
+
+import pytest
+
+from nbdist.core.finding import (
+    BAD,
+    MOST_SPOTS,
+    WARN,
+    Finding,
+    Rule,
+    RuleHit,
+    Spot,
+    advice,
+    on_ranks,
+    report,
+    summary,
+)
+
+
+@pytest.fixture(autouse=True)
+def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBDIST_TEST", raising=False)
+
+
+def _large(number: int) -> RuleHit | None:
+    """Numbers over 2."""
+    if number <= 2:
+        return None
+    spots = tuple(Spot(number, 0, length) for length in range(1, number))
+    return RuleHit(f"{number} is large", share=number / 10, places=(f"line {number}",), spots=spots)
+
+
+def _odd(number: int) -> RuleHit | None:
+    """Odd numbers, a little."""
+    return RuleHit(f"{number} is odd", share=0.01) if number % 2 else None
+
+
+LARGE = Rule("large", _large, "it takes room", "make it small")
+ODD = Rule("odd", _odd, "it is not even", "add one")
+
+
+def test_a_rule_is_told_with_the_numbers_of_the_worst_rank() -> None:
+    """On all ranks that have it, with the longest stretches of all; the largest share is first."""
+    large, odd = on_ranks((ODD, LARGE), {0: 1, 1: 4, 2: 7, 3: 2})
+
+    assert large == Finding(
+        "large", "7 is large", WARN, "it takes room", "make it small",
+        ranks=(1, 2), share=0.7, places=("line 7",), spots=large.spots,
+    )  # fmt: skip
+    lengths = [spot.end_ns for spot in large.spots]
+    assert lengths == sorted([1, 2, 3, 1, 2, 3, 4, 5, 6], reverse=True)[:MOST_SPOTS]
+    assert (odd.rule, odd.ranks, odd.found) == ("odd", (0, 2), "1 is odd")
+
+
+def test_nothing_found() -> None:
+    """No rule, no rank, or nothing that a rule looks for."""
+    assert on_ranks((), {0: 4}) == on_ranks((LARGE,), {}) == on_ranks((LARGE,), {0: 2}) == ()
+
+
+def test_a_report_has_a_block_for_each_finding() -> None:
+    """With its lines of code, or else its longest stretch of time."""
+    spots = (Spot(1, 1_234_499, 2_000_000), Spot(0, 5, 6))
+    one = Finding("a", "b", WARN, "c", "d", (0, 1), 0.125, places=("f.py:1\n", "g.py:2"))
+    other = Finding("e", "f", WARN, "g", "h", (2,), 0.1, spots=spots)
+    last = Finding("i", "j", WARN, "k", "l", (3,))
+
+    assert report((one, other), order="the largest first", none="", has_share=True) == [
+        "findings, the largest first:",
+        "- a (ranks 0-1, 12.5 %): b",
+        "  why: c",
+        "  do: d",
+        "  look at: f.py:1; g.py:2",
+        "- e (rank 2, 10.0 %): f",
+        "  why: g",
+        "  do: h",
+        "  look at: rank 1, from 1.234 to 2.000 ms",
+    ]
+    assert report([last], order="", none="")[1:] == ["- i (rank 3): j", "  why: k", "  do: l"]
+
+
+def test_a_report_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says so; where outputs are stored it does not say which findings there are."""
+    assert report((), order="", none="all is well") == ["findings: none; all is well"]
+
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    assert report((), order="", none="all is well") == ["findings: #"]
+
+
+@pytest.mark.parametrize(
+    ("finding", "told"),
+    [
+        (Finding("a", "b", WARN, "c", "d"), "warn a: c; d"),
+        (Finding("a", "b", BAD, "c"), "bad a: c"),
+        (Finding("a", "b", BAD, "c", "d", line=3), "line 3 bad a: c; d"),
+        (Finding("a", "b", BAD, "c", "d", line=0), "bad a: c; d"),
+    ],
+)
+def test_advice_is_one_line(finding: Finding, told: str) -> None:
+    """Where, why, and what to do."""
+    assert advice(finding) == told
+
+
+def test_a_summary_counts_verdicts() -> None:
+    """The worst first."""
+    assert summary([Finding("a", "b"), Finding("c", "d", BAD)]) == "1 bad, 0 warn, 1 ok"
