@@ -69,14 +69,14 @@ CELLS = {
     "hold": (
         "%%distributed\nimport pathlib, time\n"
         "from nbdist.parallel.reshard import redistribute as way_module\n"
-        "way_gone = way_module._Way.gone\n"
+        "way_gone = way_module._Progress.gone\n"
         "def held(way, parcels):\n"
         "    way_gone(way, parcels[:len(parcels) // 2])\n"
         "    while parcels and not pathlib.Path('moved').exists(): time.sleep(0.05)\n"
         "    way_gone(way, parcels[len(parcels) // 2:])\n"
-        "way_module._Way.gone = held"
+        "way_module._Progress.gone = held"
     ),
-    "let go": "%%distributed\nway_module._Way.gone = way_gone",
+    "let go": "%%distributed\nway_module._Progress.gone = way_gone",
     "local": "print('begun', flush=True)\nimport time\ntime.sleep(600)",
     # PyDLL keeps the interpreter's lock, so no thread of the kernel can run.
     "locked": "print('begun', flush=True)\nimport ctypes, time\ntime.sleep(1)\n"

@@ -16,7 +16,7 @@ LIMIT_S = 200.0
 SAME = """
     from nbdist.checkpoint.rank import plan_cache as known, plain_state
     from nbdist.checkpoint.rank.tensors import contents
-    from nbdist.checkpoint.rank.live_objects import look
+    from nbdist.checkpoint.rank.live_objects import find
 
     def as_found(found, all_):
         "All that comes of it, as values that can be compared."
@@ -33,12 +33,12 @@ SAME = """
 
     def differing():
         "Which of it differs, after a save and another step."
-        recalled = known.recall()
+        recalled = known.lookup()
         everyone = [None] * n
         dist.all_gather_object(everyone, recalled and recalled.told)
         if not known.agreed(recalled, everyone):
             return "not recalled"
-        found = look("looking")
+        found = find("looking")
         wanted = as_found(found, contents(found))
         got = as_found(recalled.found, recalled.contents)
         return [at for at, (a, b) in enumerate(zip(wanted, got, strict=True)) if a != b]
@@ -51,7 +51,7 @@ SAME = """
         save(f"{folder}/{name}")
         first = known._plans[0].token if known._plans else None
         run(parts, [next(loop), next(loop)])
-        told = [differing(), plain_state.steps_made(plain_state.states(look("looking")))]
+        told = [differing(), plain_state.steps_made(plain_state.states(find("looking")))]
         # The second takes the plan, and what it saves is what is there by then.
         begun, _ = save(f"{folder}/{name} 2", True)
         told.append((known._plans[0].token if known._plans else None) == first)
@@ -144,9 +144,9 @@ CHANGES = """
         parts = made(0, Tied)
         run(parts, [next(iter(parts[3]))])
         save(f"{folder}/changed")
-        before = known.recall() is not None
+        before = known.lookup() is not None
         held = change(parts)
-        found[change.__name__] = [before, known.recall() is not None]
+        found[change.__name__] = [before, known.lookup() is not None]
         known.finding.variable_names = kept
         if rank == 0 or change is not nothing:
             last = weakref.ref(accelerator.unwrap_model(parts[0]))
@@ -154,7 +154,7 @@ CHANGES = """
         gc.collect()
 
     # Of what is gone nothing is held.
-    freed = last() is None and known.recall() is None
+    freed = last() is None and known.lookup() is None
 
     # On one rank alone: forgotten, or another number.
     use("fsdp")

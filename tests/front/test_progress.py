@@ -18,14 +18,14 @@ from nbdist.parallel.reshard import redistribute as way_module
 way_net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
 way_opt = torch.optim.AdamW(way_net.parameters())
 way_net, way_opt = accelerator.prepare(way_net, way_opt)
-way_gone = way_module._Way.gone
+way_gone = way_module._Progress.gone
 def way_held(way, parcels):
     way_gone(way, parcels)
     while way._total and not pathlib.Path({go!r}).exists(): time.sleep(0.02)
-way_module._Way.gone = way_held
+way_module._Progress.gone = way_held
 """
 _GONE = """%%distributed
-way_module._Way.gone = way_gone
+way_module._Progress.gone = way_gone
 del way_net, way_opt
 import gc; gc.collect(); None"""
 

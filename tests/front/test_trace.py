@@ -29,7 +29,7 @@ _RANKS = """
 _RULES = """
 from nbdist.trace import findings as trace_rules, breakdown as trace_shares
 told = nbdist.session().trace()
-{one.rule: one.ranks for one in trace_rules.findings(told, trace_shares.shares(told))}
+{one.rule: one.ranks for one in trace_rules.findings(told, trace_shares.breakdown(told))}
 """
 _OFF = """%%distributed
 from torch.optim import optimizer as o
@@ -234,7 +234,7 @@ for n in range(4):
     ran(trained, f"%%dist_profile --steps 3\n{code}")
 
     assert eval(trained.run(_RULES).plain[0])["one late rank"] == (1,)
-    slowest = trained.run("trace_shares.shares(told).slowest")
+    slowest = trained.run("trace_shares.breakdown(told).slowest")
     assert "rank=1" in slowest.plain[0]
     assert "is_alone=True" in slowest.plain[0]
 

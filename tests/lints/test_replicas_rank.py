@@ -153,7 +153,7 @@ EVERY = (
     TRAINING
     + LOOKS
     + """
-    from nbdist.lints.rules import judged
+    from nbdist.lints.rules import evaluate
     lints.install()
     begin("ddp")
     def cell(steps, before=lambda number: None):
@@ -163,7 +163,7 @@ EVERY = (
             train(1)
         seen = [None] * n
         dist.all_gather_object(seen, lints.collect())
-        return [[one.lint, one.hit.found] for one in judged(dict(enumerate(seen)), is_ok=True)]
+        return [[one.lint, one.hit.found] for one in evaluate(dict(enumerate(seen)), is_ok=True)]
     cell(1)  # without looks
     checkup_every.set_every(2)
     result = {"clean": cell(6)}

@@ -453,7 +453,7 @@ def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
     program = (
         "import sys\n"
         "from nbdist.memory.snapshot import Snapshot\n"
-        "from nbdist.memory.view.report import remembered\n"
+        "from nbdist.memory.view.report import memory_report\n"
         "before = 'matplotlib' in sys.modules\n"
         "remembered(Snapshot(()), (), ())\n"
         "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"

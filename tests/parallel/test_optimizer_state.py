@@ -64,7 +64,7 @@ TRAVELS = (
     def move(optimizer, before, old, new, old_owners=None, new_owners=None):
         "Parameters and state to new sides, as a switch does it."
         local = states.read(optimizer, before)
-        [agreed] = states.agree([local])
+        [agreed] = states.merge_across_ranks([local])
         moves = states.plan(agreed, old_owners or old, new_owners or new)
         values = [Move(name, torch.float32, old[name], new[name]) for name in before]
         held = {n: p.detach().to_local() if isinstance(p, DTensor) else p.detach()
@@ -172,7 +172,7 @@ TRAVELS = (
         return optimizer, {"w": p}
 
     def agreed_of(optimizer, parameters):
-        return states.agree([states.read(optimizer, parameters)])[0]
+        return states.merge_across_ranks([states.read(optimizer, parameters)])[0]
 
     whole, rows = whole_side((4, 6), 0), fsdp_side((4, 6), 0)
     adam = lambda p: O.AdamW(p)

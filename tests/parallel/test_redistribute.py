@@ -44,7 +44,7 @@ MOVES = (
             name = f"t{number}"
             torch.manual_seed(number)
             values[name] = (torch.randn(shape) * 50).to(dtype)
-            moves.append(ex.Move(name, dtype, some_side(draw, shape), some_side(draw, shape)))
+            moves.append(ex.Reshard(name, dtype, some_side(draw, shape), some_side(draw, shape)))
         return moves, values
 
     def wrong(bucket_bytes, direct_bytes, seed):
@@ -61,7 +61,7 @@ MOVES = (
             sizes.append(max(inbox.numel(), outbox.numel()))
             return send(inbox, outbox, *splits)
         dist.all_to_all_single = counted
-        new = ex.exchange(moves, held, cpu)
+        new = ex.redistribute(moves, held, cpu)
         dist.all_to_all_single = send
         ex.BUCKET_BYTES, ex.DIRECT_BYTES = before
         bad = []
@@ -89,9 +89,9 @@ MOVES = (
     tensor, alone = torch.ones(8, 2), None
     if rank == 0:
         shard = Side(TensorLayout((8, 2), shard_dim=0), Degrees(dp_shard=n))
-        got = ex.exchange([ex.Move("a", torch.float32, whole, whole),
-                           ex.Move("b", torch.float32, whole, owned),
-                           ex.Move("c", torch.float32, whole, shard)],
+        got = ex.redistribute([ex.Reshard("a", torch.float32, whole, whole),
+                           ex.Reshard("b", torch.float32, whole, owned),
+                           ex.Reshard("c", torch.float32, whole, shard)],
                           {"a": tensor, "b": tensor, "c": tensor}, cpu)
         alone = [sorted(got), got["a"] is tensor, tuple(got["c"].shape)]
 
@@ -112,7 +112,7 @@ MOVES = (
     known = {held["w"].untyped_storage().data_ptr()}
     ex.BUCKET_BYTES, before = 1 << 16, ex.BUCKET_BYTES
     with Largest():
-        new = ex.exchange([ex.Move("w", torch.float32, *sides)], held, cpu)
+        new = ex.redistribute([ex.Reshard("w", torch.float32, *sides)], held, cpu)
     ex.BUCKET_BYTES = before
     sharded = [torch.equal(new["w"], part(value, sides[1])), Largest.bytes, value.nbytes // n]
 

@@ -5,9 +5,9 @@ TEXT = """
 import copy, dataclasses
 import torch.nn.functional as F
 from torch import nn
-from nbdist.strategy.choice import Choice, Degrees, Options
+from nbdist.strategy.choice import Strategy, Degrees, Options
 from nbdist.parallel.build import build
-from nbdist.parallel.mesh import make_grid
+from nbdist.parallel.mesh import build_mesh
 from nbdist.parallel.transform import Job
 from nbdist.errors import OptionError
 
@@ -114,13 +114,13 @@ def off(found, wanted):
     ]
 
 def choose(name, degrees, **options):
-    return Choice(name, Degrees(**degrees), n, Options(**options))
+    return Strategy(name, Degrees(**degrees), n, Options(**options))
 
 grids = {}
 def job_of(base, choice):
     key = (choice.name == "single", choice.degrees)
     if key not in grids:
-        grids[key] = make_grid(choice, "cpu")
+        grids[key] = build_mesh(choice, "cpu")
     return Job(base, choice, grids[key], torch.device("cpu"))
 
 def put_under(job, *steps):

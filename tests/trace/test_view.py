@@ -392,10 +392,10 @@ def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
     program = (
         "import sys\n"
         "from nbdist.trace.trace import Trace\n"
-        "from nbdist.trace.breakdown import Shares\n"
-        "from nbdist.trace.view.report import traced\n"
+        "from nbdist.trace.breakdown import TimeBreakdown\n"
+        "from nbdist.trace.view.report import trace_report\n"
         "before = 'matplotlib' in sys.modules\n"
-        "traced(Trace(()), Shares((), 0, None, (), (), 0.0), [])\n"
+        "traced(Trace(()), TimeBreakdown((), 0, None, (), (), 0.0), [])\n"
         "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
     done = subprocess.run(
