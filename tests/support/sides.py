@@ -69,5 +69,6 @@ SIDES = """
 
     def owned_side(shape, number):
         "The state under zero1."
-        return Placement(TensorLayout(shape, ranks=frozenset({number % n})), Degrees(dp_replicate=n))
+        layout = TensorLayout(shape, ranks=frozenset({number % n}))
+        return Placement(layout, Degrees(dp_replicate=n))
 """
