@@ -9,7 +9,7 @@ COMMON = """
     from nbdist.parallel.dp import fsdp1_state
     from nbdist.parallel.reshard import full_state as wholes
     from nbdist.switch.rank import switch
-    from nbdist.parallel.reshard.redistribute import Move, exchange
+    from nbdist.parallel.reshard.redistribute import Reshard, redistribute
     from nbdist.parallel.tensors import local_as
 
     LENGTH, GLOBAL, LIMIT = 16, 16, 0.5
@@ -114,9 +114,10 @@ COMMON = """
                 return {name: p.grad.clone() for name, p in one.parameters.items()}
         held = {name: local_as(p.grad, p) for name, p in one.parameters.items()
                 if p.grad is not None}
-        moves = [Move(name, torch.float32, one.side(name), one.whole(name))
+        moves = [Reshard(name, torch.float32, one.side(name), one.whole(name))
                  for name in one.parameters]
-        return {name: g.clone() for name, g in exchange(moves, held, torch.device("cpu")).items()}
+        new = redistribute(moves, held, torch.device("cpu"))
+        return {name: g.clone() for name, g in new.items()}
 
     def far(found, wanted):
         "The largest difference of tensors by name; the first name of a tied one is enough."

@@ -1,4 +1,4 @@
-"""A process beside the notebook that has torch and no ranks: python -m nbdist.engine.fake.
+"""A process beside the notebook that has torch and no ranks: python -m nbdist.planner.fake.
 
 It reads what is asked from stdin, answers on stdout, and ends when stdin does: with the notebook,
 however that ends.
