@@ -8,6 +8,7 @@ no word means pure code. docs/architecture.md draws what these rules hold.
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -359,3 +360,24 @@ def test_kernel_side_loads_no_torch() -> None:
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
+
+
+def test_the_page_and_its_picture_are_of_today() -> None:
+    """docs/architecture.md's table and picture are made from docstrings and imports."""
+    from tests.support import house_page
+
+    written = house_page.PAGE.read_text(encoding="utf-8")
+
+    assert written == house_page.page(written), "python -m tests.support.house_page"
+    assert house_page.PICTURE.read_text(encoding="utf-8") == house_page.picture()
+
+
+@pytest.mark.parametrize("page", ["architecture", "internals", "adding", "private_names"])
+def test_pages_name_files_that_are_there(page: str) -> None:
+    """Each file of the package that a page on its structure names exists."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:nbdist/|tests/)?(?:\w+/)+\w+\.py)", text))
+
+    assert {
+        name for name in named if not any((at / name).exists() for at in (ROOT, PACKAGE))
+    } == set()
