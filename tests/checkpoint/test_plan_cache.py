@@ -15,7 +15,7 @@ LIMIT_S = 200.0
 # What a save finds by the last one's plan, beside what it finds without one.
 SAME = """
     from nbdist.checkpoint.rank import plan_cache as known, plain_state
-    from nbdist.checkpoint.rank.tensors import contents
+    from nbdist.checkpoint.rank.tensors import tensors_of
     from nbdist.checkpoint.rank.live_objects import find
 
     def as_found(found, all_):
@@ -39,7 +39,7 @@ SAME = """
         if not known.agreed(recalled, everyone):
             return "not recalled"
         found = find("looking")
-        wanted = as_found(found, contents(found))
+        wanted = as_found(found, tensors_of(found))
         got = as_found(recalled.found, recalled.contents)
         return [at for at, (a, b) in enumerate(zip(wanted, got, strict=True)) if a != b]
 

@@ -18,7 +18,7 @@ TRAVELS = (
     + """
     import math, traceback
     from nbdist.parallel.reshard import optimizer_state as states
-    from nbdist.parallel.reshard.redistribute import Move, exchange
+    from nbdist.parallel.reshard.redistribute import Reshard, redistribute
     from nbdist.errors import OptionError
     O = torch.optim
 
@@ -66,10 +66,10 @@ TRAVELS = (
         local = states.read(optimizer, before)
         [agreed] = states.merge_across_ranks([local])
         moves = states.plan(agreed, old_owners or old, new_owners or new)
-        values = [Move(name, torch.float32, old[name], new[name]) for name in before]
+        values = [Reshard(name, torch.float32, old[name], new[name]) for name in before]
         held = {n: p.detach().to_local() if isinstance(p, DTensor) else p.detach()
                 for n, p in before.items() if not p.is_meta}
-        tensors = exchange([*values, *moves], {**held, **local.tensors}, cpu)
+        tensors = redistribute([*values, *moves], {**held, **local.tensors}, cpu)
         after = {}
         for name, p in before.items():
             local_part = tensors.get(name)
@@ -202,7 +202,7 @@ TRAVELS = (
         moves = states.plan(agreed, {"w": whole}, {"w": whole})
         local = states.read(optimizer, parameters)
         fresh = {"w": torch.nn.Parameter(torch.ones(4, 6))}
-        states.write(optimizer, agreed, exchange(moves, local.tensors, cpu), parameters, fresh,
+        states.write(optimizer, agreed, redistribute(moves, local.tensors, cpu), parameters, fresh,
                      {"w": whole})
         after = {key: id(one) for key, one in optimizer.state[fresh["w"]].items()}
         kept = [k for k, one in optimizer.state[fresh["w"]].items()

@@ -8,7 +8,7 @@ from torch import nn
 from nbdist.strategy.choice import Strategy, Degrees, Options
 from nbdist.parallel.build import build
 from nbdist.parallel.mesh import build_mesh
-from nbdist.parallel.transform import Job
+from nbdist.parallel.transform import ModelBuild
 from nbdist.errors import OptionError
 
 WIDTH, WORDS, LENGTH, GLOBAL = 10, 37, 6, 8
@@ -121,7 +121,7 @@ def job_of(base, choice):
     key = (choice.name == "single", choice.degrees)
     if key not in grids:
         grids[key] = build_mesh(choice, "cpu")
-    return Job(base, choice, grids[key], torch.device("cpu"))
+    return ModelBuild(base, choice, grids[key], torch.device("cpu"))
 
 def put_under(job, *steps):
     "Steps on a model with values that are equal on all ranks."
