@@ -125,7 +125,7 @@ def _without_caches(
         return args, kwargs
     kinds = (library.Cache,)
 
-    def kept(value: Any) -> Any:
+    def without_cache(value: Any) -> Any:
         return None if isinstance(value, kinds) else value
 
-    return tuple(kept(value) for value in args), {key: kept(v) for key, v in kwargs.items()}
+    return tuple(without_cache(value) for value in args), {key: without_cache(v) for key, v in kwargs.items()}

@@ -48,21 +48,21 @@ def find_blocks(model: torch.nn.Module, name: str = "") -> Blocks:
     """
     if name:
         return _named(model, name)
-    found = sorted(candidates(model), key=_size, reverse=True)
-    if not found:
+    ranked = sorted(candidates(model), key=_size, reverse=True)
+    if not ranked:
         raise OptionError(
             f"{type(model).__name__} has no list of blocks: no ModuleList or Sequential in it "
             "holds two or more modules of one class with parameters. Name a list that holds "
             f"its layers with --blocks NAME. {_lists(model)}"
         )
-    largest = [blocks for blocks in found if _size(blocks) == _size(found[0])]
+    largest = [blocks for blocks in ranked if _size(blocks) == _size(ranked[0])]
     if len(largest) > 1:
         raise OptionError(
             f"{type(model).__name__} has {len(largest)} lists of blocks with "
-            f"{_size(found[0]):,} parameters each. Choose one of them with --blocks NAME: "
+            f"{_size(ranked[0]):,} parameters each. Choose one of them with --blocks NAME: "
             f"{', '.join(_shown(blocks) for blocks in largest)}"
         )
-    return found[0]
+    return ranked[0]
 
 
 def candidates(model: torch.nn.Module) -> tuple[Blocks, ...]:

@@ -72,7 +72,7 @@ class Prepared:
     def remember(self, old: dict[str, torch.Tensor]) -> None:
         """Note parameters that are replaced now, by first name."""
         self.former = {key: pair for key, pair in self.former.items() if pair[0]() is not None}
-        self.former |= {id(one): (weakref.ref(one), name) for name, one in old.items()}
+        self.former |= {id(parameter): (weakref.ref(parameter), name) for name, parameter in old.items()}
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The first name of a parameter, also of one that the model had before."""
@@ -99,13 +99,13 @@ def attach(prepared: Prepared) -> None:
 
 def attached(module: torch.nn.Module) -> Prepared | None:
     """What is known of a module or of the wrapper around it."""
-    seen: torch.nn.Module | None = module
-    while seen is not None:
-        found = vars(seen).get(_ATTRIBUTE)
+    candidate: torch.nn.Module | None = module
+    while candidate is not None:
+        prepared = vars(candidate).get(_ATTRIBUTE)
         # A copy of the instance's dict (copy.copy) has it too, and is not prepared.
-        if isinstance(found, Prepared) and seen is found.base:
-            return found
-        seen = _inside(seen)
+        if isinstance(prepared, Prepared) and candidate is prepared.base:
+            return prepared
+        candidate = _inside(candidate)
     return None
 
 

@@ -32,11 +32,11 @@ def refuse_backend(job: ModelBuild) -> None:
     wanted = job.choice.options.sdpa
     if not wanted:
         return
-    there = _available(job.device)
-    if wanted not in there:
+    available = _available(job.device)
+    if wanted not in available:
         name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "the CPU"
         raise OptionError(
-            f"--sdpa {wanted}: {name} has no such kernel here. Use {' or '.join(there)}, or "
+            f"--sdpa {wanted}: {name} has no such kernel here. Use {' or '.join(available)}, or "
             "leave it out."
         )
     is_half = job.choice.options.precision != "fp32" or any(
@@ -133,9 +133,9 @@ def _available(device: torch.device) -> tuple[str, ...]:
 def _refuse_own_attention(job: ModelBuild, wanted: str) -> None:
     """A Hugging Face model says which attention it uses; only sdpa's kernel can be chosen."""
     config = getattr(job.base, "config", None)
-    own = getattr(config, "_attn_implementation", None)
-    if own not in (None, "sdpa"):
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in (None, "sdpa"):
         raise OptionError(
-            f"--sdpa {wanted}: {type(job.base).__name__} uses its attention '{own}', not torch's. "
+            f"--sdpa {wanted}: {type(job.base).__name__} uses its attention '{implementation}', not torch's. "
             'Load it with attn_implementation="sdpa", or leave --sdpa out.'
         )

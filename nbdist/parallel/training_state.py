@@ -125,13 +125,13 @@ def keep_optimizer(optimizer: Optimizer) -> PutBack:
     ]
 
     def put_back() -> None:
-        for group, own, of_group in zip(optimizer.param_groups, settings, states, strict=True):
-            for key, value in own.items():
+        for group, saved, saved_states in zip(optimizer.param_groups, settings, states, strict=True):
+            for key, value in saved.items():
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].copy_(value)
                 else:
                     group[key] = copy.deepcopy(value)
-            for parameter, state in zip(group["params"], of_group, strict=True):
+            for parameter, state in zip(group["params"], saved_states, strict=True):
                 _put_state_back(optimizer, parameter, state)
 
     return put_back
@@ -143,11 +143,11 @@ def _put_state_back(
     if state is None:
         optimizer.state.pop(parameter, None)
         return
-    there = optimizer.state[parameter]
+    current = optimizer.state[parameter]
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    local = {key: local_of(there[key]) for key in tensors if key in there}
+    local = {key: local_of(current[key]) for key in tensors if key in current}
     _copy_into(local, tensors, type(optimizer).__name__)
-    there.update({k: copy.deepcopy(value) for k, value in state.items() if k not in tensors})
+    current.update({k: copy.deepcopy(value) for k, value in state.items() if k not in tensors})
 
 
 def keep_accelerator(accelerator: Any) -> list[PutBack]:

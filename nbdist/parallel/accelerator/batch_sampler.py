@@ -218,39 +218,39 @@ class ShardedBatchSampler(BatchSampler):
         self, feed: BatchQueue[Sequence[int]], position: int, share: DataShard
     ) -> Iterator[list[int]]:
         step = self.step(share)
-        while found := feed.take(position, step):
-            own = self._of_round(found, feed.first, share)
-            if own is None:
+        while batches := feed.take(position, step):
+            indices = self._of_round(batches, feed.first, share)
+            if indices is None:
                 return
-            yield own
+            yield indices
             position += step
 
     def _of_round(
-        self, found: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
+        self, batches: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
     ) -> Any:
         """This rank's batch of one round; None where it ends before."""
         if share.count == 1:
-            return found[0]
-        is_full = self._size is None or len(found[-1]) == self._size
-        is_whole = is_full and len(found) == self.step(share)
+            return batches[0]
+        is_full = self._size is None or len(batches[-1]) == self._size
+        is_whole = is_full and len(batches) == self.step(share)
         if not is_whole and self.drop_last:
             return None
         if not is_whole and self.even_batches:
-            found = self._filled(found, first, share)
+            batches = self._filled(batches, first, share)
         if self.split_batches:
             assert self._size is not None
             length = self._size // share.count
-            return found[0][length * share.index : length * (share.index + 1)] or None
-        return found[share.index] if share.index < len(found) else None
+            return batches[0][length * share.index : length * (share.index + 1)] or None
+        return batches[share.index] if share.index < len(batches) else None
 
     def _filled(
-        self, found: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
+        self, batches: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
     ) -> list[Sequence[int]]:
         """A last round with what lacks taken from the first one, again and again."""
         step = self.step(share)
         size = self._size
         if size is None:
-            return [*found, *itertools.islice(itertools.cycle(first[:step]), step - len(found))]
+            return [*batches, *itertools.islice(itertools.cycle(first[:step]), step - len(batches))]
         spare = itertools.cycle(itertools.chain.from_iterable(first[:step]))
-        padded = [*found, *([()] * (step - len(found)))]
+        padded = [*batches, *([()] * (step - len(batches)))]
         return [[*batch, *itertools.islice(spare, size - len(batch))] for batch in padded]

@@ -49,11 +49,11 @@ def clip_grad_norm(
             f"Gradients have no norm of type {norm_type:g}. Use a positive number (2 is usual) "
             "or inf."
         )
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with torch.no_grad():
-        total = _norm(given, float(norm_type), layout_of, degrees)
+        total = _norm(tensors, float(norm_type), layout_of, degrees)
         if max_norm != math.inf:
-            clip_grads_with_norm_(local_parts(given), max_norm, total)
+            clip_grads_with_norm_(local_parts(tensors), max_norm, total)
     return total
 
 
@@ -75,7 +75,7 @@ def _norm(
             others.append(gradient)
         elif is_first(layout, degrees, rank):
             counted.append(gradient)
-    home = next((one.device for one in (*counted, *others)), _meeting_device())
+    home = next((tensor.device for tensor in (*counted, *others)), _meeting_device())
     total = _collected(others, norm_type, home)
     if is_split:
         shared = _collected(counted, norm_type, _meeting_device())
@@ -107,9 +107,9 @@ def _alike(
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """Tensors by device and dtype. Empty ones have no largest element."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for one in tensors:
-        if one.numel():
-            groups.setdefault((one.device, one.dtype), []).append(one)
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups
 
 

@@ -211,5 +211,5 @@ def _fix_order(batches: Any, settings: Settings) -> torch.Generator | None:
     if sampler.generator is None:
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    own: torch.Generator = sampler.generator
-    return own
+    generator: torch.Generator = sampler.generator
+    return generator

@@ -51,10 +51,10 @@ def watch(strategy: Callable[[], str]) -> None:
     cls.__init__ = _telling(cls.__init__)
 
 
-def refuse_strategies(given: Mapping[str, Any]) -> None:
+def refuse_strategies(arguments: Mapping[str, Any]) -> None:
     """Raises an OptionError if arguments of an Accelerator() name a strategy."""
     for name, instead in _PLUGINS.items():
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise OptionError(
                 f"Accelerator({name}=...) would have no effect here: strategies are chosen beside "
                 "the code, so that they can be switched. Leave it out and use, for example, "

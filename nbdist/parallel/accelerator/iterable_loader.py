@@ -159,11 +159,11 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
         """One round: all samples, filled up so that they divide; how many are real; the last?"""
         step = self._step(share)
         self._update_state_dict()
-        found, following = feed.take(position, step), feed.take(position + step, step)
-        if not found or (self._drop_last and len(found) < step):
+        batches, following = feed.take(position, step), feed.take(position + step, step)
+        if not batches or (self._drop_last and len(batches) < step):
             return None, 0, True
         try:
-            whole = concatenate(found) if len(found) > 1 else found[0]
+            whole = concatenate(batches) if len(batches) > 1 else batches[0]
         except RuntimeError as error:
             raise NbdistError(
                 f"The {step} batches of one step do not fit together, so rank 0 cannot send them "
@@ -171,10 +171,10 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
             ) from error
         size = find_batch_size(whole)
         while find_batch_size(whole) % share.count:
-            lacking = -find_batch_size(whole) % share.count
+            n_missing = -find_batch_size(whole) % share.count
             first = feed.first[0]
             n_first = find_batch_size(first)
-            piece = self._slice(first, slice(0, min(lacking, n_first)), DataShard(1, 0))
+            piece = self._slice(first, slice(0, min(n_missing, n_first)), DataShard(1, 0))
             whole = concatenate([whole, piece])
         is_last = not following or (self._drop_last and len(following) < step)
         return whole, size, is_last

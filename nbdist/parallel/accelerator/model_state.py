@@ -51,17 +51,17 @@ class Portable:
 
 def portable(model: Any) -> Portable:
     """Of what prepare() returned for a model, or of the user's module."""
-    known = registry.prepared_of(model)
-    if known is None:
+    prepared = registry.prepared_of(model)
+    if prepared is None:
         return _of_engine(model)
     return Portable(
-        base=known.base,
-        firsts=build.firsts_of(known.base),
-        shapes={name: tuple(layout.shape) for name, layout in known.layouts.items()},
-        values=functools.partial(full_state.full_state, known),
-        load=functools.partial(full_state.load_full, known),
+        base=prepared.base,
+        firsts=build.firsts_of(prepared.base),
+        shapes={name: tuple(layout.shape) for name, layout in prepared.layouts.items()},
+        values=functools.partial(full_state.full_state, prepared),
+        load=functools.partial(full_state.load_full, prepared),
         listed=functools.partial(
-            fsdp1_state.listed if fsdp1_state.is_flat(known) else _listed, known.base
+            fsdp1_state.listed if fsdp1_state.is_flat(prepared) else _listed, prepared.base
         ),
     )
 
@@ -87,5 +87,5 @@ def _load_engine(engine: Any, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def _listed(base: torch.nn.Module) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = base.state_dict(keep_vars=True)
-    return found
+    state: Mapping[str, Any] = base.state_dict(keep_vars=True)
+    return state

@@ -78,8 +78,8 @@ def loading(accelerator: Any, *, is_strict: bool) -> Iterator[None]:
 
         loads: list[tuple[Portable, dict[str, torch.Tensor]]] = []
         all_or_none(f"Loading {folder}", planned)
-        for own, values in loads:
-            own.load(values)
+        for model, values in loads:
+            model.load(values)
         models.clear()
         for index, loader in enumerate(accelerator._dataloaders):  # noqa: SLF001
             path = Path(folder) / _numbered("loader.bin", index)
@@ -119,13 +119,13 @@ def agree(accelerator: Any, *, is_collected: bool = False) -> None:
     if not is_collected:
         gc.collect()
     common = set.intersection(*all_gather_object(numbers(accelerator)))
-    for held in _lists(accelerator):
-        held.keep(common)
+    for weak_list in _lists(accelerator):
+        weak_list.keep(common)
 
 
 def numbers(accelerator: Any) -> set[int]:
     """Of all that it has prepared and that lives on this rank."""
-    return set().union(*(held.numbers() for held in _lists(accelerator)))
+    return set().union(*(weak_list.numbers() for weak_list in _lists(accelerator)))
 
 
 def _lists(accelerator: Any) -> list[WeakList]:
@@ -196,22 +196,22 @@ def _named(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[s
         NbdistError: There are other numbers of parameters in its groups.
     """
     names = {id(parameter): key for key, (_, _, parameter) in names_in(optimizer).items()}
-    own = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-    given = [list(group["params"]) for group in state["param_groups"]]
-    if any(name is None for group in own for name in group):
+    names_by_group = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    numbers_by_group = [list(group["params"]) for group in state["param_groups"]]
+    if any(name is None for group in names_by_group for name in group):
         return None
-    if [len(group) for group in own] != [len(group) for group in given]:
+    if [len(group) for group in names_by_group] != [len(group) for group in numbers_by_group]:
         raise NbdistError(
             f"The saved {type(optimizer).__name__} has groups of "
-            f"{', '.join(str(len(group)) for group in given)} parameters, this one of "
-            f"{', '.join(str(len(group)) for group in own)}. Make it as it was when it was saved."
+            f"{', '.join(str(len(group)) for group in numbers_by_group)} parameters, this one of "
+            f"{', '.join(str(len(group)) for group in names_by_group)}. Make it as it was when it was saved."
         )
-    known = dict(zip(itertools.chain(*given), itertools.chain(*own), strict=True))
+    name_of = dict(zip(itertools.chain(*numbers_by_group), itertools.chain(*names_by_group), strict=True))
     return {
-        "state": {known[number]: values for number, values in state["state"].items()},
+        "state": {name_of[number]: values for number, values in state["state"].items()},
         "param_groups": [
-            {**group, "params": there}
-            for group, there in zip(state["param_groups"], own, strict=True)
+            {**group, "params": group_names}
+            for group, group_names in zip(state["param_groups"], names_by_group, strict=True)
         ],
     }
 
@@ -224,31 +224,31 @@ def _plan(
     Raises:
         NbdistError: Names are missing or unknown, where that matters, or shapes differ.
     """
-    own, found = portable(model), _read(Path(folder), index)
-    values = {own.firsts[name]: tensor for name, tensor in found.items() if name in own.firsts}
+    target, tensors = portable(model), _read(Path(folder), index)
+    values = {target.firsts[name]: tensor for name, tensor in tensors.items() if name in target.firsts}
     wrong = [
         f"{name} has shape {tuple(values[name].shape)} there and {shape} here"
-        for name, shape in own.shapes.items()
+        for name, shape in target.shapes.items()
         if name in values and tuple(values[name].shape) != shape
     ]
     if is_strict:
-        wrong += [f"{n} is not there" for n in own.saved_names() if own.firsts[n] not in values]
-        wrong += [f"there is no {name} here" for name in found if name not in own.firsts]
+        wrong += [f"{n} is not there" for n in target.saved_names() if target.firsts[n] not in values]
+        wrong += [f"there is no {name} here" for name in tensors if name not in target.firsts]
     if wrong:
         more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
         raise NbdistError(
-            f"{folder} does not fit {type(own.base).__name__}: "
+            f"{folder} does not fit {type(target.base).__name__}: "
             f"{'; '.join(wrong[:_MAX_NAMED])}{more}. Load what was saved of the same model"
             + (", or load_state(..., strict=False)." if is_strict else ".")
         )
-    return own, values
+    return target, values
 
 
 def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
     """The saved tensors of one model; on disk until they are used."""
     path = folder / _numbered("model.safetensors", index)
     if path.exists():
-        found: dict[str, torch.Tensor] = load_file(path)
+        tensors: dict[str, torch.Tensor] = load_file(path)
     else:
         path = folder / _numbered("pytorch_model.bin", index)
         if not path.exists():
@@ -256,10 +256,10 @@ def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
                 f"{folder} holds no model number {index}: neither model.safetensors nor "
                 "pytorch_model.bin. Prepare as many models as were saved, in the same order."
             )
-        found = load(path, map_location="cpu", mmap=True)
-    if found and all(name.startswith("module.") for name in found):  # Accelerate's own under DDP
-        found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
-    return found
+        tensors = load(path, map_location="cpu", mmap=True)
+    if tensors and all(name.startswith("module.") for name in tensors):  # Accelerate's own under DDP
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _numbered(name: str, index: int) -> str:

@@ -41,9 +41,9 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
     @property
     def optimizers(self) -> list[Optimizer]:
         """Whose steps it goes by: its own one, or all if that is not prepared."""
-        found = list(self._find())
-        own = getattr(self.scheduler, "optimizer", None)
-        return [one for one in found if one is own or one.optimizer is own] or found
+        prepared = list(self._find())
+        optimizer = getattr(self.scheduler, "optimizer", None)
+        return [wrapper for wrapper in prepared if wrapper is optimizer or wrapper.optimizer is optimizer] or prepared
 
     @optimizers.setter
     def optimizers(self, _: Sequence[Optimizer]) -> None:
@@ -63,7 +63,7 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
             if self.gradient_state.adjust_scheduler:
                 self.scheduler._step_count += 1  # noqa: SLF001  # as Accelerate does
             return
-        if any(one.step_was_skipped for one in self.optimizers):
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         is_once = self.split_batches or isinstance(self.scheduler, ReduceLROnPlateau)
         for _ in range(1 if is_once else registry.current().degrees.dp):

@@ -100,12 +100,12 @@ class SplitSequence(TorchFunctionMode):
         """
         here = threading.get_ident()
 
-        def chosen(*args: Any, **kwargs: Any) -> Any:
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
             is_here = threading.get_ident() == here
             return (self._attention if is_here else scaled_dot_product_attention)(*args, **kwargs)
 
         before = F.scaled_dot_product_attention
-        setattr(F, "scaled_dot_product_attention", chosen)  # noqa: B010 - a name of torch's
+        setattr(F, "scaled_dot_product_attention", dispatch)  # noqa: B010 - a name of torch's
         try:
             yield
         finally:
@@ -149,18 +149,18 @@ class SplitSequence(TorchFunctionMode):
         loss = func(*args, **kwargs)
         if self._group is None:
             return loss
-        given = inspect.signature(func).bind(*args, **kwargs)
-        given.apply_defaults()
-        reduction, size = given.arguments["reduction"], dist.get_world_size(self._group)
+        call = inspect.signature(func).bind(*args, **kwargs)
+        call.apply_defaults()
+        reduction, size = call.arguments["reduction"], dist.get_world_size(self._group)
         if reduction in ("sum", "batchmean"):
             return loss * size
         if reduction != "mean" or func not in _WEIGHTED:
             return loss
-        own = _weight(given.arguments)
-        total = own.clone()
+        own_weight = _weight(call.arguments)
+        total = own_weight.clone()
         dist.all_reduce(total, group=self._group)
         # A rank all of whose targets are ignored has nan.
-        return torch.where(own > 0, loss, 0) * (own * size / total).to(loss.dtype)
+        return torch.where(own_weight > 0, loss, 0) * (own_weight * size / total).to(loss.dtype)
 
 
 def is_split() -> bool:
@@ -185,12 +185,12 @@ def _as_attended(tensor: torch.Tensor, *, has_heads: bool) -> torch.Tensor:
     return tensor if has_heads else tensor.unsqueeze(1)
 
 
-def _weight(given: dict[str, Any]) -> torch.Tensor:
+def _weight(arguments: dict[str, Any]) -> torch.Tensor:
     """What the mean of cross_entropy or nll_loss divides by, for these arguments."""
-    scores, target, weight = given["input"], given["target"], given["weight"]
+    scores, target, weight = arguments["input"], arguments["target"], arguments["weight"]
     if target.is_floating_point():  # probabilities: torch divides by the number of positions
         n_positions = scores.numel() // scores.shape[min(1, scores.ndim - 1)]
         return torch.tensor(float(n_positions), dtype=torch.float64, device=scores.device)
-    counts: torch.Tensor = target != given["ignore_index"]
+    counts: torch.Tensor = target != arguments["ignore_index"]
     of_each: torch.Tensor = counts if weight is None else weight[target[counts]]
     return of_each.sum(dtype=torch.float64)

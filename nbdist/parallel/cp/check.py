@@ -111,10 +111,10 @@ def examine(trial: Trial) -> Split:
             n_positions = min(total, 2 * n_positions)
             whole = _run_whole(trial, n_positions)
         try:
-            own = _run_piece(trial, n_positions)
+            local = _run_piece(trial, n_positions)
         except OptionError as error:  # of the attention, on every rank
             return Split(why=str(error))
-        return _compare(trial.grid, own, whole)
+        return _compare(trial.grid, local, whole)
 
 
 def _run_whole(trial: Trial, n_positions: int) -> _Run:
@@ -138,34 +138,34 @@ def _run(
     return _Run(list(split_sequence.tensors(output)), mode.seen)
 
 
-def _compare(grid: ParallelMesh, own: _Run, whole: _Run) -> Split:
+def _compare(grid: ParallelMesh, local: _Run, whole: _Run) -> Split:
     """Says what differs, alike on all ranks."""
     dims: list[int | None] = []
     errors = {"outputs": [0.0], "losses": [0.0]}
-    if len(own.output) != len(whole.output):
+    if len(local.output) != len(whole.output):
         errors["outputs"].append(math.inf)
     else:
-        for part, all_ in zip(own.output, whole.output, strict=True):
+        for part, all_ in zip(local.output, whole.output, strict=True):
             dims.append(_dim(part, all_, grid.size("cp")))
             error = _output_error(part, all_, dims[-1], grid)
             errors["outputs" if all_.ndim else "losses"].append(error)
-    inputs = _input_errors(own, whole, grid)
+    inputs = _input_errors(local, whole, grid)
     if not whole.seen:  # the same code runs on all ranks
         return Split(why=_NO_ATTENTION)
-    found = [
+    differences = [
         inputs[0],
         max(inputs),
         max(errors["outputs"]),
         max(errors["losses"]),
     ]
-    return _verdict(_worst(found, grid), tuple(dims), is_exact=_is_exact(whole.seen))
+    return _verdict(_worst(differences, grid), tuple(dims), is_exact=_is_exact(whole.seen))
 
 
-def _verdict(found: list[float], dims: tuple[int | None, ...], *, is_exact: bool) -> Split:
+def _verdict(differences: list[float], dims: tuple[int | None, ...], *, is_exact: bool) -> Split:
     limit, loss_limit = _TOLERANCE if is_exact else _TOLERANCE_HALF
     limits = (limit, limit, limit, loss_limit)
     reasons = (_POSITION, _MIXES, _MIXES, _LOSS)
-    for error, allowed, reason in zip(found, limits, reasons, strict=True):
+    for error, allowed, reason in zip(differences, limits, reasons, strict=True):
         if error > allowed:
             return Split(
                 why="split along the sequence, this model would compute something else than by "
@@ -195,13 +195,13 @@ def _output_error(
     return _error(part, whole)
 
 
-def _input_errors(own: _Run, whole: _Run, grid: ParallelMesh) -> list[float]:
+def _input_errors(local: _Run, whole: _Run, grid: ParallelMesh) -> list[float]:
     """For each attention, how much its inputs differ; the first may be the only one."""
-    if len(own.seen) != len(whole.seen) or not own.seen:
+    if len(local.seen) != len(whole.seen) or not local.seen:
         return [0.0, math.inf] if whole.seen else [0.0]
     size, place = grid.size("cp"), grid.coordinate.cp
     errors = []
-    for part, all_ in zip(own.seen, whole.seen, strict=True):
+    for part, all_ in zip(local.seen, whole.seen, strict=True):
         # What is no sequence (another model's output, say) is the same on each rank.
         expected = all_ if part.shape == all_.shape else all_.chunk(size, -2)[place]
         errors.append(_error(part, expected))
@@ -209,34 +209,34 @@ def _input_errors(own: _Run, whole: _Run, grid: ParallelMesh) -> list[float]:
     return [max(errors[first : first + 3]) for first in range(0, len(errors), 3)]
 
 
-def _error(one: torch.Tensor, other: torch.Tensor) -> float:
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference beyond rounding, relative to the largest value.
 
     Equal nan and infinity are equal.
     """
-    if one.shape != other.shape:
+    if actual.shape != expected.shape:
         return math.inf
-    if not other.is_floating_point():
-        return 0.0 if torch.equal(one, other) else math.inf
-    same = (one == other) | (one.isnan() & other.isnan())
-    difference = (one.double() - other.double()).abs().masked_fill(same, 0.0)
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(actual, expected) else math.inf
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    difference = (actual.double() - expected.double()).abs().masked_fill(same, 0.0)
     if not difference.numel() or not difference.any():
         return 0.0
-    largest = other.double().abs().nan_to_num(0.0, 0.0).max().clamp_min(1e-30)
+    largest = expected.double().abs().nan_to_num(0.0, 0.0).max().clamp_min(1e-30)
     relative = float((difference.max() / largest).nan_to_num(math.inf))
     # A few roundings to the dtype it has; a loss in bf16 has two digits.
-    return max(0.0, relative - 4 * torch.finfo(other.dtype).eps)
+    return max(0.0, relative - 4 * torch.finfo(expected.dtype).eps)
 
 
-def _worst(found: list[float], grid: ParallelMesh) -> list[float]:
+def _worst(differences: list[float], grid: ParallelMesh) -> list[float]:
     """The largest of every rank."""
     assert grid.mesh is not None
-    worst = torch.tensor(found, dtype=torch.float64, device=grid.mesh.device_type)
+    worst = torch.tensor(differences, dtype=torch.float64, device=grid.mesh.device_type)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=grid.group("dp_replicate", "cp"))
     return worst.tolist()
 
 
-def _is_exact(seen: list[torch.Tensor]) -> bool:
+def _is_exact(inputs: list[torch.Tensor]) -> bool:
     """Whether attention was given float32, computed as such."""
-    is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in seen)
+    is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in inputs)
     return not is_half and torch.get_float32_matmul_precision() == "highest"

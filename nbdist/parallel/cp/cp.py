@@ -74,9 +74,9 @@ class ContextParallel(torch.nn.Module):
             if torch.is_grad_enabled():
                 raise OptionError(why or split.why)  # type: ignore[union-attr]
             return self.base(*args, **kwargs)
-        own = split_sequence.piece(call, self.base, self._grid.coordinate.cp, self._size)
+        piece = split_sequence.piece(call, self.base, self._grid.coordinate.cp, self._size)
         with attention.SplitSequence(self._attend, self._group):
-            output = self.module(*own.args, **own.kwargs)
+            output = self.module(*piece.args, **piece.kwargs)
         return self._whole(output, split)
 
     @property
@@ -92,15 +92,15 @@ class ContextParallel(torch.nn.Module):
 
     def _whole(self, output: Any, split: check.Split) -> Any:
         """This rank's output with each part gathered or averaged, as the check has found."""
-        found = list(split_sequence.tensors(output))
-        if len(found) != len(split.dims):
+        tensors = list(split_sequence.tensors(output))
+        if len(tensors) != len(split.dims):
             raise OptionError(
-                f"forward returned {len(found)} tensors, and {len(split.dims)} when it was "
+                f"forward returned {len(tensors)} tensors, and {len(split.dims)} when it was "
                 "compared with the whole sequence at its first call. A model that is split "
                 "returns the same for the same arguments. Use fsdp"
             )
         is_training = torch.is_grad_enabled() and self.base.training
-        losses = [t for t, d in zip(found, split.dims, strict=True) if d is None and not t.ndim]
+        losses = [t for t, d in zip(tensors, split.dims, strict=True) if d is None and not t.ndim]
         keeps = not (is_training and any(loss.requires_grad for loss in losses))
         dims = iter(split.dims)
 
@@ -136,8 +136,8 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
 def _heads(model: torch.nn.Module) -> set[int]:
     """How many heads attention has, where the model or its config says so."""
     holders = [*model.modules(), getattr(model, "config", None)]
-    found = [getattr(holder, name, None) for holder in holders for name in _HEADS]
-    return {n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0}
+    counts = [getattr(holder, name, None) for holder in holders for name in _HEADS]
+    return {n for n in counts if isinstance(n, int) and not isinstance(n, bool) and n > 0}
 
 
 STEP = Transform(plan=_plan, wrap=lambda job, outer: ContextParallel(outer, job))

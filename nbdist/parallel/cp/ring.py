@@ -157,30 +157,30 @@ class _Ring(torch.autograd.Function):
         # What ranks have found so far for the keys of a round follows them to the next rank.
         sums: _Transfer | None = None
         for turn in circle.rounds(key.contiguous(), value.contiguous()):
-            own = [torch.zeros_like(part, dtype=torch.float32) for part in turn.parts]
+            shares = [torch.zeros_like(part, dtype=torch.float32) for part in turn.parts]
             if circle.sees(turn):
                 problem = circle.problem(query, turn)
-                found = choose(problem).backward(problem, grad_out, joined)
-                grad_query += found.query
-                own = [_folded(found.key, key.shape[1]), _folded(found.value, value.shape[1])]
+                gradients = choose(problem).backward(problem, grad_out, joined)
+                grad_query += gradients.query
+                shares = [_folded(gradients.key, key.shape[1]), _folded(gradients.value, value.shape[1])]
             if sums is not None:
-                own = [one + other for one, other in zip(own, sums.wait(), strict=True)]
-            sums = circle.pass_on(*own)
+                shares = [share + received for share, received in zip(shares, sums.wait(), strict=True)]
+            sums = circle.pass_on(*shares)
         assert sums is not None
         grad_key, grad_value = sums.wait()
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None
 
 
-def _join(one: Attended | None, other: Attended) -> Attended:
+def _join(joined: Attended | None, piece: Attended) -> Attended:
     """Attention over the keys of both, from attention over each; in float32.
 
     Source: Online normalizer calculation for softmax (Milakov, Gimelshein; arXiv 1805.02867).
     """
-    if one is None:
-        return Attended(other.out.float(), other.lse.float())
-    lse = torch.logaddexp(one.lse, other.lse)
-    weights = [(part.lse - lse).exp().unsqueeze(-1) for part in (one, other)]
-    return Attended(one.out * weights[0] + other.out.float() * weights[1], lse)
+    if joined is None:
+        return Attended(piece.out.float(), piece.lse.float())
+    lse = torch.logaddexp(joined.lse, piece.lse)
+    weights = [(part.lse - lse).exp().unsqueeze(-1) for part in (joined, piece)]
+    return Attended(joined.out * weights[0] + piece.out.float() * weights[1], lse)
 
 
 def _expanded(part: torch.Tensor, n_heads: int) -> torch.Tensor:

@@ -109,16 +109,16 @@ def piece(call: inspect.BoundArguments, base: torch.nn.Module, rank: int, size: 
     causal models, which these shift by one, are made for the whole sequence first.
     """
     changed = dict(call.arguments)
-    known = call.signature.parameters
+    parameters = call.signature.parameters
     n_positions = length(call)
     device = next(tensors(call.arguments)).device
     if "attention_mask" in changed:
         changed["attention_mask"] = None
-    if "position_ids" in known and changed.get("position_ids") is None:
+    if "position_ids" in parameters and changed.get("position_ids") is None:
         changed["position_ids"] = torch.arange(n_positions, device=device).unsqueeze(0)
-    if "use_cache" in known:
+    if "use_cache" in parameters:
         changed["use_cache"] = False
-    more = next((p.name for p in known.values() if p.kind is p.VAR_KEYWORD), None)
+    more = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
     labels = changed.get("labels")
     if labels is not None and more and _shifts_labels(base):
         shifted = pad(labels, (0, 1), value=_IGNORED)[:, 1:]

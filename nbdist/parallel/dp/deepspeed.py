@@ -228,9 +228,9 @@ def load_full(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
     """
     set_fp32 = importlib.import_module("deepspeed.utils").safe_set_full_fp32_param
     module: torch.nn.Module = engine.module
-    own = {*dict(module.named_parameters()), *dict(module.named_buffers())}
-    if own != set(state):
-        names = ", ".join(sorted(own ^ set(state))[:5])
+    expected = {*dict(module.named_parameters()), *dict(module.named_buffers())}
+    if expected != set(state):
+        names = ", ".join(sorted(expected ^ set(state))[:5])
         raise OptionError(f"these are not the values of this model; names that differ: {names}")
     for name, parameter in module.named_parameters():
         value = state[name].to(engine.device)

@@ -76,14 +76,14 @@ def refuse_switch(new: Strategy) -> None:
 
 def only(models: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
     """The engine among an Accelerator's models; None without one."""
-    return next((one for one in models if is_engine(one)), None)
+    return next((model for model in models if is_engine(model)), None)
 
 
 def shown(base: torch.nn.Module) -> torch.nn.Module | None:
     """What the user calls for his module: a wrapper, it, or an engine; None for an ended one."""
-    known = registry.prepared_of(base)
-    if known is not None:
-        return known.outer
+    prepared = registry.prepared_of(base)
+    if prepared is not None:
+        return prepared.outer
     return base if is_engine(base) else None
 
 
@@ -91,11 +91,11 @@ def shown(base: torch.nn.Module) -> torch.nn.Module | None:
 def syncs_saved(model: torch.nn.Module) -> Iterator[None]:
     """Backwards in here add gradients up on each rank; the next one outside combines them."""
     outer = shown(model) or model
-    own: Any = next((m for m in outer.modules() if hasattr(m, "no_sync")), None)
+    inner: Any = next((m for m in outer.modules() if hasattr(m, "no_sync")), None)
     if is_engine(outer):
         context = deepspeed.no_sync(outer)
     else:
-        context = fsdp.no_sync(outer) if own is None else own.no_sync()
+        context = fsdp.no_sync(outer) if inner is None else inner.no_sync()
     with context:
         yield
 
@@ -112,11 +112,11 @@ def taken_over(arguments: Sequence[Any]) -> tuple[Any, ...]:
     Raises:
         OptionError: Not one model with one optimizer, or DeepSpeed cannot run as asked.
     """
-    models = [one for one in arguments if isinstance(one, torch.nn.Module) and not is_engine(one)]
+    models = [argument for argument in arguments if isinstance(argument, torch.nn.Module) and not is_engine(argument)]
     optimizers = [
-        one
-        for one in arguments
-        if isinstance(one, torch.optim.Optimizer) and not isinstance(one, EngineOptimizer)
+        argument
+        for argument in arguments
+        if isinstance(argument, torch.optim.Optimizer) and not isinstance(argument, EngineOptimizer)
     ]
     if not models and not optimizers:
         return tuple(arguments)
@@ -134,4 +134,4 @@ def taken_over(arguments: Sequence[Any]) -> tuple[Any, ...]:
     )
     _engines.add(engine)
     placed = {id(models[0]): engine, id(optimizers[0]): EngineOptimizer(optimizer, engine)}
-    return tuple(placed.get(id(one), one) for one in arguments)
+    return tuple(placed.get(id(argument), argument) for argument in arguments)

@@ -246,16 +246,16 @@ def _refuse_scalars(job: ModelBuild) -> None:
 def _refuse_mixed_dtypes(job: ModelBuild, units: tuple[torch.nn.Module, ...]) -> None:
     """Gradients of one unit travel in one buffer, so they have one dtype."""
     names = {parameter: name for name, parameter in job.base.named_parameters()}
-    taken: set[torch.nn.Parameter] = set()
+    counted: set[torch.nn.Parameter] = set()
     for unit in (*units, job.base):
-        own = [p for p in unit.parameters() if p.requires_grad and p not in taken]
-        taken |= set(own)
-        by_dtype = {p.dtype: names[p] for p in reversed(own)}
+        parameters = [p for p in unit.parameters() if p.requires_grad and p not in counted]
+        counted |= set(parameters)
+        by_dtype = {p.dtype: names[p] for p in reversed(parameters)}
         if len(by_dtype) > 1:
-            found = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
+            listing = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
             raise OptionError(
                 f"{job.choice.name} needs trained parameters of one dtype in each block and in "
-                f"the rest of the model: {found}. Convert the model, as with model.float(), and "
+                f"the rest of the model: {listing}. Convert the model, as with model.float(), and "
                 "let --bf16 or --fp16 choose what is computed in."
             )
 

@@ -75,13 +75,13 @@ def _lay_out(job: ModelBuild) -> None:
     """Collects what this rank holds in a `Stages`, which further steps take for the model."""
     cuts: Cuts = job.kept[_KEPT]
     here = job.grid.coordinate.pp
-    held = {n for n, places in cuts.holders.items() if places is None or here in places}
+    local_names = {n for n, places in cuts.holders.items() if places is None or here in places}
     tensors = _first_names(job.base)
     parts = []
     for index in range(here, len(cuts.spans), cuts.ranks):
-        own = {cuts.blocks.modules[position] for position in cuts.spans[index]}
-        foreign = set(cuts.blocks.modules) - own
-        tree = _tree(job.base, foreign, lambda tensor: tensors[id(tensor)] in held)
+        local_blocks = {cuts.blocks.modules[position] for position in cuts.spans[index]}
+        foreign = set(cuts.blocks.modules) - local_blocks
+        tree = _tree(job.base, foreign, lambda tensor: tensors[id(tensor)] in local_names)
         assert tree is not None
         parts.append(Part(cuts.blocks, cuts.spans[index], index, tree))
     job.root = Stages(parts)
@@ -145,7 +145,7 @@ def _refuse_options(job: ModelBuild) -> None:
 def _refuse_two(job: ModelBuild) -> None:
     """What does not go with two stages on a rank."""
     options, degrees = job.choice.options, job.choice.degrees
-    others = " or ".join(name for name, one in SCHEDULES.items() if not one.is_looped)
+    others = " or ".join(name for name, schedule in SCHEDULES.items() if not schedule.is_looped)
     start = f"--schedule {options.schedule} puts two stages on each rank"
     if degrees.dp > 1:
         raise OptionError(
@@ -170,8 +170,8 @@ def _holders(
         for key, tensor in _own_tensors(module):
             name = f"{path}.{key}" if path else key
             places[first[id(tensor)]] |= homes[name]
-    for name, found in places.items():
-        yield name, None if len(found) == ranks else frozenset(found)
+    for name, coordinates in places.items():
+        yield name, None if len(coordinates) == ranks else frozenset(coordinates)
 
 
 def _homes(
@@ -184,9 +184,9 @@ def _homes(
     for path, module in base.named_modules(remove_duplicate=False):
         for key, _ in _own_tensors(module):
             name = f"{path}.{key}" if path else key
-            own = next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None)
-            if own is not None:
-                yield name, {own}
+            home = next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None)
+            if home is not None:
+                yield name, {home}
             else:
                 yield name, outside.homes(name, module, ranks)
 
@@ -218,7 +218,7 @@ class _Outside:
 
     def homes(self, name: str, module: torch.nn.Module, ranks: int) -> set[int]:
         """The coordinates that hold a tensor of this module."""
-        if any(name == one or name.startswith(f"{one}.") for one in self.everywhere):
+        if any(name == prefix or name.startswith(f"{prefix}.") for prefix in self.everywhere):
             return set(range(ranks))
         if module in self.heads:
             return {0, ranks - 1} if module in self.tied else {ranks - 1}
@@ -259,8 +259,8 @@ def _tree(module: torch.nn.Module, foreign: set[torch.nn.Module], is_held: Any) 
     if module in foreign:
         return None
     children = {name: _tree(child, foreign, is_held) for name, child in module.named_children()}
-    own = [is_held(tensor) for _, tensor in _own_tensors(module)]
-    if own and not any(own):
+    flags = [is_held(tensor) for _, tensor in _own_tensors(module)]
+    if flags and not any(flags):
         # No module has tensors on different stages, but for children.
         return None
     if all(tree is child for tree, child in zip(children.values(), module.children(), strict=True)):

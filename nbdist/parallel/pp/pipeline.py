@@ -200,18 +200,18 @@ class Pipeline(torch.nn.Module):
         """The mean loss, on every rank; raises on every rank if the model failed on one."""
         losses = [loss for part in self._parts for loss in part.current.losses]
         failure = next((p for p in self._parts if p.current.failure is not None), None)
-        told = torch.zeros(2, dtype=dtype, device=self._route.device)
-        told[1] = failure is not None
+        totals = torch.zeros(2, dtype=dtype, device=self._route.device)
+        totals[1] = failure is not None
         if losses and failure is None:
-            told[0] = torch.stack(losses).mean()
-        dist.all_reduce(told, group=self._route.group)
-        if not told[1].item():
-            return told[0]
+            totals[0] = torch.stack(losses).mean()
+        dist.all_reduce(totals, group=self._route.group)
+        if not totals[1].item():
+            return totals[0]
         error = None if failure is None else failure.current.failure
-        own = None if failure is None or error is None else Failed.of(failure.index, error)
-        everyone: list[Failed | None] = [None] * self._route.ranks
-        dist.all_gather_object(everyone, own, group=self._route.group)
-        raise error or next(one for one in everyone if one is not None).reason()
+        own_report = None if failure is None or error is None else Failed.of(failure.index, error)
+        reports: list[Failed | None] = [None] * self._route.ranks
+        dist.all_gather_object(reports, own_report, group=self._route.group)
+        raise error or next(report for report in reports if report is not None).reason()
 
     def _plan_for(self, pieces: Sequence[FlatValue]) -> Plan:
         kinds = tuple((leaf.shape, leaf.dtype) for leaf in pieces[0].leaves if _is_tensor(leaf))
@@ -235,9 +235,9 @@ class Pipeline(torch.nn.Module):
         group = self._job.grid.group("dp_replicate", "dp_shard")
         if group is None:
             return key in self._plans
-        told = torch.tensor([key not in self._plans, count, -count], device=self._route.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-        is_new, most, least = told.tolist()
+        extremes = torch.tensor([key not in self._plans, count, -count], device=self._route.device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        is_new, most, least = extremes.tolist()
         if most != -least:
             raise NbdistError(
                 f"data parallel ranks have batches of different sizes ({-least} and {most} "
@@ -272,9 +272,9 @@ class Pipeline(torch.nn.Module):
         if name == "1f1b" and count < route.stages:
             name = "gpipe"  # the same order then, which torch's 1F1B refuses to make
         kind = SCHEDULES[name].kind
-        given = stages if SCHEDULES[name].is_looped else stages[0]
+        argument = stages if SCHEDULES[name].is_looped else stages[0]
         # The micro-batches' losses are divided beforehand, so torch need not divide gradients.
-        return kind(given, count, loss_fn=lambda output, _target: output, scale_grads=False)
+        return kind(argument, count, loss_fn=lambda output, _target: output, scale_grads=False)
 
     def _tell_unsplit(self, part: Part, names: tuple[str, ...]) -> None:
         if names and part.index not in self._told:

@@ -196,7 +196,7 @@ def find_out(
     if run.error is not None:
         raise run.error
     _check(reports)
-    skeleton, dtype = next(one.output for one in reports if one.output is not None)
+    skeleton, dtype = next(report.output for report in reports if report.output is not None)
     return Findings(
         tuple(_borders(part, *ends) for part, ends in zip(_parts(root), run.ends, strict=True)),
         skeleton,
@@ -253,13 +253,13 @@ def _unsplit(
         return ()
     packed = pack(received)
     leaves = [
-        one.detach().requires_grad_(one.is_floating_point() or one.is_complex())
-        for one in packed.tensors
+        tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+        for tensor in packed.tensors
     ]
     with torch.enable_grad():
         result = root(unpack(packed.skeleton, leaves), batch=batch, part=part)
         outputs = (loss_of(result),) if part.is_last else pack(result).tensors
-    inputs = [one for one in leaves if one.requires_grad]
+    inputs = [leaf for leaf in leaves if leaf.requires_grad]
     return tuple(params_with_shared_grad(outputs, inputs, dict(part.tree.named_parameters())))
 
 
@@ -291,10 +291,10 @@ def _borders(
 
 
 def _check(reports: Sequence[_Report]) -> None:
-    failed = next((one.failed for one in reports if one.failed is not None), None)
+    failed = next((report.failed for report in reports if report.failed is not None), None)
     if failed is not None:
         raise failed.reason()
-    if len({one.digest for one in reports}) > 1:
+    if len({report.digest for report in reports}) > 1:
         raise NbdistError(
             "the ranks of one pipeline were given different batches: each stage computes with its "
             "own, so the loss would belong to no batch. Take batches from a prepared DataLoader, "
@@ -316,7 +316,7 @@ def _without_trace(device: torch.device, buffers: dict[str, Any]) -> Iterator[An
 
     def changed() -> Iterator[str]:
         # NaN is not equal to itself, and here it is a change.
-        return (name for name, one in buffers.items() if not torch.equal(one, copies[name]))
+        return (name for name, buffer in buffers.items() if not torch.equal(buffer, copies[name]))
 
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):

@@ -218,8 +218,8 @@ class Part(torch.nn.Module):
             return has_nan(self.run(batch, received))
 
         self._unknown_number = 0.0
-        for one in missing:
-            one.number.zero_()
+        for parameter in missing:
+            parameter.number.zero_()
         try:
             if depends():
                 return ""
@@ -227,15 +227,15 @@ class Part(torch.nn.Module):
             if depends():
                 return self.blocks.block_name(0)
             self._unknown_number = 0.0
-            for one in missing:
-                one.number.fill_(_NAN)
+            for parameter in missing:
+                parameter.number.fill_(_NAN)
                 if depends():
-                    return one.name
-                one.number.zero_()
+                    return parameter.name
+                parameter.number.zero_()
         finally:
             self._unknown_number = _NAN
-            for one in missing:
-                one.number.fill_(_NAN)
+            for parameter in missing:
+                parameter.number.fill_(_NAN)
         return ""
 
     def _stand_in(self, position: int, block: Any) -> torch.nn.Module:
@@ -247,29 +247,29 @@ class Part(torch.nn.Module):
             return StandIn(block, _out_of_order)
         if position == self.span[-1] and not self.is_last:
             return StandIn(block, _ending(block))
-        own: torch.nn.Module = block
-        return own
+        module: torch.nn.Module = block
+        return module
 
     @contextmanager
     def _standing_in(self, wiring: Wiring) -> Iterator[None]:
         """While the model runs: its list of stand-ins, and NaN in place of missing parameters."""
         attributes = self.blocks.container.__dict__
         modules = attributes["_modules"]
-        parameters = [one.table[one.key] for one in wiring.missing]
+        parameters = [missing.table[missing.key] for missing in wiring.missing]
         # torch's encoder makes nested tensors of padded ones in evaluation, but for a list of its
         # own layers only, and they cannot be sent.
         is_fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         attributes["_modules"] = wiring.modules
-        for one in wiring.missing:
-            one.table[one.key] = one.value
+        for missing in wiring.missing:
+            missing.table[missing.key] = missing.value
         try:
             yield
         finally:
             attributes["_modules"] = modules
             torch.backends.mha.set_fastpath_enabled(is_fast)
-            for one, parameter in zip(wiring.missing, parameters, strict=True):
-                one.table[one.key] = parameter
+            for missing, parameter in zip(wiring.missing, parameters, strict=True):
+                missing.table[missing.key] = parameter
 
     def _unknown(self, *_: Any, **__: Any) -> Any:
         """Of the form that blocks return; of one memory for all blocks."""
@@ -278,10 +278,10 @@ class Part(torch.nn.Module):
             self._nothing = FlatValue(
                 packed.skeleton,
                 tuple(
-                    torch.full_like(one, self._unknown_number, requires_grad=False)
-                    if one.is_floating_point() or one.is_complex()
-                    else torch.zeros_like(one)
-                    for one in packed.tensors
+                    torch.full_like(tensor, self._unknown_number, requires_grad=False)
+                    if tensor.is_floating_point() or tensor.is_complex()
+                    else torch.zeros_like(tensor)
+                    for tensor in packed.tensors
                 ),
             )
         return unpack(self._nothing.skeleton, self._nothing.leaves)

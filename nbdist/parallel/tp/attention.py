@@ -146,8 +146,8 @@ def _forward(  # noqa: PLR0913, PLR0917  # torch's own arguments
     result = module.out_proj(_joined(mixed, is_batched, module.batch_first))
     if weights is None:
         return result, None
-    told = _told(weights, module, place, average_attn_weights)
-    return result, told if is_batched else told.squeeze(0)
+    all_weights = _told(weights, module, place, average_attn_weights)
+    return result, all_weights if is_batched else all_weights.squeeze(0)
 
 
 def _inputs(
@@ -155,15 +155,15 @@ def _inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The inputs, whole; their gradients are summed over the ranks, once for each tensor."""
     whole = {id(query): _whole(place, query, place.sequence_dim)}
-    for one in (key, value):
-        if id(one) not in whole:
-            whole[id(one)] = _whole(place, one, None)
+    for tensor in (key, value):
+        if id(tensor) not in whole:
+            whole[id(tensor)] = _whole(place, tensor, None)
     return whole[id(query)], whole[id(key)], whole[id(value)]
 
 
-def _whole(place: Place, given: torch.Tensor, sequence_dim: int | None) -> torch.Tensor:
+def _whole(place: Place, tensor: torch.Tensor, sequence_dim: int | None) -> torch.Tensor:
     before = Replicate() if sequence_dim is None else Shard(sequence_dim)
-    split = DTensor.from_local(given, place.mesh, [before], run_check=False)
+    split = DTensor.from_local(tensor, place.mesh, [before], run_check=False)
     gathered = split.redistribute(placements=[Replicate()])
     return gathered.to_local(grad_placements=[Partial()])
 
@@ -183,8 +183,8 @@ def _projections(
     if module.in_proj_bias is not None:
         biases = _local(module.in_proj_bias).chunk(3)
     heads = []
-    for given, weight, bias in zip(inputs, weights, biases, strict=True):
-        projected = functional.linear(given, weight, bias)
+    for tensor, weight, bias in zip(inputs, weights, biases, strict=True):
+        projected = functional.linear(tensor, weight, bias)
         if projected.dim() == 2:
             projected = projected.unsqueeze(0)
         elif not module.batch_first:

@@ -54,23 +54,23 @@ class Between:
         """Let all ranks draw alike from a rowwise layer on."""
         row.register_forward_pre_hook(functools.partial(_draw_alike, self._streams), prepend=True)
 
-    def spread(self, given: torch.Tensor, place: Placement) -> DTensor:
+    def spread(self, tensor: torch.Tensor, place: Placement) -> DTensor:
         """An input as a whole DTensor. Collective along tp where it is split."""
-        split = DTensor.from_local(given, self.mesh, [place], run_check=False)
+        split = DTensor.from_local(tensor, self.mesh, [place], run_check=False)
         return split.redistribute(placements=[Replicate()])
 
-    def remember(self, given: torch.Tensor, whole: DTensor) -> None:
+    def remember(self, tensor: torch.Tensor, whole: DTensor) -> None:
         """What colwise layers get in place of a tensor, until the next rowwise one."""
-        self._given = given
+        self._given = tensor
         self._whole = whole
         self._has_gradient = torch.is_grad_enabled()
 
     def _share(self, place: Placement, _layer: torch.nn.Module, args: tuple[Any, ...]) -> Any:
         if not args or isinstance(args[0], DTensor):
             return None
-        given = args[0]
-        if self._given is not given or self._has_gradient != torch.is_grad_enabled():
-            self.remember(given, self.spread(given, place))
+        tensor = args[0]
+        if self._given is not tensor or self._has_gradient != torch.is_grad_enabled():
+            self.remember(tensor, self.spread(tensor, place))
         return (self._whole, *args[1:])
 
     def _forget(self, *_: Any) -> None:
@@ -94,9 +94,9 @@ def watch_owner(
         key = _hidden(args, kwargs)
         if key is None:
             return None
-        given = args[key] if isinstance(key, int) else kwargs[key]
-        whole = between.spread(given, place)
-        shown = given if place == Replicate() else whole.to_local()
+        tensor = args[key] if isinstance(key, int) else kwargs[key]
+        whole = between.spread(tensor, place)
+        shown = tensor if place == Replicate() else whole.to_local()
         if n_shown is not None:
             shown = shown.detach()[..., :n_shown]
         between.remember(shown, whole)
@@ -133,8 +133,8 @@ def sum_gradient(parameter: torch.nn.Parameter) -> None:
     requires_grad = parameter.requires_grad
     # Also where it is frozen now: it may be thawed later.
     parameter.requires_grad_(True)
-    told = functools.partial(_laid_out, _placements(parameter))
-    parameter.register_hook(told)  # type: ignore[no-untyped-call]
+    hook = functools.partial(_laid_out, _placements(parameter))
+    parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(requires_grad)
 
 

@@ -65,8 +65,8 @@ def split_dims(module: torch.nn.Module, style: Style) -> dict[str, int]:
         "embedding": {"weight": 0},
         "attention": {**SplitAttention.DIMS, "out_proj.weight": 1},
     }.get(style.kind, {})
-    own = {name for name, _ in module.named_parameters()}
-    return {name: dim for name, dim in dims.items() if name in own}
+    names = {name for name, _ in module.named_parameters()}
+    return {name: dim for name, dim in dims.items() if name in names}
 
 
 def split_layout(layout: TensorLayout, name: str, dim: int, style: Style) -> TensorLayout:
@@ -114,10 +114,10 @@ class Split(ParallelStyle):
             module.register_parameter(name, split_parameter(parameter, mesh, placement))
 
     def _prepare(self, _module: torch.nn.Module, args: Any, mesh: DeviceMesh) -> Any:
-        (given,) = args
-        if isinstance(given, DTensor):
-            return given
-        return DTensor.from_local(given, mesh, [self._input], run_check=False)
+        (tensor,) = args
+        if isinstance(tensor, DTensor):
+            return tensor
+        return DTensor.from_local(tensor, mesh, [self._input], run_check=False)
 
     def _finish(self, _module: torch.nn.Module, result: Any, _mesh: DeviceMesh) -> Any:
         return result.redistribute(placements=[self._output]).to_local()
@@ -157,9 +157,9 @@ def _look_up(module: torch.nn.Embedding, place: Place, words: torch.Tensor) -> t
     padding = module.padding_idx
     if padding is not None:
         padding = padding - first if first <= padding < first + n_own else None
-    found = torch.nn.functional.embedding(row, rows, padding)
-    found = found.masked_fill(~is_own.unsqueeze(-1), 0.0)
-    part = DTensor.from_local(found, place.mesh, [Partial()], run_check=False)
+    embedded = torch.nn.functional.embedding(row, rows, padding)
+    embedded = embedded.masked_fill(~is_own.unsqueeze(-1), 0.0)
+    part = DTensor.from_local(embedded, place.mesh, [Partial()], run_check=False)
     return part.redistribute(placements=[Replicate()]).to_local()
 
 
