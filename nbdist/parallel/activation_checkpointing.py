@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from nbdist.errors import OptionError
-from nbdist.parallel.blocks import Blocks
+from nbdist.parallel.blocks import BlockList
 from nbdist.parallel.cp.attention import is_split, same_attention
 from nbdist.parallel.sdpa import with_backend
 
@@ -39,7 +39,7 @@ _KEPT = frozenset(
 )
 
 
-def chosen(how: str, blocks: Blocks) -> tuple[torch.nn.Module, ...]:
+def blocks_to_checkpoint(how: str, blocks: BlockList) -> tuple[torch.nn.Module, ...]:
     """The blocks that are computed again: all, or with a number k the k-th, 2k-th and so on.
 
     A block that stands in the list several times counts at its first place.
@@ -69,11 +69,11 @@ def checkpoint_block(block: torch.nn.Module, how: str, sdpa: str) -> None:
     """
     run = block.forward
     # No closure: copy.deepcopy makes a partial's bound method one of the copy.
-    again: Any = functools.partial(_checkpointed, run, how == "selective", sdpa)
+    again: Any = functools.partial(_run_checkpointed, run, how == "selective", sdpa)
     block.forward = functools.update_wrapper(again, run)
 
 
-def _checkpointed(
+def _run_checkpointed(
     run: Callable[..., Any], is_selective: bool, sdpa: str, *args: Any, **kwargs: Any
 ) -> Any:
     if not torch.is_grad_enabled():

@@ -49,7 +49,7 @@ class Built:
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     index: dict[int, str] = field(default_factory=dict)
     outer: torch.nn.Module | None = None
-    changes: list[module_patches.Change] = field(default_factory=list)
+    changes: list[module_patches.ModuleChange] = field(default_factory=list)
 
     def side(self, name: str) -> Placement:
         """How a parameter or buffer lies."""
@@ -84,7 +84,7 @@ def plan(job: ModelBuild, own_steps: Sequence[Transform] | None = None) -> Built
 
 
 def commit(
-    built: Built, local: Mapping[str, torch.Tensor], before: Iterable[module_patches.Change] = ()
+    built: Built, local: Mapping[str, torch.Tensor], before: Iterable[module_patches.ModuleChange] = ()
 ) -> torch.nn.Module:
     """Lay the model out and fill it with values. This rank alone; what is returned is called.
 
@@ -228,7 +228,7 @@ def _fill(built: Built, local: Mapping[str, torch.Tensor], old: Mapping[str, tor
     tensors = tensors_of(built.job.base)
     replaced: dict[int, torch.Tensor] = {}
     for name, names in built.names.items():
-        fresh = _filled(built, name, tensors[name], local.get(name))
+        fresh = _fill_tensor(built, name, tensors[name], local.get(name))
         if isinstance(fresh, torch.nn.Parameter):
             _keep_attributes(old[name], fresh)
             built.parameters[name] = fresh
@@ -245,7 +245,7 @@ def _fill(built: Built, local: Mapping[str, torch.Tensor], old: Mapping[str, tor
                     table[leaf] = replaced[id(tensor)]
 
 
-def _filled(
+def _fill_tensor(
     built: Built, name: str, shell: torch.Tensor, part: torch.Tensor | None
 ) -> torch.Tensor:
     """What stands in the model from now on: with this rank's values, or on meta without."""

@@ -29,7 +29,7 @@ _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Outcome:
     """One rank's result, or why it has none."""
 
     value: Any = None
@@ -53,11 +53,11 @@ def all_or_none(what: str, function: Callable[[], T]) -> list[T]:
         BaseException: What the function raised on this rank, an interrupt too.
         NbdistError: It failed on other ranks only; says what was tried, where, and why.
     """
-    own_outcome, error = _Told(), None
+    own_outcome, error = _Outcome(), None
     try:
-        own_outcome = _Told(function())
+        own_outcome = _Outcome(function())
     except BaseException as caught:  # noqa: BLE001  # raised below, once the others know
-        error, own_outcome = caught, _Told(failure=one_line(caught))
+        error, own_outcome = caught, _Outcome(failure=one_line(caught))
     outcomes = all_gather_object(own_outcome)
     if error is not None:
         raise error

@@ -28,7 +28,7 @@ from nbdist.rpc.wire import CELL_FOR_ALL
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class NamedModel:
     """A model whose gradients ranks combine.
 
     Attributes:
@@ -56,7 +56,7 @@ class _State:
 _state = _State()
 
 
-def find() -> tuple[Model, ...]:
+def find() -> tuple[NamedModel, ...]:
     """Every live DDP and FSDP2 model of this process, and every one that is split, by name."""
     models = _find()
     if all(model.is_named for model in models):
@@ -68,7 +68,7 @@ def find() -> tuple[Model, ...]:
     return _find()
 
 
-def _find() -> tuple[Model, ...]:
+def _find() -> tuple[NamedModel, ...]:
     modules = [m for m in live(DistributedDataParallel, FSDPModule) if not is_retired(m)]
     # One without a reducer comes from a constructor that has failed: the error holds it.
     ddps = [
@@ -82,7 +82,7 @@ def _find() -> tuple[Model, ...]:
     pairs = [(m, False) for m in ddps] + [(m, True) for m in roots.values()]
     variable_names = variables()
     titles = names([module for module, _ in pairs], variable_names)
-    models = [Model(titles[id(m)], m, sharded, id(m) in variable_names) for m, sharded in pairs]
+    models = [NamedModel(titles[id(m)], m, sharded, id(m) in variable_names) for m, sharded in pairs]
     return tuple(sorted(models, key=lambda model: model.name))
 
 
@@ -97,7 +97,7 @@ def _split(replicated: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     ]
 
 
-def optimizers(model: Model) -> tuple[tuple[str, Optimizer], ...]:
+def optimizers(model: NamedModel) -> tuple[tuple[str, Optimizer], ...]:
     """The optimizers that step this model's parameters, with their names, by name."""
     parameter_ids = {id(p) for p in model.module.parameters()}
     matching = [

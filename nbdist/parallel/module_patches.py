@@ -49,7 +49,7 @@ class ModuleSnapshot:
 
 
 @dataclass(slots=True)
-class Change:
+class ModuleChange:
     """What steps did to one module: (key -> what was there, what they put there).
 
     Attributes:
@@ -98,14 +98,14 @@ def restore(snapshots: Iterable[ModuleSnapshot]) -> None:
         _set_shard_state(states, module, snapshot.shard_state)
 
 
-def diff(snapshots: Iterable[ModuleSnapshot]) -> list[Change]:
+def diff(snapshots: Iterable[ModuleSnapshot]) -> list[ModuleChange]:
     """What differs since the photos, for each module. Parameters and buffers do not count."""
     changes = []
     for snapshot in snapshots:
         module = snapshot.module
         attributes = vars(module)
         tables = {key: _difference(snapshot.tables[key], attributes[key]) for key in _TABLES}
-        change = Change(
+        change = ModuleChange(
             module,
             snapshot.kind,
             {
@@ -119,7 +119,7 @@ def diff(snapshots: Iterable[ModuleSnapshot]) -> list[Change]:
     return changes
 
 
-def revert(changes: Iterable[Change]) -> None:
+def revert(changes: Iterable[ModuleChange]) -> None:
     """Undo changes, wherever there still is what the steps had put there."""
     states = _shard_states()
     for change in changes:

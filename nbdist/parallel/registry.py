@@ -240,10 +240,10 @@ def state_side(built: Built, name: str) -> Placement:
 
 def owner_names(built: Built) -> dict[str, int]:
     """Who steps each parameter under zero1, by first name."""
-    if _OWNERS not in built.job.kept:
+    if _OWNERS not in built.job.step_data:
         layouts = {name: built.layouts[name] for name in built.parameter_names}
-        built.job.kept[_OWNERS] = zero1.owners(layouts, world_size())
-    owners: dict[str, int] = built.job.kept[_OWNERS]
+        built.job.step_data[_OWNERS] = zero1.owners(layouts, world_size())
+    owners: dict[str, int] = built.job.step_data[_OWNERS]
     return owners
 
 

@@ -60,7 +60,7 @@ def choose_backend(root: torch.nn.Module, name: str, *, is_checked: bool) -> Non
     """
     run = root.forward
     # No closure: copy.deepcopy makes a partial's bound method one of the copy.
-    called: Any = functools.partial(_chosen, root, run, name, [is_checked])
+    called: Any = functools.partial(_run_with_backend, root, run, name, [is_checked])
     root.forward = functools.update_wrapper(called, run)
 
 
@@ -70,7 +70,7 @@ def with_backend(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) 
         return run(*args, **kwargs)
 
 
-def _chosen(
+def _run_with_backend(
     root: torch.nn.Module,
     run: Callable[..., Any],
     name: str,

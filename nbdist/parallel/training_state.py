@@ -104,19 +104,19 @@ def keep_values(what: str, find: Callable[[], Mapping[Any, torch.Tensor]]) -> Pu
         what: Whose they are, for the error.
         find: Gives them, now and when they are put back: others may stand under the names then.
     """
-    values = {name: _copied(value) for name, value in find().items()}
+    values = {name: _copy_to_host(value) for name, value in find().items()}
     return lambda: _copy_into(find(), values, what)
 
 
 def keep_optimizer(optimizer: Optimizer) -> PutBack:
     """The settings of each of its groups, and the state of each parameter in it."""
     settings = [
-        {key: _copied(value) for key, value in group.items() if key != "params"}
+        {key: _copy_to_host(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
     states = [
         [
-            {key: _copied(value) for key, value in optimizer.state[parameter].items()}
+            {key: _copy_to_host(value) for key, value in optimizer.state[parameter].items()}
             if parameter in optimizer.state
             else None
             for parameter in group["params"]
@@ -160,23 +160,23 @@ def keep_accelerator(accelerator: Any) -> list[PutBack]:
 
     schedulers, loaders = accelerator._schedulers, accelerator._dataloaders  # noqa: SLF001  # as saving does
     return [
-        *(_loading(each.load_state_dict, each.state_dict()) for each in schedulers),
-        *([] if accelerator.scaler is None else [_loading(scale, accelerator.scaler.state_dict())]),
+        *(_load_later(each.load_state_dict, each.state_dict()) for each in schedulers),
+        *([] if accelerator.scaler is None else [_load_later(scale, accelerator.scaler.state_dict())]),
         *(
-            _loading(each.set_epoch_state, each.epoch_state())
+            _load_later(each.set_epoch_state, each.epoch_state())
             for each in loaders
             if hasattr(each, "epoch_state")
         ),
-        _loading(lambda steps: setattr(accelerator, "step", steps), accelerator.step),
+        _load_later(lambda steps: setattr(accelerator, "step", steps), accelerator.step),
     ]
 
 
-def _loading(load: Callable[[Any], object], state: Any) -> PutBack:
+def _load_later(load: Callable[[Any], object], state: Any) -> PutBack:
     state = copy.deepcopy(state)
     return lambda: load(copy.deepcopy(state))
 
 
-def _copied(value: Any) -> Any:
+def _copy_to_host(value: Any) -> Any:
     """A copy on the host, of this rank's part."""
     if isinstance(value, torch.Tensor):
         return local_of(value).to("cpu", copy=True)

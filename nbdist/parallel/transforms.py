@@ -36,6 +36,6 @@ def named(names: Iterable[str]) -> tuple[Transform, ...]:
 
 def _step(name: str) -> Transform:
     module, attribute = STEPS[name]
-    step = getattr(importlib.import_module(f"nbdist.engine.parallel.{module}"), attribute)
+    step = getattr(importlib.import_module(f"nbdist.parallel.{module}"), attribute)
     assert isinstance(step, Transform)
     return step

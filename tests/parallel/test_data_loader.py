@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler
 from nbdist.parallel.accelerator.batch_sampler import (
     BatchQueue,
     DataShard,
-    Settings,
+    SamplerSettings,
     ShardedBatchSampler,
     share_of,
 )
@@ -43,7 +43,7 @@ def test_each_rank_gets_what_accelerate_gives_it(
     for n_samples, size in itertools.product(range(31), [1, 2, 3, 5]):
         whole = size * count if is_split else size
         batches = BatchSampler(range(n_samples), whole, drops_last)
-        shard = ShardedBatchSampler(batches, Settings(None, is_split=is_split, is_even=is_even))
+        shard = ShardedBatchSampler(batches, SamplerSettings(None, is_split=is_split, is_even=is_even))
         for index in range(count):
             theirs = BatchSamplerShard(
                 batches, count, index, split_batches=is_split, even_batches=is_even
@@ -56,7 +56,7 @@ def test_each_rank_gets_what_accelerate_gives_it(
 def test_one_rank_gets_the_batches_as_they_are() -> None:
     """The last one stays short, as without Accelerate."""
     batches = BatchSampler(range(7), 3, drop_last=False)
-    shard = ShardedBatchSampler(batches, Settings(None))
+    shard = ShardedBatchSampler(batches, SamplerSettings(None))
 
     assert own(shard, BatchQueue(batches, 1), DataShard(1, 0)) == [[0, 1, 2], [3, 4, 5], [6]]
 
@@ -65,7 +65,7 @@ def test_one_rank_gets_the_batches_as_they_are() -> None:
 def test_no_sample_is_lost_or_seen_twice_when_the_ranks_change(before: int, after: int) -> None:
     """After each number of steps, what comes then begins with the first sample not yet seen."""
     batches = BatchSampler(range(48), 2, drop_last=False)
-    shard = ShardedBatchSampler(batches, Settings(None))
+    shard = ShardedBatchSampler(batches, SamplerSettings(None))
     for n_steps in range(24 // before + 1):
         seen = []
         for index in range(before):

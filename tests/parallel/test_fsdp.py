@@ -209,10 +209,10 @@ loss.backward()
 done(
     sent={"one": sent(), "two": sent(accumulate=2), "grad-op": sent(shard="grad-op")},
     split=split, is_same=is_same, seen=seen,
-    no_notes=job.kept["notes"],
+    no_notes=job.step_data["notes"],
     evaluated=[unsettled, kinds(evaluated)],
     norms=[loss.item() - alone, norms.layers[1].weight.grad.to_local().numel()],
-    notes=job_of_norms.kept["notes"],
+    notes=job_of_norms.step_data["notes"],
 )
 """
 )

@@ -25,7 +25,7 @@ from nbdist.parallel.accelerator import (
 from nbdist.parallel.accelerator.batch_sampler import current_share, settings_of, share_of
 from nbdist.parallel.accelerator.grad_scaler import Scaler
 from nbdist.parallel.accelerator.gradients import Gradients
-from nbdist.parallel.accelerator.optimizer import Optimizer
+from nbdist.parallel.accelerator.optimizer import OptimizerWrapper
 from nbdist.parallel.accelerator.scheduler import Scheduler
 from nbdist.parallel.accelerator.weak_list import WeakList
 from nbdist.parallel.dp import deepspeed_engine
@@ -58,7 +58,7 @@ class Accelerator(Gradients):
         self._own_scaler: Scaler | None = None
         self._hold_weakly()
         precision.note(self.state.mixed_precision)
-        registry.set_choice(precision.filled(registry.current()))
+        registry.set_choice(precision.with_accelerator_precision(registry.current()))
         registry.watch(self)
         self._follow(registry.current())
 
@@ -67,7 +67,7 @@ class Accelerator(Gradients):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's, models first, in whatever order they come. Collective: every rank."""
         if registry.current().name == "deepspeed":
-            args = deepspeed_engine.taken_over(args)
+            args = deepspeed_engine.prepare_engine(args)
         elif any(isinstance(argument, torch.nn.Module) for argument in args):
             deepspeed_engine.drop()  # of another strategy's time
         order = sorted(range(len(args)), key=lambda i: not isinstance(args[i], torch.nn.Module))
@@ -108,7 +108,7 @@ class Accelerator(Gradients):
         self,
         optimizer: torch.optim.Optimizer,
         device_placement: bool | None = None,
-    ) -> Optimizer:
+    ) -> OptimizerWrapper:
         """Wrap an optimizer. Its groups get the parameters of prepared models in place.
 
         Twice the same optimizer is the same wrapper.
@@ -116,13 +116,13 @@ class Accelerator(Gradients):
         if isinstance(optimizer, deepspeed_engine.EngineOptimizer):
             self._optimizers.append(optimizer)
             return optimizer
-        wrapper = optimizer if isinstance(optimizer, Optimizer) else None
+        wrapper = optimizer if isinstance(optimizer, OptimizerWrapper) else None
         raw = optimizer if wrapper is None else wrapper.optimizer
         parallel_prepare.bind(raw)
         if registry.current().options.is_fused:
             options.set_fused(raw, is_on=True)
-        existing: Optimizer | None = next((o for o in self._optimizers if o.optimizer is raw), None)
-        prepared = existing or wrapper or Optimizer(raw, self.scaler)
+        existing: OptimizerWrapper | None = next((o for o in self._optimizers if o.optimizer is raw), None)
+        prepared = existing or wrapper or OptimizerWrapper(raw, self.scaler)
         prepared.scaler = self.scaler
         self._optimizers.append(prepared)
         return prepared
@@ -337,7 +337,7 @@ class Accelerator(Gradients):
 
     def _hold_weakly(self) -> None:
         """Replace Accelerate's private lists, which keep everything that was ever prepared."""
-        self._models = WeakList(deepspeed_engine.shown)
+        self._models = WeakList(deepspeed_engine.outer_of)
         self._optimizers = WeakList()
         self._schedulers = WeakList()
         self._dataloaders = WeakList()

@@ -33,7 +33,7 @@ class DataShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplerSettings:
     """What an Accelerator says about its loaders; Accelerate's DataLoaderConfiguration, mostly.
 
     Attributes:
@@ -61,9 +61,9 @@ class Settings:
 
 def settings_of(
     accelerator: Any, *, is_placed: bool, slice_fn: Callable[..., Any] | None
-) -> Settings:
+) -> SamplerSettings:
     """What an Accelerator was made with."""
-    return Settings(
+    return SamplerSettings(
         device=accelerator.device if is_placed else None,
         is_split=accelerator.split_batches,
         is_even=accelerator.even_batches,
@@ -137,7 +137,7 @@ class ShardedBatchSampler(BatchSampler):
     last batch is short, as without Accelerate.
     """
 
-    def __init__(self, batches: Any, settings: Settings, start: int = 0) -> None:
+    def __init__(self, batches: Any, settings: SamplerSettings, start: int = 0) -> None:
         """Share out a batch sampler.
 
         Args:

@@ -58,7 +58,7 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         engine = deepspeed_engine.only(self._models)
         if engine is not None:
             return deepspeed.clip(engine, max_norm, norm_type)
-        tensors = _listed(parameters)
+        tensors = _as_list(parameters)
         self._unscale(tensors)
         return clip_grad.clip_grad_norm(
             tensors, max_norm, norm_type, registry.layout_of, degrees=registry.current().degrees
@@ -67,7 +67,7 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Limit each element of gradients, where it lies. Collective with fp16."""
         deepspeed_engine.refuse_values(self._models)
-        tensors = _listed(parameters)
+        tensors = _as_list(parameters)
         self._unscale(tensors)
         torch.nn.utils.clip_grad_value_(local_parts(tensors), clip_value)
 
@@ -100,5 +100,5 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         self.unscale_gradients(optimizers or None)
 
 
-def _listed(parameters: Any) -> list[torch.Tensor]:
+def _as_list(parameters: Any) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

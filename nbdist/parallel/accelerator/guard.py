@@ -48,7 +48,7 @@ def watch(strategy: Callable[[], str]) -> None:
         return
     _state.is_installed, _state.strategy = True, strategy
     cls: Any = accelerate.Accelerator
-    cls.__init__ = _telling(cls.__init__)
+    cls.__init__ = _with_warning(cls.__init__)
 
 
 def refuse_strategies(arguments: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ def refuse_precision(mixed_precision: str) -> None:
         )
 
 
-def _telling(construct: Any) -> Any:
+def _with_warning(construct: Any) -> Any:
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)

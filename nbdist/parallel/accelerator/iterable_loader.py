@@ -24,16 +24,16 @@ from nbdist.parallel import registry
 from nbdist.parallel.accelerator.batch_sampler import (
     BatchQueue,
     DataShard,
-    Settings,
+    SamplerSettings,
     current_share,
     refuse_uneven,
 )
-from nbdist.parallel.accelerator.data_loader import Loader, arguments
+from nbdist.parallel.accelerator.data_loader import PreparedLoader, arguments
 from nbdist.parallel.accelerator.loader_state import Position
 
 
 def prepare(
-    source: DataLoader[Any], settings: Settings, *, is_dispatched: bool | None = None
+    source: DataLoader[Any], settings: SamplerSettings, *, is_dispatched: bool | None = None
 ) -> Any:
     """The loader that gives each rank its part. Collective under `single`, else alike on all.
 
@@ -55,12 +55,12 @@ def prepare(
                 "device_placement=False. Leave one of them out."
             )
         return DispatchedLoader(source, settings)
-    return IterableShard(source, settings) if is_stream else Loader(source, settings)
+    return IterableShard(source, settings) if is_stream else PreparedLoader(source, settings)
 
 
 def skip(loader: Any, n_batches: int) -> Any:
     """The same loader without its first batches, in every epoch; any DataLoader."""
-    if isinstance(loader, Loader | DispatchedLoader | IterableShard):
+    if isinstance(loader, PreparedLoader | DispatchedLoader | IterableShard):
         return loader.skip(n_batches)
     from accelerate import skip_first_batches
 
@@ -74,7 +74,7 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
     switch, as only rank 0 has a position.
     """
 
-    def __init__(self, source: DataLoader[Any], settings: Settings, start: int = 0) -> None:
+    def __init__(self, source: DataLoader[Any], settings: SamplerSettings, start: int = 0) -> None:
         """Prepare any loader of tensors.
 
         Args:
@@ -214,7 +214,7 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
     The next epoch follows a switch; a loop that has begun cannot, as a stream has no position.
     """
 
-    def __init__(self, source: DataLoader[Any], settings: Settings, n_skipped: int = 0) -> None:
+    def __init__(self, source: DataLoader[Any], settings: SamplerSettings, n_skipped: int = 0) -> None:
         """Prepare a loader of a stream.
 
         Args:

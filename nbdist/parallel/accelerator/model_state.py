@@ -61,7 +61,7 @@ def portable(model: Any) -> Portable:
         values=functools.partial(full_state.full_state, prepared),
         load=functools.partial(full_state.load_full, prepared),
         listed=functools.partial(
-            fsdp1_state.listed if fsdp1_state.is_flat(prepared) else _listed, prepared.base
+            fsdp1_state.local_state_dict if fsdp1_state.is_flat(prepared) else _state_dict, prepared.base
         ),
     )
 
@@ -77,7 +77,7 @@ def _of_engine(engine: Any) -> Portable:
     }
     return Portable(
         base, firsts, shapes, functools.partial(deepspeed.full_state, engine),
-        functools.partial(_load_engine, engine), functools.partial(_listed, base),
+        functools.partial(_load_engine, engine), functools.partial(_state_dict, base),
     )  # fmt: skip
 
 
@@ -86,6 +86,6 @@ def _load_engine(engine: Any, values: Mapping[str, torch.Tensor]) -> None:
     deepspeed.load_full(engine, {**deepspeed.full_state(engine), **values})
 
 
-def _listed(base: torch.nn.Module) -> Mapping[str, Any]:
+def _state_dict(base: torch.nn.Module) -> Mapping[str, Any]:
     state: Mapping[str, Any] = base.state_dict(keep_vars=True)
     return state

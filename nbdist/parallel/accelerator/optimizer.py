@@ -14,7 +14,7 @@ from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.accelerator.grad_scaler import Scaler
 
 
-class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
+class OptimizerWrapper(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
     """Accelerate's wrapper around the user's optimizer. That one stays the same object.
 
     Its groups are not made anew either, as Accelerate does to move state to the device: whoever

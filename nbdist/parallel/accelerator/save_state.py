@@ -82,7 +82,7 @@ def loading(accelerator: Any, *, is_strict: bool) -> Iterator[None]:
             model.load(values)
         models.clear()
         for index, loader in enumerate(accelerator._dataloaders):  # noqa: SLF001
-            path = Path(folder) / _numbered("loader.bin", index)
+            path = Path(folder) / _file_name("loader.bin", index)
             if path.exists() and hasattr(loader, "set_epoch_state"):
                 loader.set_epoch_state(load(path))
 
@@ -103,7 +103,7 @@ def save_loaders(accelerator: Any, folder: Path) -> None:
     """Write which epoch each loader is in. Rank 0 does; this rank alone."""
     for index, loader in enumerate(accelerator._dataloaders):  # noqa: SLF001
         if hasattr(loader, "epoch_state"):
-            save(loader.epoch_state(), folder / _numbered("loader.bin", index))
+            save(loader.epoch_state(), folder / _file_name("loader.bin", index))
 
 
 def agree(accelerator: Any, *, is_collected: bool = False) -> None:
@@ -183,13 +183,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     elif state.get("format") == _FORMAT:
         state = {key: value for key, value in state.items() if key != "format"}
         full_state.load_full_optimizer_state(optimizer, state)
-    elif _state.is_loading and (named := _named(optimizer, state)) is not None:
+    elif _state.is_loading and (named := _state_by_name(optimizer, state)) is not None:
         full_state.load_full_optimizer_state(optimizer, named)
     else:
         optimizer.load_state_dict(dict(state))
 
 
-def _named(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any] | None:
+def _state_by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any] | None:
     """State by names in place of numbers; None if a parameter is of no prepared model.
 
     Raises:
@@ -246,11 +246,11 @@ def _plan(
 
 def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
     """The saved tensors of one model; on disk until they are used."""
-    path = folder / _numbered("model.safetensors", index)
+    path = folder / _file_name("model.safetensors", index)
     if path.exists():
         tensors: dict[str, torch.Tensor] = load_file(path)
     else:
-        path = folder / _numbered("pytorch_model.bin", index)
+        path = folder / _file_name("pytorch_model.bin", index)
         if not path.exists():
             raise NbdistError(
                 f"{folder} holds no model number {index}: neither model.safetensors nor "
@@ -262,6 +262,6 @@ def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _numbered(name: str, index: int) -> str:
+def _file_name(name: str, index: int) -> str:
     """As Accelerate names the files of several: model.safetensors, model_1.safetensors."""
     return name.replace(".", f"_{index}.") if index else name

@@ -9,7 +9,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from nbdist.parallel import registry
-from nbdist.parallel.accelerator.optimizer import Optimizer
+from nbdist.parallel.accelerator.optimizer import OptimizerWrapper
 
 
 class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
@@ -21,7 +21,7 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
     def __init__(
         self,
         scheduler: Any,
-        optimizers: Callable[[], Sequence[Optimizer]],
+        optimizers: Callable[[], Sequence[OptimizerWrapper]],
         *,
         is_linked: bool,
         is_split: bool,
@@ -39,14 +39,14 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
         super().__init__(scheduler, [], step_with_optimizer=is_linked, split_batches=is_split)
 
     @property
-    def optimizers(self) -> list[Optimizer]:
+    def optimizers(self) -> list[OptimizerWrapper]:
         """Whose steps it goes by: its own one, or all if that is not prepared."""
         prepared = list(self._find())
         optimizer = getattr(self.scheduler, "optimizer", None)
         return [wrapper for wrapper in prepared if wrapper is optimizer or wrapper.optimizer is optimizer] or prepared
 
     @optimizers.setter
-    def optimizers(self, _: Sequence[Optimizer]) -> None:
+    def optimizers(self, _: Sequence[OptimizerWrapper]) -> None:
         """Accelerate sets them; they may be prepared later than the scheduler."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:

@@ -60,12 +60,12 @@ class SplitSequence(TorchFunctionMode):
     def __init__(
         self, attend: Attend | None = None, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Without arguments nothing is split, and `seen` is all that it does."""
+        """Without arguments nothing is split, and `attention_inputs` is all that it does."""
         super().__init__()
         self._attend = attend
         self._group = group
         # Tensors of each call of attention, where somebody compares them.
-        self.seen: list[torch.Tensor] | None = None
+        self.attention_inputs: list[torch.Tensor] | None = None
         self._outer: list[SplitSequence | None] = []
 
     def __enter__(self) -> Self:
@@ -123,8 +123,8 @@ class SplitSequence(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if self.seen is not None:
-            self.seen += [query, key, value]
+        if self.attention_inputs is not None:
+            self.attention_inputs += [query, key, value]
         if self._attend is None:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal,
@@ -137,7 +137,7 @@ class SplitSequence(TorchFunctionMode):
                 "at the end needs none where its labels are ignored. Or use fsdp"
             )
         has_heads = query.ndim > 3
-        query, key, value = (_as_attended(t, has_heads=has_heads) for t in (query, key, value))
+        query, key, value = (_prepare_input(t, has_heads=has_heads) for t in (query, key, value))
         factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         problem = Problem(query, key, value, is_causal, factor, dropout_p)
         # Here tensors have their dtype, and float32 inside is meant.
@@ -177,7 +177,7 @@ def same_attention() -> AbstractContextManager[object]:
     return contextlib.nullcontext() if mode is None else mode
 
 
-def _as_attended(tensor: torch.Tensor, *, has_heads: bool) -> torch.Tensor:
+def _prepare_input(tensor: torch.Tensor, *, has_heads: bool) -> torch.Tensor:
     """Of four dims, and of autocast's dtype, which attention under autocast would have."""
     device = tensor.device.type
     if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:

@@ -47,7 +47,7 @@ _LOSS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class OutputSplit:
     """What a call of forward returns when its sequence is split.
 
     Attributes:
@@ -82,7 +82,7 @@ class _Run:
     """One forward: its output, and the inputs of each attention in it."""
 
     output: list[torch.Tensor]
-    seen: list[torch.Tensor]
+    attention_inputs: list[torch.Tensor]
 
 
 def kind(call: inspect.BoundArguments) -> Hashable:
@@ -95,7 +95,7 @@ def kind(call: inspect.BoundArguments) -> Hashable:
     return tuple((name, of(value)) for name, value in call.arguments.items())
 
 
-def examine(trial: Trial) -> Split:
+def examine(trial: Trial) -> OutputSplit:
     """How the output of a call is split, from one sample's first positions.
 
     Collective over dp_replicate and cp, and alike on all of these. Forward runs twice or more,
@@ -113,7 +113,7 @@ def examine(trial: Trial) -> Split:
         try:
             local = _run_piece(trial, n_positions)
         except OptionError as error:  # of the attention, on every rank
-            return Split(why=str(error))
+            return OutputSplit(why=str(error))
         return _compare(trial.grid, local, whole)
 
 
@@ -132,13 +132,13 @@ def _run_piece(trial: Trial, n_positions: int) -> _Run:
 def _run(
     base: torch.nn.Module, call: inspect.BoundArguments, mode: attention.SplitSequence
 ) -> _Run:
-    mode.seen = []
+    mode.attention_inputs = []
     with mode:
         output = base(*call.args, **call.kwargs)
-    return _Run(list(split_sequence.tensors(output)), mode.seen)
+    return _Run(list(split_sequence.tensors(output)), mode.attention_inputs)
 
 
-def _compare(grid: ParallelMesh, local: _Run, whole: _Run) -> Split:
+def _compare(grid: ParallelMesh, local: _Run, whole: _Run) -> OutputSplit:
     """Says what differs, alike on all ranks."""
     dims: list[int | None] = []
     errors = {"outputs": [0.0], "losses": [0.0]}
@@ -150,29 +150,29 @@ def _compare(grid: ParallelMesh, local: _Run, whole: _Run) -> Split:
             error = _output_error(part, all_, dims[-1], grid)
             errors["outputs" if all_.ndim else "losses"].append(error)
     inputs = _input_errors(local, whole, grid)
-    if not whole.seen:  # the same code runs on all ranks
-        return Split(why=_NO_ATTENTION)
+    if not whole.attention_inputs:  # the same code runs on all ranks
+        return OutputSplit(why=_NO_ATTENTION)
     differences = [
         inputs[0],
         max(inputs),
         max(errors["outputs"]),
         max(errors["losses"]),
     ]
-    return _verdict(_worst(differences, grid), tuple(dims), is_exact=_is_exact(whole.seen))
+    return _verdict(_worst(differences, grid), tuple(dims), is_exact=_is_exact(whole.attention_inputs))
 
 
-def _verdict(differences: list[float], dims: tuple[int | None, ...], *, is_exact: bool) -> Split:
+def _verdict(differences: list[float], dims: tuple[int | None, ...], *, is_exact: bool) -> OutputSplit:
     limit, loss_limit = _TOLERANCE if is_exact else _TOLERANCE_HALF
     limits = (limit, limit, limit, loss_limit)
     reasons = (_POSITION, _MIXES, _MIXES, _LOSS)
     for error, allowed, reason in zip(differences, limits, reasons, strict=True):
         if error > allowed:
-            return Split(
+            return OutputSplit(
                 why="split along the sequence, this model would compute something else than by "
                 f"itself (relative difference {error:.1e}, more than {allowed:.0e}, tried on a "
                 f"short sequence): {reason}{_OTHERWISE}"
             )
-    return Split(dims)
+    return OutputSplit(dims)
 
 
 def _dim(part: torch.Tensor, whole: torch.Tensor, size: int) -> int | None:
@@ -189,19 +189,19 @@ def _output_error(
     group = grid.group("cp")
     assert group is not None
     if dim is not None:
-        part = split_sequence.gathered(part, dim, group)
+        part = split_sequence.all_gather(part, dim, group)
     elif part.is_floating_point():
-        part = split_sequence.averaged(part, group)
+        part = split_sequence.all_reduce_mean(part, group)
     return _error(part, whole)
 
 
 def _input_errors(local: _Run, whole: _Run, grid: ParallelMesh) -> list[float]:
     """For each attention, how much its inputs differ; the first may be the only one."""
-    if len(local.seen) != len(whole.seen) or not local.seen:
-        return [0.0, math.inf] if whole.seen else [0.0]
+    if len(local.attention_inputs) != len(whole.attention_inputs) or not local.attention_inputs:
+        return [0.0, math.inf] if whole.attention_inputs else [0.0]
     size, place = grid.size("cp"), grid.coordinate.cp
     errors = []
-    for part, all_ in zip(local.seen, whole.seen, strict=True):
+    for part, all_ in zip(local.attention_inputs, whole.attention_inputs, strict=True):
         # What is no sequence (another model's output, say) is the same on each rank.
         expected = all_ if part.shape == all_.shape else all_.chunk(size, -2)[place]
         errors.append(_error(part, expected))

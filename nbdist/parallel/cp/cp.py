@@ -47,7 +47,7 @@ class ContextParallel(torch.nn.Module):
         self._grid: ParallelMesh = job.grid
         compute = attention.CONTEXTS[job.choice.options.context]
         self._attend: attention.Attend = lambda problem: compute(problem, group)
-        self._splits: dict[Hashable, check.Split] = {}
+        self._splits: dict[Hashable, check.OutputSplit] = {}
         self.training = module.training
 
     @property
@@ -83,14 +83,14 @@ class ContextParallel(torch.nn.Module):
     def _size(self) -> int:
         return self._grid.size("cp")
 
-    def _split(self, call: inspect.BoundArguments) -> check.Split:
+    def _split(self, call: inspect.BoundArguments) -> check.OutputSplit:
         kind = check.kind(call)
         if kind not in self._splits:
             trial = check.Trial(self.base, call, self._attend, self._grid)
             self._splits[kind] = check.examine(trial)
         return self._splits[kind]
 
-    def _whole(self, output: Any, split: check.Split) -> Any:
+    def _whole(self, output: Any, split: check.OutputSplit) -> Any:
         """This rank's output with each part gathered or averaged, as the check has found."""
         tensors = list(split_sequence.tensors(output))
         if len(tensors) != len(split.dims):
@@ -107,12 +107,12 @@ class ContextParallel(torch.nn.Module):
         def whole(part: torch.Tensor) -> torch.Tensor | None:
             dim = next(dims)
             if dim is not None:
-                return split_sequence.gathered(part, dim, self._group) if keeps else None
+                return split_sequence.all_gather(part, dim, self._group) if keeps else None
             if not part.is_floating_point():
                 return part
-            return split_sequence.averaged(part, self._group)
+            return split_sequence.all_reduce_mean(part, self._group)
 
-        return split_sequence.mapped(whole, output)
+        return split_sequence.map_tensors(whole, output)
 
 
 def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:

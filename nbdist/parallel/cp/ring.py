@@ -120,7 +120,7 @@ class _Circle:
 
     def problem(self, query: torch.Tensor, turn: _Round) -> Problem:
         """This rank's queries with a piece of keys, as many heads of these as of queries."""
-        key, value = (_expanded(part, query.shape[1]) for part in turn.parts)
+        key, value = (_expand_heads(part, query.shape[1]) for part in turn.parts)
         return Problem(query, key, value, self.is_causal and turn.place == self.place, self.scale)
 
     def sees(self, turn: _Round) -> bool:
@@ -162,7 +162,7 @@ class _Ring(torch.autograd.Function):
                 problem = circle.problem(query, turn)
                 gradients = choose(problem).backward(problem, grad_out, joined)
                 grad_query += gradients.query
-                shares = [_folded(gradients.key, key.shape[1]), _folded(gradients.value, value.shape[1])]
+                shares = [_fold_heads(gradients.key, key.shape[1]), _fold_heads(gradients.value, value.shape[1])]
             if sums is not None:
                 shares = [share + received for share, received in zip(shares, sums.wait(), strict=True)]
             sums = circle.pass_on(*shares)
@@ -183,13 +183,13 @@ def _join(joined: Attended | None, piece: Attended) -> Attended:
     return Attended(joined.out * weights[0] + piece.out.float() * weights[1], lse)
 
 
-def _expanded(part: torch.Tensor, n_heads: int) -> torch.Tensor:
+def _expand_heads(part: torch.Tensor, n_heads: int) -> torch.Tensor:
     """(B, fewer heads, T, D) -> (B, n_heads, T, D): each head for as many queries' heads."""
     times = n_heads // part.shape[1]
     return part if times == 1 else part.repeat_interleave(times, dim=1)
 
 
-def _folded(grad: torch.Tensor, n_heads: int) -> torch.Tensor:
+def _fold_heads(grad: torch.Tensor, n_heads: int) -> torch.Tensor:
     """The gradient of what was `_expanded`, in float32."""
     grad = grad.float().contiguous()
     batch, _, length, size = grad.shape

@@ -69,7 +69,7 @@ def _compress(
 
 # With the signature of torch's, which DDP asks for; without its name.
 @functools.wraps(default_hooks.bf16_compress_hook, assigned=())
-def halved(*args: Any) -> torch.futures.Future[torch.Tensor]:
+def reduce_as_bf16(*args: Any) -> torch.futures.Future[torch.Tensor]:
     """Reduce gradients as bfloat16.
 
     torch's own hook under another name: DDP refuses that name, and not what it does, without
@@ -92,7 +92,7 @@ def _powersgd(group: dist.ProcessGroup | None) -> tuple[Any, Hook]:
 # (gloo::EnforceNotMet, 4 ranks, torch 2.13).
 HOOKS: dict[str, Callable[[dist.ProcessGroup | None], tuple[Any, Hook]]] = {
     "fp16": lambda group: (group, default_hooks.fp16_compress_hook),
-    "bf16": lambda group: (group, halved),
+    "bf16": lambda group: (group, reduce_as_bf16),
     "powersgd": _powersgd,
 }
 

@@ -12,7 +12,7 @@ import torch
 from nbdist.errors import OptionError
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
-from nbdist.parallel.accelerator.optimizer import Optimizer
+from nbdist.parallel.accelerator.optimizer import OptimizerWrapper
 from nbdist.parallel.dp import deepspeed, fsdp
 from nbdist.strategy.choice import Strategy
 
@@ -20,7 +20,7 @@ from nbdist.strategy.choice import Strategy
 _engines: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-class EngineOptimizer(Optimizer):
+class EngineOptimizer(OptimizerWrapper):
     """What steps an engine. Its groups are the user's optimizer's, for schedulers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: torch.nn.Module) -> None:
@@ -79,7 +79,7 @@ def only(models: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
     return next((model for model in models if is_engine(model)), None)
 
 
-def shown(base: torch.nn.Module) -> torch.nn.Module | None:
+def outer_of(base: torch.nn.Module) -> torch.nn.Module | None:
     """What the user calls for his module: a wrapper, it, or an engine; None for an ended one."""
     prepared = registry.prepared_of(base)
     if prepared is not None:
@@ -90,7 +90,7 @@ def shown(base: torch.nn.Module) -> torch.nn.Module | None:
 @contextlib.contextmanager
 def syncs_saved(model: torch.nn.Module) -> Iterator[None]:
     """Backwards in here add gradients up on each rank; the next one outside combines them."""
-    outer = shown(model) or model
+    outer = outer_of(model) or model
     inner: Any = next((m for m in outer.modules() if hasattr(m, "no_sync")), None)
     if is_engine(outer):
         context = deepspeed.no_sync(outer)
@@ -106,7 +106,7 @@ def refuse_values(models: Iterable[torch.nn.Module]) -> None:
         raise OptionError("DeepSpeed has no clip_grad_value_. Use clip_grad_norm_, or fsdp.")
 
 
-def taken_over(arguments: Sequence[Any]) -> tuple[Any, ...]:
+def prepare_engine(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """What was given to prepare(), model and optimizer replaced by their engine. Collective.
 
     Raises:
@@ -126,7 +126,7 @@ def taken_over(arguments: Sequence[Any]) -> tuple[Any, ...]:
             f"{len(models)} and {len(optimizers)}. Give both in one call: model, optimizer = "
             "accelerator.prepare(model, optimizer)."
         )
-    raw = optimizers[0].optimizer if isinstance(optimizers[0], Optimizer) else optimizers[0]
+    raw = optimizers[0].optimizer if isinstance(optimizers[0], OptimizerWrapper) else optimizers[0]
     drop()
     choice = registry.current()
     engine, optimizer = deepspeed.prepare(

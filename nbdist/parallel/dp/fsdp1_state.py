@@ -51,7 +51,7 @@ def load(model: Prepared, values: Mapping[str, torch.Tensor]) -> None:
             tensors[name].copy_(value)
 
 
-def listed(base: torch.nn.Module) -> dict[str, torch.Tensor]:
+def local_state_dict(base: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What is in a module's state_dict, by the user's names. This rank alone.
 
     FSDP1 hooks into `state_dict` itself, which gathers.
@@ -65,7 +65,7 @@ def listed(base: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in passing}
 
 
-def only(
+def only_model(
     names: Mapping[str, tuple[Prepared, str, torch.Tensor]], others: Sized
 ) -> tuple[Prepared, dict[str, str]] | None:
     """The model under FSDP1 to which an optimizer's parameters belong; None if none does.
@@ -100,7 +100,7 @@ def optimizer_state(model: Prepared, optimizer: Optimizer, keys: Mapping[str, st
         optimizer: Of its parameters alone.
         keys: First name of each -> its key in what is returned.
     """
-    with _copying(model.outer):
+    with _without_offload(model.outer):
         state = FullyShardedDataParallel.optim_state_dict(model.outer, optimizer)
     return {
         "state": {keys[name]: values for name, values in state["state"].items()},
@@ -134,7 +134,7 @@ def load_optimizer_state(
 
 
 @contextlib.contextmanager
-def _copying(outer: torch.nn.Module) -> Iterator[None]:
+def _without_offload(outer: torch.nn.Module) -> Iterator[None]:
     """Let what FSDP1 gathers be copied.
 
     By default (torch 2.11 to 2.13) it is moved to the host, which on the CPU leaves all moments of

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.blocks import Blocks, find_blocks
+from nbdist.parallel.blocks import BlockList, find_blocks
 from nbdist.parallel.build import names_of, tensors_of
 from nbdist.parallel.pp.pipeline import SCHEDULES, Pipeline
-from nbdist.parallel.pp.stage import EVERYWHERE, Part, Stages
+from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.choice import Degrees
 
@@ -44,7 +44,7 @@ class Cuts:
         holders: First name of each parameter and buffer -> coordinates along pp; None for all.
     """
 
-    blocks: Blocks
+    blocks: BlockList
     spans: tuple[range, ...]
     ranks: int
     holders: Mapping[str, frozenset[int] | None]
@@ -67,13 +67,13 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
         _refuse_two(job)
     spans = spans_of(len(blocks.modules), per_rank * ranks)
     holders = dict(_holders(job.base, layouts, blocks, spans, ranks))
-    job.kept[_KEPT] = Cuts(blocks, spans, ranks, holders)
+    job.step_data[_KEPT] = Cuts(blocks, spans, ranks, holders)
     return {name: replace(layout, stages=holders[name]) for name, layout in layouts.items()}
 
 
 def _lay_out(job: ModelBuild) -> None:
     """Collects what this rank holds in a `Stages`, which further steps take for the model."""
-    cuts: Cuts = job.kept[_KEPT]
+    cuts: Cuts = job.step_data[_KEPT]
     here = job.grid.coordinate.pp
     local_names = {n for n, places in cuts.holders.items() if places is None or here in places}
     tensors = _first_names(job.base)
@@ -83,13 +83,13 @@ def _lay_out(job: ModelBuild) -> None:
         foreign = set(cuts.blocks.modules) - local_blocks
         tree = _tree(job.base, foreign, lambda tensor: tensors[id(tensor)] in local_names)
         assert tree is not None
-        parts.append(Part(cuts.blocks, cuts.spans[index], index, tree))
+        parts.append(StageModule(cuts.blocks, cuts.spans[index], index, tree))
     job.root = Stages(parts)
 
 
 def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     """The module that runs all stages of a step."""
-    cuts: Cuts = job.kept[_KEPT]
+    cuts: Cuts = job.step_data[_KEPT]
     return Pipeline(job, len(cuts.spans), cuts.holders)
 
 
@@ -104,7 +104,7 @@ def spans_of(count: int, stages: int) -> tuple[range, ...]:
     return tuple(range(*pair) for pair in itertools.pairwise(starts))
 
 
-def _refuse_few(blocks: Blocks, degrees: Degrees, world_size: int) -> None:
+def _refuse_few(blocks: BlockList, degrees: Degrees, world_size: int) -> None:
     count = len(blocks.modules)
     if count >= degrees.pp:
         return
@@ -160,7 +160,7 @@ def _refuse_two(job: ModelBuild) -> None:
 
 
 def _holders(
-    base: torch.nn.Module, layouts: Layouts, blocks: Blocks, spans: tuple[range, ...], ranks: int
+    base: torch.nn.Module, layouts: Layouts, blocks: BlockList, spans: tuple[range, ...], ranks: int
 ) -> Iterator[tuple[str, frozenset[int] | None]]:
     """Who holds each tensor; of tied ones, everyone who holds it under one of its names."""
     first = _first_names(base)
@@ -175,7 +175,7 @@ def _holders(
 
 
 def _homes(
-    base: torch.nn.Module, layouts: Layouts, blocks: Blocks, spans: tuple[range, ...], ranks: int
+    base: torch.nn.Module, layouts: Layouts, blocks: BlockList, spans: tuple[range, ...], ranks: int
 ) -> Iterator[tuple[str, set[int]]]:
     """Coordinates along pp by each name of each tensor."""
     stage_of = {position: stage for stage, span in enumerate(spans) for position in span}
@@ -194,7 +194,7 @@ def _homes(
 class _Outside:
     """What stands outside of the blocks: embeddings, the head, and the rest."""
 
-    def __init__(self, base: torch.nn.Module, layouts: Layouts, blocks: Blocks) -> None:
+    def __init__(self, base: torch.nn.Module, layouts: Layouts, blocks: BlockList) -> None:
         self.everywhere = tuple(getattr(base, EVERYWHERE, ()))
         first = _first_names(base)
         inside = {module for block in blocks.modules for module in block.modules()}

@@ -25,9 +25,9 @@ from torch.distributed.pipelining import (
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel.pp.loss_node import LossNode
 from nbdist.parallel.pp.pytree import FlatValue, batch_size, pack, split_batch, unpack
-from nbdist.parallel.pp.shape_inference import Failed, Findings, Route, evaluate, find_out
-from nbdist.parallel.pp.stage import Part, Stages
-from nbdist.parallel.pp.stage import Step as StageStep
+from nbdist.parallel.pp.shape_inference import StageFailure, Findings, Route, evaluate, infer
+from nbdist.parallel.pp.stage import StageModule, Stages
+from nbdist.parallel.pp.stage import StageStep as StageStep
 from nbdist.parallel.pp.tied_gradients import GradientShare, all_reduce_tied
 from nbdist.parallel.transform import ModelBuild
 
@@ -57,7 +57,7 @@ SCHEDULES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PipelinePlan:
     """How batches of one shape run.
 
     Attributes:
@@ -102,7 +102,7 @@ class Pipeline(torch.nn.Module):
         self._route = Route(group, job.grid.coordinate.pp, ranks, count, job.device)
         self._job = job
         self._holders = holders
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, PipelinePlan] = {}
         self._told: set[int] = set()
         # Whatever this rank trains, its loss has a gradient if any rank's has.
         self._anchor = torch.zeros((), device=job.device, requires_grad=True)
@@ -135,7 +135,7 @@ class Pipeline(torch.nn.Module):
         return self._job.root
 
     @property
-    def _parts(self) -> tuple[Part, ...]:
+    def _parts(self) -> tuple[StageModule, ...]:
         return tuple(self._root.parts)  # type: ignore[arg-type]
 
     def _train(self, batch: FlatValue, trained: Mapping[str, torch.nn.Parameter]) -> Any:
@@ -158,7 +158,7 @@ class Pipeline(torch.nn.Module):
         return unpack(plan.findings.skeleton, [loss])
 
     def _run(
-        self, plan: Plan, pieces: Sequence[FlatValue], shares: Sequence[GradientShare], scale: float
+        self, plan: PipelinePlan, pieces: Sequence[FlatValue], shares: Sequence[GradientShare], scale: float
     ) -> torch.Tensor:
         """Run the schedule: the loss is returned, gradients go into the shares."""
         for part, (incoming, outgoing) in zip(self._parts, plan.findings.borders, strict=True):
@@ -208,12 +208,12 @@ class Pipeline(torch.nn.Module):
         if not totals[1].item():
             return totals[0]
         error = None if failure is None else failure.current.failure
-        own_report = None if failure is None or error is None else Failed.of(failure.index, error)
-        reports: list[Failed | None] = [None] * self._route.ranks
+        own_report = None if failure is None or error is None else StageFailure.of(failure.index, error)
+        reports: list[StageFailure | None] = [None] * self._route.ranks
         dist.all_gather_object(reports, own_report, group=self._route.group)
         raise error or next(report for report in reports if report is not None).reason()
 
-    def _plan_for(self, pieces: Sequence[FlatValue]) -> Plan:
+    def _plan_for(self, pieces: Sequence[FlatValue]) -> PipelinePlan:
         kinds = tuple((leaf.shape, leaf.dtype) for leaf in pieces[0].leaves if _is_tensor(leaf))
         kind = self._route.device.type
         lowered = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -222,8 +222,8 @@ class Pipeline(torch.nn.Module):
             return self._plans[key]
         buffers = {name: b for name, b in self.module.named_buffers() if not b.is_meta}
         is_halved = self._job.choice.options.schedule == "zb"
-        findings = find_out(self._root, pieces[0], self._route, buffers, is_halved=is_halved)
-        plan = Plan(findings, self._schedule(findings, len(pieces)))
+        findings = infer(self._root, pieces[0], self._route, buffers, is_halved=is_halved)
+        plan = PipelinePlan(findings, self._schedule(findings, len(pieces)))
         self._plans.pop(key, None)
         self._plans[key] = plan
         if len(self._plans) > _REMEMBERED:
@@ -276,7 +276,7 @@ class Pipeline(torch.nn.Module):
         # The micro-batches' losses are divided beforehand, so torch need not divide gradients.
         return kind(argument, count, loss_fn=lambda output, _target: output, scale_grads=False)
 
-    def _tell_unsplit(self, part: Part, names: tuple[str, ...]) -> None:
+    def _tell_unsplit(self, part: StageModule, names: tuple[str, ...]) -> None:
         if names and part.index not in self._told:
             self._told.add(part.index)
             warnings.warn(

@@ -21,7 +21,7 @@ from nbdist.parallel.pp.outputs import has_nan, loss_of, only_loss, without_cach
 from nbdist.parallel.pp.p2p_tensors import StageBoundary
 from nbdist.parallel.pp.pytree import FlatValue, broadcast, pack, receive, send, unpack
 from nbdist.parallel.pp.split_backward import params_with_shared_grad
-from nbdist.parallel.pp.stage import EVERYWHERE, Part, Stages
+from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
 from nbdist.parallel.tensors import digest
 
 
@@ -49,7 +49,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class StageFailure:
     """A stage's error, as the other ranks hear of it.
 
     Attributes:
@@ -63,9 +63,9 @@ class Failed:
     text: str
 
     @staticmethod
-    def of(stage: int, error: Exception) -> Failed:
+    def of(stage: int, error: Exception) -> StageFailure:
         """An error of this rank's model, as text that others can be told."""
-        return Failed(stage, dist.get_rank(), f"{type(error).__name__}: {error}")
+        return StageFailure(stage, dist.get_rank(), f"{type(error).__name__}: {error}")
 
     def reason(self) -> NbdistError:
         """What the other ranks raise."""
@@ -108,12 +108,12 @@ class _Run:
 
     ends: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     error: Exception | None = None
-    failed: Failed | None = None
+    failed: StageFailure | None = None
     whole: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Checks:
     """What the first run is to look at.
 
     Attributes:
@@ -125,7 +125,7 @@ class _Asked:
     is_halved: bool = False
 
 
-_ASKED = _Asked()
+_NO_CHECKS = _Checks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class _Report:
         changed: Its buffers that have changed.
     """
 
-    failed: Failed | None
+    failed: StageFailure | None
     digest: str
     output: tuple[bytes, torch.dtype] | None
     changed: tuple[str, ...]
@@ -157,12 +157,12 @@ def evaluate(root: Stages, batch: FlatValue, route: Route) -> Any:
     if route.here == last:
         value = run.failed or without_cache(run.ends[-1][1])
     value = broadcast(value, last, route.group, route.device)
-    if isinstance(value, Failed):
+    if isinstance(value, StageFailure):
         raise run.error or value.reason()
     return value
 
 
-def find_out(
+def infer(
     root: Stages,
     batch: FlatValue,
     route: Route,
@@ -184,7 +184,7 @@ def find_out(
             model uses what its stage does not have.
     """
     with torch.no_grad(), _without_trace(route.device, buffers) as changed:
-        run = _run_through(root, batch, route, _Asked(is_checked=True, is_halved=is_halved))
+        run = _run_through(root, batch, route, _Checks(is_checked=True, is_halved=is_halved))
         names = tuple(changed())
     output = None
     if not run.failed and route.here == route.rank_of(route.stages - 1):
@@ -206,11 +206,11 @@ def find_out(
     )
 
 
-def _parts(root: Stages) -> Sequence[Part]:
+def _parts(root: Stages) -> Sequence[StageModule]:
     return tuple(root.parts)  # type: ignore[arg-type]
 
 
-def _run_through(root: Stages, batch: FlatValue, route: Route, asked: _Asked = _ASKED) -> _Run:
+def _run_through(root: Stages, batch: FlatValue, route: Route, asked: _Checks = _NO_CHECKS) -> _Run:
     """Run this rank's stages, between receiving and sending. A failure is passed on as well."""
     run = _Run()
     for part in _parts(root):
@@ -219,13 +219,13 @@ def _run_through(root: Stages, batch: FlatValue, route: Route, asked: _Asked = _
             source = route.rank_of(part.index - 1)
             received = receive(source, route.group, route.device)
         result = received
-        if not isinstance(received, Failed):
+        if not isinstance(received, StageFailure):
             try:
                 result = _result(root, part, batch, received, asked)
                 run.whole.append(_unsplit(root, part, batch, received, asked))
             except Exception as error:  # noqa: BLE001  # the model's code raises what it likes
-                run.error, result = error, Failed.of(part.index, error)
-        if isinstance(result, Failed):
+                run.error, result = error, StageFailure.of(part.index, error)
+        if isinstance(result, StageFailure):
             run.failed = run.failed or result
         run.ends.append((received, result))
         if not part.is_last:
@@ -234,7 +234,7 @@ def _run_through(root: Stages, batch: FlatValue, route: Route, asked: _Asked = _
     return run
 
 
-def _result(root: Stages, part: Part, batch: FlatValue, received: Any, asked: _Asked) -> Any:
+def _result(root: Stages, part: StageModule, batch: FlatValue, received: Any, asked: _Checks) -> Any:
     arguments = () if part.is_first else (received,)
     result = root(*arguments, batch=batch, part=part)
     if part.is_last and asked.is_checked:
@@ -247,7 +247,7 @@ def _result(root: Stages, part: Part, batch: FlatValue, received: Any, asked: _A
 
 
 def _unsplit(
-    root: Stages, part: Part, batch: FlatValue, received: Any, asked: _Asked
+    root: Stages, part: StageModule, batch: FlatValue, received: Any, asked: _Checks
 ) -> tuple[str, ...]:
     if not asked.is_halved or part.is_first:  # torch does not split the first stage's backward
         return ()
@@ -263,7 +263,7 @@ def _unsplit(
     return tuple(params_with_shared_grad(outputs, inputs, dict(part.tree.named_parameters())))
 
 
-def _check_result(part: Part, batch: FlatValue, received: Any, result: Any) -> None:
+def _check_result(part: StageModule, batch: FlatValue, received: Any, result: Any) -> None:
     if not has_nan(result) or has_nan(received):
         return
     wrong = part.guessed_wrong(batch, received)
@@ -284,7 +284,7 @@ def _check_result(part: Part, batch: FlatValue, received: Any, result: Any) -> N
 
 
 def _borders(
-    part: Part, received: Any, result: Any
+    part: StageModule, received: Any, result: Any
 ) -> tuple[StageBoundary | None, StageBoundary | None]:
     incoming = None if part.is_first else StageBoundary.of(received)
     return incoming, None if part.is_last else StageBoundary.of(result)

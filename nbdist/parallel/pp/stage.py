@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import NbdistError
-from nbdist.parallel.blocks import Blocks
+from nbdist.parallel.blocks import BlockList
 from nbdist.parallel.pp.outputs import has_nan, loss_of
 from nbdist.parallel.pp.p2p_tensors import (
     StageBoundary,
@@ -102,7 +102,7 @@ class Wiring:
 
 
 @dataclass(slots=True)
-class Step:
+class StageStep:
     """One stage's share of one step.
 
     Attributes:
@@ -118,7 +118,7 @@ class Step:
     failure: Exception | None = None
 
 
-class Part(torch.nn.Module):
+class StageModule(torch.nn.Module):
     """One stage. torch's schedule calls it, or its `Stages` where that has no other.
 
     Attributes:
@@ -130,7 +130,7 @@ class Part(torch.nn.Module):
         current: The step that runs.
     """
 
-    def __init__(self, blocks: Blocks, span: range, index: int, tree: torch.nn.Module) -> None:
+    def __init__(self, blocks: BlockList, span: range, index: int, tree: torch.nn.Module) -> None:
         super().__init__()
         self.blocks = blocks
         self.span = span
@@ -140,7 +140,7 @@ class Part(torch.nn.Module):
         self.tree = tree
         self.incoming: StageBoundary | None = None
         self.outgoing: StageBoundary | None = None
-        self.current = Step()
+        self.current = StageStep()
         self._wiring: Wiring | None = None
         self._received: Any = None
         self._nothing: FlatValue | None = None
@@ -307,7 +307,7 @@ class Stages(torch.nn.Module):
     Further steps take it for the model: it holds what this rank holds, and is what is called.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[StageModule]) -> None:
         super().__init__()
         self.parts = torch.nn.ModuleList(parts)
 
@@ -315,7 +315,7 @@ class Stages(torch.nn.Module):
         self,
         *received: Any,
         number: torch.Tensor | None = None,
-        part: Part | None = None,
+        part: StageModule | None = None,
         batch: FlatValue | None = None,
     ) -> Any:
         """One stage's result of a micro-batch, as wires; of a whole batch, as it is.

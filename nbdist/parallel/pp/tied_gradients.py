@@ -63,7 +63,7 @@ def _add_up(
     if len(holders) == dist.get_world_size(group):
         dist.all_reduce(flat, group=group)
     else:
-        flat = _exchanged(flat, holders, group)
+        flat = _sum_of_holders(flat, holders, group)
     *sums, counts = torch.split(flat, [*(part.numel() for part in parts), len(shares)])
     for share, part, total, count in zip(shares, parts, sums, counts.tolist(), strict=True):
         # By itself: it becomes a parameter's .grad, and must not keep the others alive.
@@ -71,7 +71,7 @@ def _add_up(
         share.gradient = None if summed is None else like(share.parameter, summed)
 
 
-def _exchanged(
+def _sum_of_holders(
     flat: torch.Tensor, holders: tuple[int, ...], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """The sum over a few ranks of the group, in the order of their coordinates."""

@@ -30,7 +30,7 @@ from nbdist.parallel.tp.rng import Streams
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TpContext:
     """Where one attention is split.
 
     Attributes:
@@ -70,7 +70,7 @@ class SplitAttention(ParallelStyle):
         output = Replicate() if self._sequence_dim is None else Shard(self._sequence_dim)
         style = RowwiseParallel(output_layouts=output)
         parallelize_module(module.out_proj, device_mesh, style, src_data_rank=None)
-        place = Place(device_mesh, self._streams, self._sequence_dim)
+        place = TpContext(device_mesh, self._streams, self._sequence_dim)
         forward: Any = functools.partial(_forward, module, place)
         module.forward = functools.update_wrapper(forward, module.forward)  # type: ignore[method-assign]
         return module
@@ -113,7 +113,7 @@ def check_attention(module: torch.nn.Module, name: str) -> None:
 
 def _forward(  # noqa: PLR0913, PLR0917  # torch's own arguments
     module: torch.nn.MultiheadAttention,
-    place: Place,
+    place: TpContext,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -143,15 +143,15 @@ def _forward(  # noqa: PLR0913, PLR0917  # torch's own arguments
         mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
     if place.sequence_dim is None:
         place.streams.leave()
-    result = module.out_proj(_joined(mixed, is_batched, module.batch_first))
+    result = module.out_proj(_join_heads(mixed, is_batched, module.batch_first))
     if weights is None:
         return result, None
-    all_weights = _told(weights, module, place, average_attn_weights)
+    all_weights = _gather_weights(weights, module, place, average_attn_weights)
     return result, all_weights if is_batched else all_weights.squeeze(0)
 
 
 def _inputs(
-    place: Place, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    place: TpContext, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The inputs, whole; their gradients are summed over the ranks, once for each tensor."""
     whole = {id(query): _whole(place, query, place.sequence_dim)}
@@ -161,7 +161,7 @@ def _inputs(
     return whole[id(query)], whole[id(key)], whole[id(value)]
 
 
-def _whole(place: Place, tensor: torch.Tensor, sequence_dim: int | None) -> torch.Tensor:
+def _whole(place: TpContext, tensor: torch.Tensor, sequence_dim: int | None) -> torch.Tensor:
     before = Replicate() if sequence_dim is None else Shard(sequence_dim)
     split = DTensor.from_local(tensor, place.mesh, [before], run_check=False)
     gathered = split.redistribute(placements=[Replicate()])
@@ -169,7 +169,7 @@ def _whole(place: Place, tensor: torch.Tensor, sequence_dim: int | None) -> torc
 
 
 def _projections(
-    module: torch.nn.MultiheadAttention, place: Place, *inputs: torch.Tensor
+    module: torch.nn.MultiheadAttention, place: TpContext, *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Query, key and value of the own heads, (batch, heads, length, width of a head)."""
     n_heads = module.num_heads // place.mesh.size()
@@ -200,7 +200,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 def _mask(
     attn_mask: torch.Tensor | None,
     key_padding_mask: torch.Tensor | None,
-    place: Place,
+    place: TpContext,
     query: torch.Tensor,
 ) -> torch.Tensor | None:
     """Both masks as one that is added to the scores, for the own heads; None for none."""
@@ -210,13 +210,13 @@ def _mask(
         if attn_mask.dim() == 3:  # one for each head of each sample
             attn_mask = attn_mask.view(n_batch, -1, *attn_mask.shape[1:])
             attn_mask = attn_mask.narrow(1, place.mesh.get_local_rank() * n_heads, n_heads)
-        masks.append(_added(attn_mask, query.dtype))
+        masks.append(_additive_mask(attn_mask, query.dtype))
     if key_padding_mask is not None:
-        masks.append(_added(key_padding_mask.reshape(n_batch, 1, 1, -1), query.dtype))
+        masks.append(_additive_mask(key_padding_mask.reshape(n_batch, 1, 1, -1), query.dtype))
     return sum(masks[1:], masks[0]) if masks else None
 
 
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mask.dtype is not torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
@@ -227,7 +227,7 @@ def _weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> tor
     return torch.softmax(scores if mask is None else scores + mask, dim=-1)
 
 
-def _joined(mixed: torch.Tensor, is_batched: bool, is_batch_first: bool) -> torch.Tensor:
+def _join_heads(mixed: torch.Tensor, is_batched: bool, is_batch_first: bool) -> torch.Tensor:
     """The own heads side by side, as the input lay."""
     joined = mixed.transpose(1, 2).flatten(2)
     if not is_batched:
@@ -235,8 +235,8 @@ def _joined(mixed: torch.Tensor, is_batched: bool, is_batch_first: bool) -> torc
     return joined if is_batch_first else joined.transpose(0, 1)
 
 
-def _told(
-    weights: torch.Tensor, module: torch.nn.MultiheadAttention, place: Place, is_averaged: bool
+def _gather_weights(
+    weights: torch.Tensor, module: torch.nn.MultiheadAttention, place: TpContext, is_averaged: bool
 ) -> torch.Tensor:
     """The weights of attention, of all heads."""
     if not is_averaged:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.tp.model import divided, is_conv1d
+from nbdist.parallel.tp.model import divided_attributes, is_conv1d
 from nbdist.parallel.tp.styles import split_dims
 from nbdist.strategy.tp_plan import Plan, Style
 
@@ -30,7 +30,7 @@ _STANDARD = frozenset({*vars(torch.nn.Module()), "forward"})
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class AttentionFit:
     """How an attention computes with its own heads on one rank.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Trial:
     result: torch.Tensor
 
 
-def fit(module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int) -> Fit:
+def fit(module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int) -> AttentionFit:
     """How an attention has to be changed, so that it computes the same with its own heads.
 
     Some take the width of all heads from their input: `B, T, C = x.shape`, and `y.view(B, T, C)`
@@ -79,12 +79,12 @@ def fit(module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], 
     Raises:
         OptionError: Nothing makes the ranks compute their parts of the whole.
     """
-    values = divided(module, name, plan, columns, degree)
+    values = divided_attributes(module, name, plan, columns, degree)
     trial = _prepare(module, name, plan, columns, degree) if _can_try(module) else None
     if trial is None:
-        return Fit(values)
+        return AttentionFit(values)
     width = trial.batch.shape[-1] // degree
-    for candidate in (Fit(values), Fit(values, width), Fit({}), Fit({}, width)):
+    for candidate in (AttentionFit(values), AttentionFit(values, width), AttentionFit({}), AttentionFit({}, width)):
         if _quietly(functools.partial(_fits, trial, candidate)):
             return candidate
     listing = ", ".join(f"{key} = {value}" for key, value in values.items()) or "nothing divided"
@@ -154,13 +154,13 @@ def _is_same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((actual - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
-def _fits(trial: _Trial, candidate: Fit) -> bool:
+def _fits(trial: _Trial, candidate: AttentionFit) -> bool:
     """Whether each rank brings its part of what goes into every rowwise layer."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         return all(_fits_rank(trial, candidate, index) for index in range(trial.degree))
 
 
-def _fits_rank(trial: _Trial, candidate: Fit, index: int) -> bool:
+def _fits_rank(trial: _Trial, candidate: AttentionFit, index: int) -> bool:
     part = _copy(trial.whole, lambda weight: weight.detach())
     vars(part).update(candidate.values)
     for path, style in trial.styles.items():

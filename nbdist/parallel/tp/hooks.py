@@ -133,12 +133,12 @@ def sum_gradient(parameter: torch.nn.Parameter) -> None:
     requires_grad = parameter.requires_grad
     # Also where it is frozen now: it may be thawed later.
     parameter.requires_grad_(True)
-    hook = functools.partial(_laid_out, _placements(parameter))
+    hook = functools.partial(_as_placed, _placements(parameter))
     parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(requires_grad)
 
 
-def _laid_out(placements: tuple[Placement, ...], gradient: torch.Tensor) -> torch.Tensor:
+def _as_placed(placements: tuple[Placement, ...], gradient: torch.Tensor) -> torch.Tensor:
     if isinstance(gradient, DTensor) and gradient.placements != placements:
         return gradient.redistribute(placements=placements)
     return gradient

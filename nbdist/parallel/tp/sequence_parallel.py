@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.blocks import Blocks, candidates, find_blocks
+from nbdist.parallel.blocks import BlockList, candidates, find_blocks
 from nbdist.parallel.tp.model import is_attention
 from nbdist.parallel.transform import Layouts, ModelBuild
 from nbdist.strategy.tp_plan import Layers, Plan, attentions
@@ -59,11 +59,11 @@ def plan_sequence(job: ModelBuild, plan: Plan, layers: Layers, layouts: Layouts)
     return Sequence(sequence.lists, sequence.blocks, norms, sequence.dim)
 
 
-def _lists(job: ModelBuild, plan: Plan) -> list[Blocks]:
+def _lists(job: ModelBuild, plan: Plan) -> list[BlockList]:
     """The outermost lists of blocks that have split layers in them."""
     wanted = job.choice.options.blocks
     block_lists = [find_blocks(job.base, wanted)] if wanted else list(candidates(job.base))
-    lists: list[Blocks] = []
+    lists: list[BlockList] = []
     for blocks in block_lists:
         has_split = all(
             any(name.startswith(f"{blocks.block_name(index)}.") for name in plan)

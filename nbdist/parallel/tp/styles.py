@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from nbdist.parallel.tp.attention import Place, SplitAttention, split_parameter
+from nbdist.parallel.tp.attention import TpContext, SplitAttention, split_parameter
 from nbdist.parallel.tp.model import is_conv1d
 from nbdist.parallel.tp.rng import Streams
 from nbdist.strategy.tensor_layout import TensorLayout
@@ -36,7 +36,7 @@ from nbdist.strategy.tp_plan import Style
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class LayerContext:
     """What a layer's style has to know of the layer's surroundings.
 
     Attributes:
@@ -82,7 +82,7 @@ def split_layout(layout: TensorLayout, name: str, dim: int, style: Style) -> Ten
     return replace(layout, tp_dim=dim, tp_parts=parts)
 
 
-def torch_style(module: torch.nn.Module, style: Style, around: Surroundings) -> ParallelStyle:
+def torch_style(module: torch.nn.Module, style: Style, around: LayerContext) -> ParallelStyle:
     """What does to a module what its plan says."""
     make = _CONV1D if is_conv1d(module) else _STYLES
     return make[style.kind](module, around)
@@ -93,7 +93,7 @@ def norm_style(sequence_dim: int) -> ParallelStyle:
     return SequenceParallel(sequence_dim=sequence_dim, use_local_output=True)
 
 
-class Split(ParallelStyle):
+class Conv1DParallel(ParallelStyle):
     """A module that torch's styles do not know, whose forward works on DTensors."""
 
     def __init__(
@@ -137,13 +137,13 @@ class SplitEmbedding(ParallelStyle):
         assert isinstance(module, torch.nn.Embedding)
         weight = split_parameter(module.weight, device_mesh, Shard(0))
         module.register_parameter("weight", weight)
-        place = Place(device_mesh, self._streams, None)
+        place = TpContext(device_mesh, self._streams, None)
         lookup: Any = functools.partial(_look_up, module, place)
         module.forward = functools.update_wrapper(lookup, module.forward)  # type: ignore[method-assign]
         return module
 
 
-def _look_up(module: torch.nn.Embedding, place: Place, words: torch.Tensor) -> torch.Tensor:
+def _look_up(module: torch.nn.Embedding, place: TpContext, words: torch.Tensor) -> torch.Tensor:
     table = module.weight
     if not isinstance(table, DTensor):  # a pipeline stage that has no embedding
         return torch.nn.functional.embedding(words, table)
@@ -163,7 +163,7 @@ def _look_up(module: torch.nn.Embedding, place: Place, words: torch.Tensor) -> t
     return part.redistribute(placements=[Replicate()]).to_local()
 
 
-def _embedding(module: torch.nn.Module, around: Surroundings) -> ParallelStyle:
+def _embedding_style(module: torch.nn.Module, around: LayerContext) -> ParallelStyle:
     # A subclass's forward does more than look up; torch's style leaves it as it is.
     is_plain = type(module).forward is torch.nn.Embedding.forward
     return (
@@ -171,20 +171,20 @@ def _embedding(module: torch.nn.Module, around: Surroundings) -> ParallelStyle:
     )
 
 
-_Maker = Callable[[torch.nn.Module, Surroundings], ParallelStyle]
+_Maker = Callable[[torch.nn.Module, LayerContext], ParallelStyle]
 
 _STYLES: dict[str, _Maker] = {
     "colwise": lambda _module, _around: ColwiseParallel(),
     "rowwise": lambda _module, around: RowwiseParallel(output_layouts=around.output),
     "head": lambda _module, _around: ColwiseParallel(output_layouts=Replicate()),
-    "embedding": _embedding,
+    "embedding": _embedding_style,
     # What comes in is split by heads, which are in another dim than that of the norm. It is
     # the same to it which one: a part of the batch's gradients, too, adds up to the whole.
     "shared": lambda _module, _around: SequenceParallel(sequence_dim=0, use_local_output=True),
     "attention": lambda _module, around: SplitAttention(around.streams, around.sequence_dim),
 }
 _CONV1D: dict[str, _Maker] = {
-    "colwise": lambda _module, _around: Split({"weight": 1, "bias": 0}, Replicate(), Shard(-1)),
-    "rowwise": lambda _module, around: Split({"weight": 0}, Shard(-1), around.output),
-    "head": lambda _module, _around: Split({"weight": 1, "bias": 0}, Replicate(), Replicate()),
+    "colwise": lambda _module, _around: Conv1DParallel({"weight": 1, "bias": 0}, Replicate(), Shard(-1)),
+    "rowwise": lambda _module, around: Conv1DParallel({"weight": 0}, Shard(-1), around.output),
+    "head": lambda _module, _around: Conv1DParallel({"weight": 1, "bias": 0}, Replicate(), Replicate()),
 }

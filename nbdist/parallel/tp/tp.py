@@ -21,13 +21,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from nbdist.errors import OptionError
 from nbdist.parallel.accelerator.foreach_by_mesh import step_by_mesh
 from nbdist.parallel.tp.attention import check_attention, close_fast_paths
-from nbdist.parallel.tp.attention_check import Fit, fit, is_tryable
+from nbdist.parallel.tp.attention_check import AttentionFit, fit, is_tryable
 from nbdist.parallel.tp.hooks import Between, split_blocks, sum_gradient, watch_owner
-from nbdist.parallel.tp.model import divided, layers_of
+from nbdist.parallel.tp.model import divided_attributes, layers_of
 from nbdist.parallel.tp.rng import Streams
 from nbdist.parallel.tp.sequence_parallel import Sequence, plan_sequence
 from nbdist.parallel.tp.styles import (
-    Surroundings,
+    LayerContext,
     norm_style,
     split_dims,
     split_layout,
@@ -47,7 +47,7 @@ from nbdist.strategy.tp_user_plan import headless, incomplete, read_plan, unknow
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SplitPlan:
     """What planning leaves for laying out.
 
     Attributes:
@@ -57,7 +57,7 @@ class Kept:
     """
 
     plan: Plan
-    owners: Mapping[str, Fit]
+    owners: Mapping[str, AttentionFit]
     sequence: Sequence
 
 
@@ -72,13 +72,13 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
             check_attention(job.base.get_submodule(name), name)
     owners = _owners(job, plan, layers)
     sequence = plan_sequence(job, plan, layers, layouts)
-    job.kept["tp"] = Kept(plan, owners, sequence)
+    job.step_data["tp"] = SplitPlan(plan, owners, sequence)
     return _split_layouts(job.base, plan, layouts)
 
 
 def _lay_out(job: ModelBuild) -> None:
     """Make meta DTensors of what is split; set hooks on layers, attention, blocks and the root."""
-    planned: Kept = job.kept["tp"]
+    planned: SplitPlan = job.step_data["tp"]
     base = job.base
     streams = Streams(job.grid, job.device, base)
     between = Between(job.grid.submesh("tp"), streams)
@@ -126,11 +126,11 @@ def _plan_of(job: ModelBuild, layers: Layers) -> Plan:
     return result.plan
 
 
-def _owners(job: ModelBuild, plan: Plan, layers: Layers) -> dict[str, Fit]:
+def _owners(job: ModelBuild, plan: Plan, layers: Layers) -> dict[str, AttentionFit]:
     """What changes in modules that split heads; modules that are alike are tried out once."""
     base, degree = job.base, job.grid.degrees.tp
     owners = {
-        name: Fit(divided(base.get_submodule(name), name, plan, (), degree))
+        name: AttentionFit(divided_attributes(base.get_submodule(name), name, plan, (), degree))
         for name, style in plan.items()
         if style.kind == "divide"
     }
@@ -182,13 +182,13 @@ def _is_mirror(name: str, tied: Iterable[str], splits: Mapping[str, object]) -> 
 
 
 def _split(
-    base: torch.nn.Module, name: str, planned: Kept, between: Between, streams: Streams
+    base: torch.nn.Module, name: str, planned: SplitPlan, between: Between, streams: Streams
 ) -> None:
     """Split one layer of the plan, and watch what goes in and out."""
     module, style = base.get_submodule(name), planned.plan[name]
     sequence = planned.sequence
     dim = sequence.dim if sequence.has(name) else None
-    torchs = torch_style(module, style, Surroundings(streams, dim))
+    torchs = torch_style(module, style, LayerContext(streams, dim))
     parallelize_module(module, between.mesh, torchs, src_data_rank=None)
     owner = name.rpartition(".")[0]
     if style.kind == "colwise":
@@ -203,7 +203,7 @@ def _split(
             between.draw_alike(module)
 
 
-def _watch_owners(base: torch.nn.Module, planned: Kept, between: Between) -> None:
+def _watch_owners(base: torch.nn.Module, planned: SplitPlan, between: Between) -> None:
     """Let modules with colwise layers see their input whole, and as wide as their forward needs."""
     sequence = planned.sequence
     inside = {
