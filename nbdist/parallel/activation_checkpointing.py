@@ -128,4 +128,6 @@ def _without_caches(
     def without_cache(value: Any) -> Any:
         return None if isinstance(value, kinds) else value
 
-    return tuple(without_cache(value) for value in args), {key: without_cache(v) for key, v in kwargs.items()}
+    return tuple(without_cache(value) for value in args), {
+        key: without_cache(v) for key, v in kwargs.items()
+    }

@@ -84,11 +84,13 @@ def plan(job: ModelBuild, own_steps: Sequence[Transform] | None = None) -> Built
 
 
 def commit(
-    built: Built, local: Mapping[str, torch.Tensor], before: Iterable[module_patches.ModuleChange] = ()
+    built: Built,
+    local: Mapping[str, torch.Tensor],
+    before: Iterable[module_patches.ModuleChange] = (),
 ) -> torch.nn.Module:
     """Lay the model out and fill it with values. This rank alone; what is returned is called.
 
-    A failure leaves the model half changed: `undo.photograph` before, and `undo.restore`.
+    A failure leaves the model half changed: `snapshot_modules` before, and `restore` after it.
 
     Args:
         built: From `plan`.
@@ -119,7 +121,7 @@ def build(
 ) -> torch.nn.Module:
     """Put a model under its strategy and return what is called. This rank alone.
 
-    For tests of steps: every rank has all values, where `live.prepare_model` sends them.
+    For tests of steps: every rank has all values, where `prepare.prepare_model` sends them.
 
     Args:
         job: The model.

@@ -61,7 +61,9 @@ def all_or_none(what: str, function: Callable[[], T]) -> list[T]:
     outcomes = all_gather_object(own_outcome)
     if error is not None:
         raise error
-    raise_failures(what, {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure})
+    raise_failures(
+        what, {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure}
+    )
     return [outcome.value for outcome in outcomes]
 
 

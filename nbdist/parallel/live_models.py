@@ -82,7 +82,9 @@ def _find() -> tuple[NamedModel, ...]:
     pairs = [(m, False) for m in ddps] + [(m, True) for m in roots.values()]
     variable_names = variables()
     titles = names([module for module, _ in pairs], variable_names)
-    models = [NamedModel(titles[id(m)], m, sharded, id(m) in variable_names) for m, sharded in pairs]
+    models = [
+        NamedModel(titles[id(m)], m, sharded, id(m) in variable_names) for m, sharded in pairs
+    ]
     return tuple(sorted(models, key=lambda model: model.name))
 
 
@@ -106,7 +108,11 @@ def optimizers(model: NamedModel) -> tuple[tuple[str, Optimizer], ...]:
         if any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"])
     ]
     titles = names(matching)
-    return tuple(sorted(((titles[id(optimizer)], optimizer) for optimizer in matching), key=lambda pair: pair[0]))
+    return tuple(
+        sorted(
+            ((titles[id(optimizer)], optimizer) for optimizer in matching), key=lambda pair: pair[0]
+        )
+    )
 
 
 def live_optimizers() -> list[Optimizer]:
@@ -121,7 +127,11 @@ def live_optimizers() -> list[Optimizer]:
 
 def schedulers(optimizer: Optimizer) -> tuple[LRScheduler, ...]:
     """The learning rate schedulers of an optimizer, by class."""
-    matching = [scheduler for scheduler in live(LRScheduler) if getattr(scheduler, "optimizer", None) is optimizer]
+    matching = [
+        scheduler
+        for scheduler in live(LRScheduler)
+        if getattr(scheduler, "optimizer", None) is optimizer
+    ]
     return tuple(sorted(matching, key=lambda scheduler: type(scheduler).__name__))
 
 
@@ -129,7 +139,7 @@ def catching_up(is_on: bool) -> None:
     """Let this rank alone build the models that the others have: DDP then sends nothing.
 
     Except in a cell that all ranks run: there they build it together. It ends with
-    `sync.sync_model`.
+    `sync_model`.
     """
     if not _state.is_installed:
         _state.is_installed = True
@@ -225,7 +235,9 @@ def live(*kinds: type) -> Iterator[Any]:
     return itertools.compress(objects, is_wanted)
 
 
-def names(objects: Iterable[Any], variable_names: Mapping[int, str] | None = None) -> dict[int, str]:
+def names(
+    objects: Iterable[Any], variable_names: Mapping[int, str] | None = None
+) -> dict[int, str]:
     """Name each object, by id; no two names are equal.
 
     Args:

@@ -13,7 +13,7 @@ from nbdist.strategy.choice import AXES, Degrees, Strategy
 
 @dataclass(slots=True)
 class ParallelMesh:
-    """A mesh of all ranks. Made by `make_grid`.
+    """A mesh of all ranks. Made by `build_mesh`.
 
     Attributes:
         degrees: How many ranks lie along each axis.

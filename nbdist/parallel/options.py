@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.activation_checkpointing import checkpoint_block, blocks_to_checkpoint
+from nbdist.parallel.activation_checkpointing import blocks_to_checkpoint, checkpoint_block
 from nbdist.parallel.blocks import BlockList, candidates, find_blocks
 from nbdist.parallel.sdpa import choose_backend, refuse_backend
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform

@@ -143,7 +143,12 @@ def _compare(sketches: list[list[tuple[str, tuple[int, ...], str]]]) -> int:
             continue
         ours, theirs = dict.fromkeys(sketches[0]), dict.fromkeys(sketch)
         odd = next(
-            iter([*(t for t in sketch if t not in ours), *(t for t in sketches[0] if t not in theirs)]),
+            iter(
+                [
+                    *(t for t in sketch if t not in ours),
+                    *(t for t in sketches[0] if t not in theirs),
+                ]
+            ),
             None,
         )
         detail = f"{odd[0]} {odd[1]} is on one of them only" if odd else "in another order"

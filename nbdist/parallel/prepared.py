@@ -72,7 +72,9 @@ class Prepared:
     def remember(self, old: dict[str, torch.Tensor]) -> None:
         """Note parameters that are replaced now, by first name."""
         self.former = {key: pair for key, pair in self.former.items() if pair[0]() is not None}
-        self.former |= {id(parameter): (weakref.ref(parameter), name) for name, parameter in old.items()}
+        self.former |= {
+            id(parameter): (weakref.ref(parameter), name) for name, parameter in old.items()
+        }
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The first name of a parameter, also of one that the model had before."""

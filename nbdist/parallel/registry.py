@@ -142,7 +142,9 @@ def prepared() -> list[Prepared]:
 def keep(numbers: set[int]) -> None:
     """Forget prepared models but these: others are left of a cell that failed on some ranks."""
     _live.prepared = [
-        reference for reference in _live.prepared if (p := reference()) is not None and p.number in numbers
+        reference
+        for reference in _live.prepared
+        if (p := reference()) is not None and p.number in numbers
     ]
 
 
@@ -186,7 +188,9 @@ def layout_of(parameter: torch.Tensor) -> TensorLayout | None:
         name = model.current_name_of(parameter)
         if name is not None:
             return (
-                fsdp1_state.layout_of_piece(model) if fsdp1_state.is_flat(model) else model.layouts[name]
+                fsdp1_state.layout_of_piece(model)
+                if fsdp1_state.is_flat(model)
+                else model.layouts[name]
             )
     return None
 

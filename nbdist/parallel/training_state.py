@@ -125,7 +125,9 @@ def keep_optimizer(optimizer: Optimizer) -> PutBack:
     ]
 
     def put_back() -> None:
-        for group, saved, saved_states in zip(optimizer.param_groups, settings, states, strict=True):
+        for group, saved, saved_states in zip(
+            optimizer.param_groups, settings, states, strict=True
+        ):
             for key, value in saved.items():
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].copy_(value)
@@ -161,7 +163,11 @@ def keep_accelerator(accelerator: Any) -> list[PutBack]:
     schedulers, loaders = accelerator._schedulers, accelerator._dataloaders  # noqa: SLF001  # as saving does
     return [
         *(_load_later(each.load_state_dict, each.state_dict()) for each in schedulers),
-        *([] if accelerator.scaler is None else [_load_later(scale, accelerator.scaler.state_dict())]),
+        *(
+            []
+            if accelerator.scaler is None
+            else [_load_later(scale, accelerator.scaler.state_dict())]
+        ),
         *(
             _load_later(each.set_epoch_state, each.epoch_state())
             for each in loaders

@@ -12,7 +12,7 @@ GATHER = """
     import contextlib
     from unittest import mock
     from nbdist.parallel import consensus
-    from nbdist.parallel.consensus import gathered
+    from nbdist.parallel.consensus import all_gather_object
 
     # The most whose pickle has room, and one byte more; bytes are a few bytes longer pickled.
     room = consensus._SLOT_BYTES
@@ -39,10 +39,10 @@ GATHER = """
         for name in real:
             stack.enter_context(mock.patch.object(dist, name, counting(name)))
         for what, own in OWN.items():
-            back[what] = gathered(own)
+            back[what] = all_gather_object(own)
         what = "no host backend"
         stack.enter_context(mock.patch.object(dist, "get_backend_config", lambda: "cuda:nccl"))
-        back[what] = gathered(rank)
+        back[what] = all_gather_object(rank)
     dist.all_gather_object(wanted := [None] * n, OWN)
     is_same = [back[what] == [one[what] for one in wanted] for what in OWN]
     done(is_same=is_same, counted=counted, last=back["no host backend"])

@@ -29,7 +29,9 @@ def own(
     n_steps: int | None = None,
 ) -> list[list[int]]:
     """What one rank gets."""
-    return [list(one) for one in itertools.islice(shard._own(feed, position, share), n_steps)]
+    return [
+        list(one) for one in itertools.islice(shard._local_batches(feed, position, share), n_steps)
+    ]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -43,7 +45,9 @@ def test_each_rank_gets_what_accelerate_gives_it(
     for n_samples, size in itertools.product(range(31), [1, 2, 3, 5]):
         whole = size * count if is_split else size
         batches = BatchSampler(range(n_samples), whole, drops_last)
-        shard = ShardedBatchSampler(batches, SamplerSettings(None, is_split=is_split, is_even=is_even))
+        shard = ShardedBatchSampler(
+            batches, SamplerSettings(None, is_split=is_split, is_even=is_even)
+        )
         for index in range(count):
             theirs = BatchSamplerShard(
                 batches, count, index, split_batches=is_split, even_batches=is_even

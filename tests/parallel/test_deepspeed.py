@@ -24,9 +24,9 @@ needs_deepspeed = pytest.mark.skipif(
 # Each case: options, the same model by itself, and under DeepSpeed. The seed differs by rank.
 TRAINS = """
     import contextlib
-    from nbdist.strategy.choice import Choice, Degrees, Options
+    from nbdist.strategy.choice import Strategy, Degrees, Options
     from nbdist.parallel.dp import deepspeed
-    from nbdist.parallel.mesh import make_grid
+    from nbdist.parallel.mesh import build_mesh
     from nbdist.errors import OptionError
     import torch.nn.functional as F
 
@@ -87,9 +87,9 @@ TRAINS = """
 
     def under(options, max_norm):
         base, optimizer, scheduler = built(rank)
-        choice = Choice("deepspeed", Degrees(dp_replicate=n), n, options)
+        choice = Strategy("deepspeed", Degrees(dp_replicate=n), n, options)
         engine, same = deepspeed.prepare(
-            base, optimizer, choice, make_grid(choice, "cpu"), torch.device("cpu"))
+            base, optimizer, choice, build_mesh(choice, "cpu"), torch.device("cpu"))
         assert same is optimizer and engine.module is base
         def backward(x, y, is_last):
             with contextlib.nullcontext() if is_last else deepspeed.no_sync(engine):
@@ -134,10 +134,10 @@ TRAINS = """
         *_, state, before = under(Options(stage=old, precision=precision), None)
         before.destroy()
         base, optimizer, _ = built(rank)
-        choice = Choice("deepspeed", Degrees(dp_replicate=n), n,
+        choice = Strategy("deepspeed", Degrees(dp_replicate=n), n,
                         Options(stage=new, precision=precision))
         after, _ = deepspeed.prepare(
-            base, optimizer, choice, make_grid(choice, "cpu"), torch.device("cpu"))
+            base, optimizer, choice, build_mesh(choice, "cpu"), torch.device("cpu"))
         deepspeed.load_full(after, state)
         again = deepspeed.full_state(after)
         x, y = batch(9)

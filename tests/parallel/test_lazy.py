@@ -18,11 +18,11 @@ RANK = """
     import json, sys
     from pathlib import Path
     from nbdist.engine import join
-    from nbdist.parallel.accelerator.lazy import LazyAccelerator
+    from nbdist.parallel.accelerator.lazy import AcceleratorProxy
 
     join.join_at_start(
         Path(sys.argv[1]), {"world_size": 1, "backend": "auto", "deadline_s": 30, "gpus": []})
-    one, other, third, fourth = (LazyAccelerator() for _ in range(4))
+    one, other, third, fourth = (AcceleratorProxy() for _ in range(4))
     heavy = [name for name in %r if name in sys.modules]
     looked_at = dict(vars(one))
     still = [name for name in %r if name in sys.modules]

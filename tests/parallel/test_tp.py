@@ -15,7 +15,7 @@ COMPARE = """
     from torch.distributed.tensor import DTensor
     from nbdist.strategy.choose import choose
     from nbdist.parallel import build as building, mesh as grids, module_patches as undo
-    from nbdist.parallel.transform import Job
+    from nbdist.parallel.transform import ModelBuild
     from nbdist.errors import NbdistError, OptionError
     from tests.support import tp_models
     from tests.support.tp_models import BATCH, MODELS, Block, Coder, Model, NanoAttention, Plain
@@ -25,7 +25,7 @@ COMPARE = """
 
     def put(model, name, given):
         choice = choose(name, given, n)
-        job = Job(model, choice, grids.make_grid(choice, "cpu"), cpu)
+        job = ModelBuild(model, choice, grids.build_mesh(choice, "cpu"), cpu)
         built = building.plan(job)
         whole = {key: value.detach() for key, value in building.tensors_of(model).items()}
         local = {}
@@ -199,9 +199,9 @@ def test_optimizers_random_numbers_and_errors(tmp_path):
     tied = plain.head.weight is plain.emb.weight
     # Planned again from what the model is without it.
     with building.bare(built):
-        again = building.plan(Job(plain, built.job.choice, built.job.grid, cpu))
+        again = building.plan(ModelBuild(plain, built.job.choice, built.job.grid, cpu))
     outside = refused(lambda: built.outer(words + 257, labels))
-    undo.take_off(built.changes)
+    undo.revert(built.changes)
     long = put(nano(), "tp", {"sequence_parallel": True}).outer
     uneven = refused(lambda: long(*batch(0, 7)))
     long(*batch(0, 6))

@@ -53,10 +53,10 @@ def test_one_head_leaves_ring_attention() -> None:
 
 FORWARD = """
     import torch.nn.functional as F
-    from nbdist.strategy.choice import Choice, Degrees, Options
+    from nbdist.strategy.choice import Strategy, Degrees, Options
     from nbdist.parallel.cp import cp
-    from nbdist.parallel.mesh import make_grid
-    from nbdist.parallel.transform import Job
+    from nbdist.parallel.mesh import build_mesh
+    from nbdist.parallel.transform import ModelBuild
     from nbdist.errors import OptionError
 
     class Model(torch.nn.Module):
@@ -70,8 +70,8 @@ FORWARD = """
             return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2)
 
     def split(base):
-        choice = Choice("ulysses", Degrees(cp=n), n, Options(context="ulysses"))
-        job = Job(base, choice, make_grid(choice, "cpu"), torch.device("cpu"))
+        choice = Strategy("ulysses", Degrees(cp=n), n, Options(context="ulysses"))
+        job = ModelBuild(base, choice, build_mesh(choice, "cpu"), torch.device("cpu"))
         cp.STEP.plan(job, {})
         return cp.STEP.wrap(job, base)
 

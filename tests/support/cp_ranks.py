@@ -3,13 +3,13 @@
 COMMON = """
     import contextlib, itertools
     import torch.nn.functional as F
-    from nbdist.strategy.choice import Choice, Degrees, Options
+    from nbdist.strategy.choice import Strategy, Degrees, Options
     from nbdist.parallel import precision
     from nbdist.parallel.cp import attention, cp, check, split_sequence
     from nbdist.parallel.options import STEP as OPTIONS_STEP
-    from nbdist.parallel.mesh import make_grid
+    from nbdist.parallel.mesh import build_mesh
     from nbdist.parallel.cp.kernels import Problem
-    from nbdist.parallel.transform import Job
+    from nbdist.parallel.transform import ModelBuild
     from nbdist.errors import OptionError
 
     class Attention(torch.nn.Module):
@@ -68,8 +68,8 @@ COMMON = """
 
     def split(base, degrees=None, context="ring", plan_only=False, **options):
         degrees = degrees or Degrees(cp=n)
-        choice = Choice("cp", degrees, n, Options(context=context, **options))
-        job = Job(base, choice, make_grid(choice, "cpu"), torch.device("cpu"))
+        choice = Strategy("cp", degrees, n, Options(context=context, **options))
+        job = ModelBuild(base, choice, build_mesh(choice, "cpu"), torch.device("cpu"))
         cp.STEP.plan(job, {})
         if plan_only:
             return None

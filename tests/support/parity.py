@@ -5,10 +5,10 @@ TEXT = """
 import copy, dataclasses
 import torch.nn.functional as F
 from torch import nn
-from nbdist.strategy.choice import Choice, Degrees, Options
+from nbdist.strategy.choice import Strategy, Degrees, Options
 from nbdist.parallel.build import build
-from nbdist.parallel.mesh import make_grid
-from nbdist.parallel.transform import Job
+from nbdist.parallel.mesh import build_mesh
+from nbdist.parallel.transform import ModelBuild
 from nbdist.errors import OptionError
 
 WIDTH, WORDS, LENGTH, GLOBAL = 10, 37, 6, 8
@@ -114,14 +114,14 @@ def off(found, wanted):
     ]
 
 def choose(name, degrees, **options):
-    return Choice(name, Degrees(**degrees), n, Options(**options))
+    return Strategy(name, Degrees(**degrees), n, Options(**options))
 
 grids = {}
 def job_of(base, choice):
     key = (choice.name == "single", choice.degrees)
     if key not in grids:
-        grids[key] = make_grid(choice, "cpu")
-    return Job(base, choice, grids[key], torch.device("cpu"))
+        grids[key] = build_mesh(choice, "cpu")
+    return ModelBuild(base, choice, grids[key], torch.device("cpu"))
 
 def put_under(job, *steps):
     "Steps on a model with values that are equal on all ranks."

@@ -5,7 +5,7 @@
 SIDES = """
     from dataclasses import replace
     from torch.distributed.tensor import DTensor, Partial
-    from nbdist.strategy.tensor_layout import Side, TensorLayout, local_shape, runs
+    from nbdist.strategy.tensor_layout import Placement, TensorLayout, local_runs, local_shape
     from nbdist.strategy.choice import Degrees
 
     cpu = torch.device("cpu")
@@ -13,7 +13,7 @@ SIDES = """
     square = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "tp"))
 
     def part(whole, side, who=rank):
-        own = runs(side.layout, side.degrees, who)
+        own = local_runs(side.layout, side.degrees, who)
         for dim, pieces in enumerate(own or ()):
             rows = [i for start, length in pieces for i in range(start, start + length)]
             whole = whole.index_select(dim, torch.tensor(rows, dtype=torch.long))
@@ -43,31 +43,31 @@ SIDES = """
         return torch.nn.Parameter(placed(local, side))
 
     def whole_side(shape, number):
-        return Side(TensorLayout(shape), Degrees(dp_replicate=n))
+        return Placement(TensorLayout(shape), Degrees(dp_replicate=n))
 
     def fsdp_side(shape, number):
-        return Side(TensorLayout(shape, shard_dim=0 if shape else None), Degrees(dp_shard=n))
+        return Placement(TensorLayout(shape, shard_dim=0 if shape else None), Degrees(dp_shard=n))
 
     def hsdp_side(shape, number):
         degrees = Degrees(dp_replicate=2, dp_shard=n // 2)
-        return Side(TensorLayout(shape, shard_dim=0 if shape else None), degrees)
+        return Placement(TensorLayout(shape, shard_dim=0 if shape else None), degrees)
 
     def tp_side(shape, number):
         "Matrices are split, the rest lies on all."
-        return Side(TensorLayout(shape, tp_dim=len(shape) - 1 if len(shape) > 1 else None),
+        return Placement(TensorLayout(shape, tp_dim=len(shape) - 1 if len(shape) > 1 else None),
                     Degrees(tp=n))
 
     def both_side(shape, number):
         tp = 1 if len(shape) > 1 else None
         degrees = Degrees(dp_shard=2, tp=n // 2)
-        return Side(TensorLayout(shape, tp_dim=tp, shard_dim=0 if shape else None), degrees)
+        return Placement(TensorLayout(shape, tp_dim=tp, shard_dim=0 if shape else None), degrees)
 
     def pp_side(shape, number):
         "One stage each, and number 0 on the first and the last."
         stages = {0, n - 1} if number == 0 else {number % n}
-        return Side(TensorLayout(shape, stages=frozenset(stages)), Degrees(pp=n))
+        return Placement(TensorLayout(shape, stages=frozenset(stages)), Degrees(pp=n))
 
     def owned_side(shape, number):
         "The state under zero1."
-        return Side(TensorLayout(shape, ranks=frozenset({number % n})), Degrees(dp_replicate=n))
+        return Placement(TensorLayout(shape, ranks=frozenset({number % n})), Degrees(dp_replicate=n))
 """

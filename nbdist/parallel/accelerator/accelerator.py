@@ -121,7 +121,9 @@ class Accelerator(Gradients):
         parallel_prepare.bind(raw)
         if registry.current().options.is_fused:
             options.set_fused(raw, is_on=True)
-        existing: OptimizerWrapper | None = next((o for o in self._optimizers if o.optimizer is raw), None)
+        existing: OptimizerWrapper | None = next(
+            (o for o in self._optimizers if o.optimizer is raw), None
+        )
         prepared = existing or wrapper or OptimizerWrapper(raw, self.scaler)
         prepared.scaler = self.scaler
         self._optimizers.append(prepared)
@@ -153,7 +155,9 @@ class Accelerator(Gradients):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Let a scheduler step once for each batch that was used (`Scheduler.step`)."""
         wrappers = [scheduler] if isinstance(scheduler, Scheduler) else self._schedulers
-        prepared = next((wrapper for wrapper in wrappers if scheduler in (wrapper, wrapper.scheduler)), None)
+        prepared = next(
+            (wrapper for wrapper in wrappers if scheduler in (wrapper, wrapper.scheduler)), None
+        )
         if prepared is None:
             optimizers = self._optimizers
             prepared = Scheduler(
@@ -194,7 +198,7 @@ class Accelerator(Gradients):
         return current_share().count
 
     def gather(self, tensor: Any) -> Any:
-        """Values of all data, each once, on every rank. Collective (`gathering.gather`)."""
+        """Values of all data, each once, on every rank. Collective (`gather.gather`)."""
         return accelerator_gather.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -208,7 +212,7 @@ class Accelerator(Gradients):
         return accelerator_gather.first_of(gathered, state.remainder) if is_filled else gathered
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Values of all data combined, on every rank. Collective (`gathering.reduce`)."""
+        """Values of all data combined, on every rank. Collective (`gather.reduce`)."""
         return accelerator_gather.reduce(tensor, reduction)
 
     def pad_across_processes(

@@ -1,7 +1,7 @@
 """Who gets which batches: what each data-parallel rank takes of the order that all draw alike.
 
 Every rank draws the order of all batches, in its main process, and takes those that are its own:
-one of each round of `GradientShare.count` batches, or one piece of each batch.
+one of each round of `DataShard.count` batches, or one piece of each batch.
 """
 
 from __future__ import annotations
@@ -109,24 +109,24 @@ class BatchQueue(Generic[T]):
         """
         self.first: list[T] = []
         self._source = iter(batches)
-        self._kept: deque[T] = deque()
+        self._pending: deque[T] = deque()
         self._start = 0  # the number of the first one kept
         self._n_first = n_first
 
     def take(self, start: int, count: int) -> list[T]:
         """Batches number start to start + count - 1; fewer, or none, at the end."""
-        missing = start + count - self._start - len(self._kept)
+        missing = start + count - self._start - len(self._pending)
         for batch in itertools.islice(self._source, max(0, missing)):
             if len(self.first) < self._n_first:
                 self.first.append(batch)
-            self._kept.append(batch)
+            self._pending.append(batch)
         skip = start - self._start
-        return list(itertools.islice(self._kept, skip, skip + count))
+        return list(itertools.islice(self._pending, skip, skip + count))
 
     def forget(self, start: int) -> None:
         """Drop the batches before this number; they are not asked for again."""
-        while self._kept and self._start < start:
-            self._kept.popleft()
+        while self._pending and self._start < start:
+            self._pending.popleft()
             self._start += 1
 
 
@@ -212,20 +212,20 @@ class ShardedBatchSampler(BatchSampler):
         feed, position = self._opening or (self.feed(), self.start)
         share = current_share()
         self.check(share)
-        return self._own(feed, position, share)
+        return self._local_batches(feed, position, share)
 
-    def _own(
+    def _local_batches(
         self, feed: BatchQueue[Sequence[int]], position: int, share: DataShard
     ) -> Iterator[list[int]]:
         step = self.step(share)
         while batches := feed.take(position, step):
-            indices = self._of_round(batches, feed.first, share)
+            indices = self._pick(batches, feed.first, share)
             if indices is None:
                 return
             yield indices
             position += step
 
-    def _of_round(
+    def _pick(
         self, batches: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
     ) -> Any:
         """This rank's batch of one round; None where it ends before."""
@@ -236,14 +236,14 @@ class ShardedBatchSampler(BatchSampler):
         if not is_whole and self.drop_last:
             return None
         if not is_whole and self.even_batches:
-            batches = self._filled(batches, first, share)
+            batches = self._fill(batches, first, share)
         if self.split_batches:
             assert self._size is not None
             length = self._size // share.count
             return batches[0][length * share.index : length * (share.index + 1)] or None
         return batches[share.index] if share.index < len(batches) else None
 
-    def _filled(
+    def _fill(
         self, batches: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
     ) -> list[Sequence[int]]:
         """A last round with what lacks taken from the first one, again and again."""

@@ -31,7 +31,9 @@ def step_by_mesh() -> None:
     @functools.wraps(sort)
     def sort_by_mesh(lists: Any, with_indices: bool = False) -> Any:
         groups = sort(lists, with_indices)
-        if torch.compiler.is_compiling() or not any(isinstance(tensor, DTensor) for tensor in lists[0]):
+        if torch.compiler.is_compiling() or not any(
+            isinstance(tensor, DTensor) for tensor in lists[0]
+        ):
             return groups
         return {
             part: group

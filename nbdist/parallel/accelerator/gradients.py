@@ -53,7 +53,7 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     ) -> torch.Tensor:
         """Limit the norm of gradients over the whole model, and return it, plain.
 
-        Collective under fsdp, tp and pp, and with fp16: every rank (`norms.clip_grad_norm`).
+        Collective under fsdp, tp and pp, and with fp16: every rank (`clip_grad.clip_grad_norm`).
         """
         engine = deepspeed_engine.only(self._models)
         if engine is not None:

@@ -28,7 +28,7 @@ _PLUGINS = {
 @dataclass(slots=True)
 class _State:
     is_installed: bool = False
-    is_told: bool = False
+    has_warned: bool = False
     strategy: Callable[[], str] = lambda: "ddp"
 
 
@@ -75,9 +75,9 @@ def _with_warning(construct: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         name = _state.strategy()
-        if type(self) is not accelerate.Accelerator or name == "ddp" or _state.is_told:
+        if type(self) is not accelerate.Accelerator or name == "ddp" or _state.has_warned:
             return
-        _state.is_told = True
+        _state.has_warned = True
         print(  # noqa: T201  # into the cell's output
             f"The strategy is {name}. Accelerate's own Accelerator() does not know of it and means "
             "ddp: use `accelerator`, or make yours with `from nbdist import Accelerator`.",

@@ -214,7 +214,9 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
     The next epoch follows a switch; a loop that has begun cannot, as a stream has no position.
     """
 
-    def __init__(self, source: DataLoader[Any], settings: SamplerSettings, n_skipped: int = 0) -> None:
+    def __init__(
+        self, source: DataLoader[Any], settings: SamplerSettings, n_skipped: int = 0
+    ) -> None:
         """Prepare a loader of a stream.
 
         Args:

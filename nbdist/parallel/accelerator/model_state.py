@@ -61,7 +61,8 @@ def portable(model: Any) -> Portable:
         values=functools.partial(full_state.full_state, prepared),
         load=functools.partial(full_state.load_full, prepared),
         listed=functools.partial(
-            fsdp1_state.local_state_dict if fsdp1_state.is_flat(prepared) else _state_dict, prepared.base
+            fsdp1_state.local_state_dict if fsdp1_state.is_flat(prepared) else _state_dict,
+            prepared.base,
         ),
     )
 

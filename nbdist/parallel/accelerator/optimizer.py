@@ -24,7 +24,7 @@ class OptimizerWrapper(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
     scaler: Scaler | None
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: Scaler | None) -> None:
-        """Wrap an optimizer that `live.bind` knows. This rank alone."""
+        """Wrap an optimizer that `prepare.bind` knows. This rank alone."""
         super().__init__(optimizer, device_placement=False)
         self.scaler = scaler
 

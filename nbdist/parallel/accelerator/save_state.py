@@ -189,14 +189,18 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         optimizer.load_state_dict(dict(state))
 
 
-def _state_by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any] | None:
+def _state_by_name(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """State by names in place of numbers; None if a parameter is of no prepared model.
 
     Raises:
         NbdistError: There are other numbers of parameters in its groups.
     """
     names = {id(parameter): key for key, (_, _, parameter) in names_in(optimizer).items()}
-    names_by_group = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    names_by_group = [
+        [names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups
+    ]
     numbers_by_group = [list(group["params"]) for group in state["param_groups"]]
     if any(name is None for group in names_by_group for name in group):
         return None
@@ -206,7 +210,9 @@ def _state_by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
             f"{', '.join(str(len(group)) for group in numbers_by_group)} parameters, this one of "
             f"{', '.join(str(len(group)) for group in names_by_group)}. Make it as it was when it was saved."
         )
-    name_of = dict(zip(itertools.chain(*numbers_by_group), itertools.chain(*names_by_group), strict=True))
+    name_of = dict(
+        zip(itertools.chain(*numbers_by_group), itertools.chain(*names_by_group), strict=True)
+    )
     return {
         "state": {name_of[number]: values for number, values in state["state"].items()},
         "param_groups": [
@@ -225,14 +231,18 @@ def _plan(
         NbdistError: Names are missing or unknown, where that matters, or shapes differ.
     """
     target, tensors = portable(model), _read(Path(folder), index)
-    values = {target.firsts[name]: tensor for name, tensor in tensors.items() if name in target.firsts}
+    values = {
+        target.firsts[name]: tensor for name, tensor in tensors.items() if name in target.firsts
+    }
     wrong = [
         f"{name} has shape {tuple(values[name].shape)} there and {shape} here"
         for name, shape in target.shapes.items()
         if name in values and tuple(values[name].shape) != shape
     ]
     if is_strict:
-        wrong += [f"{n} is not there" for n in target.saved_names() if target.firsts[n] not in values]
+        wrong += [
+            f"{n} is not there" for n in target.saved_names() if target.firsts[n] not in values
+        ]
         wrong += [f"there is no {name} here" for name in tensors if name not in target.firsts]
     if wrong:
         more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
@@ -257,7 +267,9 @@ def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
                 "pytorch_model.bin. Prepare as many models as were saved, in the same order."
             )
         tensors = load(path, map_location="cpu", mmap=True)
-    if tensors and all(name.startswith("module.") for name in tensors):  # Accelerate's own under DDP
+    if tensors and all(
+        name.startswith("module.") for name in tensors
+    ):  # Accelerate's own under DDP
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     return tensors
 

@@ -43,7 +43,11 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
         """Whose steps it goes by: its own one, or all if that is not prepared."""
         prepared = list(self._find())
         optimizer = getattr(self.scheduler, "optimizer", None)
-        return [wrapper for wrapper in prepared if wrapper is optimizer or wrapper.optimizer is optimizer] or prepared
+        return [
+            wrapper
+            for wrapper in prepared
+            if wrapper is optimizer or wrapper.optimizer is optimizer
+        ] or prepared
 
     @optimizers.setter
     def optimizers(self, _: Sequence[OptimizerWrapper]) -> None:

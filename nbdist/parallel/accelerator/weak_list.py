@@ -57,7 +57,9 @@ class WeakList:
         self._entries = [entry for entry in self._entries if entry[0] in numbers]
 
     def __iter__(self) -> Iterator[Any]:
-        views = (self._view(obj) for _, reference in self._entries if (obj := reference()) is not None)
+        views = (
+            self._view(obj) for _, reference in self._entries if (obj := reference()) is not None
+        )
         return iter([view for view in views if view is not None])
 
     def __len__(self) -> int:

@@ -158,10 +158,14 @@ def _compare(grid: ParallelMesh, local: _Run, whole: _Run) -> OutputSplit:
         max(errors["outputs"]),
         max(errors["losses"]),
     ]
-    return _verdict(_worst(differences, grid), tuple(dims), is_exact=_is_exact(whole.attention_inputs))
+    return _verdict(
+        _worst(differences, grid), tuple(dims), is_exact=_is_exact(whole.attention_inputs)
+    )
 
 
-def _verdict(differences: list[float], dims: tuple[int | None, ...], *, is_exact: bool) -> OutputSplit:
+def _verdict(
+    differences: list[float], dims: tuple[int | None, ...], *, is_exact: bool
+) -> OutputSplit:
     limit, loss_limit = _TOLERANCE if is_exact else _TOLERANCE_HALF
     limits = (limit, limit, limit, loss_limit)
     reasons = (_POSITION, _MIXES, _MIXES, _LOSS)

@@ -90,7 +90,9 @@ def _plain_forward(problem: Problem) -> Attended:
     return Attended(out.to(problem.query.dtype), lse)
 
 
-def _plain_backward(problem: Problem, grad_out: torch.Tensor, joined: Attended) -> AttentionGradients:
+def _plain_backward(
+    problem: Problem, grad_out: torch.Tensor, joined: Attended
+) -> AttentionGradients:
     """Source: FlashAttention, algorithm 4 (arXiv 2205.14135), without the tiles."""
     query, key, value = problem.query.float(), problem.key.float(), problem.value.float()
     grad_out = grad_out.float()
@@ -135,7 +137,9 @@ def _flash_forward(problem: Problem) -> Attended:
     return Attended(out, lse)
 
 
-def _flash_backward(problem: Problem, grad_out: torch.Tensor, joined: Attended) -> AttentionGradients:
+def _flash_backward(
+    problem: Problem, grad_out: torch.Tensor, joined: Attended
+) -> AttentionGradients:
     q, k, v = problem.query, problem.key, problem.value
     flash = _aten("flash_attention_backward")
     # Lengths differ within a batch only with `cum_seq`, and the seed serves dropout: both empty.
@@ -152,7 +156,9 @@ def _efficient_forward(problem: Problem) -> Attended:
     return Attended(out, lse[..., : q.shape[2]])
 
 
-def _efficient_backward(problem: Problem, grad_out: torch.Tensor, joined: Attended) -> AttentionGradients:
+def _efficient_backward(
+    problem: Problem, grad_out: torch.Tensor, joined: Attended
+) -> AttentionGradients:
     q, k, v = problem.query, problem.key, problem.value
     efficient = _aten("efficient_attention_backward")
     # It reads rows of 32 and writes infinity itself where no query is.

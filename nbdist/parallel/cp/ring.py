@@ -162,9 +162,14 @@ class _Ring(torch.autograd.Function):
                 problem = circle.problem(query, turn)
                 gradients = choose(problem).backward(problem, grad_out, joined)
                 grad_query += gradients.query
-                shares = [_fold_heads(gradients.key, key.shape[1]), _fold_heads(gradients.value, value.shape[1])]
+                shares = [
+                    _fold_heads(gradients.key, key.shape[1]),
+                    _fold_heads(gradients.value, value.shape[1]),
+                ]
             if sums is not None:
-                shares = [share + received for share, received in zip(shares, sums.wait(), strict=True)]
+                shares = [
+                    share + received for share, received in zip(shares, sums.wait(), strict=True)
+                ]
             sums = circle.pass_on(*shares)
         assert sums is not None
         grad_key, grad_value = sums.wait()
@@ -190,7 +195,7 @@ def _expand_heads(part: torch.Tensor, n_heads: int) -> torch.Tensor:
 
 
 def _fold_heads(grad: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """The gradient of what was `_expanded`, in float32."""
+    """The gradient of what `_expand_heads` gave, in float32."""
     grad = grad.float().contiguous()
     batch, _, length, size = grad.shape
     return grad.view(batch, n_heads, -1, length, size).sum(2)

@@ -321,7 +321,9 @@ def _extensions() -> Path:
     return Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default)))
 
 
-def _gathered_parameter(engine: Any, parameter: torch.nn.Parameter, *, is_changed: bool = False) -> Any:
+def _gathered_parameter(
+    engine: Any, parameter: torch.nn.Parameter, *, is_changed: bool = False
+) -> Any:
     """A context in which a parameter is whole on this rank: stage 3 has a part of it.
 
     If it is changed inside, rank 0's is taken.

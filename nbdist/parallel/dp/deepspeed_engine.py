@@ -43,7 +43,7 @@ class EngineOptimizer(OptimizerWrapper):
         """Of no effect: a step has cleared the gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's, of this rank's part; nothing while `save_state` runs (`saving.absent`)."""
+        """Torch's, of this rank's part; nothing while `save_state` runs (`save_state.absent`)."""
         return save_state.absent() if save_state.is_saving() else super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -112,7 +112,11 @@ def prepare_engine(arguments: Sequence[Any]) -> tuple[Any, ...]:
     Raises:
         OptionError: Not one model with one optimizer, or DeepSpeed cannot run as asked.
     """
-    models = [argument for argument in arguments if isinstance(argument, torch.nn.Module) and not is_engine(argument)]
+    models = [
+        argument
+        for argument in arguments
+        if isinstance(argument, torch.nn.Module) and not is_engine(argument)
+    ]
     optimizers = [
         argument
         for argument in arguments

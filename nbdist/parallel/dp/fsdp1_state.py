@@ -92,8 +92,10 @@ def only_model(
     return next(iter(models.values())), {name: key for key, (_, name, _) in names.items()}
 
 
-def optimizer_state(model: Prepared, optimizer: Optimizer, keys: Mapping[str, str]) -> dict[str, Any]:
-    """As `wholes.full_optimizer_state`. Collective: every rank.
+def optimizer_state(
+    model: Prepared, optimizer: Optimizer, keys: Mapping[str, str]
+) -> dict[str, Any]:
+    """As `full_state.full_optimizer_state`. Collective: every rank.
 
     Args:
         model: The model.
@@ -114,7 +116,7 @@ def optimizer_state(model: Prepared, optimizer: Optimizer, keys: Mapping[str, st
 def load_optimizer_state(
     model: Prepared, optimizer: Optimizer, keys: Mapping[str, str], state: Mapping[str, Any]
 ) -> None:
-    """As `wholes.load_full_optimizer_state`. Collective: every rank, with an equal state."""
+    """As `full_state.load_full_optimizer_state`. Collective: every rank, with an equal state."""
     groups, old_groups = optimizer.param_groups, list(optimizer.param_groups)
     names = {key: name for name, key in keys.items()}
     named = {

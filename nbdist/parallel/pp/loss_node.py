@@ -39,7 +39,10 @@ class LossNode(torch.autograd.Function):
         factor = gradient * ctx.unscale
         gradients: Gradients = ctx.gradients
         if retains_graph():
-            gradients = [None if parameter_grad is None else _times(parameter_grad, factor) for parameter_grad in gradients]
+            gradients = [
+                None if parameter_grad is None else _times(parameter_grad, factor)
+                for parameter_grad in gradients
+            ]
         else:
             # None is left here, so that autograd takes them for .grad instead of copies.
             ctx.gradients = None

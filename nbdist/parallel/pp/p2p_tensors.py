@@ -99,7 +99,8 @@ class _Broken(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(*wires)
         return tuple(
-            torch.full(example.shape, float("nan"), dtype=example.dtype, device=device) for example in examples
+            torch.full(example.shape, float("nan"), dtype=example.dtype, device=device)
+            for example in examples
         )
 
     @staticmethod

@@ -25,9 +25,8 @@ from torch.distributed.pipelining import (
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel.pp.loss_node import LossNode
 from nbdist.parallel.pp.pytree import FlatValue, batch_size, pack, split_batch, unpack
-from nbdist.parallel.pp.shape_inference import StageFailure, Findings, Route, evaluate, infer
-from nbdist.parallel.pp.stage import StageModule, Stages
-from nbdist.parallel.pp.stage import StageStep as StageStep
+from nbdist.parallel.pp.shape_inference import Findings, Route, StageFailure, evaluate, infer
+from nbdist.parallel.pp.stage import StageModule, Stages, StageStep
 from nbdist.parallel.pp.tied_gradients import GradientShare, all_reduce_tied
 from nbdist.parallel.transform import ModelBuild
 
@@ -103,7 +102,7 @@ class Pipeline(torch.nn.Module):
         self._job = job
         self._holders = holders
         self._plans: dict[Any, PipelinePlan] = {}
-        self._told: set[int] = set()
+        self._warned: set[int] = set()
         # Whatever this rank trains, its loss has a gradient if any rank's has.
         self._anchor = torch.zeros((), device=job.device, requires_grad=True)
         for part in self._parts:
@@ -158,7 +157,11 @@ class Pipeline(torch.nn.Module):
         return unpack(plan.findings.skeleton, [loss])
 
     def _run(
-        self, plan: PipelinePlan, pieces: Sequence[FlatValue], shares: Sequence[GradientShare], scale: float
+        self,
+        plan: PipelinePlan,
+        pieces: Sequence[FlatValue],
+        shares: Sequence[GradientShare],
+        scale: float,
     ) -> torch.Tensor:
         """Run the schedule: the loss is returned, gradients go into the shares."""
         for part, (incoming, outgoing) in zip(self._parts, plan.findings.borders, strict=True):
@@ -208,7 +211,9 @@ class Pipeline(torch.nn.Module):
         if not totals[1].item():
             return totals[0]
         error = None if failure is None else failure.current.failure
-        own_report = None if failure is None or error is None else StageFailure.of(failure.index, error)
+        own_report = (
+            None if failure is None or error is None else StageFailure.of(failure.index, error)
+        )
         reports: list[StageFailure | None] = [None] * self._route.ranks
         dist.all_gather_object(reports, own_report, group=self._route.group)
         raise error or next(report for report in reports if report is not None).reason()
@@ -250,7 +255,7 @@ class Pipeline(torch.nn.Module):
         route, parts = self._route, self._parts
         loss = torch.empty((), dtype=findings.dtype, device="meta")
         for part, names in zip(parts, findings.whole, strict=True):
-            self._tell_unsplit(part, names)
+            self._warn_unsplit(part, names)
         stages = [
             PipelineStage(
                 part if len(parts) > 1 else self._root,
@@ -276,9 +281,9 @@ class Pipeline(torch.nn.Module):
         # The micro-batches' losses are divided beforehand, so torch need not divide gradients.
         return kind(argument, count, loss_fn=lambda output, _target: output, scale_grads=False)
 
-    def _tell_unsplit(self, part: StageModule, names: tuple[str, ...]) -> None:
-        if names and part.index not in self._told:
-            self._told.add(part.index)
+    def _warn_unsplit(self, part: StageModule, names: tuple[str, ...]) -> None:
+        if names and part.index not in self._warned:
+            self._warned.add(part.index)
             warnings.warn(
                 f"--schedule zb: stage {part.index} uses {names[0]} more than once, and torch "
                 "cannot run such a backward in two halves. It runs in one there: right, but "

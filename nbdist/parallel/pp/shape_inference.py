@@ -210,7 +210,9 @@ def _parts(root: Stages) -> Sequence[StageModule]:
     return tuple(root.parts)  # type: ignore[arg-type]
 
 
-def _run_through(root: Stages, batch: FlatValue, route: Route, asked: _Checks = _NO_CHECKS) -> _Run:
+def _run_through(
+    root: Stages, batch: FlatValue, route: Route, checks: _Checks = _NO_CHECKS
+) -> _Run:
     """Run this rank's stages, between receiving and sending. A failure is passed on as well."""
     run = _Run()
     for part in _parts(root):
@@ -221,8 +223,8 @@ def _run_through(root: Stages, batch: FlatValue, route: Route, asked: _Checks = 
         result = received
         if not isinstance(received, StageFailure):
             try:
-                result = _result(root, part, batch, received, asked)
-                run.whole.append(_unsplit(root, part, batch, received, asked))
+                result = _result(root, part, batch, received, checks)
+                run.whole.append(_unsplit(root, part, batch, received, checks))
             except Exception as error:  # noqa: BLE001  # the model's code raises what it likes
                 run.error, result = error, StageFailure.of(part.index, error)
         if isinstance(result, StageFailure):
@@ -234,22 +236,24 @@ def _run_through(root: Stages, batch: FlatValue, route: Route, asked: _Checks = 
     return run
 
 
-def _result(root: Stages, part: StageModule, batch: FlatValue, received: Any, asked: _Checks) -> Any:
+def _result(
+    root: Stages, part: StageModule, batch: FlatValue, received: Any, checks: _Checks
+) -> Any:
     arguments = () if part.is_first else (received,)
     result = root(*arguments, batch=batch, part=part)
-    if part.is_last and asked.is_checked:
+    if part.is_last and checks.is_checked:
         result = only_loss(result)
     # Raises, while the others can still be told, where something cannot be sent.
     assert pack(result).tensors is not None
-    if asked.is_checked:
+    if checks.is_checked:
         _check_result(part, batch, received, result)
     return result
 
 
 def _unsplit(
-    root: Stages, part: StageModule, batch: FlatValue, received: Any, asked: _Checks
+    root: Stages, part: StageModule, batch: FlatValue, received: Any, checks: _Checks
 ) -> tuple[str, ...]:
-    if not asked.is_halved or part.is_first:  # torch does not split the first stage's backward
+    if not checks.is_halved or part.is_first:  # torch does not split the first stage's backward
         return ()
     packed = pack(received)
     leaves = [

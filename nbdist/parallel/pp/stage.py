@@ -33,7 +33,7 @@ from nbdist.parallel.pp.pytree import FlatValue, pack, unpack
 from nbdist.parallel.tensors import like, local_of
 
 _NAN = float("nan")
-# The model's attribute with the names of what every stage is to hold; pp.py reads it.
+# The model's attribute with the names of what every stage is to hold; `partition` reads it.
 EVERYWHERE = "pp_everywhere"
 
 

@@ -57,7 +57,9 @@ def _add_up(
         for part, share in zip(parts, shares, strict=True)
     ]
     is_there = torch.tensor(
-        [share.gradient is not None for share in shares], dtype=gradients[0].dtype, device=gradients[0].device
+        [share.gradient is not None for share in shares],
+        dtype=gradients[0].dtype,
+        device=gradients[0].device,
     )
     flat = torch.cat([*(gradient.flatten() for gradient in gradients), is_there])
     if len(holders) == dist.get_world_size(group):

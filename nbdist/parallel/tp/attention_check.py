@@ -63,7 +63,9 @@ class _Trial:
     result: torch.Tensor
 
 
-def fit(module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int) -> AttentionFit:
+def fit(
+    module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int
+) -> AttentionFit:
     """How an attention has to be changed, so that it computes the same with its own heads.
 
     Some take the width of all heads from their input: `B, T, C = x.shape`, and `y.view(B, T, C)`
@@ -84,7 +86,12 @@ def fit(module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], 
     if trial is None:
         return AttentionFit(values)
     width = trial.batch.shape[-1] // degree
-    for candidate in (AttentionFit(values), AttentionFit(values, width), AttentionFit({}), AttentionFit({}, width)):
+    for candidate in (
+        AttentionFit(values),
+        AttentionFit(values, width),
+        AttentionFit({}),
+        AttentionFit({}, width),
+    ):
         if _quietly(functools.partial(_fits, trial, candidate)):
             return candidate
     listing = ", ".join(f"{key} = {value}" for key, value in values.items()) or "nothing divided"
@@ -131,7 +138,9 @@ def _can_try(module: torch.nn.Module) -> bool:
     cls: Any = type(module)
     arguments = list(inspect.signature(cls.forward).parameters.values())[1:]
     needed = [
-        argument for argument in arguments if argument.default is argument.empty and argument.kind < argument.VAR_POSITIONAL
+        argument
+        for argument in arguments
+        if argument.default is argument.empty and argument.kind < argument.VAR_POSITIONAL
     ]
     return (
         not cls.__module__.startswith(_KNOWN)
@@ -186,7 +195,9 @@ def _fits_rank(trial: _Trial, candidate: AttentionFit, index: int) -> bool:
 def _split(layer: torch.nn.Module, style: Style, index: int, degree: int) -> None:
     parameters = dict(layer.named_parameters(recurse=False))
     for key, dim in split_dims(layer, style).items():
-        pieces = [part.chunk(degree, dim)[index] for part in parameters[key].chunk(style.parts, dim)]
+        pieces = [
+            part.chunk(degree, dim)[index] for part in parameters[key].chunk(style.parts, dim)
+        ]
         layer.register_parameter(key, torch.nn.Parameter(torch.cat(pieces, dim)))
     if is_conv1d(layer) and style.kind == "colwise":
         vars(layer)["nf"] //= degree

@@ -33,7 +33,12 @@ def layers_of(base: torch.nn.Module) -> dict[str, Layer]:
     blocks = {id(module) for module in members}
     inside = {id(inner) for module in members for inner in module.modules()}
     weights = {id(parameter): name for name, parameter in base.named_parameters()}
-    hidden = {id(m) for attention in modules.values() if is_attention(attention) for m in attention.children()}
+    hidden = {
+        id(m)
+        for attention in modules.values()
+        if is_attention(attention)
+        for m in attention.children()
+    }
     return {
         name: _layer(module, weights, id(module) in blocks, id(module) in inside)
         for name, module in modules.items()
@@ -69,13 +74,21 @@ def divided_attributes(
     attributes = vars(module)
     style = plan.get(name)
     if style is not None and style.kind == "divide":
-        return {key: _share(attributes.get(key), f"{name}.{key}", degree) for key in style.attributes}
+        return {
+            key: _share(attributes.get(key), f"{name}.{key}", degree) for key in style.attributes
+        }
     widths = {
         _sizes(module.get_submodule(column.removeprefix(f"{name}.")))[1] // plan[column].parts
         for column in columns
     }
-    counts = {key: attributes[key] for key in (*HEAD_COUNTS, *KV_COUNTS) if _is_count(attributes.get(key))}
-    sizes = {key: attributes[key] for key in WIDTHS if attributes.get(key) in widths and key not in counts}
+    counts = {
+        key: attributes[key] for key in (*HEAD_COUNTS, *KV_COUNTS) if _is_count(attributes.get(key))
+    }
+    sizes = {
+        key: attributes[key]
+        for key in WIDTHS
+        if attributes.get(key) in widths and key not in counts
+    }
     return {
         key: _share(value, f"{name}.{key}", degree) for key, value in {**counts, **sizes}.items()
     }
@@ -96,7 +109,9 @@ def _layer(
         weight=weights.get(id(weight), ""),
         n_own=sum(parameter.numel() for parameter in module.parameters(recurse=False)),
         heads=heads,
-        kv_heads=next((attributes[key] for key in KV_COUNTS if _is_count(attributes.get(key))), None),
+        kv_heads=next(
+            (attributes[key] for key in KV_COUNTS if _is_count(attributes.get(key))), None
+        ),
         head_size=size,
         is_block=is_block,
         is_in_block=is_in_block,

@@ -136,7 +136,9 @@ class Streams:
 
 def _mentions_dropout(module: torch.nn.Module) -> bool:
     attributes = vars(module)
-    settings = [vars(attributes[key]) for key in _SETTINGS if hasattr(attributes.get(key), "__dict__")]
+    settings = [
+        vars(attributes[key]) for key in _SETTINGS if hasattr(attributes.get(key), "__dict__")
+    ]
     return any(
         "drop" in str(key) and isinstance(value, int | float) and 0 < value < 1
         for table in (attributes, *settings)

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from nbdist.parallel.tp.attention import TpContext, SplitAttention, split_parameter
+from nbdist.parallel.tp.attention import SplitAttention, TpContext, split_parameter
 from nbdist.parallel.tp.model import is_conv1d
 from nbdist.parallel.tp.rng import Streams
 from nbdist.strategy.tensor_layout import TensorLayout
@@ -82,10 +82,10 @@ def split_layout(layout: TensorLayout, name: str, dim: int, style: Style) -> Ten
     return replace(layout, tp_dim=dim, tp_parts=parts)
 
 
-def torch_style(module: torch.nn.Module, style: Style, around: LayerContext) -> ParallelStyle:
+def torch_style(module: torch.nn.Module, style: Style, context: LayerContext) -> ParallelStyle:
     """What does to a module what its plan says."""
     make = _CONV1D if is_conv1d(module) else _STYLES
-    return make[style.kind](module, around)
+    return make[style.kind](module, context)
 
 
 def norm_style(sequence_dim: int) -> ParallelStyle:
@@ -137,17 +137,17 @@ class SplitEmbedding(ParallelStyle):
         assert isinstance(module, torch.nn.Embedding)
         weight = split_parameter(module.weight, device_mesh, Shard(0))
         module.register_parameter("weight", weight)
-        place = TpContext(device_mesh, self._streams, None)
-        lookup: Any = functools.partial(_look_up, module, place)
+        context = TpContext(device_mesh, self._streams, None)
+        lookup: Any = functools.partial(_look_up, module, context)
         module.forward = functools.update_wrapper(lookup, module.forward)  # type: ignore[method-assign]
         return module
 
 
-def _look_up(module: torch.nn.Embedding, place: TpContext, words: torch.Tensor) -> torch.Tensor:
+def _look_up(module: torch.nn.Embedding, context: TpContext, words: torch.Tensor) -> torch.Tensor:
     table = module.weight
     if not isinstance(table, DTensor):  # a pipeline stage that has no embedding
         return torch.nn.functional.embedding(words, table)
-    first = place.mesh.get_local_rank() * -(-module.num_embeddings // place.mesh.size())
+    first = context.mesh.get_local_rank() * -(-module.num_embeddings // context.mesh.size())
     rows = table.to_local()
     n_own = rows.shape[0]
     is_own = (words >= first) & (words < first + n_own)
@@ -159,32 +159,36 @@ def _look_up(module: torch.nn.Embedding, place: TpContext, words: torch.Tensor) 
         padding = padding - first if first <= padding < first + n_own else None
     embedded = torch.nn.functional.embedding(row, rows, padding)
     embedded = embedded.masked_fill(~is_own.unsqueeze(-1), 0.0)
-    part = DTensor.from_local(embedded, place.mesh, [Partial()], run_check=False)
+    part = DTensor.from_local(embedded, context.mesh, [Partial()], run_check=False)
     return part.redistribute(placements=[Replicate()]).to_local()
 
 
-def _embedding_style(module: torch.nn.Module, around: LayerContext) -> ParallelStyle:
+def _embedding_style(module: torch.nn.Module, context: LayerContext) -> ParallelStyle:
     # A subclass's forward does more than look up; torch's style leaves it as it is.
     is_plain = type(module).forward is torch.nn.Embedding.forward
     return (
-        SplitEmbedding(around.streams) if is_plain else RowwiseParallel(input_layouts=Replicate())
+        SplitEmbedding(context.streams) if is_plain else RowwiseParallel(input_layouts=Replicate())
     )
 
 
 _Maker = Callable[[torch.nn.Module, LayerContext], ParallelStyle]
 
 _STYLES: dict[str, _Maker] = {
-    "colwise": lambda _module, _around: ColwiseParallel(),
-    "rowwise": lambda _module, around: RowwiseParallel(output_layouts=around.output),
-    "head": lambda _module, _around: ColwiseParallel(output_layouts=Replicate()),
+    "colwise": lambda _module, _context: ColwiseParallel(),
+    "rowwise": lambda _module, context: RowwiseParallel(output_layouts=context.output),
+    "head": lambda _module, _context: ColwiseParallel(output_layouts=Replicate()),
     "embedding": _embedding_style,
     # What comes in is split by heads, which are in another dim than that of the norm. It is
     # the same to it which one: a part of the batch's gradients, too, adds up to the whole.
-    "shared": lambda _module, _around: SequenceParallel(sequence_dim=0, use_local_output=True),
-    "attention": lambda _module, around: SplitAttention(around.streams, around.sequence_dim),
+    "shared": lambda _module, _context: SequenceParallel(sequence_dim=0, use_local_output=True),
+    "attention": lambda _module, context: SplitAttention(context.streams, context.sequence_dim),
 }
 _CONV1D: dict[str, _Maker] = {
-    "colwise": lambda _module, _around: Conv1DParallel({"weight": 1, "bias": 0}, Replicate(), Shard(-1)),
-    "rowwise": lambda _module, around: Conv1DParallel({"weight": 0}, Shard(-1), around.output),
-    "head": lambda _module, _around: Conv1DParallel({"weight": 1, "bias": 0}, Replicate(), Replicate()),
+    "colwise": lambda _module, _context: Conv1DParallel(
+        {"weight": 1, "bias": 0}, Replicate(), Shard(-1)
+    ),
+    "rowwise": lambda _module, context: Conv1DParallel({"weight": 0}, Shard(-1), context.output),
+    "head": lambda _module, _context: Conv1DParallel(
+        {"weight": 1, "bias": 0}, Replicate(), Replicate()
+    ),
 }

@@ -233,7 +233,9 @@ def _tie(base: torch.nn.Module, names: Iterable[tuple[str, ...]]) -> None:
     """Make tied parameters one again, after each of their layers has been split."""
     for tied in names:
         parameters = [base.get_parameter(name) for name in tied]
-        shared = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), parameters[0])
+        shared = next(
+            (parameter for parameter in parameters if isinstance(parameter, DTensor)), parameters[0]
+        )
         for name in tied:
             path, _, key = name.rpartition(".")
             base.get_submodule(path).register_parameter(key, shared)
