@@ -102,7 +102,7 @@ REFUSED = (
     elif kind == "sharded":
         model = fully_shard(net())
     else:
-        models.catching_up(True)
+        live_models.catching_up(True)
         first = DDP(net() if rank == 0 or kind != "shape" else torch.nn.Linear(6, 3))
         if rank == 1 and kind == "name":
             other = first
@@ -168,7 +168,7 @@ FORGOTTEN = (
     first.register_forward_pre_hook(lambda *_, held=first: None)  # in a circle
     model = DDP(net())
     del first
-    found = [one.name for one in models.find()]
+    found = [one.name for one in live_models.find()]
     done(found=found)
 """
 )
@@ -192,16 +192,16 @@ REPLACED = (
         m.register_comm_hook(dist.group.WORLD, hook)
         return m, torch.optim.AdamW(m.parameters(), 1e-2)
     if is_new:
-        models.catching_up(True)
+        live_models.catching_up(True)
         model, opt = build()
     else:
         model, opt = build()
         keep = model
         early = [step(model, opt) for _ in range(3)]
         if os.environ["DIES"] == "1":
-            say("made", pickle.dumps((this_rank().topology, groups.groups_made())))
+            say("made", pickle.dumps((this_rank().topology, process_groups.groups_made())))
             wait_for("dead", [1])
-            back = groups.recover(1)
+            back = process_groups.recover(1)
             assert model is keep
     if os.environ["DIES"] == "1":
         sync.sync_model(0)
@@ -239,7 +239,7 @@ HALF = (
     opt = torch.optim.SGD(model.parameters(), 0.1)
     step(model, opt)
     model(torch.ones(4, 6))  # a forward without a backward
-    back = groups.recover(1)
+    back = process_groups.recover(1)
     cleared = [p.grad is None for p in model.parameters()]
     done(gradients=back.gradients, models=back.models, cleared=cleared, loss=step(model, opt))
 """

@@ -582,7 +582,7 @@ else:
     told["backward"] = [broken_off(lambda: outer(tokens(1)))[0], ""]
 wait_for("failed", [1])
 base.mixes[2].mood = ""
-groups.recover(1)
+process_groups.recover(1)
 for p in (*base.parameters(), *alone.parameters()):
     p.grad = None
 right.append(step(3))

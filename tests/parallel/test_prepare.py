@@ -75,22 +75,22 @@ STATES = """
     by_name = {}
     for name, given in (("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {}), ("ddp", {})):
         switch.switch(pick(name, **given))
-        whole = copy.deepcopy(wholes.full_state(known))
+        whole = copy.deepcopy(full_state.full_state(known))
         off = max((whole[k] - v).abs().max().item()
                   for k, v in reference.state_dict().items() if k in whole)
-        state = copy.deepcopy(wholes.full_optimizer_state(optimizer))
+        state = copy.deepcopy(full_state.full_optimizer_state(optimizer))
         mine = {k: p for k, p in reference.named_parameters()}
         off_state = max(
             (state["state"][k][key] - alone.state[p][key]).abs().max().item()
             for k, p in mine.items() for key in ("exp_avg", "exp_avg_sq", "step"))
         # Into a model that has gone on: it stands where it was.
         train(1)
-        wholes.load_full(known, whole)
-        wholes.load_full_optimizer_state(optimizer, state)
+        full_state.load_full(known, whole)
+        full_state.load_full_optimizer_state(optimizer, state)
         scheduler.last_epoch -= 1
         losses.pop()
-        back = wholes.full_state(known)
-        again = wholes.full_optimizer_state(optimizer)["state"]
+        back = full_state.full_state(known)
+        again = full_state.full_optimizer_state(optimizer)["state"]
         by_name[name] = [
             off, off_state, all(torch.equal(back[k], whole[k]) for k in whole),
             all(torch.equal(torch.as_tensor(again[k][key]), torch.as_tensor(v))
@@ -169,14 +169,14 @@ OTHERS = """
 
     # A rank that has replaced another builds by itself what the others have.
     if rank == 1:
-        models.catching_up(True)
+        live_models.catching_up(True)
         refused("alone", lambda: live.prepare_model(torch.nn.Linear(2, 2)))
     dist.barrier()
     registry.set_choice(pick("ddp"))
     if rank == 1:
         by_itself = live.prepare_model(torch.nn.Linear(2, 2))
         says["alone_ddp"] = type(by_itself).__name__
-        models.catching_up(False)
+        live_models.catching_up(False)
     done(**result, says=says)
 """
 
