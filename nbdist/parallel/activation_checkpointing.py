@@ -54,7 +54,7 @@ def blocks_to_checkpoint(how: str, blocks: BlockList) -> tuple[torch.nn.Module, 
     if not 1 <= every <= len(modules):
         raise OptionError(
             f"--checkpoint {how}: {blocks.name or 'the model'} has {len(modules)} blocks, so none "
-            f"would be computed again. Use a number from 1 to {len(modules)}, full or selective."
+            f"would be recomputed. Use a number from 1 to {len(modules)}, full or selective."
         )
     return modules[every - 1 :: every]
 

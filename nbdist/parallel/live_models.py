@@ -205,8 +205,8 @@ def _refuse_alone(*_: Any) -> None:
     """
     if _state.is_catching_up and _runs_on_all():
         raise NbdistError(
-            "this rank's model was built alone, after a restart, and has not got the others' "
-            "values: %dist_sync_model sends them"
+            "this rank built its model alone, after a restart, and does not have the other ranks' "
+            "values yet. Run %dist_sync_model to copy them"
         )
 
 

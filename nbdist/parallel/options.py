@@ -107,8 +107,8 @@ def refuse_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> None
         )
     if any(group["differentiable"] for group in optimizer.param_groups):
         raise OptionError(
-            f"--fused: this {name} was made with differentiable=True, which a fused step cannot "
-            "be. Leave one of the two out."
+            f"--fused: this {name} was made with differentiable=True, which a fused step does "
+            "not support. Leave one of the two out."
         )
 
 

@@ -151,10 +151,10 @@ def _compare(sketches: list[list[tuple[str, tuple[int, ...], str]]]) -> int:
             ),
             None,
         )
-        detail = f"{odd[0]} {odd[1]} is on one of them only" if odd else "in another order"
+        detail = f"{odd[0]} {odd[1]} is on only one of them" if odd else "the order differs"
         raise NbdistError(
-            f"The model of rank {rank} is another one than rank 0's: {detail}. Build the same "
-            "model on every rank."
+            f"The model of rank {rank} differs from rank 0's: {detail}. Build the same model on "
+            "every rank."
         )
     return last_number()
 
@@ -193,9 +193,9 @@ def _grid_alone(choice: Strategy) -> ParallelMesh:
     """
     if choice.name not in ("single", "ddp") or not choice.degrees.dp == choice.degrees.product:
         raise OptionError(
-            f"This rank has replaced another and is not up to date, and under {choice.name} a "
-            "model is built by all ranks together. Run the cells that build it on all ranks again, "
-            "then load a saved state."
+            f"This rank replaced another and is not up to date, and under {choice.name} all ranks "
+            "build a model together. Run the cells that build it again on all ranks, then load a "
+            "saved state."
         )
     rank = dist.get_rank()
     alone = ParallelMesh(choice.degrees, rank, choice.degrees.coordinate(rank), None)

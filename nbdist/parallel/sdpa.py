@@ -44,7 +44,7 @@ def refuse_backend(job: ModelBuild) -> None:
     )
     if job.device.type == "cuda" and wanted in ("flash", "cudnn") and not is_half:
         raise OptionError(
-            f"--sdpa {wanted}: this kernel computes in bf16 or fp16 only, and the model is fp32. "
+            f"--sdpa {wanted}: this kernel supports only bf16 and fp16, and the model is fp32. "
             "Add --bf16 or --fp16, or use efficient or math."
         )
     _refuse_own_attention(job, wanted)
@@ -136,6 +136,7 @@ def _refuse_own_attention(job: ModelBuild, wanted: str) -> None:
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in (None, "sdpa"):
         raise OptionError(
-            f"--sdpa {wanted}: {type(job.base).__name__} uses its attention '{implementation}', not torch's. "
+            f"--sdpa {wanted}: {type(job.base).__name__} uses its attention "
+            f"'{implementation}', not torch's. "
             'Load it with attn_implementation="sdpa", or leave --sdpa out.'
         )

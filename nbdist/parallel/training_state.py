@@ -196,7 +196,7 @@ def _copy_into(
         for name, value in values.items():
             if name not in there or there[name].shape != value.shape:
                 raise NbdistError(
-                    f"{name} of {what} lies otherwise than before the comparison, so its values "
-                    "were not put back. %dist_reset starts afresh."
+                    f"{name} of {what} is laid out differently than before the comparison, so its "
+                    "values were not restored. Run %dist_reset to start afresh."
                 )
             there[name].copy_(value)

@@ -265,7 +265,8 @@ MODELS = """
         with torch.no_grad():
             for name, at in (("all", slice(None)), ("odd", slice(0, 23))):
                 given, expected = model(x[:, at], y[:, at]), alone(x[:, at], y[:, at])
-                pairs = zip(split_sequence.tensors(given), split_sequence.tensors(expected), strict=True)
+                pairs = zip(split_sequence.tensors(given), split_sequence.tensors(expected),
+                            strict=True)
                 evals[f"{kind.__name__} {name}"] = max((a - b).abs().max().item() for a, b in pairs)
     model = split(made(Pair))
     model.eval()

@@ -239,13 +239,13 @@ def test_other_models_and_refusals(tmp_path: Path) -> None:
         assert says["fixed"].startswith("OptionError: Live models cannot be switched from fsdp")
         assert "accelerator.save_state(DIR)" in says["fixed"]
         assert "extra.bias, extra.weight of Odd changed since prepare()" in says["changed"]
-        assert "rank 1 is another one than rank 0's: weight (2, 3)" in says["other"]
+        assert "rank 1 differs from rank 0's: weight (2, 3)" in says["other"]
         assert "has no shape before the model's first forward" in says["lazy"]
         assert "meta device and has no values" in says["meta"]
         assert "LBFGS looks at all gradients at once" in says["lbfgs"]
         assert "Adafactor" in says["adafactor"]
         if rank == 1:
-            assert "under fsdp a model is built by all ranks together" in says["alone"]
+            assert "under fsdp all ranks build a model together" in says["alone"]
             assert says["alone_ddp"] == "DistributedDataParallel"
 
 

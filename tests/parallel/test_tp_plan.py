@@ -162,7 +162,7 @@ def test_attention_is_tried_out_before_it_is_split():
 
 def test_attention_that_would_give_wrong_numbers_is_refused():
     """Four heads of half the width have all the right shapes."""
-    with pytest.raises(OptionError, match="Elsewhere does not compute the same"):
+    with pytest.raises(OptionError, match="Elsewhere does not compute the same if each"):
         planned(block(Elsewhere()))
 
 
@@ -223,7 +223,7 @@ def test_tied_weights_have_to_lie_alike():
 def test_sequence_parallelism_refuses_what_it_cannot_split(make, message):
     """Before anything changes, with the way round."""
     planned(make())
-    with pytest.raises(OptionError, match=f"{message}.*Go without --sequence-parallel"):
+    with pytest.raises(OptionError, match=f"{message}.*Leave --sequence-parallel out"):
         planned(make(), has_sequence_parallel=True)
 
 

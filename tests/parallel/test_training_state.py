@@ -70,7 +70,7 @@ def test_a_step_leaves_nothing_behind() -> None:
 
 
 def test_state_that_has_come_since_is_gone_again() -> None:
-    """Of an optimizer that had not stepped; what lies otherwise by then is named."""
+    """Of an optimizer that had not stepped; what is laid out differently by then is named."""
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], momentum=0.9)
     put_back = keep_optimizer(optimizer)
@@ -82,5 +82,5 @@ def test_state_that_has_come_since_is_gone_again() -> None:
     tensors = {"weight": torch.ones(2)}
     put_back = keep_values("Net", lambda: tensors)
     tensors = {"weight": torch.ones(3)}
-    with pytest.raises(NbdistError, match="weight of Net lies otherwise"):
+    with pytest.raises(NbdistError, match="weight of Net is laid out differently"):
         put_back()

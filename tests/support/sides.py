@@ -69,5 +69,6 @@ SIDES = """
 
     def owned_side(shape, number):
         "The state under zero1."
-        return Placement(TensorLayout(shape, ranks=frozenset({number % n})), Degrees(dp_replicate=n))
+        owner = frozenset({number % n})
+        return Placement(TensorLayout(shape, ranks=owner), Degrees(dp_replicate=n))
 """

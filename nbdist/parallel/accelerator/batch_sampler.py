@@ -92,8 +92,8 @@ def refuse_uneven(size: int | None, share: DataShard) -> None:
     """Raises an OptionError if a batch of this size cannot be cut into so many equal pieces."""
     if size is None or size % share.count:
         raise OptionError(
-            f"split_batches cuts each batch of {size} into {share.count} equal pieces, which "
-            f"does not go. Use a batch_size that {share.count} divides, or no split_batches."
+            f"split_batches cannot cut each batch of {size} into {share.count} equal pieces. Use a "
+            f"batch_size that {share.count} divides, or leave split_batches out."
         )
 
 

@@ -1,7 +1,7 @@
 """Data loaders that go on at the very next sample when the strategy is switched.
 
-What a rank has drawn and has not handed out yet is kept (`batch_sampler.BatchQueue`), so a loop that has
-begun can share the rest out anew, whatever the sampler is.
+What a rank has drawn and has not handed out yet is kept (`batch_sampler.BatchQueue`), so a loop
+that has begun can share the rest out anew, whatever the sampler is.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def refuse_strategies(arguments: Mapping[str, Any]) -> None:
     for name, instead in _PLUGINS.items():
         if arguments.get(name) is not None:
             raise OptionError(
-                f"Accelerator({name}=...) would have no effect here: strategies are chosen beside "
+                f"Accelerator({name}=...) would have no effect here: strategies are chosen outside "
                 "the code, so that they can be switched. Leave it out and use, for example, "
                 f"{instead}"
             )
@@ -79,8 +79,8 @@ def _with_warning(construct: Any) -> Any:
             return
         _state.has_warned = True
         print(  # noqa: T201  # into the cell's output
-            f"The strategy is {name}. Accelerate's own Accelerator() does not know of it and means "
-            "ddp: use `accelerator`, or make yours with `from nbdist import Accelerator`.",
+            f"The strategy is {name}. Accelerate's own Accelerator() does not know it and always "
+            "uses ddp: use `accelerator`, or make yours with `from nbdist import Accelerator`.",
             file=sys.stderr,
         )
 

@@ -51,7 +51,7 @@ def prepare(
     if is_dispatched:
         if settings.device is None:
             raise OptionError(
-                "dispatch_batches sends batches to the device: it does not go with "
+                "dispatch_batches sends batches to the device: it cannot be combined with "
                 "device_placement=False. Leave one of them out."
             )
         return DispatchedLoader(source, settings)
@@ -281,9 +281,9 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
             self._used = (number + 1) * step
             if current_share() != share:
                 raise NbdistError(
-                    "The strategy has changed in the middle of a stream that each rank reads for "
-                    "itself, which has no position to go on from. Begin the loop anew, or let rank "
-                    "0 read it (dispatch_batches=True, the default for streams)."
+                    "The strategy changed in the middle of a stream that each rank reads for "
+                    "itself. A stream has no position to continue from: restart the loop, or let "
+                    "rank 0 read it (dispatch_batches=True, the default for streams)."
                 )
             yield batch
         self._used = 0

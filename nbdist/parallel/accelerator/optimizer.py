@@ -46,8 +46,8 @@ class OptimizerWrapper(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
             return self.optimizer.step(closure)
         if closure is not None:
             raise OptionError(
-                f"{type(self.optimizer).__name__}.step(closure) does not go with fp16: its scaler "
-                "has to see every gradient first. Use bf16, or step without a closure."
+                f"{type(self.optimizer).__name__}.step(closure) does not work with fp16: its "
+                "scaler has to see every gradient first. Use bf16, or step without a closure."
             )
         self.scaler.step(self.optimizer)
         self._is_overflow = self.scaler.has_overflowed(self.optimizer)

@@ -169,7 +169,7 @@ def is_absent(state: Mapping[str, Any]) -> bool:
 def tell_forgotten(why: str) -> None:
     """Print, on rank 0, that moments begin anew where a state is loaded."""
     if dist.get_rank() == 0:
-        print(f"{why}: after a load its moments begin at zero.", file=sys.stderr)  # noqa: T201
+        print(f"{why}: after a load its moments start at zero.", file=sys.stderr)  # noqa: T201
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -179,7 +179,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     from a single process or from Accelerate under DDP, and is whole.
     """
     if is_absent(state):
-        tell_forgotten("The saved state has none of the optimizer")
+        tell_forgotten("The saved state has no optimizer state")
     elif state.get("format") == _FORMAT:
         state = {key: value for key, value in state.items() if key != "format"}
         full_state.load_full_optimizer_state(optimizer, state)
@@ -208,7 +208,8 @@ def _state_by_name(
         raise NbdistError(
             f"The saved {type(optimizer).__name__} has groups of "
             f"{', '.join(str(len(group)) for group in numbers_by_group)} parameters, this one of "
-            f"{', '.join(str(len(group)) for group in names_by_group)}. Make it as it was when it was saved."
+            f"{', '.join(str(len(group)) for group in names_by_group)}. Make it as it "
+            "was when it was saved."
         )
     name_of = dict(
         zip(itertools.chain(*numbers_by_group), itertools.chain(*names_by_group), strict=True)
@@ -241,9 +242,9 @@ def _plan(
     ]
     if is_strict:
         wrong += [
-            f"{n} is not there" for n in target.saved_names() if target.firsts[n] not in values
+            f"{n} is missing there" for n in target.saved_names() if target.firsts[n] not in values
         ]
-        wrong += [f"there is no {name} here" for name in tensors if name not in target.firsts]
+        wrong += [f"{name} is unknown here" for name in tensors if name not in target.firsts]
     if wrong:
         more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
         raise NbdistError(
@@ -263,7 +264,7 @@ def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
         path = folder / _file_name("pytorch_model.bin", index)
         if not path.exists():
             raise NbdistError(
-                f"{folder} holds no model number {index}: neither model.safetensors nor "
+                f"{folder} has no model number {index}: neither model.safetensors nor "
                 "pytorch_model.bin. Prepare as many models as were saved, in the same order."
             )
         tensors = load(path, map_location="cpu", mmap=True)

@@ -134,7 +134,7 @@ class SplitSequence(TorchFunctionMode):
             raise OptionError(
                 f"attention with a mask of shape {tuple(attn_mask.shape)} cannot be split along "
                 "the sequence. Leave the mask out: is_causal=True is the causal one, and padding "
-                "at the end needs none where its labels are ignored. Or use fsdp"
+                "at the end needs no mask where its labels are ignored. Or use fsdp"
             )
         has_heads = query.ndim > 3
         query, key, value = (_prepare_input(t, has_heads=has_heads) for t in (query, key, value))

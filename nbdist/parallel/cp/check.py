@@ -26,23 +26,22 @@ _TOLERANCE_HALF = (5e-2, 5e-3)
 _OTHERWISE = ". Or use a strategy that splits no sequence, such as fsdp"
 # Refused although a trial could pass: attention whose output weights are still 0 shows nothing.
 _NO_ATTENTION = (
-    "this model calls torch.nn.functional.scaled_dot_product_attention nowhere. Attention of its "
-    "own kind would see each rank's piece of the sequence alone; without any there is nothing to "
+    "this model never calls torch.nn.functional.scaled_dot_product_attention. Attention of its own "
+    "would see only each rank's piece of the sequence, and without attention there is nothing to "
     "gain. Use that function (transformers: attn_implementation='sdpa'; nn.MultiheadAttention: "
     f"need_weights=False){_OTHERWISE}"
 )
 _POSITION = (
-    "what reaches its first attention is not the same: it counts positions itself, from 0 on "
-    "each rank (torch.arange). Let forward take `position_ids`, (1, T), and use them; nbdist "
-    "passes them"
+    "the inputs of its first attention differ: the model counts positions itself, from 0 on each "
+    "rank (torch.arange). Let forward take `position_ids`, (1, T), and use them; nbdist passes them"
 )
 _MIXES = (
-    "positions meet outside of attention (a convolution, a mean over the sequence), or it counts "
-    "them itself. Let forward take `position_ids`, (1, T), if that is it"
+    "positions mix outside of attention (a convolution, a mean over the sequence), or the model "
+    "counts them itself. In that case let forward take `position_ids`, (1, T)"
 )
 _LOSS = (
-    "its outputs are the same but the loss is not: it shifts labels itself, or divides by a "
-    "count of its own. Shift labels before the call, and use a loss of torch.nn.functional"
+    "its outputs are the same but the loss is not: the model shifts labels itself, or divides by "
+    "its own count. Shift labels before the call, and use a loss of torch.nn.functional"
 )
 
 
@@ -172,9 +171,9 @@ def _verdict(
     for error, allowed, reason in zip(differences, limits, reasons, strict=True):
         if error > allowed:
             return OutputSplit(
-                why="split along the sequence, this model would compute something else than by "
-                f"itself (relative difference {error:.1e}, more than {allowed:.0e}, tried on a "
-                f"short sequence): {reason}{_OTHERWISE}"
+                why="with its sequence split, this model would compute different results "
+                f"(relative difference {error:.1e}, more than {allowed:.0e}, tried on a short "
+                f"sequence): {reason}{_OTHERWISE}"
             )
     return OutputSplit(dims)
 

@@ -95,9 +95,9 @@ class ContextParallel(torch.nn.Module):
         tensors = list(split_sequence.tensors(output))
         if len(tensors) != len(split.dims):
             raise OptionError(
-                f"forward returned {len(tensors)} tensors, and {len(split.dims)} when it was "
-                "compared with the whole sequence at its first call. A model that is split "
-                "returns the same for the same arguments. Use fsdp"
+                f"forward returned {len(tensors)} tensors, but {len(split.dims)} at its first "
+                "call, when it was checked against the whole sequence. Under cp it has to return "
+                "the same number of tensors for the same arguments. Or use fsdp"
             )
         is_training = torch.is_grad_enabled() and self.base.training
         losses = [t for t, d in zip(tensors, split.dims, strict=True) if d is None and not t.ndim]

@@ -144,7 +144,7 @@ def no_sync(engine: Any) -> Iterator[None]:
     is_offloaded = bool(engine.zero_cpu_offload()) or bool(engine.zero_offload_param())
     if is_offloaded and engine.gradient_accumulation_steps() == 1:
         raise OptionError(
-            "DeepSpeed with --offload adds gradients up only if it knows so from the start. "
+            "DeepSpeed with --offload accumulates gradients only if that is set from the start. "
             "Choose the strategy with --accumulate 2 or more"
         )
     engine.set_gradient_accumulation_boundary(is_boundary=False)

@@ -68,7 +68,7 @@ def refuse_switch(new: Strategy) -> None:
     """Raises an OptionError if there is an engine: it cannot be put under another strategy."""
     if _engines:
         raise OptionError(
-            "A model that DeepSpeed has taken over cannot be switched: its state is in a form of "
+            "A model that DeepSpeed has taken over cannot be switched: its state has a format of "
             "DeepSpeed's own. Save with accelerator.save_state(DIR), start afresh with %dist_reset "
             f"--strategy {new.name}, prepare again, and load with accelerator.load_state(DIR)."
         )

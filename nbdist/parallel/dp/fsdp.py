@@ -238,8 +238,8 @@ def _refuse_scalars(job: ModelBuild) -> None:
     scalars = [name for name, p in job.base.named_parameters() if p.dim() == 0]
     if scalars:
         raise OptionError(
-            f"{job.choice.name} cannot split {', '.join(scalars)}: a parameter without dims. Give "
-            "it the shape (1,), or use ddp or zero1."
+            f"{job.choice.name} cannot split {', '.join(scalars)}: a parameter without dimensions. "
+            "Give it the shape (1,), or use ddp or zero1."
         )
 
 

@@ -85,9 +85,9 @@ def only_model(
         return None
     if others or len(models) > 1:
         raise OptionError(
-            "Under fsdp1 the whole state of an optimizer is had for one model alone, and this one "
-            f"has the parameters of {len(models)} prepared models and {len(others)} of none. Use "
-            "an optimizer for each model, or fsdp."
+            "Under fsdp1 an optimizer's whole state can be had only if all its parameters belong "
+            f"to one prepared model. This one has parameters of {len(models)} prepared models and "
+            f"{len(others)} parameters of none. Use an optimizer for each model, or fsdp."
         )
     return next(iter(models.values())), {name: key for key, (_, name, _) in names.items()}
 

@@ -112,7 +112,7 @@ def _refuse_few(blocks: BlockList, degrees: Degrees, world_size: int) -> None:
     way = f"Use --pp {' or '.join(map(str, possible))}" if possible else "Use another strategy"
     raise OptionError(
         f"{count} blocks ({blocks.name or 'the model itself'}) cannot form {degrees.pp} pipeline "
-        f"stages: each stage has one at least. {way}, or name another list with --blocks NAME."
+        f"stages: each stage needs at least one. {way}, or name another list with --blocks NAME."
     )
 
 
@@ -132,7 +132,7 @@ def _refuse_options(job: ModelBuild) -> None:
         )
     count = options.microbatches
     if count is not None and count < 1:
-        raise OptionError(f"--microbatches {count}: a batch has one micro-batch at least.")
+        raise OptionError(f"--microbatches {count}: a batch has at least one micro-batch.")
     if count is not None and is_looped and count % max(1, count // degrees.pp):
         # What torch's schedules ask for: equal rounds over the ranks.
         below, above = count // degrees.pp * degrees.pp, (count // degrees.pp + 1) * degrees.pp

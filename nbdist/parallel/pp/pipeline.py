@@ -286,8 +286,8 @@ class Pipeline(torch.nn.Module):
             self._warned.add(part.index)
             warnings.warn(
                 f"--schedule zb: stage {part.index} uses {names[0]} more than once, and torch "
-                "cannot run such a backward in two halves. It runs in one there: right, but "
-                "with the bubble that zb is to avoid.",
+                "cannot run such a backward in two halves. It runs in one there: correct, "
+                "but with the bubble that zb avoids.",
                 stacklevel=2,
             )
 

@@ -70,8 +70,8 @@ class StageFailure:
     def reason(self) -> NbdistError:
         """What the other ranks raise."""
         return NbdistError(
-            f"pipeline stage {self.stage}, on rank {self.rank}, failed, so this rank's step is "
-            f"off too: {self.text}"
+            f"pipeline stage {self.stage}, on rank {self.rank}, failed, so this rank's step "
+            f"was cancelled too: {self.text}"
         )
 
 
@@ -273,10 +273,10 @@ def _check_result(part: StageModule, batch: FlatValue, received: Any, result: An
     wrong = part.guessed_wrong(batch, received)
     if wrong == part.blocks.block_name(0):
         raise NbdistError(
-            f"forward uses what blocks before {part.blocks.block_name(part.span[0])} return in "
-            f"another way than as the next block's input; stage {part.index} of the pipeline "
-            "knows only what the last block before its own returned. Let blocks hand on all that "
-            "is needed (a block may return a tuple), or use another strategy than pp"
+            f"forward uses what blocks before {part.blocks.block_name(part.span[0])} return for "
+            f"more than the next block's input; stage {part.index} of the pipeline knows only what "
+            "the last block before its own returned. Let blocks pass on all that is needed (a "
+            "block may return a tuple), or use another strategy than pp"
         )
     if wrong:
         raise NbdistError(

@@ -295,8 +295,9 @@ class StageModule(torch.nn.Module):
         border = StageBoundary.of(value)
         if not border.has_form_of(self.outgoing):
             raise NbdistError(
-                f"{self.last_name} returned {border}, and before {self.outgoing} for a batch of "
-                "the same shape: a pipeline needs results whose form depends on the batch's alone"
+                f"{self.last_name} returned {border}, but {self.outgoing} before, for a batch of "
+                "the same shape: in a pipeline the form of results must depend on the batch's "
+                "shape alone"
             )
         return pack_activations(value)
 
@@ -357,8 +358,8 @@ def _full_of_nan(
 
 def _out_of_order(*_: Any, **__: Any) -> Any:
     raise NbdistError(
-        "forward calls its blocks in another order than they stand in the list: a pipeline's "
-        "stages are consecutive blocks"
+        "forward does not call its blocks in the order of the list: a pipeline's stages are "
+        "consecutive blocks"
     )
 
 

@@ -96,8 +96,8 @@ def fit(
             return candidate
     listing = ", ".join(f"{key} = {value}" for key, value in values.items()) or "nothing divided"
     raise OptionError(
-        f"{name or 'the model'}: {type(module).__name__} does not compute the same when each "
-        f"of tp={degree} ranks has its part of the heads ({listing}). Say which attributes are "
+        f"{name or 'the model'}: {type(module).__name__} does not compute the same if each of "
+        f"tp={degree} ranks has its part of the heads ({listing}). Say which attributes are "
         'divided, as in model.tp_plan = {"layers.*.attn": "divide:n_heads", ...}, or leave its '
         "layers out of the plan."
     )

@@ -169,14 +169,14 @@ def _split_input(
     if key is None:
         raise OptionError(
             f"{type(block).__name__} gets no hidden states that could be split along the sequence. "
-            "Go without --sequence-parallel."
+            "Leave --sequence-parallel out."
         )
     whole = args[key] if isinstance(key, int) else kwargs[key]
     length = whole.shape[dim] if whole.dim() > dim else 0
     if not length or length % mesh.size():
         raise OptionError(
             f"a sequence of {length} cannot be split over tp={mesh.size()}, as --sequence-parallel "
-            f"does. Pad or cut sequences to a multiple of {mesh.size()}, or go without it."
+            f"does. Pad or cut sequences to a multiple of {mesh.size()}, or leave it out."
         )
     part = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
     part = part.redistribute(placements=[Shard(dim)])

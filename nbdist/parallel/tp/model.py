@@ -164,7 +164,7 @@ _KINDS: tuple[tuple[str, Callable[[torch.nn.Module], bool]], ...] = (
 
 def _share(value: Any, place: str, degree: int) -> int:
     if not _is_count(value):
-        raise OptionError(f"tp_plan: {place} is to be divided, and is {value!r}, not a number.")
+        raise OptionError(f"tp_plan: {place} is to be divided, but it is {value!r}, not a number.")
     if value % degree:
         raise OptionError(f"tp={degree} does not divide {place} = {value}. Use a divisor of it.")
     share: int = value // degree

@@ -98,8 +98,9 @@ class Streams:
         if drew and not self._is_alike:
             self._draws = True
             raise NbdistError(
-                "this forward drew random numbers, and the one before it none: ranks that share "
-                "the model's layers drew different ones. Run it again: from now on they draw alike."
+                "this forward drew random numbers and the one before it did not, so ranks that "
+                "share the model's layers drew different ones. Run it again: from now on they draw the "
+                "same ones."
             )
         self._draws = drew
         return result

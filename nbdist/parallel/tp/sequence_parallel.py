@@ -13,7 +13,7 @@ from nbdist.parallel.tp.model import is_attention
 from nbdist.parallel.transform import Layouts, ModelBuild
 from nbdist.strategy.tp_plan import Layers, Plan, attentions
 
-_WITHOUT = "Go without --sequence-parallel."
+_WITHOUT = "Leave --sequence-parallel out."
 
 
 @dataclass(frozen=True, slots=True)
