@@ -99,8 +99,8 @@ class Streams:
             self._draws = True
             raise NbdistError(
                 "this forward drew random numbers and the one before it did not, so ranks that "
-                "share the model's layers drew different ones. Run it again: from now on they draw the "
-                "same ones."
+                "share the model's layers drew different ones. Run it again: from now on they "
+                "draw the same ones."
             )
         self._draws = drew
         return result
