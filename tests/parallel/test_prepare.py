@@ -23,9 +23,9 @@ TRACES = """
     result = {}
     begin("ddp")  # so that `base` means the module itself from now on
     switch.switch(pick("single"))
-    for name, given in (("fsdp", {}), ("tp", {}), ("pp", {}), ("fsdp", {"checkpoint": "full"}),
+    for name, options in (("fsdp", {}), ("tp", {}), ("pp", {}), ("fsdp", {"checkpoint": "full"}),
                         ("fsdp", {"precision": "bf16"}), ("zero1", {})):
-        switch.switch(pick(name, **given))
+        switch.switch(pick(name, **options))
         value = model(tokens(0).chunk(n)[rank] if name != "pp" else tokens(0))
         value.backward()
         with torch.no_grad():
@@ -33,7 +33,7 @@ TRACES = """
         base.blocks[0].register_forward_hook(user_hook := lambda *_: None)
         switch.switch(pick("single"))
         base.blocks[0]._forward_hooks.popitem()
-        result[name + str(given)] = look() == before and model is base
+        result[name + str(options)] = look() == before and model is base
     copied = copy.deepcopy(base)
     result["plain"] = is_close(copied(tokens(0)).item(), base(tokens(0)).item())
     result["copy_is_free"] = registry.prepared_of(copied) is None
@@ -71,11 +71,11 @@ STATES = """
     scheduler.step()
     mean = value.detach().clone(); dist.all_reduce(mean); losses.append(mean.item() / n)
     expect(len(losses))
-    known = registry.prepared_of(model)
+    prepared = registry.prepared_of(model)
     by_name = {}
-    for name, given in (("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {}), ("ddp", {})):
-        switch.switch(pick(name, **given))
-        whole = copy.deepcopy(full_state.full_state(known))
+    for name, options in (("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {}), ("ddp", {})):
+        switch.switch(pick(name, **options))
+        whole = copy.deepcopy(full_state.full_state(prepared))
         off = max((whole[k] - v).abs().max().item()
                   for k, v in reference.state_dict().items() if k in whole)
         state = copy.deepcopy(full_state.full_optimizer_state(optimizer))
@@ -85,16 +85,16 @@ STATES = """
             for k, p in mine.items() for key in ("exp_avg", "exp_avg_sq", "step"))
         # Into a model that has gone on: it stands where it was.
         train(1)
-        full_state.load_full(known, whole)
+        full_state.load_full(prepared, whole)
         full_state.load_full_optimizer_state(optimizer, state)
         scheduler.last_epoch -= 1
         losses.pop()
-        back = full_state.full_state(known)
+        back = full_state.full_state(prepared)
         again = full_state.full_optimizer_state(optimizer)["state"]
         by_name[name] = [
             off, off_state, all(torch.equal(back[k], whole[k]) for k in whole),
             all(torch.equal(torch.as_tensor(again[k][key]), torch.as_tensor(v))
-                for k, own in state["state"].items() for key, v in own.items()),
+                for k, slots in state["state"].items() for key, v in slots.items()),
         ]
     result["by_name"] = by_name
     done(**result, worst=worst())
@@ -127,7 +127,7 @@ OTHERS = """
     def batches(step):
         return torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(step))
     for at, name in enumerate(("single", "fsdp", "ddp", "zero1", "single", "fsdp")):
-        told = switch.switch(pick(name))
+        switched = switch.switch(pick(name))
         # Every rank has the same batch: its own norm's statistics are those of the twin.
         value = first_model(batches(at)) + second_model(batches(at))
         value.backward(); both.step(); both.zero_grad()
@@ -135,7 +135,7 @@ OTHERS = """
         twin.backward(); of_twins.step(); of_twins.zero_grad()
         apart.append(abs(value.item() - twin.item()))
     result["apart"] = max(apart)
-    result["models"] = told.models
+    result["models"] = switched.models
     result["marked"] = left.frozen.mark, left.frozen.requires_grad
     result["buffers"] = max(
         (a - b).abs().max().item() for a, b in zip(left.buffers(), twins[0].buffers()))
@@ -182,19 +182,19 @@ OTHERS = """
 
 # A cell breaks between backward and step: its gradients go, and training goes on.
 RESETS = """
-    found = {}
+    outcomes = {}
     begin("ddp")
-    for name, given in (("ddp", {}), ("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {})):
-        switch.switch(pick(name, **given))
+    for name, options in (("ddp", {}), ("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {})):
+        switch.switch(pick(name, **options))
         degrees = registry.current().degrees
         model(tokens(99).chunk(degrees.dp)[rank % degrees.dp]).backward()
-        known = models.find()
+        models = live_models.find()
         cleared = reset_models.reset()
         left = sum(p.grad is not None for p in base.parameters())
-        found[name] = [[one.name for one in known], [one.is_sharded for one in known],
+        outcomes[name] = [[model.name for model in models], [model.is_sharded for model in models],
                        list(cleared), min(cleared.values()) > 0, left]
         train(2)
-    done(found=found, worst=worst())
+    done(found=outcomes, worst=worst())
 """
 
 
@@ -255,6 +255,6 @@ def test_models_of_any_strategy_are_found_and_reset(tmp_path: Path) -> None:
         results = ranks.results()
 
     for result in results:
-        for name, told in result["found"].items():
-            assert told == [["model"], [name not in ("ddp", "zero1")], ["model"], True, 0], name
+        for name, outcome in result["found"].items():
+            assert outcome == [["model"], [name not in ("ddp", "zero1")], ["model"], True, 0], name
         assert result["worst"] < CLOSE

@@ -13,11 +13,11 @@ SIDES = """
     square = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "tp"))
 
     def part(whole, side, who=rank):
-        own = local_runs(side.layout, side.degrees, who)
-        for dim, pieces in enumerate(own or ()):
+        local = local_runs(side.layout, side.degrees, who)
+        for dim, pieces in enumerate(local or ()):
             rows = [i for start, length in pieces for i in range(start, start + length)]
             whole = whole.index_select(dim, torch.tensor(rows, dtype=torch.long))
-        return None if own is None else whole.clone().contiguous()
+        return None if local is None else whole.clone().contiguous()
 
     def placed(local, side):
         "A local part as a plain tensor or as a DTensor, as the side says."
