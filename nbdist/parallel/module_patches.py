@@ -99,7 +99,7 @@ def restore(snapshots: Iterable[ModuleSnapshot]) -> None:
 
 
 def diff(snapshots: Iterable[ModuleSnapshot]) -> list[ModuleChange]:
-    """What differs since the photos, for each module. Parameters and buffers do not count."""
+    """What differs since the snapshots, for each module. Parameters and buffers do not count."""
     changes = []
     for snapshot in snapshots:
         module = snapshot.module

@@ -24,7 +24,7 @@ class Prepared:
     """A model under a strategy on this rank.
 
     Attributes:
-        number: The how manieth; the same on all ranks.
+        number: Counts models and optimizers; the same on all ranks.
         built: What was made of it.
         own_names: Variables that mean the user's module itself, where it has a wrapper.
         former: id -> (parameter that it had before, first name): optimizers may hold it.
@@ -42,7 +42,7 @@ class Prepared:
 
     @property
     def outer(self) -> torch.nn.Module:
-        """What the user calls."""
+        """What the user calls: `base` itself or the wrapper around it."""
         assert self.built.outer is not None
         return self.built.outer
 

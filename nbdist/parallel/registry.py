@@ -38,7 +38,7 @@ class Bound:
     """An optimizer whose parameters are those of prepared models.
 
     Attributes:
-        number: The how manieth; the same on all ranks.
+        number: Counts models and optimizers; the same on all ranks.
         detach: Ends what a strategy has added to its step.
     """
 
@@ -48,7 +48,7 @@ class Bound:
 
 @dataclass(slots=True)
 class _Live:
-    """What this rank remembers.
+    """The strategy of this rank, and all that was made under one.
 
     Attributes:
         choice: The strategy; None until one is chosen: the default counts.
@@ -129,7 +129,7 @@ def tell(old: Strategy, new: Strategy) -> None:
 
 
 def watchers() -> list[Watcher]:
-    """Those that live, in order."""
+    """The watchers that still live, in the order of `watch`."""
     return [watcher for ref in _live.watchers if (watcher := ref()) is not None]
 
 

@@ -98,7 +98,7 @@ def keep_gradients(model: torch.nn.Module) -> PutBack:
 
 
 def keep_values(what: str, find: Callable[[], Mapping[Any, torch.Tensor]]) -> PutBack:
-    """Local tensors by name.
+    """This rank's part of each tensor, by name.
 
     Args:
         what: Whose they are, for the error.

@@ -101,7 +101,7 @@ class BatchQueue(Generic[T]):
     """The batches of one epoch, in order, kept from the first on that was not handed out."""
 
     def __init__(self, batches: Iterable[T], n_first: int) -> None:
-        """Draws nothing yet.
+        """Take the batches of one epoch; none is drawn before `take`.
 
         Args:
             batches: All of the epoch.
@@ -246,7 +246,7 @@ class ShardedBatchSampler(BatchSampler):
     def _fill(
         self, batches: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
     ) -> list[Sequence[int]]:
-        """A last round with what lacks taken from the first one, again and again."""
+        """A last round, filled up with samples of the first one, again and again."""
         step = self.step(share)
         size = self._size
         if size is None:

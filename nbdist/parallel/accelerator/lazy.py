@@ -35,7 +35,7 @@ class AcceleratorProxy:
         return type(accelerator).__base__ if name == "__class__" else getattr(accelerator, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set on the Accelerator."""
+        """Set the attribute on the Accelerator, which is imported for it."""
         setattr(_wake(self), name, value)
 
     def __dir__(self) -> list[str]:

@@ -29,7 +29,7 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
         """Wrap the user's scheduler. This rank alone.
 
         Args:
-            scheduler: His.
+            scheduler: The user's.
             optimizers: All prepared ones, when asked.
             is_linked: It steps with its optimizer: not while gradients accumulate, nor after a
                 step that was left out (Accelerate's step_scheduler_with_optimizer).

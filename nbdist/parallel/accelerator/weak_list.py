@@ -18,7 +18,7 @@ class WeakList:
     """
 
     def __init__(self, view: Callable[[Any], Any] = lambda obj: obj) -> None:
-        """Empty.
+        """Begin without entries.
 
         Args:
             view: What is shown in place of what is held; None for nothing.
@@ -27,7 +27,7 @@ class WeakList:
         self._entries: list[tuple[int, Callable[[], Any]]] = []
 
     def append(self, obj: Any) -> None:
-        """Add what is not in it yet."""
+        """Add an object, unless it is in the list."""
         if any(reference() is obj for _, reference in self._entries):
             return
         try:
@@ -49,7 +49,7 @@ class WeakList:
         self._entries.clear()
 
     def numbers(self) -> set[int]:
-        """Of those that are there."""
+        """The numbers of the entries that still live."""
         return {number for number, reference in self._entries if reference() is not None}
 
     def keep(self, numbers: set[int]) -> None:

@@ -61,7 +61,7 @@ class OutputSplit:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is tried.
+    """A call of the model that `examine` runs whole and in pieces.
 
     Attributes:
         base: The user's model.
@@ -232,7 +232,7 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _worst(differences: list[float], grid: ParallelMesh) -> list[float]:
-    """The largest of every rank."""
+    """Each difference at its largest over all ranks. Collective."""
     assert grid.mesh is not None
     worst = torch.tensor(differences, dtype=torch.float64, device=grid.mesh.device_type)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=grid.group("dp_replicate", "cp"))

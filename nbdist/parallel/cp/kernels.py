@@ -37,7 +37,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What attention gives.
+    """Attention over some keys, in a form that can be joined with others.
 
     Attributes:
         out: (B, H, T, D of the values).

@@ -91,7 +91,7 @@ class _Copies(torch.autograd.Function):
 
 
 class _Broken(torch.autograd.Function):
-    """NaN, whose gradient is zero."""
+    """Gives NaN in the shape of examples; passes gradients of zero to the wires."""
 
     @staticmethod
     def forward(

@@ -36,7 +36,7 @@ _REMEMBERED = 16
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One of torch's schedules.
+    """A pipeline schedule of torch, and how many stages a rank has in it.
 
     Attributes:
         kind: The class.

@@ -27,7 +27,7 @@ from nbdist.parallel.tensors import digest
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where stages are.
+    """Which rank has which stage of a pipeline, seen from this one.
 
     Attributes:
         group: The ranks of one pipeline.

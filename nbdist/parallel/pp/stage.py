@@ -152,7 +152,7 @@ class StageModule(torch.nn.Module):
         return self._wiring.root(*wires, number=number, part=self)
 
     def step(self, wires: Sequence[torch.Tensor], number: int) -> Any:
-        """Forward of one micro-batch.
+        """Run forward on one micro-batch, and return what goes to the next stage.
 
         An error of the model's code is kept, and NaN goes on in place of a result: so every
         stage ends the step, and none waits for the one that has failed.
