@@ -30,7 +30,7 @@ class Between:
     def __init__(self, mesh: DeviceMesh, streams: Streams) -> None:
         self.mesh = mesh
         self._streams = streams
-        self._given: torch.Tensor | None = None
+        self._input: torch.Tensor | None = None
         self._whole: DTensor | None = None
         self._has_gradient = False
 
@@ -61,7 +61,7 @@ class Between:
 
     def remember(self, tensor: torch.Tensor, whole: DTensor) -> None:
         """What colwise layers get in place of a tensor, until the next rowwise one."""
-        self._given = tensor
+        self._input = tensor
         self._whole = whole
         self._has_gradient = torch.is_grad_enabled()
 
@@ -69,12 +69,12 @@ class Between:
         if not args or isinstance(args[0], DTensor):
             return None
         tensor = args[0]
-        if self._given is not tensor or self._has_gradient != torch.is_grad_enabled():
+        if self._input is not tensor or self._has_gradient != torch.is_grad_enabled():
             self.remember(tensor, self.spread(tensor, place))
         return (self._whole, *args[1:])
 
     def _forget(self, *_: Any) -> None:
-        self._given = self._whole = None
+        self._input = self._whole = None
 
 
 def watch_owner(
