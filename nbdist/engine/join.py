@@ -34,7 +34,7 @@ from nbdist.hang.rank import call_log, debug_checks, gloo_abort, process_groups
 from nbdist.hang.recovery import MadeGroup
 from nbdist.lints.rank import watch
 from nbdist.memory.rank import oom_hook
-from nbdist.parallel.accelerator.lazy import LazyAccelerator
+from nbdist.parallel.accelerator.lazy import AcceleratorProxy
 from nbdist.recording.rank import cell_hook
 from nbdist.rpc.rank import cell_hooks, crash_files
 
@@ -243,7 +243,7 @@ def prepare(seed: int | None = None) -> Topology:
             "gpu_id": torch.device(place.device).index,
             "torch": torch,
             "dist": dist,
-            "accelerator": LazyAccelerator(),
+            "accelerator": AcceleratorProxy(),
         },
         interactive=False,
     )

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from nbdist.errors import OptionError
-from nbdist.parallel.blocks import Blocks
+from nbdist.parallel.blocks import BlockList
 from nbdist.parallel.cp.attention import is_split, same_attention
 from nbdist.parallel.sdpa import with_backend
 
@@ -39,7 +39,7 @@ _KEPT = frozenset(
 )
 
 
-def chosen(how: str, blocks: Blocks) -> tuple[torch.nn.Module, ...]:
+def blocks_to_checkpoint(how: str, blocks: BlockList) -> tuple[torch.nn.Module, ...]:
     """The blocks that are computed again: all, or with a number k the k-th, 2k-th and so on.
 
     A block that stands in the list several times counts at its first place.
@@ -54,7 +54,7 @@ def chosen(how: str, blocks: Blocks) -> tuple[torch.nn.Module, ...]:
     if not 1 <= every <= len(modules):
         raise OptionError(
             f"--checkpoint {how}: {blocks.name or 'the model'} has {len(modules)} blocks, so none "
-            f"would be computed again. Use a number from 1 to {len(modules)}, full or selective."
+            f"would be recomputed. Use a number from 1 to {len(modules)}, full or selective."
         )
     return modules[every - 1 :: every]
 
@@ -69,11 +69,11 @@ def checkpoint_block(block: torch.nn.Module, how: str, sdpa: str) -> None:
     """
     run = block.forward
     # No closure: copy.deepcopy makes a partial's bound method one of the copy.
-    again: Any = functools.partial(_checkpointed, run, how == "selective", sdpa)
+    again: Any = functools.partial(_run_checkpointed, run, how == "selective", sdpa)
     block.forward = functools.update_wrapper(again, run)
 
 
-def _checkpointed(
+def _run_checkpointed(
     run: Callable[..., Any], is_selective: bool, sdpa: str, *args: Any, **kwargs: Any
 ) -> Any:
     if not torch.is_grad_enabled():
@@ -125,7 +125,9 @@ def _without_caches(
         return args, kwargs
     kinds = (library.Cache,)
 
-    def kept(value: Any) -> Any:
+    def without_cache(value: Any) -> Any:
         return None if isinstance(value, kinds) else value
 
-    return tuple(kept(value) for value in args), {key: kept(v) for key, v in kwargs.items()}
+    return tuple(without_cache(value) for value in args), {
+        key: without_cache(v) for key, v in kwargs.items()
+    }

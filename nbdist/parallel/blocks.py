@@ -15,7 +15,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockList:
     """The list of blocks of a model.
 
     Attributes:
@@ -33,7 +33,7 @@ class Blocks:
         return f"{self.name}.{index}" if self.name else str(index)
 
 
-def find_blocks(model: torch.nn.Module, name: str = "") -> Blocks:
+def find_blocks(model: torch.nn.Module, name: str = "") -> BlockList:
     """The list with most parameters of those that hold two or more modules of one class.
 
     Depends on shapes alone: equal on all ranks, and for parameters that are split or on meta.
@@ -47,30 +47,30 @@ def find_blocks(model: torch.nn.Module, name: str = "") -> Blocks:
         OptionError: There is no such list, or several are the largest. Lists the candidates.
     """
     if name:
-        return _named(model, name)
-    found = sorted(candidates(model), key=_size, reverse=True)
-    if not found:
+        return _find_named(model, name)
+    ranked = sorted(candidates(model), key=_size, reverse=True)
+    if not ranked:
         raise OptionError(
             f"{type(model).__name__} has no list of blocks: no ModuleList or Sequential in it "
             "holds two or more modules of one class with parameters. Name a list that holds "
             f"its layers with --blocks NAME. {_lists(model)}"
         )
-    largest = [blocks for blocks in found if _size(blocks) == _size(found[0])]
+    largest = [blocks for blocks in ranked if _size(blocks) == _size(ranked[0])]
     if len(largest) > 1:
         raise OptionError(
             f"{type(model).__name__} has {len(largest)} lists of blocks with "
-            f"{_size(found[0]):,} parameters each. Choose one of them with --blocks NAME: "
-            f"{', '.join(_shown(blocks) for blocks in largest)}"
+            f"{_size(ranked[0]):,} parameters each. Choose one of them with --blocks NAME: "
+            f"{', '.join(_describe(blocks) for blocks in largest)}"
         )
-    return found[0]
+    return ranked[0]
 
 
-def candidates(model: torch.nn.Module) -> tuple[Blocks, ...]:
+def candidates(model: torch.nn.Module) -> tuple[BlockList, ...]:
     """The lists that can be a model's blocks, in the model's order."""
     return tuple(blocks for blocks in _all(model) if _are_alike(blocks.modules))
 
 
-def _named(model: torch.nn.Module, name: str) -> Blocks:
+def _find_named(model: torch.nn.Module, name: str) -> BlockList:
     wanted = "" if name == ITSELF else name
     for blocks in _all(model):
         if blocks.name == wanted:
@@ -81,10 +81,10 @@ def _named(model: torch.nn.Module, name: str) -> Blocks:
     )
 
 
-def _all(model: torch.nn.Module) -> Iterator[Blocks]:
+def _all(model: torch.nn.Module) -> Iterator[BlockList]:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) and len(module):
-            yield Blocks(name, module, tuple(module))
+            yield BlockList(name, module, tuple(module))
 
 
 def _are_alike(modules: tuple[torch.nn.Module, ...]) -> bool:
@@ -98,19 +98,19 @@ def _are_alike(modules: tuple[torch.nn.Module, ...]) -> bool:
     )
 
 
-def _size(blocks: Blocks) -> int:
+def _size(blocks: BlockList) -> int:
     return sum(parameter.numel() for parameter in blocks.container.parameters())
 
 
 def _lists(model: torch.nn.Module) -> str:
-    shown = [_shown(blocks) for blocks in _all(model)]
+    shown = [_describe(blocks) for blocks in _all(model)]
     if not shown:
         return "It has no lists at all."
     more = f", and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return f"Its lists: {', '.join(shown[:_SHOWN])}{more}"
 
 
-def _shown(blocks: Blocks) -> str:
+def _describe(blocks: BlockList) -> str:
     classes = list(dict.fromkeys(type(module).__name__ for module in blocks.modules))
     kinds = classes[0] if len(classes) == 1 else f"{classes[0]} and others"
     return f"{blocks.name or ITSELF} ({len(blocks.modules)} x {kinds})"

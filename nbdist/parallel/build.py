@@ -49,7 +49,7 @@ class Built:
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     index: dict[int, str] = field(default_factory=dict)
     outer: torch.nn.Module | None = None
-    changes: list[module_patches.Change] = field(default_factory=list)
+    changes: list[module_patches.ModuleChange] = field(default_factory=list)
 
     def side(self, name: str) -> Placement:
         """How a parameter or buffer lies."""
@@ -58,7 +58,7 @@ class Built:
     @property
     def title(self) -> str:
         """The model's class, which a strategy may have replaced."""
-        kinds = [one.kind for one in self.changes if one.module is self.job.base]
+        kinds = [change.kind for change in self.changes if change.module is self.job.base]
         return (kinds or [type(self.job.base)])[0].__name__
 
 
@@ -73,22 +73,24 @@ def plan(job: ModelBuild, own_steps: Sequence[Transform] | None = None) -> Built
         OptionError: The model does not allow it; or a parameter has no values or no shape yet.
     """
     _refuse_lazy(job.base)
-    todo = transforms.steps_for(job.choice) if own_steps is None else tuple(own_steps)
-    names, found = names_of(job.base), tensors_of(job.base)
-    layouts = {name: TensorLayout(tuple(found[name].shape)) for name in names}
-    for step in todo:
+    steps = transforms.steps_for(job.choice) if own_steps is None else tuple(own_steps)
+    names, tensors = names_of(job.base), tensors_of(job.base)
+    layouts = {name: TensorLayout(tuple(tensors[name].shape)) for name in names}
+    for step in steps:
         layouts = step.plan(job, layouts)
     assert layouts.keys() == names.keys(), layouts.keys() ^ names.keys()
-    own = tuple(name for name in names if isinstance(found[name], torch.nn.Parameter))
-    return Built(job, todo, layouts, names, own)
+    parameter_names = tuple(name for name in names if isinstance(tensors[name], torch.nn.Parameter))
+    return Built(job, steps, layouts, names, parameter_names)
 
 
 def commit(
-    built: Built, local: Mapping[str, torch.Tensor], before: Iterable[module_patches.Change] = ()
+    built: Built,
+    local: Mapping[str, torch.Tensor],
+    before: Iterable[module_patches.ModuleChange] = (),
 ) -> torch.nn.Module:
     """Lay the model out and fill it with values. This rank alone; what is returned is called.
 
-    A failure leaves the model half changed: `undo.photograph` before, and `undo.restore`.
+    A failure leaves the model half changed: `snapshot_modules` before, and `restore` after it.
 
     Args:
         built: From `plan`.
@@ -100,7 +102,7 @@ def commit(
     module_patches.revert(before)
     job.root = job.base
     old = _to_meta(built)
-    photos = module_patches.snapshot_modules(job.base)
+    snapshots = module_patches.snapshot_modules(job.base)
     for step in built.steps:
         step.lay_out(job)
     _fill(built, local, old)
@@ -108,7 +110,7 @@ def commit(
     for step in built.steps:
         outer = step.wrap(job, outer)
     built.outer = outer
-    built.changes = module_patches.diff(photos)
+    built.changes = module_patches.diff(snapshots)
     return outer
 
 
@@ -119,7 +121,7 @@ def build(
 ) -> torch.nn.Module:
     """Put a model under its strategy and return what is called. This rank alone.
 
-    For tests of steps: every rank has all values, where `live.prepare_model` sends them.
+    For tests of steps: every rank has all values, where `prepare.prepare_model` sends them.
 
     Args:
         job: The model.
@@ -127,10 +129,10 @@ def build(
         own_steps: Instead of the choice's.
     """
     built = plan(job, own_steps)
-    found = {**tensors_of(job.base), **values}
+    tensors = {**tensors_of(job.base), **values}
     local = {}
     for name, layout in built.layouts.items():
-        part = part_of(found[name].detach(), layout, job.grid.degrees, job.grid.rank)
+        part = part_of(tensors[name].detach(), layout, job.grid.degrees, job.grid.rank)
         if part is not None:
             local[name] = part.to(job.device, copy=True)
     return commit(built, local)
@@ -143,23 +145,23 @@ def bare(built: Built) -> Iterator[None]:
     Plans look at classes, attributes and shapes, and a strategy changes these.
     """
     with interrupts_held():
-        photos = module_patches.snapshot_modules(built.job.base)
+        snapshots = module_patches.snapshot_modules(built.job.base)
         try:
             module_patches.revert(built.changes)
             _to_meta(built)
             yield
         finally:
-            module_patches.restore(photos)
+            module_patches.restore(snapshots)
 
 
 def part_of(
     whole: torch.Tensor, layout: TensorLayout, degrees: Degrees, rank: int
 ) -> torch.Tensor | None:
     """What a rank holds of a whole tensor; None for nothing."""
-    own = local_runs(layout, degrees, rank)
-    if own is None:
+    runs = local_runs(layout, degrees, rank)
+    if runs is None:
         return None
-    for dim, pieces in enumerate(own):
+    for dim, pieces in enumerate(runs):
         parts = [whole.narrow(dim, start, length) for start, length in pieces]
         whole = torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
     return whole.contiguous()
@@ -167,11 +169,11 @@ def part_of(
 
 def names_of(base: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     """First name -> all names of each parameter and buffer; several where tied."""
-    found: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for named in (base.named_parameters, base.named_buffers):
         for name, tensor in named(remove_duplicate=False):
-            found.setdefault(id(tensor), []).append(own_name(name))
-    return {names[0]: tuple(names) for names in found.values()}
+            names_by_id.setdefault(id(tensor), []).append(own_name(name))
+    return {names[0]: tuple(names) for names in names_by_id.values()}
 
 
 def firsts_of(base: torch.nn.Module) -> dict[str, str]:
@@ -211,31 +213,31 @@ def _refuse_lazy(base: torch.nn.Module) -> None:
 
 def _to_meta(built: Built) -> dict[str, torch.Tensor]:
     """Put a meta parameter of the whole shape in every parameter's place; what was there."""
-    found = tensors_of(built.job.base)
+    tensors = tensors_of(built.job.base)
     old = {}
     for name, names in built.names.items():
-        tensor = old[name] = found[name]
+        tensor = old[name] = tensors[name]
         if not isinstance(tensor, torch.nn.Parameter):
             continue
         empty = torch.empty(built.layouts[name].shape, dtype=tensor.dtype, device="meta")
         fresh = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        for one in names:
-            _set(built.job.base, one, fresh)
+        for alias in names:
+            _set(built.job.base, alias, fresh)
     return old
 
 
 def _fill(built: Built, local: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> None:
-    found = tensors_of(built.job.base)
+    tensors = tensors_of(built.job.base)
     replaced: dict[int, torch.Tensor] = {}
     for name, names in built.names.items():
-        fresh = _filled(built, name, found[name], local.get(name))
+        fresh = _fill_tensor(built, name, tensors[name], local.get(name))
         if isinstance(fresh, torch.nn.Parameter):
             _keep_attributes(old[name], fresh)
             built.parameters[name] = fresh
             built.index[id(fresh)] = name
-        for one in names:
-            replaced[id(found[one])] = fresh
-            _set(built.job.base, one, fresh)
+        for alias in names:
+            replaced[id(tensors[alias])] = fresh
+            _set(built.job.base, alias, fresh)
     # The modules on a stage's path have dicts of their own.
     for module in built.job.root.modules():
         tables: tuple[Any, ...] = (module._parameters, module._buffers)  # noqa: SLF001
@@ -245,7 +247,7 @@ def _fill(built: Built, local: Mapping[str, torch.Tensor], old: Mapping[str, tor
                     table[leaf] = replaced[id(tensor)]
 
 
-def _filled(
+def _fill_tensor(
     built: Built, name: str, shell: torch.Tensor, part: torch.Tensor | None
 ) -> torch.Tensor:
     """What stands in the model from now on: with this rank's values, or on meta without."""
@@ -267,8 +269,8 @@ def _filled(
 
 def _keep_attributes(old: torch.Tensor, fresh: torch.Tensor) -> None:
     """Carry over what was set on a parameter: libraries and users mark them so."""
-    own = {key: value for key, value in vars(old).items() if key not in _TORCHS_OWN}
-    vars(fresh).update(own)
+    attributes = {key: value for key, value in vars(old).items() if key not in _TORCHS_OWN}
+    vars(fresh).update(attributes)
 
 
 # What torch itself sets on a parameter that is a subclass of Tensor.

@@ -29,7 +29,7 @@ _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Outcome:
     """One rank's result, or why it has none."""
 
     value: Any = None
@@ -53,19 +53,21 @@ def all_or_none(what: str, function: Callable[[], T]) -> list[T]:
         BaseException: What the function raised on this rank, an interrupt too.
         NbdistError: It failed on other ranks only; says what was tried, where, and why.
     """
-    told, error = _Told(), None
+    own_outcome, error = _Outcome(), None
     try:
-        told = _Told(function())
+        own_outcome = _Outcome(function())
     except BaseException as caught:  # noqa: BLE001  # raised below, once the others know
-        error, told = caught, _Told(failure=one_line(caught))
-    everyone = all_gather_object(told)
+        error, own_outcome = caught, _Outcome(failure=one_line(caught))
+    outcomes = all_gather_object(own_outcome)
     if error is not None:
         raise error
-    raise_failures(what, {rank: one.failure for rank, one in enumerate(everyone) if one.failure})
-    return [one.value for one in everyone]
+    raise_failures(
+        what, {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure}
+    )
+    return [outcome.value for outcome in outcomes]
 
 
-def all_gather_object(own: T) -> list[T]:
+def all_gather_object(obj: T) -> list[T]:
     """Every rank's object, in order. Collective: every rank.
 
     torch's all_gather_object asks for the lengths first, in a call of its own, and most of what a
@@ -73,16 +75,16 @@ def all_gather_object(own: T) -> list[T]:
     their lengths; where one is longer, all are sent again with as much room as it needs.
 
     Args:
-        own: This rank's; can be pickled.
+        obj: This rank's; can be pickled.
     """
     size = world_size()
     if size == 1:
-        return [own]
+        return [obj]
     if "cpu:gloo" not in str(dist.get_backend_config()):
-        everyone = [own] * size
-        dist.all_gather_object(everyone, own)
-        return everyone
-    data = pickle.dumps(own)
+        gathered = [obj] * size
+        dist.all_gather_object(gathered, obj)
+        return gathered
+    data = pickle.dumps(obj)
     room = min(_SLOT_BYTES, _ROUND_BYTES // size)
     slots = _slots(data, room)
     longest = max(length for length, _ in slots)

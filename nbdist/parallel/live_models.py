@@ -28,7 +28,7 @@ from nbdist.rpc.wire import CELL_FOR_ALL
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class NamedModel:
     """A model whose gradients ranks combine.
 
     Attributes:
@@ -56,19 +56,19 @@ class _State:
 _state = _State()
 
 
-def find() -> tuple[Model, ...]:
+def find() -> tuple[NamedModel, ...]:
     """Every live DDP and FSDP2 model of this process, and every one that is split, by name."""
-    found = _find()
-    if all(one.is_named for one in found):
-        return found
+    models = _find()
+    if all(model.is_named for model in models):
+        return models
     # A cell that was run again leaves models that hold themselves in circles, and Python lets
     # go of them on each rank at another time: ranks would compare different ones.
-    del found
+    del models
     gc.collect()
     return _find()
 
 
-def _find() -> tuple[Model, ...]:
+def _find() -> tuple[NamedModel, ...]:
     modules = [m for m in live(DistributedDataParallel, FSDPModule) if not is_retired(m)]
     # One without a reducer comes from a constructor that has failed: the error holds it.
     ddps = [
@@ -79,10 +79,12 @@ def _find() -> tuple[Model, ...]:
     outermost = [*split, *shards]
     inner = {id(child) for m in outermost for child in m.modules() if child is not m}
     roots = {id(m): m for m in outermost if id(m) not in inner}
-    found = [(m, False) for m in ddps] + [(m, True) for m in roots.values()]
-    known = variables()
-    titles = names([module for module, _ in found], known)
-    models = [Model(titles[id(m)], m, sharded, id(m) in known) for m, sharded in found]
+    pairs = [(m, False) for m in ddps] + [(m, True) for m in roots.values()]
+    variable_names = variables()
+    titles = names([module for module, _ in pairs], variable_names)
+    models = [
+        NamedModel(titles[id(m)], m, sharded, id(m) in variable_names) for m, sharded in pairs
+    ]
     return tuple(sorted(models, key=lambda model: model.name))
 
 
@@ -90,46 +92,54 @@ def _split(replicated: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     """What is called of prepared models of which each rank has a part: under fsdp, tp, pp."""
     with_reducer = {id(module) for module in replicated}
     return [
-        one.outer
-        for one in registry.prepared()
-        if one.degrees.product > 1
-        and not any(id(module) in with_reducer for module in one.outer.modules())
+        model.outer
+        for model in registry.prepared()
+        if model.degrees.product > 1
+        and not any(id(module) in with_reducer for module in model.outer.modules())
     ]
 
 
-def optimizers(model: Model) -> tuple[tuple[str, Optimizer], ...]:
+def optimizers(model: NamedModel) -> tuple[tuple[str, Optimizer], ...]:
     """The optimizers that step this model's parameters, with their names, by name."""
-    own = {id(p) for p in model.module.parameters()}
-    found = [
-        one
-        for one in live_optimizers()
-        if any(id(p) in own for group in one.param_groups for p in group["params"])
+    parameter_ids = {id(p) for p in model.module.parameters()}
+    matching = [
+        optimizer
+        for optimizer in live_optimizers()
+        if any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"])
     ]
-    titles = names(found)
-    return tuple(sorted(((titles[id(one)], one) for one in found), key=lambda pair: pair[0]))
+    titles = names(matching)
+    return tuple(
+        sorted(
+            ((titles[id(optimizer)], optimizer) for optimizer in matching), key=lambda pair: pair[0]
+        )
+    )
 
 
 def live_optimizers() -> list[Optimizer]:
     """Every optimizer of this process; Accelerate's wrapper is one too, and does not count."""
     return [
-        one
-        for one in live(Optimizer)
-        if not isinstance(getattr(one, "optimizer", None), Optimizer)
-        and hasattr(one, "param_groups")
+        optimizer
+        for optimizer in live(Optimizer)
+        if not isinstance(getattr(optimizer, "optimizer", None), Optimizer)
+        and hasattr(optimizer, "param_groups")
     ]
 
 
 def schedulers(optimizer: Optimizer) -> tuple[LRScheduler, ...]:
     """The learning rate schedulers of an optimizer, by class."""
-    own = [one for one in live(LRScheduler) if getattr(one, "optimizer", None) is optimizer]
-    return tuple(sorted(own, key=lambda one: type(one).__name__))
+    matching = [
+        scheduler
+        for scheduler in live(LRScheduler)
+        if getattr(scheduler, "optimizer", None) is optimizer
+    ]
+    return tuple(sorted(matching, key=lambda scheduler: type(scheduler).__name__))
 
 
 def catching_up(is_on: bool) -> None:
     """Let this rank alone build the models that the others have: DDP then sends nothing.
 
     Except in a cell that all ranks run: there they build it together. It ends with
-    `sync.sync_model`.
+    `sync_model`.
     """
     if not _state.is_installed:
         _state.is_installed = True
@@ -195,8 +205,8 @@ def _refuse_alone(*_: Any) -> None:
     """
     if _state.is_catching_up and _runs_on_all():
         raise NbdistError(
-            "this rank's model was built alone, after a restart, and has not got the others' "
-            "values: %dist_sync_model sends them"
+            "this rank built its model alone, after a restart, and does not have the other ranks' "
+            "values yet. Run %dist_sync_model to copy them"
         )
 
 
@@ -225,24 +235,26 @@ def live(*kinds: type) -> Iterator[Any]:
     return itertools.compress(objects, is_wanted)
 
 
-def names(objects: Iterable[Any], known: Mapping[int, str] | None = None) -> dict[int, str]:
+def names(
+    objects: Iterable[Any], variable_names: Mapping[int, str] | None = None
+) -> dict[int, str]:
     """Name each object, by id; no two names are equal.
 
     Args:
         objects: What is named.
-        known: `variables`, where it is there already.
+        variable_names: `variables`, where it is there already.
     """
-    given: dict[int, str] = {}
-    taken: set[str] = set()
-    known = variables() if known is None else known
-    for one in objects:
-        base = known.get(id(one)) or type(getattr(one, "module", one)).__name__
+    titles: dict[int, str] = {}
+    used: set[str] = set()
+    variable_names = variables() if variable_names is None else variable_names
+    for obj in objects:
+        base = variable_names.get(id(obj)) or type(getattr(obj, "module", obj)).__name__
         name, number = base, 2
-        while name in taken:
+        while name in used:
             name, number = f"{base}_{number}", number + 1
-        taken.add(name)
-        given[id(one)] = name
-    return given
+        used.add(name)
+        titles[id(obj)] = name
+    return titles
 
 
 def variables() -> dict[int, str]:

@@ -13,7 +13,7 @@ from nbdist.strategy.choice import AXES, Degrees, Strategy
 
 @dataclass(slots=True)
 class ParallelMesh:
-    """A mesh of all ranks. Made by `make_grid`.
+    """A mesh of all ranks. Made by `build_mesh`.
 
     Attributes:
         degrees: How many ranks lie along each axis.
@@ -56,19 +56,19 @@ class ParallelMesh:
     def _make_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         assert self.mesh is not None
         if len(axes) == 1:
-            own: dist.ProcessGroup | None = self.mesh[axes[0]].get_group()
-            assert own is not None
-            return own
+            own_group: dist.ProcessGroup | None = self.mesh[axes[0]].get_group()
+            assert own_group is not None
+            return own_group
         if self.size(*axes) == dist.get_world_size():
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        own = None
+        own_group = None
         for ranks in groups_along(self.degrees, axes):
             group = dist.new_group(ranks)
             if self.rank in ranks:
-                own = group
-        assert own is not None
-        return own
+                own_group = group
+        assert own_group is not None
+        return own_group
 
 
 def build_mesh(choice: Strategy, device_type: str) -> ParallelMesh:
@@ -87,8 +87,8 @@ def groups_along(degrees: Degrees, axes: tuple[str, ...]) -> list[list[int]]:
     """All ranks, in lists of those that differ in these axes only."""
 
     def others(rank: int) -> tuple[int, ...]:
-        place = degrees.coordinate(rank)
-        return tuple(getattr(place, axis) for axis in AXES if axis not in axes)
+        coordinate = degrees.coordinate(rank)
+        return tuple(getattr(coordinate, axis) for axis in AXES if axis not in axes)
 
     ranks = sorted(range(degrees.product), key=lambda rank: (others(rank), rank))
     return [list(members) for _, members in itertools.groupby(ranks, key=others)]

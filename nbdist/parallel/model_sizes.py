@@ -11,7 +11,7 @@ from nbdist.parallel.registry import prepared
 from nbdist.parallel.reshard.rebind import names_for
 
 # Models that no variable holds, and that live all the same: an object of the user's has them.
-_kept: weakref.WeakSet[Prepared] = weakref.WeakSet()
+_held_by_objects: weakref.WeakSet[Prepared] = weakref.WeakSet()
 
 
 def sizes() -> tuple[tuple[str, int, int], ...]:
@@ -19,14 +19,14 @@ def sizes() -> tuple[tuple[str, int, int], ...]:
 
     Tied parameters count once. Meets no rank.
     """
-    if any(one not in _kept and not names_for(one.outer) for one in prepared()):
+    if any(model not in _held_by_objects and not names_for(model.outer) for model in prepared()):
         gc.collect()  # a cell that was run again leaves models that hold themselves in circles
-        _kept.update(one for one in prepared() if not names_for(one.outer))
-    return tuple(_size(one) for one in prepared())
+        _held_by_objects.update(model for model in prepared() if not names_for(model.outer))
+    return tuple(_size(model) for model in prepared())
 
 
-def _size(one: Prepared) -> tuple[str, int, int]:
-    counts = {n: math.prod(one.layouts[n].shape) for n in one.built.parameter_names}
-    held_bytes = sum(count * one.parameters[n].element_size() for n, count in counts.items())
-    name = next(iter(names_for(one.outer)), one.built.title)
+def _size(model: Prepared) -> tuple[str, int, int]:
+    counts = {n: math.prod(model.layouts[n].shape) for n in model.built.parameter_names}
+    held_bytes = sum(count * model.parameters[n].element_size() for n, count in counts.items())
+    name = next(iter(names_for(model.outer)), model.built.title)
     return name, sum(counts.values()), held_bytes

@@ -49,7 +49,7 @@ class ModuleSnapshot:
 
 
 @dataclass(slots=True)
-class Change:
+class ModuleChange:
     """What steps did to one module: (key -> what was there, what they put there).
 
     Attributes:
@@ -81,59 +81,59 @@ def snapshot_modules(base: torch.nn.Module) -> list[ModuleSnapshot]:
     ]
 
 
-def restore(photos: Iterable[ModuleSnapshot]) -> None:
+def restore(snapshots: Iterable[ModuleSnapshot]) -> None:
     """Make modules exactly what they were. Tables stay the same dicts, which handles refer to."""
     states = _shard_states()
-    for photo in photos:
-        module: Any = photo.module
-        module.__class__ = photo.kind
-        own = vars(module)
-        own.clear()
-        own.update(photo.attributes)
-        for key, table in photo.tables.items():
-            own[key].clear()
-            own[key].update(table)
-        for key, items in photo.lists.items():
-            own[key][:] = items
-        _set_shard_state(states, module, photo.shard_state)
+    for snapshot in snapshots:
+        module: Any = snapshot.module
+        module.__class__ = snapshot.kind
+        attributes = vars(module)
+        attributes.clear()
+        attributes.update(snapshot.attributes)
+        for key, table in snapshot.tables.items():
+            attributes[key].clear()
+            attributes[key].update(table)
+        for key, items in snapshot.lists.items():
+            attributes[key][:] = items
+        _set_shard_state(states, module, snapshot.shard_state)
 
 
-def diff(photos: Iterable[ModuleSnapshot]) -> list[Change]:
-    """What differs since the photos, for each module. Parameters and buffers do not count."""
-    found = []
-    for photo in photos:
-        module = photo.module
-        own = vars(module)
-        tables = {key: _difference(photo.tables[key], own[key]) for key in _TABLES}
-        change = Change(
+def diff(snapshots: Iterable[ModuleSnapshot]) -> list[ModuleChange]:
+    """What differs since the snapshots, for each module. Parameters and buffers do not count."""
+    changes = []
+    for snapshot in snapshots:
+        module = snapshot.module
+        attributes = vars(module)
+        tables = {key: _difference(snapshot.tables[key], attributes[key]) for key in _TABLES}
+        change = ModuleChange(
             module,
-            photo.kind,
+            snapshot.kind,
             {
                 key: pair
-                for key, pair in _difference(photo.attributes, own).items()
+                for key, pair in _difference(snapshot.attributes, attributes).items()
                 if key not in (*_TABLES, *_VALUES)
             },
             {key: table for key, table in tables.items() if table},
         )
-        found.append(change)
-    return found
+        changes.append(change)
+    return changes
 
 
-def revert(done: Iterable[Change]) -> None:
+def revert(changes: Iterable[ModuleChange]) -> None:
     """Undo changes, wherever there still is what the steps had put there."""
     states = _shard_states()
-    for change in done:
+    for change in changes:
         module: Any = change.module
         module.__class__ = change.kind
-        own = vars(module)
-        _undo(own, change.attributes)
+        attributes = vars(module)
+        _undo(attributes, change.attributes)
         for key in _TABLES:
-            _undo(own[key], change.tables.get(key, {}))
-            for late in [k for k, hook in own[key].items() if _is_late(hook)]:
-                _drop_hook(own, late)
+            _undo(attributes[key], change.tables.get(key, {}))
+            for late in [k for k, hook in attributes[key].items() if _is_late(hook)]:
+                _drop_hook(attributes, late)
         _set_shard_state(states, module, None)
         for key in _registry_keys():
-            own.pop(key, None)
+            attributes.pop(key, None)
 
 
 def _difference(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, tuple[Any, Any]]:
@@ -152,11 +152,11 @@ def _undo(table: dict[Any, Any], pairs: dict[Any, tuple[Any, Any]]) -> None:
             table[key] = old
 
 
-def _drop_hook(own: dict[str, Any], number: Any) -> None:
+def _drop_hook(attributes: dict[str, Any], number: Any) -> None:
     """Remove a hook wherever its number stands: some tables only say how others are called."""
     for key in _TABLES:
         if key != "_modules":
-            own[key].pop(number, None)
+            attributes[key].pop(number, None)
 
 
 def _is_late(hook: Any) -> bool:

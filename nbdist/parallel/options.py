@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.activation_checkpointing import checkpoint_block, chosen
-from nbdist.parallel.blocks import Blocks, candidates, find_blocks
+from nbdist.parallel.activation_checkpointing import blocks_to_checkpoint, checkpoint_block
+from nbdist.parallel.blocks import BlockList, candidates, find_blocks
 from nbdist.parallel.sdpa import choose_backend, refuse_backend
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 
@@ -24,7 +24,7 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     options = job.choice.options
     refuse_backend(job)
     if options.checkpoint:
-        chosen(options.checkpoint, _blocks(job, f"--checkpoint {options.checkpoint}"))
+        blocks_to_checkpoint(options.checkpoint, _blocks(job, f"--checkpoint {options.checkpoint}"))
     if options.is_compiled:
         _blocks(job, "--compile")
         _refuse_without_compiler(job.device)
@@ -41,7 +41,7 @@ def _lay_out(job: ModelBuild) -> None:
     present = set(job.root.modules())
     if options.checkpoint:
         blocks = find_blocks(job.base, options.blocks)
-        for block in chosen(options.checkpoint, blocks):
+        for block in blocks_to_checkpoint(options.checkpoint, blocks):
             if block in present:
                 checkpoint_block(block, options.checkpoint, options.sdpa)
     if options.is_compiled:
@@ -53,7 +53,7 @@ def _lay_out(job: ModelBuild) -> None:
         choose_backend(job.root, options.sdpa, is_checked=not options.is_compiled)
 
 
-def _blocks(job: ModelBuild, what: str) -> Blocks:
+def _blocks(job: ModelBuild, what: str) -> BlockList:
     if not job.choice.options.blocks and not candidates(job.base):
         try:
             return find_blocks(job.base)
@@ -107,8 +107,8 @@ def refuse_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> None
         )
     if any(group["differentiable"] for group in optimizer.param_groups):
         raise OptionError(
-            f"--fused: this {name} was made with differentiable=True, which a fused step cannot "
-            "be. Leave one of the two out."
+            f"--fused: this {name} was made with differentiable=True, which a fused step does "
+            "not support. Leave one of the two out."
         )
 
 

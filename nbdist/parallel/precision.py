@@ -26,7 +26,7 @@ def note(mixed_precision: str) -> None:
     _of_accelerator = mixed_precision if mixed_precision in DTYPES else "fp32"
 
 
-def filled(choice: Strategy) -> Strategy:
+def with_accelerator_precision(choice: Strategy) -> Strategy:
     """The choice with the Accelerator's precision, unless its own options name one."""
     if choice.options.precision != "fp32" or _of_accelerator == "fp32":
         return choice
@@ -60,12 +60,12 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     if dtype is not None:
         run = job.root.forward
         # No closure: copy.deepcopy makes a partial's bound method one of the copy.
-        lower: Any = functools.partial(_lowered, run, job.device.type, dtype)
+        lower: Any = functools.partial(_run_in_autocast, run, job.device.type, dtype)
         job.root.forward = functools.update_wrapper(lower, run)
     return outer
 
 
-def _lowered(
+def _run_in_autocast(
     run: Callable[..., Any], device_type: str, dtype: torch.dtype, *args: Any, **kwargs: Any
 ) -> Any:
     with torch.autocast(device_type, dtype=dtype):

@@ -53,9 +53,9 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
         OptionError: The strategy does not go with the model.
         NbdistError: Ranks' models differ, or it failed on another rank. Nothing was changed.
     """
-    known = prepared_of(model)
-    if known is not None:
-        return known.outer
+    existing = prepared_of(model)
+    if existing is not None:
+        return existing.outer
     choice = current()
     with same_random():
         if live_models.is_alone():
@@ -65,8 +65,8 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
         job = ModelBuild(model, choice, grid_for(choice), device(), accelerator=accelerator)
         what = f"Preparing {type(model).__name__}"
         planned: list[build.Built] = []
-        told = all_or_none(what, lambda: _sketch(planned, job))
-        agree_on_numbers(all_or_none(what, lambda: _compare(told)))
+        sketches = all_or_none(what, lambda: _sketch(planned, job))
+        agree_on_numbers(all_or_none(what, lambda: _compare(sketches)))
         events.preparing(type(model).__name__, build.tensors_of(model).values())
         local = _first_values(planned[0])
         return _commit(planned[0], local)
@@ -88,9 +88,9 @@ def bind(optimizer: Optimizer) -> None:
     if "zero1" in steps_of(current()):
         zero1.check(optimizer)
     before, after = {}, {}
-    for key, (one, name, parameter) in names.items():
-        if parameter is not one.parameters[name]:
-            before[key], after[key] = parameter, one.parameters[name]
+    for key, (model, name, parameter) in names.items():
+        if parameter is not model.parameters[name]:
+            before[key], after[key] = parameter, model.parameters[name]
     if before:
         new = {key: state_side(names[key][0].built, names[key][1]) for key in before}
         old = {key: names[key][0].whole(names[key][1]) for key in before}
@@ -103,81 +103,86 @@ def bind(optimizer: Optimizer) -> None:
 def replace_parameters(optimizer: Optimizer, fresh: Mapping[int, torch.Tensor]) -> None:
     """Put parameters in others' places (by id), in the lists that there are."""
     for group in optimizer.param_groups:
-        own = group["params"]
-        own[:] = [fresh.get(id(parameter), parameter) for parameter in own]
+        parameters = group["params"]
+        parameters[:] = [fresh.get(id(parameter), parameter) for parameter in parameters]
 
 
-def attach_steps(optimizer: Optimizer, known: list[Prepared]) -> None:
+def attach_steps(optimizer: Optimizer, models: list[Prepared]) -> None:
     """Add to an optimizer's step what the strategy needs, in place of what it has. This rank."""
-    own = bound(optimizer)
-    if own.detach is not None:
-        own.detach()
-        own.detach = None
+    binding = bound(optimizer)
+    if binding.detach is not None:
+        binding.detach()
+        binding.detach = None
     if "zero1" in steps_of(current()):
         owners = {
-            id(one.parameters[name]): owner
-            for one in known
-            for name, owner in owner_names(one.built).items()
+            id(model.parameters[name]): owner
+            for model in models
+            for name, owner in owner_names(model.built).items()
         }
-        own.detach = zero1.attach(optimizer, owners, grid().group("dp_replicate"))
+        binding.detach = zero1.attach(optimizer, owners, grid().group("dp_replicate"))
 
 
 def _sketch(planned: list[build.Built], job: ModelBuild) -> list[tuple[str, tuple[int, ...], str]]:
     """Plan, and say what all ranks' models must have alike."""
-    found = build.tensors_of(job.base)
-    lacking = [name for name, tensor in found.items() if tensor.is_meta]
-    if lacking and job.grid.rank == 0:
+    tensors = build.tensors_of(job.base)
+    missing = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if missing and job.grid.rank == 0:
         raise OptionError(
-            f"{lacking[0]} is on the meta device and has no values ({len(lacking)} such tensors). "
+            f"{missing[0]} is on the meta device and has no values ({len(missing)} such tensors). "
             "Build the model on a real device, at least on rank 0, whose values all ranks get."
         )
     built = build.plan(job)
     planned.append(built)
-    return [(name, tuple(found[name].shape), str(found[name].dtype)) for name in built.names]
+    return [(name, tuple(tensors[name].shape), str(tensors[name].dtype)) for name in built.names]
 
 
-def _compare(told: list[list[tuple[str, tuple[int, ...], str]]]) -> int:
+def _compare(sketches: list[list[tuple[str, tuple[int, ...], str]]]) -> int:
     """Refuse ranks whose models differ; else how many numbers this rank has given."""
-    for rank, own in enumerate(told):
-        if own == told[0]:
+    for rank, sketch in enumerate(sketches):
+        if sketch == sketches[0]:
             continue
-        ours, theirs = dict.fromkeys(told[0]), dict.fromkeys(own)
+        ours, theirs = dict.fromkeys(sketches[0]), dict.fromkeys(sketch)
         odd = next(
-            iter([*(t for t in own if t not in ours), *(t for t in told[0] if t not in theirs)]),
+            iter(
+                [
+                    *(t for t in sketch if t not in ours),
+                    *(t for t in sketches[0] if t not in theirs),
+                ]
+            ),
             None,
         )
-        detail = f"{odd[0]} {odd[1]} is on one of them only" if odd else "in another order"
+        detail = f"{odd[0]} {odd[1]} is on only one of them" if odd else "the order differs"
         raise NbdistError(
-            f"The model of rank {rank} is another one than rank 0's: {detail}. Build the same "
-            "model on every rank."
+            f"The model of rank {rank} differs from rank 0's: {detail}. Build the same model on "
+            "every rank."
         )
     return last_number()
 
 
 def _first_values(built: build.Built) -> dict[str, torch.Tensor]:
     """This rank's part of rank 0's values. Collective."""
-    found = build.tensors_of(built.job.base)
+    tensors = build.tensors_of(built.job.base)
     degrees = built.job.grid.degrees
     moves: dict[bool, list[Reshard]] = {True: [], False: []}
-    held = {}
+    values = {}
     for name, layout in built.layouts.items():
-        tensor = found[name].detach()
+        tensor = tensors[name].detach()
         if built.job.grid.rank == 0:
-            held[name] = tensor
+            values[name] = tensor
         old = Placement(TensorLayout(layout.shape, ranks=frozenset({0})), Degrees())
-        is_parameter = isinstance(found[name], torch.nn.Parameter)
+        is_parameter = isinstance(tensors[name], torch.nn.Parameter)
         moves[is_parameter].append(Reshard(name, tensor.dtype, old, Placement(layout, degrees)))
     home = fsdp.parameter_device(built.job.choice, built.job.device)
     return {
-        **redistribute(moves[True], held, home),
-        **redistribute(moves[False], held, built.job.device),
+        **redistribute(moves[True], values, home),
+        **redistribute(moves[False], values, built.job.device),
     }
 
 
 def _own_values(built: build.Built) -> dict[str, torch.Tensor]:
     """This rank's own values, whole."""
-    found = build.tensors_of(built.job.base)
-    return {name: found[name].detach().to(built.job.device) for name in built.layouts}
+    tensors = build.tensors_of(built.job.base)
+    return {name: tensors[name].detach().to(built.job.device) for name in built.layouts}
 
 
 def _grid_alone(choice: Strategy) -> ParallelMesh:
@@ -188,9 +193,9 @@ def _grid_alone(choice: Strategy) -> ParallelMesh:
     """
     if choice.name not in ("single", "ddp") or not choice.degrees.dp == choice.degrees.product:
         raise OptionError(
-            f"This rank has replaced another and is not up to date, and under {choice.name} a "
-            "model is built by all ranks together. Run the cells that build it on all ranks again, "
-            "then load a saved state."
+            f"This rank replaced another and is not up to date, and under {choice.name} all ranks "
+            "build a model together. Run the cells that build it again on all ranks, then load a "
+            "saved state."
         )
     rank = dist.get_rank()
     alone = ParallelMesh(choice.degrees, rank, choice.degrees.coordinate(rank), None)
@@ -203,15 +208,15 @@ def _grid_alone(choice: Strategy) -> ParallelMesh:
 def _commit(built: build.Built, local: Mapping[str, torch.Tensor]) -> torch.nn.Module:
     """Change the model; as it was before where that fails. This rank alone."""
     base = built.job.base
-    photos = module_patches.snapshot_modules(base)
-    found = build.tensors_of(base)
-    old = {name: found[name] for name in built.names}
+    snapshots = module_patches.snapshot_modules(base)
+    tensors = build.tensors_of(base)
+    old = {name: tensors[name] for name in built.names}
     try:
         outer = build.commit(built, local)
     except BaseException:
-        module_patches.restore(photos)
+        module_patches.restore(snapshots)
         raise
-    one = Prepared(next_number(), built)
-    one.remember({name: t for name, t in old.items() if isinstance(t, torch.nn.Parameter)})
-    register(one)
+    model = Prepared(next_number(), built)
+    model.remember({name: t for name, t in old.items() if isinstance(t, torch.nn.Parameter)})
+    register(model)
     return outer

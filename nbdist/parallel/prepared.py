@@ -24,7 +24,7 @@ class Prepared:
     """A model under a strategy on this rank.
 
     Attributes:
-        number: The how manieth; the same on all ranks.
+        number: Counts models and optimizers; the same on all ranks.
         built: What was made of it.
         own_names: Variables that mean the user's module itself, where it has a wrapper.
         former: id -> (parameter that it had before, first name): optimizers may hold it.
@@ -42,7 +42,7 @@ class Prepared:
 
     @property
     def outer(self) -> torch.nn.Module:
-        """What the user calls."""
+        """What the user calls: `base` itself or the wrapper around it."""
         assert self.built.outer is not None
         return self.built.outer
 
@@ -72,7 +72,9 @@ class Prepared:
     def remember(self, old: dict[str, torch.Tensor]) -> None:
         """Note parameters that are replaced now, by first name."""
         self.former = {key: pair for key, pair in self.former.items() if pair[0]() is not None}
-        self.former |= {id(one): (weakref.ref(one), name) for name, one in old.items()}
+        self.former |= {
+            id(parameter): (weakref.ref(parameter), name) for name, parameter in old.items()
+        }
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The first name of a parameter, also of one that the model had before."""
@@ -99,13 +101,13 @@ def attach(prepared: Prepared) -> None:
 
 def attached(module: torch.nn.Module) -> Prepared | None:
     """What is known of a module or of the wrapper around it."""
-    seen: torch.nn.Module | None = module
-    while seen is not None:
-        found = vars(seen).get(_ATTRIBUTE)
+    candidate: torch.nn.Module | None = module
+    while candidate is not None:
+        prepared = vars(candidate).get(_ATTRIBUTE)
         # A copy of the instance's dict (copy.copy) has it too, and is not prepared.
-        if isinstance(found, Prepared) and seen is found.base:
-            return found
-        seen = _inside(seen)
+        if isinstance(prepared, Prepared) and candidate is prepared.base:
+            return prepared
+        candidate = _inside(candidate)
     return None
 
 

@@ -38,7 +38,7 @@ class Bound:
     """An optimizer whose parameters are those of prepared models.
 
     Attributes:
-        number: The how manieth; the same on all ranks.
+        number: Counts models and optimizers; the same on all ranks.
         detach: Ends what a strategy has added to its step.
     """
 
@@ -48,7 +48,7 @@ class Bound:
 
 @dataclass(slots=True)
 class _Live:
-    """What this rank remembers.
+    """The strategy of this rank, and all that was made under one.
 
     Attributes:
         choice: The strategy; None until one is chosen: the default counts.
@@ -96,14 +96,14 @@ def grid_for(choice: Strategy) -> ParallelMesh:
 
     Made anew on all ranks where one of them has not got it: it has replaced another.
     """
-    known = _live.grids.get(_key(choice))
-    if all(all_or_none("Making the mesh", lambda: known is not None)):
-        assert known is not None
-        return known
+    cached = _live.grids.get(_key(choice))
+    if all(all_or_none("Making the mesh", lambda: cached is not None)):
+        assert cached is not None
+        return cached
     with same_random():
-        made = build_mesh(choice, device().type)
-    _live.grids[_key(choice)] = made
-    return made
+        mesh = build_mesh(choice, device().type)
+    _live.grids[_key(choice)] = mesh
+    return mesh
 
 
 def device() -> torch.device:
@@ -129,35 +129,37 @@ def tell(old: Strategy, new: Strategy) -> None:
 
 
 def watchers() -> list[Watcher]:
-    """Those that live, in order."""
-    return [one for ref in _live.watchers if (one := ref()) is not None]
+    """The watchers that still live, in the order of `watch`."""
+    return [watcher for ref in _live.watchers if (watcher := ref()) is not None]
 
 
 def prepared() -> list[Prepared]:
     """The prepared models that live on this rank, in order."""
-    found = [one() for one in _live.prepared]
-    return [one for one in found if one is not None]
+    models = [reference() for reference in _live.prepared]
+    return [model for model in models if model is not None]
 
 
 def keep(numbers: set[int]) -> None:
     """Forget prepared models but these: others are left of a cell that failed on some ranks."""
     _live.prepared = [
-        one for one in _live.prepared if (p := one()) is not None and p.number in numbers
+        reference
+        for reference in _live.prepared
+        if (p := reference()) is not None and p.number in numbers
     ]
 
 
 def prepared_of(module: torch.nn.Module) -> Prepared | None:
     """What is known of a model: the user's module, what was returned for it, or one around it."""
-    found = attached(module)
-    if found is not None:
-        return found
-    return next((one for one in prepared() if one.outer is module), None)
+    attachment = attached(module)
+    if attachment is not None:
+        return attachment
+    return next((model for model in prepared() if model.outer is module), None)
 
 
-def register(one: Prepared) -> None:
+def register(model: Prepared) -> None:
     """Remember a model for as long as it lives."""
-    attach(one)
-    _live.prepared.append(weakref.ref(one))
+    attach(model)
+    _live.prepared.append(weakref.ref(model))
 
 
 def next_number() -> int:
@@ -171,22 +173,24 @@ def last_number() -> int:
     return _live.numbers
 
 
-def agree_on_numbers(told: Iterable[int]) -> None:
+def agree_on_numbers(last_numbers: Iterable[int]) -> None:
     """Go on after the largest of all ranks' `last_number`.
 
     A rank that has replaced another would begin with 0, and its models would be taken for older
     ones that somebody on another rank still holds.
     """
-    _live.numbers = max(told)
+    _live.numbers = max(last_numbers)
 
 
 def layout_of(parameter: torch.Tensor) -> TensorLayout | None:
     """How a parameter of a prepared model lies; None for any other tensor."""
-    for one in prepared():
-        name = one.current_name_of(parameter)
+    for model in prepared():
+        name = model.current_name_of(parameter)
         if name is not None:
             return (
-                fsdp1_state.layout_of_piece(one) if fsdp1_state.is_flat(one) else one.layouts[name]
+                fsdp1_state.layout_of_piece(model)
+                if fsdp1_state.is_flat(model)
+                else model.layouts[name]
             )
     return None
 
@@ -212,16 +216,16 @@ def names_in(optimizer: Optimizer) -> dict[str, tuple[Prepared, str, torch.Tenso
     Returns:
         A name that no other parameter has -> (model, first name in it, what is in the group).
     """
-    found = {}
-    known = prepared()
+    parameters = {}
+    models = prepared()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for place, one in enumerate(known):
-                name = one.name_of(parameter)
+            for place, model in enumerate(models):
+                name = model.name_of(parameter)
                 if name is not None:
-                    found[unique_name(place, name)] = (one, name, parameter)
+                    parameters[unique_name(place, name)] = (model, name, parameter)
                     break
-    return found
+    return parameters
 
 
 def unique_name(place: int, name: str) -> str:
@@ -240,11 +244,11 @@ def state_side(built: Built, name: str) -> Placement:
 
 def owner_names(built: Built) -> dict[str, int]:
     """Who steps each parameter under zero1, by first name."""
-    if _OWNERS not in built.job.kept:
+    if _OWNERS not in built.job.step_data:
         layouts = {name: built.layouts[name] for name in built.parameter_names}
-        built.job.kept[_OWNERS] = zero1.owners(layouts, world_size())
-    found: dict[str, int] = built.job.kept[_OWNERS]
-    return found
+        built.job.step_data[_OWNERS] = zero1.owners(layouts, world_size())
+    owners: dict[str, int] = built.job.step_data[_OWNERS]
+    return owners
 
 
 def _key(choice: Strategy) -> tuple[bool, Degrees]:

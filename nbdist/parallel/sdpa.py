@@ -32,11 +32,11 @@ def refuse_backend(job: ModelBuild) -> None:
     wanted = job.choice.options.sdpa
     if not wanted:
         return
-    there = _available(job.device)
-    if wanted not in there:
+    available = _available(job.device)
+    if wanted not in available:
         name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "the CPU"
         raise OptionError(
-            f"--sdpa {wanted}: {name} has no such kernel here. Use {' or '.join(there)}, or "
+            f"--sdpa {wanted}: {name} has no such kernel here. Use {' or '.join(available)}, or "
             "leave it out."
         )
     is_half = job.choice.options.precision != "fp32" or any(
@@ -44,7 +44,7 @@ def refuse_backend(job: ModelBuild) -> None:
     )
     if job.device.type == "cuda" and wanted in ("flash", "cudnn") and not is_half:
         raise OptionError(
-            f"--sdpa {wanted}: this kernel computes in bf16 or fp16 only, and the model is fp32. "
+            f"--sdpa {wanted}: this kernel supports only bf16 and fp16, and the model is fp32. "
             "Add --bf16 or --fp16, or use efficient or math."
         )
     _refuse_own_attention(job, wanted)
@@ -60,7 +60,7 @@ def choose_backend(root: torch.nn.Module, name: str, *, is_checked: bool) -> Non
     """
     run = root.forward
     # No closure: copy.deepcopy makes a partial's bound method one of the copy.
-    called: Any = functools.partial(_chosen, root, run, name, [is_checked])
+    called: Any = functools.partial(_run_with_backend, root, run, name, [is_checked])
     root.forward = functools.update_wrapper(called, run)
 
 
@@ -70,7 +70,7 @@ def with_backend(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) 
         return run(*args, **kwargs)
 
 
-def _chosen(
+def _run_with_backend(
     root: torch.nn.Module,
     run: Callable[..., Any],
     name: str,
@@ -133,9 +133,10 @@ def _available(device: torch.device) -> tuple[str, ...]:
 def _refuse_own_attention(job: ModelBuild, wanted: str) -> None:
     """A Hugging Face model says which attention it uses; only sdpa's kernel can be chosen."""
     config = getattr(job.base, "config", None)
-    own = getattr(config, "_attn_implementation", None)
-    if own not in (None, "sdpa"):
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in (None, "sdpa"):
         raise OptionError(
-            f"--sdpa {wanted}: {type(job.base).__name__} uses its attention '{own}', not torch's. "
+            f"--sdpa {wanted}: {type(job.base).__name__} uses its attention "
+            f"'{implementation}', not torch's. "
             'Load it with attn_implementation="sdpa", or leave --sdpa out.'
         )

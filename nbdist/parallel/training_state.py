@@ -98,25 +98,25 @@ def keep_gradients(model: torch.nn.Module) -> PutBack:
 
 
 def keep_values(what: str, find: Callable[[], Mapping[Any, torch.Tensor]]) -> PutBack:
-    """Local tensors by name.
+    """This rank's part of each tensor, by name.
 
     Args:
         what: Whose they are, for the error.
         find: Gives them, now and when they are put back: others may stand under the names then.
     """
-    values = {name: _copied(value) for name, value in find().items()}
+    values = {name: _copy_to_host(value) for name, value in find().items()}
     return lambda: _copy_into(find(), values, what)
 
 
 def keep_optimizer(optimizer: Optimizer) -> PutBack:
     """The settings of each of its groups, and the state of each parameter in it."""
     settings = [
-        {key: _copied(value) for key, value in group.items() if key != "params"}
+        {key: _copy_to_host(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
     states = [
         [
-            {key: _copied(value) for key, value in optimizer.state[parameter].items()}
+            {key: _copy_to_host(value) for key, value in optimizer.state[parameter].items()}
             if parameter in optimizer.state
             else None
             for parameter in group["params"]
@@ -125,13 +125,15 @@ def keep_optimizer(optimizer: Optimizer) -> PutBack:
     ]
 
     def put_back() -> None:
-        for group, own, of_group in zip(optimizer.param_groups, settings, states, strict=True):
-            for key, value in own.items():
+        for group, saved, saved_states in zip(
+            optimizer.param_groups, settings, states, strict=True
+        ):
+            for key, value in saved.items():
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].copy_(value)
                 else:
                     group[key] = copy.deepcopy(value)
-            for parameter, state in zip(group["params"], of_group, strict=True):
+            for parameter, state in zip(group["params"], saved_states, strict=True):
                 _put_state_back(optimizer, parameter, state)
 
     return put_back
@@ -143,11 +145,11 @@ def _put_state_back(
     if state is None:
         optimizer.state.pop(parameter, None)
         return
-    there = optimizer.state[parameter]
+    current = optimizer.state[parameter]
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    local = {key: local_of(there[key]) for key in tensors if key in there}
+    local = {key: local_of(current[key]) for key in tensors if key in current}
     _copy_into(local, tensors, type(optimizer).__name__)
-    there.update({k: copy.deepcopy(value) for k, value in state.items() if k not in tensors})
+    current.update({k: copy.deepcopy(value) for k, value in state.items() if k not in tensors})
 
 
 def keep_accelerator(accelerator: Any) -> list[PutBack]:
@@ -160,23 +162,27 @@ def keep_accelerator(accelerator: Any) -> list[PutBack]:
 
     schedulers, loaders = accelerator._schedulers, accelerator._dataloaders  # noqa: SLF001  # as saving does
     return [
-        *(_loading(each.load_state_dict, each.state_dict()) for each in schedulers),
-        *([] if accelerator.scaler is None else [_loading(scale, accelerator.scaler.state_dict())]),
+        *(_load_later(each.load_state_dict, each.state_dict()) for each in schedulers),
         *(
-            _loading(each.set_epoch_state, each.epoch_state())
+            []
+            if accelerator.scaler is None
+            else [_load_later(scale, accelerator.scaler.state_dict())]
+        ),
+        *(
+            _load_later(each.set_epoch_state, each.epoch_state())
             for each in loaders
             if hasattr(each, "epoch_state")
         ),
-        _loading(lambda steps: setattr(accelerator, "step", steps), accelerator.step),
+        _load_later(lambda steps: setattr(accelerator, "step", steps), accelerator.step),
     ]
 
 
-def _loading(load: Callable[[Any], object], state: Any) -> PutBack:
+def _load_later(load: Callable[[Any], object], state: Any) -> PutBack:
     state = copy.deepcopy(state)
     return lambda: load(copy.deepcopy(state))
 
 
-def _copied(value: Any) -> Any:
+def _copy_to_host(value: Any) -> Any:
     """A copy on the host, of this rank's part."""
     if isinstance(value, torch.Tensor):
         return local_of(value).to("cpu", copy=True)
@@ -190,7 +196,7 @@ def _copy_into(
         for name, value in values.items():
             if name not in there or there[name].shape != value.shape:
                 raise NbdistError(
-                    f"{name} of {what} lies otherwise than before the comparison, so its values "
-                    "were not put back. %dist_reset starts afresh."
+                    f"{name} of {what} is laid out differently than before the comparison, so its "
+                    "values were not restored. Run %dist_reset to start afresh."
                 )
             there[name].copy_(value)

@@ -26,7 +26,7 @@ class ModelBuild:
         grid: Its mesh.
         device: Where parameters lie.
         root: What is called in base's place by further steps; a pipeline stage, else base.
-        kept: What a step leaves for its own later calls, by step.
+        step_data: What a step leaves for its own later calls, by step.
         accelerator: Whose model it is, for the scaler; None in tests of a step alone.
     """
 
@@ -35,7 +35,7 @@ class ModelBuild:
     grid: ParallelMesh
     device: torch.device
     root: torch.nn.Module = field(init=False)
-    kept: dict[str, Any] = field(default_factory=dict)
+    step_data: dict[str, Any] = field(default_factory=dict)
     accelerator: Any = None
 
     def __post_init__(self) -> None:

@@ -13,19 +13,20 @@ pytestmark = pytest.mark.engine
 ROWS = """
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
     rows = json.loads(os.environ["ROWS"])
-    found = {}
+    outcomes = {}
     for k in (1, 2):
         expected = alone(k)
         accelerator.gradient_accumulation_steps = k
         for row in rows:
-            name, given = row[0], row[1]
-            use(name, **given)
+            name, options = row[0], row[1]
+            use(name, **options)
             got = tried(cell, accelerator)
-            found[f"{name} {given} {k}"] = got if isinstance(got, str) else apart(got, expected)
+            difference = got if isinstance(got, str) else apart(got, expected)
+            outcomes[f"{name} {options} {k}"] = difference
             if isinstance(got, str) and "SKIPROWS" not in os.environ:
-                done(found=found)
+                done(found=outcomes)
     gc.collect()
-    done(found=found, lists=[len(one) for one in (
+    done(found=outcomes, lists=[len(entries) for entries in (
         accelerator._models, accelerator._optimizers, accelerator._schedulers,
         accelerator._dataloaders)])
 """

@@ -18,12 +18,12 @@ VALUES = """
     def values():
         "What ranks see of each other."
         loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=2))
-        seen, objects, own = [], [], []
+        gathered, objects, local = [], [], []
         for (numbers,) in loader:
-            own.append(numbers.tolist())
-            seen.append(accelerator.gather_for_metrics(numbers).tolist())
+            local.append(numbers.tolist())
+            gathered.append(accelerator.gather_for_metrics(numbers).tolist())
             objects.append(accelerator.gather_for_metrics([str(x) for x in numbers.tolist()]))
-        first = torch.tensor(float(own[0][0]))
+        first = torch.tensor(float(local[0][0]))
         ragged = torch.ones(1 + int(first) // 2)
         with accelerator.split_between_processes(list("abcde")) as letters:
             letters = list(letters)
@@ -33,9 +33,9 @@ VALUES = """
             accelerator.set_trigger()
         return dict(
             count=accelerator.num_processes, main=accelerator.is_main_process,
-            seen=[x for step in seen for x in step],
+            seen=[x for step in gathered for x in step],
             objects=[int(x) for step in objects for x in step],
-            first=own[0], length=len(loader), total=loader.total_batch_size,
+            first=local[0], length=len(loader), total=loader.total_batch_size,
             scalar=accelerator.gather(first).tolist(),
             nested={k: v.tolist() for k, v in accelerator.gather({"a": first[None]}).items()},
             sum=accelerator.reduce(first).item(), mean=accelerator.reduce(first, "mean").item(),
@@ -53,24 +53,24 @@ VALUES = """
         # The optimizer is prepared last: schedulers find theirs all the same.
         a, b, c = accelerator.prepare(scheduler, cycle, plateau)
         optimizer = accelerator.prepare(optimizer)
-        own = Accelerator(step_scheduler_with_optimizer=False).prepare(
+        separate = Accelerator(step_scheduler_with_optimizer=False).prepare(
             torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
         for _ in range(3):
             optimizer.step()
             a.step()
             b.step()
             c.step(1.0)
-            own.step()
+            separate.step()
         return dict(plain=scheduler.last_epoch, cycle=cycle.last_epoch, plateau=plateau.last_epoch,
-                    own=own.scheduler.last_epoch, matched=a.optimizers == [optimizer])
+                    own=separate.scheduler.last_epoch, matched=a.optimizers == [optimizer])
 
-    found = {}
-    for name, given in json.loads(os.environ["ROWS"]):
-        use(name, **given)
-        for held in (accelerator._dataloaders, accelerator._optimizers):
-            held.clear()
-        found[f"{name} {given}"] = {**values(), **steps()}
-    done(found=found)
+    outcomes = {}
+    for name, options in json.loads(os.environ["ROWS"]):
+        use(name, **options)
+        for weak_list in (accelerator._dataloaders, accelerator._optimizers):
+            weak_list.clear()
+        outcomes[f"{name} {options}"] = {**values(), **steps()}
+    done(found=outcomes)
 """
 
 
@@ -81,7 +81,7 @@ def test_ranks_that_see_different_data_count(tmp_path: Path) -> None:
         results = ranks.results()
 
     for rank, result in enumerate(results):
-        for row, one in result["found"].items():
+        for row, outcome in result["found"].items():
             is_shared = row in ("ddp {}", "fsdp {}")
             count, part = (2, rank) if is_shared else (1, 0)
             firsts = [0.0, 2.0][:count]
@@ -110,7 +110,7 @@ def test_ranks_that_see_different_data_count(tmp_path: Path) -> None:
                 "matched": True,
             }
 
-            assert one == expected, row
+            assert outcome == expected, row
 
 
 ALIKE = """
@@ -154,5 +154,5 @@ def test_different_batches_within_one_copy_of_the_model_are_refused(tmp_path: Pa
     assert "Ranks 0-1 share one copy of the model and got different batches" in results[0]["text"]
     assert "dispatch_batches=True" in results[0]["text"]
     assert results[0]["rows"] == results[1]["rows"]
-    assert [one["free"] for one in results] == [2, 2]
+    assert [result["free"] for result in results] == [2, 2]
     assert "each batch of 3 into 2 equal pieces" in results[0]["refused"]

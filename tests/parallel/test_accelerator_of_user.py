@@ -66,7 +66,7 @@ OWN = """
         loader.set_epoch(epoch)
         return [x for batch in loader for x in seeded.gather(batch).tolist()]
     orders = [order(0), order(3), order(0)]
-    objects = [type(one).__name__ for one in (loader, loader.batch_sampler)]
+    objects = [type(part).__name__ for part in (loader, loader.batch_sampler)]
     none = refusal(seeded.prepare, DataLoader(Set(), batch_size=None))
     done(is_lazy=is_lazy, refused=refused, text=text.getvalue(), plain=plain, names=names,
          kinds=kinds, orders=orders, is_loader=isinstance(loader, DataLoader), none=none)
@@ -100,12 +100,12 @@ DEEPSPEED = """
     folder = os.environ["FOLDER"]
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
     expected = {k: alone(k) for k in (1, 2)}
-    found = {}
+    differences = {}
     for stage, k in ((2, 1), (2, 2), (3, 1)):
         accelerator.gradient_accumulation_steps = k
         use("deepspeed", stage=stage)
         got = tried(cell, accelerator)
-        found[f"{stage} {k}"] = got if isinstance(got, str) else apart(got, expected[k])
+        differences[f"{stage} {k}"] = got if isinstance(got, str) else apart(got, expected[k])
     accelerator.gradient_accumulation_steps = 1
     net, optimizer, scheduler = make(0)
     text = ""
@@ -123,7 +123,7 @@ DEEPSPEED = """
     model, optimizer = accelerator.prepare(net, optimizer)
     accelerator.load_state(folder)
     same = all(torch.equal(v, whole[k]) for k, v in accelerator.get_state_dict(model).items())
-    done(found=found, text=text, same=same, base=base)
+    done(found=differences, text=text, same=same, base=base)
 """
 
 
@@ -150,6 +150,6 @@ def test_wiring_is_listed() -> None:
 
     from nbdist.parallel.accelerator.guard import _PLUGINS
 
-    known = set(inspect.signature(accelerate.Accelerator).parameters)
+    accepted = set(inspect.signature(accelerate.Accelerator).parameters)
 
-    assert set(_PLUGINS) <= known, json.dumps(sorted(set(_PLUGINS) - known))
+    assert set(_PLUGINS) <= accepted, json.dumps(sorted(set(_PLUGINS) - accepted))

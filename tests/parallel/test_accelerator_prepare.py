@@ -42,11 +42,11 @@ ORDERS = """
         return model, torch.optim.AdamW(groups(model), lr=1e-2)
     def twice():
         net, optimizer, _ = make(0)
-        model, one = accelerator.prepare(net, optimizer)
+        model, first = accelerator.prepare(net, optimizer)
         again, two = accelerator.prepare(net, optimizer)
-        third, three = accelerator.prepare(model, one)
-        assert model is again is third and one is two is three
-        return model, one
+        third, three = accelerator.prepare(model, first)
+        assert model is again is third and first is two is three
+        return model, first
     def group_added():
         net, _, _ = make(0)
         halves = groups(net)
@@ -58,8 +58,8 @@ ORDERS = """
         "Two models with an optimizer each; and one optimizer for both."
         nets = [make(0)[0] for _ in range(2)]
         both = torch.optim.AdamW([g for net in nets for g in groups(net)], lr=1e-2)
-        one, two, optimizer = accelerator.prepare(*nets, both)
-        step(one, optimizer)
+        model, two, optimizer = accelerator.prepare(*nets, both)
+        step(model, optimizer)
         assert [p.grad for p in two.parameters()].count(None) == len(list(two.parameters()))
         return two, optimizer
 
@@ -68,14 +68,14 @@ ORDERS = """
     losses = torch.tensor([step(model, optimizer) for _ in range(3)])
     reference = accelerator.reduce(losses, "mean").tolist()
     del model, optimizer
-    found, named = {}, {}
+    differences, named = {}, {}
     for name in json.loads(os.environ["ROWS"]):
         use(name)
         for way in (before, after, made_after, without, twice, group_added, several):
             model, optimizer = way()
             losses = [step(model, optimizer) for _ in range(3)]
             mean = accelerator.reduce(torch.tensor(losses), "mean").tolist()
-            found[f"{name} {way.__name__}"] = max(
+            differences[f"{name} {way.__name__}"] = max(
                 abs(a - b) for a, b in zip(mean, reference, strict=True))
             base = accelerator.unwrap_model(model)
             named[f"{name} {way.__name__}"] = (
@@ -85,7 +85,7 @@ ORDERS = """
             gc.collect()
             assert alive() is None, (name, way.__name__)
             assert not [*accelerator._models, *accelerator._optimizers]
-    done(found=found, named=named)
+    done(found=differences, named=named)
 """
 
 

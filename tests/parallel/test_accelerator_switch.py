@@ -26,7 +26,7 @@ GOES_ON = """
         net, optimizer, scheduler = make(0)
         model, optimizer, scheduler, loader = accelerator.prepare(
             net, optimizer, scheduler, loader)
-        same = [id(one) for one in (optimizer, optimizer.optimizer, scheduler, loader)]
+        same = [id(item) for item in (optimizer, optimizer.optimizer, scheduler, loader)]
         losses, loop, drawn = [], iter(loader), torch.get_rng_state()
         for at, (x, y) in enumerate(loop):
             with accelerator.accumulate(model):
@@ -39,12 +39,12 @@ GOES_ON = """
                 optimizer.zero_grad()
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
             if at % 2 and path:
-                name, given = path.pop(0)
-                done_ = switch(choose(name, given, n))
+                name, options = path.pop(0)
+                done_ = switch(choose(name, options, n))
                 # A variable of a cell is rebound by the switch; this one is a function's.
-                model = next(one for one in registry.prepared() if one.base is net).outer
+                model = registry.prepared_of(net).outer
                 del done_
-        assert same == [id(one) for one in (optimizer, optimizer.optimizer, scheduler, loader)]
+        assert same == [id(item) for item in (optimizer, optimizer.optimizer, scheduler, loader)]
         assert torch.equal(drawn, torch.get_rng_state())
         return losses + scheduler.get_last_lr()
 
@@ -80,27 +80,27 @@ SCALES = """
     scales = [scaler.get_scale()]
     ways = {"precision": "fp16", "accumulate": 4}, {"precision": "bf16"}, {"precision": "fp16"}
     begun = []
-    for given in ways:
+    for options in ways:
         if other.gradient_accumulation_steps > 1:
             backwards(1)  # of an accumulation that the switch ends
-        switch(choose("fsdp", given, n))
+        switch(choose("fsdp", options, n))
         begun.append(other.sync_gradients)
-        model = next(one for one in registry.prepared() if one.base is net).outer
+        model = registry.prepared_of(net).outer
         facts.append([other.mixed_precision, other.gradient_accumulation_steps,
                       other.scaler is scaler, optimizer.scaler is other.scaler])
         begun.append(backwards(4))
         scales.append(scaler.get_scale())
     # What an optimizer has no implementation of is refused while nothing has changed.
     rprop = other.prepare(torch.optim.Rprop(net.parameters(), lr=0.1))
-    held = [id(p) for p in rprop.param_groups[0]["params"]]
+    before_ids = [id(p) for p in rprop.param_groups[0]["params"]]
     try:
         switch(choose("ddp", {"fused": True}, n))
         refused = ""
     except Exception as error:
         refused = f"{type(error).__name__}: {error}"
     after = [id(p) for p in rprop.param_groups[0]["params"]]
-    kept = registry.current().name == "fsdp" and after == held
-    done(facts=facts, scales=scales, begun=begun, refused=refused, kept=kept)
+    is_kept = registry.current().name == "fsdp" and after == before_ids
+    done(facts=facts, scales=scales, begun=begun, refused=refused, kept=is_kept)
 """
 
 

@@ -33,12 +33,12 @@ def test_the_largest_list_of_like_modules_is_found() -> None:
     model.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 2)])
     model.grid = nn.ModuleList(nn.ModuleList([nn.Linear(99, 99), nn.ReLU()]) for _ in range(2))
 
-    found = find_blocks(model)
+    blocks = find_blocks(model)
 
-    assert found.name == "body.layers"
-    assert found.container is model.body.layers
-    assert found.modules == tuple(model.body.layers)
-    assert found.block_name(2) == "body.layers.2"
+    assert blocks.name == "body.layers"
+    assert blocks.container is model.body.layers
+    assert blocks.modules == tuple(model.body.layers)
+    assert blocks.block_name(2) == "body.layers.2"
     assert find_blocks(model, "heads").modules == tuple(model.heads)
 
 
@@ -87,4 +87,4 @@ def test_meta_parameters_and_shared_blocks_count_as_they_are() -> None:
 
     assert find_blocks(model).name == "right"
     assert find_blocks(twice).name == "two"
-    assert [one.name for one in candidates(twice)] == ["many", "two"]
+    assert [blocks.name for blocks in candidates(twice)] == ["many", "two"]

@@ -116,11 +116,11 @@ def test_parts_clip_as_the_whole_does(tmp_path_factory: pytest.TempPathFactory) 
 
 def test_every_rank_by_itself_meets_nobody() -> None:
     """Without a group, and without any gradient, there is a norm as torch's."""
-    one = torch.nn.Parameter(torch.zeros(2))
-    one.grad = torch.tensor([3.0, 4.0])
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
     none = torch.nn.Parameter(torch.zeros(2))
 
-    assert clip_grad_norm(one, math.inf, 2, lambda _: None, degrees=Degrees()).item() == 5.0
+    assert clip_grad_norm(parameter, math.inf, 2, lambda _: None, degrees=Degrees()).item() == 5.0
     assert clip_grad_norm([none], 1.0, 2, lambda _: None, degrees=Degrees()).item() == 0.0
 
 

@@ -38,13 +38,13 @@ GATHER = """
     with contextlib.ExitStack() as stack:
         for name in real:
             stack.enter_context(mock.patch.object(dist, name, counting(name)))
-        for what, own in OWN.items():
-            back[what] = all_gather_object(own)
+        for what, sent in OWN.items():
+            back[what] = all_gather_object(sent)
         what = "no host backend"
         stack.enter_context(mock.patch.object(dist, "get_backend_config", lambda: "cuda:nccl"))
         back[what] = all_gather_object(rank)
     dist.all_gather_object(wanted := [None] * n, OWN)
-    is_same = [back[what] == [one[what] for one in wanted] for what in OWN]
+    is_same = [back[what] == [of_rank[what] for of_rank in wanted] for what in OWN]
     done(is_same=is_same, counted=counted, last=back["no host backend"])
 """
 
@@ -52,11 +52,11 @@ GATHER = """
 def test_objects_of_all_ranks_are_gathered_in_one_call_where_they_are_small(tmp_path: Path) -> None:
     """In order; in two where one is longer; torch's own way where no backend takes host memory."""
     with TorchRanks(tmp_path / "run", 3, GATHER) as ranks:
-        told = ranks.results()
+        results = ranks.results()
 
-    for one in told:
-        assert one["is_same"] == [True] * 5
-        assert one["counted"] == {
+    for result in results:
+        assert result["is_same"] == [True] * 5
+        assert result["counted"] == {
             "small": ["all_gather"],
             "nothing": ["all_gather"],
             "as much as there is room for": ["all_gather"],
@@ -64,4 +64,4 @@ def test_objects_of_all_ranks_are_gathered_in_one_call_where_they_are_small(tmp_
             "long on one": ["all_gather"] * 2,
             "no host backend": ["all_gather_object"],
         }
-        assert one["last"] == [0, 1, 2]
+        assert result["last"] == [0, 1, 2]

@@ -12,16 +12,16 @@ pytestmark = pytest.mark.engine
 
 PIECES = """
     def compare(compute, dtype, causal, n_keys):
-        made = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(1)
         shapes = [(2, 4, 32, 8), (2, n_keys, 32, 8), (2, n_keys, 32, 8), (2, 4, 32, 8)]
-        q, k, v, grad = (torch.randn(s, generator=made).to(dtype) for s in shapes)
+        q, k, v, grad = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
         exact = [t.double().requires_grad_() for t in (q, k, v)]
         whole = F.scaled_dot_product_attention(*exact, is_causal=causal, enable_gqa=True)
         whole.backward(grad.double())
-        own = [t.chunk(n, 2)[rank].clone().requires_grad_() for t in (q, k, v)]
-        out = compute(Problem(*own, causal, 8 ** -0.5), dist.group.WORLD)
+        pieces = [t.chunk(n, 2)[rank].clone().requires_grad_() for t in (q, k, v)]
+        out = compute(Problem(*pieces, causal, 8 ** -0.5), dist.group.WORLD)
         out.backward(grad.chunk(n, 2)[rank])
-        pairs = zip([out, *(t.grad for t in own)], [whole, *(t.grad for t in exact)])
+        pairs = zip([out, *(t.grad for t in pieces)], [whole, *(t.grad for t in exact)])
         return [(a - b.chunk(n, 2)[rank]).abs().max().item() for a, b in pairs]
 
     results = {}
@@ -128,22 +128,22 @@ LLAMA = """
                for build in (llama, gpt2) for context in ("ring", "ulysses")}
     results["items counted"] = apart(llama, counted)
 
-    alone, model = made(llama).eval(), split(made(llama)).eval()
+    alone, model = make(llama).eval(), split(make(llama)).eval()
     with torch.no_grad():
-        given, expected = model(**ids(0)), alone(**ids(0))
-        results["eval"] = [(given.loss - expected.loss).abs().item(),
-                           (given.logits - expected.logits).abs().max().item()]
+        output, expected = model(**ids(0)), alone(**ids(0))
+        results["eval"] = [(output.loss - expected.loss).abs().item(),
+                           (output.logits - expected.logits).abs().max().item()]
         results["last logits"] = [0.0, (
             model(ids(0)["input_ids"], logits_to_keep=1).logits
             - alone(ids(0)["input_ids"], logits_to_keep=1).logits).abs().max().item()]
     training = model.train()(**ids(0))
-    kind = [type(training).__name__, type(given).__name__, type(expected).__name__]
+    kind = [type(training).__name__, type(output).__name__, type(expected).__name__]
 
     mask = torch.ones(4, 24, dtype=torch.long)
     mask[1, :3] = 0
-    narrow = made(llama)
+    narrow = make(llama)
     narrow.config.sliding_window = 16
-    eager = made(llama)
+    eager = make(llama)
     eager.config._attn_implementation = "eager"
     errors = {
         "mask": refused(lambda: model(**ids(0), attention_mask=mask)),
@@ -228,8 +228,8 @@ MODELS = """
         model.is_causal = False
         return model
     def vectors(model, step):
-        made = torch.Generator().manual_seed(step)
-        x = torch.randn(4, 24, 32, generator=made)
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 24, 32, generator=generator)
         return model(x, x.flip(1))
     def again(context=True):
         def build():
@@ -261,29 +261,31 @@ MODELS = """
     x, y = batch(9)
     evals = {}
     for kind in (Pair, Counts, Mixes, Masked):
-        alone, model = made(kind), split(made(kind))
+        alone, model = make(kind), split(make(kind))
         with torch.no_grad():
             for name, at in (("all", slice(None)), ("odd", slice(0, 23))):
-                given, expected = model(x[:, at], y[:, at]), alone(x[:, at], y[:, at])
-                pairs = zip(sequences.tensors(given), sequences.tensors(expected), strict=True)
+                output, expected = model(x[:, at], y[:, at]), alone(x[:, at], y[:, at])
+                pairs = zip(split_sequence.tensors(output), split_sequence.tensors(expected),
+                            strict=True)
                 evals[f"{kind.__name__} {name}"] = max((a - b).abs().max().item() for a, b in pairs)
-    model = split(made(Pair))
+    model = split(make(Pair))
     model.eval()
-    given = model(x, y)
-    evals["eval with gradients"] = (given["logits"] - made(Pair)(x, y)["logits"]).abs().max().item()
-    evals["other values"] = given["more"][0][1] - 7
-    training = split(made(Pair))(x, y)
+    output = model(x, y)
+    off = (output["logits"] - make(Pair)(x, y)["logits"]).abs().max()
+    evals["eval with gradients"] = off.item()
+    evals["other values"] = output["more"][0][1] - 7
+    training = split(make(Pair))(x, y)
     left_out = [training["logits"] is None, training["more"][0][0] is None]
 
     errors = {
-        "counts": refused(lambda: loss(split(made(Counts)), 0)),
-        "mixes": refused(lambda: loss(split(made(Mixes)), 0)),
-        "shifts": refused(lambda: loss(split(made(Shifts)), 0)),
-        "masked": refused(lambda: loss(split(made(Masked)), 0)),
-        "dropout": refused(lambda: loss(split(made(lambda: Model(0.1))), 0)),
-        "length": refused(lambda: split(made(Model))(x[:, :23], y[:, :23])),
-        "no sequence": refused(lambda: split(made(Model))(x[0])),
-        "compile": refused(lambda: split(made(Model), plan_only=True, is_compiled=True)),
+        "counts": refused(lambda: loss(split(make(Counts)), 0)),
+        "mixes": refused(lambda: loss(split(make(Mixes)), 0)),
+        "shifts": refused(lambda: loss(split(make(Shifts)), 0)),
+        "masked": refused(lambda: loss(split(make(Masked)), 0)),
+        "dropout": refused(lambda: loss(split(make(lambda: Model(0.1))), 0)),
+        "length": refused(lambda: split(make(Model))(x[:, :23], y[:, :23])),
+        "no sequence": refused(lambda: split(make(Model))(x[0])),
+        "compile": refused(lambda: split(make(Model), plan_only=True, is_compiled=True)),
     }
     done(results=results, outside=outside, evals=evals, left_out=left_out, errors=errors)
 """

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler
 from nbdist.parallel.accelerator.batch_sampler import (
     BatchQueue,
     DataShard,
-    Settings,
+    SamplerSettings,
     ShardedBatchSampler,
     share_of,
 )
@@ -21,7 +21,7 @@ from tests.support.torch_ranks import TorchRanks
 pytestmark = pytest.mark.engine
 
 
-def own(
+def local_batches(
     shard: ShardedBatchSampler,
     feed: BatchQueue[Any],
     share: DataShard,
@@ -29,7 +29,10 @@ def own(
     n_steps: int | None = None,
 ) -> list[list[int]]:
     """What one rank gets."""
-    return [list(one) for one in itertools.islice(shard._own(feed, position, share), n_steps)]
+    return [
+        list(batch)
+        for batch in itertools.islice(shard._local_batches(feed, position, share), n_steps)
+    ]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -43,12 +46,14 @@ def test_each_rank_gets_what_accelerate_gives_it(
     for n_samples, size in itertools.product(range(31), [1, 2, 3, 5]):
         whole = size * count if is_split else size
         batches = BatchSampler(range(n_samples), whole, drops_last)
-        shard = ShardedBatchSampler(batches, Settings(None, is_split=is_split, is_even=is_even))
+        shard = ShardedBatchSampler(
+            batches, SamplerSettings(None, is_split=is_split, is_even=is_even)
+        )
         for index in range(count):
             theirs = BatchSamplerShard(
                 batches, count, index, split_batches=is_split, even_batches=is_even
             )
-            got = own(shard, BatchQueue(batches, count), DataShard(count, index))
+            got = local_batches(shard, BatchQueue(batches, count), DataShard(count, index))
 
             assert got == list(theirs), (n_samples, size, index)
 
@@ -56,28 +61,34 @@ def test_each_rank_gets_what_accelerate_gives_it(
 def test_one_rank_gets_the_batches_as_they_are() -> None:
     """The last one stays short, as without Accelerate."""
     batches = BatchSampler(range(7), 3, drop_last=False)
-    shard = ShardedBatchSampler(batches, Settings(None))
+    shard = ShardedBatchSampler(batches, SamplerSettings(None))
 
-    assert own(shard, BatchQueue(batches, 1), DataShard(1, 0)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert local_batches(shard, BatchQueue(batches, 1), DataShard(1, 0)) == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6],
+    ]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2), (2, 4), (1, 3), (3, 2)])
 def test_no_sample_is_lost_or_seen_twice_when_the_ranks_change(before: int, after: int) -> None:
     """After each number of steps, what comes then begins with the first sample not yet seen."""
     batches = BatchSampler(range(48), 2, drop_last=False)
-    shard = ShardedBatchSampler(batches, Settings(None))
+    shard = ShardedBatchSampler(batches, SamplerSettings(None))
     for n_steps in range(24 // before + 1):
-        seen = []
+        handed_out = []
         for index in range(before):
-            seen += own(shard, BatchQueue(batches, 4), DataShard(before, index), 0, n_steps)
+            handed_out += local_batches(
+                shard, BatchQueue(batches, 4), DataShard(before, index), 0, n_steps
+            )
         position = n_steps * before
         for index in range(after):
             feed: BatchQueue[Any] = BatchQueue(batches, 4)
             feed.take(0, position + before)  # workers have drawn ahead
             feed.forget(position)
-            seen += own(shard, feed, DataShard(after, index), position)
+            handed_out += local_batches(shard, feed, DataShard(after, index), position)
 
-        samples = sorted(itertools.chain.from_iterable(seen))
+        samples = sorted(itertools.chain.from_iterable(handed_out))
         # A last round that is not full takes the epoch's first samples.
         n_spare = len(samples) - 48
         assert n_spare == -(24 - position) % after * 2
@@ -114,8 +125,8 @@ LOADERS = """
     from nbdist.parallel.accelerator.accelerator import Accelerator
     from nbdist.parallel import registry
 
-    def use(name, **given):
-        registry.set_choice(choose(name, given, n))
+    def use(name, **options):
+        registry.set_choice(choose(name, options, n))
 
     class Numbers(Dataset):
         def __len__(self):
@@ -159,7 +170,7 @@ LOADERS = """
         use("ddp")
         return [sum(step, []) for step in zip(*everyone([numbers(b) for b in loader]))]
 
-    found = {}
+    outcomes = {}
     for kind, arguments in kinds.items():
         use("ddp")
         torch.manual_seed(rank)  # ranks' own seeds do not matter
@@ -174,11 +185,11 @@ LOADERS = """
         later = [numbers(batch) for batch in epoch]
         drawn = torch.equal(before, torch.get_rng_state())
         first, second, third = everyone(rows), everyone(tp), everyone(later)
-        seen = [x for step in zip(*first) for part in step for x in part]
-        seen += [x for part in second[0] for x in part]
-        seen += [x for step in zip(*third) for part in step for x in part]
-        found[kind] = dict(
-            seen=seen, alike=all(part == second[0] for part in second),
+        samples = [x for step in zip(*first) for part in step for x in part]
+        samples += [x for part in second[0] for x in part]
+        samples += [x for step in zip(*third) for part in step for x in part]
+        outcomes[kind] = dict(
+            seen=samples, alike=all(part == second[0] for part in second),
             n_later=len(later), drawn=drawn, same=same == id(loader),
             length=7 if kind == "stream" else len(loader), again=len(list(loader)))
         del epoch
@@ -213,7 +224,7 @@ LOADERS = """
         at_end = loader.position_state()["position"]
         other = fresh()
         other.resume(where)
-        kept = other.position_state()["position"]
+        resume_at = other.position_state()["position"]
         before = torch.get_rng_state()
         got = everyone([numbers(batch) for batch in other])
         drawn = torch.equal(before, torch.get_rng_state())
@@ -224,10 +235,10 @@ LOADERS = """
         alike = {x for batch in alone for x in numbers(batch)}
         whole = {x for part in rest for step in part for x in step}  # and two that fill it up
         resumed[kind] = dict(
-            same=got == rest, kept=kept, at_end=at_end, length=length, drawn=drawn,
+            same=got == rest, kept=resume_at, at_end=at_end, length=length, drawn=drawn,
             alike=len(alike) == 18 and alike <= whole)
     accelerator.dataloader_config.dispatch_batches = None
-    done(resumed=resumed, found=found, epochs=flat, replay=ahead == again, n_skipped=n_skipped,
+    done(resumed=resumed, found=outcomes, epochs=flat, replay=ahead == again, n_skipped=n_skipped,
          references=references, mid=middle["iteration"])
 """
 
@@ -238,16 +249,16 @@ def test_live_loops_go_on_at_the_next_sample(tmp_path: Path) -> None:
         results = ranks.results()
 
     for result in results:
-        for kind, one in result["found"].items():
-            assert sorted(one["seen"]) == list(range(26)), (kind, one)
-            assert one["alike"], kind
-            assert one["drawn"], kind
-            assert one["same"], kind
+        for kind, outcome in result["found"].items():
+            assert sorted(outcome["seen"]) == list(range(26)), (kind, outcome)
+            assert outcome["alike"], kind
+            assert outcome["drawn"], kind
+            assert outcome["same"], kind
             # 26 samples: 2 steps of 4, 3 of 2, and 3 of 4.
-            assert one["n_later"] == 3, (kind, one)
-            assert one["length"] == one["again"] == 7, kind
-        for kind, one in result["resumed"].items():
-            assert one == {
+            assert outcome["n_later"] == 3, (kind, outcome)
+            assert outcome["length"] == outcome["again"] == 7, kind
+        for kind, outcome in result["resumed"].items():
+            assert outcome == {
                 "same": True, "kept": 4, "at_end": 0, "length": 7, "drawn": True, "alike": True,
             }, kind  # fmt: skip
         for epoch in result["epochs"]:  # the last step is filled up with the first samples

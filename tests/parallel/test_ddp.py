@@ -28,24 +28,24 @@ OPTIONS = """
             values.append(value.detach())
         return torch.stack(values)
     alone = curve(net(), lambda inputs: inputs)
-    found = {}
-    for name, given in (
+    outcomes = {}
+    for name, options in (
         ("plain", {}), ("bucket", {"bucket": 0.005}), ("static", {"static_graph": True}),
         ("unused", {"find_unused": True}), ("fp16", {"hook": "fp16"}),
         ("bf16", {"hook": "bf16"}), ("powersgd", {"hook": "powersgd"}),
     ):
-        registry.set_choice(pick("ddp", **given))
+        registry.set_choice(pick("ddp", **options))
         model = live.prepare_model(net())
         values = curve(model, lambda inputs: inputs.chunk(n)[rank])
         dist.all_reduce(values)
-        told = model._get_ddp_logging_data()
-        sizes = told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]
+        logged = model._get_ddp_logging_data()
+        sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
         off = (values / n - alone).abs().max().item()
-        found[name] = [off, len(str(sizes).split(","))]
+        outcomes[name] = [off, len(str(sizes).split(","))]
     # A model that trains nothing is not wrapped: DDP would refuse it.
     frozen = torch.nn.Linear(2, 2).requires_grad_(False)
-    found["frozen"] = [float(live.prepare_model(frozen) is not frozen), 0]
-    done(**found)
+    outcomes["frozen"] = [float(live.prepare_model(frozen) is not frozen), 0]
+    done(**outcomes)
 """
 
 

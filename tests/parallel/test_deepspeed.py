@@ -47,8 +47,8 @@ TRAINS = """
             return {"loss": F.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}
 
     def batch(step):
-        made = torch.Generator().manual_seed(100 + step)
-        return torch.randint(0, 64, (2, 8, 6), generator=made)
+        generator = torch.Generator().manual_seed(100 + step)
+        return torch.randint(0, 64, (2, 8, 6), generator=generator)
     def built(seed):
         torch.manual_seed(seed)
         model = Model()
@@ -172,10 +172,12 @@ def test_stages_and_offload_train_as_one_process(tmp_path: Path) -> None:
         ends = ranks.results()
 
     for end in ends:
-        for name, found in end["results"].items():
+        for name, differences in end["results"].items():
             limit = 2e-2 if "bf16" in name else 1e-6
-            assert found["names"] == []
-            assert max(found["loss"], found["norm"], found["parameters"]) < limit, (name, found)
+            assert differences["names"] == []
+            assert (
+                max(differences["loss"], differences["norm"], differences["parameters"]) < limit
+            ), (name, differences)
         for name, (same, loss) in end["moved"].items():
             assert same == 0.0, (name, same)
             assert loss < (2e-2 if "bf16" in name else 1e-6), (name, loss)

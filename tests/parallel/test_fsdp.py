@@ -29,8 +29,8 @@ def freeze(model):
     model.layers[0].qkv.requires_grad_(False)
     return model
 
-def put(name, degrees, base, **given):
-    return put_under(job_of(base, choose(name, degrees, **given)), *STEPS[name])
+def put(name, degrees, base, **settings):
+    return put_under(job_of(base, choose(name, degrees, **settings)), *STEPS[name])
 
 def own_names(tensors):
     return {key.replace("_fsdp_wrapped_module.", ""): tensor for key, tensor in tensors.items()}
@@ -43,19 +43,20 @@ def flat_parameters(outer, base):
     with outer.summon_full_params(outer):
         return own_names(parameters_of(outer, base))
 
-def compare(name, degrees, how=lambda model: model, accumulate=1, made=None, **given):
+def compare(name, degrees, how=lambda model: model, accumulate=1, made=None, **settings):
     "Largest differences of losses, gradients and parameters from one process with all data."
     wanted = train(*[how(make(**(made or {})))] * 2)
     base = how(make(**(made or {})))
-    outer = put(name, degrees, base, **given)
-    same = {"accumulate": accumulate, "scale": 1024.0 if given.get("precision") == "fp16" else 1.0}
+    outer = put(name, degrees, base, **settings)
+    scale = 1024.0 if settings.get("precision") == "fp16" else 1.0
+    same = {"accumulate": accumulate, "scale": scale}
     if name == "fsdp":
-        found = train(outer, base, rank, n, no_sync=fsdp.no_sync, **same)
+        trained = train(outer, base, rank, n, no_sync=fsdp.no_sync, **same)
     else:
-        found = train(outer, base, rank, n, no_sync=type(outer).no_sync,
+        trained = train(outer, base, rank, n, no_sync=type(outer).no_sync,
                       optimizer=adamw(base), gradients=flat_gradients,
                       parameters=flat_parameters, **same)
-    return off(found, wanted)
+    return off(trained, wanted)
 """
 )
 
@@ -82,10 +83,10 @@ done(fp32=fp32, half=half)
 
 
 def _check(results: list[dict[str, Any]]) -> None:
-    for one in results:
-        for name, differences in one["fp32"].items():
+    for result in results:
+        for name, differences in result["fp32"].items():
             assert max(differences) < FP32, (name, differences)
-        for name, kinds in one["half"].items():
+        for name, kinds in result["half"].items():
             assert kinds["bf16"][0] < BF16, (name, kinds)
             assert kinds["fp16"][0] < FP16, (name, kinds)
 
@@ -138,11 +139,11 @@ def test_every_combination_trains_as_one_process(tmp_path: Path, size: int, shar
 SENT = (
     FSDP
     + """
-def sent(**given):
+def sent(**settings):
     "Collectives of one step, by name, and when a gradient is there."
-    accumulate = given.pop("accumulate", 1)
+    accumulate = settings.pop("accumulate", 1)
     base = make()
-    outer = put("fsdp", FULL, base, **given)
+    outer = put("fsdp", FULL, base, **settings)
     outer(batch(9, rank, n))                                     # torch sets itself up
     fsdp.settle(base)
     there = []
@@ -175,7 +176,7 @@ lower.layers[1].mlp[1].register_forward_pre_hook(
                                         str(lower.layers[1].mlp[0].weight.dtype)]))
 loss = lower(batch(0, rank, n))
 loss.backward()
-seen = {"inside": inside, "loss": str(loss.dtype),
+dtypes = {"inside": inside, "loss": str(loss.dtype),
         "held": str(lower.head.weight.dtype), "gradient": str(lower.head.weight.grad.dtype),
         "device": str(lower.head.weight.to_local().device)}
 
@@ -208,11 +209,11 @@ loss = norms(x)
 loss.backward()
 done(
     sent={"one": sent(), "two": sent(accumulate=2), "grad-op": sent(shard="grad-op")},
-    split=split, is_same=is_same, seen=seen,
-    no_notes=job.kept["notes"],
+    split=split, is_same=is_same, seen=dtypes,
+    no_notes=job.step_data["notes"],
     evaluated=[unsettled, kinds(evaluated)],
     norms=[loss.item() - alone, norms.layers[1].weight.grad.to_local().numel()],
-    notes=job_of_norms.kept["notes"],
+    notes=job_of_norms.step_data["notes"],
 )
 """
 )
@@ -223,35 +224,35 @@ def test_it_splits_gathers_and_reduces_by_block(tmp_path: Path) -> None:
     with TorchRanks(tmp_path, 2, SENT) as ranks:
         results = ranks.results()
 
-    halves = [one["split"] for one in results]
+    halves = [result["split"] for result in results]
     assert [half["words.weight"] for half in halves] == [[19, 10], [18, 10]]
     assert [half["layers.2.gain"] for half in halves] == [[2], [1]]
-    for one in results:
-        assert one["is_same"] == [True] * 4
+    for result in results:
+        assert result["is_same"] == [True] * 4
         # Three blocks and the root: the root is gathered once, each block again in backward.
-        assert one["sent"]["one"] == [7, 4, [True]]
-        assert one["sent"]["two"] == [14, 4, [False, True]]
-        assert one["sent"]["grad-op"] == [4, 4, [True]]
-        assert one["seen"] == {
+        assert result["sent"]["one"] == [7, 4, [True]]
+        assert result["sent"]["two"] == [14, 4, [False, True]]
+        assert result["sent"]["grad-op"] == [4, 4, [True]]
+        assert result["seen"] == {
             "inside": ["torch.bfloat16", "torch.bfloat16"],
             "loss": "torch.float32",
             "held": "torch.float32",
             "gradient": "torch.float32",
             "device": "cpu",
         }
-        assert one["evaluated"] == [["Tensor"], ["DTensor"]]
-        assert abs(one["norms"][0]) < 1e-2
-        assert one["norms"][1] == 3
-        assert "Norms has no list of blocks" in one["notes"][0]
-        assert one["no_notes"] == []
+        assert result["evaluated"] == [["Tensor"], ["DTensor"]]
+        assert abs(result["norms"][0]) < 1e-2
+        assert result["norms"][1] == 3
+        assert "Norms has no list of blocks" in result["notes"][0]
+        assert result["no_notes"] == []
 
 
 REFUSED = (
     FSDP
     + """
-def trial(base, degrees=FULL, name="fsdp", **given):
+def trial(base, degrees=FULL, name="fsdp", **settings):
     before = {key: value for key, value in base.named_parameters()}
-    text = refusal(lambda: put(name, degrees, base, **given))
+    text = refusal(lambda: put(name, degrees, base, **settings))
     after = dict(base.named_parameters())
     assert all(after[key] is value for key, value in before.items())
     return text
@@ -293,16 +294,16 @@ done(
 def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path) -> None:
     """Before anything changes; parameters that blocks share stay one parameter."""
     with TorchRanks(tmp_path, 2, REFUSED) as ranks:
-        one, other = ranks.results()
+        first, other = ranks.results()
 
-    assert one == other
-    assert "cannot split temperature" in one["scalar"]
-    assert "fsdp1 cannot split temperature" in one["scalar1"]
-    assert "layers.1.gain is torch.float32" in one["mixed"]
-    assert "layers.1.out.weight is torch.bfloat16" in one["mixed"]
-    assert "does not offload to nvme" in one["nvme"]
-    assert "Use fsdp." in one["offload1"]
-    assert "layers (3 x Block)" in one["blocks"]
-    assert "left (2 x Block), right (2 x Block)" in one["towers"]
-    assert one["units"] == [True]
-    assert max(one["shared"]) < FP32
+    assert first == other
+    assert "cannot split temperature" in first["scalar"]
+    assert "fsdp1 cannot split temperature" in first["scalar1"]
+    assert "layers.1.gain is torch.float32" in first["mixed"]
+    assert "layers.1.out.weight is torch.bfloat16" in first["mixed"]
+    assert "does not offload to nvme" in first["nvme"]
+    assert "Use fsdp." in first["offload1"]
+    assert "layers (3 x Block)" in first["blocks"]
+    assert "left (2 x Block), right (2 x Block)" in first["towers"]
+    assert first["units"] == [True]
+    assert max(first["shared"]) < FP32

@@ -49,28 +49,28 @@ OVERFLOW = """
         return dict(moved=moved, scales=scales, skipped=skipped, losses=losses,
                     rate=scheduler.scheduler.last_epoch, precision=accelerator.mixed_precision)
 
-    found = {}
-    for name, given, k in json.loads(os.environ["ROWS"]):
+    outcomes = {}
+    for name, options, k in json.loads(os.environ["ROWS"]):
         accelerator._own_scaler = None
-        use(name, precision="fp16", **given)
+        use(name, precision="fp16", **options)
         accelerator._follow(registry.current())
-        found[f"{name} {k}"] = tried(row, k)
-        if isinstance(found[f"{name} {k}"], str):
-            print(found[f"{name} {k}"])
+        outcomes[f"{name} {k}"] = tried(row, k)
+        if isinstance(outcomes[f"{name} {k}"], str):
+            print(outcomes[f"{name} {k}"])
 
     use("ddp", precision="fp16")
     nets = [make(0)[0] for _ in range(2)]
     models = accelerator.prepare(*nets)
     pair = accelerator.prepare(*[torch.optim.SGD(net.parameters(), lr=0.1) for net in models])
-    before = [values(one) for one in pair]
+    before = [values(twin) for twin in pair]
     total = sum(model(tokens[:BATCH], labels=labels[:BATCH]) for model in models)
     accelerator.backward(total)
     for model in models:  # twice, as the seeds do; Accelerate's own raises
         accelerator.clip_grad_norm_(model.parameters(), 1e9)
-    for one in pair:
-        one.step()
-    steps = [[(a - b).abs().max().item() for a, b in zip(old, values(one), strict=True)]
-             for old, one in zip(before, pair)]
+    for twin in pair:
+        twin.step()
+    steps = [[(a - b).abs().max().item() for a, b in zip(old, values(twin), strict=True)]
+             for old, twin in zip(before, pair)]
     fused = torch.optim.AdamW(nets[0].parameters(), lr=0.1, fused=True)
     fused = accelerator.prepare(fused)
     accelerator.backward(models[0](tokens[:BATCH], labels=labels[:BATCH]))
@@ -83,7 +83,8 @@ OVERFLOW = """
         pair[0].step(lambda: 1)
     except NbdistError as error:
         closure = str(error)
-    done(found=found, twins=steps[0] == steps[1] and min(map(max, [steps[0]])) > 0, closure=closure,
+    is_same = steps[0] == steps[1] and min(map(max, [steps[0]])) > 0
+    done(found=outcomes, twins=is_same, closure=closure,
          fused=[fused.step_was_skipped, all(map(torch.equal, old, values(fused)))])
 """
 # fp32 losses of the first steps, which an fp16 run must come near to.
@@ -104,15 +105,15 @@ def test_an_overflow_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
         results = ranks.results()
 
     for result in results:
-        for row, one in result["found"].items():
-            assert isinstance(one, dict), f"{row}\n{one}"
-            assert one["precision"] == "fp16"
-            assert one["skipped"] == [False, True, False, False, False, False], row
-            assert one["moved"] == [True, False, True, True, True, True], row
-            assert one["scales"] == [1024.0, *[512.0] * 5], row
-            assert one["rate"] == 5, row
+        for row, outcome in result["found"].items():
+            assert isinstance(outcome, dict), f"{row}\n{outcome}"
+            assert outcome["precision"] == "fp16"
+            assert outcome["skipped"] == [False, True, False, False, False, False], row
+            assert outcome["moved"] == [True, False, True, True, True, True], row
+            assert outcome["scales"] == [1024.0, *[512.0] * 5], row
+            assert outcome["rate"] == 5, row
             first = next(iter(result["found"].values()))
-            assert one["losses"] == pytest.approx(first["losses"], abs=TOLERANCE), row
+            assert outcome["losses"] == pytest.approx(first["losses"], abs=TOLERANCE), row
         assert result["twins"]
         assert result["fused"] == [True, True]
         assert "closure" in result["closure"]

@@ -9,8 +9,8 @@ pytestmark = pytest.mark.engine
 
 
 def problem(device: str, dtype: torch.dtype, size: int, *, is_causal: bool) -> kernels.Problem:
-    made = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 3, 40, size, generator=made) for _ in range(3))
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 3, 40, size, generator=generator) for _ in range(3))
     parts = (t.to(device, dtype) for t in (query, key, value))
     return kernels.Problem(*parts, is_causal, 0.3)
 
@@ -35,13 +35,14 @@ def test_every_kernel_gives_what_the_plain_one_does(
     assert len(able) > 1
 
     for kernel in able:
-        found = kernel.forward(tried)
+        attended = kernel.forward(tried)
         grads = kernel.backward(tried, grad, joined)
-        pairs = [(found.out, exact.out), (found.lse, exact.lse), (grads.query, expected.query),
+        pairs = [(attended.out, exact.out), (attended.lse, exact.lse),
+                 (grads.query, expected.query),
                  (grads.key, expected.key), (grads.value, expected.value)]  # fmt: skip
-        for one, other in pairs:
-            assert one.shape == other.shape
-            assert (one.float() - other.float()).abs().max() < limit, kernel.name
+        for actual, wanted in pairs:
+            assert actual.shape == wanted.shape
+            assert (actual.float() - wanted.float()).abs().max() < limit, kernel.name
 
 
 def test_heads_that_a_kernel_does_not_take_get_the_plain_one() -> None:

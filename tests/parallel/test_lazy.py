@@ -18,23 +18,23 @@ RANK = """
     import json, sys
     from pathlib import Path
     from nbdist.engine import join
-    from nbdist.parallel.accelerator.lazy import LazyAccelerator
+    from nbdist.parallel.accelerator.lazy import AcceleratorProxy
 
     join.join_at_start(
         Path(sys.argv[1]), {"world_size": 1, "backend": "auto", "deadline_s": 30, "gpus": []})
-    one, other, third, fourth = (LazyAccelerator() for _ in range(4))
+    first, other, third, fourth = (AcceleratorProxy() for _ in range(4))
     heavy = [name for name in %r if name in sys.modules]
-    looked_at = dict(vars(one))
+    looked_at = dict(vars(first))
     still = [name for name in %r if name in sys.modules]
 
     import accelerate
-    is_one = isinstance(one, accelerate.Accelerator), isinstance(one, accelerate.Accelerator)
-    unused = not vars(one)
+    is_one = isinstance(first, accelerate.Accelerator), isinstance(first, accelerate.Accelerator)
+    unused = not vars(first)
     other.gradient_accumulation_steps = 3
     print(json.dumps({
         "heavy": heavy, "looked_at": looked_at, "still": still, "is_one": is_one, "unused": unused,
         "steps": other.gradient_accumulation_steps,
-        "kind": type(other).__name__, "ranks": one.num_processes,
+        "kind": type(other).__name__, "ranks": first.num_processes,
         "dir": "prepare" in dir(third), "repr": repr(fourth).split(" ")[0],
         "none": isinstance(third, dict),
     }))
@@ -52,9 +52,9 @@ def test_a_rank_joins_without_what_only_training_needs(tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    told = json.loads(run.stdout.splitlines()[-1])
+    printed = json.loads(run.stdout.splitlines()[-1])
 
-    assert told == {
+    assert printed == {
         "heavy": [],
         "looked_at": {},
         "still": [],
@@ -77,7 +77,7 @@ def test_modules_are_imported_one_by_one_and_cells_come_between(
         (tmp_path / f"{name}.py").write_text("held = [[] for _ in range(1000)]\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(idle_imports, "AFTER_S", 0.0)
-    seen: list[list[str]] = []
+    seen_modules: list[list[str]] = []
 
     def loaded() -> list[str]:
         return sorted(name for name in sys.modules if name.startswith("ahead_"))
@@ -85,7 +85,7 @@ def test_modules_are_imported_one_by_one_and_cells_come_between(
     async def idle(*, has_run: bool) -> None:
         idle_imports.begin(lambda: has_run, ("ahead_a", "ahead_b"))
         while len(loaded()) < 2:
-            seen.append(loaded())
+            seen_modules.append(loaded())
             await asyncio.sleep(0)
         await asyncio.sleep(0)
 
@@ -102,6 +102,6 @@ def test_modules_are_imported_one_by_one_and_cells_come_between(
         for name in loaded():
             del sys.modules[name]
 
-    assert ["ahead_a"] in seen
+    assert ["ahead_a"] in seen_modules
     assert with_cells == before
     assert without >= before + 2000

@@ -61,14 +61,14 @@ SYNC = (
         opt.param_groups[0]["lr"] = 9.0
         plan.last_epoch = 40
         model.module[1].running_mean.add_(1)
-    apart, own = reset_models.checksums()["model"], state(opt)
+    apart, moments = reset_models.checksums()["model"], state(opt)
     names = sync.sync_model(int(os.environ["SOURCE"]))
     equal, after = reset_models.checksums()["model"], state(opt)
     rate = [g["lr"] for g in opt.param_groups]
     same = ids == [id(p) for p in model.parameters()]
     losses = [step(model, opt, plan) for _ in range(2)]
     ended = reset_models.checksums()["model"].split("/")[0]
-    done(apart=apart, equal=equal, own=own, after=after, names=names, rate=rate, same=same,
+    done(apart=apart, equal=equal, own=moments, after=after, names=names, rate=rate, same=same,
          epoch=plan.last_epoch, losses=losses, ended=ended)
 """
 )
@@ -84,12 +84,12 @@ def test_values_optimizer_and_scheduler_of_one_rank_are_everyones(
 
     theirs = results[source]
     assert results[0]["apart"] != results[1]["apart"]
-    assert [one["equal"] for one in results] == [theirs["apart"]] * 2
-    assert [one["after"] for one in results] == [theirs["own"]] * 2
-    assert [one["rate"] for one in results] == [[9.0 if source else 0.01, 0.005]] * 2
-    assert [one["epoch"] for one in results] == [(40 if source else 3) + 2] * 2
-    assert [one["names"] for one in results] == [["model"]] * 2
-    assert all(one["same"] for one in results)
+    assert [result["equal"] for result in results] == [theirs["apart"]] * 2
+    assert [result["after"] for result in results] == [theirs["own"]] * 2
+    assert [result["rate"] for result in results] == [[9.0 if source else 0.01, 0.005]] * 2
+    assert [result["epoch"] for result in results] == [(40 if source else 3) + 2] * 2
+    assert [result["names"] for result in results] == [["model"]] * 2
+    assert all(result["same"] for result in results)
     assert results[0]["ended"] == results[1]["ended"]
 
 
@@ -102,7 +102,7 @@ REFUSED = (
     elif kind == "sharded":
         model = fully_shard(net())
     else:
-        models.catching_up(True)
+        live_models.catching_up(True)
         first = DDP(net() if rank == 0 or kind != "shape" else torch.nn.Linear(6, 3))
         if rank == 1 and kind == "name":
             other = first
@@ -111,9 +111,9 @@ REFUSED = (
             model = first
             del first
         if rank == 0 or kind != "optimizer":
-            held = other if rank == 1 and kind == "name" else model
-            opt = torch.optim.SGD(held.parameters(), 0.1)
-            del held
+            trained = other if rank == 1 and kind == "name" else model
+            opt = torch.optim.SGD(trained.parameters(), 0.1)
+            del trained
     before, text = reset_models.checksums(), ""
     try:
         sync.sync_model(0)
@@ -139,18 +139,20 @@ def test_what_does_not_fit_is_named_on_every_rank(tmp_path: Path, kind: str, say
     with TorchRanks(tmp_path, 2, REFUSED, KIND=kind) as ranks:
         results = ranks.results()
 
-    for one in results:
-        assert says in one["text"]
-        assert one["same"]
-        assert one["total"] == 3.0
+    for result in results:
+        assert says in result["text"]
+        assert result["same"]
+        assert result["total"] == 3.0
 
 
 def test_a_leftover_that_no_variable_holds_is_left_out() -> None:
     """A failed cell's error holds its model on one rank alone; named models still have to fit."""
-    one = sync_model._Sketch((("w", "torch.float32", (2,)),), (), (), (0, 1))
-    ours = sync_model._Offer({"model": one, "Linear": one}, (), frozenset({"Linear"}), is_new=False)
-    theirs = sync_model._Offer({"model": one}, (), frozenset(), is_new=True)
-    lacking = sync_model._Offer({"Linear": one}, (), frozenset({"Linear"}), is_new=True)
+    sketch = sync_model._Sketch((("w", "torch.float32", (2,)),), (), (), (0, 1))
+    ours = sync_model._Offer(
+        {"model": sketch, "Linear": sketch}, (), frozenset({"Linear"}), is_new=False
+    )
+    theirs = sync_model._Offer({"model": sketch}, (), frozenset(), is_new=True)
+    lacking = sync_model._Offer({"Linear": sketch}, (), frozenset({"Linear"}), is_new=True)
 
     assert list(sync_model._refuse([ours, theirs], 0)) == ["Linear"]
     with pytest.raises(NbdistError, match="rank 1: no DDP model named model"):
@@ -165,11 +167,11 @@ FORGOTTEN = (
     import gc
     gc.disable()  # Python lets go when it likes, on each rank at another time
     first = DDP(net())
-    first.register_forward_pre_hook(lambda *_, held=first: None)  # in a circle
+    first.register_forward_pre_hook(lambda *_, in_circle=first: None)  # in a circle
     model = DDP(net())
     del first
-    found = [one.name for one in models.find()]
-    done(found=found)
+    model_names = [model.name for model in live_models.find()]
+    done(found=model_names)
 """
 )
 
@@ -192,16 +194,16 @@ REPLACED = (
         m.register_comm_hook(dist.group.WORLD, hook)
         return m, torch.optim.AdamW(m.parameters(), 1e-2)
     if is_new:
-        models.catching_up(True)
+        live_models.catching_up(True)
         model, opt = build()
     else:
         model, opt = build()
         keep = model
         early = [step(model, opt) for _ in range(3)]
         if os.environ["DIES"] == "1":
-            say("made", pickle.dumps((this_rank().topology, groups.groups_made())))
+            say("made", pickle.dumps((this_rank().topology, process_groups.groups_made())))
             wait_for("dead", [1])
-            back = groups.recover(1)
+            back = process_groups.recover(1)
             assert model is keep
     if os.environ["DIES"] == "1":
         sync.sync_model(0)
@@ -219,16 +221,16 @@ def test_a_replaced_rank_trains_on_as_if_none_had_died(tmp_path: Path, static: s
     with TorchRanks(folder / "calm", 2, REPLACED, DIES="0", STATIC=static) as ranks:
         calm = ranks.results()
     with TorchRanks(folder / "died", 2, REPLACED, DIES="1", STATIC=static) as ranks:
-        plan, made = pickle.loads(ranks.wait_for("made", 0))
+        plan, groups = pickle.loads(ranks.wait_for("made", 0))
         ranks.wait_for("made", 1)
         ranks.kill(1)
         (folder / "died" / "dead.1").touch()
-        ranks.replace(1, 1, plan, made)
+        ranks.replace(1, 1, plan, groups)
         died = ranks.results()
 
-    assert [one["late"] for one in died] == [one["late"] for one in calm]
-    assert all(one["calls"] >= 4 for one in died)
-    assert len({one["sum"] for one in (*died, *calm)}) == 1
+    assert [result["late"] for result in died] == [result["late"] for result in calm]
+    assert all(result["calls"] >= 4 for result in died)
+    assert len({result["sum"] for result in (*died, *calm)}) == 1
 
 
 HALF = (
@@ -239,7 +241,7 @@ HALF = (
     opt = torch.optim.SGD(model.parameters(), 0.1)
     step(model, opt)
     model(torch.ones(4, 6))  # a forward without a backward
-    back = groups.recover(1)
+    back = process_groups.recover(1)
     cleared = [p.grad is None for p in model.parameters()]
     done(gradients=back.gradients, models=back.models, cleared=cleared, loss=step(model, opt))
 """
@@ -251,10 +253,10 @@ def test_gradients_are_cleared_and_counted(tmp_path: Path) -> None:
     with TorchRanks(tmp_path, 2, HALF) as ranks:
         results = ranks.results()
 
-    for one in results:
-        assert one["gradients"] == {"model": 6}
-        assert one["models"] == ["model"]
-        assert one["cleared"] == [True] * 6
+    for result in results:
+        assert result["gradients"] == {"model": 6}
+        assert result["models"] == ["model"]
+        assert result["cleared"] == [True] * 6
 
 
 class TestNames:
@@ -286,13 +288,13 @@ class TestNames:
     def test_checksums_see_one_bit_and_the_shape(self) -> None:
         """Also -0.0 for 0.0, and in types that NumPy does not know."""
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            one = torch.zeros(5, dtype=dtype)
+            tensor = torch.zeros(5, dtype=dtype)
             sums = {
-                reset_models._digest([("w", one)]),
-                reset_models._digest([("w", one.view(5, 1))]),
+                reset_models._digest([("w", tensor)]),
+                reset_models._digest([("w", tensor.view(5, 1))]),
             }
-            one[4] = 1
-            sums.add(reset_models._digest([("w", one)]))
+            tensor[4] = 1
+            sums.add(reset_models._digest([("w", tensor)]))
             assert len(sums) == 3
         assert reset_models._digest([("w", torch.tensor([0.0]))]) != reset_models._digest(
             [("w", torch.tensor([-0.0]))]
@@ -325,6 +327,6 @@ class TestNames:
         class Grandchild(Child):
             pass
 
-        held = [Child(), Grandchild()]
+        models = [Child(), Grandchild()]
 
-        assert {id(one) for one in live_models.live(Child)} == {id(one) for one in held}
+        assert {id(model) for model in live_models.live(Child)} == {id(model) for model in models}

@@ -6,7 +6,7 @@ import torch
 from nbdist.parallel.pp import loss_node
 
 
-def made(unscale: float = 1.0) -> tuple[torch.Tensor, list[torch.nn.Parameter], torch.Tensor]:
+def make_loss(unscale: float = 1.0) -> tuple[torch.Tensor, list[torch.nn.Parameter], torch.Tensor]:
     """A loss of 3, two parameters of which one has a gradient, and that gradient."""
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     gradient = torch.tensor([1.0, 2.0])
@@ -20,7 +20,7 @@ def made(unscale: float = 1.0) -> tuple[torch.Tensor, list[torch.nn.Parameter], 
 @pytest.mark.parametrize(("factor", "unscale"), [(1.0, 1.0), (0.25, 1.0), (2.0, 0.125)])
 def test_a_parameter_gets_the_very_gradient(factor: float, unscale: float) -> None:
     """Times the loss's own gradient, and no second copy of it."""
-    loss, parameters, gradient = made(unscale)
+    loss, parameters, gradient = make_loss(unscale)
     address = gradient.data_ptr()
     del gradient
     (loss * factor).backward()
@@ -34,7 +34,7 @@ def test_a_parameter_gets_the_very_gradient(factor: float, unscale: float) -> No
 
 def test_gradients_add_up_over_steps() -> None:
     """A second loss's are added to the first one's."""
-    first, parameters, _ = made()
+    first, parameters, _ = make_loss()
     first.backward()
     second = loss_node.LossNode.apply(
         torch.tensor(1.0), 1.0, [torch.ones(2), torch.ones(2)],
@@ -52,7 +52,7 @@ def test_retain_graph_lets_backward_run_again(
     """And where torch cannot be asked, no backward spoils the next one."""
     if not can_ask:
         monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
-    loss, parameters, gradient = made()
+    loss, parameters, gradient = make_loss()
     (2 * loss).backward(retain_graph=True)
     loss.backward()
 
@@ -63,7 +63,7 @@ def test_retain_graph_lets_backward_run_again(
 
 def test_a_second_backward_is_refused_as_torch_does() -> None:
     """Nothing is added then."""
-    loss, parameters, _ = made()
+    loss, parameters, _ = make_loss()
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()

@@ -11,18 +11,19 @@ pytestmark = pytest.mark.engine
 
 SIZES = """
     from nbdist.parallel.model_sizes import sizes
-    told = {}
+    counts_under = {}
     registry.set_choice(pick("fsdp1"))  # which a live model cannot be switched from
     flat = live.prepare_model(Net())
-    told["fsdp1"] = [counts for _, *counts in sizes()]
+    counts_under["fsdp1"] = [counts for _, *counts in sizes()]
     again = [flat]; again.append(again)  # a circle, which no variable holds afterwards
     del flat, again; gc.unfreeze()
     begin("ddp")
     for name in ("ddp", "zero1", "fsdp", "tp", "pp"):
         switch.switch(pick(name))
-        told[name] = [counts for _, *counts in sizes()]
-    own = sum(p.numel() for p in reference.parameters())
-    done(told=told, own=[own, sum(p.numel() * p.element_size() for p in reference.parameters())])
+        counts_under[name] = [counts for _, *counts in sizes()]
+    count = sum(p.numel() for p in reference.parameters())
+    n_bytes = sum(p.numel() * p.element_size() for p in reference.parameters())
+    done(told=counts_under, own=[count, n_bytes])
 """
 
 

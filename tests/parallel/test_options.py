@@ -17,38 +17,38 @@ import warnings
 from nbdist.parallel import options, precision
 from nbdist.parallel.dp import fsdp
 
-def put(name, base, **given):
+def put(name, base, **settings):
     degrees = {"fsdp": {"dp_shard": n}}.get(name, {})
     own = (fsdp.STEP,) if name == "fsdp" else ()
-    job = job_of(base, choose(name, degrees, **given))
+    job = job_of(base, choose(name, degrees, **settings))
     outer = put_under(job, options.STEP, *own, precision.STEP)
     return nn.parallel.DistributedDataParallel(outer) if name == "ddp" else outer
 
-def compare(name, made=None, **given):
+def compare(name, made=None, **settings):
     "Largest differences from one process with all data and no options; alike seeds for dropout."
     made = made or {}
     alone, base = make(**made), make(**made)
     torch.manual_seed(5)
     wanted = train(alone, alone)
-    outer = put(name, base, **given)
+    outer = put(name, base, **settings)
     torch.manual_seed(5)
     parts = {} if name == "single" else {"part": rank, "parts": n}
     return off(train(outer, base, **parts), wanted)
 
-def runs_of(**given):
+def runs_of(**settings):
     "How often the norm, a product and attention run in a step of three blocks, by kernel."
     base = make()
-    outer = put("single", base, **given)
+    outer = put("single", base, **settings)
     outer(batch(0))
     with Counted() as mode:
         outer(batch(0)).backward()
     flash = "_scaled_dot_product_flash_attention_for_cpu"
     return [mode.counts.get(op, 0) for op in ("native_layer_norm", "mm", flash, "_safe_softmax")]
 
-def saved(**given):
+def saved(**settings):
     "Numbers that a forward keeps for its backward."
     base = make()
-    outer = put("single", base, **given)
+    outer = put("single", base, **settings)
     own = {p.untyped_storage().data_ptr() for p in base.parameters()}
     kept = {}
     def pack(tensor):
@@ -76,10 +76,10 @@ same["flash"] = compare("ddp", sdpa="flash")
 from transformers import GPT2Config, GPT2LMHeadModel
 config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16,
                     bos_token_id=0, eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-def hugging(**given):
+def hugging(**settings):
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config)
-    outer = put("single", model, **given)
+    outer = put("single", model, **settings)
     tokens = torch.arange(24).view(2, 12)
     out = outer(input_ids=tokens, labels=tokens)
     out.loss.backward()
@@ -134,30 +134,30 @@ done(
 def test_they_work_under_each_strategy(tmp_path: Path) -> None:
     """Numbers stay, under ddp and fsdp; blocks run again, kernels are the ones asked for."""
     with TorchRanks(tmp_path, 2, WORKS) as ranks:
-        one, other = ranks.results()
+        first, other = ranks.results()
 
-    assert one == other
-    for name, differences in one["same"].items():
+    assert first == other
+    for name, differences in first["same"].items():
         assert max(differences) < 2e-6, (name, differences)
-    assert max(one["huggings"]) < 2e-6
+    assert max(first["huggings"]) < 2e-6
     # A block has 1 norm, 1 attention and 4 products, of which 2 add a bias and are another op;
     # outside are 1 norm and 1 product. Backward takes 2 for each product.
-    assert one["runs"] == {
+    assert first["runs"] == {
         "": [4, 7 + 2 * 13, 3, 0],
         "full": [7, 7 + 2 * 13 + 3 * 2, 6, 0],
         "selective": [7, 7 + 2 * 13, 3, 0],
         "2": [5, 7 + 2 * 13 + 2, 4, 0],
     }
-    assert one["kernels"] == {"flash": [3, 0], "math": [0, 3]}
-    assert one["both"] == [0, 6]
-    none, full, _, second = one["saved"]  # what selective keeps is in no saved tensor
+    assert first["kernels"] == {"flash": [3, 0], "math": [0, 3]}
+    assert first["both"] == [0, 6]
+    none, full, _, second = first["saved"]  # what selective keeps is in no saved tensor
     assert 3 * full < second < none
-    assert one["dtypes"] == ["torch.float32", "torch.float32"]
-    assert one["classes"] == ["CausalLMOutputWithCrossAttentions"]
-    assert one["values"][0] != one["values"][1]
-    assert one["signature"] == ["tokens"]
+    assert first["dtypes"] == ["torch.float32", "torch.float32"]
+    assert first["classes"] == ["CausalLMOutputWithCrossAttentions"]
+    assert first["values"][0] != first["values"][1]
+    assert first["signature"] == ["tokens"]
 
-    _check_refusals(one["refused"])
+    _check_refusals(first["refused"])
 
 
 def _check_refusals(refused: dict[str, str]) -> None:
@@ -202,10 +202,10 @@ def test_compiled_blocks_train_alike(tmp_path: Path, compiled: Path, case: str) 
     with TorchRanks(tmp_path, 2, COMPILED, limit_s=280.0, CASE=case, **env) as ranks:
         results = ranks.results()
 
-    for one in results:
-        assert max(one["differences"]) < 2e-6, one
-        assert one["frames"] > 0
-        assert 0 < one["graphs"] <= 2
+    for result in results:
+        assert max(result["differences"]) < 2e-6, result
+        assert result["frames"] > 0
+        assert 0 < result["graphs"] <= 2
 
 
 def _step(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
@@ -222,17 +222,18 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "given"), KINDS)
+@pytest.mark.parametrize(("kind", "arguments"), KINDS)
 def test_a_fused_step_gives_the_same_numbers(
-    kind: type[torch.optim.Optimizer], given: dict[str, object]
+    kind: type[torch.optim.Optimizer], arguments: dict[str, object]
 ) -> None:
     """On and off between steps of one optimizer: its groups go back to what the user gave."""
-    made = [
+    parameter_lists = [
         [torch.nn.Parameter(torch.linspace(0, 1, 7)), torch.nn.Parameter(torch.ones(3))]
         for _ in "12"
     ]
     mine, other = (
-        kind([{"params": p[:1], "lr": 0.1}, {"params": p[1:], "lr": 0.2}], **given) for p in made
+        kind([{"params": p[:1], "lr": 0.1}, {"params": p[1:], "lr": 0.2}], **arguments)
+        for p in parameter_lists
     )
     dicts = [id(group) for group in mine.param_groups]
     before = [(group["fused"], group["foreach"]) for group in mine.param_groups]
@@ -240,12 +241,12 @@ def test_a_fused_step_gives_the_same_numbers(
     for is_on in (False, True, True, False):
         set_fused(mine, is_on=is_on)
         with torch.profiler.profile() as profile:
-            _step(mine, made[0])
+            _step(mine, parameter_lists[0])
         ran = {event.key for event in profile.key_averages()}
         assert any("_fused_" in name for name in ran) == is_on
-        _step(other, made[1])
+        _step(other, parameter_lists[1])
 
-    for a, b in zip(*made, strict=True):
+    for a, b in zip(*parameter_lists, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
     assert dicts == [id(group) for group in mine.param_groups]
     assert before == [(group["fused"], group["foreach"]) for group in mine.param_groups]
@@ -262,9 +263,9 @@ def test_a_group_added_later_is_fused_too() -> None:
     set_fused(optimizer, is_on=False)
     assert [group["fused"] for group in optimizer.param_groups] == [None, None]
 
-    own = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
-    set_fused(own, is_on=False)
-    assert own.param_groups[0]["fused"] is True
+    fused = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
+    set_fused(fused, is_on=False)
+    assert fused.param_groups[0]["fused"] is True
 
 
 def test_counts_of_steps_lie_where_the_step_looks() -> None:
@@ -281,14 +282,14 @@ def test_an_optimizer_without_a_fused_step_is_refused() -> None:
     """Nothing has changed then; the message lists those that have one."""
     parameters = [torch.nn.Parameter(torch.ones(2))]
     rms = torch.optim.RMSprop(parameters)
-    made = torch.optim.Adam(parameters, differentiable=True)
+    optimizer = torch.optim.Adam(parameters, differentiable=True)
 
     with pytest.raises(
         OptionError, match=r"RMSprop has no fused step\. Use one of Adam, AdamW, SGD"
     ):
         set_fused(rms, is_on=True)
     with pytest.raises(OptionError, match="differentiable=True"):
-        set_fused(made, is_on=True)
+        set_fused(optimizer, is_on=True)
 
     assert "fused" not in rms.param_groups[0]
-    assert made.param_groups[0]["fused"] is None
+    assert optimizer.param_groups[0]["fused"] is None

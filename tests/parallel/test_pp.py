@@ -32,8 +32,8 @@ from nbdist.parallel.dp import fsdp
 from nbdist.parallel.pp import partition as pp
 warnings.simplefilter("ignore")
 
-def put(base, degrees=None, accelerator=None, **given):
-    job = job_of(base, choose("pp", degrees or {"pp": n}, **given))
+def put(base, degrees=None, accelerator=None, **settings):
+    job = job_of(base, choose("pp", degrees or {"pp": n}, **settings))
     job.accelerator = accelerator
     axes = {"tp": job.grid.degrees.tp, "fsdp": job.grid.degrees.dp_shard}
     wanted = ("pp", "tp", "options", "fsdp", "precision", "pipeline")
@@ -46,8 +46,8 @@ def gathered(outer, base, what):
     everyone = [None] * n
     dist.all_gather_object(everyone, own)
     found = {}
-    for one in everyone:
-        for name, tensor in one.items():
+    for gathered_parts in everyone:
+        for name, tensor in gathered_parts.items():
             assert torch.equal(found.setdefault(name, tensor), tensor), name
     return {name: found[name] for name, _ in base.named_parameters() if name in found}
 
@@ -57,11 +57,11 @@ def pp_gradients(outer, base):
 def pp_parameters(outer, base):
     return gathered(outer, base, lambda p: p)
 
-def compare(degrees=None, how=lambda model: model, made=None, accumulate=1, **given):
+def compare(degrees=None, how=lambda model: model, made=None, accumulate=1, **settings):
     "Largest differences of losses, gradients and parameters from one process with all data."
     wanted = train(*[how(make(**(made or {})))] * 2, accumulate=accumulate)
     base = how(make(**(made or {})))
-    outer = put(base, degrees, **given)
+    outer = put(base, degrees, **settings)
     found = train(outer, base, accumulate=accumulate,
                   gradients=pp_gradients, parameters=pp_parameters)
     return off(found, wanted)
@@ -113,8 +113,8 @@ half={kind: compare(precision=kind)[0] for kind in ("bf16", "fp16")})
 
 
 def _check(results: list[dict[str, Any]], limit: float = FP32) -> None:
-    for one in results:
-        for name, differences in one["fp32"].items():
+    for result in results:
+        for name, differences in result["fp32"].items():
             assert max(differences) < limit, (name, differences)
 
 
@@ -124,11 +124,11 @@ def test_it_trains_as_one_process(tmp_path: Path) -> None:
         results = ranks.results()
 
     _check(results)
-    for one in results:
-        assert max(one["fp64"]) < 1e-14
+    for result in results:
+        assert max(result["fp64"]) < 1e-14
         # As far off as autocast is in one process, and off.
-        assert 0 < one["half"]["bf16"] < 5e-3
-        assert 0 < one["half"]["fp16"] < 5e-4
+        assert 0 < result["half"]["bf16"] < 5e-3
+        assert 0 < result["half"]["fp16"] < 5e-4
 
 
 MODELS = (
@@ -314,10 +314,10 @@ def test_models_of_all_kinds(tmp_path: Path) -> None:
         results = ranks.results()
 
     _check(results)
-    for one in results:
-        for name, differences in one["outputs"].items():
+    for result in results:
+        for name, differences in result["outputs"].items():
             assert max(differences) < 2e-5, (name, differences)
-        assert all(one["forms"].values()), one["forms"]
+        assert all(result["forms"].values()), result["forms"]
 
 
 LOSSES = (
@@ -328,10 +328,10 @@ def alone(loss):
     loss(model).backward()
     return gradients_of(model, model)
 
-def away(loss, other=None, **given):
+def away(loss, other=None, **settings):
     "How far a pipeline's gradients are from those of one process."
     base = make()
-    outer = put(base, **given)
+    outer = put(base, **settings)
     (other or loss)(outer).backward()
     found, wanted = pp_gradients(outer, base), alone(loss)
     assert found.keys() == wanted.keys()
@@ -428,20 +428,20 @@ def test_a_loss_is_as_any_other(tmp_path: Path) -> None:
     with TorchRanks(tmp_path, 2, LOSSES) as ranks:
         results = ranks.results()
 
-    for rank, one in enumerate(results):
-        for name, difference in one["differences"].items():
+    for rank, result in enumerate(results):
+        for name, difference in result["differences"].items():
             assert difference < FP32, (name, difference)
         # Of each of four micro-batches: a fourth of about the same, times 1024.
-        assert 128 < one["scaled"][0] < 1024
-        assert abs(one["scaled"][1]) < FP32
-        assert "second time" in one["refused"]
-        assert one["drawn"][0] == one["drawn"][1] == one["drawn"][2] != one["drawn"][3]
-        assert one["drawn"] == results[0]["drawn"]
-        assert abs(one["evaluated"][0]) < FP32
-        assert one["evaluated"][1] is False
-        assert one["names"] == [True, True, 3, True]
+        assert 128 < result["scaled"][0] < 1024
+        assert abs(result["scaled"][1]) < FP32
+        assert "second time" in result["refused"]
+        assert result["drawn"][0] == result["drawn"][1] == result["drawn"][2] != result["drawn"][3]
+        assert result["drawn"] == results[0]["drawn"]
+        assert abs(result["evaluated"][0]) < FP32
+        assert result["evaluated"][1] is False
+        assert result["names"] == [True, True, 3, True]
         foreign = {"words", "layers.0", "layers.1"} if rank else {"layers.2", "head"}
-        for name, is_held in one["held"].items():
+        for name, is_held in result["held"].items():
             assert is_held != any(name.startswith(f"{other}.") for other in foreign), name
 
 
@@ -522,30 +522,30 @@ def seeded(kind):
     return kind()
 
 def tokens(step, size=8):
-    made = torch.Generator().manual_seed(step)
-    return torch.randint(0, WORDS, (size, 6), generator=made)
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, WORDS, (size, 6), generator=generator)
 
-told = {}
-told["embedding"] = said(lambda: put(seeded(Biased))(tokens(0)))
-told["sum"] = said(lambda: put(seeded(Summed))(tokens(0)))
-told["around"] = said(lambda: put(seeded(Around))(tokens(0)))
-told["no loss"] = said(lambda: put(seeded(Logits))(tokens(0)))
-told["ends early"] = said(lambda: put(seeded(Logits)).eval()(tokens(0), is_short=True))
-told["batches"] = said(lambda: put(seeded(Moods))(tokens(rank)))
-told["pieces"] = said(lambda: put(seeded(Moods), microbatches=4)(tokens(0, 6)))
-told["no batch"] = said(lambda: put(seeded(Logits))(3))
-told["gradient"] = said(lambda: put(seeded(Logits))(torch.ones(4, requires_grad=True)))
-told["lambda"] = said(lambda: put(seeded(Logits)).eval()([lambda: 1, open(os.devnull)]))
+messages = {}
+messages["embedding"] = said(lambda: put(seeded(Biased))(tokens(0)))
+messages["sum"] = said(lambda: put(seeded(Summed))(tokens(0)))
+messages["around"] = said(lambda: put(seeded(Around))(tokens(0)))
+messages["no loss"] = said(lambda: put(seeded(Logits))(tokens(0)))
+messages["ends early"] = said(lambda: put(seeded(Logits)).eval()(tokens(0), is_short=True))
+messages["batches"] = said(lambda: put(seeded(Moods))(tokens(rank)))
+messages["pieces"] = said(lambda: put(seeded(Moods), microbatches=4)(tokens(0, 6)))
+messages["no batch"] = said(lambda: put(seeded(Logits))(3))
+messages["gradient"] = said(lambda: put(seeded(Logits))(torch.ones(4, requires_grad=True)))
+messages["lambda"] = said(lambda: put(seeded(Logits)).eval()([lambda: 1, open(os.devnull)]))
 
-kept = seeded(Biased)
-kept.pp_everywhere = ["bias"]
-outer = put(kept)
+biased = seeded(Biased)
+biased.pp_everywhere = ["bias"]
+outer = put(biased)
 loss = outer(tokens(0))
 loss.backward()
 alone = seeded(Biased)
 wanted = alone(tokens(0))
 wanted.backward()
-found, other = pp_gradients(outer, kept), gradients_of(alone, alone)
+found, other = pp_gradients(outer, biased), gradients_of(alone, alone)
 everywhere = [abs(loss.item() - wanted.item())] + [
     (found[name] - other[name]).abs().max().item() for name in other]
 
@@ -565,28 +565,28 @@ right = [step(0)]
 for mood in ("forward", "other shape"):
     for place in (0, 1, 3):
         base.mixes[place].mood = mood
-        told[f"{mood} {place}"] = said(lambda: outer(tokens(1)))
+        messages[f"{mood} {place}"] = said(lambda: outer(tokens(1)))
         base.mixes[place].mood = ""
         right.append(step(2))                       # gradients add up to what was there before
 with torch.no_grad():
     base.mixes[1].mood = "forward"
-    told["eval"] = said(lambda: outer(tokens(1)))
+    messages["eval"] = said(lambda: outer(tokens(1)))
     base.mixes[1].mood = ""
 
 # In backward the others cannot know: they wait, are broken off and go on.
 base.mixes[2].mood = "backward"
 if rank == 1:
-    told["backward"] = said(lambda: outer(tokens(1)))
+    messages["backward"] = said(lambda: outer(tokens(1)))
     say("failed")
 else:
-    told["backward"] = [broken_off(lambda: outer(tokens(1)))[0], ""]
+    messages["backward"] = [broken_off(lambda: outer(tokens(1)))[0], ""]
 wait_for("failed", [1])
 base.mixes[2].mood = ""
-groups.recover(1)
+process_groups.recover(1)
 for p in (*base.parameters(), *alone.parameters()):
     p.grad = None
 right.append(step(3))
-done(told=told, everywhere=everywhere, right=right)
+done(told=messages, everywhere=everywhere, right=right)
 """
 )
 
@@ -622,7 +622,7 @@ TOLD: dict[str, tuple[tuple[str, str], ...]] = {
     "forward 1": (("ValueError", r"^no more of this$"), ("NbdistError", r"on rank 0.*no more")),
     "forward 3": (("NbdistError", r"on rank 1.*ValueError: no more"), ("ValueError", r"^no more")),
     "other shape 1": (
-        ("NbdistError", r"mixes.1 returned torch.float32 \(2, 12, 10\), and before .*\(2, 6, 10\)"),
+        ("NbdistError", r"mixes.1 returned torch.float32 \(2, 12, 10\), but .*\(2, 6, 10\) before"),
         ("NbdistError", r"on rank 0, failed"),
     ),
     "eval": (("ValueError", r"^no more of this$"), ("NbdistError", r"on rank 0.*no more")),
@@ -635,14 +635,14 @@ def test_what_goes_wrong_is_said_and_leaves_no_trace(tmp_path: Path) -> None:
     with TorchRanks(tmp_path, 2, FAILS) as ranks:
         results = ranks.results()
 
-    for rank, one in enumerate(results):
+    for rank, result in enumerate(results):
         for name, expected in TOLD.items():
-            kind, text = one["told"][name]
+            kind, text = result["told"][name]
             assert kind == expected[rank][0], (rank, name, kind, text)
             assert re.search(expected[rank][1], text, re.DOTALL), (rank, name, text)
-        assert max(one["everywhere"]) < FP32
+        assert max(result["everywhere"]) < FP32
         # Seven steps without zero_grad in between.
-        assert max(one["right"]) < 2 * FP32, one["right"]
+        assert max(result["right"]) < 2 * FP32, result["right"]
 
 
 class _Net(nn.Module):
@@ -661,10 +661,10 @@ def _layouts(model: nn.Module, ranks: int, **options: Any) -> dict[str, frozense
     choice = Strategy("pp", degrees, ranks, Options(**options))
     grid = ParallelMesh(degrees, 0, degrees.coordinate(0), None)
     names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
-    found = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     layouts = {
         name: TensorLayout(tuple(getattr(module, name.rpartition(".")[2]).shape))
-        for name, module in found.items()
+        for name, module in modules.items()
     }
     planned = partition.STEP.plan(ModelBuild(model, choice, grid, torch.device("cpu")), layouts)
     return {name: layout.stages for name, layout in planned.items()}
@@ -673,13 +673,13 @@ def _layouts(model: nn.Module, ranks: int, **options: Any) -> dict[str, frozense
 def test_what_each_stage_holds() -> None:
     """Blocks in turn; embeddings first, the head last; the rest, and what is named, everywhere."""
     model = _Net()
-    found = _layouts(model, 3)
+    holders = _layouts(model, 3)
 
-    assert found["words.weight"] == {0}
-    assert found["places.weight"] == {0, 2}  # no head has its rows: it might be one
-    assert found["head.weight"] == found["head.bias"] == {2}
-    assert found["norm.weight"] is found["table"] is None
-    assert [found[f"blocks.{n}.weight"] for n in range(6)] == [{0}, {0}, {1}, {1}, {2}, {2}]
+    assert holders["words.weight"] == {0}
+    assert holders["places.weight"] == {0, 2}  # no head has its rows: it might be one
+    assert holders["head.weight"] == holders["head.bias"] == {2}
+    assert holders["norm.weight"] is holders["table"] is None
+    assert [holders[f"blocks.{n}.weight"] for n in range(6)] == [{0}, {0}, {1}, {1}, {2}, {2}]
     looped = _layouts(model, 3, schedule="zb")
     assert [looped[f"blocks.{n}.bias"] for n in range(6)] == [{0}, {1}, {2}] * 2
     few = _layouts(_Net(5), 3, schedule="interleaved")
@@ -755,7 +755,7 @@ def block():
 def follow(outer, base, gradients, part=0, parts=1):
     optimizer, found = torch.optim.AdamW(base.parameters(), lr=1e-3), []
     for step in range(3):
-        loss = outer(*(one.chunk(parts)[part] for one in T.batch(step)))
+        loss = outer(*(tensor.chunk(parts)[part] for tensor in T.batch(step)))
         loss.backward()
         mean = loss.detach().clone()
         if parts > 1:
@@ -766,14 +766,14 @@ def follow(outer, base, gradients, part=0, parts=1):
         optimizer.zero_grad()
     return found
 
-def compare(degrees, head, **given):
+def compare(degrees, head, **settings):
     torch.manual_seed(0)
     alone = T.Model(block, is_tied=head != "own")
     if head == "tied, own bias":
         alone.head.bias = nn.Parameter(torch.zeros(T.WORDS))
     nn.init.normal_(alone.emb.weight, std=0.1)      # 1.0, torch's, makes logits of 30
     base = copy.deepcopy(alone)
-    outer = put(base, degrees, **given)
+    outer = put(base, degrees, **settings)
     place = job_of(base, choose("pp", degrees)).grid
     wanted = follow(alone, alone, gradients_of)
     found = follow(outer, base, pp_gradients, place.coordinate.dp_shard, place.degrees.dp)
@@ -787,8 +787,8 @@ def compare(degrees, head, **given):
         differences.append((outer(*T.batch(5)) - alone(*T.batch(5))).abs().item())
     return differences
 
-done(fp32={f"{given} {head}": compare(DEGREES, head, **given)
-           for given in CASES for head in ("own", "tied", "tied, own bias")})
+done(fp32={f"{settings} {head}": compare(DEGREES, head, **settings)
+           for settings in CASES for head in ("own", "tied", "tied, own bias")})
 """
 )
 ALL = [{"schedule": name} for name in ("gpipe", "1f1b", "interleaved", "zb")]

@@ -23,9 +23,9 @@ TRACES = """
     result = {}
     begin("ddp")  # so that `base` means the module itself from now on
     switch.switch(pick("single"))
-    for name, given in (("fsdp", {}), ("tp", {}), ("pp", {}), ("fsdp", {"checkpoint": "full"}),
+    for name, options in (("fsdp", {}), ("tp", {}), ("pp", {}), ("fsdp", {"checkpoint": "full"}),
                         ("fsdp", {"precision": "bf16"}), ("zero1", {})):
-        switch.switch(pick(name, **given))
+        switch.switch(pick(name, **options))
         value = model(tokens(0).chunk(n)[rank] if name != "pp" else tokens(0))
         value.backward()
         with torch.no_grad():
@@ -33,7 +33,7 @@ TRACES = """
         base.blocks[0].register_forward_hook(user_hook := lambda *_: None)
         switch.switch(pick("single"))
         base.blocks[0]._forward_hooks.popitem()
-        result[name + str(given)] = look() == before and model is base
+        result[name + str(options)] = look() == before and model is base
     copied = copy.deepcopy(base)
     result["plain"] = is_close(copied(tokens(0)).item(), base(tokens(0)).item())
     result["copy_is_free"] = registry.prepared_of(copied) is None
@@ -71,30 +71,30 @@ STATES = """
     scheduler.step()
     mean = value.detach().clone(); dist.all_reduce(mean); losses.append(mean.item() / n)
     expect(len(losses))
-    known = registry.prepared_of(model)
+    prepared = registry.prepared_of(model)
     by_name = {}
-    for name, given in (("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {}), ("ddp", {})):
-        switch.switch(pick(name, **given))
-        whole = copy.deepcopy(wholes.full_state(known))
+    for name, options in (("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {}), ("ddp", {})):
+        switch.switch(pick(name, **options))
+        whole = copy.deepcopy(full_state.full_state(prepared))
         off = max((whole[k] - v).abs().max().item()
                   for k, v in reference.state_dict().items() if k in whole)
-        state = copy.deepcopy(wholes.full_optimizer_state(optimizer))
+        state = copy.deepcopy(full_state.full_optimizer_state(optimizer))
         mine = {k: p for k, p in reference.named_parameters()}
         off_state = max(
             (state["state"][k][key] - alone.state[p][key]).abs().max().item()
             for k, p in mine.items() for key in ("exp_avg", "exp_avg_sq", "step"))
         # Into a model that has gone on: it stands where it was.
         train(1)
-        wholes.load_full(known, whole)
-        wholes.load_full_optimizer_state(optimizer, state)
+        full_state.load_full(prepared, whole)
+        full_state.load_full_optimizer_state(optimizer, state)
         scheduler.last_epoch -= 1
         losses.pop()
-        back = wholes.full_state(known)
-        again = wholes.full_optimizer_state(optimizer)["state"]
+        back = full_state.full_state(prepared)
+        again = full_state.full_optimizer_state(optimizer)["state"]
         by_name[name] = [
             off, off_state, all(torch.equal(back[k], whole[k]) for k in whole),
             all(torch.equal(torch.as_tensor(again[k][key]), torch.as_tensor(v))
-                for k, own in state["state"].items() for key, v in own.items()),
+                for k, slots in state["state"].items() for key, v in slots.items()),
         ]
     result["by_name"] = by_name
     done(**result, worst=worst())
@@ -127,7 +127,7 @@ OTHERS = """
     def batches(step):
         return torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(step))
     for at, name in enumerate(("single", "fsdp", "ddp", "zero1", "single", "fsdp")):
-        told = switch.switch(pick(name))
+        switched = switch.switch(pick(name))
         # Every rank has the same batch: its own norm's statistics are those of the twin.
         value = first_model(batches(at)) + second_model(batches(at))
         value.backward(); both.step(); both.zero_grad()
@@ -135,7 +135,7 @@ OTHERS = """
         twin.backward(); of_twins.step(); of_twins.zero_grad()
         apart.append(abs(value.item() - twin.item()))
     result["apart"] = max(apart)
-    result["models"] = told.models
+    result["models"] = switched.models
     result["marked"] = left.frozen.mark, left.frozen.requires_grad
     result["buffers"] = max(
         (a - b).abs().max().item() for a, b in zip(left.buffers(), twins[0].buffers()))
@@ -169,32 +169,32 @@ OTHERS = """
 
     # A rank that has replaced another builds by itself what the others have.
     if rank == 1:
-        models.catching_up(True)
+        live_models.catching_up(True)
         refused("alone", lambda: live.prepare_model(torch.nn.Linear(2, 2)))
     dist.barrier()
     registry.set_choice(pick("ddp"))
     if rank == 1:
         by_itself = live.prepare_model(torch.nn.Linear(2, 2))
         says["alone_ddp"] = type(by_itself).__name__
-        models.catching_up(False)
+        live_models.catching_up(False)
     done(**result, says=says)
 """
 
 # A cell breaks between backward and step: its gradients go, and training goes on.
 RESETS = """
-    found = {}
+    outcomes = {}
     begin("ddp")
-    for name, given in (("ddp", {}), ("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {})):
-        switch.switch(pick(name, **given))
+    for name, options in (("ddp", {}), ("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {})):
+        switch.switch(pick(name, **options))
         degrees = registry.current().degrees
         model(tokens(99).chunk(degrees.dp)[rank % degrees.dp]).backward()
-        known = models.find()
+        models = live_models.find()
         cleared = reset_models.reset()
         left = sum(p.grad is not None for p in base.parameters())
-        found[name] = [[one.name for one in known], [one.is_sharded for one in known],
+        outcomes[name] = [[model.name for model in models], [model.is_sharded for model in models],
                        list(cleared), min(cleared.values()) > 0, left]
         train(2)
-    done(found=found, worst=worst())
+    done(found=outcomes, worst=worst())
 """
 
 
@@ -239,13 +239,13 @@ def test_other_models_and_refusals(tmp_path: Path) -> None:
         assert says["fixed"].startswith("OptionError: Live models cannot be switched from fsdp")
         assert "accelerator.save_state(DIR)" in says["fixed"]
         assert "extra.bias, extra.weight of Odd changed since prepare()" in says["changed"]
-        assert "rank 1 is another one than rank 0's: weight (2, 3)" in says["other"]
+        assert "rank 1 differs from rank 0's: weight (2, 3)" in says["other"]
         assert "has no shape before the model's first forward" in says["lazy"]
         assert "meta device and has no values" in says["meta"]
         assert "LBFGS looks at all gradients at once" in says["lbfgs"]
         assert "Adafactor" in says["adafactor"]
         if rank == 1:
-            assert "under fsdp a model is built by all ranks together" in says["alone"]
+            assert "under fsdp all ranks build a model together" in says["alone"]
             assert says["alone_ddp"] == "DistributedDataParallel"
 
 
@@ -255,6 +255,6 @@ def test_models_of_any_strategy_are_found_and_reset(tmp_path: Path) -> None:
         results = ranks.results()
 
     for result in results:
-        for name, told in result["found"].items():
-            assert told == [["model"], [name not in ("ddp", "zero1")], ["model"], True, 0], name
+        for name, outcome in result["found"].items():
+            assert outcome == [["model"], [name not in ("ddp", "zero1")], ["model"], True, 0], name
         assert result["worst"] < CLOSE

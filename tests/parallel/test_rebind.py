@@ -22,7 +22,7 @@ def user(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_partials_belong_to_who_wrote_the_function() -> None:
     """tp's hooks are partials of its functions, and no hooks of the user's."""
-    assert rebind.is_internal(functools.partial(hooks._laid_out, ()))
+    assert rebind.is_internal(functools.partial(hooks._as_placed, ()))
     assert not rebind.is_internal(functools.partial(lambda gradient: gradient))
 
 

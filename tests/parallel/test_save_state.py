@@ -18,18 +18,18 @@ SAVE = (
     import random
     folder = os.environ["FOLDER"]
 
-    def first(name, given, kind):
+    def first(name, options, kind):
         "Three steps, a state, and three more."
-        use(name, **given)
+        use(name, **options)
         parts = made(0, kind)
         loop = iter(parts[3])
         run(parts, (next(loop) for _ in range(3)))
         where = accelerator.save_state(f"{folder}/{name}{kind.__name__}")
         return run(parts, loop), parts
 
-    def second(name, given, kind, source):
+    def second(name, options, kind, source):
         "Other weights, then the state, and the three steps that came after it."
-        use(name, **given)
+        use(name, **options)
         parts = made(rank + 5, kind)
         ids = [id(group) for group in parts[1].optimizer.param_groups]
         accelerator.load_state(f"{folder}/{source}{kind.__name__}")
@@ -39,18 +39,19 @@ SAVE = (
         return run(parts, loader)
 
     def pairs():
-        found = {}
-        for name, given, kind in json.loads(os.environ["SAVED"]):
-            losses, parts = tried(first, name, given, globals()[kind])
+        outcomes = {}
+        for name, options, kind in json.loads(os.environ["SAVED"]):
+            losses, parts = tried(first, name, options, globals()[kind])
             del parts
-            found[f"{name}{kind}"] = losses
-        return found
+            outcomes[f"{name}{kind}"] = losses
+        return outcomes
 """
 )
 TWO = """
     saved, loaded = pairs(), {}
-    for name, given, kind, source in json.loads(os.environ["LOADED"]):
-        loaded[f"{name}{kind} {source}{kind}"] = tried(second, name, given, globals()[kind], source)
+    for name, options, kind, source in json.loads(os.environ["LOADED"]):
+        key = f"{name}{kind} {source}{kind}"
+        loaded[key] = tried(second, name, options, globals()[kind], source)
     texts = []
     use("ddp")
     model = accelerator.prepare(Net(width=32))
@@ -93,10 +94,10 @@ def test_a_state_goes_on_under_another_strategy(tmp_path: Path) -> None:
         assert "and 59 more" in misfit
         assert "nowhere" in missing
         assert result["same"]
-    one = load_file(tmp_path / "ppTied" / "model.safetensors")
-    assert ("embed.weight" in one) != ("head.weight" in one)
-    assert "scale" in one
-    assert "spare" not in one
+    tensors = load_file(tmp_path / "ppTied" / "model.safetensors")
+    assert ("embed.weight" in tensors) != ("head.weight" in tensors)
+    assert "scale" in tensors
+    assert "spare" not in tensors
     optimizer = torch.load(tmp_path / "fsdpNet" / "optimizer.bin")
     assert optimizer["state"]["embed.weight"]["exp_avg"].shape == (24, 16)
 
@@ -116,19 +117,20 @@ def test_a_state_goes_from_fsdp1_and_to_it(tmp_path: Path) -> None:
 
     for result in results:
         check(result["saved"], result["loaded"])
-    one = load_file(tmp_path / "fsdp1Tied" / "model.safetensors")
-    assert one["blocks.0.up_proj.weight"].shape == (32, 16)
-    assert "spare" not in one
+    tensors = load_file(tmp_path / "fsdp1Tied" / "model.safetensors")
+    assert tensors["blocks.0.up_proj.weight"].shape == (32, 16)
+    assert "spare" not in tensors
 
 
 OTHERS = """
     saved, loaded = {}, {}
-    for name, given, kind in json.loads(os.environ["SAVED"]):
-        losses, parts = first(name, given, globals()[kind])
+    for name, options, kind in json.loads(os.environ["SAVED"]):
+        losses, parts = first(name, options, globals()[kind])
         saved[name + kind] = losses
         del parts
-    for name, given, kind, source in json.loads(os.environ["LOADED"]):
-        loaded[f"{name}{kind} {source}{kind}"] = tried(second, name, given, globals()[kind], source)
+    for name, options, kind, source in json.loads(os.environ["LOADED"]):
+        key = f"{name}{kind} {source}{kind}"
+        loaded[key] = tried(second, name, options, globals()[kind], source)
     done(saved=saved, loaded=loaded)
 """
 
@@ -174,7 +176,7 @@ PLAIN = """
         plain.save_state(f"{os.environ['FOLDER']}/{is_safe}", safe_serialization=is_safe)
     dist.barrier()
     curve = steps(model, optimizer, plain)
-    found = {}
+    outcomes = {}
     for name in ("fsdp", "zero1"):
         for is_safe in (True, False):
             use(name)
@@ -182,8 +184,8 @@ PLAIN = """
             net = Net()
             parts = accelerator.prepare(net, torch.optim.AdamW(groups(net), lr=1e-2))
             accelerator.load_state(f"{os.environ['FOLDER']}/{is_safe}")
-            found[f"{name} {is_safe}"] = steps(*parts, accelerator)
-    done(curve=curve, found=found)
+            outcomes[f"{name} {is_safe}"] = steps(*parts, accelerator)
+    done(curve=curve, found=outcomes)
 """
 
 

@@ -23,8 +23,8 @@ COMPARE = """
 
     cpu = torch.device("cpu")
 
-    def put(model, name, given):
-        choice = choose(name, given, n)
+    def put(model, name, options):
+        choice = choose(name, options, n)
         job = ModelBuild(model, choice, grids.build_mesh(choice, "cpu"), cpu)
         built = building.plan(job)
         whole = {key: value.detach() for key, value in building.tensors_of(model).items()}
@@ -55,16 +55,16 @@ COMPARE = """
             relative = max(relative, off / max(wanted[name].abs().max().item(), 1e-3))
         return absolute, relative
 
-    def compare(make, name="tp", optimizer=None, steps=1, **given):
+    def compare(make, name="tp", optimizer=None, steps=1, **options):
         "Differences of losses, of gradients, and of the loss in evaluation."
         torch.manual_seed(0)
         reference = make()
         torch.manual_seed(0)
-        built = put(make(), name, given)
+        built = put(make(), name, options)
         outer, grid = built.outer, built.job.grid
         dp = grid.degrees.dp
         index = grid.coordinate.dp_replicate * grid.degrees.dp_shard + grid.coordinate.dp_shard
-        own = slice(index * BATCH // dp, (index + 1) * BATCH // dp)
+        rows = slice(index * BATCH // dp, (index + 1) * BATCH // dp)
         pair = []
         if optimizer is not None:
             kind, more = optimizer
@@ -75,19 +75,19 @@ COMPARE = """
             words, labels = batch(step)
             expected = reference(words, labels)
             expected.backward()
-            loss = outer(words[own], labels[own])
+            loss = outer(words[rows], labels[rows])
             loss.backward()
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             off.append(abs(expected.item() - mean.item() / n))
             gradients = worst(built, reference)
-            for one in pair:
-                one.step()
-                one.zero_grad()
+            for stepped in pair:
+                stepped.step()
+                stepped.zero_grad()
         reference.eval(), outer.eval()
         with torch.no_grad():
             words, labels = batch(9)
-            value = outer(words[own], labels[own]).detach().clone()
+            value = outer(words[rows], labels[rows]).detach().clone()
             dist.all_reduce(value)
             off.append(abs(reference(words, labels).item() - value.item() / n))
         return [max(off), *gradients]
@@ -143,17 +143,17 @@ def test_optimizers_random_numbers_and_errors(tmp_path):
         "checkpoint": compare(nano, checkpoint="full"),
     }
 
-    def dropped(make, **given):
+    def dropped(make, **options):
         "Which dropouts drop alike on the ranks; the losses; the seeds differ."
         torch.manual_seed(0)
         model = make()
         torch.manual_seed(100 + rank)
-        outer = put(model, "tp", given).outer.train()
-        seen = []
+        outer = put(model, "tp", options).outer.train()
+        masks = []
         for name, module in model.named_modules():
             if isinstance(module, nn.Dropout):
                 def see(_module, _args, out, name=name):
-                    seen.append((name, zlib.crc32(out.detach().ne(0).numpy().tobytes())))
+                    masks.append((name, zlib.crc32(out.detach().ne(0).numpy().tobytes())))
                 module.register_forward_hook(see)
         optimizer = sgd(outer.parameters(), 0.1)
         losses = []
@@ -164,17 +164,17 @@ def test_optimizers_random_numbers_and_errors(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        own = (not torch.equal(before, torch.get_rng_state()), torch.rand(()).item())
+        stream = (not torch.equal(before, torch.get_rng_state()), torch.rand(()).item())
         everybody = [None] * n
-        dist.all_gather_object(everybody, (seen, losses, own))
-        (a, losses, own), (b, others, other) = everybody
-        n_own = len({mask for _, mask in seen})
+        dist.all_gather_object(everybody, (masks, losses, stream))
+        (a, losses, stream), (b, others, other) = everybody
+        n_own = len({mask for _, mask in masks})
         return {
             "alike": sorted({x[0] for x, y in zip(a, b) if x == y}),
             "own": sorted({x[0] for x, y in zip(a, b) if x != y}),
             "losses": losses == others and losses,
             "fresh": n_own,
-            "streams differ": own != other,
+            "streams differ": stream != other,
         }
 
     def dropping():
@@ -230,21 +230,21 @@ def test_optimizers_random_numbers_and_errors(tmp_path):
         results = ranks.results()
 
     check(results, 5)
-    told = results[0]
+    on_rank_0 = results[0]
     layers = [f"layers.{n}.{name}" for n in (0, 1) for name in ("attn.resid_dropout", "mlp.4")]
     between = ["layers.0.mlp.2", "layers.1.mlp.2"]
     for case in ("nano", "again"):
-        assert told["drops"][case]["alike"] == ["drop", *layers]
-        assert told["drops"][case]["own"] == between
-    assert told["drops"]["sequence"]["alike"] == ["drop"]
-    assert told["drops"]["sequence"]["own"] == sorted([*layers, *between])
-    assert told["drops"]["encoder"]["own"] == [f"encoder.layers.{n}.dropout" for n in (0, 1)]
-    for case in told["drops"].values():
+        assert on_rank_0["drops"][case]["alike"] == ["drop", *layers]
+        assert on_rank_0["drops"][case]["own"] == between
+    assert on_rank_0["drops"]["sequence"]["alike"] == ["drop"]
+    assert on_rank_0["drops"]["sequence"]["own"] == sorted([*layers, *between])
+    assert on_rank_0["drops"]["encoder"]["own"] == [f"encoder.layers.{n}.dropout" for n in (0, 1)]
+    for case in on_rank_0["drops"].values():
         assert case["losses"]
         assert case["streams differ"]
     # Activations that are computed again drop what they dropped: the same losses, step by step.
-    assert told["drops"]["again"]["losses"] == told["drops"]["nano"]["losses"]
-    assert told["drops"]["nano"]["fresh"] == 3 * 7  # a mask of its own for each call
+    assert on_rank_0["drops"]["again"]["losses"] == on_rank_0["drops"]["nano"]["losses"]
+    assert on_rank_0["drops"]["nano"]["fresh"] == 3 * 7  # a mask of its own for each call
     for result in results:
         assert result["heads"] == [2, 4]
         assert result["same"] == 0.0
@@ -269,25 +269,25 @@ def test_torchs_attention_is_the_same_on_own_heads(tmp_path):
             def __init__(self):
                 super().__init__()
                 self.mha = nn.MultiheadAttention(W, H, **more)
-            def forward(self, *given):
-                return call(self.mha, *given)
+            def forward(self, *arguments):
+                return call(self.mha, *arguments)
         whole = Only()
         torch.manual_seed(0)
         split = put(Only(), "tp", {})
         off = []
         for is_training in (True, False):
             whole.train(is_training), split.outer.train(is_training)
-            found = []
+            outcomes = []
             for model in (whole, split.outer):
-                own = [x.clone().requires_grad_(is_training) for x in inputs]
+                leaves = [x.clone().requires_grad_(is_training) for x in inputs]
                 with torch.set_grad_enabled(is_training):
-                    result, weights = model(*own)
+                    result, weights = model(*leaves)
                 if is_training:
-                    told = 0 if weights is None else weights[..., 0].sum()
-                    (result.pow(2).sum() + told).backward()
-                tensors = [result, weights, *(x.grad for x in own)]
-                found.append([x.detach() for x in tensors if x is not None])
-            off += [(a - b).abs().max().item() for a, b in zip(*found, strict=True)]
+                    weights_sum = 0 if weights is None else weights[..., 0].sum()
+                    (result.pow(2).sum() + weights_sum).backward()
+                tensors = [result, weights, *(x.grad for x in leaves)]
+                outcomes.append([x.detach() for x in tensors if x is not None])
+            off += [(a - b).abs().max().item() for a, b in zip(*outcomes, strict=True)]
         return [max(off), *worst(split, whole)]
 
     torch.manual_seed(1)
@@ -352,8 +352,8 @@ FOUR_RANKS = {
     """,
     "pp x tp": """
     for name, split in (("grouped", True), ("nano", False), ("encoder", False), ("encoder", True)):
-        given = {"pp": 2, "tp": 2, "microbatches": 2, "sequence_parallel": split}
-        cases[f"{name} {split}"] = compare(MODELS[name], None, **given)
+        options = {"pp": 2, "tp": 2, "microbatches": 2, "sequence_parallel": split}
+        cases[f"{name} {split}"] = compare(MODELS[name], None, **options)
     """,
     "Hugging Face": """
     cases["gpt2"] = compare(MODELS["gpt2"])

@@ -35,7 +35,7 @@ def planned(model, degree=2, world_size=None, **options):
 def test_layouts_say_what_is_split():
     """Rows, columns, three parts of a fused weight; tied weights by their first name."""
     layouts = planned(tp_models.MODELS["nano"]())
-    split = {name: (one.tp_dim, one.tp_parts) for name, one in layouts.items()}
+    split = {name: (layout.tp_dim, layout.tp_parts) for name, layout in layouts.items()}
 
     assert split["emb.weight"] == (0, 1)
     assert "head.weight" not in split
@@ -162,7 +162,7 @@ def test_attention_is_tried_out_before_it_is_split():
 
 def test_attention_that_would_give_wrong_numbers_is_refused():
     """Four heads of half the width have all the right shapes."""
-    with pytest.raises(OptionError, match="Elsewhere does not compute the same"):
+    with pytest.raises(OptionError, match="Elsewhere does not compute the same if each"):
         planned(block(Elsewhere()))
 
 
@@ -183,10 +183,12 @@ def test_a_half_known_model_is_refused_with_the_half():
     """Attention is known, what follows is not: the plan so far is told, to be given as it is."""
     strange = nn.ModuleDict({"alpha": nn.Linear(32, 64), "beta": nn.Linear(64, 32)})
     model = nn.Sequential(*(tp_models.Block(Attention(), copy.deepcopy(strange)) for _ in range(2)))
-    with pytest.raises(OptionError, match=r"not known for \*\.mlp\.alpha, \*\.mlp\.beta") as told:
+    with pytest.raises(
+        OptionError, match=r"not known for \*\.mlp\.alpha, \*\.mlp\.beta"
+    ) as refusal:
         planned(model)
 
-    plan = re.search(r"model\.tp_plan = (\{.*?\})", str(told.value))
+    plan = re.search(r"model\.tp_plan = (\{.*?\})", str(refusal.value))
     assert plan is not None
     model.tp_plan = dict(re.findall(r"'(.*?)': '(.*?)'", plan[1]))
     assert planned(model)["0.attn.o.weight"].tp_dim == 1
@@ -223,7 +225,7 @@ def test_tied_weights_have_to_lie_alike():
 def test_sequence_parallelism_refuses_what_it_cannot_split(make, message):
     """Before anything changes, with the way round."""
     planned(make())
-    with pytest.raises(OptionError, match=f"{message}.*Go without --sequence-parallel"):
+    with pytest.raises(OptionError, match=f"{message}.*Leave --sequence-parallel out"):
         planned(make(), has_sequence_parallel=True)
 
 

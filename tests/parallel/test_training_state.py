@@ -33,7 +33,7 @@ def test_a_step_leaves_nothing_behind() -> None:
     optimizer.step()
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    moments = {p: {k: v.clone() for k, v in own.items()} for p, own in optimizer.state.items()}
+    moments = {p: {k: v.clone() for k, v in state.items()} for p, state in optimizer.state.items()}
     rate = optimizer.param_groups[0]["lr"]
     with same_random():
         expected = _drawn()
@@ -65,12 +65,12 @@ def test_a_step_leaves_nothing_behind() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == 0.5
-    for parameter, own in moments.items():
-        assert all(torch.equal(optimizer.state[parameter][key], own[key]) for key in own)
+    for parameter, state in moments.items():
+        assert all(torch.equal(optimizer.state[parameter][key], state[key]) for key in state)
 
 
 def test_state_that_has_come_since_is_gone_again() -> None:
-    """Of an optimizer that had not stepped; what lies otherwise by then is named."""
+    """Of an optimizer that had not stepped; what is laid out differently by then is named."""
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], momentum=0.9)
     put_back = keep_optimizer(optimizer)
@@ -82,5 +82,5 @@ def test_state_that_has_come_since_is_gone_again() -> None:
     tensors = {"weight": torch.ones(2)}
     put_back = keep_values("Net", lambda: tensors)
     tensors = {"weight": torch.ones(3)}
-    with pytest.raises(NbdistError, match="weight of Net lies otherwise"):
+    with pytest.raises(NbdistError, match="weight of Net is laid out differently"):
         put_back()

@@ -80,7 +80,7 @@ FORWARD = """
     try:
         split(uneven)(x)
     except OptionError as error:
-        told = str(error)
+        message = str(error)
     with torch.no_grad():
         alone = (split(uneven)(x) - uneven(x)).abs().max().item()
         # Weights are dropped, and the rest is scaled up: far from the whole, near it on average.
@@ -90,7 +90,7 @@ FORWARD = """
         model.base.train()
         drawn = torch.stack([model(x) for _ in range(200)])
     apart, mean = (drawn[0] - expected).abs().mean().item(), (drawn.mean(0) - expected).abs().mean()
-    done(told=told, alone=alone, calm=calm, apart=apart, mean=mean.item(),
+    done(told=message, alone=alone, calm=calm, apart=apart, mean=mean.item(),
          sums=drawn.sum().item())
 """
 

@@ -55,14 +55,14 @@ COMMON = """
             return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     def batch(step, rows=4, length=24, ignored=()):
-        made = torch.Generator().manual_seed(100 + step)
-        x = torch.randint(0, 64, (rows, length + 1), generator=made)
+        generator = torch.Generator().manual_seed(100 + step)
+        x = torch.randint(0, 64, (rows, length + 1), generator=generator)
         y = x[:, 1:].clone()
         for row, start, stop in ignored:
             y[row, start:stop] = -100
         return x[:, :-1].contiguous(), y
 
-    def made(build):
+    def make(build):
         torch.manual_seed(0)
         return build()
 
@@ -100,8 +100,8 @@ COMMON = """
         "Greatest difference of losses, and of gradients, to the model by itself."
         is_half = kwargs.get("precision") == "bf16"
         with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
-            alone, alone_grads = trained(made(build), whole or loss_of)
-        losses, grads = trained(split(made(build), **kwargs), loss_of)
+            alone, alone_grads = trained(make(build), whole or loss_of)
+        losses, grads = trained(split(make(build), **kwargs), loss_of)
         assert grads.keys() == alone_grads.keys(), (grads.keys(), alone_grads.keys())
         return [max(abs(a - b) for a, b in zip(losses, alone)),
                 max((grads[k] - alone_grads[k]).abs().max().item() for k in grads)]

@@ -55,8 +55,8 @@ def make(seed=0, **kwargs):
     return LM(**kwargs)
 
 def batch(step, part=0, parts=1):
-    made = torch.Generator().manual_seed(step)
-    return torch.randint(0, WORDS, (GLOBAL, LENGTH), generator=made).chunk(parts)[part]
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, WORDS, (GLOBAL, LENGTH), generator=generator).chunk(parts)[part]
 
 def adamw(model, **kwargs):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, **kwargs)
@@ -80,13 +80,13 @@ def train(outer, base, part=0, parts=1, steps=3, accumulate=1, scale=1.0, no_syn
         pieces = batch(step, part, parts).chunk(accumulate)
         for number, piece in enumerate(pieces):
             is_last = number == len(pieces) - 1
-            held = no_sync(outer) if no_sync and not is_last else None
-            if held:
-                held.__enter__()
+            context = no_sync(outer) if no_sync and not is_last else None
+            if context:
+                context.__enter__()
             loss = outer(piece) / accumulate
             (loss * scale).backward()
-            if held:
-                held.__exit__(None, None, None)
+            if context:
+                context.__exit__(None, None, None)
             total += loss.item()
         if step == 0:
             first = {n: g / scale for n, g in gradients(outer, base).items()}
@@ -102,15 +102,15 @@ def train(outer, base, part=0, parts=1, steps=3, accumulate=1, scale=1.0, no_syn
         losses.append(mean.item())
     return losses, first, parameters(outer, base)
 
-def off(found, wanted):
+def off(actual, wanted):
     "Largest differences of losses, gradients and parameters; names must be the same."
     def tensors(a, b):
         assert a.keys() == b.keys(), (a.keys(), b.keys())
         return max((a[n].float() - b[n].float()).abs().max().item() for n in b)
     return [
-        max(abs(a - b) for a, b in zip(found[0], wanted[0])),
-        tensors(found[1], wanted[1]),
-        tensors(found[2], wanted[2]),
+        max(abs(a - b) for a, b in zip(actual[0], wanted[0])),
+        tensors(actual[1], wanted[1]),
+        tensors(actual[2], wanted[2]),
     ]
 
 def choose(name, degrees, **options):

@@ -5,7 +5,7 @@
 SIDES = """
     from dataclasses import replace
     from torch.distributed.tensor import DTensor, Partial
-    from nbdist.strategy.tensor_layout import Placement, TensorLayout, local_shape, local_runs
+    from nbdist.strategy.tensor_layout import Placement, TensorLayout, local_runs, local_shape
     from nbdist.strategy.choice import Degrees
 
     cpu = torch.device("cpu")
@@ -13,11 +13,11 @@ SIDES = """
     square = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "tp"))
 
     def part(whole, side, who=rank):
-        own = local_runs(side.layout, side.degrees, who)
-        for dim, pieces in enumerate(own or ()):
+        local = local_runs(side.layout, side.degrees, who)
+        for dim, pieces in enumerate(local or ()):
             rows = [i for start, length in pieces for i in range(start, start + length)]
             whole = whole.index_select(dim, torch.tensor(rows, dtype=torch.long))
-        return None if own is None else whole.clone().contiguous()
+        return None if local is None else whole.clone().contiguous()
 
     def placed(local, side):
         "A local part as a plain tensor or as a DTensor, as the side says."
@@ -69,6 +69,6 @@ SIDES = """
 
     def owned_side(shape, number):
         "The state under zero1."
-        layout = TensorLayout(shape, ranks=frozenset({number % n}))
-        return Placement(layout, Degrees(dp_replicate=n))
+        owner = frozenset({number % n})
+        return Placement(TensorLayout(shape, ranks=owner), Degrees(dp_replicate=n))
 """

@@ -73,7 +73,7 @@ def say(name, data=b""):
     os.rename(run_dir / f"{name}.{rank}.tmp", run_dir / f"{name}.{rank}")
 
 def wait_for(name, ranks=range(n)):
-    paths = [run_dir / f"{name}.{one}" for one in ranks]
+    paths = [run_dir / f"{name}.{other_rank}" for other_rank in ranks]
     until = time.monotonic() + 40
     while not all(path.exists() for path in paths):
         assert time.monotonic() < until, [path.name for path in paths if not path.exists()]
@@ -113,9 +113,9 @@ def counts():
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 def total(group=None):
-    one = torch.tensor([rank + 1.0])
-    dist.all_reduce(one, group=group)
-    return one.item()
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
 """
 
 
@@ -216,7 +216,7 @@ class TorchRanks:
         )
 
     def _start(self, rank: int, **env: str) -> None:
-        own = notebook_env(
+        environment = notebook_env(
             {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -230,12 +230,12 @@ class TorchRanks:
         )
         path = self.folder / f"log.{rank}"
         if not self._is_new:
-            self._processes[rank] = _server(rank).fork(self._text, own, path)
+            self._processes[rank] = _server(rank).fork(self._text, environment, path)
             return
         with path.open("ab") as log:
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-c", self._text],
-                env=own,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

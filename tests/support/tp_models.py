@@ -185,8 +185,8 @@ def llama(**more: Any) -> nn.Module:
 
     sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
-    own = {**sizes, **heads, **more}
-    return HuggingFace(LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **own)))
+    settings = {**sizes, **heads, **more}
+    return HuggingFace(LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **settings)))
 
 
 def qwen3(**more: Any) -> nn.Module:
@@ -195,8 +195,8 @@ def qwen3(**more: Any) -> nn.Module:
 
     sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": 8}
-    own = {**sizes, **heads, "tie_word_embeddings": True, **more}
-    return HuggingFace(Qwen3ForCausalLM(Qwen3Config(vocab_size=WORDS, **own)))
+    settings = {**sizes, **heads, "tie_word_embeddings": True, **more}
+    return HuggingFace(Qwen3ForCausalLM(Qwen3Config(vocab_size=WORDS, **settings)))
 
 
 def gpt2(dropout: float = 0.0, **more: Any) -> nn.Module:

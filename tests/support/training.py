@@ -50,8 +50,8 @@ MODEL = """
     labels = (tokens * 5 + 1) % 24
     data = TensorDataset(tokens, labels)
 
-    def use(name, **given):
-        registry.set_choice(choose(name, given, n))
+    def use(name, **options):
+        registry.set_choice(choose(name, options, n))
 
     def groups(net):
         flat = [p for p in net.parameters() if p.ndim < 2]
@@ -68,7 +68,7 @@ MODEL = """
     def alone(k=1):
         "The reference: plain torch, whole batches, k of them for a step."
         net, optimizer, scheduler = make(0)
-        found = []
+        history = []
         for at in range(STEPS):
             part = slice(at * BATCH, (at + 1) * BATCH)
             loss = net(tokens[part], labels[part])
@@ -79,15 +79,15 @@ MODEL = """
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            found.append((loss.item(), norm, scheduler.get_last_lr()[0]))
-        return found
+            history.append((loss.item(), norm, scheduler.get_last_lr()[0]))
+        return history
 
     def cell(accelerator):
         "The cell: no word of a strategy in it."
         net, optimizer, scheduler = make(rank)
         loader = DataLoader(data, batch_size=BATCH)
         optimizer, loader, model, scheduler = accelerator.prepare(optimizer, loader, net, scheduler)
-        found = []
+        history = []
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = model(x, labels=y)
@@ -99,8 +99,8 @@ MODEL = """
                 scheduler.step()
                 optimizer.zero_grad()
             mean = accelerator.reduce(loss.detach(), "mean").item()
-            found.append((mean, norm, scheduler.get_last_lr()[0]))
-        return found
+            history.append((mean, norm, scheduler.get_last_lr()[0]))
+        return history
 
     def apart(a, b):
         pairs = [pair for one, two in zip(a, b, strict=True) for pair in zip(one, two, strict=True)]

@@ -11,14 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nbdist.hang.recovery import HALVES, SHARDED
-from nbdist.parallel.live_models import Model, find
+from nbdist.parallel.live_models import NamedModel, find
 
 # A tensor is summed in pieces, so that what is needed beside it stays small.
 _PIECE_BYTES = 1 << 22
 _WORD_BYTES = 8
 
 
-def reset(found: tuple[Model, ...] | None = None) -> dict[str, int]:
+def reset(found: tuple[NamedModel, ...] | None = None) -> dict[str, int]:
     """Make models ready for a new step after a broken one: model -> gradients cleared.
 
     Gradients of a broken step are there on some ranks, on others half or not at all.
@@ -38,7 +38,7 @@ def reset(found: tuple[Model, ...] | None = None) -> dict[str, int]:
     return cleared
 
 
-def checksums(found: tuple[Model, ...] | None = None) -> dict[str, str]:
+def checksums(found: tuple[NamedModel, ...] | None = None) -> dict[str, str]:
     """Model -> checksum of its parameters, HALVES, checksum of its buffers.
 
     Equal on two ranks when every bit is. SHARDED for a model of which each rank has a part.

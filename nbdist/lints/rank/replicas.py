@@ -152,7 +152,7 @@ def _part(one: Prepared, name: str) -> str:
     return "" if is_alone else str(local_runs(one.layouts[name], one.degrees, job.grid.rank))
 
 
-def _wrapped(one: live_models.Model) -> Found:
+def _wrapped(one: live_models.NamedModel) -> Found:
     module: Any = one.module
     if isinstance(module, DistributedDataParallel):
         ranks = dist.get_process_group_ranks(module.process_group)

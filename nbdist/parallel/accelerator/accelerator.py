@@ -25,7 +25,7 @@ from nbdist.parallel.accelerator import (
 from nbdist.parallel.accelerator.batch_sampler import current_share, settings_of, share_of
 from nbdist.parallel.accelerator.grad_scaler import Scaler
 from nbdist.parallel.accelerator.gradients import Gradients
-from nbdist.parallel.accelerator.optimizer import Optimizer
+from nbdist.parallel.accelerator.optimizer import OptimizerWrapper
 from nbdist.parallel.accelerator.scheduler import Scheduler
 from nbdist.parallel.accelerator.weak_list import WeakList
 from nbdist.parallel.dp import deepspeed_engine
@@ -58,7 +58,7 @@ class Accelerator(Gradients):
         self._own_scaler: Scaler | None = None
         self._hold_weakly()
         precision.note(self.state.mixed_precision)
-        registry.set_choice(precision.filled(registry.current()))
+        registry.set_choice(precision.with_accelerator_precision(registry.current()))
         registry.watch(self)
         self._follow(registry.current())
 
@@ -67,16 +67,16 @@ class Accelerator(Gradients):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's, models first, in whatever order they come. Collective: every rank."""
         if registry.current().name == "deepspeed":
-            args = deepspeed_engine.taken_over(args)
-        elif any(isinstance(one, torch.nn.Module) for one in args):
+            args = deepspeed_engine.prepare_engine(args)
+        elif any(isinstance(argument, torch.nn.Module) for argument in args):
             deepspeed_engine.drop()  # of another strategy's time
         order = sorted(range(len(args)), key=lambda i: not isinstance(args[i], torch.nn.Module))
         if device_placement is not None and len(device_placement) == len(args):
             device_placement = [device_placement[i] for i in order]
-        done = super().prepare(*(args[i] for i in order), device_placement=device_placement)
+        prepared = super().prepare(*(args[i] for i in order), device_placement=device_placement)
         if len(args) == 1:
-            return done
-        placed = dict(zip(order, done, strict=True))
+            return prepared
+        placed = dict(zip(order, prepared, strict=True))
         return tuple(placed[i] for i in range(len(args)))
 
     def prepare_model(
@@ -97,9 +97,9 @@ class Accelerator(Gradients):
             self._models.append(model)
             return model
         outer = parallel_prepare.prepare_model(model, self)
-        known = registry.prepared_of(outer)
-        assert known is not None
-        self._models.append(known.base)
+        prepared = registry.prepared_of(outer)
+        assert prepared is not None
+        self._models.append(prepared.base)
         for optimizer in self._optimizers:
             parallel_prepare.bind(optimizer.optimizer)
         return outer
@@ -108,7 +108,7 @@ class Accelerator(Gradients):
         self,
         optimizer: torch.optim.Optimizer,
         device_placement: bool | None = None,
-    ) -> Optimizer:
+    ) -> OptimizerWrapper:
         """Wrap an optimizer. Its groups get the parameters of prepared models in place.
 
         Twice the same optimizer is the same wrapper.
@@ -116,13 +116,15 @@ class Accelerator(Gradients):
         if isinstance(optimizer, deepspeed_engine.EngineOptimizer):
             self._optimizers.append(optimizer)
             return optimizer
-        wrapper = optimizer if isinstance(optimizer, Optimizer) else None
+        wrapper = optimizer if isinstance(optimizer, OptimizerWrapper) else None
         raw = optimizer if wrapper is None else wrapper.optimizer
         parallel_prepare.bind(raw)
         if registry.current().options.is_fused:
             options.set_fused(raw, is_on=True)
-        known: Optimizer | None = next((o for o in self._optimizers if o.optimizer is raw), None)
-        prepared = known or wrapper or Optimizer(raw, self.scaler)
+        existing: OptimizerWrapper | None = next(
+            (o for o in self._optimizers if o.optimizer is raw), None
+        )
+        prepared = existing or wrapper or OptimizerWrapper(raw, self.scaler)
         prepared.scaler = self.scaler
         self._optimizers.append(prepared)
         return prepared
@@ -152,18 +154,20 @@ class Accelerator(Gradients):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Let a scheduler step once for each batch that was used (`Scheduler.step`)."""
-        known = [scheduler] if isinstance(scheduler, Scheduler) else self._schedulers
-        found = next((one for one in known if scheduler in (one, one.scheduler)), None)
-        if found is None:
+        wrappers = [scheduler] if isinstance(scheduler, Scheduler) else self._schedulers
+        prepared = next(
+            (wrapper for wrapper in wrappers if scheduler in (wrapper, wrapper.scheduler)), None
+        )
+        if prepared is None:
             optimizers = self._optimizers
-            found = Scheduler(
+            prepared = Scheduler(
                 scheduler,
                 lambda: list(optimizers),
                 is_linked=self.step_scheduler_with_optimizer,
                 is_split=self.split_batches,
             )
-        self._schedulers.append(found)
-        return found
+        self._schedulers.append(prepared)
+        return prepared
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's; what is prepared after it is held weakly too."""
@@ -178,9 +182,9 @@ class Accelerator(Gradients):
         keep_torch_compile: bool = True,
     ) -> torch.nn.Module:
         """The user's own module. Its parameters are this rank's parts: `get_state_dict` for all."""
-        known = registry.prepared_of(model)
-        if known is not None:
-            return known.base
+        prepared = registry.prepared_of(model)
+        if prepared is not None:
+            return prepared.base
         unwrapped: torch.nn.Module = super().unwrap_model(
             model, keep_fp32_wrapper, keep_torch_compile
         )
@@ -194,21 +198,21 @@ class Accelerator(Gradients):
         return current_share().count
 
     def gather(self, tensor: Any) -> Any:
-        """Values of all data, each once, on every rank. Collective (`gathering.gather`)."""
+        """Values of all data, each once, on every rank. Collective (`gather.gather`)."""
         return accelerator_gather.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the samples that fill up the last batch. Collective."""
         is_tensors = not use_gather_object and accelerator_gather.is_tensors(input_data)
-        found = (accelerator_gather.gather if is_tensors else accelerator_gather.gather_objects)(
+        gathered = (accelerator_gather.gather if is_tensors else accelerator_gather.gather_objects)(
             input_data
         )
         state = self.gradient_state
         is_filled = state.end_of_dataloader and state.remainder > 0
-        return accelerator_gather.first_of(found, state.remainder) if is_filled else found
+        return accelerator_gather.first_of(gathered, state.remainder) if is_filled else gathered
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Values of all data combined, on every rank. Collective (`gathering.reduce`)."""
+        """Values of all data combined, on every rank. Collective (`gather.reduce`)."""
         return accelerator_gather.reduce(tensor, reduction)
 
     def pad_across_processes(
@@ -232,9 +236,9 @@ class Accelerator(Gradients):
     def check_trigger(self) -> bool:
         """Whether any rank at all has called `set_trigger`. Collective: every rank."""
         unset = torch.tensor(0, device=self.device)
-        own = unset if self.flag_tensor is None else self.flag_tensor
-        is_set = bool(reduce_on_all_ranks(own, "sum").item() >= 1)
-        self.flag_tensor = unset if is_set else own
+        flag = unset if self.flag_tensor is None else self.flag_tensor
+        is_set = bool(reduce_on_all_ranks(flag, "sum").item() >= 1)
+        self.flag_tensor = unset if is_set else flag
         return is_set
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -256,30 +260,30 @@ class Accelerator(Gradients):
         return state
 
     def save_state(
-        self, output_dir: Any = None, safe_serialization: bool = True, **given: Any
+        self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
         """Write the whole state, for any strategy and number of ranks. Collective: every rank."""
         with accelerator_save_state.saving(self):
-            folder = super().save_state(output_dir, safe_serialization, **given)
+            folder = super().save_state(output_dir, safe_serialization, **kwargs)
         accelerator_save_state.save_loaders(self, folder)
         self.wait_for_everyone()
         return folder
 
-    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **given: Any) -> None:
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """Read what `save_state` wrote under any strategy. Collective: every rank.
 
         Args:
             input_dir: The folder; every rank reads it.
             load_kwargs: For torch.load.
-            given: `strict=False` leaves out what does not fit by name.
+            kwargs: `strict=False` leaves out what does not fit by name.
 
         Raises:
             NbdistError: It does not fit the models, before anything changes.
         """
         # Parts are taken from the files as they lie on disk.
-        given.setdefault("map_location", "cpu")
-        with accelerator_save_state.loading(self, is_strict=given.pop("strict", True)):
-            super().load_state(input_dir, {"mmap": True, **(load_kwargs or {})}, **given)
+        kwargs.setdefault("map_location", "cpu")
+        with accelerator_save_state.loading(self, is_strict=kwargs.pop("strict", True)):
+            super().load_state(input_dir, {"mmap": True, **(load_kwargs or {})}, **kwargs)
 
     # Switches
 
@@ -294,8 +298,8 @@ class Accelerator(Gradients):
         for loader in self._dataloaders:
             if hasattr(loader, "check"):
                 loader.check(share)
-        for one in self._optimizers if new.options.is_fused else ():
-            options.refuse_fused(one.optimizer, self.device)
+        for optimizer in self._optimizers if new.options.is_fused else ():
+            options.refuse_fused(optimizer.optimizer, self.device)
 
     def after_switch(self, old: Strategy, new: Strategy) -> None:
         """Take over the new strategy's precision and accumulation. This rank alone."""
@@ -313,12 +317,12 @@ class Accelerator(Gradients):
 
     def batch_and_rate(self) -> tuple[int | None, float | None]:
         """(the size of a loader's batches that each rank has whole, the learning rate), if any."""
-        given = [getattr(one, "_settings", None) for one in self._dataloaders]
-        is_whole = [one is not None and not one.is_split for one in given]
+        all_settings = [getattr(loader, "_settings", None) for loader in self._dataloaders]
+        is_whole = [settings is not None and not settings.is_split for settings in all_settings]
         # With several loaders nobody knows which one is trained with.
-        known = [getattr(one, "batch_sampler", None) for one in self._dataloaders]
-        sizes = {getattr(one, "batch_size", None) for one in known}
-        rates = [one.param_groups[0]["lr"] for one in self._optimizers]
+        samplers = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
+        sizes = {getattr(sampler, "batch_size", None) for sampler in samplers}
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
         is_known = bool(is_whole) and all(is_whole) and len(sizes) == 1 and bool(rates)
         return (sizes.pop(), float(rates[0])) if is_known else (None, None)
 
@@ -328,8 +332,8 @@ class Accelerator(Gradients):
         if choice.options.accumulate > 1:
             self.gradient_accumulation_steps = choice.options.accumulate
         if precision == "fp16" and self._own_scaler is None:
-            given = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
-            self._own_scaler = Scaler(self.device.type, **given)
+            kwargs = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            self._own_scaler = Scaler(self.device.type, **kwargs)
         is_scaled = precision == "fp16" and choice.name != "deepspeed"  # which has its own
         self.scaler = self._own_scaler if is_scaled else None
         for optimizer in self._optimizers:
@@ -337,7 +341,7 @@ class Accelerator(Gradients):
 
     def _hold_weakly(self) -> None:
         """Replace Accelerate's private lists, which keep everything that was ever prepared."""
-        self._models = WeakList(deepspeed_engine.shown)
+        self._models = WeakList(deepspeed_engine.outer_of)
         self._optimizers = WeakList()
         self._schedulers = WeakList()
         self._dataloaders = WeakList()

@@ -1,7 +1,7 @@
 """Who gets which batches: what each data-parallel rank takes of the order that all draw alike.
 
 Every rank draws the order of all batches, in its main process, and takes those that are its own:
-one of each round of `GradientShare.count` batches, or one piece of each batch.
+one of each round of `DataShard.count` batches, or one piece of each batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DataShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplerSettings:
     """What an Accelerator says about its loaders; Accelerate's DataLoaderConfiguration, mostly.
 
     Attributes:
@@ -61,9 +61,9 @@ class Settings:
 
 def settings_of(
     accelerator: Any, *, is_placed: bool, slice_fn: Callable[..., Any] | None
-) -> Settings:
+) -> SamplerSettings:
     """What an Accelerator was made with."""
-    return Settings(
+    return SamplerSettings(
         device=accelerator.device if is_placed else None,
         is_split=accelerator.split_batches,
         is_even=accelerator.even_batches,
@@ -92,8 +92,8 @@ def refuse_uneven(size: int | None, share: DataShard) -> None:
     """Raises an OptionError if a batch of this size cannot be cut into so many equal pieces."""
     if size is None or size % share.count:
         raise OptionError(
-            f"split_batches cuts each batch of {size} into {share.count} equal pieces, which "
-            f"does not go. Use a batch_size that {share.count} divides, or no split_batches."
+            f"split_batches cannot cut each batch of {size} into {share.count} equal pieces. Use a "
+            f"batch_size that {share.count} divides, or leave split_batches out."
         )
 
 
@@ -101,7 +101,7 @@ class BatchQueue(Generic[T]):
     """The batches of one epoch, in order, kept from the first on that was not handed out."""
 
     def __init__(self, batches: Iterable[T], n_first: int) -> None:
-        """Draws nothing yet.
+        """Take the batches of one epoch; none is drawn before `take`.
 
         Args:
             batches: All of the epoch.
@@ -109,24 +109,24 @@ class BatchQueue(Generic[T]):
         """
         self.first: list[T] = []
         self._source = iter(batches)
-        self._kept: deque[T] = deque()
+        self._pending: deque[T] = deque()
         self._start = 0  # the number of the first one kept
         self._n_first = n_first
 
     def take(self, start: int, count: int) -> list[T]:
         """Batches number start to start + count - 1; fewer, or none, at the end."""
-        missing = start + count - self._start - len(self._kept)
+        missing = start + count - self._start - len(self._pending)
         for batch in itertools.islice(self._source, max(0, missing)):
             if len(self.first) < self._n_first:
                 self.first.append(batch)
-            self._kept.append(batch)
+            self._pending.append(batch)
         skip = start - self._start
-        return list(itertools.islice(self._kept, skip, skip + count))
+        return list(itertools.islice(self._pending, skip, skip + count))
 
     def forget(self, start: int) -> None:
         """Drop the batches before this number; they are not asked for again."""
-        while self._kept and self._start < start:
-            self._kept.popleft()
+        while self._pending and self._start < start:
+            self._pending.popleft()
             self._start += 1
 
 
@@ -137,7 +137,7 @@ class ShardedBatchSampler(BatchSampler):
     last batch is short, as without Accelerate.
     """
 
-    def __init__(self, batches: Any, settings: Settings, start: int = 0) -> None:
+    def __init__(self, batches: Any, settings: SamplerSettings, start: int = 0) -> None:
         """Share out a batch sampler.
 
         Args:
@@ -212,45 +212,45 @@ class ShardedBatchSampler(BatchSampler):
         feed, position = self._opening or (self.feed(), self.start)
         share = current_share()
         self.check(share)
-        return self._own(feed, position, share)
+        return self._local_batches(feed, position, share)
 
-    def _own(
+    def _local_batches(
         self, feed: BatchQueue[Sequence[int]], position: int, share: DataShard
     ) -> Iterator[list[int]]:
         step = self.step(share)
-        while found := feed.take(position, step):
-            own = self._of_round(found, feed.first, share)
-            if own is None:
+        while batches := feed.take(position, step):
+            indices = self._pick(batches, feed.first, share)
+            if indices is None:
                 return
-            yield own
+            yield indices
             position += step
 
-    def _of_round(
-        self, found: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
+    def _pick(
+        self, batches: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
     ) -> Any:
         """This rank's batch of one round; None where it ends before."""
         if share.count == 1:
-            return found[0]
-        is_full = self._size is None or len(found[-1]) == self._size
-        is_whole = is_full and len(found) == self.step(share)
+            return batches[0]
+        is_full = self._size is None or len(batches[-1]) == self._size
+        is_whole = is_full and len(batches) == self.step(share)
         if not is_whole and self.drop_last:
             return None
         if not is_whole and self.even_batches:
-            found = self._filled(found, first, share)
+            batches = self._fill(batches, first, share)
         if self.split_batches:
             assert self._size is not None
             length = self._size // share.count
-            return found[0][length * share.index : length * (share.index + 1)] or None
-        return found[share.index] if share.index < len(found) else None
+            return batches[0][length * share.index : length * (share.index + 1)] or None
+        return batches[share.index] if share.index < len(batches) else None
 
-    def _filled(
-        self, found: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
+    def _fill(
+        self, batches: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
     ) -> list[Sequence[int]]:
-        """A last round with what lacks taken from the first one, again and again."""
+        """A last round, filled up with samples of the first one, again and again."""
         step = self.step(share)
         size = self._size
         if size is None:
-            return [*found, *itertools.islice(itertools.cycle(first[:step]), step - len(found))]
+            return [*batches, *itertools.islice(itertools.cycle(first[:step]), step - len(batches))]
         spare = itertools.cycle(itertools.chain.from_iterable(first[:step]))
-        padded = [*found, *([()] * (step - len(found)))]
+        padded = [*batches, *([()] * (step - len(batches)))]
         return [[*batch, *itertools.islice(spare, size - len(batch))] for batch in padded]

@@ -49,11 +49,11 @@ def clip_grad_norm(
             f"Gradients have no norm of type {norm_type:g}. Use a positive number (2 is usual) "
             "or inf."
         )
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with torch.no_grad():
-        total = _norm(given, float(norm_type), layout_of, degrees)
+        total = _norm(tensors, float(norm_type), layout_of, degrees)
         if max_norm != math.inf:
-            clip_grads_with_norm_(local_parts(given), max_norm, total)
+            clip_grads_with_norm_(local_parts(tensors), max_norm, total)
     return total
 
 
@@ -75,22 +75,22 @@ def _norm(
             others.append(gradient)
         elif is_first(layout, degrees, rank):
             counted.append(gradient)
-    home = next((one.device for one in (*counted, *others)), _meeting_device())
-    total = _collected(others, norm_type, home)
+    home = next((tensor.device for tensor in (*counted, *others)), _meeting_device())
+    total = _total_power(others, norm_type, home)
     if is_split:
-        shared = _collected(counted, norm_type, _meeting_device())
+        shared = _total_power(counted, norm_type, _meeting_device())
         dist.all_reduce(shared, dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM)
         shared = shared.to(home)
         total = torch.maximum(total, shared) if norm_type == math.inf else total + shared
     return (total if norm_type == math.inf else total ** (1.0 / norm_type)).float()
 
 
-def _collected(
+def _total_power(
     gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device
 ) -> torch.Tensor:
     """The sum of all elements' powers, or their maximum: 0-dim, float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (_, dtype), tensors in _alike(gradients).items():
+    for (_, dtype), tensors in _by_device_and_dtype(gradients).items():
         wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else None
         # torch.nn.utils.get_total_norm is public, but rounds to bfloat16 what is bfloat16.
         norms = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=wide))  # noqa: SLF001
@@ -102,14 +102,14 @@ def _collected(
     return total
 
 
-def _alike(
+def _by_device_and_dtype(
     tensors: Sequence[torch.Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """Tensors by device and dtype. Empty ones have no largest element."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for one in tensors:
-        if one.numel():
-            groups.setdefault((one.device, one.dtype), []).append(one)
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups
 
 

@@ -1,7 +1,7 @@
 """Data loaders that go on at the very next sample when the strategy is switched.
 
-What a rank has drawn and has not handed out yet is kept (`shares.BatchQueue`), so a loop that has
-begun can share the rest out anew, whatever the sampler is.
+What a rank has drawn and has not handed out yet is kept (`batch_sampler.BatchQueue`), so a loop
+that has begun can share the rest out anew, whatever the sampler is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nbdist.parallel import registry
 from nbdist.parallel.accelerator.batch_sampler import (
     BatchQueue,
     DataShard,
-    Settings,
+    SamplerSettings,
     ShardedBatchSampler,
     current_share,
 )
@@ -43,12 +43,12 @@ _ARGUMENTS = (
 _END: Any = object()
 
 
-class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
+class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
     """A prepared DataLoader. It and the loops over it stay the same objects over a switch."""
 
     remainder: int
 
-    def __init__(self, source: DataLoader[Any], settings: Settings, start: int = 0) -> None:
+    def __init__(self, source: DataLoader[Any], settings: SamplerSettings, start: int = 0) -> None:
         """Prepare a loader of a dataset that is asked by index. `prepare` is collective.
 
         Args:
@@ -84,10 +84,10 @@ class Loader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         if registry.current().name == "single":
             self._take_over()  # once: later each rank goes on by itself, and alike
 
-    def skip(self, n_batches: int) -> Loader:
+    def skip(self, n_batches: int) -> PreparedLoader:
         """The same without the first batches, as many as this rank has now in n_batches steps."""
         step = self._shard.step(current_share())
-        return Loader(self, self._settings, self._shard.start + n_batches * step)
+        return PreparedLoader(self, self._settings, self._shard.start + n_batches * step)
 
     def check(self, share: DataShard) -> None:
         """Raises an OptionError if its batches do not divide so."""
@@ -178,7 +178,7 @@ def arguments(source: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _batches_of(source: DataLoader[Any]) -> Any:
-    if isinstance(source, Loader):
+    if isinstance(source, PreparedLoader):
         return source._shard.batch_sampler  # noqa: SLF001
     if source.batch_sampler is not None:
         return source.batch_sampler
@@ -190,7 +190,7 @@ def _batches_of(source: DataLoader[Any]) -> Any:
     )
 
 
-def _fix_order(batches: Any, settings: Settings) -> torch.Generator | None:
+def _fix_order(batches: Any, settings: SamplerSettings) -> torch.Generator | None:
     """Let the random order come from a generator that ranks can make equal; return that.
 
     Accelerate does the same. Otherwise each rank would draw from its own torch's generator.
@@ -211,5 +211,5 @@ def _fix_order(batches: Any, settings: Settings) -> torch.Generator | None:
     if sampler.generator is None:
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    own: torch.Generator = sampler.generator
-    return own
+    generator: torch.Generator = sampler.generator
+    return generator

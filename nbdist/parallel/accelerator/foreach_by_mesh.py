@@ -31,7 +31,9 @@ def step_by_mesh() -> None:
     @functools.wraps(sort)
     def sort_by_mesh(lists: Any, with_indices: bool = False) -> Any:
         groups = sort(lists, with_indices)
-        if torch.compiler.is_compiling() or not any(isinstance(one, DTensor) for one in lists[0]):
+        if torch.compiler.is_compiling() or not any(
+            isinstance(tensor, DTensor) for tensor in lists[0]
+        ):
             return groups
         return {
             part: group
@@ -63,8 +65,8 @@ def _split(key: tuple[Any, Any], lists: list[list[Any]], indices: list[int]) -> 
         return {key: (lists, indices)}
     return {
         _Key(key): (
-            [[one[place] for place in own] if one else one for one in lists],
-            [indices[place] for place in own] if indices else indices,
+            [[tensors[place] for place in members] if tensors else tensors for tensors in lists],
+            [indices[place] for place in members] if indices else indices,
         )
-        for own in places.values()
+        for members in places.values()
     }

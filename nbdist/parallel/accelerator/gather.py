@@ -39,7 +39,7 @@ def gather(data: Any) -> Any:
     """
     group = _group()
 
-    def one(tensor: torch.Tensor) -> torch.Tensor:
+    def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
         tensor = _plain(tensor)
         tensor = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
         if group is None:
@@ -48,7 +48,7 @@ def gather(data: Any) -> Any:
         dist.all_gather(parts, tensor, group=group)
         return torch.cat(parts)
 
-    return recursively_apply(one, data, error_on_other_type=True)
+    return recursively_apply(gather_tensor, data, error_on_other_type=True)
 
 
 def gather_objects(data: Any) -> Any:
@@ -75,14 +75,14 @@ def reduce(data: Any, reduction: str = "sum") -> Any:
         raise OptionError(f"There is no reduction {reduction!r}. Use {', '.join(_REDUCTIONS)}.")
     group, operation = _group(), _REDUCTIONS[reduction]
 
-    def one(tensor: torch.Tensor) -> torch.Tensor:
+    def reduce_tensor(tensor: torch.Tensor) -> torch.Tensor:
         total = _plain(tensor).clone()
         if group is None or operation is None:
             return total
         dist.all_reduce(total, operation, group=group)
         return total.div_(dist.get_world_size(group)) if reduction == "mean" else total
 
-    return recursively_apply(one, data, error_on_other_type=True)
+    return recursively_apply(reduce_tensor, data, error_on_other_type=True)
 
 
 def first_of(data: Any, count: int) -> Any:
@@ -102,14 +102,14 @@ def part_of(inputs: Any, state: Any, *, is_padded: bool) -> AbstractContextManag
     """
     share = current_share()
     # Accelerate's method on an object that has our numbers in place of the world's.
-    seen = SimpleNamespace(
+    state_of_shares = SimpleNamespace(
         num_processes=share.count,
         process_index=share.index,
         device=state.device,
         distributed_type=state.distributed_type,
     )
     part: AbstractContextManager[Any] = PartialState.split_between_processes(
-        seen,
+        state_of_shares,
         dict(inputs) if isinstance(inputs, dict) else inputs,  # Accelerate changes a dict itself
         apply_padding=is_padded,
     )

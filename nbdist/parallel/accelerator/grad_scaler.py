@@ -52,8 +52,8 @@ class Scaler(torch.amp.GradScaler):
 
     def has_overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last step of an optimizer was left out."""
-        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        return any(flag.item() for flag in found.values())
+        flags = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return any(flag.item() for flag in flags.values())
 
     def _settle(self) -> None:
         if self._is_due:
@@ -73,9 +73,9 @@ class Scaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """The one place where torch divides gradients and looks for overflows."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        own: Any = SimpleNamespace(param_groups=[{"params": local_parts(parameters)}])
-        found = super()._unscale_grads_(own, inv_scale, found_inf, allow_fp16)
-        for flag in found.values():  # offloaded gradients have a flag of their own
+        local_optimizer: Any = SimpleNamespace(param_groups=[{"params": local_parts(parameters)}])
+        flags = super()._unscale_grads_(local_optimizer, inv_scale, found_inf, allow_fp16)
+        for flag in flags.values():  # offloaded gradients have a flag of their own
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
         if registry.current().name != "single":
             dist.all_reduce(found_inf, dist.ReduceOp.MAX)

@@ -34,8 +34,8 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         if self.scaler is None:
             return
         several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        for one in self._optimizers if optimizer is None else several:
-            raw = getattr(one, "optimizer", one)
+        for wrapper in self._optimizers if optimizer is None else several:
+            raw = getattr(wrapper, "optimizer", wrapper)
             if not self.scaler.has_unscaled(raw):
                 self.scaler.unscale_(raw)
 
@@ -53,23 +53,23 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     ) -> torch.Tensor:
         """Limit the norm of gradients over the whole model, and return it, plain.
 
-        Collective under fsdp, tp and pp, and with fp16: every rank (`norms.clip_grad_norm`).
+        Collective under fsdp, tp and pp, and with fp16: every rank (`clip_grad.clip_grad_norm`).
         """
         engine = deepspeed_engine.only(self._models)
         if engine is not None:
             return deepspeed.clip(engine, max_norm, norm_type)
-        given = _listed(parameters)
-        self._unscale(given)
+        tensors = _as_list(parameters)
+        self._unscale(tensors)
         return clip_grad.clip_grad_norm(
-            given, max_norm, norm_type, registry.layout_of, degrees=registry.current().degrees
+            tensors, max_norm, norm_type, registry.layout_of, degrees=registry.current().degrees
         )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Limit each element of gradients, where it lies. Collective with fp16."""
         deepspeed_engine.refuse_values(self._models)
-        given = _listed(parameters)
-        self._unscale(given)
-        torch.nn.utils.clip_grad_value_(local_parts(given), clip_value)
+        tensors = _as_list(parameters)
+        self._unscale(tensors)
+        torch.nn.utils.clip_grad_value_(local_parts(tensors), clip_value)
 
     @property
     def mixed_precision(self) -> str:
@@ -85,20 +85,20 @@ class Gradients(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         if dtype is None or deepspeed_engine.only(self._models) is not None:
             yield
             return
-        given = {} if handler is None else handler.to_kwargs()
-        with torch.autocast(self.device.type, dtype=dtype, **given):
+        kwargs = {} if handler is None else handler.to_kwargs()
+        with torch.autocast(self.device.type, dtype=dtype, **kwargs):
             yield
 
     def _unscale(self, parameters: list[torch.Tensor]) -> None:
         """Of the optimizers that have one of these. Of all where none has: ranks must agree."""
         wanted = {id(p) for p in parameters}
-        own = [
-            one
-            for one in self._optimizers
-            if any(id(p) in wanted for group in one.param_groups for p in group["params"])
+        optimizers = [
+            optimizer
+            for optimizer in self._optimizers
+            if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"])
         ]
-        self.unscale_gradients(own or None)
+        self.unscale_gradients(optimizers or None)
 
 
-def _listed(parameters: Any) -> list[torch.Tensor]:
+def _as_list(parameters: Any) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -28,7 +28,7 @@ _PLUGINS = {
 @dataclass(slots=True)
 class _State:
     is_installed: bool = False
-    is_told: bool = False
+    has_warned: bool = False
     strategy: Callable[[], str] = lambda: "ddp"
 
 
@@ -48,15 +48,15 @@ def watch(strategy: Callable[[], str]) -> None:
         return
     _state.is_installed, _state.strategy = True, strategy
     cls: Any = accelerate.Accelerator
-    cls.__init__ = _telling(cls.__init__)
+    cls.__init__ = _with_warning(cls.__init__)
 
 
-def refuse_strategies(given: Mapping[str, Any]) -> None:
+def refuse_strategies(arguments: Mapping[str, Any]) -> None:
     """Raises an OptionError if arguments of an Accelerator() name a strategy."""
     for name, instead in _PLUGINS.items():
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise OptionError(
-                f"Accelerator({name}=...) would have no effect here: strategies are chosen beside "
+                f"Accelerator({name}=...) would have no effect here: strategies are chosen outside "
                 "the code, so that they can be switched. Leave it out and use, for example, "
                 f"{instead}"
             )
@@ -70,17 +70,17 @@ def refuse_precision(mixed_precision: str) -> None:
         )
 
 
-def _telling(construct: Any) -> Any:
+def _with_warning(construct: Any) -> Any:
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         name = _state.strategy()
-        if type(self) is not accelerate.Accelerator or name == "ddp" or _state.is_told:
+        if type(self) is not accelerate.Accelerator or name == "ddp" or _state.has_warned:
             return
-        _state.is_told = True
+        _state.has_warned = True
         print(  # noqa: T201  # into the cell's output
-            f"The strategy is {name}. Accelerate's own Accelerator() does not know of it and means "
-            "ddp: use `accelerator`, or make yours with `from nbdist import Accelerator`.",
+            f"The strategy is {name}. Accelerate's own Accelerator() does not know it and always "
+            "uses ddp: use `accelerator`, or make yours with `from nbdist import Accelerator`.",
             file=sys.stderr,
         )
 

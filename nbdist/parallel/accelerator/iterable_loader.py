@@ -24,16 +24,16 @@ from nbdist.parallel import registry
 from nbdist.parallel.accelerator.batch_sampler import (
     BatchQueue,
     DataShard,
-    Settings,
+    SamplerSettings,
     current_share,
     refuse_uneven,
 )
-from nbdist.parallel.accelerator.data_loader import Loader, arguments
+from nbdist.parallel.accelerator.data_loader import PreparedLoader, arguments
 from nbdist.parallel.accelerator.loader_state import Position
 
 
 def prepare(
-    source: DataLoader[Any], settings: Settings, *, is_dispatched: bool | None = None
+    source: DataLoader[Any], settings: SamplerSettings, *, is_dispatched: bool | None = None
 ) -> Any:
     """The loader that gives each rank its part. Collective under `single`, else alike on all.
 
@@ -51,16 +51,16 @@ def prepare(
     if is_dispatched:
         if settings.device is None:
             raise OptionError(
-                "dispatch_batches sends batches to the device: it does not go with "
+                "dispatch_batches sends batches to the device: it cannot be combined with "
                 "device_placement=False. Leave one of them out."
             )
         return DispatchedLoader(source, settings)
-    return IterableShard(source, settings) if is_stream else Loader(source, settings)
+    return IterableShard(source, settings) if is_stream else PreparedLoader(source, settings)
 
 
 def skip(loader: Any, n_batches: int) -> Any:
     """The same loader without its first batches, in every epoch; any DataLoader."""
-    if isinstance(loader, Loader | DispatchedLoader | IterableShard):
+    if isinstance(loader, PreparedLoader | DispatchedLoader | IterableShard):
         return loader.skip(n_batches)
     from accelerate import skip_first_batches
 
@@ -74,7 +74,7 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
     switch, as only rank 0 has a position.
     """
 
-    def __init__(self, source: DataLoader[Any], settings: Settings, start: int = 0) -> None:
+    def __init__(self, source: DataLoader[Any], settings: SamplerSettings, start: int = 0) -> None:
         """Prepare any loader of tensors.
 
         Args:
@@ -159,11 +159,11 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
         """One round: all samples, filled up so that they divide; how many are real; the last?"""
         step = self._step(share)
         self._update_state_dict()
-        found, following = feed.take(position, step), feed.take(position + step, step)
-        if not found or (self._drop_last and len(found) < step):
+        batches, following = feed.take(position, step), feed.take(position + step, step)
+        if not batches or (self._drop_last and len(batches) < step):
             return None, 0, True
         try:
-            whole = concatenate(found) if len(found) > 1 else found[0]
+            whole = concatenate(batches) if len(batches) > 1 else batches[0]
         except RuntimeError as error:
             raise NbdistError(
                 f"The {step} batches of one step do not fit together, so rank 0 cannot send them "
@@ -171,10 +171,10 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
             ) from error
         size = find_batch_size(whole)
         while find_batch_size(whole) % share.count:
-            lacking = -find_batch_size(whole) % share.count
+            n_missing = -find_batch_size(whole) % share.count
             first = feed.first[0]
             n_first = find_batch_size(first)
-            piece = self._slice(first, slice(0, min(lacking, n_first)), DataShard(1, 0))
+            piece = self._slice(first, slice(0, min(n_missing, n_first)), DataShard(1, 0))
             whole = concatenate([whole, piece])
         is_last = not following or (self._drop_last and len(following) < step)
         return whole, size, is_last
@@ -214,7 +214,9 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
     The next epoch follows a switch; a loop that has begun cannot, as a stream has no position.
     """
 
-    def __init__(self, source: DataLoader[Any], settings: Settings, n_skipped: int = 0) -> None:
+    def __init__(
+        self, source: DataLoader[Any], settings: SamplerSettings, n_skipped: int = 0
+    ) -> None:
         """Prepare a loader of a stream.
 
         Args:
@@ -279,9 +281,9 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
             self._used = (number + 1) * step
             if current_share() != share:
                 raise NbdistError(
-                    "The strategy has changed in the middle of a stream that each rank reads for "
-                    "itself, which has no position to go on from. Begin the loop anew, or let rank "
-                    "0 read it (dispatch_batches=True, the default for streams)."
+                    "The strategy changed in the middle of a stream that each rank reads for "
+                    "itself. A stream has no position to continue from: restart the loop, or let "
+                    "rank 0 read it (dispatch_batches=True, the default for streams)."
                 )
             yield batch
         self._used = 0

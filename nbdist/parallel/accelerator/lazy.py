@@ -16,7 +16,7 @@ MODULES = (
 )
 
 
-class LazyAccelerator:
+class AcceleratorProxy:
     """Becomes nbdist's lazy Accelerator as soon as anything is asked of it.
 
     Accelerate, and what torch needs for its strategies, take half a second to import.
@@ -24,39 +24,39 @@ class LazyAccelerator:
 
     def __init__(self) -> None:
         """Nothing is imported before the first use."""
-        _made.append(self)
+        _stand_ins.append(self)
 
     def __getattribute__(self, name: str) -> Any:
         """Any attribute is a use, but `__dict__`."""
         if name == "__dict__":  # what looks at objects without using them
             return super().__getattribute__(name)
-        one = _awake(self)
+        accelerator = _wake(self)
         # isinstance asks for it when the type has not answered; the type's own would tell nothing.
-        return type(one).__base__ if name == "__class__" else getattr(one, name)
+        return type(accelerator).__base__ if name == "__class__" else getattr(accelerator, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set on the Accelerator."""
-        setattr(_awake(self), name, value)
+        """Set the attribute on the Accelerator, which is imported for it."""
+        setattr(_wake(self), name, value)
 
     def __dir__(self) -> list[str]:
         """Names are asked of the Accelerator."""
-        return dir(_awake(self))
+        return dir(_wake(self))
 
     def __repr__(self) -> str:
         """It is shown as the Accelerator."""
-        return repr(_awake(self))
+        return repr(_wake(self))
 
 
-_made: list[LazyAccelerator] = []
+_stand_ins: list[AcceleratorProxy] = []
 
 
 def become(cls: type) -> None:
     """Let all stand-ins be of the class for which they stand, which has been loaded."""
-    while _made:
-        object.__setattr__(_made.pop(), "__class__", cls)
+    while _stand_ins:
+        object.__setattr__(_stand_ins.pop(), "__class__", cls)
 
 
-def _awake(one: LazyAccelerator) -> Any:
+def _wake(stand_in: AcceleratorProxy) -> Any:
     """The same object as what it stands for."""
     import_module(ACCELERATOR)  # which calls `become`
-    return one
+    return stand_in

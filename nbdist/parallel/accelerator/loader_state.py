@@ -52,9 +52,9 @@ class Position:
 def note_batch(batch: Any) -> None:
     """Remember the shape of a loop's first batch; the last one of an epoch may be smaller."""
     global _last_batch  # noqa: PLW0603  # one process is one rank
-    found = _first(batch)
-    if found is not None and found.dim():
-        _last_batch = tuple(found.shape), str(found.dtype).removeprefix("torch.")
+    tensor = _first(batch)
+    if tensor is not None and tensor.dim():
+        _last_batch = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 def last_batch() -> tuple[tuple[int, ...], str]:
@@ -72,4 +72,4 @@ def _first(batch: Any) -> torch.Tensor | None:
         batch = batch.values()
     if isinstance(batch, str | bytes) or not isinstance(batch, Iterable):
         return None
-    return next((found for one in list(batch) if (found := _first(one)) is not None), None)
+    return next((tensor for item in list(batch) if (tensor := _first(item)) is not None), None)

@@ -51,17 +51,18 @@ class Portable:
 
 def portable(model: Any) -> Portable:
     """Of what prepare() returned for a model, or of the user's module."""
-    known = registry.prepared_of(model)
-    if known is None:
+    prepared = registry.prepared_of(model)
+    if prepared is None:
         return _of_engine(model)
     return Portable(
-        base=known.base,
-        firsts=build.firsts_of(known.base),
-        shapes={name: tuple(layout.shape) for name, layout in known.layouts.items()},
-        values=functools.partial(full_state.full_state, known),
-        load=functools.partial(full_state.load_full, known),
+        base=prepared.base,
+        firsts=build.firsts_of(prepared.base),
+        shapes={name: tuple(layout.shape) for name, layout in prepared.layouts.items()},
+        values=functools.partial(full_state.full_state, prepared),
+        load=functools.partial(full_state.load_full, prepared),
         listed=functools.partial(
-            fsdp1_state.listed if fsdp1_state.is_flat(known) else _listed, known.base
+            fsdp1_state.local_state_dict if fsdp1_state.is_flat(prepared) else _state_dict,
+            prepared.base,
         ),
     )
 
@@ -77,7 +78,7 @@ def _of_engine(engine: Any) -> Portable:
     }
     return Portable(
         base, firsts, shapes, functools.partial(deepspeed.full_state, engine),
-        functools.partial(_load_engine, engine), functools.partial(_listed, base),
+        functools.partial(_load_engine, engine), functools.partial(_state_dict, base),
     )  # fmt: skip
 
 
@@ -86,6 +87,6 @@ def _load_engine(engine: Any, values: Mapping[str, torch.Tensor]) -> None:
     deepspeed.load_full(engine, {**deepspeed.full_state(engine), **values})
 
 
-def _listed(base: torch.nn.Module) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = base.state_dict(keep_vars=True)
-    return found
+def _state_dict(base: torch.nn.Module) -> Mapping[str, Any]:
+    state: Mapping[str, Any] = base.state_dict(keep_vars=True)
+    return state

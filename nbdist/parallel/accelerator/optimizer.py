@@ -14,7 +14,7 @@ from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.accelerator.grad_scaler import Scaler
 
 
-class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
+class OptimizerWrapper(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
     """Accelerate's wrapper around the user's optimizer. That one stays the same object.
 
     Its groups are not made anew either, as Accelerate does to move state to the device: whoever
@@ -24,7 +24,7 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
     scaler: Scaler | None
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: Scaler | None) -> None:
-        """Wrap an optimizer that `live.bind` knows. This rank alone."""
+        """Wrap an optimizer that `prepare.bind` knows. This rank alone."""
         super().__init__(optimizer, device_placement=False)
         self.scaler = scaler
 
@@ -46,8 +46,8 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
             return self.optimizer.step(closure)
         if closure is not None:
             raise OptionError(
-                f"{type(self.optimizer).__name__}.step(closure) does not go with fp16: its scaler "
-                "has to see every gradient first. Use bf16, or step without a closure."
+                f"{type(self.optimizer).__name__}.step(closure) does not work with fp16: its "
+                "scaler has to see every gradient first. Use bf16, or step without a closure."
             )
         self.scaler.step(self.optimizer)
         self._is_overflow = self.scaler.has_overflowed(self.optimizer)

@@ -29,10 +29,10 @@ def check_alike(batch: Any, index: int) -> None:
     choice = registry.current()
     if choice.name == "single" or choice.degrees.dp == choice.degrees.product:
         return
-    seen = all_gather_object((index, digest(tensors(batch))))
-    for part in {one for one, _ in seen}:
-        ranks = [rank for rank, (one, _) in enumerate(seen) if one == part]
-        if len({seen[rank][1] for rank in ranks}) > 1:
+    digests = all_gather_object((index, digest(tensors(batch))))
+    for part in {shard for shard, _ in digests}:
+        ranks = [rank for rank, (shard, _) in enumerate(digests) if shard == part]
+        if len({digests[rank][1] for rank in ranks}) > 1:
             raise NbdistError(
                 f"Ranks {rank_label(ranks)} share one copy of the model and got different batches: "
                 "the dataset, its transforms or its sampler draw random numbers that are not the "

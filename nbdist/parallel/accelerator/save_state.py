@@ -78,11 +78,11 @@ def loading(accelerator: Any, *, is_strict: bool) -> Iterator[None]:
 
         loads: list[tuple[Portable, dict[str, torch.Tensor]]] = []
         all_or_none(f"Loading {folder}", planned)
-        for own, values in loads:
-            own.load(values)
+        for model, values in loads:
+            model.load(values)
         models.clear()
         for index, loader in enumerate(accelerator._dataloaders):  # noqa: SLF001
-            path = Path(folder) / _numbered("loader.bin", index)
+            path = Path(folder) / _file_name("loader.bin", index)
             if path.exists() and hasattr(loader, "set_epoch_state"):
                 loader.set_epoch_state(load(path))
 
@@ -103,7 +103,7 @@ def save_loaders(accelerator: Any, folder: Path) -> None:
     """Write which epoch each loader is in. Rank 0 does; this rank alone."""
     for index, loader in enumerate(accelerator._dataloaders):  # noqa: SLF001
         if hasattr(loader, "epoch_state"):
-            save(loader.epoch_state(), folder / _numbered("loader.bin", index))
+            save(loader.epoch_state(), folder / _file_name("loader.bin", index))
 
 
 def agree(accelerator: Any, *, is_collected: bool = False) -> None:
@@ -119,13 +119,13 @@ def agree(accelerator: Any, *, is_collected: bool = False) -> None:
     if not is_collected:
         gc.collect()
     common = set.intersection(*all_gather_object(numbers(accelerator)))
-    for held in _lists(accelerator):
-        held.keep(common)
+    for weak_list in _lists(accelerator):
+        weak_list.keep(common)
 
 
 def numbers(accelerator: Any) -> set[int]:
     """Of all that it has prepared and that lives on this rank."""
-    return set().union(*(held.numbers() for held in _lists(accelerator)))
+    return set().union(*(weak_list.numbers() for weak_list in _lists(accelerator)))
 
 
 def _lists(accelerator: Any) -> list[WeakList]:
@@ -169,7 +169,7 @@ def is_absent(state: Mapping[str, Any]) -> bool:
 def tell_forgotten(why: str) -> None:
     """Print, on rank 0, that moments begin anew where a state is loaded."""
     if dist.get_rank() == 0:
-        print(f"{why}: after a load its moments begin at zero.", file=sys.stderr)  # noqa: T201
+        print(f"{why}: after a load its moments start at zero.", file=sys.stderr)  # noqa: T201
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -179,39 +179,46 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     from a single process or from Accelerate under DDP, and is whole.
     """
     if is_absent(state):
-        tell_forgotten("The saved state has none of the optimizer")
+        tell_forgotten("The saved state has no optimizer state")
     elif state.get("format") == _FORMAT:
         state = {key: value for key, value in state.items() if key != "format"}
         full_state.load_full_optimizer_state(optimizer, state)
-    elif _state.is_loading and (named := _named(optimizer, state)) is not None:
+    elif _state.is_loading and (named := _state_by_name(optimizer, state)) is not None:
         full_state.load_full_optimizer_state(optimizer, named)
     else:
         optimizer.load_state_dict(dict(state))
 
 
-def _named(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any] | None:
+def _state_by_name(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """State by names in place of numbers; None if a parameter is of no prepared model.
 
     Raises:
         NbdistError: There are other numbers of parameters in its groups.
     """
     names = {id(parameter): key for key, (_, _, parameter) in names_in(optimizer).items()}
-    own = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-    given = [list(group["params"]) for group in state["param_groups"]]
-    if any(name is None for group in own for name in group):
+    names_by_group = [
+        [names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups
+    ]
+    numbers_by_group = [list(group["params"]) for group in state["param_groups"]]
+    if any(name is None for group in names_by_group for name in group):
         return None
-    if [len(group) for group in own] != [len(group) for group in given]:
+    if [len(group) for group in names_by_group] != [len(group) for group in numbers_by_group]:
         raise NbdistError(
             f"The saved {type(optimizer).__name__} has groups of "
-            f"{', '.join(str(len(group)) for group in given)} parameters, this one of "
-            f"{', '.join(str(len(group)) for group in own)}. Make it as it was when it was saved."
+            f"{', '.join(str(len(group)) for group in numbers_by_group)} parameters, this one of "
+            f"{', '.join(str(len(group)) for group in names_by_group)}. Make it as it "
+            "was when it was saved."
         )
-    known = dict(zip(itertools.chain(*given), itertools.chain(*own), strict=True))
+    name_of = dict(
+        zip(itertools.chain(*numbers_by_group), itertools.chain(*names_by_group), strict=True)
+    )
     return {
-        "state": {known[number]: values for number, values in state["state"].items()},
+        "state": {name_of[number]: values for number, values in state["state"].items()},
         "param_groups": [
-            {**group, "params": there}
-            for group, there in zip(state["param_groups"], own, strict=True)
+            {**group, "params": group_names}
+            for group, group_names in zip(state["param_groups"], names_by_group, strict=True)
         ],
     }
 
@@ -224,44 +231,50 @@ def _plan(
     Raises:
         NbdistError: Names are missing or unknown, where that matters, or shapes differ.
     """
-    own, found = portable(model), _read(Path(folder), index)
-    values = {own.firsts[name]: tensor for name, tensor in found.items() if name in own.firsts}
+    target, tensors = portable(model), _read(Path(folder), index)
+    values = {
+        target.firsts[name]: tensor for name, tensor in tensors.items() if name in target.firsts
+    }
     wrong = [
         f"{name} has shape {tuple(values[name].shape)} there and {shape} here"
-        for name, shape in own.shapes.items()
+        for name, shape in target.shapes.items()
         if name in values and tuple(values[name].shape) != shape
     ]
     if is_strict:
-        wrong += [f"{n} is not there" for n in own.saved_names() if own.firsts[n] not in values]
-        wrong += [f"there is no {name} here" for name in found if name not in own.firsts]
+        wrong += [
+            f"{n} is missing there" for n in target.saved_names() if target.firsts[n] not in values
+        ]
+        wrong += [f"{name} is unknown here" for name in tensors if name not in target.firsts]
     if wrong:
         more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
         raise NbdistError(
-            f"{folder} does not fit {type(own.base).__name__}: "
+            f"{folder} does not fit {type(target.base).__name__}: "
             f"{'; '.join(wrong[:_MAX_NAMED])}{more}. Load what was saved of the same model"
             + (", or load_state(..., strict=False)." if is_strict else ".")
         )
-    return own, values
+    return target, values
 
 
 def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
     """The saved tensors of one model; on disk until they are used."""
-    path = folder / _numbered("model.safetensors", index)
+    path = folder / _file_name("model.safetensors", index)
     if path.exists():
-        found: dict[str, torch.Tensor] = load_file(path)
+        tensors: dict[str, torch.Tensor] = load_file(path)
     else:
-        path = folder / _numbered("pytorch_model.bin", index)
+        path = folder / _file_name("pytorch_model.bin", index)
         if not path.exists():
             raise NbdistError(
-                f"{folder} holds no model number {index}: neither model.safetensors nor "
+                f"{folder} has no model number {index}: neither model.safetensors nor "
                 "pytorch_model.bin. Prepare as many models as were saved, in the same order."
             )
-        found = load(path, map_location="cpu", mmap=True)
-    if found and all(name.startswith("module.") for name in found):  # Accelerate's own under DDP
-        found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
-    return found
+        tensors = load(path, map_location="cpu", mmap=True)
+    if tensors and all(
+        name.startswith("module.") for name in tensors
+    ):  # Accelerate's own under DDP
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
-def _numbered(name: str, index: int) -> str:
+def _file_name(name: str, index: int) -> str:
     """As Accelerate names the files of several: model.safetensors, model_1.safetensors."""
     return name.replace(".", f"_{index}.") if index else name

@@ -9,7 +9,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from nbdist.parallel import registry
-from nbdist.parallel.accelerator.optimizer import Optimizer
+from nbdist.parallel.accelerator.optimizer import OptimizerWrapper
 
 
 class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
@@ -21,7 +21,7 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
     def __init__(
         self,
         scheduler: Any,
-        optimizers: Callable[[], Sequence[Optimizer]],
+        optimizers: Callable[[], Sequence[OptimizerWrapper]],
         *,
         is_linked: bool,
         is_split: bool,
@@ -29,7 +29,7 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
         """Wrap the user's scheduler. This rank alone.
 
         Args:
-            scheduler: His.
+            scheduler: The user's.
             optimizers: All prepared ones, when asked.
             is_linked: It steps with its optimizer: not while gradients accumulate, nor after a
                 step that was left out (Accelerate's step_scheduler_with_optimizer).
@@ -39,14 +39,18 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
         super().__init__(scheduler, [], step_with_optimizer=is_linked, split_batches=is_split)
 
     @property
-    def optimizers(self) -> list[Optimizer]:
+    def optimizers(self) -> list[OptimizerWrapper]:
         """Whose steps it goes by: its own one, or all if that is not prepared."""
-        found = list(self._find())
-        own = getattr(self.scheduler, "optimizer", None)
-        return [one for one in found if one is own or one.optimizer is own] or found
+        prepared = list(self._find())
+        optimizer = getattr(self.scheduler, "optimizer", None)
+        return [
+            wrapper
+            for wrapper in prepared
+            if wrapper is optimizer or wrapper.optimizer is optimizer
+        ] or prepared
 
     @optimizers.setter
-    def optimizers(self, _: Sequence[Optimizer]) -> None:
+    def optimizers(self, _: Sequence[OptimizerWrapper]) -> None:
         """Accelerate sets them; they may be prepared later than the scheduler."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +67,7 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
             if self.gradient_state.adjust_scheduler:
                 self.scheduler._step_count += 1  # noqa: SLF001  # as Accelerate does
             return
-        if any(one.step_was_skipped for one in self.optimizers):
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         is_once = self.split_batches or isinstance(self.scheduler, ReduceLROnPlateau)
         for _ in range(1 if is_once else registry.current().degrees.dp):

@@ -17,8 +17,8 @@ class WeakList:
     entry has a number that is equal on all ranks, as preparing is.
     """
 
-    def __init__(self, view: Callable[[Any], Any] = lambda one: one) -> None:
-        """Empty.
+    def __init__(self, view: Callable[[Any], Any] = lambda obj: obj) -> None:
+        """Begin without entries.
 
         Args:
             view: What is shown in place of what is held; None for nothing.
@@ -26,39 +26,41 @@ class WeakList:
         self._view = view
         self._entries: list[tuple[int, Callable[[], Any]]] = []
 
-    def append(self, one: Any) -> None:
-        """Add what is not in it yet."""
-        if any(held() is one for _, held in self._entries):
+    def append(self, obj: Any) -> None:
+        """Add an object, unless it is in the list."""
+        if any(reference() is obj for _, reference in self._entries):
             return
         try:
-            held: Callable[[], Any] = weakref.ref(one)
+            reference: Callable[[], Any] = weakref.ref(obj)
         except TypeError:  # an object with slots
 
-            def held() -> Any:
-                return one
+            def reference() -> Any:
+                return obj
 
-        self._entries.append((next(_numbers), held))
+        self._entries.append((next(_numbers), reference))
 
     def extend(self, several: Iterable[Any]) -> None:
         """Add each that is not in it yet."""
-        for one in several:
-            self.append(one)
+        for obj in several:
+            self.append(obj)
 
     def clear(self) -> None:
         """Hold nothing from now on; numbers that were given are not given again."""
         self._entries.clear()
 
     def numbers(self) -> set[int]:
-        """Of those that are there."""
-        return {number for number, one in self._entries if one() is not None}
+        """The numbers of the entries that still live."""
+        return {number for number, reference in self._entries if reference() is not None}
 
     def keep(self, numbers: set[int]) -> None:
         """Hold only entries with these numbers from now on."""
         self._entries = [entry for entry in self._entries if entry[0] in numbers]
 
     def __iter__(self) -> Iterator[Any]:
-        seen = (self._view(one) for _, held in self._entries if (one := held()) is not None)
-        return iter([one for one in seen if one is not None])
+        views = (
+            self._view(obj) for _, reference in self._entries if (obj := reference()) is not None
+        )
+        return iter([view for view in views if view is not None])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -66,6 +68,6 @@ class WeakList:
     def __getitem__(self, index: int) -> Any:
         return list(iter(self))[index]
 
-    def __contains__(self, one: object) -> bool:
+    def __contains__(self, obj: object) -> bool:
         # By identity: some of Accelerate's objects compare by what they hold.
-        return any(held is one for held in self)
+        return any(item is obj for item in self)

@@ -60,12 +60,12 @@ class SplitSequence(TorchFunctionMode):
     def __init__(
         self, attend: Attend | None = None, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Without arguments nothing is split, and `seen` is all that it does."""
+        """Without arguments nothing is split, and `attention_inputs` is all that it does."""
         super().__init__()
         self._attend = attend
         self._group = group
         # Tensors of each call of attention, where somebody compares them.
-        self.seen: list[torch.Tensor] | None = None
+        self.attention_inputs: list[torch.Tensor] | None = None
         self._outer: list[SplitSequence | None] = []
 
     def __enter__(self) -> Self:
@@ -100,12 +100,12 @@ class SplitSequence(TorchFunctionMode):
         """
         here = threading.get_ident()
 
-        def chosen(*args: Any, **kwargs: Any) -> Any:
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
             is_here = threading.get_ident() == here
             return (self._attention if is_here else scaled_dot_product_attention)(*args, **kwargs)
 
         before = F.scaled_dot_product_attention
-        setattr(F, "scaled_dot_product_attention", chosen)  # noqa: B010 - a name of torch's
+        setattr(F, "scaled_dot_product_attention", dispatch)  # noqa: B010 - a name of torch's
         try:
             yield
         finally:
@@ -123,8 +123,8 @@ class SplitSequence(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if self.seen is not None:
-            self.seen += [query, key, value]
+        if self.attention_inputs is not None:
+            self.attention_inputs += [query, key, value]
         if self._attend is None:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal,
@@ -134,10 +134,10 @@ class SplitSequence(TorchFunctionMode):
             raise OptionError(
                 f"attention with a mask of shape {tuple(attn_mask.shape)} cannot be split along "
                 "the sequence. Leave the mask out: is_causal=True is the causal one, and padding "
-                "at the end needs none where its labels are ignored. Or use fsdp"
+                "at the end needs no mask where its labels are ignored. Or use fsdp"
             )
         has_heads = query.ndim > 3
-        query, key, value = (_as_attended(t, has_heads=has_heads) for t in (query, key, value))
+        query, key, value = (_prepare_input(t, has_heads=has_heads) for t in (query, key, value))
         factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         problem = Problem(query, key, value, is_causal, factor, dropout_p)
         # Here tensors have their dtype, and float32 inside is meant.
@@ -149,18 +149,18 @@ class SplitSequence(TorchFunctionMode):
         loss = func(*args, **kwargs)
         if self._group is None:
             return loss
-        given = inspect.signature(func).bind(*args, **kwargs)
-        given.apply_defaults()
-        reduction, size = given.arguments["reduction"], dist.get_world_size(self._group)
+        call = inspect.signature(func).bind(*args, **kwargs)
+        call.apply_defaults()
+        reduction, size = call.arguments["reduction"], dist.get_world_size(self._group)
         if reduction in ("sum", "batchmean"):
             return loss * size
         if reduction != "mean" or func not in _WEIGHTED:
             return loss
-        own = _weight(given.arguments)
-        total = own.clone()
+        own_weight = _weight(call.arguments)
+        total = own_weight.clone()
         dist.all_reduce(total, group=self._group)
         # A rank all of whose targets are ignored has nan.
-        return torch.where(own > 0, loss, 0) * (own * size / total).to(loss.dtype)
+        return torch.where(own_weight > 0, loss, 0) * (own_weight * size / total).to(loss.dtype)
 
 
 def is_split() -> bool:
@@ -177,7 +177,7 @@ def same_attention() -> AbstractContextManager[object]:
     return contextlib.nullcontext() if mode is None else mode
 
 
-def _as_attended(tensor: torch.Tensor, *, has_heads: bool) -> torch.Tensor:
+def _prepare_input(tensor: torch.Tensor, *, has_heads: bool) -> torch.Tensor:
     """Of four dims, and of autocast's dtype, which attention under autocast would have."""
     device = tensor.device.type
     if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
@@ -185,12 +185,12 @@ def _as_attended(tensor: torch.Tensor, *, has_heads: bool) -> torch.Tensor:
     return tensor if has_heads else tensor.unsqueeze(1)
 
 
-def _weight(given: dict[str, Any]) -> torch.Tensor:
+def _weight(arguments: dict[str, Any]) -> torch.Tensor:
     """What the mean of cross_entropy or nll_loss divides by, for these arguments."""
-    scores, target, weight = given["input"], given["target"], given["weight"]
+    scores, target, weight = arguments["input"], arguments["target"], arguments["weight"]
     if target.is_floating_point():  # probabilities: torch divides by the number of positions
         n_positions = scores.numel() // scores.shape[min(1, scores.ndim - 1)]
         return torch.tensor(float(n_positions), dtype=torch.float64, device=scores.device)
-    counts: torch.Tensor = target != given["ignore_index"]
+    counts: torch.Tensor = target != arguments["ignore_index"]
     of_each: torch.Tensor = counts if weight is None else weight[target[counts]]
     return of_each.sum(dtype=torch.float64)

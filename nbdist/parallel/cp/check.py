@@ -26,28 +26,27 @@ _TOLERANCE_HALF = (5e-2, 5e-3)
 _OTHERWISE = ". Or use a strategy that splits no sequence, such as fsdp"
 # Refused although a trial could pass: attention whose output weights are still 0 shows nothing.
 _NO_ATTENTION = (
-    "this model calls torch.nn.functional.scaled_dot_product_attention nowhere. Attention of its "
-    "own kind would see each rank's piece of the sequence alone; without any there is nothing to "
+    "this model never calls torch.nn.functional.scaled_dot_product_attention. Attention of its own "
+    "would see only each rank's piece of the sequence, and without attention there is nothing to "
     "gain. Use that function (transformers: attn_implementation='sdpa'; nn.MultiheadAttention: "
     f"need_weights=False){_OTHERWISE}"
 )
 _POSITION = (
-    "what reaches its first attention is not the same: it counts positions itself, from 0 on "
-    "each rank (torch.arange). Let forward take `position_ids`, (1, T), and use them; nbdist "
-    "passes them"
+    "the inputs of its first attention differ: the model counts positions itself, from 0 on each "
+    "rank (torch.arange). Let forward take `position_ids`, (1, T), and use them; nbdist passes them"
 )
 _MIXES = (
-    "positions meet outside of attention (a convolution, a mean over the sequence), or it counts "
-    "them itself. Let forward take `position_ids`, (1, T), if that is it"
+    "positions mix outside of attention (a convolution, a mean over the sequence), or the model "
+    "counts them itself. In that case let forward take `position_ids`, (1, T)"
 )
 _LOSS = (
-    "its outputs are the same but the loss is not: it shifts labels itself, or divides by a "
-    "count of its own. Shift labels before the call, and use a loss of torch.nn.functional"
+    "its outputs are the same but the loss is not: the model shifts labels itself, or divides by "
+    "its own count. Shift labels before the call, and use a loss of torch.nn.functional"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class OutputSplit:
     """What a call of forward returns when its sequence is split.
 
     Attributes:
@@ -62,7 +61,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is tried.
+    """A call of the model that `examine` runs whole and in pieces.
 
     Attributes:
         base: The user's model.
@@ -82,7 +81,7 @@ class _Run:
     """One forward: its output, and the inputs of each attention in it."""
 
     output: list[torch.Tensor]
-    seen: list[torch.Tensor]
+    attention_inputs: list[torch.Tensor]
 
 
 def kind(call: inspect.BoundArguments) -> Hashable:
@@ -95,7 +94,7 @@ def kind(call: inspect.BoundArguments) -> Hashable:
     return tuple((name, of(value)) for name, value in call.arguments.items())
 
 
-def examine(trial: Trial) -> Split:
+def examine(trial: Trial) -> OutputSplit:
     """How the output of a call is split, from one sample's first positions.
 
     Collective over dp_replicate and cp, and alike on all of these. Forward runs twice or more,
@@ -111,10 +110,10 @@ def examine(trial: Trial) -> Split:
             n_positions = min(total, 2 * n_positions)
             whole = _run_whole(trial, n_positions)
         try:
-            own = _run_piece(trial, n_positions)
+            local = _run_piece(trial, n_positions)
         except OptionError as error:  # of the attention, on every rank
-            return Split(why=str(error))
-        return _compare(trial.grid, own, whole)
+            return OutputSplit(why=str(error))
+        return _compare(trial.grid, local, whole)
 
 
 def _run_whole(trial: Trial, n_positions: int) -> _Run:
@@ -132,47 +131,51 @@ def _run_piece(trial: Trial, n_positions: int) -> _Run:
 def _run(
     base: torch.nn.Module, call: inspect.BoundArguments, mode: attention.SplitSequence
 ) -> _Run:
-    mode.seen = []
+    mode.attention_inputs = []
     with mode:
         output = base(*call.args, **call.kwargs)
-    return _Run(list(split_sequence.tensors(output)), mode.seen)
+    return _Run(list(split_sequence.tensors(output)), mode.attention_inputs)
 
 
-def _compare(grid: ParallelMesh, own: _Run, whole: _Run) -> Split:
+def _compare(grid: ParallelMesh, local: _Run, whole: _Run) -> OutputSplit:
     """Says what differs, alike on all ranks."""
     dims: list[int | None] = []
     errors = {"outputs": [0.0], "losses": [0.0]}
-    if len(own.output) != len(whole.output):
+    if len(local.output) != len(whole.output):
         errors["outputs"].append(math.inf)
     else:
-        for part, all_ in zip(own.output, whole.output, strict=True):
+        for part, all_ in zip(local.output, whole.output, strict=True):
             dims.append(_dim(part, all_, grid.size("cp")))
             error = _output_error(part, all_, dims[-1], grid)
             errors["outputs" if all_.ndim else "losses"].append(error)
-    inputs = _input_errors(own, whole, grid)
-    if not whole.seen:  # the same code runs on all ranks
-        return Split(why=_NO_ATTENTION)
-    found = [
+    inputs = _input_errors(local, whole, grid)
+    if not whole.attention_inputs:  # the same code runs on all ranks
+        return OutputSplit(why=_NO_ATTENTION)
+    differences = [
         inputs[0],
         max(inputs),
         max(errors["outputs"]),
         max(errors["losses"]),
     ]
-    return _verdict(_worst(found, grid), tuple(dims), is_exact=_is_exact(whole.seen))
+    return _verdict(
+        _worst(differences, grid), tuple(dims), is_exact=_is_exact(whole.attention_inputs)
+    )
 
 
-def _verdict(found: list[float], dims: tuple[int | None, ...], *, is_exact: bool) -> Split:
+def _verdict(
+    differences: list[float], dims: tuple[int | None, ...], *, is_exact: bool
+) -> OutputSplit:
     limit, loss_limit = _TOLERANCE if is_exact else _TOLERANCE_HALF
     limits = (limit, limit, limit, loss_limit)
     reasons = (_POSITION, _MIXES, _MIXES, _LOSS)
-    for error, allowed, reason in zip(found, limits, reasons, strict=True):
+    for error, allowed, reason in zip(differences, limits, reasons, strict=True):
         if error > allowed:
-            return Split(
-                why="split along the sequence, this model would compute something else than by "
-                f"itself (relative difference {error:.1e}, more than {allowed:.0e}, tried on a "
-                f"short sequence): {reason}{_OTHERWISE}"
+            return OutputSplit(
+                why="with its sequence split, this model would compute different results "
+                f"(relative difference {error:.1e}, more than {allowed:.0e}, tried on a short "
+                f"sequence): {reason}{_OTHERWISE}"
             )
-    return Split(dims)
+    return OutputSplit(dims)
 
 
 def _dim(part: torch.Tensor, whole: torch.Tensor, size: int) -> int | None:
@@ -189,19 +192,19 @@ def _output_error(
     group = grid.group("cp")
     assert group is not None
     if dim is not None:
-        part = split_sequence.gathered(part, dim, group)
+        part = split_sequence.all_gather(part, dim, group)
     elif part.is_floating_point():
-        part = split_sequence.averaged(part, group)
+        part = split_sequence.all_reduce_mean(part, group)
     return _error(part, whole)
 
 
-def _input_errors(own: _Run, whole: _Run, grid: ParallelMesh) -> list[float]:
+def _input_errors(local: _Run, whole: _Run, grid: ParallelMesh) -> list[float]:
     """For each attention, how much its inputs differ; the first may be the only one."""
-    if len(own.seen) != len(whole.seen) or not own.seen:
-        return [0.0, math.inf] if whole.seen else [0.0]
+    if len(local.attention_inputs) != len(whole.attention_inputs) or not local.attention_inputs:
+        return [0.0, math.inf] if whole.attention_inputs else [0.0]
     size, place = grid.size("cp"), grid.coordinate.cp
     errors = []
-    for part, all_ in zip(own.seen, whole.seen, strict=True):
+    for part, all_ in zip(local.attention_inputs, whole.attention_inputs, strict=True):
         # What is no sequence (another model's output, say) is the same on each rank.
         expected = all_ if part.shape == all_.shape else all_.chunk(size, -2)[place]
         errors.append(_error(part, expected))
@@ -209,34 +212,34 @@ def _input_errors(own: _Run, whole: _Run, grid: ParallelMesh) -> list[float]:
     return [max(errors[first : first + 3]) for first in range(0, len(errors), 3)]
 
 
-def _error(one: torch.Tensor, other: torch.Tensor) -> float:
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference beyond rounding, relative to the largest value.
 
     Equal nan and infinity are equal.
     """
-    if one.shape != other.shape:
+    if actual.shape != expected.shape:
         return math.inf
-    if not other.is_floating_point():
-        return 0.0 if torch.equal(one, other) else math.inf
-    same = (one == other) | (one.isnan() & other.isnan())
-    difference = (one.double() - other.double()).abs().masked_fill(same, 0.0)
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(actual, expected) else math.inf
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    difference = (actual.double() - expected.double()).abs().masked_fill(same, 0.0)
     if not difference.numel() or not difference.any():
         return 0.0
-    largest = other.double().abs().nan_to_num(0.0, 0.0).max().clamp_min(1e-30)
+    largest = expected.double().abs().nan_to_num(0.0, 0.0).max().clamp_min(1e-30)
     relative = float((difference.max() / largest).nan_to_num(math.inf))
     # A few roundings to the dtype it has; a loss in bf16 has two digits.
-    return max(0.0, relative - 4 * torch.finfo(other.dtype).eps)
+    return max(0.0, relative - 4 * torch.finfo(expected.dtype).eps)
 
 
-def _worst(found: list[float], grid: ParallelMesh) -> list[float]:
-    """The largest of every rank."""
+def _worst(differences: list[float], grid: ParallelMesh) -> list[float]:
+    """Each difference at its largest over all ranks. Collective."""
     assert grid.mesh is not None
-    worst = torch.tensor(found, dtype=torch.float64, device=grid.mesh.device_type)
+    worst = torch.tensor(differences, dtype=torch.float64, device=grid.mesh.device_type)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=grid.group("dp_replicate", "cp"))
     return worst.tolist()
 
 
-def _is_exact(seen: list[torch.Tensor]) -> bool:
+def _is_exact(inputs: list[torch.Tensor]) -> bool:
     """Whether attention was given float32, computed as such."""
-    is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in seen)
+    is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in inputs)
     return not is_half and torch.get_float32_matmul_precision() == "highest"

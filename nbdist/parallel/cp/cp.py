@@ -47,7 +47,7 @@ class ContextParallel(torch.nn.Module):
         self._grid: ParallelMesh = job.grid
         compute = attention.CONTEXTS[job.choice.options.context]
         self._attend: attention.Attend = lambda problem: compute(problem, group)
-        self._splits: dict[Hashable, check.Split] = {}
+        self._splits: dict[Hashable, check.OutputSplit] = {}
         self.training = module.training
 
     @property
@@ -74,45 +74,45 @@ class ContextParallel(torch.nn.Module):
             if torch.is_grad_enabled():
                 raise OptionError(why or split.why)  # type: ignore[union-attr]
             return self.base(*args, **kwargs)
-        own = split_sequence.piece(call, self.base, self._grid.coordinate.cp, self._size)
+        piece = split_sequence.piece(call, self.base, self._grid.coordinate.cp, self._size)
         with attention.SplitSequence(self._attend, self._group):
-            output = self.module(*own.args, **own.kwargs)
+            output = self.module(*piece.args, **piece.kwargs)
         return self._whole(output, split)
 
     @property
     def _size(self) -> int:
         return self._grid.size("cp")
 
-    def _split(self, call: inspect.BoundArguments) -> check.Split:
+    def _split(self, call: inspect.BoundArguments) -> check.OutputSplit:
         kind = check.kind(call)
         if kind not in self._splits:
             trial = check.Trial(self.base, call, self._attend, self._grid)
             self._splits[kind] = check.examine(trial)
         return self._splits[kind]
 
-    def _whole(self, output: Any, split: check.Split) -> Any:
+    def _whole(self, output: Any, split: check.OutputSplit) -> Any:
         """This rank's output with each part gathered or averaged, as the check has found."""
-        found = list(split_sequence.tensors(output))
-        if len(found) != len(split.dims):
+        tensors = list(split_sequence.tensors(output))
+        if len(tensors) != len(split.dims):
             raise OptionError(
-                f"forward returned {len(found)} tensors, and {len(split.dims)} when it was "
-                "compared with the whole sequence at its first call. A model that is split "
-                "returns the same for the same arguments. Use fsdp"
+                f"forward returned {len(tensors)} tensors, but {len(split.dims)} at its first "
+                "call, when it was checked against the whole sequence. Under cp it has to return "
+                "the same number of tensors for the same arguments. Or use fsdp"
             )
         is_training = torch.is_grad_enabled() and self.base.training
-        losses = [t for t, d in zip(found, split.dims, strict=True) if d is None and not t.ndim]
+        losses = [t for t, d in zip(tensors, split.dims, strict=True) if d is None and not t.ndim]
         keeps = not (is_training and any(loss.requires_grad for loss in losses))
         dims = iter(split.dims)
 
         def whole(part: torch.Tensor) -> torch.Tensor | None:
             dim = next(dims)
             if dim is not None:
-                return split_sequence.gathered(part, dim, self._group) if keeps else None
+                return split_sequence.all_gather(part, dim, self._group) if keeps else None
             if not part.is_floating_point():
                 return part
-            return split_sequence.averaged(part, self._group)
+            return split_sequence.all_reduce_mean(part, self._group)
 
-        return split_sequence.mapped(whole, output)
+        return split_sequence.map_tensors(whole, output)
 
 
 def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
@@ -136,8 +136,8 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
 def _heads(model: torch.nn.Module) -> set[int]:
     """How many heads attention has, where the model or its config says so."""
     holders = [*model.modules(), getattr(model, "config", None)]
-    found = [getattr(holder, name, None) for holder in holders for name in _HEADS]
-    return {n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0}
+    counts = [getattr(holder, name, None) for holder in holders for name in _HEADS]
+    return {n for n in counts if isinstance(n, int) and not isinstance(n, bool) and n > 0}
 
 
 STEP = Transform(plan=_plan, wrap=lambda job, outer: ContextParallel(outer, job))

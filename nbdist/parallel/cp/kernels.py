@@ -37,7 +37,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What attention gives.
+    """Attention over some keys, in a form that can be joined with others.
 
     Attributes:
         out: (B, H, T, D of the values).
@@ -49,7 +49,7 @@ class Attended:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class AttentionGradients:
     """Gradients with respect to the queries, keys and values of a `Problem`."""
 
     query: torch.Tensor
@@ -74,7 +74,7 @@ class Kernel:
     device: str
     fits: Callable[[Problem], bool]
     forward: Callable[[Problem], Attended]
-    backward: Callable[[Problem, torch.Tensor, Attended], Gradients]
+    backward: Callable[[Problem, torch.Tensor, Attended], AttentionGradients]
 
 
 def choose(problem: Problem) -> Kernel:
@@ -90,7 +90,9 @@ def _plain_forward(problem: Problem) -> Attended:
     return Attended(out.to(problem.query.dtype), lse)
 
 
-def _plain_backward(problem: Problem, grad_out: torch.Tensor, joined: Attended) -> Gradients:
+def _plain_backward(
+    problem: Problem, grad_out: torch.Tensor, joined: Attended
+) -> AttentionGradients:
     """Source: FlashAttention, algorithm 4 (arXiv 2205.14135), without the tiles."""
     query, key, value = problem.query.float(), problem.key.float(), problem.value.float()
     grad_out = grad_out.float()
@@ -98,7 +100,7 @@ def _plain_backward(problem: Problem, grad_out: torch.Tensor, joined: Attended) 
     grad_weights = grad_out @ value.mT
     mean = (grad_out * joined.out.float()).sum(-1, keepdim=True)
     grad_scores = weights * (grad_weights - mean) * problem.scale
-    return Gradients(grad_scores @ key, grad_scores.mT @ query, weights.mT @ grad_out)
+    return AttentionGradients(grad_scores @ key, grad_scores.mT @ query, weights.mT @ grad_out)
 
 
 def _scores(problem: Problem) -> torch.Tensor:
@@ -121,11 +123,11 @@ def _cpu_forward(problem: Problem) -> Attended:
     return Attended(out, lse)
 
 
-def _cpu_backward(problem: Problem, grad_out: torch.Tensor, joined: Attended) -> Gradients:
+def _cpu_backward(problem: Problem, grad_out: torch.Tensor, joined: Attended) -> AttentionGradients:
     q, k, v = problem.query, problem.key, problem.value
     flash = _aten("flash_attention_for_cpu_backward")
     rest = (joined.out, joined.lse, 0.0, problem.is_causal)
-    return Gradients(*flash(grad_out, q, k, v, *rest, scale=problem.scale))
+    return AttentionGradients(*flash(grad_out, q, k, v, *rest, scale=problem.scale))
 
 
 def _flash_forward(problem: Problem) -> Attended:
@@ -135,14 +137,16 @@ def _flash_forward(problem: Problem) -> Attended:
     return Attended(out, lse)
 
 
-def _flash_backward(problem: Problem, grad_out: torch.Tensor, joined: Attended) -> Gradients:
+def _flash_backward(
+    problem: Problem, grad_out: torch.Tensor, joined: Attended
+) -> AttentionGradients:
     q, k, v = problem.query, problem.key, problem.value
     flash = _aten("flash_attention_backward")
     # Lengths differ within a batch only with `cum_seq`, and the seed serves dropout: both empty.
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     lengths = (None, None, q.shape[2], k.shape[2])
     rest = (joined.out, joined.lse, *lengths, 0.0, problem.is_causal, none, none)
-    return Gradients(*flash(grad_out, q, k, v, *rest, scale=problem.scale))
+    return AttentionGradients(*flash(grad_out, q, k, v, *rest, scale=problem.scale))
 
 
 def _efficient_forward(problem: Problem) -> Attended:
@@ -152,7 +156,9 @@ def _efficient_forward(problem: Problem) -> Attended:
     return Attended(out, lse[..., : q.shape[2]])
 
 
-def _efficient_backward(problem: Problem, grad_out: torch.Tensor, joined: Attended) -> Gradients:
+def _efficient_backward(
+    problem: Problem, grad_out: torch.Tensor, joined: Attended
+) -> AttentionGradients:
     q, k, v = problem.query, problem.key, problem.value
     efficient = _aten("efficient_attention_backward")
     # It reads rows of 32 and writes infinity itself where no query is.
@@ -160,7 +166,7 @@ def _efficient_backward(problem: Problem, grad_out: torch.Tensor, joined: Attend
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     rest = (None, joined.out, lse, none, none, 0.0, [True, True, True, False], problem.is_causal)
     grad_q, grad_k, grad_v, _ = efficient(grad_out, q, k, v, *rest, scale=problem.scale)
-    return Gradients(grad_q, grad_k, grad_v)
+    return AttentionGradients(grad_q, grad_k, grad_v)
 
 
 def _fits_cpu(problem: Problem) -> bool:

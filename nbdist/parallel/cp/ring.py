@@ -120,7 +120,7 @@ class _Circle:
 
     def problem(self, query: torch.Tensor, turn: _Round) -> Problem:
         """This rank's queries with a piece of keys, as many heads of these as of queries."""
-        key, value = (_expanded(part, query.shape[1]) for part in turn.parts)
+        key, value = (_expand_heads(part, query.shape[1]) for part in turn.parts)
         return Problem(query, key, value, self.is_causal and turn.place == self.place, self.scale)
 
     def sees(self, turn: _Round) -> bool:
@@ -157,40 +157,45 @@ class _Ring(torch.autograd.Function):
         # What ranks have found so far for the keys of a round follows them to the next rank.
         sums: _Transfer | None = None
         for turn in circle.rounds(key.contiguous(), value.contiguous()):
-            own = [torch.zeros_like(part, dtype=torch.float32) for part in turn.parts]
+            shares = [torch.zeros_like(part, dtype=torch.float32) for part in turn.parts]
             if circle.sees(turn):
                 problem = circle.problem(query, turn)
-                found = choose(problem).backward(problem, grad_out, joined)
-                grad_query += found.query
-                own = [_folded(found.key, key.shape[1]), _folded(found.value, value.shape[1])]
+                gradients = choose(problem).backward(problem, grad_out, joined)
+                grad_query += gradients.query
+                shares = [
+                    _fold_heads(gradients.key, key.shape[1]),
+                    _fold_heads(gradients.value, value.shape[1]),
+                ]
             if sums is not None:
-                own = [one + other for one, other in zip(own, sums.wait(), strict=True)]
-            sums = circle.pass_on(*own)
+                shares = [
+                    share + received for share, received in zip(shares, sums.wait(), strict=True)
+                ]
+            sums = circle.pass_on(*shares)
         assert sums is not None
         grad_key, grad_value = sums.wait()
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None
 
 
-def _join(one: Attended | None, other: Attended) -> Attended:
+def _join(joined: Attended | None, piece: Attended) -> Attended:
     """Attention over the keys of both, from attention over each; in float32.
 
     Source: Online normalizer calculation for softmax (Milakov, Gimelshein; arXiv 1805.02867).
     """
-    if one is None:
-        return Attended(other.out.float(), other.lse.float())
-    lse = torch.logaddexp(one.lse, other.lse)
-    weights = [(part.lse - lse).exp().unsqueeze(-1) for part in (one, other)]
-    return Attended(one.out * weights[0] + other.out.float() * weights[1], lse)
+    if joined is None:
+        return Attended(piece.out.float(), piece.lse.float())
+    lse = torch.logaddexp(joined.lse, piece.lse)
+    weights = [(part.lse - lse).exp().unsqueeze(-1) for part in (joined, piece)]
+    return Attended(joined.out * weights[0] + piece.out.float() * weights[1], lse)
 
 
-def _expanded(part: torch.Tensor, n_heads: int) -> torch.Tensor:
+def _expand_heads(part: torch.Tensor, n_heads: int) -> torch.Tensor:
     """(B, fewer heads, T, D) -> (B, n_heads, T, D): each head for as many queries' heads."""
     times = n_heads // part.shape[1]
     return part if times == 1 else part.repeat_interleave(times, dim=1)
 
 
-def _folded(grad: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """The gradient of what was `_expanded`, in float32."""
+def _fold_heads(grad: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """The gradient of what `_expand_heads` gave, in float32."""
     grad = grad.float().contiguous()
     batch, _, length, size = grad.shape
     return grad.view(batch, n_heads, -1, length, size).sum(2)

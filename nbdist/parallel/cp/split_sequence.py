@@ -26,7 +26,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(item)
 
 
-def mapped(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """The same with each tensor in mappings, lists and tuples replaced; other objects stay.
 
     An entry of a Hugging Face output that becomes None is left out, as these do themselves.
@@ -34,11 +34,11 @@ def mapped(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        items = {key: mapped(function, item) for key, item in value.items()}
+        items = {key: map_tensors(function, item) for key, item in value.items()}
         is_record = dataclasses.is_dataclass(value)
         return type(value)(**items) if is_record else type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        changed = [mapped(function, item) for item in value]
+        changed = [map_tensors(function, item) for item in value]
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     return value
 
@@ -99,7 +99,7 @@ def cut(call: inspect.BoundArguments, start: int, stop: int, n_batch: int = 0) -
         is_sequence = tensor.ndim > 1 and tensor.shape[1] == n_positions
         return tensor[:, start:stop].contiguous() if is_sequence else tensor
 
-    return _with(call, {name: mapped(part, value) for name, value in call.arguments.items()})
+    return _with(call, {name: map_tensors(part, value) for name, value in call.arguments.items()})
 
 
 def piece(call: inspect.BoundArguments, base: torch.nn.Module, rank: int, size: int) -> Any:
@@ -109,16 +109,16 @@ def piece(call: inspect.BoundArguments, base: torch.nn.Module, rank: int, size: 
     causal models, which these shift by one, are made for the whole sequence first.
     """
     changed = dict(call.arguments)
-    known = call.signature.parameters
+    parameters = call.signature.parameters
     n_positions = length(call)
     device = next(tensors(call.arguments)).device
     if "attention_mask" in changed:
         changed["attention_mask"] = None
-    if "position_ids" in known and changed.get("position_ids") is None:
+    if "position_ids" in parameters and changed.get("position_ids") is None:
         changed["position_ids"] = torch.arange(n_positions, device=device).unsqueeze(0)
-    if "use_cache" in known:
+    if "use_cache" in parameters:
         changed["use_cache"] = False
-    more = next((p.name for p in known.values() if p.kind is p.VAR_KEYWORD), None)
+    more = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
     labels = changed.get("labels")
     if labels is not None and more and _shifts_labels(base):
         shifted = pad(labels, (0, 1), value=_IGNORED)[:, 1:]
@@ -127,26 +127,26 @@ def piece(call: inspect.BoundArguments, base: torch.nn.Module, rank: int, size: 
     return cut(_with(call, changed), rank * per_rank, (rank + 1) * per_rank)
 
 
-def gathered(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The parts of all ranks of a group, joined along a dim. Collective.
 
     Ranks compute the same loss from it. Each gets the gradient of its part times the number of
     ranks: DDP's mean over them then is their sum.
     """
-    whole: torch.Tensor = _Gathered.apply(part, dim, group)  # type: ignore[no-untyped-call]
+    whole: torch.Tensor = _AllGather.apply(part, dim, group)  # type: ignore[no-untyped-call]
     return whole
 
 
-def averaged(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduce_mean(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The mean over the ranks of a group. Collective.
 
     The gradient goes on as it is: DDP's mean over the ranks divides it.
     """
-    mean: torch.Tensor = _Averaged.apply(value, group)  # type: ignore[no-untyped-call]
+    mean: torch.Tensor = _AllReduceMean.apply(value, group)  # type: ignore[no-untyped-call]
     return mean
 
 
-class _Gathered(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
@@ -161,7 +161,7 @@ class _Gathered(torch.autograd.Function):
         return grad.chunk(size, ctx.dim)[place] * size, None, None
 
 
-class _Averaged(torch.autograd.Function):
+class _AllReduceMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         exact = torch.promote_types(value.dtype, torch.float32)

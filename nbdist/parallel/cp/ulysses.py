@@ -35,7 +35,7 @@ def ulysses_attention(problem: Problem, group: dist.ProcessGroup) -> torch.Tenso
     check_heads(n_heads, size)
     if key.shape[1] % size:
         key, value = (t.repeat_interleave(n_heads // t.shape[1], dim=1) for t in (key, value))
-    query, key, value = (_swapped(t, 1, 2, group) for t in (query, key, value))
+    query, key, value = (_all_to_all(t, 1, 2, group) for t in (query, key, value))
     out = scaled_dot_product_attention(
         query,
         key,
@@ -45,7 +45,7 @@ def ulysses_attention(problem: Problem, group: dist.ProcessGroup) -> torch.Tenso
         scale=problem.scale,
         enable_gqa=key.shape[1] != query.shape[1],
     )
-    return _swapped(out, 2, 1, group)
+    return _all_to_all(out, 2, 1, group)
 
 
 def check_heads(n_heads: int, degree: int) -> None:
@@ -80,10 +80,10 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _swapped(grad, ctx.joined, ctx.split, ctx.group), None, None, None
+        return _all_to_all(grad, ctx.joined, ctx.split, ctx.group), None, None, None
 
 
-def _swapped(
+def _all_to_all(
     tensor: torch.Tensor, split: int, joined: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
     out: torch.Tensor = _Swap.apply(tensor, split, joined, group)  # type: ignore[no-untyped-call]

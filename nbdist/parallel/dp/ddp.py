@@ -37,21 +37,21 @@ def _arguments(job: ModelBuild) -> dict[str, Any]:
     """DDP's options: the accelerator's own handler's, over them what the choice names."""
     options = job.choice.options
     handler = getattr(job.accelerator, "ddp_handler", None)
-    given: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
+    kwargs: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
     for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
-        given.pop(name, None)  # of Accelerate, and not of DDP
+        kwargs.pop(name, None)  # of Accelerate, and not of DDP
     if options.bucket_mb is not None:
-        given["bucket_cap_mb"] = options.bucket_mb
+        kwargs["bucket_cap_mb"] = options.bucket_mb
     if options.hook == "powersgd" and _is_gloo(job.device):
-        given["bucket_cap_mb"] = _ONE_BUCKET_MB
+        kwargs["bucket_cap_mb"] = _ONE_BUCKET_MB
     if options.has_static_graph:
-        given["static_graph"] = True
+        kwargs["static_graph"] = True
     if options.finds_unused:
-        given["find_unused_parameters"] = True
+        kwargs["find_unused_parameters"] = True
     if job.device.type != "cpu":
-        given["device_ids"] = [job.device]
+        kwargs["device_ids"] = [job.device]
     # Every rank has the same values already.
-    return {**given, "init_sync": False}
+    return {**kwargs, "init_sync": False}
 
 
 def _compress(
@@ -69,7 +69,7 @@ def _compress(
 
 # With the signature of torch's, which DDP asks for; without its name.
 @functools.wraps(default_hooks.bf16_compress_hook, assigned=())
-def halved(*args: Any) -> torch.futures.Future[torch.Tensor]:
+def reduce_as_bf16(*args: Any) -> torch.futures.Future[torch.Tensor]:
     """Reduce gradients as bfloat16.
 
     torch's own hook under another name: DDP refuses that name, and not what it does, without
@@ -92,7 +92,7 @@ def _powersgd(group: dist.ProcessGroup | None) -> tuple[Any, Hook]:
 # (gloo::EnforceNotMet, 4 ranks, torch 2.13).
 HOOKS: dict[str, Callable[[dist.ProcessGroup | None], tuple[Any, Hook]]] = {
     "fp16": lambda group: (group, default_hooks.fp16_compress_hook),
-    "bf16": lambda group: (group, halved),
+    "bf16": lambda group: (group, reduce_as_bf16),
     "powersgd": _powersgd,
 }
 

@@ -144,7 +144,7 @@ def no_sync(engine: Any) -> Iterator[None]:
     is_offloaded = bool(engine.zero_cpu_offload()) or bool(engine.zero_offload_param())
     if is_offloaded and engine.gradient_accumulation_steps() == 1:
         raise OptionError(
-            "DeepSpeed with --offload adds gradients up only if it knows so from the start. "
+            "DeepSpeed with --offload accumulates gradients only if that is set from the start. "
             "Choose the strategy with --accumulate 2 or more"
         )
     engine.set_gradient_accumulation_boundary(is_boundary=False)
@@ -210,7 +210,7 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
     fp32_of = importlib.import_module("deepspeed.utils").safe_get_full_fp32_param
     state = {}
     for name, parameter in engine.module.named_parameters():
-        with _whole(engine, parameter):
+        with _gathered_parameter(engine, parameter):
             value = fp32_of(parameter) if parameter.requires_grad else None
             value = parameter.detach() if value is None else value
             state[name] = value.to("cpu", torch.float32, copy=True)
@@ -228,13 +228,13 @@ def load_full(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
     """
     set_fp32 = importlib.import_module("deepspeed.utils").safe_set_full_fp32_param
     module: torch.nn.Module = engine.module
-    own = {*dict(module.named_parameters()), *dict(module.named_buffers())}
-    if own != set(state):
-        names = ", ".join(sorted(own ^ set(state))[:5])
+    expected = {*dict(module.named_parameters()), *dict(module.named_buffers())}
+    if expected != set(state):
+        names = ", ".join(sorted(expected ^ set(state))[:5])
         raise OptionError(f"these are not the values of this model; names that differ: {names}")
     for name, parameter in module.named_parameters():
         value = state[name].to(engine.device)
-        with _whole(engine, parameter, is_changed=True), torch.no_grad():
+        with _gathered_parameter(engine, parameter, is_changed=True), torch.no_grad():
             parameter.copy_(value)
         if parameter.requires_grad:
             set_fp32(parameter, value)
@@ -321,7 +321,9 @@ def _extensions() -> Path:
     return Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default)))
 
 
-def _whole(engine: Any, parameter: torch.nn.Parameter, *, is_changed: bool = False) -> Any:
+def _gathered_parameter(
+    engine: Any, parameter: torch.nn.Parameter, *, is_changed: bool = False
+) -> Any:
     """A context in which a parameter is whole on this rank: stage 3 has a part of it.
 
     If it is changed inside, rank 0's is taken.

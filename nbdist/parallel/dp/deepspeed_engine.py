@@ -12,7 +12,7 @@ import torch
 from nbdist.errors import OptionError
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
-from nbdist.parallel.accelerator.optimizer import Optimizer
+from nbdist.parallel.accelerator.optimizer import OptimizerWrapper
 from nbdist.parallel.dp import deepspeed, fsdp
 from nbdist.strategy.choice import Strategy
 
@@ -20,7 +20,7 @@ from nbdist.strategy.choice import Strategy
 _engines: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-class EngineOptimizer(Optimizer):
+class EngineOptimizer(OptimizerWrapper):
     """What steps an engine. Its groups are the user's optimizer's, for schedulers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: torch.nn.Module) -> None:
@@ -43,7 +43,7 @@ class EngineOptimizer(Optimizer):
         """Of no effect: a step has cleared the gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's, of this rank's part; nothing while `save_state` runs (`saving.absent`)."""
+        """Torch's, of this rank's part; nothing while `save_state` runs (`save_state.absent`)."""
         return save_state.absent() if save_state.is_saving() else super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ def refuse_switch(new: Strategy) -> None:
     """Raises an OptionError if there is an engine: it cannot be put under another strategy."""
     if _engines:
         raise OptionError(
-            "A model that DeepSpeed has taken over cannot be switched: its state is in a form of "
+            "A model that DeepSpeed has taken over cannot be switched: its state has a format of "
             "DeepSpeed's own. Save with accelerator.save_state(DIR), start afresh with %dist_reset "
             f"--strategy {new.name}, prepare again, and load with accelerator.load_state(DIR)."
         )
@@ -76,26 +76,26 @@ def refuse_switch(new: Strategy) -> None:
 
 def only(models: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
     """The engine among an Accelerator's models; None without one."""
-    return next((one for one in models if is_engine(one)), None)
+    return next((model for model in models if is_engine(model)), None)
 
 
-def shown(base: torch.nn.Module) -> torch.nn.Module | None:
+def outer_of(base: torch.nn.Module) -> torch.nn.Module | None:
     """What the user calls for his module: a wrapper, it, or an engine; None for an ended one."""
-    known = registry.prepared_of(base)
-    if known is not None:
-        return known.outer
+    prepared = registry.prepared_of(base)
+    if prepared is not None:
+        return prepared.outer
     return base if is_engine(base) else None
 
 
 @contextlib.contextmanager
 def syncs_saved(model: torch.nn.Module) -> Iterator[None]:
     """Backwards in here add gradients up on each rank; the next one outside combines them."""
-    outer = shown(model) or model
-    own: Any = next((m for m in outer.modules() if hasattr(m, "no_sync")), None)
+    outer = outer_of(model) or model
+    inner: Any = next((m for m in outer.modules() if hasattr(m, "no_sync")), None)
     if is_engine(outer):
         context = deepspeed.no_sync(outer)
     else:
-        context = fsdp.no_sync(outer) if own is None else own.no_sync()
+        context = fsdp.no_sync(outer) if inner is None else inner.no_sync()
     with context:
         yield
 
@@ -106,17 +106,21 @@ def refuse_values(models: Iterable[torch.nn.Module]) -> None:
         raise OptionError("DeepSpeed has no clip_grad_value_. Use clip_grad_norm_, or fsdp.")
 
 
-def taken_over(arguments: Sequence[Any]) -> tuple[Any, ...]:
+def prepare_engine(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """What was given to prepare(), model and optimizer replaced by their engine. Collective.
 
     Raises:
         OptionError: Not one model with one optimizer, or DeepSpeed cannot run as asked.
     """
-    models = [one for one in arguments if isinstance(one, torch.nn.Module) and not is_engine(one)]
+    models = [
+        argument
+        for argument in arguments
+        if isinstance(argument, torch.nn.Module) and not is_engine(argument)
+    ]
     optimizers = [
-        one
-        for one in arguments
-        if isinstance(one, torch.optim.Optimizer) and not isinstance(one, EngineOptimizer)
+        argument
+        for argument in arguments
+        if isinstance(argument, torch.optim.Optimizer) and not isinstance(argument, EngineOptimizer)
     ]
     if not models and not optimizers:
         return tuple(arguments)
@@ -126,7 +130,7 @@ def taken_over(arguments: Sequence[Any]) -> tuple[Any, ...]:
             f"{len(models)} and {len(optimizers)}. Give both in one call: model, optimizer = "
             "accelerator.prepare(model, optimizer)."
         )
-    raw = optimizers[0].optimizer if isinstance(optimizers[0], Optimizer) else optimizers[0]
+    raw = optimizers[0].optimizer if isinstance(optimizers[0], OptimizerWrapper) else optimizers[0]
     drop()
     choice = registry.current()
     engine, optimizer = deepspeed.prepare(
@@ -134,4 +138,4 @@ def taken_over(arguments: Sequence[Any]) -> tuple[Any, ...]:
     )
     _engines.add(engine)
     placed = {id(models[0]): engine, id(optimizers[0]): EngineOptimizer(optimizer, engine)}
-    return tuple(placed.get(id(one), one) for one in arguments)
+    return tuple(placed.get(id(argument), argument) for argument in arguments)

@@ -77,7 +77,7 @@ def _lay_out(job: ModelBuild) -> None:
     policy = _policy(options.precision)
     shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload)
     if options.precision in DTYPES:
-        for norm in _separate(_found(job.root, _BATCH_NORMS), job.root):
+        for norm in _separate_units(_modules_of(job.root, _BATCH_NORMS), job.root):
             shard(norm, reshard_after_forward=does_reshard)
         cast_norm_inputs(job.root, job.device)
     for unit in units_of(job):
@@ -91,7 +91,7 @@ def cast_norm_inputs(root: torch.nn.Module, device: torch.device) -> None:
 
     Activations are fp32 where one was multiplied with an fp32 buffer, for example.
     """
-    for norm in _found(root, _STRICT.get(device.type, _STRICT_ELSEWHERE)):
+    for norm in _modules_of(root, _STRICT.get(device.type, _STRICT_ELSEWHERE)):
         norm.register_forward_pre_hook(_as_weight)
 
 
@@ -138,7 +138,7 @@ def units_of(job: ModelBuild) -> tuple[torch.nn.Module, ...]:
         return ()
     blocks = find_blocks(job.base, job.choice.options.blocks)
     present = set(job.root.modules())
-    return _separate((block for block in blocks.modules if block in present), job.root)
+    return _separate_units((block for block in blocks.modules if block in present), job.root)
 
 
 def check_parameters(job: ModelBuild) -> None:
@@ -156,12 +156,12 @@ def check_parameters(job: ModelBuild) -> None:
         f"{type(job.base).__name__} has no list of blocks: all its parameters are gathered at "
         "once. --blocks NAME names one."
     )
-    notes = job.kept.setdefault("notes", [])
+    notes = job.step_data.setdefault("notes", [])
     if not units and text not in notes:
         notes.append(text)
 
 
-def _separate(
+def _separate_units(
     blocks: Iterable[torch.nn.Module], root: torch.nn.Module
 ) -> tuple[torch.nn.Module, ...]:
     unique = list(dict.fromkeys(blocks))
@@ -204,7 +204,7 @@ def _as_weight(norm: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-def _found(
+def _modules_of(
     root: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...]
 ) -> Iterator[torch.nn.Module]:
     return (module for module in root.modules() if isinstance(module, kinds))
@@ -238,24 +238,24 @@ def _refuse_scalars(job: ModelBuild) -> None:
     scalars = [name for name, p in job.base.named_parameters() if p.dim() == 0]
     if scalars:
         raise OptionError(
-            f"{job.choice.name} cannot split {', '.join(scalars)}: a parameter without dims. Give "
-            "it the shape (1,), or use ddp or zero1."
+            f"{job.choice.name} cannot split {', '.join(scalars)}: a parameter without dimensions. "
+            "Give it the shape (1,), or use ddp or zero1."
         )
 
 
 def _refuse_mixed_dtypes(job: ModelBuild, units: tuple[torch.nn.Module, ...]) -> None:
     """Gradients of one unit travel in one buffer, so they have one dtype."""
     names = {parameter: name for name, parameter in job.base.named_parameters()}
-    taken: set[torch.nn.Parameter] = set()
+    counted: set[torch.nn.Parameter] = set()
     for unit in (*units, job.base):
-        own = [p for p in unit.parameters() if p.requires_grad and p not in taken]
-        taken |= set(own)
-        by_dtype = {p.dtype: names[p] for p in reversed(own)}
+        parameters = [p for p in unit.parameters() if p.requires_grad and p not in counted]
+        counted |= set(parameters)
+        by_dtype = {p.dtype: names[p] for p in reversed(parameters)}
         if len(by_dtype) > 1:
-            found = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
+            listing = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
             raise OptionError(
                 f"{job.choice.name} needs trained parameters of one dtype in each block and in "
-                f"the rest of the model: {found}. Convert the model, as with model.float(), and "
+                f"the rest of the model: {listing}. Convert the model, as with model.float(), and "
                 "let --bf16 or --fp16 choose what is computed in."
             )
 

@@ -31,7 +31,7 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """Every parameter is whole on each rank until FSDP1 splits it, with its own names."""
     if job.choice.options.offload:
         raise OptionError(
-            f"fsdp1 is offered without --offload {job.choice.options.offload}. Use fsdp."
+            f"fsdp1 does not support --offload {job.choice.options.offload}. Use fsdp."
         )
     check_parameters(job)
     return layouts

@@ -26,46 +26,46 @@ from nbdist.strategy.choice import steps_of
 from nbdist.strategy.tensor_layout import TensorLayout
 
 
-def is_flat(one: Prepared) -> bool:
+def is_flat(model: Prepared) -> bool:
     """Whether a model is under FSDP1."""
-    return "fsdp1" in steps_of(one.built.job.choice)
+    return "fsdp1" in steps_of(model.built.job.choice)
 
 
-def layout_of_piece(one: Prepared) -> TensorLayout:
+def layout_of_piece(model: Prepared) -> TensorLayout:
     """As if each rank of a copy had one element: every one has what no other has."""
-    return TensorLayout((one.degrees.dp_shard,), shard_dim=0)
+    return TensorLayout((model.degrees.dp_shard,), shard_dim=0)
 
 
-def values(one: Prepared) -> dict[str, torch.Tensor]:
+def values(model: Prepared) -> dict[str, torch.Tensor]:
     """Whole parameters and buffers, by first name, on every rank. Collective: every rank."""
-    with FullyShardedDataParallel.summon_full_params(one.outer, writeback=False):
-        found = {**build.tensors_of(one.base), **one.parameters}
-        return {name: found[name].detach().clone() for name in one.layouts}
+    with FullyShardedDataParallel.summon_full_params(model.outer, writeback=False):
+        tensors = {**build.tensors_of(model.base), **model.parameters}
+        return {name: tensors[name].detach().clone() for name in model.layouts}
 
 
-def load(one: Prepared, values: Mapping[str, torch.Tensor]) -> None:
+def load(model: Prepared, values: Mapping[str, torch.Tensor]) -> None:
     """Put whole values into a model, in place. Collective: every rank, with equal ones."""
-    with FullyShardedDataParallel.summon_full_params(one.outer), torch.no_grad():
-        found = {**build.tensors_of(one.base), **one.parameters}
+    with FullyShardedDataParallel.summon_full_params(model.outer), torch.no_grad():
+        tensors = {**build.tensors_of(model.base), **model.parameters}
         for name, value in values.items():
-            found[name].copy_(value)
+            tensors[name].copy_(value)
 
 
-def listed(base: torch.nn.Module) -> dict[str, torch.Tensor]:
+def local_state_dict(base: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What is in a module's state_dict, by the user's names. This rank alone.
 
     FSDP1 hooks into `state_dict` itself, which gathers.
     """
-    found = build.tensors_of(base)
+    tensors = build.tensors_of(base)
     passing = {
         build.own_name(f"{path}.{name}" if path else name)
         for path, module in base.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set  # noqa: SLF001  # as torch's own tools
     }
-    return {name: tensor for name, tensor in found.items() if name not in passing}
+    return {name: tensor for name, tensor in tensors.items() if name not in passing}
 
 
-def only(
+def only_model(
     names: Mapping[str, tuple[Prepared, str, torch.Tensor]], others: Sized
 ) -> tuple[Prepared, dict[str, str]] | None:
     """The model under FSDP1 to which an optimizer's parameters belong; None if none does.
@@ -80,61 +80,63 @@ def only(
     Raises:
         OptionError: Some are of that model, and some are not.
     """
-    models = {id(one): one for one, _, _ in names.values()}
-    if not any(is_flat(one) for one in models.values()):
+    models = {id(model): model for model, _, _ in names.values()}
+    if not any(is_flat(model) for model in models.values()):
         return None
     if others or len(models) > 1:
         raise OptionError(
-            "Under fsdp1 the whole state of an optimizer is had for one model alone, and this one "
-            f"has the parameters of {len(models)} prepared models and {len(others)} of none. Use "
-            "an optimizer for each model, or fsdp."
+            "Under fsdp1 an optimizer's whole state can be had only if all its parameters belong "
+            f"to one prepared model. This one has parameters of {len(models)} prepared models and "
+            f"{len(others)} parameters of none. Use an optimizer for each model, or fsdp."
         )
     return next(iter(models.values())), {name: key for key, (_, name, _) in names.items()}
 
 
-def optimizer_state(one: Prepared, optimizer: Optimizer, keys: Mapping[str, str]) -> dict[str, Any]:
-    """As `wholes.full_optimizer_state`. Collective: every rank.
+def optimizer_state(
+    model: Prepared, optimizer: Optimizer, keys: Mapping[str, str]
+) -> dict[str, Any]:
+    """As `full_state.full_optimizer_state`. Collective: every rank.
 
     Args:
-        one: The model.
+        model: The model.
         optimizer: Of its parameters alone.
         keys: First name of each -> its key in what is returned.
     """
-    with _copying(one.outer):
-        found = FullyShardedDataParallel.optim_state_dict(one.outer, optimizer)
+    with _without_offload(model.outer):
+        state = FullyShardedDataParallel.optim_state_dict(model.outer, optimizer)
     return {
-        "state": {keys[name]: own for name, own in found["state"].items()},
+        "state": {keys[name]: values for name, values in state["state"].items()},
         "param_groups": [
             {**group, "params": [keys[name] for name in group["params"]]}
-            for group in found["param_groups"]
+            for group in state["param_groups"]
         ],
     }
 
 
 def load_optimizer_state(
-    one: Prepared, optimizer: Optimizer, keys: Mapping[str, str], state: Mapping[str, Any]
+    model: Prepared, optimizer: Optimizer, keys: Mapping[str, str], state: Mapping[str, Any]
 ) -> None:
-    """As `wholes.load_full_optimizer_state`. Collective: every rank, with an equal state."""
-    groups, own = optimizer.param_groups, list(optimizer.param_groups)
+    """As `full_state.load_full_optimizer_state`. Collective: every rank, with an equal state."""
+    groups, old_groups = optimizer.param_groups, list(optimizer.param_groups)
     names = {key: name for name, key in keys.items()}
-    given = {
+    named = {
         "state": {names[key]: dict(values) for key, values in state["state"].items()},
         "param_groups": [
             {**group, "params": [names[key] for key in group["params"]]}
             for group in state["param_groups"]
         ],
     }
-    parts = FullyShardedDataParallel.optim_state_dict_to_load(one.outer, optimizer, given)
+    parts = FullyShardedDataParallel.optim_state_dict_to_load(model.outer, optimizer, named)
     optimizer.load_state_dict(parts)
     # torch has made the groups anew; who holds the old ones, such as a cell, is to see the new.
-    for old, new in zip(own, optimizer.param_groups, strict=True):
+    for old, new in zip(old_groups, optimizer.param_groups, strict=True):
         old.update(new)
-    groups[:] = own
+    groups[:] = old_groups
     optimizer.param_groups = groups
 
 
 @contextlib.contextmanager
-def _copying(outer: torch.nn.Module) -> Iterator[None]:
+def _without_offload(outer: torch.nn.Module) -> Iterator[None]:
     """Let what FSDP1 gathers be copied.
 
     By default (torch 2.11 to 2.13) it is moved to the host, which on the CPU leaves all moments of

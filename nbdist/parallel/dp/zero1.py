@@ -33,12 +33,12 @@ def owners(layouts: Mapping[str, TensorLayout], world_size: int) -> dict[str, in
     Alike on all ranks.
     """
     loads = [0] * world_size
-    found = {}
+    owner_of = {}
     sizes = {name: math.prod(layout.shape) for name, layout in layouts.items()}
-    for name in sorted(sizes, key=lambda one: (-sizes[one], one)):
-        found[name] = loads.index(min(loads))
-        loads[found[name]] += sizes[name]
-    return found
+    for name in sorted(sizes, key=lambda candidate: (-sizes[candidate], candidate)):
+        owner_of[name] = loads.index(min(loads))
+        loads[owner_of[name]] += sizes[name]
+    return owner_of
 
 
 def check(optimizer: Optimizer) -> None:
@@ -163,7 +163,7 @@ def _buckets(
     parameters: Iterable[torch.Tensor], owner_of: Mapping[int, int]
 ) -> list[tuple[int, list[torch.Tensor]]]:
     """Parameters that travel together: of one owner, dtype and device, and not too many."""
-    found: list[tuple[int, list[torch.Tensor]]] = []
+    buckets: list[tuple[int, list[torch.Tensor]]] = []
     filling: dict[tuple[int, torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
     for parameter in parameters:
         owner = owner_of.get(id(parameter))
@@ -173,10 +173,10 @@ def _buckets(
         together, size = filling.get(key, ([], _BUCKET_BYTES))
         if size >= _BUCKET_BYTES:
             together, size = [], 0
-            found.append((owner, together))
+            buckets.append((owner, together))
         together.append(parameter)
         filling[key] = together, size + parameter.numel() * parameter.element_size()
-    return found
+    return buckets
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

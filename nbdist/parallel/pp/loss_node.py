@@ -37,14 +37,17 @@ class LossNode(torch.autograd.Function):
         """The gradients, times that of the loss."""
         ctx.saved_tensors  # noqa: B018  # raises where the graph has been let go
         factor = gradient * ctx.unscale
-        own: Gradients = ctx.gradients
+        gradients: Gradients = ctx.gradients
         if retains_graph():
-            own = [None if one is None else _times(one, factor) for one in own]
+            gradients = [
+                None if parameter_grad is None else _times(parameter_grad, factor)
+                for parameter_grad in gradients
+            ]
         else:
             # None is left here, so that autograd takes them for .grad instead of copies.
             ctx.gradients = None
-            _multiply(own, factor)
-        return None, None, None, torch.zeros_like(gradient), *own
+            _multiply(gradients, factor)
+        return None, None, None, torch.zeros_like(gradient), *gradients
 
 
 def retains_graph() -> bool:
@@ -61,9 +64,9 @@ def _multiply(gradients: Gradients, factor: torch.Tensor) -> None:
     # On a GPU, looking at the factor would wait for all that was launched.
     if factor.device.type == "cpu" and factor.item() == 1:
         return
-    for one in gradients:
-        if one is not None:
-            (one.to_local() if isinstance(one, DTensor) else one).mul_(factor)
+    for gradient in gradients:
+        if gradient is not None:
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
 
 
 def _times(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -17,16 +17,16 @@ def loss_of(value: Any) -> torch.Tensor:
     Raises:
         NbdistError: There is none.
     """
-    found = value
+    loss = value
     if isinstance(value, list | tuple) and value:
-        found = value[0]
+        loss = value[0]
     elif isinstance(value, dict):
-        found = value.get("loss")
+        loss = value.get("loss")
     elif not isinstance(value, torch.Tensor):
-        found = getattr(value, "loss", None)
-    if isinstance(found, torch.Tensor) and found.numel() == 1:
-        return found.reshape(())
-    shape = f" of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else ""
+        loss = getattr(value, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
     raise NbdistError(
         f"forward returned a {type(value).__name__}{shape} and no loss. A pipeline runs backward "
         "while it runs forward, so the model computes the loss itself: let forward take the "
@@ -66,5 +66,5 @@ def without_cache(output: Any) -> Any:
     """The output without a cache of keys and values: the last stage's has its own blocks' alone."""
     if isinstance(output, dict) and output.get("past_key_values") is not None:
         kind: Any = type(output)
-        return kind(**{key: one for key, one in output.items() if key != "past_key_values"})
+        return kind(**{key: entry for key, entry in output.items() if key != "past_key_values"})
     return output

@@ -53,13 +53,13 @@ class StageBoundary:
 
 def pack_activations(value: Any) -> tuple[torch.Tensor, ...]:
     """The wires of a value. Copies: what is sent is contiguous and no view, as torch wants it."""
-    return _copies([_wire(one) for one in pack(value).tensors])
+    return _copies([_wire(tensor) for tensor in pack(value).tensors])
 
 
 def unpack_activations(wires: Sequence[torch.Tensor], border: StageBoundary) -> Any:
     """The value that has crossed. Copies: blocks may change their arguments in place."""
     copies = _copies(wires)
-    tensors = [_unwire(one, *kind) for one, kind in zip(copies, border.kinds, strict=True)]
+    tensors = [_unwire(wire, *kind) for wire, kind in zip(copies, border.kinds, strict=True)]
     return unpack(border.skeleton, tensors)
 
 
@@ -83,7 +83,7 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(one.clone(memory_format=torch.contiguous_format) for one in tensors)
+        return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -91,7 +91,7 @@ class _Copies(torch.autograd.Function):
 
 
 class _Broken(torch.autograd.Function):
-    """NaN, whose gradient is zero."""
+    """Gives NaN in the shape of examples; passes gradients of zero to the wires."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,8 @@ class _Broken(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(*wires)
         return tuple(
-            torch.full(one.shape, float("nan"), dtype=one.dtype, device=device) for one in examples
+            torch.full(example.shape, float("nan"), dtype=example.dtype, device=device)
+            for example in examples
         )
 
     @staticmethod

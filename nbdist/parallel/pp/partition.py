@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.blocks import Blocks, find_blocks
+from nbdist.parallel.blocks import BlockList, find_blocks
 from nbdist.parallel.build import names_of, tensors_of
 from nbdist.parallel.pp.pipeline import SCHEDULES, Pipeline
-from nbdist.parallel.pp.stage import EVERYWHERE, Part, Stages
+from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.choice import Degrees
 
@@ -44,7 +44,7 @@ class Cuts:
         holders: First name of each parameter and buffer -> coordinates along pp; None for all.
     """
 
-    blocks: Blocks
+    blocks: BlockList
     spans: tuple[range, ...]
     ranks: int
     holders: Mapping[str, frozenset[int] | None]
@@ -67,29 +67,29 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
         _refuse_two(job)
     spans = spans_of(len(blocks.modules), per_rank * ranks)
     holders = dict(_holders(job.base, layouts, blocks, spans, ranks))
-    job.kept[_KEPT] = Cuts(blocks, spans, ranks, holders)
+    job.step_data[_KEPT] = Cuts(blocks, spans, ranks, holders)
     return {name: replace(layout, stages=holders[name]) for name, layout in layouts.items()}
 
 
 def _lay_out(job: ModelBuild) -> None:
     """Collects what this rank holds in a `Stages`, which further steps take for the model."""
-    cuts: Cuts = job.kept[_KEPT]
+    cuts: Cuts = job.step_data[_KEPT]
     here = job.grid.coordinate.pp
-    held = {n for n, places in cuts.holders.items() if places is None or here in places}
+    local_names = {n for n, places in cuts.holders.items() if places is None or here in places}
     tensors = _first_names(job.base)
     parts = []
     for index in range(here, len(cuts.spans), cuts.ranks):
-        own = {cuts.blocks.modules[position] for position in cuts.spans[index]}
-        foreign = set(cuts.blocks.modules) - own
-        tree = _tree(job.base, foreign, lambda tensor: tensors[id(tensor)] in held)
+        local_blocks = {cuts.blocks.modules[position] for position in cuts.spans[index]}
+        foreign = set(cuts.blocks.modules) - local_blocks
+        tree = _tree(job.base, foreign, lambda tensor: tensors[id(tensor)] in local_names)
         assert tree is not None
-        parts.append(Part(cuts.blocks, cuts.spans[index], index, tree))
+        parts.append(StageModule(cuts.blocks, cuts.spans[index], index, tree))
     job.root = Stages(parts)
 
 
 def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     """The module that runs all stages of a step."""
-    cuts: Cuts = job.kept[_KEPT]
+    cuts: Cuts = job.step_data[_KEPT]
     return Pipeline(job, len(cuts.spans), cuts.holders)
 
 
@@ -104,7 +104,7 @@ def spans_of(count: int, stages: int) -> tuple[range, ...]:
     return tuple(range(*pair) for pair in itertools.pairwise(starts))
 
 
-def _refuse_few(blocks: Blocks, degrees: Degrees, world_size: int) -> None:
+def _refuse_few(blocks: BlockList, degrees: Degrees, world_size: int) -> None:
     count = len(blocks.modules)
     if count >= degrees.pp:
         return
@@ -112,7 +112,7 @@ def _refuse_few(blocks: Blocks, degrees: Degrees, world_size: int) -> None:
     way = f"Use --pp {' or '.join(map(str, possible))}" if possible else "Use another strategy"
     raise OptionError(
         f"{count} blocks ({blocks.name or 'the model itself'}) cannot form {degrees.pp} pipeline "
-        f"stages: each stage has one at least. {way}, or name another list with --blocks NAME."
+        f"stages: each stage needs at least one. {way}, or name another list with --blocks NAME."
     )
 
 
@@ -132,7 +132,7 @@ def _refuse_options(job: ModelBuild) -> None:
         )
     count = options.microbatches
     if count is not None and count < 1:
-        raise OptionError(f"--microbatches {count}: a batch has one micro-batch at least.")
+        raise OptionError(f"--microbatches {count}: a batch has at least one micro-batch.")
     if count is not None and is_looped and count % max(1, count // degrees.pp):
         # What torch's schedules ask for: equal rounds over the ranks.
         below, above = count // degrees.pp * degrees.pp, (count // degrees.pp + 1) * degrees.pp
@@ -145,7 +145,7 @@ def _refuse_options(job: ModelBuild) -> None:
 def _refuse_two(job: ModelBuild) -> None:
     """What does not go with two stages on a rank."""
     options, degrees = job.choice.options, job.choice.degrees
-    others = " or ".join(name for name, one in SCHEDULES.items() if not one.is_looped)
+    others = " or ".join(name for name, schedule in SCHEDULES.items() if not schedule.is_looped)
     start = f"--schedule {options.schedule} puts two stages on each rank"
     if degrees.dp > 1:
         raise OptionError(
@@ -160,7 +160,7 @@ def _refuse_two(job: ModelBuild) -> None:
 
 
 def _holders(
-    base: torch.nn.Module, layouts: Layouts, blocks: Blocks, spans: tuple[range, ...], ranks: int
+    base: torch.nn.Module, layouts: Layouts, blocks: BlockList, spans: tuple[range, ...], ranks: int
 ) -> Iterator[tuple[str, frozenset[int] | None]]:
     """Who holds each tensor; of tied ones, everyone who holds it under one of its names."""
     first = _first_names(base)
@@ -170,12 +170,12 @@ def _holders(
         for key, tensor in _own_tensors(module):
             name = f"{path}.{key}" if path else key
             places[first[id(tensor)]] |= homes[name]
-    for name, found in places.items():
-        yield name, None if len(found) == ranks else frozenset(found)
+    for name, coordinates in places.items():
+        yield name, None if len(coordinates) == ranks else frozenset(coordinates)
 
 
 def _homes(
-    base: torch.nn.Module, layouts: Layouts, blocks: Blocks, spans: tuple[range, ...], ranks: int
+    base: torch.nn.Module, layouts: Layouts, blocks: BlockList, spans: tuple[range, ...], ranks: int
 ) -> Iterator[tuple[str, set[int]]]:
     """Coordinates along pp by each name of each tensor."""
     stage_of = {position: stage for stage, span in enumerate(spans) for position in span}
@@ -184,9 +184,9 @@ def _homes(
     for path, module in base.named_modules(remove_duplicate=False):
         for key, _ in _own_tensors(module):
             name = f"{path}.{key}" if path else key
-            own = next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None)
-            if own is not None:
-                yield name, {own}
+            home = next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None)
+            if home is not None:
+                yield name, {home}
             else:
                 yield name, outside.homes(name, module, ranks)
 
@@ -194,7 +194,7 @@ def _homes(
 class _Outside:
     """What stands outside of the blocks: embeddings, the head, and the rest."""
 
-    def __init__(self, base: torch.nn.Module, layouts: Layouts, blocks: Blocks) -> None:
+    def __init__(self, base: torch.nn.Module, layouts: Layouts, blocks: BlockList) -> None:
         self.everywhere = tuple(getattr(base, EVERYWHERE, ()))
         first = _first_names(base)
         inside = {module for block in blocks.modules for module in block.modules()}
@@ -218,7 +218,7 @@ class _Outside:
 
     def homes(self, name: str, module: torch.nn.Module, ranks: int) -> set[int]:
         """The coordinates that hold a tensor of this module."""
-        if any(name == one or name.startswith(f"{one}.") for one in self.everywhere):
+        if any(name == prefix or name.startswith(f"{prefix}.") for prefix in self.everywhere):
             return set(range(ranks))
         if module in self.heads:
             return {0, ranks - 1} if module in self.tied else {ranks - 1}
@@ -259,8 +259,8 @@ def _tree(module: torch.nn.Module, foreign: set[torch.nn.Module], is_held: Any) 
     if module in foreign:
         return None
     children = {name: _tree(child, foreign, is_held) for name, child in module.named_children()}
-    own = [is_held(tensor) for _, tensor in _own_tensors(module)]
-    if own and not any(own):
+    flags = [is_held(tensor) for _, tensor in _own_tensors(module)]
+    if flags and not any(flags):
         # No module has tensors on different stages, but for children.
         return None
     if all(tree is child for tree, child in zip(children.values(), module.children(), strict=True)):

@@ -25,9 +25,8 @@ from torch.distributed.pipelining import (
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel.pp.loss_node import LossNode
 from nbdist.parallel.pp.pytree import FlatValue, batch_size, pack, split_batch, unpack
-from nbdist.parallel.pp.shape_inference import Failed, Findings, Route, evaluate, find_out
-from nbdist.parallel.pp.stage import Part, Stages
-from nbdist.parallel.pp.stage import Step as StageStep
+from nbdist.parallel.pp.shape_inference import Findings, Route, StageFailure, evaluate, infer
+from nbdist.parallel.pp.stage import StageModule, Stages, StageStep
 from nbdist.parallel.pp.tied_gradients import GradientShare, all_reduce_tied
 from nbdist.parallel.transform import ModelBuild
 
@@ -37,7 +36,7 @@ _REMEMBERED = 16
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One of torch's schedules.
+    """A pipeline schedule of torch, and how many stages a rank has in it.
 
     Attributes:
         kind: The class.
@@ -57,7 +56,7 @@ SCHEDULES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PipelinePlan:
     """How batches of one shape run.
 
     Attributes:
@@ -102,8 +101,8 @@ class Pipeline(torch.nn.Module):
         self._route = Route(group, job.grid.coordinate.pp, ranks, count, job.device)
         self._job = job
         self._holders = holders
-        self._plans: dict[Any, Plan] = {}
-        self._told: set[int] = set()
+        self._plans: dict[Any, PipelinePlan] = {}
+        self._warned: set[int] = set()
         # Whatever this rank trains, its loss has a gradient if any rank's has.
         self._anchor = torch.zeros((), device=job.device, requires_grad=True)
         for part in self._parts:
@@ -135,7 +134,7 @@ class Pipeline(torch.nn.Module):
         return self._job.root
 
     @property
-    def _parts(self) -> tuple[Part, ...]:
+    def _parts(self) -> tuple[StageModule, ...]:
         return tuple(self._root.parts)  # type: ignore[arg-type]
 
     def _train(self, batch: FlatValue, trained: Mapping[str, torch.nn.Parameter]) -> Any:
@@ -158,7 +157,11 @@ class Pipeline(torch.nn.Module):
         return unpack(plan.findings.skeleton, [loss])
 
     def _run(
-        self, plan: Plan, pieces: Sequence[FlatValue], shares: Sequence[GradientShare], scale: float
+        self,
+        plan: PipelinePlan,
+        pieces: Sequence[FlatValue],
+        shares: Sequence[GradientShare],
+        scale: float,
     ) -> torch.Tensor:
         """Run the schedule: the loss is returned, gradients go into the shares."""
         for part, (incoming, outgoing) in zip(self._parts, plan.findings.borders, strict=True):
@@ -200,20 +203,22 @@ class Pipeline(torch.nn.Module):
         """The mean loss, on every rank; raises on every rank if the model failed on one."""
         losses = [loss for part in self._parts for loss in part.current.losses]
         failure = next((p for p in self._parts if p.current.failure is not None), None)
-        told = torch.zeros(2, dtype=dtype, device=self._route.device)
-        told[1] = failure is not None
+        totals = torch.zeros(2, dtype=dtype, device=self._route.device)
+        totals[1] = failure is not None
         if losses and failure is None:
-            told[0] = torch.stack(losses).mean()
-        dist.all_reduce(told, group=self._route.group)
-        if not told[1].item():
-            return told[0]
+            totals[0] = torch.stack(losses).mean()
+        dist.all_reduce(totals, group=self._route.group)
+        if not totals[1].item():
+            return totals[0]
         error = None if failure is None else failure.current.failure
-        own = None if failure is None or error is None else Failed.of(failure.index, error)
-        everyone: list[Failed | None] = [None] * self._route.ranks
-        dist.all_gather_object(everyone, own, group=self._route.group)
-        raise error or next(one for one in everyone if one is not None).reason()
+        own_report = (
+            None if failure is None or error is None else StageFailure.of(failure.index, error)
+        )
+        reports: list[StageFailure | None] = [None] * self._route.ranks
+        dist.all_gather_object(reports, own_report, group=self._route.group)
+        raise error or next(report for report in reports if report is not None).reason()
 
-    def _plan_for(self, pieces: Sequence[FlatValue]) -> Plan:
+    def _plan_for(self, pieces: Sequence[FlatValue]) -> PipelinePlan:
         kinds = tuple((leaf.shape, leaf.dtype) for leaf in pieces[0].leaves if _is_tensor(leaf))
         kind = self._route.device.type
         lowered = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -222,8 +227,8 @@ class Pipeline(torch.nn.Module):
             return self._plans[key]
         buffers = {name: b for name, b in self.module.named_buffers() if not b.is_meta}
         is_halved = self._job.choice.options.schedule == "zb"
-        findings = find_out(self._root, pieces[0], self._route, buffers, is_halved=is_halved)
-        plan = Plan(findings, self._schedule(findings, len(pieces)))
+        findings = infer(self._root, pieces[0], self._route, buffers, is_halved=is_halved)
+        plan = PipelinePlan(findings, self._schedule(findings, len(pieces)))
         self._plans.pop(key, None)
         self._plans[key] = plan
         if len(self._plans) > _REMEMBERED:
@@ -235,9 +240,9 @@ class Pipeline(torch.nn.Module):
         group = self._job.grid.group("dp_replicate", "dp_shard")
         if group is None:
             return key in self._plans
-        told = torch.tensor([key not in self._plans, count, -count], device=self._route.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-        is_new, most, least = told.tolist()
+        extremes = torch.tensor([key not in self._plans, count, -count], device=self._route.device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        is_new, most, least = extremes.tolist()
         if most != -least:
             raise NbdistError(
                 f"data parallel ranks have batches of different sizes ({-least} and {most} "
@@ -250,7 +255,7 @@ class Pipeline(torch.nn.Module):
         route, parts = self._route, self._parts
         loss = torch.empty((), dtype=findings.dtype, device="meta")
         for part, names in zip(parts, findings.whole, strict=True):
-            self._tell_unsplit(part, names)
+            self._warn_unsplit(part, names)
         stages = [
             PipelineStage(
                 part if len(parts) > 1 else self._root,
@@ -272,17 +277,17 @@ class Pipeline(torch.nn.Module):
         if name == "1f1b" and count < route.stages:
             name = "gpipe"  # the same order then, which torch's 1F1B refuses to make
         kind = SCHEDULES[name].kind
-        given = stages if SCHEDULES[name].is_looped else stages[0]
+        argument = stages if SCHEDULES[name].is_looped else stages[0]
         # The micro-batches' losses are divided beforehand, so torch need not divide gradients.
-        return kind(given, count, loss_fn=lambda output, _target: output, scale_grads=False)
+        return kind(argument, count, loss_fn=lambda output, _target: output, scale_grads=False)
 
-    def _tell_unsplit(self, part: Part, names: tuple[str, ...]) -> None:
-        if names and part.index not in self._told:
-            self._told.add(part.index)
+    def _warn_unsplit(self, part: StageModule, names: tuple[str, ...]) -> None:
+        if names and part.index not in self._warned:
+            self._warned.add(part.index)
             warnings.warn(
                 f"--schedule zb: stage {part.index} uses {names[0]} more than once, and torch "
-                "cannot run such a backward in two halves. It runs in one there: right, but "
-                "with the bubble that zb is to avoid.",
+                "cannot run such a backward in two halves. It runs in one there: correct, "
+                "but with the bubble that zb avoids.",
                 stacklevel=2,
             )
 

@@ -32,7 +32,7 @@ _KEPT = (
 
 @dataclass(frozen=True, slots=True)
 class FlatValue:
-    """A value.
+    """A value taken apart: its structure as bytes, and its tensors.
 
     Attributes:
         skeleton: Equal bytes for values that differ in their tensors' numbers alone.
@@ -93,7 +93,7 @@ _TENSOR = b"tensor"
 
 
 def pack(value: Any) -> FlatValue:
-    """Take a value apart.
+    """The value with its tensors, functions and modules taken out as leaves.
 
     Raises:
         NbdistError: Something in it cannot be pickled.

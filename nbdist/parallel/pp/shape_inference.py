@@ -21,13 +21,13 @@ from nbdist.parallel.pp.outputs import has_nan, loss_of, only_loss, without_cach
 from nbdist.parallel.pp.p2p_tensors import StageBoundary
 from nbdist.parallel.pp.pytree import FlatValue, broadcast, pack, receive, send, unpack
 from nbdist.parallel.pp.split_backward import params_with_shared_grad
-from nbdist.parallel.pp.stage import EVERYWHERE, Part, Stages
+from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
 from nbdist.parallel.tensors import digest
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where stages are.
+    """Which rank has which stage of a pipeline, seen from this one.
 
     Attributes:
         group: The ranks of one pipeline.
@@ -49,7 +49,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class StageFailure:
     """A stage's error, as the other ranks hear of it.
 
     Attributes:
@@ -63,15 +63,15 @@ class Failed:
     text: str
 
     @staticmethod
-    def of(stage: int, error: Exception) -> Failed:
+    def of(stage: int, error: Exception) -> StageFailure:
         """An error of this rank's model, as text that others can be told."""
-        return Failed(stage, dist.get_rank(), f"{type(error).__name__}: {error}")
+        return StageFailure(stage, dist.get_rank(), f"{type(error).__name__}: {error}")
 
     def reason(self) -> NbdistError:
         """What the other ranks raise."""
         return NbdistError(
-            f"pipeline stage {self.stage}, on rank {self.rank}, failed, so this rank's step is "
-            f"off too: {self.text}"
+            f"pipeline stage {self.stage}, on rank {self.rank}, failed, so this rank's step "
+            f"was cancelled too: {self.text}"
         )
 
 
@@ -108,12 +108,12 @@ class _Run:
 
     ends: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     error: Exception | None = None
-    failed: Failed | None = None
+    failed: StageFailure | None = None
     whole: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Checks:
     """What the first run is to look at.
 
     Attributes:
@@ -125,7 +125,7 @@ class _Asked:
     is_halved: bool = False
 
 
-_ASKED = _Asked()
+_NO_CHECKS = _Checks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class _Report:
         changed: Its buffers that have changed.
     """
 
-    failed: Failed | None
+    failed: StageFailure | None
     digest: str
     output: tuple[bytes, torch.dtype] | None
     changed: tuple[str, ...]
@@ -157,12 +157,12 @@ def evaluate(root: Stages, batch: FlatValue, route: Route) -> Any:
     if route.here == last:
         value = run.failed or without_cache(run.ends[-1][1])
     value = broadcast(value, last, route.group, route.device)
-    if isinstance(value, Failed):
+    if isinstance(value, StageFailure):
         raise run.error or value.reason()
     return value
 
 
-def find_out(
+def infer(
     root: Stages,
     batch: FlatValue,
     route: Route,
@@ -184,7 +184,7 @@ def find_out(
             model uses what its stage does not have.
     """
     with torch.no_grad(), _without_trace(route.device, buffers) as changed:
-        run = _run_through(root, batch, route, _Asked(is_checked=True, is_halved=is_halved))
+        run = _run_through(root, batch, route, _Checks(is_checked=True, is_halved=is_halved))
         names = tuple(changed())
     output = None
     if not run.failed and route.here == route.rank_of(route.stages - 1):
@@ -196,7 +196,7 @@ def find_out(
     if run.error is not None:
         raise run.error
     _check(reports)
-    skeleton, dtype = next(one.output for one in reports if one.output is not None)
+    skeleton, dtype = next(report.output for report in reports if report.output is not None)
     return Findings(
         tuple(_borders(part, *ends) for part, ends in zip(_parts(root), run.ends, strict=True)),
         skeleton,
@@ -206,11 +206,13 @@ def find_out(
     )
 
 
-def _parts(root: Stages) -> Sequence[Part]:
+def _parts(root: Stages) -> Sequence[StageModule]:
     return tuple(root.parts)  # type: ignore[arg-type]
 
 
-def _run_through(root: Stages, batch: FlatValue, route: Route, asked: _Asked = _ASKED) -> _Run:
+def _run_through(
+    root: Stages, batch: FlatValue, route: Route, checks: _Checks = _NO_CHECKS
+) -> _Run:
     """Run this rank's stages, between receiving and sending. A failure is passed on as well."""
     run = _Run()
     for part in _parts(root):
@@ -219,13 +221,13 @@ def _run_through(root: Stages, batch: FlatValue, route: Route, asked: _Asked = _
             source = route.rank_of(part.index - 1)
             received = receive(source, route.group, route.device)
         result = received
-        if not isinstance(received, Failed):
+        if not isinstance(received, StageFailure):
             try:
-                result = _result(root, part, batch, received, asked)
-                run.whole.append(_unsplit(root, part, batch, received, asked))
+                result = _result(root, part, batch, received, checks)
+                run.whole.append(_unsplit(root, part, batch, received, checks))
             except Exception as error:  # noqa: BLE001  # the model's code raises what it likes
-                run.error, result = error, Failed.of(part.index, error)
-        if isinstance(result, Failed):
+                run.error, result = error, StageFailure.of(part.index, error)
+        if isinstance(result, StageFailure):
             run.failed = run.failed or result
         run.ends.append((received, result))
         if not part.is_last:
@@ -234,45 +236,47 @@ def _run_through(root: Stages, batch: FlatValue, route: Route, asked: _Asked = _
     return run
 
 
-def _result(root: Stages, part: Part, batch: FlatValue, received: Any, asked: _Asked) -> Any:
+def _result(
+    root: Stages, part: StageModule, batch: FlatValue, received: Any, checks: _Checks
+) -> Any:
     arguments = () if part.is_first else (received,)
     result = root(*arguments, batch=batch, part=part)
-    if part.is_last and asked.is_checked:
+    if part.is_last and checks.is_checked:
         result = only_loss(result)
     # Raises, while the others can still be told, where something cannot be sent.
     assert pack(result).tensors is not None
-    if asked.is_checked:
+    if checks.is_checked:
         _check_result(part, batch, received, result)
     return result
 
 
 def _unsplit(
-    root: Stages, part: Part, batch: FlatValue, received: Any, asked: _Asked
+    root: Stages, part: StageModule, batch: FlatValue, received: Any, checks: _Checks
 ) -> tuple[str, ...]:
-    if not asked.is_halved or part.is_first:  # torch does not split the first stage's backward
+    if not checks.is_halved or part.is_first:  # torch does not split the first stage's backward
         return ()
     packed = pack(received)
     leaves = [
-        one.detach().requires_grad_(one.is_floating_point() or one.is_complex())
-        for one in packed.tensors
+        tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+        for tensor in packed.tensors
     ]
     with torch.enable_grad():
         result = root(unpack(packed.skeleton, leaves), batch=batch, part=part)
         outputs = (loss_of(result),) if part.is_last else pack(result).tensors
-    inputs = [one for one in leaves if one.requires_grad]
+    inputs = [leaf for leaf in leaves if leaf.requires_grad]
     return tuple(params_with_shared_grad(outputs, inputs, dict(part.tree.named_parameters())))
 
 
-def _check_result(part: Part, batch: FlatValue, received: Any, result: Any) -> None:
+def _check_result(part: StageModule, batch: FlatValue, received: Any, result: Any) -> None:
     if not has_nan(result) or has_nan(received):
         return
     wrong = part.guessed_wrong(batch, received)
     if wrong == part.blocks.block_name(0):
         raise NbdistError(
-            f"forward uses what blocks before {part.blocks.block_name(part.span[0])} return in "
-            f"another way than as the next block's input; stage {part.index} of the pipeline "
-            "knows only what the last block before its own returned. Let blocks hand on all that "
-            "is needed (a block may return a tuple), or use another strategy than pp"
+            f"forward uses what blocks before {part.blocks.block_name(part.span[0])} return for "
+            f"more than the next block's input; stage {part.index} of the pipeline knows only what "
+            "the last block before its own returned. Let blocks pass on all that is needed (a "
+            "block may return a tuple), or use another strategy than pp"
         )
     if wrong:
         raise NbdistError(
@@ -284,17 +288,17 @@ def _check_result(part: Part, batch: FlatValue, received: Any, result: Any) -> N
 
 
 def _borders(
-    part: Part, received: Any, result: Any
+    part: StageModule, received: Any, result: Any
 ) -> tuple[StageBoundary | None, StageBoundary | None]:
     incoming = None if part.is_first else StageBoundary.of(received)
     return incoming, None if part.is_last else StageBoundary.of(result)
 
 
 def _check(reports: Sequence[_Report]) -> None:
-    failed = next((one.failed for one in reports if one.failed is not None), None)
+    failed = next((report.failed for report in reports if report.failed is not None), None)
     if failed is not None:
         raise failed.reason()
-    if len({one.digest for one in reports}) > 1:
+    if len({report.digest for report in reports}) > 1:
         raise NbdistError(
             "the ranks of one pipeline were given different batches: each stage computes with its "
             "own, so the loss would belong to no batch. Take batches from a prepared DataLoader, "
@@ -316,7 +320,7 @@ def _without_trace(device: torch.device, buffers: dict[str, Any]) -> Iterator[An
 
     def changed() -> Iterator[str]:
         # NaN is not equal to itself, and here it is a change.
-        return (name for name, one in buffers.items() if not torch.equal(one, copies[name]))
+        return (name for name, buffer in buffers.items() if not torch.equal(buffer, copies[name]))
 
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):

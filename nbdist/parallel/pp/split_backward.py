@@ -29,8 +29,8 @@ def params_with_shared_grad(
     """
     users = _users(tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None)
     on_the_way: set[Any] = set()
-    for one in inputs:
-        on_the_way |= _above(_leaf(one), users, set())
+    for leaf in inputs:
+        on_the_way |= _above(_leaf(leaf), users, set())
     return [
         name
         for name, parameter in parameters.items()
@@ -47,27 +47,27 @@ def _users(roots: Iterable[Node]) -> dict[Any, list[Any]]:
     """Each node of the graph -> the nodes that have used its result."""
     users: dict[Any, list[Any]] = defaultdict(list)
     todo: list[Any] = list(roots)
-    seen = set(todo)
+    visited = set(todo)
     while todo:
         node = todo.pop()
         for source, _ in node.next_functions:
             if source is None:
                 continue
             users[source].append(node)
-            if source not in seen:
-                seen.add(source)
+            if source not in visited:
+                visited.add(source)
                 todo.append(source)
     return users
 
 
 def _above(node: Any, users: Mapping[Any, list[Any]], ends: set[Any]) -> set[Any]:
     """What depends on a node; nothing beyond the ends."""
-    found: set[Any] = set()
+    dependents: set[Any] = set()
     todo = [node]
     while todo:
         for user in users.get(todo.pop(), ()):
-            if user not in found:
-                found.add(user)
+            if user not in dependents:
+                dependents.add(user)
                 if user not in ends:
                     todo.append(user)
-    return found
+    return dependents

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import NbdistError
-from nbdist.parallel.blocks import Blocks
+from nbdist.parallel.blocks import BlockList
 from nbdist.parallel.pp.outputs import has_nan, loss_of
 from nbdist.parallel.pp.p2p_tensors import (
     StageBoundary,
@@ -33,7 +33,7 @@ from nbdist.parallel.pp.pytree import FlatValue, pack, unpack
 from nbdist.parallel.tensors import like, local_of
 
 _NAN = float("nan")
-# The model's attribute with the names of what every stage is to hold; pp.py reads it.
+# The model's attribute with the names of what every stage is to hold; `partition` reads it.
 EVERYWHERE = "pp_everywhere"
 
 
@@ -102,7 +102,7 @@ class Wiring:
 
 
 @dataclass(slots=True)
-class Step:
+class StageStep:
     """One stage's share of one step.
 
     Attributes:
@@ -118,7 +118,7 @@ class Step:
     failure: Exception | None = None
 
 
-class Part(torch.nn.Module):
+class StageModule(torch.nn.Module):
     """One stage. torch's schedule calls it, or its `Stages` where that has no other.
 
     Attributes:
@@ -130,7 +130,7 @@ class Part(torch.nn.Module):
         current: The step that runs.
     """
 
-    def __init__(self, blocks: Blocks, span: range, index: int, tree: torch.nn.Module) -> None:
+    def __init__(self, blocks: BlockList, span: range, index: int, tree: torch.nn.Module) -> None:
         super().__init__()
         self.blocks = blocks
         self.span = span
@@ -140,7 +140,7 @@ class Part(torch.nn.Module):
         self.tree = tree
         self.incoming: StageBoundary | None = None
         self.outgoing: StageBoundary | None = None
-        self.current = Step()
+        self.current = StageStep()
         self._wiring: Wiring | None = None
         self._received: Any = None
         self._nothing: FlatValue | None = None
@@ -152,7 +152,7 @@ class Part(torch.nn.Module):
         return self._wiring.root(*wires, number=number, part=self)
 
     def step(self, wires: Sequence[torch.Tensor], number: int) -> Any:
-        """Forward of one micro-batch.
+        """Run forward on one micro-batch, and return what goes to the next stage.
 
         An error of the model's code is kept, and NaN goes on in place of a result: so every
         stage ends the step, and none waits for the one that has failed.
@@ -218,8 +218,8 @@ class Part(torch.nn.Module):
             return has_nan(self.run(batch, received))
 
         self._unknown_number = 0.0
-        for one in missing:
-            one.number.zero_()
+        for parameter in missing:
+            parameter.number.zero_()
         try:
             if depends():
                 return ""
@@ -227,15 +227,15 @@ class Part(torch.nn.Module):
             if depends():
                 return self.blocks.block_name(0)
             self._unknown_number = 0.0
-            for one in missing:
-                one.number.fill_(_NAN)
+            for parameter in missing:
+                parameter.number.fill_(_NAN)
                 if depends():
-                    return one.name
-                one.number.zero_()
+                    return parameter.name
+                parameter.number.zero_()
         finally:
             self._unknown_number = _NAN
-            for one in missing:
-                one.number.fill_(_NAN)
+            for parameter in missing:
+                parameter.number.fill_(_NAN)
         return ""
 
     def _stand_in(self, position: int, block: Any) -> torch.nn.Module:
@@ -247,29 +247,29 @@ class Part(torch.nn.Module):
             return StandIn(block, _out_of_order)
         if position == self.span[-1] and not self.is_last:
             return StandIn(block, _ending(block))
-        own: torch.nn.Module = block
-        return own
+        module: torch.nn.Module = block
+        return module
 
     @contextmanager
     def _standing_in(self, wiring: Wiring) -> Iterator[None]:
         """While the model runs: its list of stand-ins, and NaN in place of missing parameters."""
         attributes = self.blocks.container.__dict__
         modules = attributes["_modules"]
-        parameters = [one.table[one.key] for one in wiring.missing]
+        parameters = [missing.table[missing.key] for missing in wiring.missing]
         # torch's encoder makes nested tensors of padded ones in evaluation, but for a list of its
         # own layers only, and they cannot be sent.
         is_fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         attributes["_modules"] = wiring.modules
-        for one in wiring.missing:
-            one.table[one.key] = one.value
+        for missing in wiring.missing:
+            missing.table[missing.key] = missing.value
         try:
             yield
         finally:
             attributes["_modules"] = modules
             torch.backends.mha.set_fastpath_enabled(is_fast)
-            for one, parameter in zip(wiring.missing, parameters, strict=True):
-                one.table[one.key] = parameter
+            for missing, parameter in zip(wiring.missing, parameters, strict=True):
+                missing.table[missing.key] = parameter
 
     def _unknown(self, *_: Any, **__: Any) -> Any:
         """Of the form that blocks return; of one memory for all blocks."""
@@ -278,10 +278,10 @@ class Part(torch.nn.Module):
             self._nothing = FlatValue(
                 packed.skeleton,
                 tuple(
-                    torch.full_like(one, self._unknown_number, requires_grad=False)
-                    if one.is_floating_point() or one.is_complex()
-                    else torch.zeros_like(one)
-                    for one in packed.tensors
+                    torch.full_like(tensor, self._unknown_number, requires_grad=False)
+                    if tensor.is_floating_point() or tensor.is_complex()
+                    else torch.zeros_like(tensor)
+                    for tensor in packed.tensors
                 ),
             )
         return unpack(self._nothing.skeleton, self._nothing.leaves)
@@ -295,8 +295,9 @@ class Part(torch.nn.Module):
         border = StageBoundary.of(value)
         if not border.has_form_of(self.outgoing):
             raise NbdistError(
-                f"{self.last_name} returned {border}, and before {self.outgoing} for a batch of "
-                "the same shape: a pipeline needs results whose form depends on the batch's alone"
+                f"{self.last_name} returned {border}, but {self.outgoing} before, for a batch of "
+                "the same shape: in a pipeline the form of results must depend on the batch's "
+                "shape alone"
             )
         return pack_activations(value)
 
@@ -307,7 +308,7 @@ class Stages(torch.nn.Module):
     Further steps take it for the model: it holds what this rank holds, and is what is called.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[StageModule]) -> None:
         super().__init__()
         self.parts = torch.nn.ModuleList(parts)
 
@@ -315,7 +316,7 @@ class Stages(torch.nn.Module):
         self,
         *received: Any,
         number: torch.Tensor | None = None,
-        part: Part | None = None,
+        part: StageModule | None = None,
         batch: FlatValue | None = None,
     ) -> Any:
         """One stage's result of a micro-batch, as wires; of a whole batch, as it is.
@@ -357,8 +358,8 @@ def _full_of_nan(
 
 def _out_of_order(*_: Any, **__: Any) -> Any:
     raise NbdistError(
-        "forward calls its blocks in another order than they stand in the list: a pipeline's "
-        "stages are consecutive blocks"
+        "forward does not call its blocks in the order of the list: a pipeline's stages are "
+        "consecutive blocks"
     )
 
 

@@ -44,26 +44,28 @@ def all_reduce_tied(shares: Sequence[GradientShare], group: dist.ProcessGroup) -
             key = tuple(sorted(holders)), str(share.parameter.dtype)
             together.setdefault(key, []).append(share)
     # In one order on all ranks, so that no two wait for each other.
-    for (places, _), some in sorted(together.items(), key=lambda pair: pair[0]):
-        _add_up(some, places, group)
+    for (places, _), same_holders in sorted(together.items(), key=lambda pair: pair[0]):
+        _add_up(same_holders, places, group)
 
 
 def _add_up(
     shares: Sequence[GradientShare], holders: tuple[int, ...], group: dist.ProcessGroup
 ) -> None:
     parts = [local_of(share.parameter) for share in shares]
-    own = [
+    gradients = [
         torch.zeros_like(part) if share.gradient is None else local_of(share.gradient)
         for part, share in zip(parts, shares, strict=True)
     ]
     is_there = torch.tensor(
-        [share.gradient is not None for share in shares], dtype=own[0].dtype, device=own[0].device
+        [share.gradient is not None for share in shares],
+        dtype=gradients[0].dtype,
+        device=gradients[0].device,
     )
-    flat = torch.cat([*(one.flatten() for one in own), is_there])
+    flat = torch.cat([*(gradient.flatten() for gradient in gradients), is_there])
     if len(holders) == dist.get_world_size(group):
         dist.all_reduce(flat, group=group)
     else:
-        flat = _exchanged(flat, holders, group)
+        flat = _sum_of_holders(flat, holders, group)
     *sums, counts = torch.split(flat, [*(part.numel() for part in parts), len(shares)])
     for share, part, total, count in zip(shares, parts, sums, counts.tolist(), strict=True):
         # By itself: it becomes a parameter's .grad, and must not keep the others alive.
@@ -71,18 +73,18 @@ def _add_up(
         share.gradient = None if summed is None else like(share.parameter, summed)
 
 
-def _exchanged(
+def _sum_of_holders(
     flat: torch.Tensor, holders: tuple[int, ...], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """The sum over a few ranks of the group, in the order of their coordinates."""
     here = dist.get_rank(group)
-    received = {one: torch.empty_like(flat) for one in holders if one != here}
+    received = {holder: torch.empty_like(flat) for holder in holders if holder != here}
     calls = [
-        dist.P2POp(function, tensor, group=group, group_peer=one)
-        for one, buffer in received.items()
+        dist.P2POp(function, tensor, group=group, group_peer=holder)
+        for holder, buffer in received.items()
         for function, tensor in ((dist.isend, flat), (dist.irecv, buffer))
     ]
     for work in dist.batch_isend_irecv(calls):
         work.wait()
     everyone = {**received, here: flat}
-    return torch.stack([everyone[one] for one in holders]).sum(0)
+    return torch.stack([everyone[holder] for holder in holders]).sum(0)

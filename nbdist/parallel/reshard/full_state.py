@@ -88,7 +88,7 @@ def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
         torch's Optimizer.state_dict, but for the names. Some may be the optimizer's own tensors.
     """
     names, others = names_in(optimizer), _others(optimizer)
-    if (pieces := fsdp1_state.only(names, others)) is not None:
+    if (pieces := fsdp1_state.only_model(names, others)) is not None:
         return fsdp1_state.optimizer_state(pieces[0], optimizer, pieces[1])
     before = {key: parameter for key, (_, _, parameter) in names.items()}
     local = read(optimizer, before)
@@ -124,7 +124,7 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
     names, others = names_in(optimizer), _others(optimizer)
     after = {key: parameter for key, (_, _, parameter) in names.items()}
     _check_groups(optimizer, after | others, state)
-    if (pieces := fsdp1_state.only(names, others)) is not None:
+    if (pieces := fsdp1_state.only_model(names, others)) is not None:
         fsdp1_state.load_optimizer_state(pieces[0], optimizer, pieces[1], state)
         return
     new = {key: state_side(one.built, name) for key, (one, name, _) in names.items()}

@@ -78,7 +78,7 @@ def sync_model(source: int) -> list[str]:
     ]
 
 
-def _sketch(model: live_models.Model) -> _Sketch:
+def _sketch(model: live_models.NamedModel) -> _Sketch:
     names = {id(p): name for name, p in model.module.named_parameters()}
     own = live_models.optimizers(model)
     ddp: Any = model.module
@@ -159,7 +159,7 @@ def _parts(sketch: _Sketch) -> dict[str, Any]:
     return parts
 
 
-def _send(model: live_models.Model, source: int, *, is_rebuilt: bool) -> None:
+def _send(model: live_models.NamedModel, source: int, *, is_rebuilt: bool) -> None:
     """Send one model's values from the source. Collective: the ranks of the model's group."""
     ddp: Any = model.module
     with torch.no_grad():
@@ -247,6 +247,6 @@ def _carried(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return tensor.detach().to("cuda")
 
 
-def _tensors(model: live_models.Model) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(model: live_models.NamedModel) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.module.named_parameters()
     yield from model.module.named_buffers()

@@ -30,7 +30,7 @@ from nbdist.parallel.tp.rng import Streams
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TpContext:
     """Where one attention is split.
 
     Attributes:
@@ -70,8 +70,8 @@ class SplitAttention(ParallelStyle):
         output = Replicate() if self._sequence_dim is None else Shard(self._sequence_dim)
         style = RowwiseParallel(output_layouts=output)
         parallelize_module(module.out_proj, device_mesh, style, src_data_rank=None)
-        place = Place(device_mesh, self._streams, self._sequence_dim)
-        forward: Any = functools.partial(_forward, module, place)
+        context = TpContext(device_mesh, self._streams, self._sequence_dim)
+        forward: Any = functools.partial(_forward, module, context)
         module.forward = functools.update_wrapper(forward, module.forward)  # type: ignore[method-assign]
         return module
 
@@ -113,7 +113,7 @@ def check_attention(module: torch.nn.Module, name: str) -> None:
 
 def _forward(  # noqa: PLR0913, PLR0917  # torch's own arguments
     module: torch.nn.MultiheadAttention,
-    place: Place,
+    context: TpContext,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -127,13 +127,13 @@ def _forward(  # noqa: PLR0913, PLR0917  # torch's own arguments
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     is_batched = query.dim() == 3
-    query, key, value = _inputs(place, query, key, value)
-    q, k, v = _projections(module, place, query, key, value)
-    if place.sequence_dim is None:  # else the whole block draws this rank's own numbers
-        place.streams.enter(id(module))
+    query, key, value = _inputs(context, query, key, value)
+    q, k, v = _projections(module, context, query, key, value)
+    if context.sequence_dim is None:  # else the whole block draws this rank's own numbers
+        context.streams.enter(id(module))
     # As torch does: kernels that know what causal is are faster than with a mask.
     is_causal = is_causal and key_padding_mask is None and not need_weights
-    mask = None if is_causal else _mask(attn_mask, key_padding_mask, place, q)
+    mask = None if is_causal else _mask(attn_mask, key_padding_mask, context, q)
     dropout = module.dropout if module.training else 0.0
     weights = None
     if need_weights:
@@ -141,38 +141,38 @@ def _forward(  # noqa: PLR0913, PLR0917  # torch's own arguments
         mixed = functional.dropout(weights, dropout) @ v
     else:
         mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
-    if place.sequence_dim is None:
-        place.streams.leave()
-    result = module.out_proj(_joined(mixed, is_batched, module.batch_first))
+    if context.sequence_dim is None:
+        context.streams.leave()
+    result = module.out_proj(_join_heads(mixed, is_batched, module.batch_first))
     if weights is None:
         return result, None
-    told = _told(weights, module, place, average_attn_weights)
-    return result, told if is_batched else told.squeeze(0)
+    all_weights = _gather_weights(weights, module, context, average_attn_weights)
+    return result, all_weights if is_batched else all_weights.squeeze(0)
 
 
 def _inputs(
-    place: Place, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    context: TpContext, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The inputs, whole; their gradients are summed over the ranks, once for each tensor."""
-    whole = {id(query): _whole(place, query, place.sequence_dim)}
-    for one in (key, value):
-        if id(one) not in whole:
-            whole[id(one)] = _whole(place, one, None)
+    whole = {id(query): _whole(context, query, context.sequence_dim)}
+    for tensor in (key, value):
+        if id(tensor) not in whole:
+            whole[id(tensor)] = _whole(context, tensor, None)
     return whole[id(query)], whole[id(key)], whole[id(value)]
 
 
-def _whole(place: Place, given: torch.Tensor, sequence_dim: int | None) -> torch.Tensor:
+def _whole(context: TpContext, tensor: torch.Tensor, sequence_dim: int | None) -> torch.Tensor:
     before = Replicate() if sequence_dim is None else Shard(sequence_dim)
-    split = DTensor.from_local(given, place.mesh, [before], run_check=False)
+    split = DTensor.from_local(tensor, context.mesh, [before], run_check=False)
     gathered = split.redistribute(placements=[Replicate()])
     return gathered.to_local(grad_placements=[Partial()])
 
 
 def _projections(
-    module: torch.nn.MultiheadAttention, place: Place, *inputs: torch.Tensor
+    module: torch.nn.MultiheadAttention, context: TpContext, *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Query, key and value of the own heads, (batch, heads, length, width of a head)."""
-    n_heads = module.num_heads // place.mesh.size()
+    n_heads = module.num_heads // context.mesh.size()
     packed: torch.Tensor | None = module.in_proj_weight
     if packed is not None:
         weights = _local(packed).chunk(3)
@@ -183,8 +183,8 @@ def _projections(
     if module.in_proj_bias is not None:
         biases = _local(module.in_proj_bias).chunk(3)
     heads = []
-    for given, weight, bias in zip(inputs, weights, biases, strict=True):
-        projected = functional.linear(given, weight, bias)
+    for tensor, weight, bias in zip(inputs, weights, biases, strict=True):
+        projected = functional.linear(tensor, weight, bias)
         if projected.dim() == 2:
             projected = projected.unsqueeze(0)
         elif not module.batch_first:
@@ -200,7 +200,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 def _mask(
     attn_mask: torch.Tensor | None,
     key_padding_mask: torch.Tensor | None,
-    place: Place,
+    context: TpContext,
     query: torch.Tensor,
 ) -> torch.Tensor | None:
     """Both masks as one that is added to the scores, for the own heads; None for none."""
@@ -209,14 +209,14 @@ def _mask(
     if attn_mask is not None:
         if attn_mask.dim() == 3:  # one for each head of each sample
             attn_mask = attn_mask.view(n_batch, -1, *attn_mask.shape[1:])
-            attn_mask = attn_mask.narrow(1, place.mesh.get_local_rank() * n_heads, n_heads)
-        masks.append(_added(attn_mask, query.dtype))
+            attn_mask = attn_mask.narrow(1, context.mesh.get_local_rank() * n_heads, n_heads)
+        masks.append(_additive_mask(attn_mask, query.dtype))
     if key_padding_mask is not None:
-        masks.append(_added(key_padding_mask.reshape(n_batch, 1, 1, -1), query.dtype))
+        masks.append(_additive_mask(key_padding_mask.reshape(n_batch, 1, 1, -1), query.dtype))
     return sum(masks[1:], masks[0]) if masks else None
 
 
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mask.dtype is not torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
@@ -227,7 +227,7 @@ def _weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> tor
     return torch.softmax(scores if mask is None else scores + mask, dim=-1)
 
 
-def _joined(mixed: torch.Tensor, is_batched: bool, is_batch_first: bool) -> torch.Tensor:
+def _join_heads(mixed: torch.Tensor, is_batched: bool, is_batch_first: bool) -> torch.Tensor:
     """The own heads side by side, as the input lay."""
     joined = mixed.transpose(1, 2).flatten(2)
     if not is_batched:
@@ -235,13 +235,16 @@ def _joined(mixed: torch.Tensor, is_batched: bool, is_batch_first: bool) -> torc
     return joined if is_batch_first else joined.transpose(0, 1)
 
 
-def _told(
-    weights: torch.Tensor, module: torch.nn.MultiheadAttention, place: Place, is_averaged: bool
+def _gather_weights(
+    weights: torch.Tensor,
+    module: torch.nn.MultiheadAttention,
+    context: TpContext,
+    is_averaged: bool,
 ) -> torch.Tensor:
     """The weights of attention, of all heads."""
     if not is_averaged:
-        split = DTensor.from_local(weights, place.mesh, [Shard(1)], run_check=False)
+        split = DTensor.from_local(weights, context.mesh, [Shard(1)], run_check=False)
         return split.redistribute(placements=[Replicate()]).to_local()
     mean = weights.sum(dim=1) / module.num_heads
-    part = DTensor.from_local(mean, place.mesh, [Partial()], run_check=False)
+    part = DTensor.from_local(mean, context.mesh, [Partial()], run_check=False)
     return part.redistribute(placements=[Replicate()]).to_local()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.tp.model import divided, is_conv1d
+from nbdist.parallel.tp.model import divided_attributes, is_conv1d
 from nbdist.parallel.tp.styles import split_dims
 from nbdist.strategy.tp_plan import Plan, Style
 
@@ -30,7 +30,7 @@ _STANDARD = frozenset({*vars(torch.nn.Module()), "forward"})
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class AttentionFit:
     """How an attention computes with its own heads on one rank.
 
     Attributes:
@@ -63,7 +63,9 @@ class _Trial:
     result: torch.Tensor
 
 
-def fit(module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int) -> Fit:
+def fit(
+    module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int
+) -> AttentionFit:
     """How an attention has to be changed, so that it computes the same with its own heads.
 
     Some take the width of all heads from their input: `B, T, C = x.shape`, and `y.view(B, T, C)`
@@ -79,18 +81,23 @@ def fit(module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], 
     Raises:
         OptionError: Nothing makes the ranks compute their parts of the whole.
     """
-    values = divided(module, name, plan, columns, degree)
+    values = divided_attributes(module, name, plan, columns, degree)
     trial = _prepare(module, name, plan, columns, degree) if _can_try(module) else None
     if trial is None:
-        return Fit(values)
+        return AttentionFit(values)
     width = trial.batch.shape[-1] // degree
-    for found in (Fit(values), Fit(values, width), Fit({}), Fit({}, width)):
-        if _quietly(functools.partial(_fits, trial, found)):
-            return found
-    told = ", ".join(f"{key} = {value}" for key, value in values.items()) or "nothing divided"
+    for candidate in (
+        AttentionFit(values),
+        AttentionFit(values, width),
+        AttentionFit({}),
+        AttentionFit({}, width),
+    ):
+        if _quietly(functools.partial(_fits, trial, candidate)):
+            return candidate
+    listing = ", ".join(f"{key} = {value}" for key, value in values.items()) or "nothing divided"
     raise OptionError(
-        f"{name or 'the model'}: {type(module).__name__} does not compute the same when each "
-        f"of tp={degree} ranks has its part of the heads ({told}). Say which attributes are "
+        f"{name or 'the model'}: {type(module).__name__} does not compute the same if each of "
+        f"tp={degree} ranks has its part of the heads ({listing}). Say which attributes are "
         'divided, as in model.tp_plan = {"layers.*.attn": "divide:n_heads", ...}, or leave its '
         "layers out of the plan."
     )
@@ -109,10 +116,10 @@ def _prepare(
     styles = {path.removeprefix(prefix): plan[path] for path in plan if path.startswith(prefix)}
     rows = [path for path, style in styles.items() if style.kind == "rowwise"]
     n_in = _n_inputs(module.get_submodule(columns[0].removeprefix(prefix)))
-    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def see(path: str, _layer: Any, args: Any, result: torch.Tensor) -> None:
-        seen[path] = (args[0], result)
+        captured[path] = (args[0], result)
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -121,9 +128,9 @@ def _prepare(
         for path in rows:
             whole.get_submodule(path).register_forward_hook(functools.partial(see, path))
         result = _quietly(functools.partial(_run, whole, batch))
-    if result is None or not rows or len(seen) < len(rows):
+    if result is None or not rows or len(captured) < len(rows):
         return None
-    return _Trial(whole, styles, degree, batch, seen, result)
+    return _Trial(whole, styles, degree, batch, captured, result)
 
 
 def _can_try(module: torch.nn.Module) -> bool:
@@ -131,7 +138,9 @@ def _can_try(module: torch.nn.Module) -> bool:
     cls: Any = type(module)
     arguments = list(inspect.signature(cls.forward).parameters.values())[1:]
     needed = [
-        one for one in arguments if one.default is one.empty and one.kind < one.VAR_POSITIONAL
+        argument
+        for argument in arguments
+        if argument.default is argument.empty and argument.kind < argument.VAR_POSITIONAL
     ]
     return (
         not cls.__module__.startswith(_KNOWN)
@@ -148,35 +157,35 @@ def _quietly(run: Callable[[], Any]) -> Any:
         return None
 
 
-def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    if found.shape != expected.shape:
+def _is_same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    if actual.shape != expected.shape:
         return False
-    return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())
+    return bool((actual - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
-def _fits(trial: _Trial, found: Fit) -> bool:
+def _fits(trial: _Trial, candidate: AttentionFit) -> bool:
     """Whether each rank brings its part of what goes into every rowwise layer."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        return all(_fits_rank(trial, found, index) for index in range(trial.degree))
+        return all(_fits_rank(trial, candidate, index) for index in range(trial.degree))
 
 
-def _fits_rank(trial: _Trial, found: Fit, index: int) -> bool:
+def _fits_rank(trial: _Trial, candidate: AttentionFit, index: int) -> bool:
     part = _copy(trial.whole, lambda weight: weight.detach())
-    vars(part).update(found.values)
+    vars(part).update(candidate.values)
     for path, style in trial.styles.items():
         _split(part.get_submodule(path), style, index, trial.degree)
     right = []
 
-    def compare(path: str, given: torch.Tensor) -> torch.Tensor:
+    def compare(path: str, tensor: torch.Tensor) -> torch.Tensor:
         expected, result = trial.rows[path]
-        right.append(_is_same(given, expected.chunk(trial.degree, dim=-1)[index]))
+        right.append(_is_same(tensor, expected.chunk(trial.degree, dim=-1)[index]))
         return result  # the sum over the ranks, with which it goes on
 
     for path in trial.rows:
         layer: Any = part.get_submodule(path)
         layer.forward = functools.partial(compare, path)
-    shown = trial.batch if found.n_shown is None else trial.batch[..., : found.n_shown]
-    if found.n_shown is not None:
+    shown = trial.batch if candidate.n_shown is None else trial.batch[..., : candidate.n_shown]
+    if candidate.n_shown is not None:
         _give(part, trial, shown)
     return (
         _is_same(_run(part, shown), trial.result) and len(right) == len(trial.rows) and all(right)
@@ -184,9 +193,11 @@ def _fits_rank(trial: _Trial, found: Fit, index: int) -> bool:
 
 
 def _split(layer: torch.nn.Module, style: Style, index: int, degree: int) -> None:
-    own = dict(layer.named_parameters(recurse=False))
+    parameters = dict(layer.named_parameters(recurse=False))
     for key, dim in split_dims(layer, style).items():
-        pieces = [one.chunk(degree, dim)[index] for one in own[key].chunk(style.parts, dim)]
+        pieces = [
+            part.chunk(degree, dim)[index] for part in parameters[key].chunk(style.parts, dim)
+        ]
         layer.register_parameter(key, torch.nn.Parameter(torch.cat(pieces, dim)))
     if is_conv1d(layer) and style.kind == "colwise":
         vars(layer)["nf"] //= degree
@@ -208,8 +219,8 @@ def _copy(module: torch.nn.Module, fill: Callable[[torch.Tensor], torch.Tensor])
     cls: Any = type(module)
     copy: torch.nn.Module = cls.__new__(cls)
     torch.nn.Module.__init__(copy)
-    own = {key: value for key, value in vars(module).items() if key not in _STANDARD}
-    vars(copy).update(own)
+    attributes = {key: value for key, value in vars(module).items() if key not in _STANDARD}
+    vars(copy).update(attributes)
     copy.training = False
     for key, child in module._modules.items():  # noqa: SLF001  # as torch's own tools
         copy.add_module(key, None if child is None else _copy(child, fill))

@@ -30,7 +30,7 @@ class Between:
     def __init__(self, mesh: DeviceMesh, streams: Streams) -> None:
         self.mesh = mesh
         self._streams = streams
-        self._given: torch.Tensor | None = None
+        self._input: torch.Tensor | None = None
         self._whole: DTensor | None = None
         self._has_gradient = False
 
@@ -54,27 +54,27 @@ class Between:
         """Let all ranks draw alike from a rowwise layer on."""
         row.register_forward_pre_hook(functools.partial(_draw_alike, self._streams), prepend=True)
 
-    def spread(self, given: torch.Tensor, place: Placement) -> DTensor:
+    def spread(self, tensor: torch.Tensor, place: Placement) -> DTensor:
         """An input as a whole DTensor. Collective along tp where it is split."""
-        split = DTensor.from_local(given, self.mesh, [place], run_check=False)
+        split = DTensor.from_local(tensor, self.mesh, [place], run_check=False)
         return split.redistribute(placements=[Replicate()])
 
-    def remember(self, given: torch.Tensor, whole: DTensor) -> None:
+    def remember(self, tensor: torch.Tensor, whole: DTensor) -> None:
         """What colwise layers get in place of a tensor, until the next rowwise one."""
-        self._given = given
+        self._input = tensor
         self._whole = whole
         self._has_gradient = torch.is_grad_enabled()
 
     def _share(self, place: Placement, _layer: torch.nn.Module, args: tuple[Any, ...]) -> Any:
         if not args or isinstance(args[0], DTensor):
             return None
-        given = args[0]
-        if self._given is not given or self._has_gradient != torch.is_grad_enabled():
-            self.remember(given, self.spread(given, place))
+        tensor = args[0]
+        if self._input is not tensor or self._has_gradient != torch.is_grad_enabled():
+            self.remember(tensor, self.spread(tensor, place))
         return (self._whole, *args[1:])
 
     def _forget(self, *_: Any) -> None:
-        self._given = self._whole = None
+        self._input = self._whole = None
 
 
 def watch_owner(
@@ -94,9 +94,9 @@ def watch_owner(
         key = _hidden(args, kwargs)
         if key is None:
             return None
-        given = args[key] if isinstance(key, int) else kwargs[key]
-        whole = between.spread(given, place)
-        shown = given if place == Replicate() else whole.to_local()
+        tensor = args[key] if isinstance(key, int) else kwargs[key]
+        whole = between.spread(tensor, place)
+        shown = tensor if place == Replicate() else whole.to_local()
         if n_shown is not None:
             shown = shown.detach()[..., :n_shown]
         between.remember(shown, whole)
@@ -133,12 +133,12 @@ def sum_gradient(parameter: torch.nn.Parameter) -> None:
     requires_grad = parameter.requires_grad
     # Also where it is frozen now: it may be thawed later.
     parameter.requires_grad_(True)
-    told = functools.partial(_laid_out, _placements(parameter))
-    parameter.register_hook(told)  # type: ignore[no-untyped-call]
+    hook = functools.partial(_as_placed, _placements(parameter))
+    parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(requires_grad)
 
 
-def _laid_out(placements: tuple[Placement, ...], gradient: torch.Tensor) -> torch.Tensor:
+def _as_placed(placements: tuple[Placement, ...], gradient: torch.Tensor) -> torch.Tensor:
     if isinstance(gradient, DTensor) and gradient.placements != placements:
         return gradient.redistribute(placements=placements)
     return gradient
@@ -169,14 +169,14 @@ def _split_input(
     if key is None:
         raise OptionError(
             f"{type(block).__name__} gets no hidden states that could be split along the sequence. "
-            "Go without --sequence-parallel."
+            "Leave --sequence-parallel out."
         )
     whole = args[key] if isinstance(key, int) else kwargs[key]
     length = whole.shape[dim] if whole.dim() > dim else 0
     if not length or length % mesh.size():
         raise OptionError(
             f"a sequence of {length} cannot be split over tp={mesh.size()}, as --sequence-parallel "
-            f"does. Pad or cut sequences to a multiple of {mesh.size()}, or go without it."
+            f"does. Pad or cut sequences to a multiple of {mesh.size()}, or leave it out."
         )
     part = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
     part = part.redistribute(placements=[Shard(dim)])

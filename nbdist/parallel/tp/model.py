@@ -29,11 +29,16 @@ _POINTWISE = tuple(
 def layers_of(base: torch.nn.Module) -> dict[str, Layer]:
     """Every module of a model by name, but what is in a torch.nn.MultiheadAttention."""
     modules = dict(base.named_modules())
-    found = [module for blocks in candidates(base) for module in blocks.modules]
-    blocks = {id(module) for module in found}
-    inside = {id(inner) for module in found for inner in module.modules()}
+    members = [module for blocks in candidates(base) for module in blocks.modules]
+    blocks = {id(module) for module in members}
+    inside = {id(inner) for module in members for inner in module.modules()}
     weights = {id(parameter): name for name, parameter in base.named_parameters()}
-    hidden = {id(m) for one in modules.values() if is_attention(one) for m in one.children()}
+    hidden = {
+        id(m)
+        for attention in modules.values()
+        if is_attention(attention)
+        for m in attention.children()
+    }
     return {
         name: _layer(module, weights, id(module) in blocks, id(module) in inside)
         for name, module in modules.items()
@@ -51,7 +56,7 @@ def is_attention(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.MultiheadAttention)
 
 
-def divided(
+def divided_attributes(
     module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int
 ) -> dict[str, int]:
     """A module's attributes for heads and widths on one rank: name -> value.
@@ -66,16 +71,24 @@ def divided(
     Raises:
         OptionError: There is no such attribute, or it cannot be divided.
     """
-    found = vars(module)
+    attributes = vars(module)
     style = plan.get(name)
     if style is not None and style.kind == "divide":
-        return {key: _share(found.get(key), f"{name}.{key}", degree) for key in style.attributes}
+        return {
+            key: _share(attributes.get(key), f"{name}.{key}", degree) for key in style.attributes
+        }
     widths = {
         _sizes(module.get_submodule(column.removeprefix(f"{name}.")))[1] // plan[column].parts
         for column in columns
     }
-    counts = {key: found[key] for key in (*HEAD_COUNTS, *KV_COUNTS) if _is_count(found.get(key))}
-    sizes = {key: found[key] for key in WIDTHS if found.get(key) in widths and key not in counts}
+    counts = {
+        key: attributes[key] for key in (*HEAD_COUNTS, *KV_COUNTS) if _is_count(attributes.get(key))
+    }
+    sizes = {
+        key: attributes[key]
+        for key in WIDTHS
+        if attributes.get(key) in widths and key not in counts
+    }
     return {
         key: _share(value, f"{name}.{key}", degree) for key, value in {**counts, **sizes}.items()
     }
@@ -84,19 +97,21 @@ def divided(
 def _layer(
     module: torch.nn.Module, weights: Mapping[int, str], is_block: bool, is_in_block: bool
 ) -> Layer:
-    found = vars(module)
+    attributes = vars(module)
     n_in, n_out = _sizes(module)
     weight = getattr(module, "weight", None)
-    heads = next((found[key] for key in HEAD_COUNTS if _is_count(found.get(key))), None)
-    size = next((found[key] for key in HEAD_SIZES if _is_count(found.get(key))), None)
+    heads = next((attributes[key] for key in HEAD_COUNTS if _is_count(attributes.get(key))), None)
+    size = next((attributes[key] for key in HEAD_SIZES if _is_count(attributes.get(key))), None)
     return Layer(
-        kind=next((kind for kind, is_one in _KINDS if is_one(module)), "other"),
+        kind=next((kind for kind, matches in _KINDS if matches(module)), "other"),
         n_in=n_in,
         n_out=n_out,
         weight=weights.get(id(weight), ""),
         n_own=sum(parameter.numel() for parameter in module.parameters(recurse=False)),
         heads=heads,
-        kv_heads=next((found[key] for key in KV_COUNTS if _is_count(found.get(key))), None),
+        kv_heads=next(
+            (attributes[key] for key in KV_COUNTS if _is_count(attributes.get(key))), None
+        ),
         head_size=size,
         is_block=is_block,
         is_in_block=is_in_block,
@@ -105,13 +120,13 @@ def _layer(
 
 def is_norm(module: torch.nn.Module) -> bool:
     """Whether it is a norm over the last dim: its name says so, and its parameters are vectors."""
-    own = list(module.parameters(recurse=False))
+    parameters = list(module.parameters(recurse=False))
     return (
         "Norm" in type(module).__name__
         and not isinstance(module, torch.nn.modules.batchnorm._NormBase)  # noqa: SLF001  # no other name
         and not isinstance(module, torch.nn.GroupNorm)
         and not any(True for _ in module.children())
-        and all(parameter.dim() == 1 for parameter in own)
+        and all(parameter.dim() == 1 for parameter in parameters)
     )
 
 
@@ -120,10 +135,10 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int]:
         return module.in_features, module.out_features
     if isinstance(module, torch.nn.Embedding):
         return module.num_embeddings, module.embedding_dim
-    own = list(module.parameters(recurse=False))
+    parameters = list(module.parameters(recurse=False))
     if is_conv1d(module):
-        return tuple(own[0].shape)  # type: ignore[return-value]
-    return (0, own[0].shape[-1]) if own and own[0].dim() else (0, 0)
+        return tuple(parameters[0].shape)  # type: ignore[return-value]
+    return (0, parameters[0].shape[-1]) if parameters and parameters[0].dim() else (0, 0)
 
 
 def _is_count(value: Any) -> bool:
@@ -149,7 +164,7 @@ _KINDS: tuple[tuple[str, Callable[[torch.nn.Module], bool]], ...] = (
 
 def _share(value: Any, place: str, degree: int) -> int:
     if not _is_count(value):
-        raise OptionError(f"tp_plan: {place} is to be divided, and is {value!r}, not a number.")
+        raise OptionError(f"tp_plan: {place} is to be divided, but it is {value!r}, not a number.")
     if value % degree:
         raise OptionError(f"tp={degree} does not divide {place} = {value}. Use a divisor of it.")
     share: int = value // degree

@@ -98,8 +98,9 @@ class Streams:
         if drew and not self._is_alike:
             self._draws = True
             raise NbdistError(
-                "this forward drew random numbers, and the one before it none: ranks that share "
-                "the model's layers drew different ones. Run it again: from now on they draw alike."
+                "this forward drew random numbers and the one before it did not, so ranks that "
+                "share the model's layers drew different ones. Run it again: from now on they "
+                "draw the same ones."
             )
         self._draws = drew
         return result
@@ -135,20 +136,22 @@ class Streams:
 
 
 def _mentions_dropout(module: torch.nn.Module) -> bool:
-    own = vars(module)
-    settings = [vars(own[key]) for key in _SETTINGS if hasattr(own.get(key), "__dict__")]
+    attributes = vars(module)
+    settings = [
+        vars(attributes[key]) for key in _SETTINGS if hasattr(attributes.get(key), "__dict__")
+    ]
     return any(
         "drop" in str(key) and isinstance(value, int | float) and 0 < value < 1
-        for table in (own, *settings)
+        for table in (attributes, *settings)
         for key, value in table.items()
     )
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     if device.type == "cuda":
-        found.append(torch.cuda.default_generators[device.index or 0])
-    return found
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    return generators
 
 
 def _seed_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.blocks import Blocks, candidates, find_blocks
+from nbdist.parallel.blocks import BlockList, candidates, find_blocks
 from nbdist.parallel.tp.model import is_attention
 from nbdist.parallel.transform import Layouts, ModelBuild
 from nbdist.strategy.tp_plan import Layers, Plan, attentions
 
-_WITHOUT = "Go without --sequence-parallel."
+_WITHOUT = "Leave --sequence-parallel out."
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +49,22 @@ def plan_sequence(job: ModelBuild, plan: Plan, layers: Layers, layouts: Layouts)
         return Sequence()
     lists = _lists(job, plan)
     names = [[blocks.block_name(index) for index in range(len(blocks.modules))] for blocks in lists]
-    found = Sequence(
+    sequence = Sequence(
         lists=tuple(filter(None, (_own(job, blocks, layouts) for blocks in names))),
         blocks=frozenset(name for blocks in names for name in blocks),
         dim=_dim(job.base),
     )
-    _refuse_flat(found, plan, layers)
-    norms = _norms(found, plan, layers)
-    return Sequence(found.lists, found.blocks, norms, found.dim)
+    _refuse_flat(sequence, plan, layers)
+    norms = _norms(sequence, plan, layers)
+    return Sequence(sequence.lists, sequence.blocks, norms, sequence.dim)
 
 
-def _lists(job: ModelBuild, plan: Plan) -> list[Blocks]:
+def _lists(job: ModelBuild, plan: Plan) -> list[BlockList]:
     """The outermost lists of blocks that have split layers in them."""
     wanted = job.choice.options.blocks
-    found = [find_blocks(job.base, wanted)] if wanted else list(candidates(job.base))
-    lists: list[Blocks] = []
-    for blocks in found:
+    block_lists = [find_blocks(job.base, wanted)] if wanted else list(candidates(job.base))
+    lists: list[BlockList] = []
+    for blocks in block_lists:
         has_split = all(
             any(name.startswith(f"{blocks.block_name(index)}.") for name in plan)
             for index in range(len(blocks.modules))
@@ -92,7 +92,7 @@ def _own(job: ModelBuild, blocks: Iterable[str], layouts: Layouts) -> tuple[str,
 
     def is_own(block: str) -> bool:
         stages = [layout.stages for name, layout in layouts.items() if name.startswith(f"{block}.")]
-        return all(one is None or stage in one for one in stages)
+        return all(holders is None or stage in holders for holders in stages)
 
     return tuple(block for block in blocks if is_own(block))
 
@@ -102,25 +102,32 @@ def _dim(base: torch.nn.Module) -> int:
     return 0 if any(not module.batch_first for module in attention) else 1
 
 
-def _refuse_flat(found: Sequence, plan: Plan, layers: Layers) -> None:
+def _refuse_flat(sequence: Sequence, plan: Plan, layers: Layers) -> None:
     """Refuse blocks that split heads themselves: they see a part of the sequence."""
     for attention in attentions(plan, layers):
-        if attention.owner in found.blocks:
+        if attention.owner in sequence.blocks:
             raise OptionError(
                 f"{attention.owner} computes attention in the block itself, with whole sequences. "
                 f"Put it into a module of its own. {_WITHOUT}"
             )
 
 
-def _norms(found: Sequence, plan: Plan, layers: Layers) -> tuple[str, ...]:
+def _norms(sequence: Sequence, plan: Plan, layers: Layers) -> tuple[str, ...]:
     owners = {name.rpartition(".")[0] for name, style in plan.items() if style.kind == "colwise"}
-    owners -= found.blocks
+    owners -= sequence.blocks
     norms = []
     for name, layer in layers.items():
-        is_in_block = name in found.blocks or found.has(name)
+        is_in_block = name in sequence.blocks or sequence.has(name)
         if name in plan or not layer.n_own or not is_in_block:
             continue
-        owner = next((one for one in owners if name == one or name.startswith(f"{one}.")), None)
+        owner = next(
+            (
+                candidate
+                for candidate in owners
+                if name == candidate or name.startswith(f"{candidate}.")
+            ),
+            None,
+        )
         if layer.kind != "norm" or owner is not None:
             raise OptionError(
                 f"{name} has parameters of its own{f' inside {owner}' if owner else ''}, and "

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from nbdist.parallel.tp.attention import Place, SplitAttention, split_parameter
+from nbdist.parallel.tp.attention import SplitAttention, TpContext, split_parameter
 from nbdist.parallel.tp.model import is_conv1d
 from nbdist.parallel.tp.rng import Streams
 from nbdist.strategy.tensor_layout import TensorLayout
@@ -36,7 +36,7 @@ from nbdist.strategy.tp_plan import Style
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class LayerContext:
     """What a layer's style has to know of the layer's surroundings.
 
     Attributes:
@@ -65,8 +65,8 @@ def split_dims(module: torch.nn.Module, style: Style) -> dict[str, int]:
         "embedding": {"weight": 0},
         "attention": {**SplitAttention.DIMS, "out_proj.weight": 1},
     }.get(style.kind, {})
-    own = {name for name, _ in module.named_parameters()}
-    return {name: dim for name, dim in dims.items() if name in own}
+    names = {name for name, _ in module.named_parameters()}
+    return {name: dim for name, dim in dims.items() if name in names}
 
 
 def split_layout(layout: TensorLayout, name: str, dim: int, style: Style) -> TensorLayout:
@@ -82,10 +82,10 @@ def split_layout(layout: TensorLayout, name: str, dim: int, style: Style) -> Ten
     return replace(layout, tp_dim=dim, tp_parts=parts)
 
 
-def torch_style(module: torch.nn.Module, style: Style, around: Surroundings) -> ParallelStyle:
+def torch_style(module: torch.nn.Module, style: Style, context: LayerContext) -> ParallelStyle:
     """What does to a module what its plan says."""
     make = _CONV1D if is_conv1d(module) else _STYLES
-    return make[style.kind](module, around)
+    return make[style.kind](module, context)
 
 
 def norm_style(sequence_dim: int) -> ParallelStyle:
@@ -93,7 +93,7 @@ def norm_style(sequence_dim: int) -> ParallelStyle:
     return SequenceParallel(sequence_dim=sequence_dim, use_local_output=True)
 
 
-class Split(ParallelStyle):
+class Conv1DParallel(ParallelStyle):
     """A module that torch's styles do not know, whose forward works on DTensors."""
 
     def __init__(
@@ -114,10 +114,10 @@ class Split(ParallelStyle):
             module.register_parameter(name, split_parameter(parameter, mesh, placement))
 
     def _prepare(self, _module: torch.nn.Module, args: Any, mesh: DeviceMesh) -> Any:
-        (given,) = args
-        if isinstance(given, DTensor):
-            return given
-        return DTensor.from_local(given, mesh, [self._input], run_check=False)
+        (tensor,) = args
+        if isinstance(tensor, DTensor):
+            return tensor
+        return DTensor.from_local(tensor, mesh, [self._input], run_check=False)
 
     def _finish(self, _module: torch.nn.Module, result: Any, _mesh: DeviceMesh) -> Any:
         return result.redistribute(placements=[self._output]).to_local()
@@ -137,17 +137,17 @@ class SplitEmbedding(ParallelStyle):
         assert isinstance(module, torch.nn.Embedding)
         weight = split_parameter(module.weight, device_mesh, Shard(0))
         module.register_parameter("weight", weight)
-        place = Place(device_mesh, self._streams, None)
-        lookup: Any = functools.partial(_look_up, module, place)
+        context = TpContext(device_mesh, self._streams, None)
+        lookup: Any = functools.partial(_look_up, module, context)
         module.forward = functools.update_wrapper(lookup, module.forward)  # type: ignore[method-assign]
         return module
 
 
-def _look_up(module: torch.nn.Embedding, place: Place, words: torch.Tensor) -> torch.Tensor:
+def _look_up(module: torch.nn.Embedding, context: TpContext, words: torch.Tensor) -> torch.Tensor:
     table = module.weight
     if not isinstance(table, DTensor):  # a pipeline stage that has no embedding
         return torch.nn.functional.embedding(words, table)
-    first = place.mesh.get_local_rank() * -(-module.num_embeddings // place.mesh.size())
+    first = context.mesh.get_local_rank() * -(-module.num_embeddings // context.mesh.size())
     rows = table.to_local()
     n_own = rows.shape[0]
     is_own = (words >= first) & (words < first + n_own)
@@ -157,34 +157,38 @@ def _look_up(module: torch.nn.Embedding, place: Place, words: torch.Tensor) -> t
     padding = module.padding_idx
     if padding is not None:
         padding = padding - first if first <= padding < first + n_own else None
-    found = torch.nn.functional.embedding(row, rows, padding)
-    found = found.masked_fill(~is_own.unsqueeze(-1), 0.0)
-    part = DTensor.from_local(found, place.mesh, [Partial()], run_check=False)
+    embedded = torch.nn.functional.embedding(row, rows, padding)
+    embedded = embedded.masked_fill(~is_own.unsqueeze(-1), 0.0)
+    part = DTensor.from_local(embedded, context.mesh, [Partial()], run_check=False)
     return part.redistribute(placements=[Replicate()]).to_local()
 
 
-def _embedding(module: torch.nn.Module, around: Surroundings) -> ParallelStyle:
+def _embedding_style(module: torch.nn.Module, context: LayerContext) -> ParallelStyle:
     # A subclass's forward does more than look up; torch's style leaves it as it is.
     is_plain = type(module).forward is torch.nn.Embedding.forward
     return (
-        SplitEmbedding(around.streams) if is_plain else RowwiseParallel(input_layouts=Replicate())
+        SplitEmbedding(context.streams) if is_plain else RowwiseParallel(input_layouts=Replicate())
     )
 
 
-_Maker = Callable[[torch.nn.Module, Surroundings], ParallelStyle]
+_Maker = Callable[[torch.nn.Module, LayerContext], ParallelStyle]
 
 _STYLES: dict[str, _Maker] = {
-    "colwise": lambda _module, _around: ColwiseParallel(),
-    "rowwise": lambda _module, around: RowwiseParallel(output_layouts=around.output),
-    "head": lambda _module, _around: ColwiseParallel(output_layouts=Replicate()),
-    "embedding": _embedding,
+    "colwise": lambda _module, _context: ColwiseParallel(),
+    "rowwise": lambda _module, context: RowwiseParallel(output_layouts=context.output),
+    "head": lambda _module, _context: ColwiseParallel(output_layouts=Replicate()),
+    "embedding": _embedding_style,
     # What comes in is split by heads, which are in another dim than that of the norm. It is
     # the same to it which one: a part of the batch's gradients, too, adds up to the whole.
-    "shared": lambda _module, _around: SequenceParallel(sequence_dim=0, use_local_output=True),
-    "attention": lambda _module, around: SplitAttention(around.streams, around.sequence_dim),
+    "shared": lambda _module, _context: SequenceParallel(sequence_dim=0, use_local_output=True),
+    "attention": lambda _module, context: SplitAttention(context.streams, context.sequence_dim),
 }
 _CONV1D: dict[str, _Maker] = {
-    "colwise": lambda _module, _around: Split({"weight": 1, "bias": 0}, Replicate(), Shard(-1)),
-    "rowwise": lambda _module, around: Split({"weight": 0}, Shard(-1), around.output),
-    "head": lambda _module, _around: Split({"weight": 1, "bias": 0}, Replicate(), Replicate()),
+    "colwise": lambda _module, _context: Conv1DParallel(
+        {"weight": 1, "bias": 0}, Replicate(), Shard(-1)
+    ),
+    "rowwise": lambda _module, context: Conv1DParallel({"weight": 0}, Shard(-1), context.output),
+    "head": lambda _module, _context: Conv1DParallel(
+        {"weight": 1, "bias": 0}, Replicate(), Replicate()
+    ),
 }

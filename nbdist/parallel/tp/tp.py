@@ -21,13 +21,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from nbdist.errors import OptionError
 from nbdist.parallel.accelerator.foreach_by_mesh import step_by_mesh
 from nbdist.parallel.tp.attention import check_attention, close_fast_paths
-from nbdist.parallel.tp.attention_check import Fit, fit, is_tryable
+from nbdist.parallel.tp.attention_check import AttentionFit, fit, is_tryable
 from nbdist.parallel.tp.hooks import Between, split_blocks, sum_gradient, watch_owner
-from nbdist.parallel.tp.model import divided, layers_of
+from nbdist.parallel.tp.model import divided_attributes, layers_of
 from nbdist.parallel.tp.rng import Streams
 from nbdist.parallel.tp.sequence_parallel import Sequence, plan_sequence
 from nbdist.parallel.tp.styles import (
-    Surroundings,
+    LayerContext,
     norm_style,
     split_dims,
     split_layout,
@@ -47,7 +47,7 @@ from nbdist.strategy.tp_user_plan import headless, incomplete, read_plan, unknow
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SplitPlan:
     """What planning leaves for laying out.
 
     Attributes:
@@ -57,7 +57,7 @@ class Kept:
     """
 
     plan: Plan
-    owners: Mapping[str, Fit]
+    owners: Mapping[str, AttentionFit]
     sequence: Sequence
 
 
@@ -72,28 +72,28 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
             check_attention(job.base.get_submodule(name), name)
     owners = _owners(job, plan, layers)
     sequence = plan_sequence(job, plan, layers, layouts)
-    job.kept["tp"] = Kept(plan, owners, sequence)
+    job.step_data["tp"] = SplitPlan(plan, owners, sequence)
     return _split_layouts(job.base, plan, layouts)
 
 
 def _lay_out(job: ModelBuild) -> None:
     """Make meta DTensors of what is split; set hooks on layers, attention, blocks and the root."""
-    kept: Kept = job.kept["tp"]
+    planned: SplitPlan = job.step_data["tp"]
     base = job.base
     streams = Streams(job.grid, job.device, base)
     between = Between(job.grid.submesh("tp"), streams)
     ties = [names for names in _names(base) if len(names) > 1]
-    for name, style in kept.plan.items():
+    for name, style in planned.plan.items():
         if style.kind != "divide":
-            _split(base, name, kept, between, streams)
-    sequence = kept.sequence
+            _split(base, name, planned, between, streams)
+    sequence = planned.sequence
     for name in sequence.norms:
         norm = norm_style(sequence.dim)
         parallelize_module(base.get_submodule(name), between.mesh, norm, src_data_rank=None)
     _tie(base, ties)
-    for name, owner in kept.owners.items():
+    for name, owner in planned.owners.items():
         vars(base.get_submodule(name)).update(owner.values)
-    _watch_owners(base, kept, between)
+    _watch_owners(base, planned, between)
     for blocks in sequence.lists:
         modules = [base.get_submodule(name) for name in blocks]
         split_blocks(modules, between, streams, sequence.dim)
@@ -112,39 +112,39 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
 def _plan_of(job: ModelBuild, layers: Layers) -> Plan:
     base = job.base
     # A class's own, but no property: some libraries have one of this name.
-    given = vars(base).get("tp_plan", getattr(type(base), "tp_plan", None))
-    if isinstance(given, Mapping) and given:
-        return read_plan(given, layers)
+    user_plan = vars(base).get("tp_plan", getattr(type(base), "tp_plan", None))
+    if isinstance(user_plan, Mapping) and user_plan:
+        return read_plan(user_plan, layers)
     model = type(base).__name__
-    found = find_plan(layers, job.grid.degrees.tp)
-    if not found.plan:
+    result = find_plan(layers, job.grid.degrees.tp)
+    if not result.plan:
         raise OptionError(unknown(model))
-    if found.headless:
-        raise OptionError(headless(found.headless[0]))
-    if found.missed:
-        raise OptionError(incomplete(model, found.plan, found.missed))
-    return found.plan
+    if result.headless:
+        raise OptionError(headless(result.headless[0]))
+    if result.missed:
+        raise OptionError(incomplete(model, result.plan, result.missed))
+    return result.plan
 
 
-def _owners(job: ModelBuild, plan: Plan, layers: Layers) -> dict[str, Fit]:
+def _owners(job: ModelBuild, plan: Plan, layers: Layers) -> dict[str, AttentionFit]:
     """What changes in modules that split heads; modules that are alike are tried out once."""
     base, degree = job.base, job.grid.degrees.tp
     owners = {
-        name: Fit(divided(base.get_submodule(name), name, plan, (), degree))
+        name: AttentionFit(divided_attributes(base.get_submodule(name), name, plan, (), degree))
         for name, style in plan.items()
         if style.kind == "divide"
     }
     alike: dict[object, list[Attention]] = {}
-    for one in attentions(plan, layers):
-        shapes = tuple(layers[name].n_out for name in one.columns)
+    for attention in attentions(plan, layers):
+        shapes = tuple(layers[name].n_out for name in attention.columns)
         alike.setdefault(
-            (type(base.get_submodule(one.owner)), layers[one.owner].heads, shapes), []
-        ).append(one)
+            (type(base.get_submodule(attention.owner)), layers[attention.owner].heads, shapes), []
+        ).append(attention)
     for group in alike.values():
         # On each rank the same outcome, whichever stage it is.
         tried = next((o for o in group if is_tryable(base.get_submodule(o.owner))), group[0])
-        found = fit(base.get_submodule(tried.owner), tried.owner, plan, tried.columns, degree)
-        owners |= {one.owner: found for one in group}
+        fitted = fit(base.get_submodule(tried.owner), tried.owner, plan, tried.columns, degree)
+        owners |= {attention.owner: fitted for attention in group}
     return owners
 
 
@@ -155,15 +155,15 @@ def _split_layouts(base: torch.nn.Module, plan: Plan, layouts: Layouts) -> Layou
         OptionError: Tied parameters are not all split alike.
     """
     names = _names(base)
-    first = {name: one[0] for one in names for name in one}
-    found = {}
+    first = {name: aliases[0] for aliases in names for name in aliases}
+    splits = {}
     for path, style in plan.items():
         for key, dim in split_dims(base.get_submodule(path), style).items():
             name = f"{path}.{key}" if path else key
-            found[name] = split_layout(layouts[first[name]], key, dim, style)
+            splits[name] = split_layout(layouts[first[name]], key, dim, style)
     changed = {}
     for tied in names:
-        ways = {found.get(name) for name in tied if not _is_mirror(name, tied, found)}
+        ways = {splits.get(name) for name in tied if not _is_mirror(name, tied, splits)}
         if len(ways) > 1:
             raise OptionError(
                 f"{' and '.join(tied)} are one parameter, which the plan splits in different ways. "
@@ -173,22 +173,22 @@ def _split_layouts(base: torch.nn.Module, plan: Plan, layouts: Layouts) -> Layou
     return {**layouts, **changed}
 
 
-def _is_mirror(name: str, tied: Iterable[str], found: Mapping[str, object]) -> bool:
+def _is_mirror(name: str, tied: Iterable[str], splits: Mapping[str, object]) -> bool:
     """Whether a module only shows a parameter of a split layer inside it, as BERT's head does."""
     owner = name.rpartition(".")[0]
-    return name not in found and any(
-        other in found and other.startswith(f"{owner}.") for other in tied
+    return name not in splits and any(
+        other in splits and other.startswith(f"{owner}.") for other in tied
     )
 
 
 def _split(
-    base: torch.nn.Module, name: str, kept: Kept, between: Between, streams: Streams
+    base: torch.nn.Module, name: str, planned: SplitPlan, between: Between, streams: Streams
 ) -> None:
     """Split one layer of the plan, and watch what goes in and out."""
-    module, style = base.get_submodule(name), kept.plan[name]
-    sequence = kept.sequence
+    module, style = base.get_submodule(name), planned.plan[name]
+    sequence = planned.sequence
     dim = sequence.dim if sequence.has(name) else None
-    torchs = torch_style(module, style, Surroundings(streams, dim))
+    torchs = torch_style(module, style, LayerContext(streams, dim))
     parallelize_module(module, between.mesh, torchs, src_data_rank=None)
     owner = name.rpartition(".")[0]
     if style.kind == "colwise":
@@ -203,16 +203,16 @@ def _split(
             between.draw_alike(module)
 
 
-def _watch_owners(base: torch.nn.Module, kept: Kept, between: Between) -> None:
+def _watch_owners(base: torch.nn.Module, planned: SplitPlan, between: Between) -> None:
     """Let modules with colwise layers see their input whole, and as wide as their forward needs."""
-    sequence = kept.sequence
+    sequence = planned.sequence
     inside = {
         name.rpartition(".")[0]: None
-        for name, style in kept.plan.items()
+        for name, style in planned.plan.items()
         if style.kind == "colwise" and sequence.has(name)
     }
-    for name in {**inside, **dict.fromkeys(kept.owners)}:
-        owner = kept.owners.get(name)
+    for name in {**inside, **dict.fromkeys(planned.owners)}:
+        owner = planned.owners.get(name)
         n_shown = None if owner is None else owner.n_shown
         if name in sequence.blocks:
             continue
@@ -223,17 +223,19 @@ def _watch_owners(base: torch.nn.Module, kept: Kept, between: Between) -> None:
 
 def _names(base: torch.nn.Module) -> list[tuple[str, ...]]:
     """All names of each parameter; several where it is tied."""
-    found: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return [tuple(names) for names in found.values()]
+        names_by_id.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in names_by_id.values()]
 
 
 def _tie(base: torch.nn.Module, names: Iterable[tuple[str, ...]]) -> None:
     """Make tied parameters one again, after each of their layers has been split."""
     for tied in names:
-        own = [base.get_parameter(name) for name in tied]
-        shared = next((one for one in own if isinstance(one, DTensor)), own[0])
+        parameters = [base.get_parameter(name) for name in tied]
+        shared = next(
+            (parameter for parameter in parameters if isinstance(parameter, DTensor)), parameters[0]
+        )
         for name in tied:
             path, _, key = name.rpartition(".")
             base.get_submodule(path).register_parameter(key, shared)

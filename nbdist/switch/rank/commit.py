@@ -155,7 +155,7 @@ class Commit:
     def _notes(self) -> tuple[str, ...]:
         notes = []
         for model, old in zip(self._models, self._built, strict=True):
-            notes += model.next.job.kept.get("notes", [])
+            notes += model.next.job.step_data.get("notes", [])
             graded = sum(p.grad is not None for p in old.parameters.values())
             if graded:
                 notes.append(

@@ -58,7 +58,7 @@ def switch(choice: Strategy) -> RankSwitchReport:
         NbdistError: It failed on a rank, or ranks differ. Nothing has changed anywhere.
     """
     began_s = time.perf_counter()
-    choice, before = precision.filled(choice), registry.current()
+    choice, before = precision.with_accelerator_precision(choice), registry.current()
     if choice == before:
         note = f"{label(choice)} with these options is the current strategy; nothing was done"
         return RankSwitchReport(
