@@ -56,14 +56,16 @@ def resolved(path: str | os.PathLike[str], base: Path | None = None) -> Path:
     if not os.fspath(path):
         raise CheckpointError("The path is empty. Name the checkpoint's folder.")
     try:
-        found = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
+        absolute = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
     except (OSError, RuntimeError) as error:  # a circle of links, an unknown user
         raise CheckpointError(f"{path} cannot be followed: {error}.") from error
-    if len(os.fsencode(found.name)) > _MAX_NAME_BYTES:
-        raise CheckpointError(f"The name {found.name[:20]}... is too long. Choose a shorter one.")
-    if not found.name:
-        raise CheckpointError(f"{found} is the whole file system. Name a folder in it.")
-    return found
+    if len(os.fsencode(absolute.name)) > _MAX_NAME_BYTES:
+        raise CheckpointError(
+            f"The name {absolute.name[:20]}... is too long. Choose a shorter one."
+        )
+    if not absolute.name:
+        raise CheckpointError(f"{absolute} is the whole file system. Name a folder in it.")
+    return absolute
 
 
 def prepare(path: Path, where: str = "") -> Path:
@@ -176,18 +178,18 @@ def _beside(path: Path, what: str) -> Path:
 
 def _sweep(folder: Path, *, is_alone: bool) -> tuple[str, ...]:
     names = {
-        one.name[1:].rpartition(_MARK)[0]
-        for one in folder.iterdir()
-        if one.name.startswith(".") and one.name.rpartition(_MARK)[2] in (_LOCK, _NEW, _OLD)
+        entry.name[1:].rpartition(_MARK)[0]
+        for entry in folder.iterdir()
+        if entry.name.startswith(".") and entry.name.rpartition(_MARK)[2] in (_LOCK, _NEW, _OLD)
     } - {""}
-    left = []
+    settled = []
     for name in sorted(names):
         path = folder / name
         if _saver(_beside(path, _LOCK), is_alone=is_alone)[0] in _ENDED:
             with contextlib.suppress(OSError):  # another user's stays
                 _settle(path)
-                left.append(name)
-    return tuple(left)
+                settled.append(name)
+    return tuple(settled)
 
 
 def _settle(path: Path) -> None:
@@ -200,8 +202,8 @@ def _settle(path: Path) -> None:
                 whole.rename(path)
                 break
         _flush_folder(path.parent)
-    for rest in (old, new):
-        _remove(rest)
+    for remaining in (old, new):
+        _remove(remaining)
     _beside(path, _LOCK).unlink(missing_ok=True)
 
 
@@ -214,8 +216,8 @@ def _check_place(path: Path) -> None:
             f"{path} is a file of {path.stat().st_size:,} bytes, and a checkpoint is a folder. "
             "Choose another path."
         )
-    names = {str(one.relative_to(path)) for one in path.rglob("*") if not one.is_dir()}
-    others = sorted(n for n in names if not any(fnmatch(n, own) for own in _OWN_NAMES))
+    names = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
+    others = sorted(n for n in names if not any(fnmatch(n, pattern) for pattern in _OWN_NAMES))
     if others and manifest.MANIFEST in names:
         with contextlib.suppress(CheckpointError):  # torn: its files are known by their names
             listed = {file.name for file in manifest.read(path).files}
@@ -320,8 +322,8 @@ def problem(error: OSError, path: Path) -> str:
     """Why a checkpoint could not be written, with numbers, and what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         try:
-            there = shutil.disk_usage(next(one for one in path.parents if one.is_dir()))
-            room = f"{there.free:,} of {there.total:,} bytes are free there"
+            usage = shutil.disk_usage(next(parent for parent in path.parents if parent.is_dir()))
+            room = f"{usage.free:,} of {usage.total:,} bytes are free there"
         except OSError:
             room = "how many bytes are free there is unknown"
         why = {

@@ -106,7 +106,7 @@ class Checkpoints(CellHook):
         try:
             with progress.during("saving") as tell:
                 tell("all ranks agree on what it holds")
-                told = self._ranks.call_all(
+                replies = self._ranks.call_all(
                     begin_save, str(target), token, asynchronous,
                     deadline_s=BEGIN_S, is_collective=True,
                 )  # fmt: skip
@@ -114,17 +114,17 @@ class Checkpoints(CellHook):
             self._stop(pending, "not all ranks have begun")
             self._pending = None
             raise _own(error, f"{target} was not saved") from error
-        begun = Started(
-            str(target), told[0].models, told[0].optimizers,
-            sum(one.own_bytes for one in told), told[0].notes, max(one.stall_s for one in told),
+        started = Started(
+            str(target), replies[0].models, replies[0].optimizers,
+            sum(reply.own_bytes for reply in replies), replies[0].notes, max(reply.stall_s for reply in replies),
         )  # fmt: skip
         if asynchronous:
-            return begun
+            return started
         try:
             saved = self._finish(pending)
         except KeyboardInterrupt as error:
             raise self._interrupted(pending) from error
-        return replace(saved, notes=begun.notes, elapsed_s=time.monotonic() - began_s)
+        return replace(saved, notes=started.notes, elapsed_s=time.monotonic() - began_s)
 
     def load(
         self,
@@ -152,17 +152,17 @@ class Checkpoints(CellHook):
         try:
             with progress.of_ranks(self._ranks, "loading") as tell:
                 tell("every rank reads and checks its part")
-                told: list[Loaded] = self._ranks.call_all(
+                replies: list[Loaded] = self._ranks.call_all(
                     load_checkpoint, str(source), models_only,
                     deadline_s=LOAD_S, is_collective=True,
                 )  # fmt: skip
         except BaseException as error:
             raise _own(error, f"{source} was not loaded") from error
         return replace(
-            told[0],
-            read_bytes=sum(one.read_bytes for one in told),
-            elapsed_s=max(one.elapsed_s for one in told),
-            notes=tuple(dict.fromkeys(note for one in told for note in one.notes)),
+            replies[0],
+            read_bytes=sum(reply.read_bytes for reply in replies),
+            elapsed_s=max(reply.elapsed_s for reply in replies),
+            notes=tuple(dict.fromkeys(note for reply in replies for note in reply.notes)),
         )
 
     def wait(self) -> Saved | None:
@@ -182,8 +182,8 @@ class Checkpoints(CellHook):
 
     def told_before(self) -> list[str]:
         """What became of an earlier save beside training, for the verb that waited for it; once."""
-        told, self._before = self._before, []
-        return told
+        messages, self._before = self._before, []
+        return messages
 
     def news(self) -> list[str]:
         """What is to be told of a save beside training that has failed; once. Returns soon."""
@@ -191,8 +191,8 @@ class Checkpoints(CellHook):
             with contextlib.suppress(CheckpointError):  # `_untold` has it
                 if (saved := self._look(self._pending)) is not None:
                     self._ended = [f"{saved.path} was saved at step {saved.step}"]
-        told, self._untold = self._untold, []
-        return told
+        messages, self._untold = self._untold, []
+        return messages
 
     def before(self, metadata: dict[str, Any]) -> list[str]:
         """A save beside training that has failed is told with the next cell."""
@@ -200,8 +200,8 @@ class Checkpoints(CellHook):
 
     def status(self) -> list[str]:
         """Where the last save beside training is, and what `news` tells."""
-        if (told := self.news()) or self._pending is None:
-            return [*told, *self._ended]
+        if (messages := self.news()) or self._pending is None:
+            return [*messages, *self._ended]
         done, total, phases = _far(self._states(self._pending))
         share = f"{100 * done // total} % of {size(total)}" if total else "0 %"
         return [f"saving {self._pending.path}: {share} written and compared ({phases})"]
@@ -283,7 +283,9 @@ class Checkpoints(CellHook):
     def _stop_in_vain(self, pending: _Pending, gone: list[int], states: dict[int, Saving]) -> None:
         """Tell rank 0 of a rank that cannot write its part any more, where it may not know."""
         why = [f"rank {rank} {self._how(rank)}" for rank in gone]
-        why += [one.failure for rank, one in states.items() if rank and one.state == FAILED]
+        why += [
+            saving.failure for rank, saving in states.items() if rank and saving.state == FAILED
+        ]
         if why and not pending.is_stopping:
             pending.is_stopping = True
             self._stop(pending, why[0])
@@ -294,13 +296,13 @@ class Checkpoints(CellHook):
 
     def _states(self, pending: _Pending) -> dict[int, Saving]:
         """How far each rank is that answers soon."""
-        asked = self._ranks.ask_all(lambda ask, rank: save_state(ask, rank, pending.token))
+        futures = self._ranks.ask_all(lambda ask, rank: save_state(ask, rank, pending.token))
         end_s = time.monotonic() + ANSWER_S
-        found = {}
-        for rank, future in asked.items():
+        states = {}
+        for rank, future in futures.items():
             with contextlib.suppress(TimeoutError, NbdistError):
-                found[rank] = future.result(max(0.0, end_s - time.monotonic()))
-        return found
+                states[rank] = future.result(max(0.0, end_s - time.monotonic()))
+        return states
 
     def _stop(self, pending: _Pending, why: str) -> dict[int, Future[bool]]:
         """Let all ranks end a save; by rank, whether it will end so."""
@@ -308,13 +310,15 @@ class Checkpoints(CellHook):
 
     def _interrupted(self, pending: _Pending) -> Interrupted:
         """Let the ranks end a save, and say what becomes of it. At most STOP_S."""
-        told = self._stop(pending, "the user interrupted it").get(0)
+        answer = self._stop(pending, "the user interrupted it").get(0)
         end_s = time.monotonic() + STOP_S
         is_stopped = False
         with contextlib.suppress(TimeoutError, NbdistError):
-            is_stopped = told is not None and told.result(ANSWER_S)
+            is_stopped = answer is not None and answer.result(ANSWER_S)
         states = self._states(pending)
-        while time.monotonic() < end_s and any(one.state == RUNNING for one in states.values()):
+        while time.monotonic() < end_s and any(
+            saving.state == RUNNING for saving in states.values()
+        ):
             time.sleep(POLL_S)
             states = self._states(pending)
         if is_stopped or (0 in states and states[0].state == FAILED):
@@ -347,7 +351,7 @@ def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> Exported:
     target = folder.resolved(path)
     try:
         with progress.of_ranks(ranks, "exporting", (0,)):
-            told: list[Exported] = ranks.call_all(
+            replies: list[Exported] = ranks.call_all(
                 write_weights, model, str(target),
                 deadline_s=EXPORT_S, is_collective=True,
             )  # fmt: skip
@@ -359,18 +363,18 @@ def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> Exported:
         ) is not None:
             raise refused from error
         raise
-    return told[0]
+    return replies[0]
 
 
 def _far(states: dict[int, Saving]) -> tuple[int, int, str]:
     """How many bytes of all of them are written and compared, and what ranks do now."""
-    done = sum(one.done_bytes for one in states.values())
-    total = sum(one.total_bytes for one in states.values())
+    done = sum(saving.done_bytes for saving in states.values())
+    total = sum(saving.total_bytes for saving in states.values())
     phases: dict[str, list[int]] = {}
-    for rank, one in states.items():
-        phases.setdefault(one.phase, []).append(rank)
-    told = "; ".join(f"{ranks_phrase(ranks)} {phase}" for phase, ranks in phases.items())
-    return done // 2, total // 2, told  # what is written counts once, what is compared again
+    for rank, saving in states.items():
+        phases.setdefault(saving.phase, []).append(rank)
+    phase_text = "; ".join(f"{ranks_phrase(ranks)} {phase}" for phase, ranks in phases.items())
+    return done // 2, total // 2, phase_text  # what is written counts once, what is compared again
 
 
 def _own(error: BaseException, what: str) -> BaseException:

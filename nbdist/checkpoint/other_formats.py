@@ -46,12 +46,12 @@ def instead(path: Path, manifest: str) -> str:
 
 
 def _folder(path: Path, manifest: str) -> str:
-    names = sorted(one.name for one in path.iterdir())
+    names = sorted(entry.name for entry in path.iterdir())
     if not names:
         return "the folder is empty."
-    for fits, told in _FOLDERS:
+    for fits, advice in _FOLDERS:
         if fits(set(names)):
-            return told
+            return advice
     inside = _checkpoints_in(path, manifest)
     if inside:
         return f"it is a folder of checkpoints. Name one of them: {inside}."
@@ -67,7 +67,7 @@ def _nothing(path: Path, manifest: str) -> str:
 def _checkpoints_in(path: Path, manifest: str) -> str:
     if not path.is_dir():
         return ""
-    names = sorted(one.parent.name for one in path.glob(f"[!.]*/{manifest}"))
+    names = sorted(file.parent.name for file in path.glob(f"[!.]*/{manifest}"))
     return ", ".join(names[-_MAX_NAMED:]) + (
         f" ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
     )

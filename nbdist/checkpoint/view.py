@@ -48,20 +48,20 @@ def loaded(done: Loaded, before: Sequence[str] = ()) -> View:
     return _lines([*before, *lines, *done.notes])
 
 
-def exported(told: Exported) -> View:
+def exported(result: Exported) -> View:
     """The file, that it was compared, what is tied or left out, and how to load it."""
-    size, took = units.exact_size(told.size_bytes), units.seconds(told.elapsed_s)
+    size, took = units.exact_size(result.size_bytes), units.seconds(result.elapsed_s)
     lines = [
-        f"{told.path}: {told.model}, {told.tensors} tensors, {size}, compared, in {took}",
+        f"{result.path}: {result.model}, {result.tensors} tensors, {size}, compared, in {took}",
     ]
-    if told.tied:
-        lines.append(f"in it once, with a note of their other names: {_few(told.tied)}")
-    if told.left_out:
-        lines.append(f"left out, as they are no tensors: {_few(told.left_out)}")
-    path = Path(told.path)
-    if CONFIG in told.configs and path.name == FILE:
-        lines.append(f'load it: {told.model}.from_pretrained("{path.parent}")')
-    elif CONFIG in told.configs:
+    if result.tied:
+        lines.append(f"in it once, with a note of their other names: {_few(result.tied)}")
+    if result.left_out:
+        lines.append(f"left out, as they are no tensors: {_few(result.left_out)}")
+    path = Path(result.path)
+    if CONFIG in result.configs and path.name == FILE:
+        lines.append(f'load it: {result.model}.from_pretrained("{path.parent}")')
+    elif CONFIG in result.configs:
         lines.append(f"transformers looks for {FILE}: rename it, or name the folder alone")
     else:
         lines.append(f'load it: safetensors.torch.load_model(model, "{path}")')
@@ -108,6 +108,6 @@ def _few(names: tuple[str, ...]) -> str:
 
 
 def _lines(lines: Iterable[str]) -> View:
-    kept = list(lines)
-    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(one)}</div>' for one in kept)
-    return View("\n".join(kept), body)
+    texts = list(lines)
+    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(text)}</div>' for text in texts)
+    return View("\n".join(texts), body)

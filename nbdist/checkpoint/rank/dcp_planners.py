@@ -67,7 +67,7 @@ class Tensors:
         """Add one; its name."""
         name = ".".join(path)
         self.shapes[name], self.dtypes[name] = tuple(shape), dtype
-        others = {".".join(one): one for one in aliases}
+        others = {".".join(alias): alias for alias in aliases}
         self.paths |= {name: path, **others}
         self.aliases[name] = tuple(others)
         return name
@@ -119,19 +119,19 @@ class Saver(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's boxes."""
-        return SavePlan([self._item(one) for one in self._parts if one.writer == self._rank])
+        return SavePlan([self._item(part) for part in self._parts if part.writer == self._rank])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The plans as they are, and what is known of all tensors, under each of their names."""
         tensors = self._tensors
         boxes: dict[str, list[ChunkStorageMetadata]] = {}
-        for one in self._parts:
-            boxes.setdefault(one.name, []).append(_box(one.chunk))
-        known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for part in self._parts:
+            boxes.setdefault(part.name, []).append(_box(part.chunk))
+        stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, shape in tensors.shapes.items():
-            told = TensorStorageMetadata(tensors.properties(name), torch.Size(shape), boxes[name])
-            known |= dict.fromkeys((name, *tensors.aliases[name]), told)
-        return all_plans, Metadata(known, planner_data=dict(tensors.paths))
+            entry = TensorStorageMetadata(tensors.properties(name), torch.Size(shape), boxes[name])
+            stored |= dict.fromkeys((name, *tensors.aliases[name]), entry)
+        return all_plans, Metadata(stored, planner_data=dict(tensors.paths))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Leave the plan as it is."""
@@ -141,10 +141,10 @@ class Saver(SavePlanner):
         """The values of a box."""
         return self._value(spot(write_item.index))
 
-    def _item(self, one: Part) -> WriteItem:
-        size = torch.Size(self._tensors.shapes[one.name])
-        data = TensorWriteData(_box(one.chunk), self._tensors.properties(one.name), size)
-        index = MetadataIndex(one.name, one.chunk.offsets)
+    def _item(self, part: Part) -> WriteItem:
+        size = torch.Size(self._tensors.shapes[part.name])
+        data = TensorWriteData(_box(part.chunk), self._tensors.properties(part.name), size)
+        index = MetadataIndex(part.name, part.chunk.offsets)
         return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
@@ -176,10 +176,14 @@ class Loader(LoadPlanner):
         """What this rank reads; each element of its boxes once, where the saved ones are whole."""
         assert self._metadata is not None
         items = []
-        for name, (_, own) in self._wanted.items():
+        for name, (_, chunks) in self._wanted.items():
             saved: Any = self._metadata.state_dict_metadata[name]
-            for chunk in own:
-                items += [i for one in saved.chunks if (i := _common(name, one, chunk)) is not None]
+            for chunk in chunks:
+                items += [
+                    item
+                    for saved_chunk in saved.chunks
+                    if (item := _common(name, saved_chunk, chunk)) is not None
+                ]
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -218,15 +222,17 @@ def _box(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
 
 
-def _common(name: str, saved: ChunkStorageMetadata, own: Chunk) -> ReadItem | None:
+def _common(name: str, saved: ChunkStorageMetadata, chunk: Chunk) -> ReadItem | None:
     """What a saved box and one of this rank's have in common."""
-    begin = [max(a, b) for a, b in zip(saved.offsets, own.offsets, strict=True)]
-    ends = zip(saved.offsets, saved.sizes, own.offsets, own.sizes, strict=True)
+    begin = [max(a, b) for a, b in zip(saved.offsets, chunk.offsets, strict=True)]
+    ends = zip(saved.offsets, saved.sizes, chunk.offsets, chunk.sizes, strict=True)
     end = [min(a + m, b + n) for a, m, b, n in ends]
     lengths = [last - first for first, last in zip(begin, end, strict=True)]
     if any(length <= 0 for length in lengths):
         return None
-    local = [at + first - off for at, first, off in zip(own.local, begin, own.offsets, strict=True)]
+    local = [
+        at + first - off for at, first, off in zip(chunk.local, begin, chunk.offsets, strict=True)
+    ]
     inside = [first - off for first, off in zip(begin, saved.offsets, strict=True)]
     return ReadItem(
         LoadItemType.TENSOR,

@@ -83,26 +83,26 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     what, folder = f"Loading {path}", Path(path)
     all_or_none(what, refuse_if_running)
     all_or_none(what, lambda: rank() == 0 and checkpoint_checkpoint_folder.recover(folder))
-    told = all_or_none(what, lambda: manifest.read(folder))
+    manifests = all_or_none(what, lambda: manifest.read(folder))
     with same_random(), progress.during("loading"):
-        found = find(what)
-        all_or_none(what, lambda: _same(folder, told))
-        saved = told[rank()]
+        live = find(what)
+        all_or_none(what, lambda: _same(folder, manifests))
+        saved = manifests[rank()]
         all_or_none(what, lambda: _check_files(folder, saved))
         if is_models_only:
-            found.optimizers, found.accelerators = [], []
+            live.optimizers, live.accelerators = [], []
             saved = replace(saved, optimizers=(), extra={**saved.extra, "optimizers": []})
-        made: list[tuple[Read, restore.Plan]] = []
-        all_or_none(what, lambda: made.append(_prepared(folder, saved, found)))
-        ((read, plan),) = made
+        prepared: list[tuple[Read, restore.Plan]] = []
+        all_or_none(what, lambda: prepared.append(_prepared(folder, saved, live)))
+        ((read, plan),) = prepared
         _put(what, plan)
     notes = list(plan.notes)
     if not is_models_only:
         notes += restore.generators(read.states, saved)
     return Loaded(
         path=path,
-        models=tuple(model.name for model in found.models),
-        optimizers=tuple(stepping.name for stepping in found.optimizers),
+        models=tuple(model.name for model in live.models),
+        optimizers=tuple(optimizer.name for optimizer in live.optimizers),
         step=saved.step,
         saved_as=saved.strategy,
         loaded_as=registry.current(),
@@ -115,15 +115,15 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
 
 def _prepared(folder: Path, saved: Checkpoint, found: LiveObjects) -> tuple[Read, restore.Plan]:
     """All that can fail. This rank alone."""
-    matched = _matched(folder, saved, found)
-    one = Read(saved, dcp_metadata.read(folder, saved), plain_state.read(folder))
+    match = _matched(folder, saved, found)
+    read = Read(saved, dcp_metadata.read(folder, saved), plain_state.read(folder))
     shapes = {
         name: tuple(stored.size)
-        for name, stored in one.known.state_dict_metadata.items()
+        for name, stored in read.known.state_dict_metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
-    _fill(folder, one, restore.wanted(one.states, matched, shapes))
-    return one, restore.plan(one.states, one.values, matched)
+    _fill(folder, read, restore.wanted(read.states, match, shapes))
+    return read, restore.plan(read.states, read.values, match)
 
 
 def _put(what: str, plan: restore.Plan) -> None:
@@ -163,8 +163,8 @@ def _commit(what: str, plan: restore.Plan) -> None:
         ) from error
 
 
-def _same(folder: Path, told: list[Checkpoint]) -> None:
-    odd = [number for number, one in enumerate(told) if one != told[0]]
+def _same(folder: Path, manifests: list[Checkpoint]) -> None:
+    odd = [number for number, saved in enumerate(manifests) if saved != manifests[0]]
     if odd:
         raise CheckpointError(
             f"rank {odd[0]} finds another checkpoint at {folder} than rank 0. Load from a folder "
@@ -176,8 +176,8 @@ def _check_files(folder: Path, saved: Checkpoint) -> None:
     """Each file is read by one rank and compared with its checksum; lengths by all."""
     progress.tell("comparing files with their checksums")
     manifest.check_files(folder, saved)
-    own = replace(saved, files=saved.files[rank() :: world_size()])
-    manifest.check_files(folder, own, reads_all=True)
+    rank_share = replace(saved, files=saved.files[rank() :: world_size()])
+    manifest.check_files(folder, rank_share, reads_all=True)
 
 
 def _matched(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.Matched:
@@ -188,9 +188,9 @@ def _matched(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.Mat
     """
     pairs = {
         what: _paired(
-            [str(n) for n in saved.extra.get(what, ())], [one.name for one in live], what, folder
+            [str(n) for n in saved.extra.get(what, ())], [item.name for item in items], what, folder
         )
-        for what, live in (("models", found.models), ("optimizers", found.optimizers))
+        for what, items in (("models", found.models), ("optimizers", found.optimizers))
     }
     models = _chosen(pairs["models"], saved.extra["models"], saved.models, found.models)
     steps = _chosen(
@@ -200,23 +200,27 @@ def _matched(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.Mat
     wrong = mismatches(
         replace(
             saved,
-            models=tuple(one for _, one, _ in models),
-            optimizers=tuple(one for _, one, _ in steps),
+            models=tuple(record for _, record, _ in models),
+            optimizers=tuple(record for _, record, _ in steps),
         ),
         [model.saved() for _, _, model in models],
-        [one.saved(there) for _, _, one in steps],
+        [optimizer.saved(there) for _, _, optimizer in steps],
     )
-    bad = [one for one in wrong if one.verdict == BAD]
+    bad = [finding for finding in wrong if finding.verdict == BAD]
     if bad:
-        told = " ".join(f"{one.name}: {one.found}." for one in bad[:3])
+        text = " ".join(f"{finding.name}: {finding.found}." for finding in bad[:3])
         more = f" And {len(bad) - 3} more kinds of differences." if len(bad) > 3 else ""
         advice = bad[0].what[:1].upper() + bad[0].what[1:]
-        raise CheckpointError(f"{folder} does not fit: {told}{more} {advice}. Nothing was changed.")
-    notes = tuple(f"{one.name}: {one.found}; {one.why}" for one in wrong if one.verdict != BAD)
+        raise CheckpointError(f"{folder} does not fit: {text}{more} {advice}. Nothing was changed.")
+    notes = tuple(
+        f"{finding.name}: {finding.found}; {finding.why}"
+        for finding in wrong
+        if finding.verdict != BAD
+    )
     return restore.Matched(
         found,
         [(old, model) for old, _, model in models],
-        [(old, one) for old, _, one in steps],
+        [(old, optimizer) for old, _, optimizer in steps],
         notes,
     )
 
@@ -227,13 +231,13 @@ def _chosen(
     """(name there, the manifest's record of it, live one), in the order of the live ones."""
     there = dict(zip(names, records, strict=True))
     old = {here: name for name, here in pairs}
-    return [(old[one.name], there[old[one.name]], one) for one in live]
+    return [(old[item.name], there[old[item.name]], item) for item in live]
 
 
 def _paired(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple[str, str]]:
     """(name there, name here): by names, or the only one with the only one."""
     if sorted(old) == sorted(new):
-        return [(one, one) for one in old]
+        return [(name, name) for name in old]
     if len(old) == len(new) == 1:
         return [(old[0], new[0])]
     raise CheckpointError(
@@ -243,11 +247,11 @@ def _paired(old: list[str], new: list[str], what: str, folder: Path) -> list[tup
     )
 
 
-def _fill(folder: Path, one: Read, wanted: Mapping[str, Placement]) -> None:
+def _fill(folder: Path, read: Read, wanted: Mapping[str, Placement]) -> None:
     """Read this rank's part of each tensor, from whichever files it is in."""
-    asked = {}
+    targets = {}
     for name, side in wanted.items():
-        stored = one.known.state_dict_metadata.get(name)
+        stored = read.known.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(f"{folder} has no {name}, which its manifest names.")
         if tuple(stored.size) != side.layout.shape:
@@ -258,11 +262,11 @@ def _fill(folder: Path, one: Read, wanted: Mapping[str, Placement]) -> None:
         shape = local_shape(side.layout, side.degrees, rank())
         if shape is None:
             continue
-        one.values[name] = torch.empty(shape, dtype=stored.properties.dtype)
-        asked[name] = (one.values[name], own_chunks(side, world_size(), rank()))
-    planner, reader = Loader(asked), FileSystemReader(folder)
-    planner.set_up_planner({}, one.known)
-    reader.set_up_storage_reader(one.known, is_coordinator=False)
+        read.values[name] = torch.empty(shape, dtype=stored.properties.dtype)
+        targets[name] = (read.values[name], own_chunks(side, world_size(), rank()))
+    planner, reader = Loader(targets), FileSystemReader(folder)
+    planner.set_up_planner({}, read.known)
+    reader.set_up_storage_reader(read.known, is_coordinator=False)
     try:
         reader.read_data(planner.create_local_plan(), planner).wait()
     except OSError as error:

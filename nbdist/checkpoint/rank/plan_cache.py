@@ -88,28 +88,28 @@ def forget() -> None:
     _plans.clear()
 
 
-def store(token: str, found: LiveObjects, contents: CheckpointTensors) -> None:
+def store(token: str, live: LiveObjects, contents: CheckpointTensors) -> None:
     """Note what a save has found, unless it cannot be told from a look whether it still holds.
 
     Args:
         token: Of the save: the same on all ranks.
-        found: What it has found.
+        live: What it has found.
         contents: What it saves.
     """
     forget()
-    if not _is_all_there_is(found):
+    if not _is_all_there_is(live):
         return
-    values = _values(found)
+    values = _values(live)
     if any(value is None for value in values.values()):
         return
     plan = _Plan(
         token=token,
-        objects=[weakref.ref(part) for part in _objects_of(found)],
-        prepared=[save_state.numbers(accelerator) for accelerator in found.accelerators],
-        models=[(model.name, model.names, model.dtypes) for model in found.models],
-        optimizers=[(step.name, step.labels, _agreed(step)) for step in found.optimizers],
+        objects=[weakref.ref(part) for part in _objects_of(live)],
+        prepared=[save_state.numbers(accelerator) for accelerator in live.accelerators],
+        models=[(model.name, model.names, model.dtypes) for model in live.models],
+        optimizers=[(step.name, step.labels, _agreed(step)) for step in live.optimizers],
         looks=_looks(values),
-        names={key: _name(found, key) for key in values},
+        names={key: _name(live, key) for key in values},
         contents=replace(contents, held={}),
     )
     _plans.append(plan)
@@ -121,60 +121,60 @@ def lookup() -> CachedPlan | None:
         return None
     plan = _plans[0]
     with torch.no_grad():
-        found = _found_again(plan)
-        if found is None:
+        live = _found_again(plan)
+        if live is None:
             return None
-        values = _values(found)
+        values = _values(live)
     numbers = _numbers(plan, values) if _looks(values) == plan.looks else None
-    if numbers is None or (rank() == 0 and not _has_same_names(found)):
+    if numbers is None or (rank() == 0 and not _has_same_names(live)):
         return None
     tensors = {plan.names[k]: v for k, v in values.items() if isinstance(v, torch.Tensor)}
-    return CachedPlan(found, replace(plan.contents, held=tensors), (plan.token, numbers))
+    return CachedPlan(live, replace(plan.contents, held=tensors), (plan.token, numbers))
 
 
-def agreed(recalled: CachedPlan | None, told: Iterable[Told | None]) -> bool:
+def agreed(recalled: CachedPlan | None, keys: Iterable[Told | None]) -> bool:
     """Whether the last save's plan counts on all ranks, with the same numbers, which it gets then.
 
     Args:
         recalled: By this rank.
-        told: By all ranks.
+        keys: By all ranks.
     """
     if recalled is None:
         return False
     token, _ = recalled.told
-    everyone = [numbers for other, numbers in filter(None, told) if other == token]
+    everyone = [numbers for other, numbers in filter(None, keys) if other == token]
     common = {place: value for numbers in everyone for place, value in numbers.items()}
     if len(everyone) < world_size() or any(
         _differ(value, common[place]) for numbers in everyone for place, value in numbers.items()
     ):
         return False
-    for at, stepping in enumerate(recalled.found.optimizers):
-        before = _agreed(stepping)
+    for at, optimizer in enumerate(recalled.found.optimizers):
+        before = _agreed(optimizer)
         entries = {
             (name, key): replace(entry, value=common[at, key]) if entry.kind == "number" else entry
             for (name, key), entry in before.entries.items()
         }
-        stepping.stepper.agreed = replace(before, entries=entries)
+        optimizer.stepper.agreed = replace(before, entries=entries)
     return True
 
 
-def _is_all_there_is(found: LiveObjects) -> bool:
+def _is_all_there_is(live: LiveObjects) -> bool:
     """Whether a look at this rank's objects finds the same, and no rank is needed for it."""
-    models = [model.one for model in found.models]
+    models = [model.one for model in live.models]
     optimizers = prepared_optimizers(models)
     here = _objects(registry.prepared(), optimizers or [], finding.accelerators_here())
-    entries = [entry for step in found.optimizers for entry in _agreed(step).entries.values()]
+    entries = [entry for step in live.optimizers for entry in _agreed(step).entries.values()]
     return (
         optimizers is not None
-        and _ids(here) == _ids(_objects_of(found))
-        and not any(model.is_flat for model in found.models)
+        and _ids(here) == _ids(_objects_of(live))
+        and not any(model.is_flat for model in live.models)
         and all(entry.kind != "other" for entry in entries)
     )
 
 
-def _objects_of(found: LiveObjects) -> list[object]:
-    models = [model.one for model in found.models]
-    return _objects(models, [step.optimizer for step in found.optimizers], found.accelerators)
+def _objects_of(live: LiveObjects) -> list[object]:
+    models = [model.one for model in live.models]
+    return _objects(models, [step.optimizer for step in live.optimizers], live.accelerators)
 
 
 def _objects(
@@ -184,19 +184,19 @@ def _objects(
     return [*models, *(model.built for model in models), *optimizers, *accelerators]
 
 
-def _agreed(stepping: PreparedOptimizer) -> MergedState:
-    assert stepping.stepper.agreed is not None
-    return stepping.stepper.agreed
+def _agreed(optimizer: PreparedOptimizer) -> MergedState:
+    assert optimizer.stepper.agreed is not None
+    return optimizer.stepper.agreed
 
 
-def _values(found: LiveObjects) -> dict[_Key, Any]:
+def _values(live: LiveObjects) -> dict[_Key, Any]:
     """This rank's part of all that is saved; None where other ranks are needed to say it."""
     values: dict[_Key, Any] = {
         (model.place, first): tensor
-        for model in found.models
+        for model in live.models
         for first, tensor in model.held.items()
     }
-    for at, step in enumerate(found.optimizers):
+    for at, step in enumerate(live.optimizers):
         for name, (_, _, parameter) in step.stepper.names.items():
             for key, value in step.optimizer.state.get(parameter, {}).items():
                 values[at, name, key] = _local(value, parameter)
@@ -217,12 +217,12 @@ def _looks(values: Mapping[_Key, Any]) -> dict[_Key, tuple[Any, Any]]:
     }
 
 
-def _name(found: LiveObjects, key: _Key) -> str:
+def _name(live: LiveObjects, key: _Key) -> str:
     """Of a value in the checkpoint."""
     at, *names = key
     if len(names) == 1:
-        return f"{MODEL}.{found.models[at].name}.{names[0]}"
-    return ".".join(state_path(found.optimizers[at], *names))
+        return f"{MODEL}.{live.models[at].name}.{names[0]}"
+    return ".".join(state_path(live.optimizers[at], *names))
 
 
 def _found_again(plan: _Plan) -> LiveObjects | None:
@@ -240,9 +240,9 @@ def _found_again(plan: _Plan) -> LiveObjects | None:
     for place, (model, (name, names, dtypes)) in enumerate(zip(prepared, plan.models, strict=True)):
         fsdp.settle(model.built.job.root)
         values = local_state(model)
-        held = {first: values[first] for first in names if first in values}
-        models.append(Model(name, place, model, names, dtypes, held))
-    steppings = []
+        tensors = {first: values[first] for first in names if first in values}
+        models.append(Model(name, place, model, names, dtypes, tensors))
+    prepared_optimizers_ = []
     for optimizer, (name, labels, before) in zip(optimizers, plan.optimizers, strict=True):
         here = registry.names_in(optimizer)
         if list(here) != list(labels):
@@ -250,8 +250,8 @@ def _found_again(plan: _Plan) -> LiveObjects | None:
         local = LocalState(before.optimizer, before.number, before.names, {}, {})
         stepper = Stepper(optimizer, here, local, before)
         others = sum(len(group["params"]) for group in optimizer.param_groups) - len(here)
-        steppings.append(PreparedOptimizer(name, stepper, labels, others))
-    return LiveObjects(models, steppings, accelerators)
+        prepared_optimizers_.append(PreparedOptimizer(name, stepper, labels, others))
+    return LiveObjects(models, prepared_optimizers_, accelerators)
 
 
 def _numbers(plan: _Plan, values: Mapping[_Key, Any]) -> Numbers | None:
@@ -267,19 +267,19 @@ def _numbers(plan: _Plan, values: Mapping[_Key, Any]) -> Numbers | None:
     return numbers
 
 
-def _differ(one: Any, other: Any) -> bool:
-    if type(one) is type(other) and one == other and one:
+def _differ(number: Any, other: Any) -> bool:
+    if type(number) is type(other) and number == other and number:
         return False
-    return repr(one) != repr(other)  # not a number is like itself, zero not like minus zero
+    return repr(number) != repr(other)  # not a number is like itself, zero not like minus zero
 
 
-def _has_same_names(found: LiveObjects) -> bool:
+def _has_same_names(live: LiveObjects) -> bool:
     """Whether the user's variables are called as they were. On rank 0, whose names count."""
     now = finding.variable_names(
-        [model.one for model in found.models], [step.stepper for step in found.optimizers],
-        found.accelerators,
+        [model.one for model in live.models], [step.stepper for step in live.optimizers],
+        live.accelerators,
     )  # fmt: skip
-    return now == ([model.name for model in found.models], [step.name for step in found.optimizers])
+    return now == ([model.name for model in live.models], [step.name for step in live.optimizers])
 
 
 def _ids(several: Iterable[Any]) -> list[int]:

@@ -41,10 +41,10 @@ class Matched:
     optimizers: Sequence[tuple[str, PreparedOptimizer]]
     notes: tuple[str, ...] = ()
 
-    def keys(self, one: PreparedOptimizer) -> dict[str, str]:
+    def keys(self, optimizer: PreparedOptimizer) -> dict[str, str]:
         """A parameter's label in the checkpoint -> its unique name in a live optimizer."""
-        there = {model.name: old for old, model in self.models}
-        return {label: key for key, label in one.labels_as(there).items()}
+        saved_names = {model.name: old for old, model in self.models}
+        return {label: key for key, label in optimizer.labels_as(saved_names).items()}
 
 
 @dataclass(slots=True)
@@ -108,69 +108,69 @@ def wanted(
     Raises:
         CheckpointError: A state has a form of its own that does not go with the strategy.
     """
-    found = {}
+    placements = {}
     for old, model in matched.models:
         for first in model.names:
-            found[f"{MODEL}.{old}.{first}"] = model.side(first)
-    for old, one in matched.optimizers:
-        keys = matched.keys(one)
+            placements[f"{MODEL}.{old}.{first}"] = model.side(first)
+    for old, optimizer in matched.optimizers:
+        keys = matched.keys(optimizer)
         for entry in _entries(states, old):
-            side, name = state_side(one, keys[entry["parameter"]]), _name(old, entry)
+            side, name = state_side(optimizer, keys[entry["parameter"]]), _name(old, entry)
             if entry["kind"] == "tensor":
-                found[name] = side
+                placements[name] = side
             elif entry["kind"] == "other":
-                found[name] = _own_form(one, entry, side, shapes[name])
-    return found
+                placements[name] = _own_form(optimizer, entry, side, shapes[name])
+    return placements
 
 
-def plan(states: Mapping[str, Any], values: Mapping[str, torch.Tensor], matched: Matched) -> Plan:
+def plan(states: Mapping[str, Any], values: Mapping[str, torch.Tensor], match: Matched) -> Plan:
     """What each live object gets. This rank alone; nothing is changed.
 
     Raises:
         CheckpointError: Schedulers or own objects are others than those that were saved.
     """
-    made = Plan(
+    result = Plan(
         [
             (model, {n: values[k] for n in model.names if (k := f"{MODEL}.{old}.{n}") in values})
-            for old, model in matched.models
+            for old, model in match.models
         ],
-        [_steps(states, values, matched, old, one) for old, one in matched.optimizers],
-        notes=list(matched.notes),
+        [_steps(states, values, match, old, optimizer) for old, optimizer in match.optimizers],
+        notes=list(match.notes),
     )
-    if matched.found.accelerators:
-        _plan_accelerators(made, states["accelerators"], matched.found.accelerators)
-    return made
+    if match.found.accelerators:
+        _plan_accelerators(result, states["accelerators"], match.found.accelerators)
+    return result
 
 
-def objects(one: Plan) -> None:
+def objects(plan: Plan) -> None:
     """Let the user's own objects take over their states: their code may fail. This rank alone."""
-    one.before = [(own, copy.deepcopy(own.state_dict())) for own, _ in one.objects]
+    plan.before = [(stateful, copy.deepcopy(stateful.state_dict())) for stateful, _ in plan.objects]
     try:
-        for own, state in one.objects:
-            own.load_state_dict(state)
+        for stateful, state in plan.objects:
+            stateful.load_state_dict(state)
     except BaseException:
-        objects_back(one)
+        objects_back(plan)
         raise
 
 
-def objects_back(one: Plan) -> None:
+def objects_back(plan: Plan) -> None:
     """Put the user's own objects back. This rank alone."""
-    for own, state in one.before:
-        own.load_state_dict(state)
+    for stateful, state in plan.before:
+        stateful.load_state_dict(state)
 
 
-def commit(one: Plan) -> None:
+def commit(plan: Plan) -> None:
     """Put all values in place. Meets no rank, except under FSDP1."""
     with torch.no_grad():
-        for model, values in one.models:
+        for model, values in plan.models:
             _commit_model(model, values)
-        for steps in one.steps:
-            _commit_steps(steps)
-    for own, state in (*one.schedulers, *one.scalers):
-        own.load_state_dict(state)
-    for loader, state in one.loaders:
+        for optimizer_plan in plan.steps:
+            _commit_steps(optimizer_plan)
+    for stateful, state in (*plan.schedulers, *plan.scalers):
+        stateful.load_state_dict(state)
+    for loader, state in plan.loaders:
         loader.resume(state)
-    for accelerator, step in one.counts:
+    for accelerator, step in plan.counts:
         accelerator.step = step
 
 
@@ -194,16 +194,16 @@ def generators(states: Mapping[str, Any], saved: Checkpoint) -> list[str]:
 
 
 def _entries(states: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = states["optimizers"][name]["entries"]
-    return found
+    entries: list[dict[str, Any]] = states["optimizers"][name]["entries"]
+    return entries
 
 
 def _own_form(
-    one: PreparedOptimizer, entry: Mapping[str, Any], side: Placement, shape: tuple[int, ...]
+    optimizer: PreparedOptimizer, entry: Mapping[str, Any], side: Placement, shape: tuple[int, ...]
 ) -> Placement:
     if not is_whole(side):
         raise CheckpointError(
-            f"{type(one.optimizer).__name__} keeps {entry['key']!r} of {entry['parameter']} in its "
+            f"{type(optimizer.optimizer).__name__} keeps {entry['key']!r} of {entry['parameter']} in its "
             "own form, which cannot be split as the strategy asks. Load it under ddp or single, or "
             "the models alone: %dist_load PATH --models-only. Nothing was changed."
         )
@@ -217,12 +217,12 @@ def _name(old: str, entry: Mapping[str, Any]) -> str:
 def _steps(
     states: Mapping[str, Any],
     values: Mapping[str, torch.Tensor],
-    matched: Matched,
+    match: Matched,
     old: str,
-    one: PreparedOptimizer,
+    optimizer: PreparedOptimizer,
 ) -> _Steps:
-    keys = matched.keys(one)
-    stepper = one.stepper
+    keys = match.keys(optimizer)
+    stepper = optimizer.stepper
     entries = {
         (keys[entry["parameter"]], entry["key"]): StateEntry(
             entry["kind"],
@@ -234,37 +234,37 @@ def _steps(
         for entry in _entries(states, old)
     }
     names = tuple(stepper.names)
-    agreed = MergedState(type(one.optimizer).__name__, stepper.local.number, names, entries)
-    found = _Steps(one, agreed, groups=states["optimizers"][old]["groups"])
+    agreed = MergedState(type(optimizer.optimizer).__name__, stepper.local.number, names, entries)
+    result = _Steps(optimizer, agreed, groups=states["optimizers"][old]["groups"])
     read = {
         (keys[entry["parameter"]], entry["key"]): values[name]
         for entry in _entries(states, old)
         if (name := _name(old, entry)) in values
     }
-    if one.whole is not None:
-        found.whole = _whole(found, read)
-        return found
+    if optimizer.whole is not None:
+        result.whole = _whole(result, read)
+        return result
     for place, value in read.items():
         device = local_of(stepper.names[place[0]][2]).device
         if entries[place].kind == "other":
-            found.others[place] = value.to(device)
+            result.others[place] = value.to(device)
             continue
         label = agreed.label(place)
         live = stepper.local.tensors.get(label)
         if live is not None and live.shape == value.shape and live.dtype == value.dtype:
-            found.parts[label] = live
-            found.copies.append((live, value))
+            result.parts[label] = live
+            result.copies.append((live, value))
         else:
-            found.parts[label] = value.to(device)
-    return found
+            result.parts[label] = value.to(device)
+    return result
 
 
-def _whole(found: _Steps, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
+def _whole(plan: _Steps, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
     """As `wholes.full_optimizer_state` gives it: unique names, whole tensors."""
-    keys = list(found.one.stepper.names)
-    labels = found.one.labels
+    keys = list(plan.one.stepper.names)
+    labels = plan.one.labels
     state: dict[str, dict[str, Any]] = {}
-    for (key, name), entry in found.agreed.entries.items():
+    for (key, name), entry in plan.agreed.entries.items():
         value: Any = read.get((key, name))
         if entry.kind == "number":
             value = entry.value
@@ -272,13 +272,13 @@ def _whole(found: _Steps, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
                 value = torch.tensor(value, dtype=entry.dtype)
         state.setdefault(key, {})[name] = value
     here = {label: key for key, label in labels.items()}
-    own = found.one.groups()
+    groups = plan.one.groups()
     assert len(keys) == len(here)
     return {
         "state": state,
         "param_groups": [
             {**live, **_settings(saved), "params": [here[label] for label in live["params"]]}
-            for live, saved in zip(own, found.groups, strict=True)
+            for live, saved in zip(groups, plan.groups, strict=True)
         ],
     }
 
@@ -287,62 +287,66 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OWN_SETTINGS}
 
 
-def _commit_steps(steps: _Steps) -> None:
-    optimizer = steps.one.optimizer
-    if steps.whole is not None:
-        load_full_optimizer_state(optimizer, steps.whole)
+def _commit_steps(plan: _Steps) -> None:
+    optimizer = plan.one.optimizer
+    if plan.whole is not None:
+        load_full_optimizer_state(optimizer, plan.whole)
         return
-    for live, value in steps.copies:
+    for live, value in plan.copies:
         live.copy_(value)
-    held = {key: parameter for key, (_, _, parameter) in steps.one.stepper.names.items()}
-    for (key, state), value in steps.others.items():
-        optimizer.state[held[key]][state] = value
-    sides = {key: state_side(steps.one, key) for key in held}
-    write(optimizer, steps.agreed, steps.parts, held, held, sides)
-    for group, settings in zip(optimizer.param_groups, steps.groups, strict=True):
+    parameters = {key: parameter for key, (_, _, parameter) in plan.one.stepper.names.items()}
+    for (key, state), value in plan.others.items():
+        optimizer.state[parameters[key]][state] = value
+    sides = {key: state_side(plan.one, key) for key in parameters}
+    write(optimizer, plan.agreed, plan.parts, parameters, parameters, sides)
+    for group, settings in zip(optimizer.param_groups, plan.groups, strict=True):
         for key, value in _settings(settings).items():
-            own = group.get(key)
-            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
-                own.copy_(value)
+            current = group.get(key)
+            if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+                current.copy_(value)
             else:
                 group[key] = value
 
 
-def _plan_accelerators(made: Plan, saved: Sequence[Mapping[str, Any]], live: Sequence[Any]) -> None:
+def _plan_accelerators(plan: Plan, saved: Sequence[Mapping[str, Any]], live: Sequence[Any]) -> None:
     """What schedulers, loaders, scalers and own objects get, in the order of their preparing."""
-    made.schedulers = _alike(
+    plan.schedulers = _alike(
         "schedulers",
-        [pair for one in saved for pair in one["schedulers"]],
-        [(type(s.scheduler).__name__, s) for one in live for s in one._schedulers],  # noqa: SLF001
+        [pair for accelerator in saved for pair in accelerator["schedulers"]],
+        [(type(s.scheduler).__name__, s) for accelerator in live for s in accelerator._schedulers],  # noqa: SLF001
     )
-    made.objects = _alike(
+    plan.objects = _alike(
         "objects of register_for_checkpointing",
-        [pair for one in saved for pair in one["objects"]],
-        [(type(o).__name__, o) for one in live for o in one._custom_objects],  # noqa: SLF001
+        [pair for accelerator in saved for pair in accelerator["objects"]],
+        [(type(o).__name__, o) for accelerator in live for o in accelerator._custom_objects],  # noqa: SLF001
     )
-    there = [state for one in saved for state in one["loaders"]]
-    here = [loader for one in live for loader in one._dataloaders]  # noqa: SLF001
+    there = [state for accelerator in saved for state in accelerator["loaders"]]
+    here = [loader for accelerator in live for loader in accelerator._dataloaders]  # noqa: SLF001
     if len(there) == len(here):
-        made.loaders = [
+        plan.loaders = [
             (loader, state)
             for loader, state in zip(here, there, strict=True)
             if state is not None and hasattr(loader, "resume")
         ]
     else:
-        made.notes.append(
+        plan.notes.append(
             f"data loaders stay where they are: {len(there)} were saved, and {len(here)} are here"
         )
-    scale = next((one["scaler"] for one in saved if one["scaler"] is not None), None)
-    scalers = [one.scaler for one in live if one.scaler is not None]
+    scale = next(
+        (accelerator["scaler"] for accelerator in saved if accelerator["scaler"] is not None), None
+    )
+    scalers = [accelerator.scaler for accelerator in live if accelerator.scaler is not None]
     if scale is not None:
-        made.scalers = [(scaler, scale) for scaler in scalers]
+        plan.scalers = [(scaler, scale) for scaler in scalers]
     if (scale is None) != (not scalers):
         is_lost = "is not used: nothing computes in fp16 here" if scalers == [] else ""
-        made.notes.append(
+        plan.notes.append(
             f"the saved scale of fp16 {is_lost}" if is_lost
             else "the scale of fp16 begins as it is: none was saved"
         )  # fmt: skip
-    made.counts = [(one, state["step"]) for one, state in zip(live, saved, strict=False)]
+    plan.counts = [
+        (accelerator, state["step"]) for accelerator, state in zip(live, saved, strict=False)
+    ]
 
 
 def _alike(
@@ -355,4 +359,4 @@ def _alike(
             f"{', '.join(here) or 'none'} here. Prepare the same, in the same order, or load the "
             "models alone: %dist_load PATH --models-only. Nothing was changed."
         )
-    return [(own, state) for (_, own), (_, state) in zip(live, saved, strict=True)]
+    return [(stateful, state) for (_, stateful), (_, state) in zip(live, saved, strict=True)]

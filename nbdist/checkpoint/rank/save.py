@@ -60,52 +60,54 @@ def begin(path: str, token: str, is_async: bool) -> Begun:
     """
     began_s = time.perf_counter()
     what = f"Saving {path}"
-    one = Write(Job(token, path, Meter()))
+    write = Write(Job(token, path, Meter()))
     with same_random():
         try:
-            found = _agree(what, one)
-            all_or_none(what, lambda: _take(one, found, is_copied=is_async))
-            one.contents.held.clear()
+            live = _agree(what, write)
+            all_or_none(what, lambda: _take(write, live, is_copied=is_async))
+            write.contents.held.clear()
             begun = Begun(
-                models=tuple(model.name for model in found.models),
-                optimizers=tuple(stepping.name for stepping in found.optimizers),
-                own_bytes=one.contents.own_bytes(rank()),
-                notes=_notes(found),
+                models=tuple(model.name for model in live.models),
+                optimizers=tuple(stepping.name for stepping in live.optimizers),
+                own_bytes=write.contents.own_bytes(rank()),
+                notes=_notes(live),
                 stall_s=time.perf_counter() - began_s,
             )
         except BaseException:  # an interrupt too, until the thread has it
-            save_thread.let_go(one)
-            if rank() == 0 and one.new is not None:
-                checkpoint_checkpoint_folder.abandon(one.path)
+            save_thread.let_go(write)
+            if rank() == 0 and write.new is not None:
+                checkpoint_checkpoint_folder.abandon(write.path)
             raise
     with interrupts_held():
-        keep(one.job, functools.partial(save_thread.run, one))
+        keep(write.job, functools.partial(save_thread.run, write))
     return begun
 
 
-def _agree(what: str, one: Write) -> LiveObjects:
+def _agree(what: str, write: Write) -> LiveObjects:
     """Say what all ranks together write, and where. Collective: every rank."""
     recalled: list[plan_cache.CachedPlan | None] = []
 
-    def own() -> _Told:
+    def make_report() -> _Told:
         refuse_if_running()
         recalled.append(plan_cache.lookup())
-        return _told(one, recalled[0])
+        return _told(write, recalled[0])
 
-    told = all_or_none(what, own)
-    one.processes = [rank.process for rank in told]
-    one.generators = [rank.generators for rank in told]
-    if recalled[0] is not None and plan_cache.agreed(recalled[0], [rank.known for rank in told]):
-        found, one.contents = recalled[0].found, recalled[0].contents
-        new = told[0].folder
+    reports = all_or_none(what, make_report)
+    write.processes = [report.process for report in reports]
+    write.generators = [report.generators for report in reports]
+    if recalled[0] is not None and plan_cache.agreed(
+        recalled[0], [report.known for report in reports]
+    ):
+        live, write.contents = recalled[0].found, recalled[0].contents
+        new = reports[0].folder
     else:
-        found = find(what)
-        one.contents = _compared(what, found)
-        plan_cache.store(one.job.token, found, one.contents)
-        new = all_or_none(what, lambda: _describe(one, found))[0]
-    one.new = Path(new)
-    one.meter.total_bytes = 2 * one.contents.own_bytes(rank())
-    return found
+        live = find(what)
+        write.contents = _compared(what, live)
+        plan_cache.store(write.job.token, live, write.contents)
+        new = all_or_none(what, lambda: _describe(write, live))[0]
+    write.new = Path(new)
+    write.meter.total_bytes = 2 * write.contents.own_bytes(rank())
+    return live
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,33 +127,35 @@ class _Told:
     folder: str = ""
 
 
-def _told(one: Write, recalled: plan_cache.CachedPlan | None) -> _Told:
+def _told(write: Write, recalled: plan_cache.CachedPlan | None) -> _Told:
     pid = os.getpid()
     process = (host.this_machine(), pid, host.started(pid) or "")
     if recalled is None:
         return _Told(process, generators(), None)
-    folder = _folder(one) if rank() == 0 else ""
+    folder = _folder(write) if rank() == 0 else ""
     return _Told(process, generators(), recalled.told, folder)
 
 
-def _compared(what: str, found: LiveObjects) -> CheckpointTensors:
+def _compared(what: str, live: LiveObjects) -> CheckpointTensors:
     """What is saved, the same on all ranks. Collective: every rank."""
-    taken: list[CheckpointTensors] = []
+    contents: list[CheckpointTensors] = []
 
-    def own() -> list[tuple[str, tuple[int, ...], str]]:
-        taken.append(tensors_of(found))
-        dtypes = taken[0].tensors.dtypes
-        return [(name, shape, str(dtypes[name])) for name, shape in taken[0].tensors.shapes.items()]
+    def signature() -> list[tuple[str, tuple[int, ...], str]]:
+        contents.append(tensors_of(live))
+        dtypes = contents[0].tensors.dtypes
+        return [
+            (name, shape, str(dtypes[name])) for name, shape in contents[0].tensors.shapes.items()
+        ]
 
-    _compare(all_or_none(what, own))
-    return taken[0]
+    _compare(all_or_none(what, signature))
+    return contents[0]
 
 
-def _compare(told: Sequence[list[tuple[str, tuple[int, ...], str]]]) -> None:
-    for number, names in enumerate(told):
-        if names == told[0]:
+def _compare(signatures: Sequence[list[tuple[str, tuple[int, ...], str]]]) -> None:
+    for number, names in enumerate(signatures):
+        if names == signatures[0]:
             continue
-        odd = set(names) ^ set(told[0])
+        odd = set(names) ^ set(signatures[0])
         detail = "{} {}".format(*min(odd)[:2]) if odd else "their order"
         raise NbdistError(
             f"The ranks 0 and {number} would save other tensors: {detail} differs. Run the cells "
@@ -159,21 +163,21 @@ def _compare(told: Sequence[list[tuple[str, tuple[int, ...], str]]]) -> None:
         )
 
 
-def _folder(one: Write) -> str:
+def _folder(write: Write) -> str:
     """Make the folder in which it is written. On rank 0."""
-    if one.new is None:
-        one.new = checkpoint_checkpoint_folder.prepare(one.path, str(Path.cwd()))
-    return str(one.new)
+    if write.new is None:
+        write.new = checkpoint_checkpoint_folder.prepare(write.path, str(Path.cwd()))
+    return str(write.new)
 
 
-def _describe(one: Write, found: LiveObjects) -> str:
+def _describe(write: Write, live: LiveObjects) -> str:
     """On rank 0 what goes beside the tensors, and the folder."""
     if rank() != 0:
         return ""
-    one.plain = plain_state.states(found)  # first: they may be no plain data
-    one.manifest = Checkpoint(
-        models=tuple(model.saved() for model in found.models),
-        optimizers=tuple(stepping.saved() for stepping in found.optimizers),
+    write.plain = plain_state.states(live)  # first: they may be no plain data
+    write.manifest = Checkpoint(
+        models=tuple(model.saved() for model in live.models),
+        optimizers=tuple(stepping.saved() for stepping in live.optimizers),
         versions=Versions(
             nbdist=VERSION,
             torch=torch.__version__,
@@ -184,15 +188,15 @@ def _describe(one: Write, found: LiveObjects) -> str:
         strategy=registry.current(),
         saved_s=time.time(),
         files=(),
-        step=plain_state.steps_made(one.plain),
+        step=plain_state.steps_made(write.plain),
         extra={
-            "models": [model.name for model in found.models],
-            "optimizers": [stepping.name for stepping in found.optimizers],
-            "configs": {model.name: _config(model) for model in found.models},
-            "accelerators": [_settings(one) for one in found.accelerators],
+            "models": [model.name for model in live.models],
+            "optimizers": [stepping.name for stepping in live.optimizers],
+            "configs": {model.name: _config(model) for model in live.models},
+            "accelerators": [_settings(accelerator) for accelerator in live.accelerators],
         },
     )
-    return _folder(one)
+    return _folder(write)
 
 
 _version = functools.cache(version)  # it reads the package's files
@@ -200,8 +204,8 @@ _version = functools.cache(version)  # it reads the package's files
 
 def _config(model: Model) -> Any:
     """What a model was made with, where it says so as transformers' do; for a person to read."""
-    tell = getattr(getattr(model.one.base, "config", None), "to_dict", None)
-    return json.loads(json.dumps(tell(), default=str)) if callable(tell) else None
+    to_dict = getattr(getattr(model.one.base, "config", None), "to_dict", None)
+    return json.loads(json.dumps(to_dict(), default=str)) if callable(to_dict) else None
 
 
 def _settings(accelerator: Any) -> dict[str, Any]:
@@ -214,40 +218,40 @@ def _settings(accelerator: Any) -> dict[str, Any]:
     }
 
 
-def _take(one: Write, found: LiveObjects, *, is_copied: bool) -> None:
+def _take(write: Write, live: LiveObjects, *, is_copied: bool) -> None:
     """Enter the folder, and take the boxes that this rank writes."""
-    _enter(one)
-    if one.manifest is None:
-        _describe(one, found)
-    own = dict(one.contents.own(rank()))
+    _enter(write)
+    if write.manifest is None:
+        _describe(write, live)
+    boxes = dict(write.contents.own(rank()))
     if is_copied:
         # Also what is on the host already: the optimizer changes it in place.
-        one.is_staged = True
-        one.boxes = dict(zip(own, staging.copies(list(own.values())), strict=True))
+        write.is_staged = True
+        write.boxes = dict(zip(boxes, staging.copies(list(boxes.values())), strict=True))
     else:
-        one.boxes = {spot: box.detach() for spot, box in own.items()}
+        write.boxes = {spot: box.detach() for spot, box in boxes.items()}
 
 
-def _enter(one: Write) -> None:
-    if not one.folder.is_dir():
+def _enter(write: Write) -> None:
+    if not write.folder.is_dir():
         raise CheckpointError(
-            f"rank {rank()} on {host.this_machine().host} does not see {one.folder}, which rank 0 "
+            f"rank {rank()} on {host.this_machine().host} does not see {write.folder}, which rank 0 "
             "has made. A checkpoint goes to a folder that all hosts share."
         )
-    with named(one):
-        checkpoint_write.reserve(one.folder, rank())
+    with named(write):
+        checkpoint_write.reserve(write.folder, rank())
 
 
-def _notes(found: LiveObjects) -> tuple[str, ...]:
+def _notes(live: LiveObjects) -> tuple[str, ...]:
     notes = [
-        f"{one.others} parameters of {one.name} are of no prepared model: they are not saved, nor "
+        f"{optimizer.others} parameters of {optimizer.name} are of no prepared model: they are not saved, nor "
         "what it remembers of them"
-        for one in found.optimizers
-        if one.others
+        for optimizer in live.optimizers
+        if optimizer.others
     ]
     graded = sum(
         parameter.grad is not None
-        for model in found.models
+        for model in live.models
         for parameter in model.one.parameters.values()
     )
     return tuple(notes) if not graded else (*notes, "gradients are not saved")

@@ -82,76 +82,76 @@ class Write:
         return self.job.meter
 
 
-def run(one: Write) -> None:
+def run(write: Write) -> None:
     """All of it, in the thread of saves. What fails is told by the job, and to rank 0."""
     try:
-        with named(one):
+        with named(write):
             result = checkpoint_write.write(
-                one.folder, one.contents, rank(), _values(one), one.meter
+                write.folder, write.contents, rank(), _values(write), write.meter
             )
-            let_go(one)
-            checkpoint_write.tell(one.folder, rank(), result)
+            let_go(write)
+            checkpoint_write.tell(write.folder, rank(), result)
         if rank() == 0:
-            _finish(one)
+            _finish(write)
         else:
-            one.meter.phase = "done with its part"
+            write.meter.phase = "done with its part"
     except BaseException as error:  # noqa: BLE001  # told to rank 0, and to who asks
-        failure = _sentence(one, error)
-        let_go(one)
-        checkpoint_write.tell_failure(one.folder, rank(), failure)
+        failure = _sentence(write, error)
+        let_go(write)
+        checkpoint_write.tell_failure(write.folder, rank(), failure)
         if rank() == 0:
-            checkpoint_checkpoint_folder.abandon(one.path)
-        one.job.failure = failure  # last: who hears of it may look what is left
+            checkpoint_checkpoint_folder.abandon(write.path)
+        write.job.failure = failure  # last: who hears of it may look what is left
 
 
-def let_go(one: Write) -> None:
+def let_go(write: Write) -> None:
     """Nothing of what was saved is needed any more."""
-    one.boxes.clear()
-    if one.is_staged:  # otherwise another save may have its copies there
+    write.boxes.clear()
+    if write.is_staged:  # otherwise another save may have its copies there
         staging.give_back()
 
 
-def _values(one: Write) -> Callable[[Spot], torch.Tensor]:
-    return lambda spot: one.boxes[spot].cpu().contiguous()
+def _values(write: Write) -> Callable[[Spot], torch.Tensor]:
+    return lambda spot: write.boxes[spot].cpu().contiguous()
 
 
-def _finish(one: Write) -> None:
+def _finish(write: Write) -> None:
     """Rank 0: when all have written, what belongs to all; then the folder gets its name."""
     results = checkpoint_write.results(
-        one.folder, len(one.processes), one.meter, lambda other: _gone(one, other), STALL_S
+        write.folder, len(write.processes), write.meter, lambda other: _gone(write, other), STALL_S
     )
-    one.meter.phase = "writing the manifest"
-    assert one.manifest is not None
-    with named(one):
-        saver = Saver(one.contents.tensors, one.contents.parts, 0, _values(one))
-        _, known = saver.create_global_plan([])
-        Writer(one.folder).finish(known, _write_results(one.contents, results))
-        data = (one.folder / dcp_metadata.FILE).read_bytes()
-        if dcp_metadata.loads(data) != known:
+    write.meter.phase = "writing the manifest"
+    assert write.manifest is not None
+    with named(write):
+        saver = Saver(write.contents.tensors, write.contents.parts, 0, _values(write))
+        _, metadata = saver.create_global_plan([])
+        Writer(write.folder).finish(metadata, _write_results(write.contents, results))
+        data = (write.folder / dcp_metadata.FILE).read_bytes()
+        if dcp_metadata.loads(data) != metadata:
             raise CheckpointError(f"{dcp_metadata.FILE} is not as it was written")
-        states = plain_state.as_bytes(one.plain, one.generators)
+        states = plain_state.as_bytes(write.plain, write.generators)
         plain_state.loads(states)  # as a load will
-        (one.folder / plain_state.FILE).write_bytes(states)
-        if (one.folder / plain_state.FILE).read_bytes() != states:
+        (write.folder / plain_state.FILE).write_bytes(states)
+        if (write.folder / plain_state.FILE).read_bytes() != states:
             raise CheckpointError(f"{plain_state.FILE} is not as it was written")
         files = [
             *checkpoint_write.listed(results),
-            *(_file(one.folder, n) for n in (dcp_metadata.FILE, plain_state.FILE)),
+            *(_file(write.folder, n) for n in (dcp_metadata.FILE, plain_state.FILE)),
         ]
-        saved = replace(one.manifest, files=tuple(files))
-        checkpoint_write.clear(one.folder, len(one.processes))
-        (one.folder / manifest.MANIFEST).write_text(manifest.text(saved), encoding="utf-8")
-        one.meter.make_final()
-        checkpoint_checkpoint_folder.commit(one.folder, one.path)
-    one.meter.phase = "done"
-    one.job.saved = Saved(
-        path=str(one.path),
+        saved = replace(write.manifest, files=tuple(files))
+        checkpoint_write.clear(write.folder, len(write.processes))
+        (write.folder / manifest.MANIFEST).write_text(manifest.text(saved), encoding="utf-8")
+        write.meter.make_final()
+        checkpoint_checkpoint_folder.commit(write.folder, write.path)
+    write.meter.phase = "done"
+    write.job.saved = Saved(
+        path=str(write.path),
         size_bytes=saved.size_bytes,
         files=len(saved.files) + 1,
-        tensors=len(known.state_dict_metadata),
+        tensors=len(metadata.state_dict_metadata),
         step=saved.step,
         strategy=saved.strategy,
-        elapsed_s=time.monotonic() - one.began_s,
+        elapsed_s=time.monotonic() - write.began_s,
     )
 
 
@@ -164,35 +164,37 @@ def _write_results(
     contents: CheckpointTensors, results: list[dict[str, Any]]
 ) -> list[list[WriteResult]]:
     """Where each box lies, as DCP's writer wants it; under each of a tensor's names."""
-    found = []
+    write_results = []
     for result in results:
         for name, offsets, file, at, length in result["boxes"]:
             place = filesystem._StorageInfo(file, at, length)  # noqa: SLF001
             names = (name, *contents.tensors.aliases[name])
-            found += [WriteResult(MetadataIndex(each, offsets), length, place) for each in names]
-    return [found]
+            write_results += [
+                WriteResult(MetadataIndex(alias, offsets), length, place) for alias in names
+            ]
+    return [write_results]
 
 
-def _gone(one: Write, other: int) -> str:
+def _gone(write: Write, other: int) -> str:
     """That another rank's process on this machine has ended; nothing while it lives."""
-    machine, pid, start = one.processes[other]
+    machine, pid, start = write.processes[other]
     if machine != host.this_machine() or host.started(pid) == start:
         return ""
     return f"rank {other} (process {pid}) ended while it wrote its part"
 
 
-def _sentence(one: Write, error: BaseException) -> str:
+def _sentence(write: Write, error: BaseException) -> str:
     text = one_line(error)
     return text if text.startswith("rank ") else f"rank {rank()}: {text}"
 
 
 @contextlib.contextmanager
-def named(one: Write) -> Iterator[None]:
+def named(write: Write) -> Iterator[None]:
     """What the system refuses in here is told with rank, path and numbers."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{checkpoint_checkpoint_folder.problem(error, one.path)} It had written "
-            f"{one.meter.done_bytes:,} bytes."
+            f"{checkpoint_checkpoint_folder.problem(error, write.path)} It had written "
+            f"{write.meter.done_bytes:,} bytes."
         ) from error

@@ -53,8 +53,8 @@ def give_back() -> None:
         madvise.advise(_kept.memory.data_ptr(), _kept.memory.nbytes, madvise.FREE)
 
 
-def _look(one: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
-    return one.dtype, one.shape
+def _look(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
 
 
 def _rooms(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:

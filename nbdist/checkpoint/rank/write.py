@@ -139,12 +139,12 @@ def write(
         Cancelled: `meter` has been stopped.
     """
 
-    def taken(box: Spot) -> torch.Tensor:
+    def counted(box: Spot) -> torch.Tensor:
         tensor = value(box)
         meter.done_bytes += tensor.nbytes
         return tensor
 
-    saver = Saver(contents.tensors, contents.parts, rank, taken)
+    saver = Saver(contents.tensors, contents.parts, rank, counted)
     writer, files = Writer(folder), _Files(meter)
     writer.fs = files
     plan = saver.create_local_plan()
@@ -155,10 +155,10 @@ def write(
     results = writer.write_data(plan, saver).wait()
     meter.phase = "comparing"
     for name, stream in files.written.items():
-        found = [one for one in results if one.storage_data.relative_path == name]
-        _compare(folder / name, stream.size_bytes, stream.crc32, found, value, meter)
+        in_file = [result for result in results if result.storage_data.relative_path == name]
+        _compare(folder / name, stream.size_bytes, stream.crc32, in_file, value, meter)
     written = {n: (s.size_bytes, checksum_text(s.crc32)) for n, s in files.written.items()}
-    return {"files": written, "boxes": [_box(one) for one in results]}
+    return {"files": written, "boxes": [_box(result) for result in results]}
 
 
 def _compare(
@@ -170,42 +170,42 @@ def _compare(
     meter: Meter,
 ) -> None:
     """Read a file from the disk and compare it with what was to be in it."""
-    found = 0
+    read_crc32 = 0
     at = 0
     with path.open("rb") as file:
         # From the disk, as far as the system does what it is asked for: not from its own memory.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for one in sorted(results, key=lambda one: one.storage_data.offset):
+        for result in sorted(results, key=lambda result: result.storage_data.offset):
             meter.check()
-            data = file.read(one.storage_data.length)
-            found, at = zlib.crc32(data, found), at + len(data)
-            name, offsets = spot(one.index)
-            wanted = value((name, offsets))
-            if not _is_equal(data, wanted):
+            data = file.read(result.storage_data.length)
+            read_crc32, at = zlib.crc32(data, read_crc32), at + len(data)
+            name, offsets = spot(result.index)
+            expected = value((name, offsets))
+            if not _is_equal(data, expected):
                 raise CheckpointError(
                     f"{name} from {list(offsets)} is not in {path} as it was written there: the "
                     "disk, or memory, has lost bits. Nothing of this save is kept."
                 )
-            meter.done_bytes += wanted.nbytes
+            meter.done_bytes += expected.nbytes
         rest = file.read()
-        found, at = zlib.crc32(rest, found), at + len(rest)
-    if (at, found) != (size_bytes, crc32):
+        read_crc32, at = zlib.crc32(rest, read_crc32), at + len(rest)
+    if (at, read_crc32) != (size_bytes, crc32):
         raise CheckpointError(
-            f"{path} has {at:,} bytes and {checksum_text(found)}, and {size_bytes:,} bytes with "
+            f"{path} has {at:,} bytes and {checksum_text(read_crc32)}, and {size_bytes:,} bytes with "
             f"{checksum_text(crc32)} were written. Nothing of this save is kept."
         )
 
 
-def _is_equal(data: bytes, wanted: torch.Tensor) -> bool:
+def _is_equal(data: bytes, expected: torch.Tensor) -> bool:
     """Whether a saved tensor has the same type, shape and bits."""
     try:
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception:  # noqa: BLE001  # whatever damage does to it
         return False
     return (
-        (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        and found.is_contiguous()
-        and bool(torch.equal(_bits(found), _bits(wanted)))
+        (loaded.dtype, loaded.shape) == (expected.dtype, expected.shape)
+        and loaded.is_contiguous()
+        and bool(torch.equal(_bits(loaded), _bits(expected)))
     )
 
 
@@ -213,9 +213,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
-def _box(one: WriteResult) -> list[Any]:
-    stored = one.storage_data
-    name, offsets = spot(one.index)
+def _box(result: WriteResult) -> list[Any]:
+    stored = result.storage_data
+    name, offsets = spot(result.index)
     return [name, list(offsets), stored.relative_path, stored.offset, stored.length]
 
 
@@ -265,12 +265,12 @@ def results(
         CheckpointError: A rank has failed, or has ended, or writes nothing any more; says which.
         Cancelled: `meter` has been stopped.
     """
-    watched = [_Watched(folder, rank, is_gone, stall_s) for rank in range(world_size)]
+    watchers = [_Watched(folder, rank, is_gone, stall_s) for rank in range(world_size)]
     while True:
-        found = [one.look(time.monotonic()) for one in watched]
-        missing = [str(rank) for rank, result in enumerate(found) if result is None]
+        reported = [watcher.look(time.monotonic()) for watcher in watchers]
+        missing = [str(rank) for rank, result in enumerate(reported) if result is None]
         if not missing:
-            return [result for result in found if result is not None]
+            return [result for result in reported if result is not None]
         meter.phase = f"waiting for rank {', '.join(missing)}"
         meter.wait(_PAUSE_S)
 
@@ -302,7 +302,7 @@ class _Watched:
         failure = _told(self._folder, self._rank).read_bytes().strip()
         if why := failure.decode(errors="replace") or self._is_gone(self._rank):
             raise CheckpointError(why)
-        size_bytes = sum(one.stat().st_size for one in self._folder.glob(f"__{self._rank}_*"))
+        size_bytes = sum(file.stat().st_size for file in self._folder.glob(f"__{self._rank}_*"))
         if size_bytes != self._size_bytes:
             self._size_bytes, self._since_s = size_bytes, now_s
         elif now_s - self._since_s > self._stall_s:
@@ -323,8 +323,8 @@ def listed(results: list[dict[str, Any]]) -> list[SavedFile]:
     """All ranks' files, for the manifest."""
     return [
         SavedFile(name, size_bytes, checksum)
-        for one in results
-        for name, (size_bytes, checksum) in one["files"].items()
+        for result in results
+        for name, (size_bytes, checksum) in result["files"].items()
     ]
 
 
