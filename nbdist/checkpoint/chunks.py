@@ -52,7 +52,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AssignedChunk:
     """A chunk of a tensor, and who writes it."""
 
     name: str
@@ -93,7 +93,7 @@ def is_complete(side: Placement, world_size: int) -> bool:
     )
 
 
-def shared_out(tensors: Iterable[Stored], world_size: int) -> list[Part]:
+def assign_chunks(tensors: Iterable[Stored], world_size: int) -> list[AssignedChunk]:
     """Who writes which box; the same on all ranks, and every element by one of them.
 
     What several ranks hold is shared out evenly between them: a large box is cut, and each part
@@ -107,7 +107,7 @@ def shared_out(tensors: Iterable[Stored], world_size: int) -> list[Part]:
             for chunk in _cut(whole, max(1, limit)):
                 writer = min(chunk.holders, key=lambda rank: (written_bytes[rank], rank))
                 written_bytes[writer] += chunk.count * tensor.item_bytes
-                parts.append(Part(tensor.name, chunk, writer))
+                parts.append(AssignedChunk(tensor.name, chunk, writer))
     return parts
 
 

@@ -82,7 +82,7 @@ def prepare(path: Path, where: str = "") -> Path:
         CheckpointError: Another save to this path is going on, there is a file or a folder that
             is no checkpoint, or it cannot be written. Nothing was changed.
     """
-    with _told(path):
+    with _explain_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path.parent) as is_alone:
             _sweep(path.parent, is_alone=is_alone)
@@ -105,7 +105,7 @@ def commit(new: Path, path: Path) -> None:
             earlier checkpoint is at its path; `abandon` removes the new one.
     """
     old = _beside(path, _OLD)
-    with _told(path):
+    with _explain_errors(path):
         saved = manifest.read(new)
         manifest.check_files(new, saved)
         _flush(new)
@@ -150,7 +150,7 @@ def recover(path: Path) -> bool:
     """
     if path.exists() or not _beside(path, _OLD).is_dir():
         return False
-    with _told(path), _alone(path.parent) as is_alone:
+    with _explain_errors(path), _alone(path.parent) as is_alone:
         state, owner = _saver(_beside(path, _LOCK), is_alone=is_alone)
         if path.exists():  # somebody else was faster
             return False
@@ -168,7 +168,7 @@ def sweep(folder: Path) -> tuple[str, ...]:
     """
     if not folder.is_dir():
         return ()
-    with _told(folder), _alone(folder) as is_alone:
+    with _explain_errors(folder), _alone(folder) as is_alone:
         return _sweep(folder, is_alone=is_alone)
 
 
@@ -311,7 +311,7 @@ def _has_turn(handle: int, folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

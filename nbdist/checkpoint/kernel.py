@@ -14,8 +14,17 @@ from typing import Any
 from nbdist.cells.kernel import progress
 from nbdist.cells.kernel.cell_request import CellHook
 from nbdist.checkpoint import folder
-from nbdist.checkpoint.results import DONE, FAILED, RUNNING, Begun, Loaded, Saved, Saving, Started
-from nbdist.checkpoint.safetensors import Exported
+from nbdist.checkpoint.results import (
+    DONE,
+    FAILED,
+    RUNNING,
+    Loaded,
+    RankBegun,
+    Saved,
+    SaveStarted,
+    Saving,
+)
+from nbdist.checkpoint.safetensors import ExportedWeights
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.progress import BYTES
@@ -36,13 +45,13 @@ SILENT_S = 300.0
 STOP_S = 3.0
 POLL_S = 0.05
 
-begin_save: RankFunction[[str, str, bool], Begun] = RankFunction(
+begin_save: RankFunction[[str, str, bool], RankBegun] = RankFunction(
     "nbdist.checkpoint.rank.save:begin"
 )
 load_checkpoint: RankFunction[[str, bool], Loaded] = RankFunction(
     "nbdist.checkpoint.rank.load:load"
 )
-write_weights: RankFunction[[str, str], Exported] = RankFunction(
+write_weights: RankFunction[[str, str], ExportedWeights] = RankFunction(
     "nbdist.checkpoint.rank.export_weights:export_weights"
 )
 save_state: RankFunction[[str], Saving] = RankFunction("save_state")
@@ -72,8 +81,8 @@ class Checkpoints(CellHook):
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
         self._pending: _Pending | None = None
-        self._untold: list[str] = []
-        self._before: list[str] = []
+        self._failures: list[str] = []
+        self._earlier: list[str] = []
         self._ended: list[str] = []
 
     def save(
@@ -81,7 +90,7 @@ class Checkpoints(CellHook):
         path: str | os.PathLike[str],
         *,
         asynchronous: bool = False,
-    ) -> Saved | Started:
+    ) -> Saved | SaveStarted:
         """Save models, optimizers and all that goes with them, compared with what was written.
 
         What was at the path before is whole until the new one is. A save that is still going on
@@ -113,8 +122,8 @@ class Checkpoints(CellHook):
         except BaseException as error:
             self._stop(pending, "not all ranks have begun")
             self._pending = None
-            raise _own(error, f"{target} was not saved") from error
-        started = Started(
+            raise _as_checkpoint_error(error, f"{target} was not saved") from error
+        started = SaveStarted(
             str(target), replies[0].models, replies[0].optimizers,
             sum(reply.own_bytes for reply in replies), replies[0].notes, max(reply.stall_s for reply in replies),
         )  # fmt: skip
@@ -157,7 +166,7 @@ class Checkpoints(CellHook):
                     deadline_s=LOAD_S, is_collective=True,
                 )  # fmt: skip
         except BaseException as error:
-            raise _own(error, f"{source} was not loaded") from error
+            raise _as_checkpoint_error(error, f"{source} was not loaded") from error
         return replace(
             replies[0],
             read_bytes=sum(reply.read_bytes for reply in replies),
@@ -180,18 +189,18 @@ class Checkpoints(CellHook):
         except KeyboardInterrupt as error:
             raise Interrupted(f"{pending.path} is still being saved") from error
 
-    def told_before(self) -> list[str]:
+    def earlier_messages(self) -> list[str]:
         """What became of an earlier save beside training, for the verb that waited for it; once."""
-        messages, self._before = self._before, []
+        messages, self._earlier = self._earlier, []
         return messages
 
     def news(self) -> list[str]:
         """What is to be told of a save beside training that has failed; once. Returns soon."""
         if self._pending is not None:
-            with contextlib.suppress(CheckpointError):  # `_untold` has it
+            with contextlib.suppress(CheckpointError):  # `_failures` has it
                 if (saved := self._look(self._pending)) is not None:
                     self._ended = [f"{saved.path} was saved at step {saved.step}"]
-        messages, self._untold = self._untold, []
+        messages, self._failures = self._failures, []
         return messages
 
     def before(self, metadata: dict[str, Any]) -> list[str]:
@@ -202,7 +211,7 @@ class Checkpoints(CellHook):
         """Where the last save beside training is, and what `news` tells."""
         if (messages := self.news()) or self._pending is None:
             return [*messages, *self._ended]
-        done, total, phases = _far(self._states(self._pending))
+        done, total, phases = _written(self._states(self._pending))
         share = f"{100 * done // total} % of {size(total)}" if total else "0 %"
         return [f"saving {self._pending.path}: {share} written and compared ({phases})"]
 
@@ -219,20 +228,20 @@ class Checkpoints(CellHook):
             assert pending is not None
             self._stop(pending, "the ranks are being stopped")
             self._pending = None
-            self._before.append(f"{pending.path} was given up; what was there before is whole")
-        return self.told_before()
+            self._earlier.append(f"{pending.path} was given up; what was there before is whole")
+        return self.earlier_messages()
 
     def _wait_before(self) -> None:
         """Let an earlier save end first. That it has failed is told, and hinders nothing."""
-        self._before = [*self.news(), *self._ended]
+        self._earlier = [*self.news(), *self._ended]
         self._ended = []
         try:
             earlier = self.wait()
         except CheckpointError as error:
-            self._before.append(str(error))
+            self._earlier.append(str(error))
             return
         if earlier is not None:
-            self._before.append(f"{earlier.path} was saved at step {earlier.step}")
+            self._earlier.append(f"{earlier.path} was saved at step {earlier.step}")
 
     def _finish(self, pending: _Pending) -> Saved:
         """Wait for the end of a save, and tell it: raised here, it is not told again."""
@@ -241,7 +250,7 @@ class Checkpoints(CellHook):
                 while (saved := self._look(pending, tell)) is None:
                     time.sleep(POLL_S)
         except CheckpointError:
-            self._untold.clear()
+            self._failures.clear()
             raise
         return saved
 
@@ -249,7 +258,7 @@ class Checkpoints(CellHook):
         """The checkpoint once it is in its place; None while it is not.
 
         Raises:
-            CheckpointError: It has failed, which `_untold` has then as well.
+            CheckpointError: It has failed, which `_failures` has then as well.
         """
         states = self._states(pending)
         first, now_s = states.get(0), time.monotonic()
@@ -269,14 +278,14 @@ class Checkpoints(CellHook):
             text = (
                 f"{pending.path} was not saved: {failure}. What was at that path before is whole."
             )
-            self._untold.append(text)
+            self._failures.append(text)
             raise CheckpointError(text)
         if first is not None and first.state == DONE and first.saved is not None:
             self._pending = None
             return first.saved
         self._stop_in_vain(pending, gone, states)
         if states and tell is not None:
-            done, total, phases = _far(states)
+            done, total, phases = _written(states)
             tell(phases, done, total, BYTES)
         return None
 
@@ -330,7 +339,7 @@ class Checkpoints(CellHook):
         return Interrupted(f"{pending.path} is being put in its place; %dist_status says when")
 
 
-def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> Exported:
+def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> ExportedWeights:
     """Write a model's weights into one safetensors file that transformers loads.
 
     Rank 0 writes it, on its host. It is read back and compared with the model, and only then gets
@@ -351,7 +360,7 @@ def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> Exported:
     target = folder.resolved(path)
     try:
         with progress.of_ranks(ranks, "exporting", (0,)):
-            replies: list[Exported] = ranks.call_all(
+            replies: list[ExportedWeights] = ranks.call_all(
                 write_weights, model, str(target),
                 deadline_s=EXPORT_S, is_collective=True,
             )  # fmt: skip
@@ -366,7 +375,7 @@ def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> Exported:
     return replies[0]
 
 
-def _far(states: dict[int, Saving]) -> tuple[int, int, str]:
+def _written(states: dict[int, Saving]) -> tuple[int, int, str]:
     """How many bytes of all of them are written and compared, and what ranks do now."""
     done = sum(saving.done_bytes for saving in states.values())
     total = sum(saving.total_bytes for saving in states.values())
@@ -377,7 +386,7 @@ def _far(states: dict[int, Saving]) -> tuple[int, int, str]:
     return done // 2, total // 2, phase_text  # what is written counts once, what is compared again
 
 
-def _own(error: BaseException, what: str) -> BaseException:
+def _as_checkpoint_error(error: BaseException, what: str) -> BaseException:
     """The error of a call to all ranks, as a checkpoint's."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(f"{what}; {error}" if str(error) else what)

@@ -66,8 +66,8 @@ def _model(saved: SavedModel, live: SavedModel, label: str) -> list[Finding]:
     for names, tied in ((old, saved.tied), (new, live.tied)):
         names.update({name: names[first] for name, first in tied.items() if first in names})
     both = [(old[tensor.name], tensor) for tensor in live.tensors if tensor.name in old]
-    shapes = [_told(b.name, a.shape, b.shape) for a, b in both if a.shape != b.shape]
-    dtypes = [_told(b.name, a.dtype, b.dtype) for a, b in both if a.dtype != b.dtype]
+    shapes = [_difference(b.name, a.shape, b.shape) for a, b in both if a.shape != b.shape]
+    dtypes = [_difference(b.name, a.dtype, b.dtype) for a, b in both if a.dtype != b.dtype]
     missing = [tensor.name for tensor in live.tensors if tensor.name not in old]
     surplus = [tensor.name for tensor in saved.tensors if tensor.name not in new]
     rows = (
@@ -85,7 +85,7 @@ def _model(saved: SavedModel, live: SavedModel, label: str) -> list[Finding]:
     ]
 
 
-def _told(name: str, old: object, new: object) -> str:
+def _difference(name: str, old: object, new: object) -> str:
     return f"{name} is {old} in the checkpoint and {new} here"
 
 

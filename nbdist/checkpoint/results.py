@@ -10,7 +10,7 @@ RUNNING, DONE, FAILED = "running", "done", "failed"
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class RankBegun:
     """What one rank tells when a save has begun.
 
     Attributes:
@@ -28,7 +28,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class SaveStarted:
     """A save that goes on while training does.
 
     Attributes:

@@ -48,7 +48,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportedWeights:
     """What was written.
 
     Attributes:

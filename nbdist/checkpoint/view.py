@@ -7,8 +7,8 @@ import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from nbdist.checkpoint.results import Loaded, Saved, Started
-from nbdist.checkpoint.safetensors import CONFIG, FILE, Exported
+from nbdist.checkpoint.results import Loaded, Saved, SaveStarted
+from nbdist.checkpoint.safetensors import CONFIG, FILE, ExportedWeights
 from nbdist.core import units
 from nbdist.core.units import shown
 from nbdist.core.view import View
@@ -18,7 +18,7 @@ from nbdist.strategy.degrees import ranks
 _MAX_NAMED = 3
 
 
-def saved(done: Saved | Started, before: Sequence[str] = ()) -> View:
+def saved_view(done: Saved | SaveStarted, before: Sequence[str] = ()) -> View:
     """What %dist_save prints.
 
     Args:
@@ -26,7 +26,7 @@ def saved(done: Saved | Started, before: Sequence[str] = ()) -> View:
         before: What became of an earlier save beside training.
     """
     return _lines(
-        [*before, *(_saved(done) if isinstance(done, Saved) else _begun(done)), *done.notes]
+        [*before, *(_saved(done) if isinstance(done, Saved) else _started(done)), *done.notes]
     )
 
 
@@ -35,20 +35,20 @@ def line(done: Saved) -> str:
     return " ".join(_saved(done)[:1])
 
 
-def loaded(done: Loaded, before: Sequence[str] = ()) -> View:
+def loaded_view(done: Loaded, before: Sequence[str] = ()) -> View:
     """What %dist_load prints; `before` as in `saved`."""
     now, then = described(done.loaded_as), described(done.saved_as)
     was = "" if now == then else f", saved under {then}"
     took = f"{units.size(done.read_bytes)} read in {units.seconds(done.elapsed_s)}"
     rate = _rate(done.read_bytes, done.elapsed_s)
     lines = [
-        f"{_shown(done.path)} loaded at step {done.step}: {_held(done.models, done.optimizers)}",
+        f"{_shown(done.path)} loaded at step {done.step}: {_names(done.models, done.optimizers)}",
         f"{took} ({rate}), every file compared with its checksum; {now}{was}",
     ]
     return _lines([*before, *lines, *done.notes])
 
 
-def exported(result: Exported) -> View:
+def exported_view(result: ExportedWeights) -> View:
     """The file, that it was compared, what is tied or left out, and how to load it."""
     size, took = units.exact_size(result.size_bytes), units.seconds(result.elapsed_s)
     lines = [
@@ -68,10 +68,10 @@ def exported(result: Exported) -> View:
     return View("\n".join(lines))
 
 
-def _begun(done: Started) -> list[str]:
+def _started(done: SaveStarted) -> list[str]:
     stall = f"training stood still for {units.duration(done.stall_s * 1e9)}"
     return [
-        f"{_shown(done.path)} is being saved: {_held(done.models, done.optimizers)}",
+        f"{_shown(done.path)} is being saved: {_names(done.models, done.optimizers)}",
         f"{units.size(done.copied_bytes)} copied to memory, {stall}",
         "%dist_status says how far it is",
     ]
@@ -94,7 +94,7 @@ def _shown(path: str) -> str:
     return path
 
 
-def _held(models: Sequence[str], optimizers: Sequence[str]) -> str:
+def _names(models: Sequence[str], optimizers: Sequence[str]) -> str:
     return ", ".join([*models, *optimizers])
 
 

@@ -20,7 +20,7 @@ def saved(path: str, *, is_async: bool) -> View:
     """
     checkpoints = NOTEBOOK.session.checkpoints
     done = checkpoints.save(path, asynchronous=is_async)
-    return checkpoint_view.saved(done, checkpoints.told_before())
+    return checkpoint_view.saved_view(done, checkpoints.earlier_messages())
 
 
 def dist_save(values: Namespace) -> None:
@@ -41,7 +41,7 @@ def dist_load(values: Namespace) -> None:
     path = _path("%dist_load", values.path)
     checkpoints = NOTEBOOK.session.checkpoints
     loaded = checkpoints.load(path, models_only=values.is_models_only)
-    show(checkpoint_view.loaded(loaded, checkpoints.told_before()))
+    show(checkpoint_view.loaded_view(loaded, checkpoints.earlier_messages()))
 
 
 def exported(path: str, model: str, *, is_async: bool) -> View:
@@ -53,7 +53,7 @@ def exported(path: str, model: str, *, is_async: bool) -> View:
     """
     if is_async:
         raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
-    return checkpoint_view.exported(NOTEBOOK.session.export_weights(path, model))
+    return checkpoint_view.exported_view(NOTEBOOK.session.export_weights(path, model))
 
 
 def _path(typed: str, words: list[str]) -> str:

@@ -21,8 +21,8 @@ from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.outputs import CellResult
 from nbdist.checkpoint.kernel import Checkpoints, export_weights
 from nbdist.checkpoint.results import Loaded, Saved
-from nbdist.checkpoint.results import Started as SaveStarted
-from nbdist.checkpoint.safetensors import Exported
+from nbdist.checkpoint.results import SaveStarted as SaveStarted
+from nbdist.checkpoint.safetensors import ExportedWeights
 from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel import start as starting
 from nbdist.cluster.kernel.cluster import Cluster, Progress
@@ -301,7 +301,7 @@ class Session(CellRanks):
         """Load a checkpoint into what is prepared; see checkpoint.kernel."""
         return self.checkpoints.load(path, models_only=models_only)
 
-    def export_weights(self, path: str | Path, model: str = "") -> Exported:
+    def export_weights(self, path: str | Path, model: str = "") -> ExportedWeights:
         """Write a model's weights into one safetensors file; see checkpoint.kernel."""
         return export_weights(self, path, model)
 

@@ -6,7 +6,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nbdist.checkpoint.chunks import MOST_BYTES, Stored, chunks, is_complete, own_chunks, shared_out
+from nbdist.checkpoint.chunks import (
+    MOST_BYTES,
+    Stored,
+    assign_chunks,
+    chunks,
+    is_complete,
+    own_chunks,
+)
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout, local_runs
 from tests.strategy.test_tensor_layout import held, some_side
@@ -22,7 +29,7 @@ def test_each_element_is_written_once_and_from_its_place(seed: int) -> None:
     side = some_side(draw, shape)
     whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     found = np.full(shape, -1)
-    for part in shared_out([Stored("one", side, 4)], 4):
+    for part in assign_chunks([Stored("one", side, 4)], 4):
         chunk = part.chunk
         assert part.writer in chunk.holders
         local = held(side, whole, part.writer)
@@ -55,7 +62,7 @@ def test_copies_are_shared_out_evenly() -> None:
         Stored(f"small {n}", Placement(TensorLayout((64,)), side.degrees), 4) for n in range(40)
     ]
     written: Counter[int] = Counter()
-    for part in shared_out([Stored("large", side, 4), *small], 4):
+    for part in assign_chunks([Stored("large", side, 4), *small], 4):
         written[part.writer] += part.chunk.count * 4
 
     assert len(written) == 4
@@ -65,7 +72,7 @@ def test_copies_are_shared_out_evenly() -> None:
 def test_no_chunk_is_larger_than_the_limit() -> None:
     """Also of a tensor that one rank has alone, whose first dim is 1."""
     layout = TensorLayout((1, 3 * MOST_BYTES // 4 // 1000, 1000), ranks=frozenset({2}))
-    parts = shared_out([Stored("one", Placement(layout, Degrees()), 4)], 4)
+    parts = assign_chunks([Stored("one", Placement(layout, Degrees()), 4)], 4)
 
     assert {part.writer for part in parts} == {2}
     assert max(part.chunk.count for part in parts) * 4 <= MOST_BYTES

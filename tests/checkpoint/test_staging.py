@@ -85,7 +85,7 @@ def test_what_is_given_back_is_the_systems_if_it_needs_it() -> None:
 
 
 def _kept_bytes() -> int:
-    memory = staging._kept.memory
+    memory = staging._buffer.memory
     assert memory is not None
     return memory.nbytes
 

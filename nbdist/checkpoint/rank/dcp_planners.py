@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from nbdist.checkpoint.chunks import Chunk, Part
+from nbdist.checkpoint.chunks import AssignedChunk, Chunk
 from nbdist.core.progress import BYTES
 from nbdist.rpc.rank import progress
 
@@ -77,7 +77,7 @@ class Tensors:
         return TensorProperties(dtype=self.dtypes[name])
 
 
-class Writer(FileSystemWriter):
+class ChunkWriter(FileSystemWriter):
     """torch's writer, for one rank's file, without a word of where it was written."""
 
     def __init__(self, folder: Path) -> None:
@@ -89,13 +89,13 @@ class Writer(FileSystemWriter):
         return StorageMeta()
 
 
-class Saver(SavePlanner):
+class ChunkSavePlanner(SavePlanner):
     """Plans one rank's part of a save. Meets no rank: all make the same plan."""
 
     def __init__(
         self,
         tensors: Tensors,
-        parts: Sequence[Part],
+        parts: Sequence[AssignedChunk],
         rank: int,
         value: Callable[[Spot], torch.Tensor],
     ) -> None:
@@ -141,14 +141,14 @@ class Saver(SavePlanner):
         """The values of a box."""
         return self._value(spot(write_item.index))
 
-    def _item(self, part: Part) -> WriteItem:
+    def _item(self, part: AssignedChunk) -> WriteItem:
         size = torch.Size(self._tensors.shapes[part.name])
         data = TensorWriteData(_box(part.chunk), self._tensors.properties(part.name), size)
         index = MetadataIndex(part.name, part.chunk.offsets)
         return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
-class Loader(LoadPlanner):
+class ChunkLoadPlanner(LoadPlanner):
     """Plans one rank's reading: what its boxes have in common with those that were saved."""
 
     def __init__(self, wanted: Mapping[str, tuple[torch.Tensor, Sequence[Chunk]]]) -> None:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.checkpoint import safetensors
 from nbdist.checkpoint.rank.safetensors_file import WeightsFile, configs_of
-from nbdist.checkpoint.safetensors import Exported, Weight
+from nbdist.checkpoint.safetensors import ExportedWeights, Weight
 from nbdist.errors import CheckpointError, OptionError
 from nbdist.parallel import build, registry
 from nbdist.parallel.accelerator.model_state import portable
@@ -43,18 +43,18 @@ Gather = Callable[[Sequence[Weight]], Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ExportContents:
     """What the file will hold; the same on every rank.
 
     Attributes:
         model: The class of the user's module.
-        found: In the order of the file, each tensor once.
+        weights: In the order of the file, each tensor once.
         tied: Further names -> the name in the file.
         left_out: Names of its state that are no tensors.
     """
 
     model: str
-    found: tuple[Weight, ...]
+    weights: tuple[Weight, ...]
     tied: Mapping[str, str]
     left_out: tuple[str, ...]
 
@@ -76,7 +76,7 @@ class _Source:
     like: Callable[[str], tuple[tuple[int, ...], torch.dtype]]
 
 
-def export_weights(name: str, path: str) -> Exported:
+def export_weights(name: str, path: str) -> ExportedWeights:
     """Write a model's weights into one safetensors file. Collective: every rank.
 
     Args:
@@ -96,7 +96,7 @@ def export_weights(name: str, path: str) -> Exported:
     return export_model(models[0], Path(path))
 
 
-def export_model(model: torch.nn.Module, path: Path) -> Exported:
+def export_model(model: torch.nn.Module, path: Path) -> ExportedWeights:
     """The same of a model itself. Collective: every rank.
 
     Rank 0 writes, tensor by tensor, and has no more than a batch of them beside its own part;
@@ -118,7 +118,7 @@ def export_model(model: torch.nn.Module, path: Path) -> Exported:
     what = f"Writing {target}"
     source = _source(model)
     contents = _alike(what, all_or_none(what, lambda: _contents(source)))
-    file = WeightsFile(target, contents.found, contents.tied, configs_of(source.base))
+    file = WeightsFile(target, contents.weights, contents.tied, configs_of(source.base))
     try:
         with progress.during("exporting"):
             _on_rank_0(what, file.begin)
@@ -130,8 +130,8 @@ def export_model(model: torch.nn.Module, path: Path) -> Exported:
             size_bytes, configs = _on_rank_0(what, file.commit)
     finally:
         file.abandon()
-    return Exported(
-        str(target), contents.model, len(contents.found), size_bytes, tuple(contents.tied),
+    return ExportedWeights(
+        str(target), contents.model, len(contents.weights), size_bytes, tuple(contents.tied),
         contents.left_out, configs, time.monotonic() - began_s,
     )  # fmt: skip
 
@@ -143,13 +143,13 @@ def _on_rank_0(what: str, function: Callable[[], T]) -> T:
 
 
 def _passing(
-    source: _Source, contents: Contents, doing: str
+    source: _Source, contents: ExportContents, doing: str
 ) -> Iterator[tuple[Sequence[Weight], Mapping[str, torch.Tensor]]]:
     """All tensors in the order of the file, so many at once, whole on rank 0. Collective."""
     done = 0
-    for batch in safetensors.batches(contents.found, BATCH_BYTES):
+    for batch in safetensors.batches(contents.weights, BATCH_BYTES):
         values = source.values(batch)
-        progress.tell(doing, done, len(contents.found), "tensors")
+        progress.tell(doing, done, len(contents.weights), "tensors")
         yield batch, values
         done += len(batch)
 
@@ -195,7 +195,7 @@ def _source(model: torch.nn.Module) -> _Source:
     state = portable(model)
     names = {name: state.firsts.get(name) for name in state.listed()}
     if prepared is not None and not fsdp1_state.is_flat(prepared):
-        return _Source(state.base, names, functools.partial(_gathered, prepared), _likes(prepared))
+        return _Source(state.base, names, functools.partial(_gather, prepared), _likes(prepared))
     whole = state.values()
     return _Source(
         state.base,
@@ -210,7 +210,7 @@ def _likes(prepared: Prepared) -> Callable[[str], tuple[tuple[int, ...], torch.d
     return lambda first: (prepared.layouts[first].shape, dtypes[first])
 
 
-def _gathered(prepared: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
+def _gather(prepared: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
     """Some tensors of a prepared model, whole on rank 0. Collective: every rank."""
     fsdp.settle(prepared.built.job.root)
     first_of = build.firsts_of(prepared.base)
@@ -247,7 +247,7 @@ def _plain(base: torch.nn.Module) -> _Source:
     )
 
 
-def _contents(source: _Source) -> Contents:
+def _contents(source: _Source) -> ExportContents:
     """What the file will hold. This rank alone."""
     weights: dict[str, Weight] = {}
     tied = {}
@@ -262,7 +262,7 @@ def _contents(source: _Source) -> Contents:
     safetensors.check(weights.values())
     if not weights:
         raise OptionError(f"{_title(source.base)} has no parameters and no buffers to save.")
-    return Contents(
+    return ExportContents(
         _title(source.base),
         tuple(safetensors.in_file_order(weights.values())),
         tied,
@@ -275,10 +275,10 @@ def _title(base: torch.nn.Module) -> str:
     return next(cls for cls in type(base).__mro__ if not issubclass(cls, FSDPModule)).__name__
 
 
-def _alike(what: str, told: Sequence[Contents]) -> Contents:
+def _alike(what: str, told: Sequence[ExportContents]) -> ExportContents:
     for number, contents in enumerate(told):
         if contents != told[0]:
-            odd = set(told[0].found) ^ set(contents.found)
+            odd = set(told[0].weights) ^ set(contents.weights)
             detail = f": {min(w.name for w in odd)}" if odd else ""
             raise CheckpointError(
                 f"{what}: the model of rank {number} is another one than rank 0's{detail}. "

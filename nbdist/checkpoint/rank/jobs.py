@@ -74,7 +74,7 @@ class Meter:
 
 
 @dataclass(slots=True)
-class Job:
+class SaveJob:
     """One save on this rank.
 
     Attributes:
@@ -94,12 +94,12 @@ class Job:
     saved: Saved | None = None
 
 
-_jobs: dict[str, Job] = {}
+_jobs: dict[str, SaveJob] = {}
 # What the thread is to do: one for all saves, as a new one begins after milliseconds.
-_todo: SimpleQueue[tuple[Job, Callable[[], None]]] = SimpleQueue()
+_todo: SimpleQueue[tuple[SaveJob, Callable[[], None]]] = SimpleQueue()
 
 
-def keep(job: Job, run: Callable[[], None]) -> None:
+def keep(job: SaveJob, run: Callable[[], None]) -> None:
     """Let a save be the one that can be asked for, and a thread run the rest of it.
 
     From here on that thread wants the interpreter for itself.

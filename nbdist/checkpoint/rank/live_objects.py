@@ -30,42 +30,44 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(slots=True)
-class Model:
+class LiveModel:
     """A prepared model.
 
     Attributes:
         name: Of a variable that holds it.
         place: The how manieth of all prepared ones.
-        one: What is known of it.
+        prepared: What the registry knows of it.
         names: First name -> all names, of those that are saved: not of passing buffers.
         dtypes: By first name.
-        held: This rank's local parts, by first name.
+        local: This rank's local parts, by first name.
     """
 
     name: str
     place: int
-    one: Prepared
+    prepared: Prepared
     names: dict[str, tuple[str, ...]]
     dtypes: dict[str, torch.dtype]
-    held: dict[str, torch.Tensor] = field(default_factory=dict)
+    local: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def is_flat(self) -> bool:
         """Whether it is under FSDP1, which gathers and scatters whole values by itself."""
-        return fsdp1_state.is_flat(self.one)
+        return fsdp1_state.is_flat(self.prepared)
 
     def side(self, first: str) -> Placement:
         """How a tensor lies: under FSDP1 as if every rank had all of it."""
-        return self.one.whole(first) if self.is_flat else self.one.side(first)
+        return self.prepared.whole(first) if self.is_flat else self.prepared.side(first)
 
     def saved(self) -> SavedModel:
         """As the manifest tells it."""
         tensors = tuple(
-            SavedTensor(first, tuple(self.one.layouts[first].shape), dtype_text(self.dtypes[first]))
+            SavedTensor(
+                first, tuple(self.prepared.layouts[first].shape), dtype_text(self.dtypes[first])
+            )
             for first in self.names
         )
         tied = {other: first for first, names in self.names.items() for other in names[1:]}
-        return SavedModel(self.one.built.title, tensors, tied)
+        return SavedModel(self.prepared.built.title, tensors, tied)
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ class PreparedOptimizer:
         return SavedOptimizer(
             type(self.optimizer).__name__,
             tuple(tuple(group["params"]) for group in groups),
-            tuple(_told(group) for group in groups),
+            tuple(_plain_settings(group) for group in groups),
             tuple(keys),
         )
 
@@ -135,7 +137,7 @@ class LiveObjects:
         accelerators: Those that were set up, by which schedulers, loaders and scalers are known.
     """
 
-    models: list[Model]
+    models: list[LiveModel]
     optimizers: list[PreparedOptimizer]
     accelerators: list[Any]
 
@@ -161,7 +163,9 @@ def find(what: str) -> LiveObjects:
         save_state.agree(accelerator, is_collected=True)
     names = all_or_none(what, lambda: variable_names(common, steppers, accelerators))[0]
     models = [_model(prepared, at, names[0][at]) for at, prepared in enumerate(common)]
-    optimizers = [_stepping(stepper, models, names[1][at]) for at, stepper in enumerate(steppers)]
+    optimizers = [
+        _prepared_optimizer(stepper, models, names[1][at]) for at, stepper in enumerate(steppers)
+    ]
     return LiveObjects(models, optimizers, accelerators[: min(counts)])
 
 
@@ -248,7 +252,7 @@ def _each_once(names: Iterable[str]) -> list[str]:
     return unique
 
 
-def _model(prepared: Prepared, place: int, name: str) -> Model:
+def _model(prepared: Prepared, place: int, name: str) -> LiveModel:
     """A model with what this rank holds. Collective under FSDP1, else this rank alone."""
     saved_names = set(portable(prepared.base).saved_names())
     names = {
@@ -260,11 +264,11 @@ def _model(prepared: Prepared, place: int, name: str) -> Model:
         fsdp1_state.values(prepared) if fsdp1_state.is_flat(prepared) else local_state(prepared)
     )
     local = {first: values[first] for first in names if first in values}
-    return Model(name, place, prepared, names, dtypes_of(prepared), local)
+    return LiveModel(name, place, prepared, names, dtypes_of(prepared), local)
 
 
-def _stepping(stepper: Stepper, models: list[Model], name: str) -> PreparedOptimizer:
-    model_of = {id(model.one): model for model in models}
+def _prepared_optimizer(stepper: Stepper, models: list[LiveModel], name: str) -> PreparedOptimizer:
+    model_of = {id(model.prepared): model for model in models}
     labels = {
         key: f"{model_of[id(prepared)].name}.{first}"
         for key, (prepared, first, _) in stepper.names.items()
@@ -276,7 +280,7 @@ def _stepping(stepper: Stepper, models: list[Model], name: str) -> PreparedOptim
     return PreparedOptimizer(name, stepper, labels, count - len(stepper.names), whole)
 
 
-def _told(group: dict[str, Any]) -> dict[str, Any]:
+def _plain_settings(group: dict[str, Any]) -> dict[str, Any]:
     """A group's numbers, for a person: what is no plain value is left out."""
     settings = {}
     for key, value in group.items():

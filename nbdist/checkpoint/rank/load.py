@@ -17,15 +17,15 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
+from nbdist.checkpoint import folder as checkpoint_folder
 from nbdist.checkpoint import manifest
 from nbdist.checkpoint.chunks import own_chunks
 from nbdist.checkpoint.manifest import Checkpoint
 from nbdist.checkpoint.mismatch import mismatches
 from nbdist.checkpoint.rank import dcp_metadata, plain_state, restore
-from nbdist.checkpoint.rank.dcp_planners import Loader
+from nbdist.checkpoint.rank.dcp_planners import ChunkLoadPlanner
 from nbdist.checkpoint.rank.jobs import refuse_if_running
-from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOptimizer, find
+from nbdist.checkpoint.rank.live_objects import LiveModel, LiveObjects, PreparedOptimizer, find
 from nbdist.checkpoint.results import Loaded
 from nbdist.core.finding import BAD
 from nbdist.errors import CheckpointError, NbdistError
@@ -44,22 +44,22 @@ from nbdist.rpc.rank import progress
 from nbdist.strategy.tensor_layout import Placement, local_shape
 
 T = TypeVar("T")
-U = TypeVar("U", Model, PreparedOptimizer)
+U = TypeVar("U", LiveModel, PreparedOptimizer)
 
 
 @dataclass(slots=True)
-class Read:
+class ReadCheckpoint:
     """What a rank has read.
 
     Attributes:
         saved: The manifest.
-        known: Where each tensor lies.
+        metadata: Where each tensor lies.
         states: Everything that is no large tensor.
         values: Name in the checkpoint -> this rank's part of it.
     """
 
     saved: Checkpoint
-    known: Metadata
+    metadata: Metadata
     states: dict[str, Any]
     values: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     began_s = time.perf_counter()
     what, folder = f"Loading {path}", Path(path)
     all_or_none(what, refuse_if_running)
-    all_or_none(what, lambda: rank() == 0 and checkpoint_checkpoint_folder.recover(folder))
+    all_or_none(what, lambda: rank() == 0 and checkpoint_folder.recover(folder))
     manifests = all_or_none(what, lambda: manifest.read(folder))
     with same_random(), progress.during("loading"):
         live = find(what)
@@ -92,13 +92,13 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
         if is_models_only:
             live.optimizers, live.accelerators = [], []
             saved = replace(saved, optimizers=(), extra={**saved.extra, "optimizers": []})
-        prepared: list[tuple[Read, restore.Plan]] = []
-        all_or_none(what, lambda: prepared.append(_prepared(folder, saved, live)))
+        prepared: list[tuple[ReadCheckpoint, restore.RestorePlan]] = []
+        all_or_none(what, lambda: prepared.append(_prepare(folder, saved, live)))
         ((read, plan),) = prepared
         _put(what, plan)
     notes = list(plan.notes)
     if not is_models_only:
-        notes += restore.generators(read.states, saved)
+        notes += restore.restore_generators(read.states, saved)
     return Loaded(
         path=path,
         models=tuple(model.name for model in live.models),
@@ -113,20 +113,22 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     )
 
 
-def _prepared(folder: Path, saved: Checkpoint, found: LiveObjects) -> tuple[Read, restore.Plan]:
+def _prepare(
+    folder: Path, saved: Checkpoint, found: LiveObjects
+) -> tuple[ReadCheckpoint, restore.RestorePlan]:
     """All that can fail. This rank alone."""
-    match = _matched(folder, saved, found)
-    read = Read(saved, dcp_metadata.read(folder, saved), plain_state.read(folder))
+    match = _match(folder, saved, found)
+    read = ReadCheckpoint(saved, dcp_metadata.read(folder, saved), plain_state.read(folder))
     shapes = {
         name: tuple(stored.size)
-        for name, stored in read.known.state_dict_metadata.items()
+        for name, stored in read.metadata.state_dict_metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
-    _fill(folder, read, restore.wanted(read.states, match, shapes))
+    _fill(folder, read, restore.wanted_placements(read.states, match, shapes))
     return read, restore.plan(read.states, read.values, match)
 
 
-def _put(what: str, plan: restore.Plan) -> None:
+def _put(what: str, plan: restore.RestorePlan) -> None:
     """Put all in place, where every rank can. Collective: every rank.
 
     Raises:
@@ -134,12 +136,12 @@ def _put(what: str, plan: restore.Plan) -> None:
     """
     ballot = CommitVote(str(all_or_none(what, time.time_ns)[0]))
     try:
-        all_or_none(what, lambda: restore.objects(plan))
+        all_or_none(what, lambda: restore.restore_objects(plan))
         with interrupts_held():
             _vote(what, ballot)
             _commit(what, plan)
     except BaseException:
-        restore.objects_back(plan)
+        restore.put_objects_back(plan)
         raise
 
 
@@ -153,7 +155,7 @@ def _vote(what: str, ballot: CommitVote) -> None:
     raise_failures(what, ballot.answer(""))
 
 
-def _commit(what: str, plan: restore.Plan) -> None:
+def _commit(what: str, plan: restore.RestorePlan) -> None:
     try:
         restore.commit(plan)
     except Exception as error:
@@ -180,20 +182,20 @@ def _check_files(folder: Path, saved: Checkpoint) -> None:
     manifest.check_files(folder, rank_share, reads_all=True)
 
 
-def _matched(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.Matched:
+def _match(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.RestoreMatch:
     """Which live object takes over which saved one.
 
     Raises:
         CheckpointError: Something does not fit; the first few of it, and how many there are.
     """
     pairs = {
-        what: _paired(
+        what: _pair(
             [str(n) for n in saved.extra.get(what, ())], [item.name for item in items], what, folder
         )
         for what, items in (("models", found.models), ("optimizers", found.optimizers))
     }
-    models = _chosen(pairs["models"], saved.extra["models"], saved.models, found.models)
-    steps = _chosen(
+    models = _choose(pairs["models"], saved.extra["models"], saved.models, found.models)
+    steps = _choose(
         pairs["optimizers"], saved.extra["optimizers"], saved.optimizers, found.optimizers
     )
     there = {model.name: old for old, _, model in models}
@@ -217,7 +219,7 @@ def _matched(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.Mat
         for finding in wrong
         if finding.verdict != BAD
     )
-    return restore.Matched(
+    return restore.RestoreMatch(
         found,
         [(old, model) for old, _, model in models],
         [(old, optimizer) for old, _, optimizer in steps],
@@ -225,7 +227,7 @@ def _matched(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.Mat
     )
 
 
-def _chosen(
+def _choose(
     pairs: Sequence[tuple[str, str]], names: Sequence[str], records: Sequence[T], live: Sequence[U]
 ) -> list[tuple[str, T, U]]:
     """(name there, the manifest's record of it, live one), in the order of the live ones."""
@@ -234,7 +236,7 @@ def _chosen(
     return [(old[item.name], there[old[item.name]], item) for item in live]
 
 
-def _paired(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple[str, str]]:
+def _pair(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple[str, str]]:
     """(name there, name here): by names, or the only one with the only one."""
     if sorted(old) == sorted(new):
         return [(name, name) for name in old]
@@ -247,11 +249,11 @@ def _paired(old: list[str], new: list[str], what: str, folder: Path) -> list[tup
     )
 
 
-def _fill(folder: Path, read: Read, wanted: Mapping[str, Placement]) -> None:
+def _fill(folder: Path, read: ReadCheckpoint, wanted: Mapping[str, Placement]) -> None:
     """Read this rank's part of each tensor, from whichever files it is in."""
     targets = {}
     for name, side in wanted.items():
-        stored = read.known.state_dict_metadata.get(name)
+        stored = read.metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(f"{folder} has no {name}, which its manifest names.")
         if tuple(stored.size) != side.layout.shape:
@@ -264,9 +266,9 @@ def _fill(folder: Path, read: Read, wanted: Mapping[str, Placement]) -> None:
             continue
         read.values[name] = torch.empty(shape, dtype=stored.properties.dtype)
         targets[name] = (read.values[name], own_chunks(side, world_size(), rank()))
-    planner, reader = Loader(targets), FileSystemReader(folder)
-    planner.set_up_planner({}, read.known)
-    reader.set_up_storage_reader(read.known, is_coordinator=False)
+    planner, reader = ChunkLoadPlanner(targets), FileSystemReader(folder)
+    planner.set_up_planner({}, read.metadata)
+    reader.set_up_storage_reader(read.metadata, is_coordinator=False)
     try:
         reader.read_data(planner.create_local_plan(), planner).wait()
     except OSError as error:

@@ -161,7 +161,7 @@ def _accelerator(accelerator: Any) -> dict[str, Any]:
         ],
         "objects": [
             (_kind(stateful), stateful.state_dict()) for stateful in accelerator._custom_objects
-        ],  # noqa: SLF001
+        ],
     }
 
 

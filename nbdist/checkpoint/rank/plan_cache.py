@@ -17,8 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nbdist.checkpoint.rank import live_objects as finding
-from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOptimizer
+from nbdist.checkpoint.rank import live_objects
+from nbdist.checkpoint.rank.live_objects import LiveModel, LiveObjects, PreparedOptimizer
 from nbdist.checkpoint.rank.tensors import MODEL, CheckpointTensors, state_path
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
@@ -32,7 +32,7 @@ from nbdist.parallel.reshard.optimizer_state import LocalState, MergedState
 # (The how manieth optimizer, key of its states) -> the number.
 Numbers = dict[tuple[int, str], Any]
 # The save whose plan still counts on a rank, and its numbers.
-Told = tuple[str, Numbers]
+PlanKey = tuple[str, Numbers]
 # (model, first name), or (optimizer, parameter's unique name, key of its state); models and
 # optimizers by their places.
 _Key = tuple[Any, ...]
@@ -43,15 +43,15 @@ class CachedPlan:
     """What is saved now, found with the last save's plan.
 
     Attributes:
-        found, contents: As `look` and `contents` would give them, but for the numbers of
+        live, contents: As `find` and `tensors_of` would give them, but for the numbers of
             parameters of which only other ranks remember anything.
-        told: What other ranks have to know: the save that agreed on the plan, and what this
+        key: What other ranks have to know: the save that agreed on the plan, and what this
             rank's optimizers remember that is one number for all parameters.
     """
 
-    found: LiveObjects
+    live: LiveObjects
     contents: CheckpointTensors
-    told: Told
+    key: PlanKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class _Plan:
         token: Of the save.
         objects: As `_objects` gives them.
         prepared: What each accelerator has prepared, by number.
-        models: Name, names of tensors and dtypes of each; as of `found.Model`.
+        models: Name, names of tensors and dtypes of each; as of `LiveModel`.
         optimizers: Name, labels and what all ranks remember of each; as of
-        `found.PreparedOptimizer`.
+            `PreparedOptimizer`.
         looks: Type and shape of each of this rank's values.
         names: Of these values in the checkpoint.
         contents: Without values.
@@ -107,10 +107,10 @@ def store(token: str, live: LiveObjects, contents: CheckpointTensors) -> None:
         objects=[weakref.ref(part) for part in _objects_of(live)],
         prepared=[save_state.numbers(accelerator) for accelerator in live.accelerators],
         models=[(model.name, model.names, model.dtypes) for model in live.models],
-        optimizers=[(step.name, step.labels, _agreed(step)) for step in live.optimizers],
+        optimizers=[(step.name, step.labels, _merged_state(step)) for step in live.optimizers],
         looks=_looks(values),
         names={key: _name(live, key) for key in values},
-        contents=replace(contents, held={}),
+        contents=replace(contents, local={}),
     )
     _plans.append(plan)
 
@@ -121,7 +121,7 @@ def lookup() -> CachedPlan | None:
         return None
     plan = _plans[0]
     with torch.no_grad():
-        live = _found_again(plan)
+        live = _recall(plan)
         if live is None:
             return None
         values = _values(live)
@@ -129,10 +129,10 @@ def lookup() -> CachedPlan | None:
     if numbers is None or (rank() == 0 and not _has_same_names(live)):
         return None
     tensors = {plan.names[k]: v for k, v in values.items() if isinstance(v, torch.Tensor)}
-    return CachedPlan(live, replace(plan.contents, held=tensors), (plan.token, numbers))
+    return CachedPlan(live, replace(plan.contents, local=tensors), (plan.token, numbers))
 
 
-def agreed(recalled: CachedPlan | None, keys: Iterable[Told | None]) -> bool:
+def is_agreed(recalled: CachedPlan | None, keys: Iterable[PlanKey | None]) -> bool:
     """Whether the last save's plan counts on all ranks, with the same numbers, which it gets then.
 
     Args:
@@ -141,15 +141,15 @@ def agreed(recalled: CachedPlan | None, keys: Iterable[Told | None]) -> bool:
     """
     if recalled is None:
         return False
-    token, _ = recalled.told
+    token, _ = recalled.key
     everyone = [numbers for other, numbers in filter(None, keys) if other == token]
     common = {place: value for numbers in everyone for place, value in numbers.items()}
     if len(everyone) < world_size() or any(
         _differ(value, common[place]) for numbers in everyone for place, value in numbers.items()
     ):
         return False
-    for at, optimizer in enumerate(recalled.found.optimizers):
-        before = _agreed(optimizer)
+    for at, optimizer in enumerate(recalled.live.optimizers):
+        before = _merged_state(optimizer)
         entries = {
             (name, key): replace(entry, value=common[at, key]) if entry.kind == "number" else entry
             for (name, key), entry in before.entries.items()
@@ -160,10 +160,10 @@ def agreed(recalled: CachedPlan | None, keys: Iterable[Told | None]) -> bool:
 
 def _is_all_there_is(live: LiveObjects) -> bool:
     """Whether a look at this rank's objects finds the same, and no rank is needed for it."""
-    models = [model.one for model in live.models]
+    models = [model.prepared for model in live.models]
     optimizers = prepared_optimizers(models)
-    here = _objects(registry.prepared(), optimizers or [], finding.accelerators_here())
-    entries = [entry for step in live.optimizers for entry in _agreed(step).entries.values()]
+    here = _objects(registry.prepared(), optimizers or [], live_objects.accelerators_here())
+    entries = [entry for step in live.optimizers for entry in _merged_state(step).entries.values()]
     return (
         optimizers is not None
         and _ids(here) == _ids(_objects_of(live))
@@ -173,7 +173,7 @@ def _is_all_there_is(live: LiveObjects) -> bool:
 
 
 def _objects_of(live: LiveObjects) -> list[object]:
-    models = [model.one for model in live.models]
+    models = [model.prepared for model in live.models]
     return _objects(models, [step.optimizer for step in live.optimizers], live.accelerators)
 
 
@@ -184,7 +184,7 @@ def _objects(
     return [*models, *(model.built for model in models), *optimizers, *accelerators]
 
 
-def _agreed(optimizer: PreparedOptimizer) -> MergedState:
+def _merged_state(optimizer: PreparedOptimizer) -> MergedState:
     assert optimizer.stepper.agreed is not None
     return optimizer.stepper.agreed
 
@@ -194,7 +194,7 @@ def _values(live: LiveObjects) -> dict[_Key, Any]:
     values: dict[_Key, Any] = {
         (model.place, first): tensor
         for model in live.models
-        for first, tensor in model.held.items()
+        for first, tensor in model.local.items()
     }
     for at, step in enumerate(live.optimizers):
         for name, (_, _, parameter) in step.stepper.names.items():
@@ -225,11 +225,11 @@ def _name(live: LiveObjects, key: _Key) -> str:
     return ".".join(state_path(live.optimizers[at], *names))
 
 
-def _found_again(plan: _Plan) -> LiveObjects | None:
+def _recall(plan: _Plan) -> LiveObjects | None:
     """The models, optimizers and accelerators, if they are those that were saved."""
     prepared = registry.prepared()
     optimizers = prepared_optimizers(prepared)
-    accelerators = finding.accelerators_here()
+    accelerators = live_objects.accelerators_here()
     if (
         optimizers is None
         or _ids(_objects(prepared, optimizers, accelerators)) != _ids(ref() for ref in plan.objects)
@@ -241,7 +241,7 @@ def _found_again(plan: _Plan) -> LiveObjects | None:
         fsdp.settle(model.built.job.root)
         values = local_state(model)
         tensors = {first: values[first] for first in names if first in values}
-        models.append(Model(name, place, model, names, dtypes, tensors))
+        models.append(LiveModel(name, place, model, names, dtypes, tensors))
     prepared_optimizers_ = []
     for optimizer, (name, labels, before) in zip(optimizers, plan.optimizers, strict=True):
         here = registry.names_in(optimizer)
@@ -275,8 +275,8 @@ def _differ(number: Any, other: Any) -> bool:
 
 def _has_same_names(live: LiveObjects) -> bool:
     """Whether the user's variables are called as they were. On rank 0, whose names count."""
-    now = finding.variable_names(
-        [model.one for model in live.models], [step.stepper for step in live.optimizers],
+    now = live_objects.variable_names(
+        [model.prepared for model in live.models], [step.stepper for step in live.optimizers],
         live.accelerators,
     )  # fmt: skip
     return now == ([model.name for model in live.models], [step.name for step in live.optimizers])

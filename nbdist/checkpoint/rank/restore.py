@@ -11,7 +11,7 @@ import torch
 
 from nbdist.checkpoint.manifest import Checkpoint
 from nbdist.checkpoint.rank import plain_state
-from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOptimizer, dtype_of
+from nbdist.checkpoint.rank.live_objects import LiveModel, LiveObjects, PreparedOptimizer, dtype_of
 from nbdist.checkpoint.rank.tensors import MODEL, OPTIMIZER, is_whole, state_side
 from nbdist.errors import CheckpointError
 from nbdist.parallel.consensus import rank, world_size
@@ -27,17 +27,17 @@ _OWN_SETTINGS = frozenset({"params", "foreach", "fused", "capturable", "differen
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class RestoreMatch:
     """Which live object takes over which saved one.
 
     Attributes:
-        found: All live ones.
+        live: All live objects.
         models, optimizers: (name in the checkpoint, live one).
         notes: What is taken over otherwise than as it was saved.
     """
 
-    found: LiveObjects
-    models: Sequence[tuple[str, Model]]
+    live: LiveObjects
+    models: Sequence[tuple[str, LiveModel]]
     optimizers: Sequence[tuple[str, PreparedOptimizer]]
     notes: tuple[str, ...] = ()
 
@@ -48,11 +48,11 @@ class Matched:
 
 
 @dataclass(slots=True)
-class _Steps:
+class _OptimizerPlan:
     """What one optimizer gets.
 
     Attributes:
-        one: It.
+        prepared: The live optimizer.
         agreed: What it will remember.
         parts: This rank's tensors of it, by label: those that it has, or new ones.
         copies: (tensor that it has, what is copied into it).
@@ -61,7 +61,7 @@ class _Steps:
         whole: All of it by unique names, under FSDP1.
     """
 
-    one: PreparedOptimizer
+    prepared: PreparedOptimizer
     agreed: MergedState
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -71,12 +71,12 @@ class _Steps:
 
 
 @dataclass(slots=True)
-class Plan:
+class RestorePlan:
     """All that changes.
 
     Attributes:
         models: (model, values by first name).
-        steps: Of optimizers.
+        optimizers: What each optimizer gets.
         schedulers, loaders, objects: (live one, its state).
         scalers: Likewise.
         counts: (accelerator, its step).
@@ -84,8 +84,8 @@ class Plan:
         notes: For a person.
     """
 
-    models: list[tuple[Model, dict[str, torch.Tensor]]]
-    steps: list[_Steps]
+    models: list[tuple[LiveModel, dict[str, torch.Tensor]]]
+    optimizers: list[_OptimizerPlan]
     schedulers: list[tuple[Any, Any]] = field(default_factory=list)
     loaders: list[tuple[Any, Any]] = field(default_factory=list)
     objects: list[tuple[Any, Any]] = field(default_factory=list)
@@ -95,8 +95,8 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def wanted(
-    states: Mapping[str, Any], matched: Matched, shapes: Mapping[str, tuple[int, ...]]
+def wanted_placements(
+    states: Mapping[str, Any], matched: RestoreMatch, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Placement]:
     """The tensors that are read, by their names in the checkpoint, and how each lies here.
 
@@ -123,49 +123,54 @@ def wanted(
     return placements
 
 
-def plan(states: Mapping[str, Any], values: Mapping[str, torch.Tensor], match: Matched) -> Plan:
+def plan(
+    states: Mapping[str, Any], values: Mapping[str, torch.Tensor], match: RestoreMatch
+) -> RestorePlan:
     """What each live object gets. This rank alone; nothing is changed.
 
     Raises:
         CheckpointError: Schedulers or own objects are others than those that were saved.
     """
-    result = Plan(
+    result = RestorePlan(
         [
             (model, {n: values[k] for n in model.names if (k := f"{MODEL}.{old}.{n}") in values})
             for old, model in match.models
         ],
-        [_steps(states, values, match, old, optimizer) for old, optimizer in match.optimizers],
+        [
+            _plan_optimizer(states, values, match, old, optimizer)
+            for old, optimizer in match.optimizers
+        ],
         notes=list(match.notes),
     )
-    if match.found.accelerators:
-        _plan_accelerators(result, states["accelerators"], match.found.accelerators)
+    if match.live.accelerators:
+        _plan_accelerators(result, states["accelerators"], match.live.accelerators)
     return result
 
 
-def objects(plan: Plan) -> None:
+def restore_objects(plan: RestorePlan) -> None:
     """Let the user's own objects take over their states: their code may fail. This rank alone."""
     plan.before = [(stateful, copy.deepcopy(stateful.state_dict())) for stateful, _ in plan.objects]
     try:
         for stateful, state in plan.objects:
             stateful.load_state_dict(state)
     except BaseException:
-        objects_back(plan)
+        put_objects_back(plan)
         raise
 
 
-def objects_back(plan: Plan) -> None:
+def put_objects_back(plan: RestorePlan) -> None:
     """Put the user's own objects back. This rank alone."""
     for stateful, state in plan.before:
         stateful.load_state_dict(state)
 
 
-def commit(plan: Plan) -> None:
+def commit(plan: RestorePlan) -> None:
     """Put all values in place. Meets no rank, except under FSDP1."""
     with torch.no_grad():
         for model, values in plan.models:
             _commit_model(model, values)
-        for optimizer_plan in plan.steps:
-            _commit_steps(optimizer_plan)
+        for optimizer_plan in plan.optimizers:
+            _commit_optimizer(optimizer_plan)
     for stateful, state in (*plan.schedulers, *plan.scalers):
         stateful.load_state_dict(state)
     for loader, state in plan.loaders:
@@ -174,17 +179,17 @@ def commit(plan: Plan) -> None:
         accelerator.step = step
 
 
-def _commit_model(model: Model, values: Mapping[str, torch.Tensor]) -> None:
+def _commit_model(model: LiveModel, values: Mapping[str, torch.Tensor]) -> None:
     if model.is_flat:
-        fsdp1_state.load(model.one, values)
+        fsdp1_state.load(model.prepared, values)
     else:
         for first, value in values.items():
-            model.held[first].copy_(value)
-    for parameter in model.one.parameters.values():
+            model.local[first].copy_(value)
+    for parameter in model.prepared.parameters.values():
         parameter.grad = None
 
 
-def generators(states: Mapping[str, Any], saved: Checkpoint) -> list[str]:
+def restore_generators(states: Mapping[str, Any], saved: Checkpoint) -> list[str]:
     """Put this rank's random generators back, where as many ranks have saved; else say so."""
     if saved.world_size != world_size():
         there = f"{saved.world_size} ranks have saved theirs"
@@ -214,13 +219,13 @@ def _name(old: str, entry: Mapping[str, Any]) -> str:
     return f"{OPTIMIZER}.{old}.{entry['parameter']}.{entry['key']}"
 
 
-def _steps(
+def _plan_optimizer(
     states: Mapping[str, Any],
     values: Mapping[str, torch.Tensor],
-    match: Matched,
+    match: RestoreMatch,
     old: str,
     optimizer: PreparedOptimizer,
-) -> _Steps:
+) -> _OptimizerPlan:
     keys = match.keys(optimizer)
     stepper = optimizer.stepper
     entries = {
@@ -235,7 +240,7 @@ def _steps(
     }
     names = tuple(stepper.names)
     agreed = MergedState(type(optimizer.optimizer).__name__, stepper.local.number, names, entries)
-    result = _Steps(optimizer, agreed, groups=states["optimizers"][old]["groups"])
+    result = _OptimizerPlan(optimizer, agreed, groups=states["optimizers"][old]["groups"])
     read = {
         (keys[entry["parameter"]], entry["key"]): values[name]
         for entry in _entries(states, old)
@@ -259,10 +264,10 @@ def _steps(
     return result
 
 
-def _whole(plan: _Steps, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
+def _whole(plan: _OptimizerPlan, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
     """As `wholes.full_optimizer_state` gives it: unique names, whole tensors."""
-    keys = list(plan.one.stepper.names)
-    labels = plan.one.labels
+    keys = list(plan.prepared.stepper.names)
+    labels = plan.prepared.labels
     state: dict[str, dict[str, Any]] = {}
     for (key, name), entry in plan.agreed.entries.items():
         value: Any = read.get((key, name))
@@ -272,7 +277,7 @@ def _whole(plan: _Steps, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
                 value = torch.tensor(value, dtype=entry.dtype)
         state.setdefault(key, {})[name] = value
     here = {label: key for key, label in labels.items()}
-    groups = plan.one.groups()
+    groups = plan.prepared.groups()
     assert len(keys) == len(here)
     return {
         "state": state,
@@ -287,17 +292,17 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OWN_SETTINGS}
 
 
-def _commit_steps(plan: _Steps) -> None:
-    optimizer = plan.one.optimizer
+def _commit_optimizer(plan: _OptimizerPlan) -> None:
+    optimizer = plan.prepared.optimizer
     if plan.whole is not None:
         load_full_optimizer_state(optimizer, plan.whole)
         return
     for live, value in plan.copies:
         live.copy_(value)
-    parameters = {key: parameter for key, (_, _, parameter) in plan.one.stepper.names.items()}
+    parameters = {key: parameter for key, (_, _, parameter) in plan.prepared.stepper.names.items()}
     for (key, state), value in plan.others.items():
         optimizer.state[parameters[key]][state] = value
-    sides = {key: state_side(plan.one, key) for key in parameters}
+    sides = {key: state_side(plan.prepared, key) for key in parameters}
     write(optimizer, plan.agreed, plan.parts, parameters, parameters, sides)
     for group, settings in zip(optimizer.param_groups, plan.groups, strict=True):
         for key, value in _settings(settings).items():
@@ -308,7 +313,9 @@ def _commit_steps(plan: _Steps) -> None:
                 group[key] = value
 
 
-def _plan_accelerators(plan: Plan, saved: Sequence[Mapping[str, Any]], live: Sequence[Any]) -> None:
+def _plan_accelerators(
+    plan: RestorePlan, saved: Sequence[Mapping[str, Any]], live: Sequence[Any]
+) -> None:
     """What schedulers, loaders, scalers and own objects get, in the order of their preparing."""
     plan.schedulers = _alike(
         "schedulers",

@@ -15,7 +15,7 @@ from typing import IO, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
+from nbdist.checkpoint import folder as checkpoint_folder
 from nbdist.checkpoint import safetensors
 from nbdist.checkpoint.safetensors import Weight
 from nbdist.core import host
@@ -45,7 +45,7 @@ class WeightsFile:
             configs: Gives further files, which say how to make the model: name -> text.
         """
         self._target = target
-        self._found = weights
+        self._weights = weights
         self._tied = tied
         self._configs_of = configs
         self._configs: Mapping[str, str] = {}
@@ -61,7 +61,7 @@ class WeightsFile:
                 model.
         """
         self._configs = self._configs_of()
-        with _told(self._target):
+        with _explain_errors(self._target):
             if self._target.is_dir():
                 raise CheckpointError(f"{self._target} is a folder. Name a file.")
             self._target.parent.mkdir(parents=True, exist_ok=True)
@@ -69,19 +69,19 @@ class WeightsFile:
             self._check_configs()
             self._check_room()
             self._file = self._temporary.open("xb")
-            self._file.write(safetensors.header(self._found, {"format": "pt", **self._tied}))
+            self._file.write(safetensors.header(self._weights, {"format": "pt", **self._tied}))
 
     def write(self, batch: Sequence[Weight], values: Mapping[str, torch.Tensor]) -> None:
         """Write the next tensors."""
         assert self._file is not None
-        with _told(self._target):
+        with _explain_errors(self._target):
             for weight in batch:
                 self._file.write(_bytes(values[weight.name]).numpy().data)
 
     def end(self) -> None:
         """All of it is on disk; what follows reads it."""
         assert self._file is not None
-        with _told(self._target):
+        with _explain_errors(self._target):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -90,10 +90,10 @@ class WeightsFile:
         except SafetensorError as error:
             raise CheckpointError(f"{self._target} cannot be read back: {error}.") from error
         names = set(self._reader.keys())
-        if names != {weight.name for weight in self._found}:
+        if names != {weight.name for weight in self._weights}:
             raise CheckpointError(
                 f"{self._target} was read back with {len(names)} tensors instead of "
-                f"{len(self._found)}."
+                f"{len(self._weights)}."
             )
 
     def compare(self, batch: Sequence[Weight], values: Mapping[str, torch.Tensor]) -> None:
@@ -126,7 +126,7 @@ class WeightsFile:
             Its bytes, and the configs' names.
         """
         self._reader = None
-        with _told(self._target):
+        with _explain_errors(self._target):
             for name, text in self._configs.items():
                 beside = self._temporary.with_name(f"{self._temporary.name}.{name}")
                 beside.write_text(text, encoding="utf-8")
@@ -161,7 +161,7 @@ class WeightsFile:
                 )
 
     def _check_room(self) -> None:
-        needed_bytes = sum(weight.size_bytes for weight in self._found)
+        needed_bytes = sum(weight.size_bytes for weight in self._weights)
         free_bytes = shutil.disk_usage(self._target.parent).free
         if free_bytes < needed_bytes:
             raise CheckpointError(
@@ -214,8 +214,8 @@ def _sweep(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _told(target: Path) -> Any:
+def _explain_errors(target: Path) -> Any:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(checkpoint_checkpoint_folder.problem(error, target)) from error
+        raise CheckpointError(checkpoint_folder.problem(error, target)) from error

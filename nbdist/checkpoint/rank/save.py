@@ -1,6 +1,6 @@
 """A checkpoint is saved: planned by all ranks together, then written by each for itself.
 
-`begin`: all ranks agree on what is saved, or find it as the last save did (`known`), and copy it
+`begin`: all ranks agree on what is saved, or find it as the last save did (`plan_cache`), and copy it
 to the host's memory if training goes on (`staging`). A thread of each does the rest (`finish`).
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
+from nbdist.checkpoint import folder as checkpoint_folder
 from nbdist.checkpoint.manifest import Checkpoint, Versions
 from nbdist.checkpoint.rank import (
     plain_state,
@@ -30,11 +30,11 @@ from nbdist.checkpoint.rank import (
 from nbdist.checkpoint.rank import (
     write as checkpoint_write,
 )
-from nbdist.checkpoint.rank.jobs import Job, Meter, keep, refuse_if_running
-from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, find
+from nbdist.checkpoint.rank.jobs import Meter, SaveJob, keep, refuse_if_running
+from nbdist.checkpoint.rank.live_objects import LiveModel, LiveObjects, find
 from nbdist.checkpoint.rank.save_thread import Write, named
 from nbdist.checkpoint.rank.tensors import CheckpointTensors, tensors_of
-from nbdist.checkpoint.results import Begun
+from nbdist.checkpoint.results import RankBegun
 from nbdist.core import host
 from nbdist.core.host import Machine
 from nbdist.core.versions import VERSION
@@ -44,7 +44,7 @@ from nbdist.parallel.consensus import all_or_none, interrupts_held, rank, world_
 from nbdist.parallel.training_state import Generators, generators, same_random
 
 
-def begin(path: str, token: str, is_async: bool) -> Begun:
+def begin(path: str, token: str, is_async: bool) -> RankBegun:
     """Agree on what is saved, and let a thread of each rank write it. Collective: every rank.
 
     Args:
@@ -60,13 +60,13 @@ def begin(path: str, token: str, is_async: bool) -> Begun:
     """
     began_s = time.perf_counter()
     what = f"Saving {path}"
-    write = Write(Job(token, path, Meter()))
+    write = Write(SaveJob(token, path, Meter()))
     with same_random():
         try:
             live = _agree(what, write)
             all_or_none(what, lambda: _take(write, live, is_copied=is_async))
-            write.contents.held.clear()
-            begun = Begun(
+            write.contents.local.clear()
+            begun = RankBegun(
                 models=tuple(model.name for model in live.models),
                 optimizers=tuple(stepping.name for stepping in live.optimizers),
                 own_bytes=write.contents.own_bytes(rank()),
@@ -76,7 +76,7 @@ def begin(path: str, token: str, is_async: bool) -> Begun:
         except BaseException:  # an interrupt too, until the thread has it
             save_thread.let_go(write)
             if rank() == 0 and write.new is not None:
-                checkpoint_checkpoint_folder.abandon(write.path)
+                checkpoint_folder.abandon(write.path)
             raise
     with interrupts_held():
         keep(write.job, functools.partial(save_thread.run, write))
@@ -87,18 +87,18 @@ def _agree(what: str, write: Write) -> LiveObjects:
     """Say what all ranks together write, and where. Collective: every rank."""
     recalled: list[plan_cache.CachedPlan | None] = []
 
-    def make_report() -> _Told:
+    def make_report() -> _RankReport:
         refuse_if_running()
         recalled.append(plan_cache.lookup())
-        return _told(write, recalled[0])
+        return _rank_report(write, recalled[0])
 
     reports = all_or_none(what, make_report)
     write.processes = [report.process for report in reports]
     write.generators = [report.generators for report in reports]
-    if recalled[0] is not None and plan_cache.agreed(
-        recalled[0], [report.known for report in reports]
+    if recalled[0] is not None and plan_cache.is_agreed(
+        recalled[0], [report.plan_key for report in reports]
     ):
-        live, write.contents = recalled[0].found, recalled[0].contents
+        live, write.contents = recalled[0].live, recalled[0].contents
         new = reports[0].folder
     else:
         live = find(what)
@@ -111,29 +111,29 @@ def _agree(what: str, write: Write) -> LiveObjects:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _RankReport:
     """What a rank tells the others of itself.
 
     Attributes:
         process: Its machine, its pid, and when that process started.
         generators: States of its random generators.
-        known: The last save, if its plan still counts here.
+        plan_key: The last save, if its plan still counts here.
         folder: Where it is written, if rank 0 knows by then what.
     """
 
     process: tuple[Machine, int, str]
     generators: Generators
-    known: plan_cache.Told | None
+    plan_key: plan_cache.PlanKey | None
     folder: str = ""
 
 
-def _told(write: Write, recalled: plan_cache.CachedPlan | None) -> _Told:
+def _rank_report(write: Write, recalled: plan_cache.CachedPlan | None) -> _RankReport:
     pid = os.getpid()
     process = (host.this_machine(), pid, host.started(pid) or "")
     if recalled is None:
-        return _Told(process, generators(), None)
+        return _RankReport(process, generators(), None)
     folder = _folder(write) if rank() == 0 else ""
-    return _Told(process, generators(), recalled.told, folder)
+    return _RankReport(process, generators(), recalled.key, folder)
 
 
 def _compared(what: str, live: LiveObjects) -> CheckpointTensors:
@@ -166,7 +166,7 @@ def _compare(signatures: Sequence[list[tuple[str, tuple[int, ...], str]]]) -> No
 def _folder(write: Write) -> str:
     """Make the folder in which it is written. On rank 0."""
     if write.new is None:
-        write.new = checkpoint_checkpoint_folder.prepare(write.path, str(Path.cwd()))
+        write.new = checkpoint_folder.prepare(write.path, str(Path.cwd()))
     return str(write.new)
 
 
@@ -202,9 +202,9 @@ def _describe(write: Write, live: LiveObjects) -> str:
 _version = functools.cache(version)  # it reads the package's files
 
 
-def _config(model: Model) -> Any:
+def _config(model: LiveModel) -> Any:
     """What a model was made with, where it says so as transformers' do; for a person to read."""
-    to_dict = getattr(getattr(model.one.base, "config", None), "to_dict", None)
+    to_dict = getattr(getattr(model.prepared.base, "config", None), "to_dict", None)
     return json.loads(json.dumps(to_dict(), default=str)) if callable(to_dict) else None
 
 
@@ -223,7 +223,7 @@ def _take(write: Write, live: LiveObjects, *, is_copied: bool) -> None:
     _enter(write)
     if write.manifest is None:
         _describe(write, live)
-    boxes = dict(write.contents.own(rank()))
+    boxes = dict(write.contents.boxes_of(rank()))
     if is_copied:
         # Also what is on the host already: the optimizer changes it in place.
         write.is_staged = True
@@ -252,6 +252,6 @@ def _notes(live: LiveObjects) -> tuple[str, ...]:
     graded = sum(
         parameter.grad is not None
         for model in live.models
-        for parameter in model.one.parameters.values()
+        for parameter in model.prepared.parameters.values()
     )
     return tuple(notes) if not graded else (*notes, "gradients are not saved")

@@ -18,13 +18,13 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
+from nbdist.checkpoint import folder as checkpoint_folder
 from nbdist.checkpoint import manifest
 from nbdist.checkpoint.manifest import Checkpoint, SavedFile
 from nbdist.checkpoint.rank import dcp_metadata, plain_state, staging
 from nbdist.checkpoint.rank import write as checkpoint_write
-from nbdist.checkpoint.rank.dcp_planners import Saver, Spot, Writer
-from nbdist.checkpoint.rank.jobs import Job, Meter
+from nbdist.checkpoint.rank.dcp_planners import ChunkSavePlanner, ChunkWriter, Spot
+from nbdist.checkpoint.rank.jobs import Meter, SaveJob
 from nbdist.checkpoint.rank.tensors import CheckpointTensors
 from nbdist.checkpoint.results import Saved
 from nbdist.core import host
@@ -54,7 +54,7 @@ class Write:
         plain: The other states but the generators'; rank 0 has them.
     """
 
-    job: Job
+    job: SaveJob
     new: Path | None = None
     contents: CheckpointTensors = field(default_factory=CheckpointTensors)
     processes: list[tuple[Machine, int, str]] = field(default_factory=list)
@@ -100,7 +100,7 @@ def run(write: Write) -> None:
         let_go(write)
         checkpoint_write.tell_failure(write.folder, rank(), failure)
         if rank() == 0:
-            checkpoint_checkpoint_folder.abandon(write.path)
+            checkpoint_folder.abandon(write.path)
         write.job.failure = failure  # last: who hears of it may look what is left
 
 
@@ -123,9 +123,9 @@ def _finish(write: Write) -> None:
     write.meter.phase = "writing the manifest"
     assert write.manifest is not None
     with named(write):
-        saver = Saver(write.contents.tensors, write.contents.parts, 0, _values(write))
+        saver = ChunkSavePlanner(write.contents.tensors, write.contents.parts, 0, _values(write))
         _, metadata = saver.create_global_plan([])
-        Writer(write.folder).finish(metadata, _write_results(write.contents, results))
+        ChunkWriter(write.folder).finish(metadata, _write_results(write.contents, results))
         data = (write.folder / dcp_metadata.FILE).read_bytes()
         if dcp_metadata.loads(data) != metadata:
             raise CheckpointError(f"{dcp_metadata.FILE} is not as it was written")
@@ -142,7 +142,7 @@ def _finish(write: Write) -> None:
         checkpoint_write.clear(write.folder, len(write.processes))
         (write.folder / manifest.MANIFEST).write_text(manifest.text(saved), encoding="utf-8")
         write.meter.make_final()
-        checkpoint_checkpoint_folder.commit(write.folder, write.path)
+        checkpoint_folder.commit(write.folder, write.path)
     write.meter.phase = "done"
     write.job.saved = Saved(
         path=str(write.path),
@@ -195,6 +195,6 @@ def named(write: Write) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{checkpoint_checkpoint_folder.problem(error, write.path)} It had written "
+            f"{checkpoint_folder.problem(error, write.path)} It had written "
             f"{write.meter.done_bytes:,} bytes."
         ) from error

@@ -13,9 +13,14 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from nbdist.checkpoint.chunks import Part, Stored, is_complete, shared_out
+from nbdist.checkpoint.chunks import AssignedChunk, Stored, assign_chunks, is_complete
 from nbdist.checkpoint.rank.dcp_planners import Spot, Tensors
-from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOptimizer, dtype_text
+from nbdist.checkpoint.rank.live_objects import (
+    LiveModel,
+    LiveObjects,
+    PreparedOptimizer,
+    dtype_text,
+)
 from nbdist.core.ranks import rank_label
 from nbdist.errors import CheckpointError
 from nbdist.parallel import registry
@@ -35,24 +40,24 @@ class CheckpointTensors:
     Attributes:
         tensors: What is known of each.
         stored: How each lies, in order.
-        held: This rank's local part of each that it has.
+        local: This rank's local part of each that it has.
         parts: Which rank writes which box.
     """
 
     tensors: Tensors = field(default_factory=Tensors)
     stored: list[Stored] = field(default_factory=list)
-    held: dict[str, torch.Tensor] = field(default_factory=dict)
-    parts: list[Part] = field(default_factory=list)
+    local: dict[str, torch.Tensor] = field(default_factory=dict)
+    parts: list[AssignedChunk] = field(default_factory=list)
 
     def add(self, name: str, side: Placement) -> None:
         """Add a tensor that `tensors` knows."""
         self.stored.append(Stored(name, side, self.tensors.dtypes[name].itemsize))
 
-    def own(self, rank: int) -> Iterator[tuple[Spot, torch.Tensor]]:
+    def boxes_of(self, rank: int) -> Iterator[tuple[Spot, torch.Tensor]]:
         """The boxes that a rank writes, as views of what it holds."""
         for part in self.parts:
             if part.writer == rank:
-                box = self.held[part.name]
+                box = self.local[part.name]
                 for dim, n in enumerate(part.chunk.sizes):
                     if box.shape[dim] != n:
                         box = box.narrow(dim, part.chunk.local[dim], n)
@@ -79,8 +84,8 @@ def tensors_of(live: LiveObjects) -> CheckpointTensors:
         _add_model(contents, model)
     for stepping in live.optimizers:
         _add_optimizer(contents, stepping)
-    contents.parts = shared_out(contents.stored, world_size())
-    contents.held = local_tensors(live)
+    contents.parts = assign_chunks(contents.stored, world_size())
+    contents.local = local_tensors(live)
     return contents
 
 
@@ -89,7 +94,7 @@ def local_tensors(live: LiveObjects) -> dict[str, torch.Tensor]:
     local = {
         f"{MODEL}.{model.name}.{first}": tensor
         for model in live.models
-        for first, tensor in model.held.items()
+        for first, tensor in model.local.items()
     }
     for optimizer in live.optimizers:
         for key, state, tensor in _states(optimizer):
@@ -157,11 +162,11 @@ def own_form(optimizer: PreparedOptimizer, place: Place, side: Placement) -> tor
     return value.detach() if is_plain else None
 
 
-def _add_model(contents: CheckpointTensors, model: Model) -> None:
+def _add_model(contents: CheckpointTensors, model: LiveModel) -> None:
     for first, names in model.names.items():
         name = contents.tensors.add(
             (MODEL, model.name, first),
-            model.one.layouts[first].shape,
+            model.prepared.layouts[first].shape,
             model.dtypes[first],
             [(MODEL, model.name, other) for other in names[1:]],
         )
@@ -197,7 +202,7 @@ def _add_optimizer(contents: CheckpointTensors, optimizer: PreparedOptimizer) ->
 
 
 def _add_flat(contents: CheckpointTensors, optimizer: PreparedOptimizer) -> None:
-    """Under FSDP1 every rank has all of it once it has been gathered; see `found`."""
+    """Under FSDP1 every rank has all of it once it has been gathered; see `live_objects`."""
     assert optimizer.whole is not None
     for key, states in optimizer.whole["state"].items():
         side = state_side(optimizer, key)

@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nbdist.checkpoint.manifest import SavedFile, checksum_text
-from nbdist.checkpoint.rank.dcp_planners import Saver, Spot, Writer, spot
+from nbdist.checkpoint.rank.dcp_planners import ChunkSavePlanner, ChunkWriter, Spot, spot
 from nbdist.checkpoint.rank.jobs import Meter
 from nbdist.checkpoint.rank.tensors import CheckpointTensors
 from nbdist.core.units import exact_size
 from nbdist.errors import CheckpointError
 
 # A rank's failure is written over what is in this file: that needs no room on a full disk.
-_TOLD_BYTES = 4096
+_FAILURE_BYTES = 4096
 _PIECE_BYTES = 1 << 22
 _PAUSE_S = 0.02
 
@@ -45,7 +45,7 @@ class _Stream(io.RawIOBase):
         super().__init__()
         self._file = path.open("wb", buffering=0)
         self._meter = meter
-        self._held = bytearray()
+        self._buffer = bytearray()
         self._error: BaseException | None = None
         self.size_bytes = 0
         self.crc32 = 0
@@ -55,10 +55,10 @@ class _Stream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         # torch gives a tensor in pieces of some kB.
-        self._held += data
+        self._buffer += data
         count = memoryview(data).nbytes
         self.size_bytes += count
-        if len(self._held) >= _PIECE_BYTES:
+        if len(self._buffer) >= _PIECE_BYTES:
             self._put()
         return count
 
@@ -69,16 +69,16 @@ class _Stream(io.RawIOBase):
 
     def _put(self) -> None:
         """Write what is held; a failure is kept."""
-        self.crc32 = zlib.crc32(self._held, self.crc32)
+        self.crc32 = zlib.crc32(self._buffer, self.crc32)
         at = 0
-        with memoryview(self._held) as view:
+        with memoryview(self._buffer) as view:
             while at < len(view) and self._error is None:
                 try:
                     self._meter.check()
                     at += self._file.write(view[at : at + _PIECE_BYTES])
                 except BaseException as error:  # noqa: BLE001  # raised by `flush`
                     self._error = error
-        self._held.clear()
+        self._buffer.clear()
 
     def tell(self) -> int:
         return self.size_bytes
@@ -144,8 +144,8 @@ def write(
         meter.done_bytes += tensor.nbytes
         return tensor
 
-    saver = Saver(contents.tensors, contents.parts, rank, counted)
-    writer, files = Writer(folder), _Files(meter)
+    saver = ChunkSavePlanner(contents.tensors, contents.parts, rank, counted)
+    writer, files = ChunkWriter(folder), _Files(meter)
     writer.fs = files
     plan = saver.create_local_plan()
     meter.phase = "writing"
@@ -224,12 +224,12 @@ def _box(result: WriteResult) -> list[Any]:
 
 def reserve(folder: Path, rank: int) -> None:
     """Make the file in which this rank says that it has failed."""
-    _told(folder, rank).write_bytes(b" " * _TOLD_BYTES)
+    _failure_file(folder, rank).write_bytes(b" " * _FAILURE_BYTES)
 
 
 def tell(folder: Path, rank: int, result: Mapping[str, Any]) -> None:
     """Say what this rank has written."""
-    path = _result(folder, rank)
+    path = _result_file(folder, rank)
     new = path.with_name(f"{path.name}.new")  # not with_suffix: the rank is the suffix
     new.write_text(json.dumps(result))
     new.rename(path)
@@ -237,9 +237,9 @@ def tell(folder: Path, rank: int, result: Mapping[str, Any]) -> None:
 
 def tell_failure(folder: Path, rank: int, text: str) -> None:
     """Say that this rank has failed; where even that fails, its rank's state has it."""
-    data = text.encode()[: _TOLD_BYTES // 2]
+    data = text.encode()[: _FAILURE_BYTES // 2]
     try:
-        with _told(folder, rank).open("r+b") as file:
+        with _failure_file(folder, rank).open("r+b") as file:
             file.write(data)
     except OSError:
         return
@@ -265,7 +265,7 @@ def results(
         CheckpointError: A rank has failed, or has ended, or writes nothing any more; says which.
         Cancelled: `meter` has been stopped.
     """
-    watchers = [_Watched(folder, rank, is_gone, stall_s) for rank in range(world_size)]
+    watchers = [_Watcher(folder, rank, is_gone, stall_s) for rank in range(world_size)]
     while True:
         reported = [watcher.look(time.monotonic()) for watcher in watchers]
         missing = [str(rank) for rank, result in enumerate(reported) if result is None]
@@ -275,7 +275,7 @@ def results(
         meter.wait(_PAUSE_S)
 
 
-class _Watched:
+class _Watcher:
     """What one rank writes, seen from another."""
 
     def __init__(
@@ -292,14 +292,14 @@ class _Watched:
         Raises:
             CheckpointError: It has failed, has ended, or writes nothing any more.
         """
-        if self._result is None and _result(self._folder, self._rank).exists():
-            self._result = json.loads(_result(self._folder, self._rank).read_text())
+        if self._result is None and _result_file(self._folder, self._rank).exists():
+            self._result = json.loads(_result_file(self._folder, self._rank).read_text())
         if self._result is None:
             self._check(now_s)
         return self._result
 
     def _check(self, now_s: float) -> None:
-        failure = _told(self._folder, self._rank).read_bytes().strip()
+        failure = _failure_file(self._folder, self._rank).read_bytes().strip()
         if why := failure.decode(errors="replace") or self._is_gone(self._rank):
             raise CheckpointError(why)
         size_bytes = sum(file.stat().st_size for file in self._folder.glob(f"__{self._rank}_*"))
@@ -315,8 +315,8 @@ class _Watched:
 def clear(folder: Path, world_size: int) -> None:
     """Remove what ranks told each other."""
     for rank in range(world_size):
-        _told(folder, rank).unlink(missing_ok=True)
-        _result(folder, rank).unlink(missing_ok=True)
+        _failure_file(folder, rank).unlink(missing_ok=True)
+        _result_file(folder, rank).unlink(missing_ok=True)
 
 
 def listed(results: list[dict[str, Any]]) -> list[SavedFile]:
@@ -328,9 +328,9 @@ def listed(results: list[dict[str, Any]]) -> list[SavedFile]:
     ]
 
 
-def _told(folder: Path, rank: int) -> Path:
+def _failure_file(folder: Path, rank: int) -> Path:
     return folder / f".told.{rank}"
 
 
-def _result(folder: Path, rank: int) -> Path:
+def _result_file(folder: Path, rank: int) -> Path:
     return folder / f".done.{rank}"
