@@ -64,7 +64,7 @@ def resolved(path: str | os.PathLike[str], base: Path | None = None) -> Path:
             f"The name {absolute.name[:20]}... is too long. Choose a shorter one."
         )
     if not absolute.name:
-        raise CheckpointError(f"{absolute} is the whole file system. Name a folder in it.")
+        raise CheckpointError(f"{absolute} is the root of the file system. Name a folder in it.")
     return absolute
 
 
@@ -213,20 +213,20 @@ def _check_place(path: Path) -> None:
         return
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is a file of {path.stat().st_size:,} bytes, and a checkpoint is a folder. "
+            f"{path} is a file of {path.stat().st_size:,} bytes, but a checkpoint is a folder. "
             "Choose another path."
         )
     names = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
-    others = sorted(n for n in names if not any(fnmatch(n, pattern) for pattern in _OWN_NAMES))
-    if others and manifest.MANIFEST in names:
+    foreign = sorted(n for n in names if not any(fnmatch(n, pattern) for pattern in _OWN_NAMES))
+    if foreign and manifest.MANIFEST in names:
         with contextlib.suppress(CheckpointError):  # torn: its files are known by their names
             listed = {file.name for file in manifest.read(path).files}
-            others = [name for name in others if name not in listed]
-    if names and (others or manifest.MANIFEST not in names):
-        more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
-        holds = ", ".join(others[:_MAX_NAMED]) + more if others else ", ".join(sorted(names)[:3])
+            foreign = [name for name in foreign if name not in listed]
+    if names and (foreign or manifest.MANIFEST not in names):
+        more = f" and {len(foreign) - _MAX_NAMED} more" if len(foreign) > _MAX_NAMED else ""
+        holds = ", ".join(foreign[:_MAX_NAMED]) + more if foreign else ", ".join(sorted(names)[:3])
         raise CheckpointError(
-            f"{path} is a folder with files that are not a checkpoint's ({holds}), and a save "
+            f"{path} has files that do not belong to a checkpoint ({holds}), and saving "
             "would remove them. Choose another path, or move them."
         )
 
@@ -266,16 +266,19 @@ def _saver(lock: Path, *, is_alone: bool) -> tuple[str | None, Owner | None]:
 def _busy(path: Path, owner: Owner | None) -> str:
     lock = _beside(path, _LOCK)
     if owner is None:
-        return f"{path} is being saved by another process. If none is, remove {lock}."
+        return f"{path} is being saved by another process. If that is no longer so, remove {lock}."
     since = time.strftime("%H:%M:%S", time.localtime(owner.since_s))
     notebook = f" ({owner.where})" if owner.where else ""
     if owner.pid == os.getpid() and owner.machine == host.this_machine():
-        return f"{path} is still being saved, since {since}. Wait for that, or choose another path."
+        return (
+            f"{path} is still being saved, since {since}. Wait until it is done, or choose another "
+            "path."
+        )
     elsewhere = "" if owner.machine == host.this_machine() else f" on {owner.machine.host}"
     end = f" If that process has ended, remove {lock}." if elsewhere else ""
     return (
         f"{path} is being saved by another run{notebook}, process {owner.pid}{elsewhere}, since "
-        f"{since}. Wait for that, or choose another path.{end}"
+        f"{since}. Wait until it is done, or choose another path.{end}"
     )
 
 
@@ -301,7 +304,7 @@ def _has_turn(handle: int, folder: Path) -> bool:
             if time.monotonic() > end_s:
                 raise CheckpointError(
                     f"Another process has held {folder} for {_TURN_S} s: it removes or renames "
-                    "checkpoints there. Try again when it has ended."
+                    "checkpoints there. Try again when it is done."
                 ) from None
             time.sleep(_PAUSE_S)
         except OSError:  # a file system without locks
@@ -325,13 +328,13 @@ def problem(error: OSError, path: Path) -> str:
             usage = shutil.disk_usage(next(parent for parent in path.parents if parent.is_dir()))
             room = f"{usage.free:,} of {usage.total:,} bytes are free there"
         except OSError:
-            room = "how many bytes are free there is unknown"
+            room = "free space unknown"
         why = {
             errno.ENOSPC: "the disk is full",
             errno.EDQUOT: "your quota is used up",
-            errno.EFBIG: "a file would be longer than this process may write (ulimit -f)",
+            errno.EFBIG: "a file would exceed this process's size limit (ulimit -f)",
         }[error.errno]
-        return f"{path} cannot be written: {why} ({room}). Free some, or choose another path."
+        return f"{path} cannot be written: {why} ({room}). Free some space, or choose another path."
     named = f" ({error.filename})" if error.filename else ""
     return f"{path} cannot be written: {error.strerror or error}{named}. Choose another path."
 

@@ -114,18 +114,19 @@ class Checkpoints(CellHook):
         pending = self._pending = _Pending(token, target, time.monotonic())
         try:
             with progress.during("saving") as tell:
-                tell("all ranks agree on what it holds")
+                tell("the ranks agree on the contents")
                 replies = self._ranks.call_all(
                     begin_save, str(target), token, asynchronous,
                     deadline_s=BEGIN_S, is_collective=True,
                 )  # fmt: skip
         except BaseException as error:
-            self._stop(pending, "not all ranks have begun")
+            self._stop(pending, "not all ranks have started it")
             self._pending = None
             raise _as_checkpoint_error(error, f"{target} was not saved") from error
         started = SaveStarted(
             str(target), replies[0].models, replies[0].optimizers,
-            sum(reply.own_bytes for reply in replies), replies[0].notes, max(reply.stall_s for reply in replies),
+            sum(reply.own_bytes for reply in replies), replies[0].notes,
+            max(reply.stall_s for reply in replies),
         )  # fmt: skip
         if asynchronous:
             return started
@@ -228,7 +229,9 @@ class Checkpoints(CellHook):
             assert pending is not None
             self._stop(pending, "the ranks are being stopped")
             self._pending = None
-            self._earlier.append(f"{pending.path} was given up; what was there before is whole")
+            self._earlier.append(
+                f"{pending.path} was cancelled; what was at that path is unchanged"
+            )
         return self.earlier_messages()
 
     def _wait_before(self) -> None:
@@ -267,7 +270,7 @@ class Checkpoints(CellHook):
         gone = [rank for rank in self._ranks.ranks if not self._ranks.is_connected(rank)]
         failure = ""
         if 0 in gone:
-            failure = f"rank 0 {self._how(0)}; it puts the checkpoint in its place"
+            failure = f"rank 0 {self._how(0)}; it moves the checkpoint into place"
         elif first is not None and first.state == FAILED:
             failure = first.failure
         elif now_s - pending.heard_s > SILENT_S:
@@ -275,9 +278,7 @@ class Checkpoints(CellHook):
         if failure:
             self._pending = None
             self._stop(pending, failure)  # the others would go on with what nobody puts in place
-            text = (
-                f"{pending.path} was not saved: {failure}. What was at that path before is whole."
-            )
+            text = f"{pending.path} was not saved: {failure}. What was at that path is unchanged."
             self._failures.append(text)
             raise CheckpointError(text)
         if first is not None and first.state == DONE and first.saved is not None:
@@ -332,11 +333,13 @@ class Checkpoints(CellHook):
             states = self._states(pending)
         if is_stopped or (0 in states and states[0].state == FAILED):
             self._pending = None
-            return Interrupted(f"{pending.path} was not saved; what was there before is whole")
+            return Interrupted(f"{pending.path} was not saved; what was at that path is unchanged")
         if 0 in states and states[0].state == DONE:
             self._pending = None
-            return Interrupted(f"{pending.path} had been saved already")
-        return Interrupted(f"{pending.path} is being put in its place; %dist_status says when")
+            return Interrupted(f"{pending.path} was already saved")
+        return Interrupted(
+            f"{pending.path} is being moved into place; %dist_status shows when it is done"
+        )
 
 
 def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> ExportedWeights:
@@ -365,7 +368,7 @@ def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> ExportedW
                 deadline_s=EXPORT_S, is_collective=True,
             )  # fmt: skip
     except KeyboardInterrupt as error:
-        raise Interrupted(f"{error}; what was at {target} is as it was") from error
+        raise Interrupted(f"{error}; what was at {target} is unchanged") from error
     except NbdistError as error:
         if (
             refused := gather.remote_error_message(error, OptionError, CheckpointError)

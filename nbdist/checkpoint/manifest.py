@@ -150,7 +150,7 @@ def text(checkpoint: Checkpoint) -> str:
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"The checkpoint's description cannot be written: {error}. States of schedulers and "
-            "loaders have to be numbers, texts, lists and dicts."
+            "loaders must be numbers, strings, lists and dicts."
         ) from error
 
 
@@ -168,14 +168,14 @@ def parse(written: str, where: str) -> Checkpoint:
         data = json.loads(written)
     except ValueError as error:
         raise CheckpointError(
-            f"{where} is damaged: {error}. {len(written)} characters are there; the end may be "
-            "missing. Load another checkpoint."
+            f"{where} is damaged: {error}. It has {len(written):,} characters; its end may "
+            "be missing. Load another checkpoint."
         ) from error
     number = data.get(_FORMAT_KEY) if isinstance(data, dict) else None
     if not isinstance(number, int) or isinstance(number, bool):
-        raise CheckpointError(f"{where} is no manifest of nbdist: it has no {_FORMAT_KEY!r}.")
+        raise CheckpointError(f"{where} is not an nbdist manifest: it has no {_FORMAT_KEY!r}.")
     if number != FORMAT:
-        by = "a newer nbdist" if number > FORMAT else "an nbdist of before the first release"
+        by = "a newer nbdist" if number > FORMAT else "an nbdist from before the first release"
         raise CheckpointError(
             f"{where} has format {number}, written by {by} (nbdist {_version(data)}); this one "
             f"reads format {FORMAT}. "
@@ -203,10 +203,10 @@ def read(folder: Path) -> Checkpoint:
         written = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as error:
         instead = other_formats.instead(folder, MANIFEST)
-        raise CheckpointError(f"{folder} is no checkpoint of nbdist: {instead}") from error
+        raise CheckpointError(f"No nbdist checkpoint found at {folder}: {instead}") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(
-            f"{path} is damaged: it is no text. Load another checkpoint."
+            f"{path} is damaged: it is not a text file. Load another checkpoint."
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
@@ -231,8 +231,9 @@ def check_files(folder: Path, checkpoint: Checkpoint, *, reads_all: bool = False
             wrong.append(f"{file.name} {problem}")
     if wrong:
         raise CheckpointError(
-            f"{folder} is not whole: {first_few(wrong, '; ')}. Of {len(checkpoint.files)} files "
-            f"{len(wrong)} cannot be used. Load another checkpoint, or copy this one again."
+            f"{folder} is incomplete or damaged: {first_few(wrong, '; ')}. {len(wrong)} of "
+            f"{len(checkpoint.files)} files cannot be used. Load another checkpoint, or copy this one "
+            "again."
         )
 
 

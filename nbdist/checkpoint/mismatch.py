@@ -49,7 +49,7 @@ def _counts(
             f"{what}s",
             f"{len(saved)} in the checkpoint ({kinds}), {len(live)} here ({here})",
             BAD,
-            "they are told apart by their order",
+            "they are matched by their order",
             f"prepare as many {what}s as were saved, in the same order",
         )
     ]
@@ -71,12 +71,13 @@ def _model(saved: SavedModel, live: SavedModel, label: str) -> list[Finding]:
     missing = [tensor.name for tensor in live.tensors if tensor.name not in old]
     surplus = [tensor.name for tensor in saved.tensors if tensor.name not in new]
     rows = (
-        ("shapes", shapes, BAD, "the model has other sizes", "make it as it was when it was saved"),
+        ("shapes", shapes, BAD, "the model has different sizes",
+         "create the model as it was when it was saved"),
         ("dtypes", dtypes, WARN, "values are converted, and may be rounded", ""),
         ("missing", [f"{n} is not in the checkpoint" for n in missing], BAD,
-         "it would keep the value that it has", "make the model as it was when it was saved"),
-        ("surplus", [f"{n} is in the checkpoint alone" for n in surplus], BAD,
-         "its value would be lost", "make the model as it was when it was saved"),
+         "it would keep its current value", "create the model as it was when it was saved"),
+        ("surplus", [f"{n} is only in the checkpoint" for n in surplus], BAD,
+         "its value would be lost", "create the model as it was when it was saved"),
     )  # fmt: skip
     return [
         Finding(f"{label}: {name}", first_few(differences, "; "), verdict, why, what)
@@ -92,27 +93,28 @@ def _difference(name: str, old: object, new: object) -> str:
 def _optimizer(saved: SavedOptimizer, live: SavedOptimizer, label: str) -> list[Finding]:
     findings = []
     if saved.kind != live.kind:
-        states = ", ".join(saved.states) or "nothing"
+        states = ", ".join(saved.states) or "none"
         findings.append(
             Finding(
                 f"{label}: class",
                 f"{saved.kind} in the checkpoint, {live.kind} here",
                 BAD,
-                f"{saved.kind} remembers {states}, which {live.kind} does not understand",
+                f"{live.kind} cannot use the state of {saved.kind}: {states}",
                 f"prepare {'an' if saved.kind[:1] in 'AEIOU' else 'a'} {saved.kind}",
             )
         )
     sizes, here = [len(group) for group in saved.names], [len(group) for group in live.names]
     before, now = set().union(*saved.names), set().union(*live.names)
     odd = [f"{n} is not in the checkpoint" for n in sorted(now - before)]
-    odd += [f"{n} is in the checkpoint alone" for n in sorted(before - now)]
+    odd += [f"{n} is only in the checkpoint" for n in sorted(before - now)]
     if not odd and sizes != here:
         odd = [f"groups of {sizes} parameters in the checkpoint, of {here} here"]
     if odd:
         findings.append(
             Finding(
-                f"{label}: parameters", first_few(odd, "; "), BAD, "it would step others",
-                "make the optimizer of the same parameters, in the same groups",
+                f"{label}: parameters", first_few(odd, "; "), BAD,
+                "it would update other parameters",
+                "create the optimizer with the same parameters, in the same groups",
             )
         )  # fmt: skip
     return findings

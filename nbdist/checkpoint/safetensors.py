@@ -86,8 +86,8 @@ def check(weights: Iterable[Weight]) -> None:
     for weight in weights:
         if weight.dtype not in DTYPES:
             raise CheckpointError(
-                f"{weight.name} is of {weight.dtype}, which safetensors cannot hold. It holds "
-                f"{', '.join(DTYPES)}."
+                f"{weight.name} has dtype {weight.dtype}, which safetensors cannot store. It "
+                f"stores {', '.join(DTYPES)}."
             )
 
 

@@ -52,28 +52,29 @@ def exported_view(result: ExportedWeights) -> View:
     """The file, that it was compared, what is tied or left out, and how to load it."""
     size, took = units.exact_size(result.size_bytes), units.seconds(result.elapsed_s)
     lines = [
-        f"{result.path}: {result.model}, {result.tensors} tensors, {size}, compared, in {took}",
+        f"{result.path}: {result.model}, {result.tensors} tensors, {size}, "
+        f"written and compared in {took}",
     ]
     if result.tied:
-        lines.append(f"in it once, with a note of their other names: {_few(result.tied)}")
+        lines.append(f"tied weights, stored once: {_few(result.tied)}")
     if result.left_out:
-        lines.append(f"left out, as they are no tensors: {_few(result.left_out)}")
+        lines.append(f"left out (not tensors): {_few(result.left_out)}")
     path = Path(result.path)
     if CONFIG in result.configs and path.name == FILE:
         lines.append(f'load it: {result.model}.from_pretrained("{path.parent}")')
     elif CONFIG in result.configs:
-        lines.append(f"transformers looks for {FILE}: rename it, or name the folder alone")
+        lines.append(f"transformers looks for {FILE}: rename it, or give only the folder")
     else:
         lines.append(f'load it: safetensors.torch.load_model(model, "{path}")')
     return View("\n".join(lines))
 
 
 def _started(done: SaveStarted) -> list[str]:
-    stall = f"training stood still for {units.duration(done.stall_s * 1e9)}"
+    stall = f"training was paused for {units.duration(done.stall_s * 1e9)}"
     return [
         f"{_shown(done.path)} is being saved: {_names(done.models, done.optimizers)}",
         f"{units.size(done.copied_bytes)} copied to memory, {stall}",
-        "%dist_status says how far it is",
+        "%dist_status shows its progress",
     ]
 
 

@@ -20,8 +20,7 @@ from nbdist.cells.kernel.cell_request import CellRequest, Sink
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.outputs import CellResult
 from nbdist.checkpoint.kernel import Checkpoints, export_weights
-from nbdist.checkpoint.results import Loaded, Saved
-from nbdist.checkpoint.results import SaveStarted as SaveStarted
+from nbdist.checkpoint.results import Loaded, Saved, SaveStarted
 from nbdist.checkpoint.safetensors import ExportedWeights
 from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel import start as starting

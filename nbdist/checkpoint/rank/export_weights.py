@@ -275,13 +275,13 @@ def _title(base: torch.nn.Module) -> str:
     return next(cls for cls in type(base).__mro__ if not issubclass(cls, FSDPModule)).__name__
 
 
-def _alike(what: str, told: Sequence[ExportContents]) -> ExportContents:
-    for number, contents in enumerate(told):
-        if contents != told[0]:
-            odd = set(told[0].weights) ^ set(contents.weights)
+def _alike(what: str, per_rank: Sequence[ExportContents]) -> ExportContents:
+    for number, contents in enumerate(per_rank):
+        if contents != per_rank[0]:
+            odd = set(per_rank[0].weights) ^ set(contents.weights)
             detail = f": {min(w.name for w in odd)}" if odd else ""
             raise CheckpointError(
-                f"{what}: the model of rank {number} is another one than rank 0's{detail}. "
+                f"{what}: rank {number}'s model differs from rank 0's{detail}. "
                 "Name a variable that is the same model on all ranks."
             )
-    return told[0]
+    return per_rank[0]

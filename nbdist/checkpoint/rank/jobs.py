@@ -135,7 +135,7 @@ def state(token: str) -> Saving:
     """How far a save is on this rank. From any thread; no rank is met."""
     job = _jobs.get(token)
     if job is None:
-        return Saving(FAILED, failure="this rank knows of no such save: it has been replaced")
+        return Saving(FAILED, failure="this rank does not know this save: it was restarted since")
     is_running = not (job.is_over.is_set() or job.failure or job.saved)
     kind = RUNNING if is_running else FAILED if job.failure else DONE
     meter = job.meter
@@ -164,5 +164,5 @@ def refuse_if_running() -> None:
         is_ending = state(job.token).state != RUNNING or job.meter.is_stopped
         if not job.is_over.wait(_JOIN_S if is_ending else 0.0):
             raise CheckpointError(
-                f"{job.path} is still being saved ({job.meter.phase}). Wait until it is there."
+                f"{job.path} is still being saved ({job.meter.phase}). Wait until it is done."
             )

@@ -208,9 +208,9 @@ def dtype_of(text: str) -> torch.dtype:
 def _check(common: list[Prepared]) -> None:
     if registry.current().name == "deepspeed":
         raise CheckpointError(
-            "DeepSpeed's optimizer keeps its state in a form of its own, which cannot be saved in "
+            "DeepSpeed's optimizer keeps its state in its own format, which cannot be saved in "
             "parts for other strategies. Use accelerator.save_state(DIR) and load_state(DIR), or "
-            "train under fsdp or zero1, which split the same."
+            "train under fsdp or zero1, which shard the same state."
         )
     if not common:
         raise CheckpointError(

@@ -114,10 +114,10 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
 
 
 def _prepare(
-    folder: Path, saved: Checkpoint, found: LiveObjects
+    folder: Path, saved: Checkpoint, live: LiveObjects
 ) -> tuple[ReadCheckpoint, restore.RestorePlan]:
     """All that can fail. This rank alone."""
-    match = _match(folder, saved, found)
+    match = _match(folder, saved, live)
     read = ReadCheckpoint(saved, dcp_metadata.read(folder, saved), plain_state.read(folder))
     shapes = {
         name: tuple(stored.size)
@@ -160,8 +160,8 @@ def _commit(what: str, plan: restore.RestorePlan) -> None:
         restore.commit(plan)
     except Exception as error:
         raise NbdistError(
-            f"{what} failed on rank {rank()} while values were put in place, so models hold some "
-            f"of them: {one_line(error)}. Load again, this checkpoint or another one."
+            f"{what} failed on rank {rank()} while values were put in place, so models hold only "
+            f"some of them: {one_line(error)}. Load again, this checkpoint or another one."
         ) from error
 
 
@@ -169,8 +169,8 @@ def _same(folder: Path, manifests: list[Checkpoint]) -> None:
     odd = [number for number, saved in enumerate(manifests) if saved != manifests[0]]
     if odd:
         raise CheckpointError(
-            f"rank {odd[0]} finds another checkpoint at {folder} than rank 0. Load from a folder "
-            "that all hosts share."
+            f"rank {odd[0]} finds a different checkpoint at {folder} than rank 0. Load from a "
+            "folder that all hosts share."
         )
 
 
@@ -182,7 +182,7 @@ def _check_files(folder: Path, saved: Checkpoint) -> None:
     manifest.check_files(folder, rank_share, reads_all=True)
 
 
-def _match(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.RestoreMatch:
+def _match(folder: Path, saved: Checkpoint, live: LiveObjects) -> restore.RestoreMatch:
     """Which live object takes over which saved one.
 
     Raises:
@@ -192,26 +192,26 @@ def _match(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.Resto
         what: _pair(
             [str(n) for n in saved.extra.get(what, ())], [item.name for item in items], what, folder
         )
-        for what, items in (("models", found.models), ("optimizers", found.optimizers))
+        for what, items in (("models", live.models), ("optimizers", live.optimizers))
     }
-    models = _choose(pairs["models"], saved.extra["models"], saved.models, found.models)
-    steps = _choose(
-        pairs["optimizers"], saved.extra["optimizers"], saved.optimizers, found.optimizers
+    models = _choose(pairs["models"], saved.extra["models"], saved.models, live.models)
+    optimizers = _choose(
+        pairs["optimizers"], saved.extra["optimizers"], saved.optimizers, live.optimizers
     )
     there = {model.name: old for old, _, model in models}
     wrong = mismatches(
         replace(
             saved,
             models=tuple(record for _, record, _ in models),
-            optimizers=tuple(record for _, record, _ in steps),
+            optimizers=tuple(record for _, record, _ in optimizers),
         ),
         [model.saved() for _, _, model in models],
-        [optimizer.saved(there) for _, _, optimizer in steps],
+        [optimizer.saved(there) for _, _, optimizer in optimizers],
     )
     bad = [finding for finding in wrong if finding.verdict == BAD]
     if bad:
         text = " ".join(f"{finding.name}: {finding.found}." for finding in bad[:3])
-        more = f" And {len(bad) - 3} more kinds of differences." if len(bad) > 3 else ""
+        more = f" And {len(bad) - 3} more kinds of difference." if len(bad) > 3 else ""
         advice = bad[0].what[:1].upper() + bad[0].what[1:]
         raise CheckpointError(f"{folder} does not fit: {text}{more} {advice}. Nothing was changed.")
     notes = tuple(
@@ -220,9 +220,9 @@ def _match(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.Resto
         if finding.verdict != BAD
     )
     return restore.RestoreMatch(
-        found,
+        live,
         [(old, model) for old, _, model in models],
-        [(old, optimizer) for old, _, optimizer in steps],
+        [(old, optimizer) for old, _, optimizer in optimizers],
         notes,
     )
 
@@ -243,7 +243,7 @@ def _pair(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple
     if len(old) == len(new) == 1:
         return [(old[0], new[0])]
     raise CheckpointError(
-        f"{folder} does not fit: it has the {what} {', '.join(old) or 'none'}, and here are "
+        f"{folder} does not fit: its {what} are {', '.join(old) or 'none'}, but here they are "
         f"{', '.join(new) or 'none'}. Give the variables the same names, or prepare as many as "
         "were saved. Nothing was changed."
     )
@@ -255,7 +255,9 @@ def _fill(folder: Path, read: ReadCheckpoint, wanted: Mapping[str, Placement]) -
     for name, side in wanted.items():
         stored = read.metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointError(f"{folder} has no {name}, which its manifest names.")
+            raise CheckpointError(
+                f"{folder} has no {name}, which its manifest lists. Load another checkpoint."
+            )
         if tuple(stored.size) != side.layout.shape:
             raise CheckpointError(
                 f"{folder} does not fit: {name} has shape {tuple(stored.size)} there and "

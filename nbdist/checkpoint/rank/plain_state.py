@@ -83,8 +83,8 @@ def copied(value: Any, where: str) -> Any:
     elif kind not in _SINGLE and not isinstance(value, int | float | complex | str | bytes):
         place = f"{where} ({kind.__module__}.{kind.__qualname__})"
         raise CheckpointError(
-            f"{place} cannot be saved: a checkpoint holds numbers, texts, lists, dicts and "
-            "tensors alone, so that loading one runs nothing. Let state_dict() give such values."
+            f"{place} cannot be saved: a checkpoint holds only numbers, strings, lists, dicts "
+            "and tensors, so that loading it runs no code. Have state_dict() return such values."
         )
     return copy.deepcopy(value)
 
@@ -160,7 +160,8 @@ def _accelerator(accelerator: Any) -> dict[str, Any]:
             for loader in accelerator._dataloaders  # noqa: SLF001
         ],
         "objects": [
-            (_kind(stateful), stateful.state_dict()) for stateful in accelerator._custom_objects
+            (_kind(stateful), stateful.state_dict())
+            for stateful in accelerator._custom_objects  # noqa: SLF001
         ],
     }
 

@@ -107,7 +107,10 @@ def store(token: str, live: LiveObjects, contents: CheckpointTensors) -> None:
         objects=[weakref.ref(part) for part in _objects_of(live)],
         prepared=[save_state.numbers(accelerator) for accelerator in live.accelerators],
         models=[(model.name, model.names, model.dtypes) for model in live.models],
-        optimizers=[(step.name, step.labels, _merged_state(step)) for step in live.optimizers],
+        optimizers=[
+            (optimizer.name, optimizer.labels, _merged_state(optimizer))
+            for optimizer in live.optimizers
+        ],
         looks=_looks(values),
         names={key: _name(live, key) for key in values},
         contents=replace(contents, local={}),
@@ -196,9 +199,9 @@ def _values(live: LiveObjects) -> dict[_Key, Any]:
         for model in live.models
         for first, tensor in model.local.items()
     }
-    for at, step in enumerate(live.optimizers):
-        for name, (_, _, parameter) in step.stepper.names.items():
-            for key, value in step.optimizer.state.get(parameter, {}).items():
+    for at, optimizer in enumerate(live.optimizers):
+        for name, (_, _, parameter) in optimizer.stepper.names.items():
+            for key, value in optimizer.optimizer.state.get(parameter, {}).items():
                 values[at, name, key] = _local(value, parameter)
     return values
 
@@ -242,7 +245,7 @@ def _recall(plan: _Plan) -> LiveObjects | None:
         values = local_state(model)
         tensors = {first: values[first] for first in names if first in values}
         models.append(LiveModel(name, place, model, names, dtypes, tensors))
-    prepared_optimizers_ = []
+    live_optimizers = []
     for optimizer, (name, labels, before) in zip(optimizers, plan.optimizers, strict=True):
         here = registry.names_in(optimizer)
         if list(here) != list(labels):
@@ -250,8 +253,8 @@ def _recall(plan: _Plan) -> LiveObjects | None:
         local = LocalState(before.optimizer, before.number, before.names, {}, {})
         stepper = Stepper(optimizer, here, local, before)
         others = sum(len(group["params"]) for group in optimizer.param_groups) - len(here)
-        prepared_optimizers_.append(PreparedOptimizer(name, stepper, labels, others))
-    return LiveObjects(models, prepared_optimizers_, accelerators)
+        live_optimizers.append(PreparedOptimizer(name, stepper, labels, others))
+    return LiveObjects(models, live_optimizers, accelerators)
 
 
 def _numbers(plan: _Plan, values: Mapping[_Key, Any]) -> Numbers | None:
@@ -282,5 +285,5 @@ def _has_same_names(live: LiveObjects) -> bool:
     return now == ([model.name for model in live.models], [step.name for step in live.optimizers])
 
 
-def _ids(several: Iterable[Any]) -> list[int]:
-    return [id(part) for part in several]
+def _ids(objects: Iterable[Any]) -> list[int]:
+    return [id(item) for item in objects]

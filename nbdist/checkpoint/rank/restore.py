@@ -192,8 +192,8 @@ def _commit_model(model: LiveModel, values: Mapping[str, torch.Tensor]) -> None:
 def restore_generators(states: Mapping[str, Any], saved: Checkpoint) -> list[str]:
     """Put this rank's random generators back, where as many ranks have saved; else say so."""
     if saved.world_size != world_size():
-        there = f"{saved.world_size} ranks have saved theirs"
-        return [f"random generators are as they were: {there}, and {world_size()} are here"]
+        there = f"saved on {saved.world_size} ranks"
+        return [f"random generators are unchanged: {there}, loaded on {world_size()}"]
     plain_state.set_random(states["random"][rank()])
     return []
 
@@ -208,9 +208,9 @@ def _own_form(
 ) -> Placement:
     if not is_whole(side):
         raise CheckpointError(
-            f"{type(optimizer.optimizer).__name__} keeps {entry['key']!r} of {entry['parameter']} in its "
-            "own form, which cannot be split as the strategy asks. Load it under ddp or single, or "
-            "the models alone: %dist_load PATH --models-only. Nothing was changed."
+            f"{type(optimizer.optimizer).__name__} keeps {entry['key']!r} of {entry['parameter']} in "
+            "its own format, which cannot be sharded as the strategy requires. Load it under ddp or "
+            "single, or load only the models: %dist_load PATH --models-only. Nothing was changed."
         )
     return Placement(TensorLayout(shape), Degrees())
 
@@ -337,7 +337,8 @@ def _plan_accelerators(
         ]
     else:
         plan.notes.append(
-            f"data loaders stay where they are: {len(there)} were saved, and {len(here)} are here"
+            f"data loaders keep their position: {len(there)} were saved, "
+            f"{len(here)} are prepared here"
         )
     scale = next(
         (accelerator["scaler"] for accelerator in saved if accelerator["scaler"] is not None), None
@@ -346,10 +347,10 @@ def _plan_accelerators(
     if scale is not None:
         plan.scalers = [(scaler, scale) for scaler in scalers]
     if (scale is None) != (not scalers):
-        is_lost = "is not used: nothing computes in fp16 here" if scalers == [] else ""
+        is_unused = scalers == []
         plan.notes.append(
-            f"the saved scale of fp16 {is_lost}" if is_lost
-            else "the scale of fp16 begins as it is: none was saved"
+            "the saved fp16 loss scale is not used: nothing runs in fp16 here" if is_unused
+            else "the fp16 loss scale is unchanged: none was saved"
         )  # fmt: skip
     plan.counts = [
         (accelerator, state["step"]) for accelerator, state in zip(live, saved, strict=False)
@@ -363,7 +364,7 @@ def _alike(
     if there != here:
         raise CheckpointError(
             f"The {what} do not fit: {', '.join(there) or 'none'} in the checkpoint and "
-            f"{', '.join(here) or 'none'} here. Prepare the same, in the same order, or load the "
-            "models alone: %dist_load PATH --models-only. Nothing was changed."
+            f"{', '.join(here) or 'none'} here. Prepare the same, in the same order, or load "
+            "only the models: %dist_load PATH --models-only. Nothing was changed."
         )
     return [(stateful, state) for (_, stateful), (_, state) in zip(live, saved, strict=True)]

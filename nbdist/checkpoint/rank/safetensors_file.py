@@ -114,9 +114,9 @@ class WeightsFile:
                     (_bytes(written) != _bytes(expected)).view(max(1, expected.numel()), -1).any(1)
                 )
                 raise CheckpointError(
-                    f"{int(differ.sum()):,} of {expected.numel():,} values of {weight.name} are others "
-                    f"than the model's when they are read back from {self._target}: the disk or "
-                    "the model changed meanwhile. Try again, or choose another disk."
+                    f"{int(differ.sum()):,} of {expected.numel():,} values of {weight.name}, read back "
+                    f"from {self._target}, differ from the model's: the disk changed them, or the "
+                    "model changed meanwhile. Try again, or choose another disk."
                 )
 
     def commit(self) -> tuple[int, tuple[str, ...]]:
@@ -157,7 +157,8 @@ class WeightsFile:
                 continue
             if existing.read_text(encoding="utf-8") != text:
                 raise CheckpointError(
-                    f"{existing} is there already and is of another model. Choose another folder."
+                    f"{existing} already exists and belongs to another model. Choose another "
+                    "folder."
                 )
 
     def _check_room(self) -> None:
@@ -165,8 +166,8 @@ class WeightsFile:
         free_bytes = shutil.disk_usage(self._target.parent).free
         if free_bytes < needed_bytes:
             raise CheckpointError(
-                f"{self._target} needs {needed_bytes:,} bytes ({exact_size(needed_bytes)}), and "
-                f"{free_bytes:,} are free there. Free some, or choose another path."
+                f"{self._target} needs {needed_bytes:,} bytes ({exact_size(needed_bytes)}), but "
+                f"only {free_bytes:,} are free there. Free some space, or choose another path."
             )
 
 

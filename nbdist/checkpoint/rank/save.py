@@ -1,7 +1,8 @@
 """A checkpoint is saved: planned by all ranks together, then written by each for itself.
 
-`begin`: all ranks agree on what is saved, or find it as the last save did (`plan_cache`), and copy it
-to the host's memory if training goes on (`staging`). A thread of each does the rest (`finish`).
+`begin`: all ranks agree on what is saved, or find it as the last save did (`plan_cache`), and copy
+it to the host's memory if training goes on (`staging`). A thread of each does the rest
+(`save_thread`).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def begin(path: str, token: str, is_async: bool) -> RankBegun:
             write.contents.local.clear()
             begun = RankBegun(
                 models=tuple(model.name for model in live.models),
-                optimizers=tuple(stepping.name for stepping in live.optimizers),
+                optimizers=tuple(optimizer.name for optimizer in live.optimizers),
                 own_bytes=write.contents.own_bytes(rank()),
                 notes=_notes(live),
                 stall_s=time.perf_counter() - began_s,
@@ -158,7 +159,7 @@ def _compare(signatures: Sequence[list[tuple[str, tuple[int, ...], str]]]) -> No
         odd = set(names) ^ set(signatures[0])
         detail = "{} {}".format(*min(odd)[:2]) if odd else "their order"
         raise NbdistError(
-            f"The ranks 0 and {number} would save other tensors: {detail} differs. Run the cells "
+            f"Ranks 0 and {number} would save different tensors: {detail} differs. Run the cells "
             "that prepare models on all ranks again."
         )
 
@@ -177,7 +178,7 @@ def _describe(write: Write, live: LiveObjects) -> str:
     write.plain = plain_state.states(live)  # first: they may be no plain data
     write.manifest = Checkpoint(
         models=tuple(model.saved() for model in live.models),
-        optimizers=tuple(stepping.saved() for stepping in live.optimizers),
+        optimizers=tuple(optimizer.saved() for optimizer in live.optimizers),
         versions=Versions(
             nbdist=VERSION,
             torch=torch.__version__,
@@ -191,7 +192,7 @@ def _describe(write: Write, live: LiveObjects) -> str:
         step=plain_state.steps_made(write.plain),
         extra={
             "models": [model.name for model in live.models],
-            "optimizers": [stepping.name for stepping in live.optimizers],
+            "optimizers": [optimizer.name for optimizer in live.optimizers],
             "configs": {model.name: _config(model) for model in live.models},
             "accelerators": [_settings(accelerator) for accelerator in live.accelerators],
         },
@@ -235,8 +236,8 @@ def _take(write: Write, live: LiveObjects, *, is_copied: bool) -> None:
 def _enter(write: Write) -> None:
     if not write.folder.is_dir():
         raise CheckpointError(
-            f"rank {rank()} on {host.this_machine().host} does not see {write.folder}, which rank 0 "
-            "has made. A checkpoint goes to a folder that all hosts share."
+            f"rank {rank()} on {host.this_machine().host} cannot see {write.folder}, which rank 0 "
+            "created. Save to a folder that all hosts share."
         )
     with named(write):
         checkpoint_write.reserve(write.folder, rank())
@@ -244,14 +245,14 @@ def _enter(write: Write) -> None:
 
 def _notes(live: LiveObjects) -> tuple[str, ...]:
     notes = [
-        f"{optimizer.others} parameters of {optimizer.name} are of no prepared model: they are not saved, nor "
-        "what it remembers of them"
+        f"{optimizer.others} parameters of {optimizer.name} belong to no prepared model: they and "
+        "their optimizer state are not saved"
         for optimizer in live.optimizers
         if optimizer.others
     ]
-    graded = sum(
+    with_gradient = sum(
         parameter.grad is not None
         for model in live.models
         for parameter in model.prepared.parameters.values()
     )
-    return tuple(notes) if not graded else (*notes, "gradients are not saved")
+    return tuple(notes) if not with_gradient else (*notes, "gradients are not saved")

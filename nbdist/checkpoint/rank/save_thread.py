@@ -128,12 +128,12 @@ def _finish(write: Write) -> None:
         ChunkWriter(write.folder).finish(metadata, _write_results(write.contents, results))
         data = (write.folder / dcp_metadata.FILE).read_bytes()
         if dcp_metadata.loads(data) != metadata:
-            raise CheckpointError(f"{dcp_metadata.FILE} is not as it was written")
+            raise CheckpointError(f"{dcp_metadata.FILE} differs from what was written")
         states = plain_state.as_bytes(write.plain, write.generators)
         plain_state.loads(states)  # as a load will
         (write.folder / plain_state.FILE).write_bytes(states)
         if (write.folder / plain_state.FILE).read_bytes() != states:
-            raise CheckpointError(f"{plain_state.FILE} is not as it was written")
+            raise CheckpointError(f"{plain_state.FILE} differs from what was written")
         files = [
             *checkpoint_write.listed(results),
             *(_file(write.folder, n) for n in (dcp_metadata.FILE, plain_state.FILE)),

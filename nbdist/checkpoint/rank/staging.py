@@ -74,7 +74,7 @@ def _memory(size_bytes: int) -> torch.Tensor:
     """That much memory, the same as last time where that is enough and not far too much."""
     memory = _buffer.memory
     if memory is None or not size_bytes <= memory.nbytes <= 2 * size_bytes + _PAGE_BYTES:
-        _buffer.memory = None  # before the new one is made: both may not find view
+        _buffer.memory = None  # before the new one is made: there may not be room for both
         del memory
         whole = torch.empty(size_bytes + _PAGE_BYTES, dtype=torch.uint8)
         memory = _buffer.memory = whole[-whole.data_ptr() % _PAGE_BYTES :]

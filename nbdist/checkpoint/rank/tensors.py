@@ -82,8 +82,8 @@ def tensors_of(live: LiveObjects) -> CheckpointTensors:
     contents = CheckpointTensors()
     for model in live.models:
         _add_model(contents, model)
-    for stepping in live.optimizers:
-        _add_optimizer(contents, stepping)
+    for optimizer in live.optimizers:
+        _add_optimizer(contents, optimizer)
     contents.parts = assign_chunks(contents.stored, world_size())
     contents.local = local_tensors(live)
     return contents
@@ -247,7 +247,7 @@ def _on(side: Placement, ranks: frozenset[int]) -> frozenset[int]:
 
 def _refuse_other(agreed: MergedState, label: str, state: str, entry: StateEntry) -> NoReturn:
     raise CheckpointError(
-        f"{agreed.optimizer} keeps {state!r} of {label} in its own form ({entry.value}), which "
+        f"{agreed.optimizer} keeps {state!r} of {label} in its own format ({entry.value}), which "
         "cannot be saved in parts. Save it under ddp, or use AdamW, Adam, SGD or another optimizer "
         "whose state has its parameters' shapes."
     )
@@ -269,6 +269,6 @@ def _refuse_missing(
     )
     raise CheckpointError(
         f"{agreed.optimizer} has {state!r} of {optimizer.labels[key]} on rank {rank_label(ranks)} "
-        f"only; a part of it is nowhere (rank {rank_label(lacking)} has none). Run one step in "
+        f"only; some of it is missing (rank {rank_label(lacking)} has none). Run one step in "
         "which every rank's part has a gradient, then save."
     )

@@ -183,16 +183,16 @@ def _compare(
             expected = value((name, offsets))
             if not _is_equal(data, expected):
                 raise CheckpointError(
-                    f"{name} from {list(offsets)} is not in {path} as it was written there: the "
-                    "disk, or memory, has lost bits. Nothing of this save is kept."
+                    f"{name} from {list(offsets)} differs in {path} from what was written: the "
+                    "disk or the memory corrupts data. This save is discarded."
                 )
             meter.done_bytes += expected.nbytes
         rest = file.read()
         read_crc32, at = zlib.crc32(rest, read_crc32), at + len(rest)
     if (at, read_crc32) != (size_bytes, crc32):
         raise CheckpointError(
-            f"{path} has {at:,} bytes and {checksum_text(read_crc32)}, and {size_bytes:,} bytes with "
-            f"{checksum_text(crc32)} were written. Nothing of this save is kept."
+            f"{path} has {at:,} bytes and {checksum_text(read_crc32)}, but {size_bytes:,} bytes "
+            f"with {checksum_text(crc32)} were written. This save is discarded."
         )
 
 
@@ -307,8 +307,8 @@ class _Watcher:
             self._size_bytes, self._since_s = size_bytes, now_s
         elif now_s - self._since_s > self._stall_s:
             raise CheckpointError(
-                f"rank {self._rank} has written nothing for {self._stall_s:.0f} s, "
-                f"{exact_size(size_bytes)} before that"
+                f"rank {self._rank} has written nothing for {self._stall_s:.0f} s "
+                f"({exact_size(size_bytes)} before that)"
             )
 
 
