@@ -232,8 +232,8 @@ def check_files(folder: Path, checkpoint: Checkpoint, *, reads_all: bool = False
     if wrong:
         raise CheckpointError(
             f"{folder} is incomplete or damaged: {first_few(wrong, '; ')}. {len(wrong)} of "
-            f"{len(checkpoint.files)} files cannot be used. Load another checkpoint, or copy this one "
-            "again."
+            f"{len(checkpoint.files)} files cannot be used. Load another checkpoint, or copy "
+            "this one again."
         )
 
 

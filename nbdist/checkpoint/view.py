@@ -52,8 +52,7 @@ def exported_view(result: ExportedWeights) -> View:
     """The file, that it was compared, what is tied or left out, and how to load it."""
     size, took = units.exact_size(result.size_bytes), units.seconds(result.elapsed_s)
     lines = [
-        f"{result.path}: {result.model}, {result.tensors} tensors, {size}, "
-        f"written and compared in {took}",
+        f"{result.path}: {result.model}, {result.tensors} tensors, {size}, compared in {took}",
     ]
     if result.tied:
         lines.append(f"tied weights, stored once: {_few(result.tied)}")

@@ -293,7 +293,7 @@ class Session(CellRanks):
         return self.memories.last_or_now()
 
     def save(self, path: str | os.PathLike[str], asynchronous: bool = False) -> Saved | SaveStarted:
-        """Save models, optimizers and all that goes with them; see checkpoint.kernel."""
+        """Save models, optimizers and training state; see checkpoint.kernel."""
         return self.checkpoints.save(path, asynchronous=asynchronous)
 
     def load(self, path: str | os.PathLike[str], models_only: bool = False) -> Loaded:

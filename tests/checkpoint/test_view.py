@@ -39,8 +39,8 @@ def test_a_save_beside_training_says_how_long_that_stood_still() -> None:
 
     assert checkpoint_view.saved_view(begun).text == (
         "/far/one is being saved: model, optimizer\n"
-        "12.0 MB copied to memory, training stood still for 250.0 ms\n"
-        "%dist_status says how far it is"
+        "12.0 MB copied to memory, training was paused for 250.0 ms\n"
+        "%dist_status shows its progress"
     )
 
 

@@ -207,9 +207,10 @@ def _own_form(
     optimizer: PreparedOptimizer, entry: Mapping[str, Any], side: Placement, shape: tuple[int, ...]
 ) -> Placement:
     if not is_whole(side):
+        kind = type(optimizer.optimizer).__name__
         raise CheckpointError(
-            f"{type(optimizer.optimizer).__name__} keeps {entry['key']!r} of {entry['parameter']} in "
-            "its own format, which cannot be sharded as the strategy requires. Load it under ddp or "
+            f"{kind} keeps {entry['key']!r} of {entry['parameter']} in its own format, "
+            "which cannot be sharded as the strategy requires. Load it under ddp or "
             "single, or load only the models: %dist_load PATH --models-only. Nothing was changed."
         )
     return Placement(TensorLayout(shape), Degrees())

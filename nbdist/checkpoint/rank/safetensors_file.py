@@ -114,8 +114,8 @@ class WeightsFile:
                     (_bytes(written) != _bytes(expected)).view(max(1, expected.numel()), -1).any(1)
                 )
                 raise CheckpointError(
-                    f"{int(differ.sum()):,} of {expected.numel():,} values of {weight.name}, read back "
-                    f"from {self._target}, differ from the model's: the disk changed them, or the "
+                    f"{int(differ.sum()):,} of {expected.numel():,} values of {weight.name} "
+                    f"differ from the model's when read back from {self._target}: the disk or the "
                     "model changed meanwhile. Try again, or choose another disk."
                 )
 
