@@ -132,7 +132,7 @@ def _boxes(runs: tuple[Runs, ...], holders: tuple[int, ...]) -> Iterator[Chunk]:
 
 
 def _cut(whole: Chunk, limit: int) -> Iterator[Chunk]:
-    """The same elements in boxes of at most so many, cut along the first dims."""
+    """The same elements in boxes of at most `limit` elements, cut along the first dims."""
     dim = next((d for d, size in enumerate(whole.sizes) if size > 1), None)
     if dim is None or whole.count <= limit:
         yield whole

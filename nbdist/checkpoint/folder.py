@@ -32,7 +32,7 @@ from nbdist.errors import CheckpointError
 _LOCK, _NEW, _OLD = "lock", "new", "old"
 _MARK = ".nbdist-"
 # What a checkpoint has at least, and has if its manifest is torn.
-_OWN_NAMES = (manifest.MANIFEST, ".metadata", "*.distcp", "states.pt")
+_CHECKPOINT_NAMES = (manifest.MANIFEST, ".metadata", "*.distcp", "states.pt")
 _MAX_NAMED = 3
 # How long one waits for others that judge locks in the same folder.
 _TURN_S, _PAUSE_S = 60, 0.02
@@ -51,7 +51,7 @@ def resolved(path: str | os.PathLike[str], base: Path | None = None) -> Path:
         base: What relative ones begin in; the working folder by default.
 
     Raises:
-        CheckpointError: It is empty, cannot be followed, or names no folder of its own.
+        CheckpointError: It is empty, cannot be followed, is too long, or is the file system's root.
     """
     if not os.fspath(path):
         raise CheckpointError("The path is empty. Name the checkpoint's folder.")
@@ -76,7 +76,7 @@ def prepare(path: Path, where: str = "") -> Path:
 
     Args:
         path: As `resolved` gives it. Folders above it are made.
-        where: The notebook, told to others who save to the same path meanwhile.
+        where: The notebook, named to others who save to the same path meanwhile.
 
     Raises:
         CheckpointError: Another save to this path is going on, there is a file or a folder that
@@ -217,7 +217,9 @@ def _check_place(path: Path) -> None:
             "Choose another path."
         )
     names = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
-    foreign = sorted(n for n in names if not any(fnmatch(n, pattern) for pattern in _OWN_NAMES))
+    foreign = sorted(
+        n for n in names if not any(fnmatch(n, pattern) for pattern in _CHECKPOINT_NAMES)
+    )
     if foreign and manifest.MANIFEST in names:
         with contextlib.suppress(CheckpointError):  # torn: its files are known by their names
             listed = {file.name for file in manifest.read(path).files}

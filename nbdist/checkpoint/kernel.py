@@ -66,7 +66,7 @@ class _Pending:
         token: Names it on the ranks.
         path: Where it will be.
         heard_s: When rank 0 last said anything, by the monotonic clock.
-        is_stopping: A rank cannot write its part any more, and rank 0 has been told.
+        is_stopping: A rank cannot write its part any more, and rank 0 knows.
     """
 
     token: str
@@ -91,18 +91,18 @@ class Checkpoints(CellHook):
         *,
         asynchronous: bool = False,
     ) -> Saved | SaveStarted:
-        """Save models, optimizers and all that goes with them, compared with what was written.
+        """Save models, optimizers and training state; what was written is read back and compared.
 
         What was at the path before is whole until the new one is. A save that is still going on
         is waited for first.
 
         Args:
             path: A folder; relative to the notebook's. One that is a checkpoint is replaced.
-            asynchronous: Return once everything is copied to the hosts' memory; how it ends is
-                told at the next cell or verb, and by `wait`.
+            asynchronous: Return once everything is copied to the hosts' memory; the outcome is
+                shown at the next cell or verb, and by `wait`.
 
         Raises:
-            CheckpointError: It cannot be saved; what was there before is as it was.
+            CheckpointError: It cannot be saved; what was at the path is unchanged.
             RankGone, RankBusy, NotRunning, NbdistError: As for a cell.
             Interrupted: If the user interrupted it; likewise.
         """
@@ -191,12 +191,12 @@ class Checkpoints(CellHook):
             raise Interrupted(f"{pending.path} is still being saved") from error
 
     def earlier_messages(self) -> list[str]:
-        """What became of an earlier save beside training, for the verb that waited for it; once."""
+        """How an earlier save beside training ended, for the verb that waited for it; once."""
         messages, self._earlier = self._earlier, []
         return messages
 
     def news(self) -> list[str]:
-        """What is to be told of a save beside training that has failed; once. Returns soon."""
+        """Messages of a save beside training that has failed; each once. Returns soon."""
         if self._pending is not None:
             with contextlib.suppress(CheckpointError):  # `_failures` has it
                 if (saved := self._look(self._pending)) is not None:
@@ -205,11 +205,11 @@ class Checkpoints(CellHook):
         return messages
 
     def before(self, metadata: dict[str, Any]) -> list[str]:
-        """A save beside training that has failed is told with the next cell."""
+        """A save beside training that has failed is reported with the next cell."""
         return self.news()
 
     def status(self) -> list[str]:
-        """Where the last save beside training is, and what `news` tells."""
+        """The progress of the save beside training, and what `news` returns."""
         if (messages := self.news()) or self._pending is None:
             return [*messages, *self._ended]
         done, total, phases = _written(self._states(self._pending))
@@ -235,7 +235,7 @@ class Checkpoints(CellHook):
         return self.earlier_messages()
 
     def _wait_before(self) -> None:
-        """Let an earlier save end first. That it has failed is told, and hinders nothing."""
+        """Let an earlier save end first. Its failure is reported, and stops nothing."""
         self._earlier = [*self.news(), *self._ended]
         self._ended = []
         try:
@@ -247,7 +247,7 @@ class Checkpoints(CellHook):
             self._earlier.append(f"{earlier.path} was saved at step {earlier.step}")
 
     def _finish(self, pending: _Pending) -> Saved:
-        """Wait for the end of a save, and tell it: raised here, it is not told again."""
+        """Wait for the end of a save. A failure raised here is not reported again."""
         try:
             with progress.during("saving") as tell:
                 while (saved := self._look(pending, tell)) is None:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as its file `nbdist.json` tells it.
+"""What a checkpoint holds, as its file `nbdist.json` describes it.
 
 The values themselves lie beside it, in torch.distributed.checkpoint's files. This file is
 written last: a folder with a readable one, and with all files that it lists, is a whole checkpoint.
@@ -29,7 +29,7 @@ _PIECE_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A parameter or buffer.
+    """A parameter or buffer, as the manifest describes it.
 
     Attributes:
         name: As in the user's module.
@@ -44,7 +44,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A model.
+    """A model, as the manifest describes it.
 
     Attributes:
         kind: Its class's name.
@@ -59,7 +59,7 @@ class SavedModel:
 
 @dataclass(frozen=True, slots=True)
 class SavedOptimizer:
-    """An optimizer.
+    """An optimizer, as the manifest describes it.
 
     Attributes:
         kind: Its class's name.
@@ -155,14 +155,14 @@ def text(checkpoint: Checkpoint) -> str:
 
 
 def parse(written: str, where: str) -> Checkpoint:
-    """What `text` has written.
+    """Parse the JSON that `text` writes.
 
     Args:
         written: All of the manifest.
         where: Its path, for the messages.
 
     Raises:
-        CheckpointError: It is torn, of another format, or no manifest at all; says which.
+        CheckpointError: It is torn, of another format, or not a manifest; says which.
     """
     try:
         data = json.loads(written)

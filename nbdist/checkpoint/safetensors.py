@@ -43,21 +43,21 @@ class Weight:
 
     @property
     def size_bytes(self) -> int:
-        """What its elements take."""
+        """Bytes of all elements, without the header."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedWeights:
-    """What was written.
+    """A safetensors file that was written and compared with the model.
 
     Attributes:
         path: Of the file.
         model: The model's class.
         tensors: How many are in it.
         size_bytes: Of the file.
-        tied: Further names of tensors, which are in it once.
-        left_out: Names in the module's state that are no tensors.
+        tied: Further names of tensors, of which only the first is in the file.
+        left_out: Names in the module's state that are not tensors.
         configs: Files beside it that say how to make the model.
         elapsed_s: Until it had been read back and compared.
     """
@@ -92,7 +92,7 @@ def check(weights: Iterable[Weight]) -> None:
 
 
 def header(weights: Sequence[Weight], metadata: Mapping[str, str]) -> bytes:
-    """What stands before the first tensor.
+    """The bytes before the first tensor: the header's length and its JSON.
 
     Args:
         weights: In the order in which their bytes follow.
@@ -113,7 +113,7 @@ def header(weights: Sequence[Weight], metadata: Mapping[str, str]) -> bytes:
 
 
 def batches(weights: Sequence[Weight], limit_bytes: int) -> Iterator[Sequence[Weight]]:
-    """Neighbours that together have at most so many bytes; a larger one goes by itself."""
+    """Neighbours that together have at most `limit_bytes`; a larger one is a batch of its own."""
     first, total_bytes = 0, 0
     for at, weight in enumerate(weights):
         if at > first and total_bytes + weight.size_bytes > limit_bytes:

@@ -19,7 +19,7 @@ _MAX_NAMED = 3
 
 
 def saved_view(done: Saved | SaveStarted, before: Sequence[str] = ()) -> View:
-    """What %dist_save prints.
+    """%dist_save prints the path, size, rate and notes of a save.
 
     Args:
         done: A checkpoint that is there, or a save that goes on.

@@ -122,7 +122,7 @@ def test_every_torn_manifest_is_refused() -> None:
 
 
 def test_values_that_are_no_plain_ones_are_refused_before_anything_is_written() -> None:
-    """A scheduler with a function in its state is message, not written as text."""
+    """A scheduler with a function in its state is refused, not written as text."""
     with pytest.raises(CheckpointError, match="function is not JSON serializable"):
         manifest.text(replace(WHOLE, schedulers=({"lambda": lambda: 1},)))
 

@@ -64,7 +64,7 @@ class Tensors:
         dtype: torch.dtype,
         aliases: Iterable[tuple[str, ...]] = (),
     ) -> str:
-        """Add one; its name."""
+        """Add a tensor; returns its name in the checkpoint."""
         name = ".".join(path)
         self.shapes[name], self.dtypes[name] = tuple(shape), dtype
         others = {".".join(alias): alias for alias in aliases}
@@ -81,7 +81,7 @@ class ChunkWriter(FileSystemWriter):
     """torch's writer, for one rank's file, without a word of where it was written."""
 
     def __init__(self, folder: Path) -> None:
-        """For files in a folder that there is."""
+        """Write into an existing folder."""
         super().__init__(folder, sync_files=True, thread_count=1)
 
     def storage_meta(self) -> StorageMeta | None:
@@ -99,7 +99,7 @@ class ChunkSavePlanner(SavePlanner):
         rank: int,
         value: Callable[[Spot], torch.Tensor],
     ) -> None:
-        """Plan.
+        """Take what all ranks save; `create_local_plan` picks this rank's boxes.
 
         Args:
             tensors: Of all ranks.
@@ -115,14 +115,14 @@ class ChunkSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Nothing: what is saved was given."""
+        """Nothing: the constructor has what is saved."""
 
     def create_local_plan(self) -> SavePlan:
-        """Plan this rank's boxes."""
+        """One write item for each box that this rank writes."""
         return SavePlan([self._item(part) for part in self._parts if part.writer == self._rank])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plans as they are, and what is known of all tensors, under each of their names."""
+        """The plans as they are, and the metadata of all tensors, under each of their names."""
         tensors = self._tensors
         boxes: dict[str, list[ChunkStorageMetadata]] = {}
         for part in self._parts:
@@ -152,7 +152,7 @@ class ChunkLoadPlanner(LoadPlanner):
     """Plans one rank's reading: what its boxes have in common with those that were saved."""
 
     def __init__(self, wanted: Mapping[str, tuple[torch.Tensor, Sequence[Chunk]]]) -> None:
-        """Plan.
+        """Take what this rank reads, and where to.
 
         Args:
             wanted: Name -> (this rank's local tensor, which is filled in place, and the boxes of
@@ -208,7 +208,7 @@ class ChunkLoadPlanner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It was copied in place: tell how far it is."""
+        """It was copied in place: report the progress."""
         self._done_bytes += tensor.nbytes
         progress.tell("reading", self._done_bytes, self._total_bytes, BYTES)
 

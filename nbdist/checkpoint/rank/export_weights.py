@@ -50,7 +50,7 @@ class ExportContents:
         model: The class of the user's module.
         weights: In the order of the file, each tensor once.
         tied: Further names -> the name in the file.
-        left_out: Names of its state that are no tensors.
+        left_out: Names in its state that are not tensors.
     """
 
     model: str
@@ -145,7 +145,7 @@ def _on_rank_0(what: str, function: Callable[[], T]) -> T:
 def _passing(
     source: _Source, contents: ExportContents, doing: str
 ) -> Iterator[tuple[Sequence[Weight], Mapping[str, torch.Tensor]]]:
-    """All tensors in the order of the file, so many at once, whole on rank 0. Collective."""
+    """All tensors in the order of the file, a batch at a time, whole on rank 0. Collective."""
     done = 0
     for batch in safetensors.batches(contents.weights, BATCH_BYTES):
         values = source.values(batch)

@@ -100,12 +100,12 @@ _todo: SimpleQueue[tuple[SaveJob, Callable[[], None]]] = SimpleQueue()
 
 
 def keep(job: SaveJob, run: Callable[[], None]) -> None:
-    """Let a save be the one that can be asked for, and a thread run the rest of it.
+    """Register a save as the current one, and let a thread run the rest of it.
 
     From here on that thread wants the interpreter for itself.
 
     Args:
-        job: What others know of it.
+        job: Its progress, for the control thread.
         run: Raises nothing.
     """
     _jobs.clear()

@@ -1,4 +1,4 @@
-"""What there is to save, or to load into: the models and optimizers that all ranks have prepared.
+"""The objects that are saved, or loaded into: models and optimizers that all ranks have prepared.
 
 Names are those of the variables, as rank 0 has them.
 """
@@ -31,11 +31,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(slots=True)
 class LiveModel:
-    """A prepared model.
+    """A prepared model with the local tensors of this rank.
 
     Attributes:
         name: Of a variable that holds it.
-        place: The how manieth of all prepared ones.
+        place: Its index among all prepared models.
         prepared: What the registry knows of it.
         names: First name -> all names, of those that are saved: not of passing buffers.
         dtypes: By first name.
@@ -59,7 +59,7 @@ class LiveModel:
         return self.prepared.whole(first) if self.is_flat else self.prepared.side(first)
 
     def saved(self) -> SavedModel:
-        """As the manifest tells it."""
+        """The manifest's record of it."""
         tensors = tuple(
             SavedTensor(
                 first, tuple(self.prepared.layouts[first].shape), dtype_text(self.dtypes[first])
@@ -72,13 +72,13 @@ class LiveModel:
 
 @dataclass(slots=True)
 class PreparedOptimizer:
-    """A prepared optimizer.
+    """A prepared optimizer with its state and its parameters' names.
 
     Attributes:
         name: Of a variable that holds it or its wrapper.
         stepper: It, its parameters and what it remembers.
         labels: Unique name of a parameter -> as it is in the checkpoint: MODEL.FIRST.
-        others: How many of its parameters are of no prepared model.
+        others: How many of its parameters belong to no prepared model.
         whole: All that it remembers, under FSDP1, which has no layouts; by unique names.
     """
 
@@ -116,7 +116,7 @@ class PreparedOptimizer:
         ]
 
     def saved(self, models: Mapping[str, str] | None = None) -> SavedOptimizer:
-        """As the manifest tells it; with other names of models, as `labels_as`."""
+        """The manifest's record of it; with other names of models, as `labels_as`."""
         groups = self.groups(models)
         agreed = self.stepper.agreed
         keys = dict.fromkeys(key for _, key in (agreed.entries if agreed else ()))
@@ -143,7 +143,7 @@ class LiveObjects:
 
 
 def find(what: str) -> LiveObjects:
-    """Find what all ranks have. Collective: every rank.
+    """Find the models and optimizers of all ranks. Collective: every rank.
 
     Args:
         what: Is done, for messages: "Saving PATH".

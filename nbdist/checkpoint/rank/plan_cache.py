@@ -29,7 +29,7 @@ from nbdist.parallel.reshard.common import Stepper, prepared_optimizers
 from nbdist.parallel.reshard.full_state import local_state
 from nbdist.parallel.reshard.optimizer_state import LocalState, MergedState
 
-# (The how manieth optimizer, key of its states) -> the number.
+# (Index of the optimizer, key of its states) -> the number.
 Numbers = dict[tuple[int, str], Any]
 # The save whose plan still counts on a rank, and its numbers.
 PlanKey = tuple[str, Numbers]
@@ -89,11 +89,11 @@ def forget() -> None:
 
 
 def store(token: str, live: LiveObjects, contents: CheckpointTensors) -> None:
-    """Note what a save has found, unless it cannot be told from a look whether it still holds.
+    """Keep the plan of a save, unless a look cannot say whether it still holds.
 
     Args:
         token: Of the save: the same on all ranks.
-        live: What it has found.
+        live: Its models and optimizers.
         contents: What it saves.
     """
     forget()

@@ -33,7 +33,7 @@ class RestoreMatch:
     Attributes:
         live: All live objects.
         models, optimizers: (name in the checkpoint, live one).
-        notes: What is taken over otherwise than as it was saved.
+        notes: What is taken over differently from how it was saved.
     """
 
     live: LiveObjects
@@ -49,14 +49,14 @@ class RestoreMatch:
 
 @dataclass(slots=True)
 class _OptimizerPlan:
-    """What one optimizer gets.
+    """What one live optimizer takes over from a checkpoint.
 
     Attributes:
         prepared: The live optimizer.
         agreed: What it will remember.
         parts: This rank's tensors of it, by label: those that it has, or new ones.
         copies: (tensor that it has, what is copied into it).
-        others: Tensors of another form than their parameters'.
+        others: Tensors of another shape than their parameters'.
         groups: Settings of each group.
         whole: All of it by unique names, under FSDP1.
     """
@@ -72,7 +72,7 @@ class _OptimizerPlan:
 
 @dataclass(slots=True)
 class RestorePlan:
-    """All that changes.
+    """What a load changes in the live objects of this rank.
 
     Attributes:
         models: (model, values by first name).
@@ -80,7 +80,7 @@ class RestorePlan:
         schedulers, loaders, objects: (live one, its state).
         scalers: Likewise.
         counts: (accelerator, its step).
-        before: (own object, its state of before), once they have changed.
+        before: (the user's object, its state of before), once they have changed.
         notes: For a person.
     """
 
@@ -96,24 +96,24 @@ class RestorePlan:
 
 
 def wanted_placements(
-    states: Mapping[str, Any], matched: RestoreMatch, shapes: Mapping[str, tuple[int, ...]]
+    states: Mapping[str, Any], match: RestoreMatch, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Placement]:
     """The tensors that are read, by their names in the checkpoint, and how each lies here.
 
     Args:
         states: The plain ones.
-        matched: What is loaded into what.
+        match: What is loaded into what.
         shapes: Of the saved tensors.
 
     Raises:
-        CheckpointError: A state has a form of its own that does not go with the strategy.
+        CheckpointError: A state has its own format, which does not go with the strategy.
     """
     placements = {}
-    for old, model in matched.models:
+    for old, model in match.models:
         for first in model.names:
             placements[f"{MODEL}.{old}.{first}"] = model.side(first)
-    for old, optimizer in matched.optimizers:
-        keys = matched.keys(optimizer)
+    for old, optimizer in match.optimizers:
+        keys = match.keys(optimizer)
         for entry in _entries(states, old):
             side, name = state_side(optimizer, keys[entry["parameter"]]), _name(old, entry)
             if entry["kind"] == "tensor":
@@ -129,7 +129,7 @@ def plan(
     """What each live object gets. This rank alone; nothing is changed.
 
     Raises:
-        CheckpointError: Schedulers or own objects are others than those that were saved.
+        CheckpointError: Schedulers or the user's objects differ from those that were saved.
     """
     result = RestorePlan(
         [
@@ -190,7 +190,7 @@ def _commit_model(model: LiveModel, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def restore_generators(states: Mapping[str, Any], saved: Checkpoint) -> list[str]:
-    """Put this rank's random generators back, where as many ranks have saved; else say so."""
+    """Put this rank's random generators back if as many ranks saved them; else return a note."""
     if saved.world_size != world_size():
         there = f"saved on {saved.world_size} ranks"
         return [f"random generators are unchanged: {there}, loaded on {world_size()}"]
@@ -317,7 +317,7 @@ def _commit_optimizer(plan: _OptimizerPlan) -> None:
 def _plan_accelerators(
     plan: RestorePlan, saved: Sequence[Mapping[str, Any]], live: Sequence[Any]
 ) -> None:
-    """What schedulers, loaders, scalers and own objects get, in the order of their preparing."""
+    """The states of schedulers, loaders, scalers and the user's objects, in order of preparation."""
     plan.schedulers = _alike(
         "schedulers",
         [pair for accelerator in saved for pair in accelerator["schedulers"]],

@@ -35,7 +35,7 @@ class WeightsFile:
         tied: Mapping[str, str],
         configs: Callable[[], Mapping[str, str]],
     ) -> None:
-        """Nothing is written yet.
+        """Nothing is written before `begin`.
 
         Args:
             target: The file's path.
@@ -72,7 +72,7 @@ class WeightsFile:
             self._file.write(safetensors.header(self._weights, {"format": "pt", **self._tied}))
 
     def write(self, batch: Sequence[Weight], values: Mapping[str, torch.Tensor]) -> None:
-        """Write the next tensors."""
+        """Append a batch of tensors to the file."""
         assert self._file is not None
         with _explain_errors(self._target):
             for weight in batch:
@@ -198,7 +198,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _process() -> str:
-    """This process, told from every other that may write to the same folder."""
+    """This process, distinct from every other that may write to the same folder."""
     machine = zlib.crc32("/".join(astuple(host.this_machine())).encode())
     return f"{machine:08x}-{os.getpid()}-{host.started(os.getpid()) or ''}"
 

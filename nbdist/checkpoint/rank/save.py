@@ -113,7 +113,7 @@ def _agree(what: str, write: Write) -> LiveObjects:
 
 @dataclass(frozen=True, slots=True)
 class _RankReport:
-    """What a rank tells the others of itself.
+    """What a rank reports to the others.
 
     Attributes:
         process: Its machine, its pid, and when that process started.

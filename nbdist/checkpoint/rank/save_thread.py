@@ -42,7 +42,7 @@ class Write:
     """One save on this rank.
 
     Attributes:
-        job: What others know of it.
+        job: Its progress, for the control thread.
         new: Where it is written, once that is made.
         contents: All tensors.
         processes: (machine, pid, when it started) of each rank.
@@ -78,12 +78,12 @@ class Write:
 
     @property
     def meter(self) -> Meter:
-        """How far it is."""
+        """Progress of the save; also stops it."""
         return self.job.meter
 
 
 def run(write: Write) -> None:
-    """All of it, in the thread of saves. What fails is told by the job, and to rank 0."""
+    """All of it, in the thread of saves. A failure is reported by the job, and to rank 0."""
     try:
         with named(write):
             result = checkpoint_write.write(
@@ -95,13 +95,13 @@ def run(write: Write) -> None:
             _finish(write)
         else:
             write.meter.phase = "done with its part"
-    except BaseException as error:  # noqa: BLE001  # told to rank 0, and to who asks
+    except BaseException as error:  # noqa: BLE001  # reported to rank 0, and to the notebook
         failure = _sentence(write, error)
         let_go(write)
         checkpoint_write.tell_failure(write.folder, rank(), failure)
         if rank() == 0:
             checkpoint_folder.abandon(write.path)
-        write.job.failure = failure  # last: who hears of it may look what is left
+        write.job.failure = failure  # last: whoever sees it may look at the folder at once
 
 
 def let_go(write: Write) -> None:
@@ -190,7 +190,7 @@ def _sentence(write: Write, error: BaseException) -> str:
 
 @contextlib.contextmanager
 def named(write: Write) -> Iterator[None]:
-    """What the system refuses in here is told with rank, path and numbers."""
+    """Turn system errors into a CheckpointError with path and numbers."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, taken from what was found: their names, layouts and local parts.
+"""The tensors of a checkpoint, taken from live objects: their names, layouts and local parts.
 
 model.MODEL.FIRST                    a parameter or buffer, also under its tied names
 optimizer.OPTIMIZER.MODEL.FIRST.KEY  what an optimizer remembers of a parameter
@@ -35,7 +35,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 @dataclass(slots=True)
 class CheckpointTensors:
-    """All tensors that are saved.
+    """The tensors of a checkpoint, and which rank writes which box.
 
     Attributes:
         tensors: What is known of each.
@@ -64,7 +64,7 @@ class CheckpointTensors:
                 yield (part.name, part.chunk.offsets), box
 
     def own_bytes(self, rank: int) -> int:
-        """That a rank writes."""
+        """Bytes that a rank writes."""
         dtypes = self.tensors.dtypes
         return sum(
             part.chunk.count * dtypes[part.name].itemsize
@@ -77,7 +77,7 @@ def tensors_of(live: LiveObjects) -> CheckpointTensors:
     """The tensors of all models and optimizers. This rank alone; the same list on all.
 
     Raises:
-        CheckpointError: An optimizer's state has a form of its own, or a part of it is nowhere.
+        CheckpointError: An optimizer's state has its own format, or some of it is missing.
     """
     contents = CheckpointTensors()
     for model in live.models:

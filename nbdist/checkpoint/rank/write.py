@@ -1,6 +1,6 @@
 """One rank's part of a save: written, read back, compared.
 
-No rank is met, so it can run beside training, in a thread; ranks tell each other through small
+No rank is met, so it can run beside training, in a thread; ranks report to each other through small
 files in the same folder.
 """
 
@@ -28,7 +28,7 @@ from nbdist.checkpoint.rank.tensors import CheckpointTensors
 from nbdist.core.units import exact_size
 from nbdist.errors import CheckpointError
 
-# A rank's failure is written over what is in this file: that needs no room on a full disk.
+# A rank's failure overwrites this file in place, which needs no room on a full disk.
 _FAILURE_BYTES = 4096
 _PIECE_BYTES = 1 << 22
 _PAUSE_S = 0.02
@@ -127,7 +127,7 @@ def write(
         contents: All that is saved.
         rank: This one.
         value: Gives a box, contiguous, on the host.
-        meter: Is told how far it is.
+        meter: Gets the progress.
 
     Returns:
         Plain data: `files`, name -> (bytes, checksum); `boxes`, each with name, offsets, file and
@@ -219,7 +219,7 @@ def _box(result: WriteResult) -> list[Any]:
     return [name, list(offsets), stored.relative_path, stored.offset, stored.length]
 
 
-# How ranks tell each other.
+# Files by which ranks report to each other.
 
 
 def reserve(folder: Path, rank: int) -> None:
@@ -313,7 +313,7 @@ class _Watcher:
 
 
 def clear(folder: Path, world_size: int) -> None:
-    """Remove what ranks told each other."""
+    """Remove the files by which ranks report to each other."""
     for rank in range(world_size):
         _failure_file(folder, rank).unlink(missing_ok=True)
         _result_file(folder, rank).unlink(missing_ok=True)
@@ -329,7 +329,7 @@ def listed(results: list[dict[str, Any]]) -> list[SavedFile]:
 
 
 def _failure_file(folder: Path, rank: int) -> Path:
-    return folder / f".told.{rank}"
+    return folder / f".failed.{rank}"
 
 
 def _result_file(folder: Path, rank: int) -> Path:
