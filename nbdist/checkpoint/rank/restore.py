@@ -317,7 +317,7 @@ def _commit_optimizer(plan: _OptimizerPlan) -> None:
 def _plan_accelerators(
     plan: RestorePlan, saved: Sequence[Mapping[str, Any]], live: Sequence[Any]
 ) -> None:
-    """The states of schedulers, loaders, scalers and the user's objects, in order of preparation."""
+    """The states of schedulers, loaders, scalers and custom objects, in order of preparation."""
     plan.schedulers = _alike(
         "schedulers",
         [pair for accelerator in saved for pair in accelerator["schedulers"]],
