@@ -25,7 +25,7 @@ from nbdist.checkpoint.mismatch import mismatches
 from nbdist.checkpoint.rank import dcp_metadata, plain_state, restore
 from nbdist.checkpoint.rank.dcp_planners import ChunkLoadPlanner
 from nbdist.checkpoint.rank.jobs import refuse_if_running
-from nbdist.checkpoint.rank.live_objects import LiveModel, LiveObjects, PreparedOptimizer, find
+from nbdist.checkpoint.rank.live_objects import LiveObjects, PreparedModel, PreparedOptimizer, find
 from nbdist.checkpoint.results import Loaded
 from nbdist.core.finding import BAD
 from nbdist.errors import CheckpointError, NbdistError
@@ -44,7 +44,7 @@ from nbdist.rpc.rank import progress
 from nbdist.strategy.tensor_layout import Placement, local_shape
 
 T = TypeVar("T")
-U = TypeVar("U", LiveModel, PreparedOptimizer)
+U = TypeVar("U", PreparedModel, PreparedOptimizer)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,12 @@ import torch
 
 from nbdist.checkpoint.manifest import Checkpoint
 from nbdist.checkpoint.rank import plain_state
-from nbdist.checkpoint.rank.live_objects import LiveModel, LiveObjects, PreparedOptimizer, dtype_of
+from nbdist.checkpoint.rank.live_objects import (
+    LiveObjects,
+    PreparedModel,
+    PreparedOptimizer,
+    dtype_of,
+)
 from nbdist.checkpoint.rank.tensors import MODEL, OPTIMIZER, is_whole, state_side
 from nbdist.errors import CheckpointError
 from nbdist.parallel.consensus import rank, world_size
@@ -37,7 +42,7 @@ class RestoreMatch:
     """
 
     live: LiveObjects
-    models: Sequence[tuple[str, LiveModel]]
+    models: Sequence[tuple[str, PreparedModel]]
     optimizers: Sequence[tuple[str, PreparedOptimizer]]
     notes: tuple[str, ...] = ()
 
@@ -84,7 +89,7 @@ class RestorePlan:
         notes: For a person.
     """
 
-    models: list[tuple[LiveModel, dict[str, torch.Tensor]]]
+    models: list[tuple[PreparedModel, dict[str, torch.Tensor]]]
     optimizers: list[_OptimizerPlan]
     schedulers: list[tuple[Any, Any]] = field(default_factory=list)
     loaders: list[tuple[Any, Any]] = field(default_factory=list)
@@ -179,7 +184,7 @@ def commit(plan: RestorePlan) -> None:
         accelerator.step = step
 
 
-def _commit_model(model: LiveModel, values: Mapping[str, torch.Tensor]) -> None:
+def _commit_model(model: PreparedModel, values: Mapping[str, torch.Tensor]) -> None:
     if model.is_flat:
         fsdp1_state.load(model.prepared, values)
     else:

@@ -32,8 +32,8 @@ from nbdist.checkpoint.rank import (
     write as checkpoint_write,
 )
 from nbdist.checkpoint.rank.jobs import Meter, SaveJob, keep, refuse_if_running
-from nbdist.checkpoint.rank.live_objects import LiveModel, LiveObjects, find
-from nbdist.checkpoint.rank.save_thread import Write, named
+from nbdist.checkpoint.rank.live_objects import LiveObjects, PreparedModel, find
+from nbdist.checkpoint.rank.save_thread import RankSave, named
 from nbdist.checkpoint.rank.tensors import CheckpointTensors, tensors_of
 from nbdist.checkpoint.results import RankBegun
 from nbdist.core import host
@@ -61,53 +61,53 @@ def begin(path: str, token: str, is_async: bool) -> RankBegun:
     """
     began_s = time.perf_counter()
     what = f"Saving {path}"
-    write = Write(SaveJob(token, path, Meter()))
+    save = RankSave(SaveJob(token, path, Meter()))
     with same_random():
         try:
-            live = _agree(what, write)
-            all_or_none(what, lambda: _take(write, live, is_copied=is_async))
-            write.contents.local.clear()
+            live = _agree(what, save)
+            all_or_none(what, lambda: _take(save, live, is_copied=is_async))
+            save.contents.local.clear()
             begun = RankBegun(
                 models=tuple(model.name for model in live.models),
                 optimizers=tuple(optimizer.name for optimizer in live.optimizers),
-                own_bytes=write.contents.own_bytes(rank()),
+                own_bytes=save.contents.own_bytes(rank()),
                 notes=_notes(live),
                 stall_s=time.perf_counter() - began_s,
             )
         except BaseException:  # an interrupt too, until the thread has it
-            save_thread.let_go(write)
-            if rank() == 0 and write.new is not None:
-                checkpoint_folder.abandon(write.path)
+            save_thread.let_go(save)
+            if rank() == 0 and save.new is not None:
+                checkpoint_folder.abandon(save.path)
             raise
     with interrupts_held():
-        keep(write.job, functools.partial(save_thread.run, write))
+        keep(save.job, functools.partial(save_thread.run, save))
     return begun
 
 
-def _agree(what: str, write: Write) -> LiveObjects:
+def _agree(what: str, save: RankSave) -> LiveObjects:
     """Say what all ranks together write, and where. Collective: every rank."""
     recalled: list[plan_cache.CachedPlan | None] = []
 
     def make_report() -> _RankReport:
         refuse_if_running()
         recalled.append(plan_cache.lookup())
-        return _rank_report(write, recalled[0])
+        return _rank_report(save, recalled[0])
 
     reports = all_or_none(what, make_report)
-    write.processes = [report.process for report in reports]
-    write.generators = [report.generators for report in reports]
+    save.processes = [report.process for report in reports]
+    save.generators = [report.generators for report in reports]
     if recalled[0] is not None and plan_cache.is_agreed(
         recalled[0], [report.plan_key for report in reports]
     ):
-        live, write.contents = recalled[0].live, recalled[0].contents
+        live, save.contents = recalled[0].live, recalled[0].contents
         new = reports[0].folder
     else:
         live = find(what)
-        write.contents = _compared(what, live)
-        plan_cache.store(write.job.token, live, write.contents)
-        new = all_or_none(what, lambda: _describe(write, live))[0]
-    write.new = Path(new)
-    write.meter.total_bytes = 2 * write.contents.own_bytes(rank())
+        save.contents = _compared(what, live)
+        plan_cache.store(save.job.token, live, save.contents)
+        new = all_or_none(what, lambda: _describe(save, live))[0]
+    save.new = Path(new)
+    save.meter.total_bytes = 2 * save.contents.own_bytes(rank())
     return live
 
 
@@ -128,12 +128,12 @@ class _RankReport:
     folder: str = ""
 
 
-def _rank_report(write: Write, recalled: plan_cache.CachedPlan | None) -> _RankReport:
+def _rank_report(save: RankSave, recalled: plan_cache.CachedPlan | None) -> _RankReport:
     pid = os.getpid()
     process = (host.this_machine(), pid, host.started(pid) or "")
     if recalled is None:
         return _RankReport(process, generators(), None)
-    folder = _folder(write) if rank() == 0 else ""
+    folder = _folder(save) if rank() == 0 else ""
     return _RankReport(process, generators(), recalled.key, folder)
 
 
@@ -164,19 +164,19 @@ def _compare(signatures: Sequence[list[tuple[str, tuple[int, ...], str]]]) -> No
         )
 
 
-def _folder(write: Write) -> str:
+def _folder(save: RankSave) -> str:
     """Make the folder in which it is written. On rank 0."""
-    if write.new is None:
-        write.new = checkpoint_folder.prepare(write.path, str(Path.cwd()))
-    return str(write.new)
+    if save.new is None:
+        save.new = checkpoint_folder.prepare(save.path, str(Path.cwd()))
+    return str(save.new)
 
 
-def _describe(write: Write, live: LiveObjects) -> str:
+def _describe(save: RankSave, live: LiveObjects) -> str:
     """On rank 0 what goes beside the tensors, and the folder."""
     if rank() != 0:
         return ""
-    write.plain = plain_state.states(live)  # first: they may be no plain data
-    write.manifest = Checkpoint(
+    save.plain = plain_state.states(live)  # first: they may be no plain data
+    save.manifest = Checkpoint(
         models=tuple(model.saved() for model in live.models),
         optimizers=tuple(optimizer.saved() for optimizer in live.optimizers),
         versions=Versions(
@@ -189,7 +189,7 @@ def _describe(write: Write, live: LiveObjects) -> str:
         strategy=registry.current(),
         saved_s=time.time(),
         files=(),
-        step=plain_state.steps_made(write.plain),
+        step=plain_state.steps_made(save.plain),
         extra={
             "models": [model.name for model in live.models],
             "optimizers": [optimizer.name for optimizer in live.optimizers],
@@ -197,13 +197,13 @@ def _describe(write: Write, live: LiveObjects) -> str:
             "accelerators": [_settings(accelerator) for accelerator in live.accelerators],
         },
     )
-    return _folder(write)
+    return _folder(save)
 
 
 _version = functools.cache(version)  # it reads the package's files
 
 
-def _config(model: LiveModel) -> Any:
+def _config(model: PreparedModel) -> Any:
     """What a model was made with, where it says so as transformers' do; for a person to read."""
     to_dict = getattr(getattr(model.prepared.base, "config", None), "to_dict", None)
     return json.loads(json.dumps(to_dict(), default=str)) if callable(to_dict) else None
@@ -219,28 +219,28 @@ def _settings(accelerator: Any) -> dict[str, Any]:
     }
 
 
-def _take(write: Write, live: LiveObjects, *, is_copied: bool) -> None:
+def _take(save: RankSave, live: LiveObjects, *, is_copied: bool) -> None:
     """Enter the folder, and take the boxes that this rank writes."""
-    _enter(write)
-    if write.manifest is None:
-        _describe(write, live)
-    boxes = dict(write.contents.boxes_of(rank()))
+    _enter(save)
+    if save.manifest is None:
+        _describe(save, live)
+    boxes = dict(save.contents.boxes_of(rank()))
     if is_copied:
         # Also what is on the host already: the optimizer changes it in place.
-        write.is_staged = True
-        write.boxes = dict(zip(boxes, staging.copies(list(boxes.values())), strict=True))
+        save.is_staged = True
+        save.boxes = dict(zip(boxes, staging.copies(list(boxes.values())), strict=True))
     else:
-        write.boxes = {spot: box.detach() for spot, box in boxes.items()}
+        save.boxes = {spot: box.detach() for spot, box in boxes.items()}
 
 
-def _enter(write: Write) -> None:
-    if not write.folder.is_dir():
+def _enter(save: RankSave) -> None:
+    if not save.folder.is_dir():
         raise CheckpointError(
-            f"rank {rank()} on {host.this_machine().host} cannot see {write.folder}, which rank 0 "
+            f"rank {rank()} on {host.this_machine().host} cannot see {save.folder}, which rank 0 "
             "created. Save to a folder that all hosts share."
         )
-    with named(write):
-        checkpoint_write.reserve(write.folder, rank())
+    with named(save):
+        checkpoint_write.reserve(save.folder, rank())
 
 
 def _notes(live: LiveObjects) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ STALL_S = 300.0
 
 
 @dataclass(slots=True)
-class Write:
+class RankSave:
     """One save on this rank.
 
     Attributes:
@@ -82,76 +82,76 @@ class Write:
         return self.job.meter
 
 
-def run(write: Write) -> None:
+def run(save: RankSave) -> None:
     """All of it, in the thread of saves. A failure is reported by the job, and to rank 0."""
     try:
-        with named(write):
+        with named(save):
             result = checkpoint_write.write(
-                write.folder, write.contents, rank(), _values(write), write.meter
+                save.folder, save.contents, rank(), _values(save), save.meter
             )
-            let_go(write)
-            checkpoint_write.tell(write.folder, rank(), result)
+            let_go(save)
+            checkpoint_write.tell(save.folder, rank(), result)
         if rank() == 0:
-            _finish(write)
+            _finish(save)
         else:
-            write.meter.phase = "done with its part"
+            save.meter.phase = "done with its part"
     except BaseException as error:  # noqa: BLE001  # reported to rank 0, and to the notebook
-        failure = _sentence(write, error)
-        let_go(write)
-        checkpoint_write.tell_failure(write.folder, rank(), failure)
+        failure = _sentence(save, error)
+        let_go(save)
+        checkpoint_write.tell_failure(save.folder, rank(), failure)
         if rank() == 0:
-            checkpoint_folder.abandon(write.path)
-        write.job.failure = failure  # last: whoever sees it may look at the folder at once
+            checkpoint_folder.abandon(save.path)
+        save.job.failure = failure  # last: whoever sees it may look at the folder at once
 
 
-def let_go(write: Write) -> None:
+def let_go(save: RankSave) -> None:
     """Nothing of what was saved is needed any more."""
-    write.boxes.clear()
-    if write.is_staged:  # otherwise another save may have its copies there
+    save.boxes.clear()
+    if save.is_staged:  # otherwise another save may have its copies there
         staging.give_back()
 
 
-def _values(write: Write) -> Callable[[Spot], torch.Tensor]:
-    return lambda spot: write.boxes[spot].cpu().contiguous()
+def _values(save: RankSave) -> Callable[[Spot], torch.Tensor]:
+    return lambda spot: save.boxes[spot].cpu().contiguous()
 
 
-def _finish(write: Write) -> None:
+def _finish(save: RankSave) -> None:
     """Rank 0: when all have written, what belongs to all; then the folder gets its name."""
     results = checkpoint_write.results(
-        write.folder, len(write.processes), write.meter, lambda other: _gone(write, other), STALL_S
+        save.folder, len(save.processes), save.meter, lambda other: _gone(save, other), STALL_S
     )
-    write.meter.phase = "writing the manifest"
-    assert write.manifest is not None
-    with named(write):
-        saver = ChunkSavePlanner(write.contents.tensors, write.contents.parts, 0, _values(write))
+    save.meter.phase = "writing the manifest"
+    assert save.manifest is not None
+    with named(save):
+        saver = ChunkSavePlanner(save.contents.tensors, save.contents.parts, 0, _values(save))
         _, metadata = saver.create_global_plan([])
-        ChunkWriter(write.folder).finish(metadata, _write_results(write.contents, results))
-        data = (write.folder / dcp_metadata.FILE).read_bytes()
+        ChunkWriter(save.folder).finish(metadata, _write_results(save.contents, results))
+        data = (save.folder / dcp_metadata.FILE).read_bytes()
         if dcp_metadata.loads(data) != metadata:
             raise CheckpointError(f"{dcp_metadata.FILE} differs from what was written")
-        states = plain_state.as_bytes(write.plain, write.generators)
+        states = plain_state.as_bytes(save.plain, save.generators)
         plain_state.loads(states)  # as a load will
-        (write.folder / plain_state.FILE).write_bytes(states)
-        if (write.folder / plain_state.FILE).read_bytes() != states:
+        (save.folder / plain_state.FILE).write_bytes(states)
+        if (save.folder / plain_state.FILE).read_bytes() != states:
             raise CheckpointError(f"{plain_state.FILE} differs from what was written")
         files = [
             *checkpoint_write.listed(results),
-            *(_file(write.folder, n) for n in (dcp_metadata.FILE, plain_state.FILE)),
+            *(_file(save.folder, n) for n in (dcp_metadata.FILE, plain_state.FILE)),
         ]
-        saved = replace(write.manifest, files=tuple(files))
-        checkpoint_write.clear(write.folder, len(write.processes))
-        (write.folder / manifest.MANIFEST).write_text(manifest.text(saved), encoding="utf-8")
-        write.meter.make_final()
-        checkpoint_folder.commit(write.folder, write.path)
-    write.meter.phase = "done"
-    write.job.saved = Saved(
-        path=str(write.path),
+        saved = replace(save.manifest, files=tuple(files))
+        checkpoint_write.clear(save.folder, len(save.processes))
+        (save.folder / manifest.MANIFEST).write_text(manifest.text(saved), encoding="utf-8")
+        save.meter.make_final()
+        checkpoint_folder.commit(save.folder, save.path)
+    save.meter.phase = "done"
+    save.job.saved = Saved(
+        path=str(save.path),
         size_bytes=saved.size_bytes,
         files=len(saved.files) + 1,
         tensors=len(metadata.state_dict_metadata),
         step=saved.step,
         strategy=saved.strategy,
-        elapsed_s=time.monotonic() - write.began_s,
+        elapsed_s=time.monotonic() - save.began_s,
     )
 
 
@@ -175,26 +175,26 @@ def _write_results(
     return [write_results]
 
 
-def _gone(write: Write, other: int) -> str:
+def _gone(save: RankSave, other: int) -> str:
     """That another rank's process on this machine has ended; nothing while it lives."""
-    machine, pid, start = write.processes[other]
+    machine, pid, start = save.processes[other]
     if machine != host.this_machine() or host.started(pid) == start:
         return ""
     return f"rank {other} (process {pid}) ended while it wrote its part"
 
 
-def _sentence(write: Write, error: BaseException) -> str:
+def _sentence(save: RankSave, error: BaseException) -> str:
     text = one_line(error)
     return text if text.startswith("rank ") else f"rank {rank()}: {text}"
 
 
 @contextlib.contextmanager
-def named(write: Write) -> Iterator[None]:
+def named(save: RankSave) -> Iterator[None]:
     """Turn system errors into a CheckpointError with path and numbers."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{checkpoint_folder.problem(error, write.path)} It had written "
-            f"{write.meter.done_bytes:,} bytes."
+            f"{checkpoint_folder.problem(error, save.path)} It had written "
+            f"{save.meter.done_bytes:,} bytes."
         ) from error
