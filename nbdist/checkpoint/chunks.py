@@ -38,7 +38,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that is to be written, or filled from what was.
+    """A tensor of a checkpoint: its name, layout and size of an element.
 
     Attributes:
         name: In the checkpoint.
@@ -112,7 +112,7 @@ def assign_chunks(tensors: Iterable[Stored], world_size: int) -> list[AssignedCh
 
 
 def _limit(whole: Chunk, item_bytes: int) -> int:
-    """Most elements of a part: an equal share for each holder, where that is worth a part."""
+    """The most elements of a part: an equal share for each holder, unless that is too small."""
     most = MOST_BYTES // item_bytes
     if whole.count * item_bytes < MOST_BYTES // 64:
         return most

@@ -98,7 +98,7 @@ def prepare(path: Path, where: str = "") -> Path:
 
 
 def commit(new: Path, path: Path) -> None:
-    """Put what was written in the place of the earlier checkpoint. The process of `prepare` alone.
+    """Move what was written to the checkpoint's path. The process of `prepare` alone.
 
     Raises:
         CheckpointError: It has no manifest, or could not be written to disk or renamed. The
@@ -193,7 +193,7 @@ def _sweep(folder: Path, *, is_alone: bool) -> tuple[str, ...]:
 
 
 def _settle(path: Path) -> None:
-    """Finish or take back a save that was stopped. Its owner has ended."""
+    """Finish or undo a save that was stopped. Its owner has ended."""
     old, new = _beside(path, _OLD), _beside(path, _NEW)
     if not path.exists():
         # Both are there: the new one was complete before the old one was moved.
@@ -208,7 +208,7 @@ def _settle(path: Path) -> None:
 
 
 def _check_place(path: Path) -> None:
-    """Refuse to replace what is no checkpoint, or has more in it than one."""
+    """Refuse to replace a folder that is not a checkpoint, or has other files too."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -252,7 +252,7 @@ def _lock(path: Path, where: str, *, is_alone: bool) -> None:
 
 
 def _saver(lock: Path, *, is_alone: bool) -> tuple[str | None, Owner | None]:
-    """Whether who saves there lives (a run's state; None without anybody), and who that is."""
+    """The state of the process that saves there (None without one), and its owner record."""
     try:
         written = json.loads(lock.read_text(encoding="utf-8"))
         owner = Owner(**{**written, "machine": Machine(**written["machine"])})
@@ -286,7 +286,7 @@ def _busy(path: Path, owner: Owner | None) -> str:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Hold others of this machine off while locks are judged; False where that is impossible."""
+    """Lock out other processes of this machine; False where locks are not supported."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         yield _has_turn(handle, folder)
@@ -349,7 +349,7 @@ def _remove(folder: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Have the disk hold every file of a folder, and their names."""
+    """Flush every file of a folder to the disk, and their names."""
     for parent, _, names in os.walk(folder):
         for name in names:
             _flush_folder(Path(parent) / name)

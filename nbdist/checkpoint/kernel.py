@@ -60,7 +60,7 @@ stop_save: RankFunction[[str, str], bool] = RankFunction("stop_save")
 
 @dataclass(slots=True)
 class _Pending:
-    """A save whose end is not known yet.
+    """A save that has not ended yet.
 
     Attributes:
         token: Names it on the ranks.
@@ -76,7 +76,7 @@ class _Pending:
 
 
 class Checkpoints(CellHook):
-    """What a session saves and loads."""
+    """The checkpoints of a session: one save at a time, and loads."""
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
@@ -93,8 +93,8 @@ class Checkpoints(CellHook):
     ) -> Saved | SaveStarted:
         """Save models, optimizers and training state; what was written is read back and compared.
 
-        What was at the path before is whole until the new one is. A save that is still going on
-        is waited for first.
+        The checkpoint at the path stays until the new one is complete. A save that is still going
+        on is waited for first.
 
         Args:
             path: A folder; relative to the notebook's. One that is a checkpoint is replaced.
@@ -217,10 +217,10 @@ class Checkpoints(CellHook):
         return [f"saving {self._pending.path}: {share} written and compared ({phases})"]
 
     def end(self) -> list[str]:
-        """Wait for a save beside training before the ranks end; an interrupt gives it up.
+        """Wait for a save beside training before the ranks end; an interrupt cancels it.
 
         Returns:
-            What became of it.
+            How it ended, as messages.
         """
         pending = self._pending
         try:
@@ -258,7 +258,7 @@ class Checkpoints(CellHook):
         return saved
 
     def _look(self, pending: _Pending, tell: progress.Tell | None = None) -> Saved | None:
-        """The checkpoint once it is in its place; None while it is not.
+        """The checkpoint once it is in place; None until then.
 
         Raises:
             CheckpointError: It has failed, which `_failures` has then as well.
@@ -291,7 +291,7 @@ class Checkpoints(CellHook):
         return None
 
     def _stop_in_vain(self, pending: _Pending, gone: list[int], states: dict[int, Saving]) -> None:
-        """Tell rank 0 of a rank that cannot write its part any more, where it may not know."""
+        """Stop the save if a rank can no longer write its part; rank 0 may not know."""
         why = [f"rank {rank} {self._how(rank)}" for rank in gone]
         why += [
             saving.failure for rank, saving in states.items() if rank and saving.state == FAILED
@@ -305,7 +305,7 @@ class Checkpoints(CellHook):
         return "cannot be reached" if exit_ is None else f"ended ({exit_.how})"
 
     def _states(self, pending: _Pending) -> dict[int, Saving]:
-        """How far each rank is that answers soon."""
+        """The progress of each rank that answers within ANSWER_S."""
         futures = self._ranks.ask_all(lambda ask, rank: save_state(ask, rank, pending.token))
         end_s = time.monotonic() + ANSWER_S
         states = {}
@@ -315,11 +315,11 @@ class Checkpoints(CellHook):
         return states
 
     def _stop(self, pending: _Pending, why: str) -> dict[int, Future[bool]]:
-        """Let all ranks end a save; by rank, whether it will end so."""
+        """Ask all ranks to stop a save; by rank, whether it will stop."""
         return self._ranks.ask_all(lambda ask, rank: stop_save(ask, rank, pending.token, why))
 
     def _interrupted(self, pending: _Pending) -> Interrupted:
-        """Let the ranks end a save, and say what becomes of it. At most STOP_S."""
+        """Stop a save that the user interrupted, and say how it ended. At most STOP_S."""
         answer = self._stop(pending, "the user interrupted it").get(0)
         end_s = time.monotonic() + STOP_S
         is_stopped = False
@@ -379,7 +379,7 @@ def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> ExportedW
 
 
 def _written(states: dict[int, Saving]) -> tuple[int, int, str]:
-    """How many bytes of all of them are written and compared, and what ranks do now."""
+    """Bytes written and compared on all ranks, their total, and what ranks do now."""
     done = sum(saving.done_bytes for saving in states.values())
     total = sum(saving.total_bytes for saving in states.values())
     phases: dict[str, list[int]] = {}
@@ -390,7 +390,7 @@ def _written(states: dict[int, Saving]) -> tuple[int, int, str]:
 
 
 def _as_checkpoint_error(error: BaseException, what: str) -> BaseException:
-    """The error of a call to all ranks, as a checkpoint's."""
+    """The error of a call to all ranks, as an error of this checkpoint."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(f"{what}; {error}" if str(error) else what)
     if (refused := gather.remote_error_message(error, CheckpointError)) is not None:

@@ -97,7 +97,7 @@ def export_weights(name: str, path: str) -> ExportedWeights:
 
 
 def export_model(model: torch.nn.Module, path: Path) -> ExportedWeights:
-    """The same of a model itself. Collective: every rank.
+    """Write the weights of a model object. Collective: every rank.
 
     Rank 0 writes, tensor by tensor, and has no more than a batch of them beside its own part;
     under fsdp1 and DeepSpeed every rank has all of them for a time. The file gets its name once
@@ -137,7 +137,7 @@ def export_model(model: torch.nn.Module, path: Path) -> ExportedWeights:
 
 
 def _on_rank_0(what: str, function: Callable[[], T]) -> T:
-    """What it returns there, on every rank. Collective: every rank."""
+    """Run a function on rank 0; its result on every rank. Collective: every rank."""
     result = all_or_none(what, lambda: function() if rank() == 0 else None)[0]
     return cast(T, result)
 
@@ -179,7 +179,7 @@ def _model(name: str) -> torch.nn.Module:
 
 
 def _base(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's module inside what is called."""
+    """The user's module inside its wrapper."""
     prepared = registry.prepared_of(model)
     if prepared is not None:
         return prepared.base

@@ -30,7 +30,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(slots=True)
-class PreparedModel:
+class CheckpointModel:
     """A prepared model with the local tensors of this rank.
 
     Attributes:
@@ -137,7 +137,7 @@ class LiveObjects:
         accelerators: Those that were set up, by which schedulers, loaders and scalers are known.
     """
 
-    models: list[PreparedModel]
+    models: list[CheckpointModel]
     optimizers: list[PreparedOptimizer]
     accelerators: list[Any]
 
@@ -252,7 +252,7 @@ def _each_once(names: Iterable[str]) -> list[str]:
     return unique
 
 
-def _model(prepared: Prepared, place: int, name: str) -> PreparedModel:
+def _model(prepared: Prepared, place: int, name: str) -> CheckpointModel:
     """A model with what this rank holds. Collective under FSDP1, else this rank alone."""
     saved_names = set(portable(prepared.base).saved_names())
     names = {
@@ -264,11 +264,11 @@ def _model(prepared: Prepared, place: int, name: str) -> PreparedModel:
         fsdp1_state.values(prepared) if fsdp1_state.is_flat(prepared) else local_state(prepared)
     )
     local = {first: values[first] for first in names if first in values}
-    return PreparedModel(name, place, prepared, names, dtypes_of(prepared), local)
+    return CheckpointModel(name, place, prepared, names, dtypes_of(prepared), local)
 
 
 def _prepared_optimizer(
-    stepper: Stepper, models: list[PreparedModel], name: str
+    stepper: Stepper, models: list[CheckpointModel], name: str
 ) -> PreparedOptimizer:
     model_of = {id(model.prepared): model for model in models}
     labels = {

@@ -25,7 +25,12 @@ from nbdist.checkpoint.mismatch import mismatches
 from nbdist.checkpoint.rank import dcp_metadata, plain_state, restore
 from nbdist.checkpoint.rank.dcp_planners import ChunkLoadPlanner
 from nbdist.checkpoint.rank.jobs import refuse_if_running
-from nbdist.checkpoint.rank.live_objects import LiveObjects, PreparedModel, PreparedOptimizer, find
+from nbdist.checkpoint.rank.live_objects import (
+    CheckpointModel,
+    LiveObjects,
+    PreparedOptimizer,
+    find,
+)
 from nbdist.checkpoint.results import Loaded
 from nbdist.core.finding import BAD
 from nbdist.errors import CheckpointError, NbdistError
@@ -44,12 +49,12 @@ from nbdist.rpc.rank import progress
 from nbdist.strategy.tensor_layout import Placement, local_shape
 
 T = TypeVar("T")
-U = TypeVar("U", PreparedModel, PreparedOptimizer)
+U = TypeVar("U", CheckpointModel, PreparedOptimizer)
 
 
 @dataclass(slots=True)
 class ReadCheckpoint:
-    """What a rank has read.
+    """A checkpoint that this rank has read, before anything is changed.
 
     Attributes:
         saved: The manifest.
@@ -116,7 +121,7 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
 def _prepare(
     folder: Path, saved: Checkpoint, live: LiveObjects
 ) -> tuple[ReadCheckpoint, restore.RestorePlan]:
-    """All that can fail. This rank alone."""
+    """Read and plan: all that can fail. This rank alone."""
     match = _match(folder, saved, live)
     read = ReadCheckpoint(saved, dcp_metadata.read(folder, saved), plain_state.read(folder))
     shapes = {
@@ -237,7 +242,7 @@ def _choose(
 
 
 def _pair(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple[str, str]]:
-    """(name there, name here): by names, or the only one with the only one."""
+    """(name there, name here): by names, or, with one of each, those two."""
     if sorted(old) == sorted(new):
         return [(name, name) for name in old]
     if len(old) == len(new) == 1:

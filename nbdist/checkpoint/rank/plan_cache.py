@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbdist.checkpoint.rank import live_objects
-from nbdist.checkpoint.rank.live_objects import LiveObjects, PreparedModel, PreparedOptimizer
+from nbdist.checkpoint.rank.live_objects import CheckpointModel, LiveObjects, PreparedOptimizer
 from nbdist.checkpoint.rank.tensors import MODEL, CheckpointTensors, state_path
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
@@ -62,7 +62,7 @@ class _Plan:
         token: Of the save.
         objects: As `_objects` gives them.
         prepared: What each accelerator has prepared, by number.
-        models: Name, names of tensors and dtypes of each; as of `PreparedModel`.
+        models: Name, names of tensors and dtypes of each; as of `CheckpointModel`.
         optimizers: Name, labels and what all ranks remember of each; as of
             `PreparedOptimizer`.
         looks: Type and shape of each of this rank's values.
@@ -244,7 +244,7 @@ def _recall(plan: _Plan) -> LiveObjects | None:
         fsdp.settle(model.built.job.root)
         values = local_state(model)
         tensors = {first: values[first] for first in names if first in values}
-        models.append(PreparedModel(name, place, model, names, dtypes, tensors))
+        models.append(CheckpointModel(name, place, model, names, dtypes, tensors))
     live_optimizers = []
     for optimizer, (name, labels, before) in zip(optimizers, plan.optimizers, strict=True):
         here = registry.names_in(optimizer)

@@ -12,8 +12,8 @@ import torch
 from nbdist.checkpoint.manifest import Checkpoint
 from nbdist.checkpoint.rank import plain_state
 from nbdist.checkpoint.rank.live_objects import (
+    CheckpointModel,
     LiveObjects,
-    PreparedModel,
     PreparedOptimizer,
     dtype_of,
 )
@@ -42,7 +42,7 @@ class RestoreMatch:
     """
 
     live: LiveObjects
-    models: Sequence[tuple[str, PreparedModel]]
+    models: Sequence[tuple[str, CheckpointModel]]
     optimizers: Sequence[tuple[str, PreparedOptimizer]]
     notes: tuple[str, ...] = ()
 
@@ -89,7 +89,7 @@ class RestorePlan:
         notes: For a person.
     """
 
-    models: list[tuple[PreparedModel, dict[str, torch.Tensor]]]
+    models: list[tuple[CheckpointModel, dict[str, torch.Tensor]]]
     optimizers: list[_OptimizerPlan]
     schedulers: list[tuple[Any, Any]] = field(default_factory=list)
     loaders: list[tuple[Any, Any]] = field(default_factory=list)
@@ -184,7 +184,7 @@ def commit(plan: RestorePlan) -> None:
         accelerator.step = step
 
 
-def _commit_model(model: PreparedModel, values: Mapping[str, torch.Tensor]) -> None:
+def _commit_model(model: CheckpointModel, values: Mapping[str, torch.Tensor]) -> None:
     if model.is_flat:
         fsdp1_state.load(model.prepared, values)
     else:

@@ -32,7 +32,7 @@ from nbdist.checkpoint.rank import (
     write as checkpoint_write,
 )
 from nbdist.checkpoint.rank.jobs import Meter, SaveJob, keep, refuse_if_running
-from nbdist.checkpoint.rank.live_objects import LiveObjects, PreparedModel, find
+from nbdist.checkpoint.rank.live_objects import CheckpointModel, LiveObjects, find
 from nbdist.checkpoint.rank.save_thread import RankSave, named
 from nbdist.checkpoint.rank.tensors import CheckpointTensors, tensors_of
 from nbdist.checkpoint.results import RankBegun
@@ -203,7 +203,7 @@ def _describe(save: RankSave, live: LiveObjects) -> str:
 _version = functools.cache(version)  # it reads the package's files
 
 
-def _config(model: PreparedModel) -> Any:
+def _config(model: CheckpointModel) -> Any:
     """What a model was made with, where it says so as transformers' do; for a person to read."""
     to_dict = getattr(getattr(model.prepared.base, "config", None), "to_dict", None)
     return json.loads(json.dumps(to_dict(), default=str)) if callable(to_dict) else None

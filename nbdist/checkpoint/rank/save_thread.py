@@ -39,7 +39,7 @@ STALL_S = 300.0
 
 @dataclass(slots=True)
 class RankSave:
-    """One save on this rank.
+    """All that one save needs on this rank.
 
     Attributes:
         job: Its progress, for the control thread.
@@ -72,7 +72,7 @@ class RankSave:
 
     @property
     def folder(self) -> Path:
-        """Where it is written; it is made by now."""
+        """Where it is written; exists by now."""
         assert self.new is not None
         return self.new
 
@@ -105,7 +105,7 @@ def run(save: RankSave) -> None:
 
 
 def let_go(save: RankSave) -> None:
-    """Nothing of what was saved is needed any more."""
+    """Drop the boxes, and give back the memory of their copies."""
     save.boxes.clear()
     if save.is_staged:  # otherwise another save may have its copies there
         staging.give_back()
@@ -116,7 +116,7 @@ def _values(save: RankSave) -> Callable[[Spot], torch.Tensor]:
 
 
 def _finish(save: RankSave) -> None:
-    """Rank 0: when all have written, what belongs to all; then the folder gets its name."""
+    """Rank 0: wait for all ranks, write the metadata, then rename the folder into place."""
     results = checkpoint_write.results(
         save.folder, len(save.processes), save.meter, lambda other: _gone(save, other), STALL_S
     )
@@ -163,7 +163,7 @@ def _file(folder: Path, name: str) -> SavedFile:
 def _write_results(
     contents: CheckpointTensors, results: list[dict[str, Any]]
 ) -> list[list[WriteResult]]:
-    """Where each box lies, as DCP's writer wants it; under each of a tensor's names."""
+    """Where each box lies, for DCP's writer, under each of a tensor's names."""
     write_results = []
     for result in results:
         for name, offsets, file, at, length in result["boxes"]:
@@ -176,7 +176,7 @@ def _write_results(
 
 
 def _gone(save: RankSave, other: int) -> str:
-    """That another rank's process on this machine has ended; nothing while it lives."""
+    """Says that another rank's process on this machine has ended; empty while it lives."""
     machine, pid, start = save.processes[other]
     if machine != host.this_machine() or host.started(pid) == start:
         return ""

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from nbdist.checkpoint.chunks import AssignedChunk, Stored, assign_chunks, is_complete
 from nbdist.checkpoint.rank.dcp_planners import Spot, Tensors
 from nbdist.checkpoint.rank.live_objects import (
+    CheckpointModel,
     LiveObjects,
-    PreparedModel,
     PreparedOptimizer,
     dtype_text,
 )
@@ -162,7 +162,7 @@ def own_form(optimizer: PreparedOptimizer, place: Place, side: Placement) -> tor
     return value.detach() if is_plain else None
 
 
-def _add_model(contents: CheckpointTensors, model: PreparedModel) -> None:
+def _add_model(contents: CheckpointTensors, model: CheckpointModel) -> None:
     for first, names in model.names.items():
         name = contents.tensors.add(
             (MODEL, model.name, first),

@@ -68,7 +68,7 @@ class _Stream(io.RawIOBase):
             raise self._error
 
     def _put(self) -> None:
-        """Write what is held; a failure is kept."""
+        """Write the buffer; a failure is kept for `flush`."""
         self.crc32 = zlib.crc32(self._buffer, self.crc32)
         at = 0
         with memoryview(self._buffer) as view:
@@ -169,7 +169,7 @@ def _compare(
     value: Callable[[Spot], torch.Tensor],
     meter: Meter,
 ) -> None:
-    """Read a file from the disk and compare it with what was to be in it."""
+    """Read a file from the disk and compare it with the tensors."""
     read_crc32 = 0
     at = 0
     with path.open("rb") as file:
@@ -228,7 +228,7 @@ def reserve(folder: Path, rank: int) -> None:
 
 
 def tell(folder: Path, rank: int, result: Mapping[str, Any]) -> None:
-    """Say what this rank has written."""
+    """Report what this rank has written."""
     path = _result_file(folder, rank)
     new = path.with_name(f"{path.name}.new")  # not with_suffix: the rank is the suffix
     new.write_text(json.dumps(result))
@@ -236,7 +236,7 @@ def tell(folder: Path, rank: int, result: Mapping[str, Any]) -> None:
 
 
 def tell_failure(folder: Path, rank: int, text: str) -> None:
-    """Say that this rank has failed; where even that fails, its rank's state has it."""
+    """Report that this rank has failed; where even that fails, its job still has the failure."""
     data = text.encode()[: _FAILURE_BYTES // 2]
     try:
         with _failure_file(folder, rank).open("r+b") as file:
@@ -252,7 +252,7 @@ def results(
     is_gone: Callable[[int], str],
     stall_s: float,
 ) -> list[dict[str, Any]]:
-    """What all ranks have written, once they have. The others' files are looked at.
+    """What all ranks have written; waits for their reports.
 
     Args:
         folder: Of the save.
@@ -276,7 +276,7 @@ def results(
 
 
 class _Watcher:
-    """What one rank writes, seen from another."""
+    """The reports and files of one rank, watched from rank 0."""
 
     def __init__(
         self, folder: Path, rank: int, is_gone: Callable[[int], str], stall_s: float
@@ -287,7 +287,7 @@ class _Watcher:
         self._since_s = 0.0
 
     def look(self, now_s: float) -> dict[str, Any] | None:
-        """What it has written, once it has.
+        """Its report; None until there is one.
 
         Raises:
             CheckpointError: It has failed, has ended, or writes nothing any more.
