@@ -38,7 +38,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that is to be written, or filled from what was.
+    """A tensor of a checkpoint: its name, layout and size of an element.
 
     Attributes:
         name: In the checkpoint.
@@ -52,7 +52,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AssignedChunk:
     """A chunk of a tensor, and who writes it."""
 
     name: str
@@ -69,31 +69,31 @@ def chunks(side: Placement, world_size: int) -> tuple[Chunk, ...]:
     """
     holders: dict[tuple[Runs, ...], list[int]] = {}
     for rank in range(world_size):
-        own = local_runs(side.layout, side.degrees, rank)
-        if own is not None:
-            holders.setdefault(own, []).append(rank)
+        runs = local_runs(side.layout, side.degrees, rank)
+        if runs is not None:
+            holders.setdefault(runs, []).append(rank)
     if math.prod(side.layout.shape) == 0:
         nothing = (0,) * len(side.layout.shape)
         ranks = sorted(itertools.chain(*holders.values()))
         return (Chunk(nothing, side.layout.shape, nothing, tuple(ranks)),)
-    found = [box for own, ranks in holders.items() for box in _boxes(own, tuple(ranks))]
-    return tuple(sorted(found, key=lambda one: one.offsets))
+    boxes = [box for runs, ranks in holders.items() for box in _boxes(runs, tuple(ranks))]
+    return tuple(sorted(boxes, key=lambda box: box.offsets))
 
 
 def own_chunks(side: Placement, world_size: int, rank: int) -> tuple[Chunk, ...]:
     """The boxes that one rank holds."""
-    return tuple(one for one in chunks(side, world_size) if rank in one.holders)
+    return tuple(chunk for chunk in chunks(side, world_size) if rank in chunk.holders)
 
 
 def is_complete(side: Placement, world_size: int) -> bool:
     """Whether the ranks together hold every element."""
     whole = math.prod(side.layout.shape)
-    return sum(one.count for one in chunks(side, world_size)) == whole and bool(
+    return sum(chunk.count for chunk in chunks(side, world_size)) == whole and bool(
         chunks(side, world_size)[0].holders if whole == 0 else True
     )
 
 
-def shared_out(tensors: Iterable[Stored], world_size: int) -> list[Part]:
+def assign_chunks(tensors: Iterable[Stored], world_size: int) -> list[AssignedChunk]:
     """Who writes which box; the same on all ranks, and every element by one of them.
 
     What several ranks hold is shared out evenly between them: a large box is cut, and each part
@@ -101,28 +101,28 @@ def shared_out(tensors: Iterable[Stored], world_size: int) -> list[Part]:
     """
     written_bytes = [0] * world_size
     parts = []
-    for one in tensors:
-        for whole in chunks(one.side, world_size):
-            limit = _limit(whole, one.item_bytes)
+    for tensor in tensors:
+        for whole in chunks(tensor.side, world_size):
+            limit = _limit(whole, tensor.item_bytes)
             for chunk in _cut(whole, max(1, limit)):
                 writer = min(chunk.holders, key=lambda rank: (written_bytes[rank], rank))
-                written_bytes[writer] += chunk.count * one.item_bytes
-                parts.append(Part(one.name, chunk, writer))
+                written_bytes[writer] += chunk.count * tensor.item_bytes
+                parts.append(AssignedChunk(tensor.name, chunk, writer))
     return parts
 
 
 def _limit(whole: Chunk, item_bytes: int) -> int:
-    """Most elements of a part: an equal share for each holder, where that is worth a part."""
+    """The most elements of a part: an equal share for each holder, unless that is too small."""
     most = MOST_BYTES // item_bytes
     if whole.count * item_bytes < MOST_BYTES // 64:
         return most
     return min(most, -(-whole.count // len(whole.holders)))
 
 
-def _boxes(own: tuple[Runs, ...], holders: tuple[int, ...]) -> Iterator[Chunk]:
+def _boxes(runs: tuple[Runs, ...], holders: tuple[int, ...]) -> Iterator[Chunk]:
     """All combinations of the dims' runs; each run lies behind those before it."""
     dims = []
-    for dim in own:
+    for dim in runs:
         starts = itertools.accumulate((length for _, length in dim[:-1]), initial=0)
         dims.append([(start, n, at) for (start, n), at in zip(dim, starts, strict=False)])
     for box in itertools.product(*dims):
@@ -132,7 +132,7 @@ def _boxes(own: tuple[Runs, ...], holders: tuple[int, ...]) -> Iterator[Chunk]:
 
 
 def _cut(whole: Chunk, limit: int) -> Iterator[Chunk]:
-    """The same elements in boxes of at most so many, cut along the first dims."""
+    """The same elements in boxes of at most `limit` elements, cut along the first dims."""
     dim = next((d for d, size in enumerate(whole.sizes) if size > 1), None)
     if dim is None or whole.count <= limit:
         yield whole

@@ -32,7 +32,7 @@ from nbdist.errors import CheckpointError
 _LOCK, _NEW, _OLD = "lock", "new", "old"
 _MARK = ".nbdist-"
 # What a checkpoint has at least, and has if its manifest is torn.
-_OWN_NAMES = (manifest.MANIFEST, ".metadata", "*.distcp", "states.pt")
+_CHECKPOINT_NAMES = (manifest.MANIFEST, ".metadata", "*.distcp", "states.pt")
 _MAX_NAMED = 3
 # How long one waits for others that judge locks in the same folder.
 _TURN_S, _PAUSE_S = 60, 0.02
@@ -51,19 +51,21 @@ def resolved(path: str | os.PathLike[str], base: Path | None = None) -> Path:
         base: What relative ones begin in; the working folder by default.
 
     Raises:
-        CheckpointError: It is empty, cannot be followed, or names no folder of its own.
+        CheckpointError: It is empty, cannot be followed, is too long, or is the file system's root.
     """
     if not os.fspath(path):
         raise CheckpointError("The path is empty. Name the checkpoint's folder.")
     try:
-        found = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
+        absolute = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
     except (OSError, RuntimeError) as error:  # a circle of links, an unknown user
         raise CheckpointError(f"{path} cannot be followed: {error}.") from error
-    if len(os.fsencode(found.name)) > _MAX_NAME_BYTES:
-        raise CheckpointError(f"The name {found.name[:20]}... is too long. Choose a shorter one.")
-    if not found.name:
-        raise CheckpointError(f"{found} is the whole file system. Name a folder in it.")
-    return found
+    if len(os.fsencode(absolute.name)) > _MAX_NAME_BYTES:
+        raise CheckpointError(
+            f"The name {absolute.name[:20]}... is too long. Choose a shorter one."
+        )
+    if not absolute.name:
+        raise CheckpointError(f"{absolute} is the root of the file system. Name a folder in it.")
+    return absolute
 
 
 def prepare(path: Path, where: str = "") -> Path:
@@ -74,13 +76,13 @@ def prepare(path: Path, where: str = "") -> Path:
 
     Args:
         path: As `resolved` gives it. Folders above it are made.
-        where: The notebook, told to others who save to the same path meanwhile.
+        where: The notebook, named to others who save to the same path meanwhile.
 
     Raises:
         CheckpointError: Another save to this path is going on, there is a file or a folder that
             is no checkpoint, or it cannot be written. Nothing was changed.
     """
-    with _told(path):
+    with _explain_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path.parent) as is_alone:
             _sweep(path.parent, is_alone=is_alone)
@@ -96,14 +98,14 @@ def prepare(path: Path, where: str = "") -> Path:
 
 
 def commit(new: Path, path: Path) -> None:
-    """Put what was written in the place of the earlier checkpoint. The process of `prepare` alone.
+    """Move what was written to the checkpoint's path. The process of `prepare` alone.
 
     Raises:
         CheckpointError: It has no manifest, or could not be written to disk or renamed. The
             earlier checkpoint is at its path; `abandon` removes the new one.
     """
     old = _beside(path, _OLD)
-    with _told(path):
+    with _explain_errors(path):
         saved = manifest.read(new)
         manifest.check_files(new, saved)
         _flush(new)
@@ -148,7 +150,7 @@ def recover(path: Path) -> bool:
     """
     if path.exists() or not _beside(path, _OLD).is_dir():
         return False
-    with _told(path), _alone(path.parent) as is_alone:
+    with _explain_errors(path), _alone(path.parent) as is_alone:
         state, owner = _saver(_beside(path, _LOCK), is_alone=is_alone)
         if path.exists():  # somebody else was faster
             return False
@@ -166,7 +168,7 @@ def sweep(folder: Path) -> tuple[str, ...]:
     """
     if not folder.is_dir():
         return ()
-    with _told(folder), _alone(folder) as is_alone:
+    with _explain_errors(folder), _alone(folder) as is_alone:
         return _sweep(folder, is_alone=is_alone)
 
 
@@ -176,22 +178,22 @@ def _beside(path: Path, what: str) -> Path:
 
 def _sweep(folder: Path, *, is_alone: bool) -> tuple[str, ...]:
     names = {
-        one.name[1:].rpartition(_MARK)[0]
-        for one in folder.iterdir()
-        if one.name.startswith(".") and one.name.rpartition(_MARK)[2] in (_LOCK, _NEW, _OLD)
+        entry.name[1:].rpartition(_MARK)[0]
+        for entry in folder.iterdir()
+        if entry.name.startswith(".") and entry.name.rpartition(_MARK)[2] in (_LOCK, _NEW, _OLD)
     } - {""}
-    left = []
+    settled = []
     for name in sorted(names):
         path = folder / name
         if _saver(_beside(path, _LOCK), is_alone=is_alone)[0] in _ENDED:
             with contextlib.suppress(OSError):  # another user's stays
                 _settle(path)
-                left.append(name)
-    return tuple(left)
+                settled.append(name)
+    return tuple(settled)
 
 
 def _settle(path: Path) -> None:
-    """Finish or take back a save that was stopped. Its owner has ended."""
+    """Finish or undo a save that was stopped. Its owner has ended."""
     old, new = _beside(path, _OLD), _beside(path, _NEW)
     if not path.exists():
         # Both are there: the new one was complete before the old one was moved.
@@ -200,31 +202,33 @@ def _settle(path: Path) -> None:
                 whole.rename(path)
                 break
         _flush_folder(path.parent)
-    for rest in (old, new):
-        _remove(rest)
+    for remaining in (old, new):
+        _remove(remaining)
     _beside(path, _LOCK).unlink(missing_ok=True)
 
 
 def _check_place(path: Path) -> None:
-    """Refuse to replace what is no checkpoint, or has more in it than one."""
+    """Refuse to replace a folder that is not a checkpoint, or has other files too."""
     if not path.exists():
         return
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is a file of {path.stat().st_size:,} bytes, and a checkpoint is a folder. "
+            f"{path} is a file of {path.stat().st_size:,} bytes, but a checkpoint is a folder. "
             "Choose another path."
         )
-    names = {str(one.relative_to(path)) for one in path.rglob("*") if not one.is_dir()}
-    others = sorted(n for n in names if not any(fnmatch(n, own) for own in _OWN_NAMES))
-    if others and manifest.MANIFEST in names:
+    names = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
+    foreign = sorted(
+        n for n in names if not any(fnmatch(n, pattern) for pattern in _CHECKPOINT_NAMES)
+    )
+    if foreign and manifest.MANIFEST in names:
         with contextlib.suppress(CheckpointError):  # torn: its files are known by their names
             listed = {file.name for file in manifest.read(path).files}
-            others = [name for name in others if name not in listed]
-    if names and (others or manifest.MANIFEST not in names):
-        more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
-        holds = ", ".join(others[:_MAX_NAMED]) + more if others else ", ".join(sorted(names)[:3])
+            foreign = [name for name in foreign if name not in listed]
+    if names and (foreign or manifest.MANIFEST not in names):
+        more = f" and {len(foreign) - _MAX_NAMED} more" if len(foreign) > _MAX_NAMED else ""
+        holds = ", ".join(foreign[:_MAX_NAMED]) + more if foreign else ", ".join(sorted(names)[:3])
         raise CheckpointError(
-            f"{path} is a folder with files that are not a checkpoint's ({holds}), and a save "
+            f"{path} has files that do not belong to a checkpoint ({holds}), and saving "
             "would remove them. Choose another path, or move them."
         )
 
@@ -248,7 +252,7 @@ def _lock(path: Path, where: str, *, is_alone: bool) -> None:
 
 
 def _saver(lock: Path, *, is_alone: bool) -> tuple[str | None, Owner | None]:
-    """Whether who saves there lives (a run's state; None without anybody), and who that is."""
+    """The state of the process that saves there (None without one), and its owner record."""
     try:
         written = json.loads(lock.read_text(encoding="utf-8"))
         owner = Owner(**{**written, "machine": Machine(**written["machine"])})
@@ -264,22 +268,25 @@ def _saver(lock: Path, *, is_alone: bool) -> tuple[str | None, Owner | None]:
 def _busy(path: Path, owner: Owner | None) -> str:
     lock = _beside(path, _LOCK)
     if owner is None:
-        return f"{path} is being saved by another process. If none is, remove {lock}."
+        return f"{path} is being saved by another process. If that is no longer so, remove {lock}."
     since = time.strftime("%H:%M:%S", time.localtime(owner.since_s))
     notebook = f" ({owner.where})" if owner.where else ""
     if owner.pid == os.getpid() and owner.machine == host.this_machine():
-        return f"{path} is still being saved, since {since}. Wait for that, or choose another path."
+        return (
+            f"{path} is still being saved, since {since}. Wait until it is done, or choose another "
+            "path."
+        )
     elsewhere = "" if owner.machine == host.this_machine() else f" on {owner.machine.host}"
     end = f" If that process has ended, remove {lock}." if elsewhere else ""
     return (
         f"{path} is being saved by another run{notebook}, process {owner.pid}{elsewhere}, since "
-        f"{since}. Wait for that, or choose another path.{end}"
+        f"{since}. Wait until it is done, or choose another path.{end}"
     )
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Hold others of this machine off while locks are judged; False where that is impossible."""
+    """Lock out other processes of this machine; False where locks are not supported."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         yield _has_turn(handle, folder)
@@ -299,7 +306,7 @@ def _has_turn(handle: int, folder: Path) -> bool:
             if time.monotonic() > end_s:
                 raise CheckpointError(
                     f"Another process has held {folder} for {_TURN_S} s: it removes or renames "
-                    "checkpoints there. Try again when it has ended."
+                    "checkpoints there. Try again when it is done."
                 ) from None
             time.sleep(_PAUSE_S)
         except OSError:  # a file system without locks
@@ -309,7 +316,7 @@ def _has_turn(handle: int, folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -320,16 +327,16 @@ def problem(error: OSError, path: Path) -> str:
     """Why a checkpoint could not be written, with numbers, and what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         try:
-            there = shutil.disk_usage(next(one for one in path.parents if one.is_dir()))
-            room = f"{there.free:,} of {there.total:,} bytes are free there"
+            usage = shutil.disk_usage(next(parent for parent in path.parents if parent.is_dir()))
+            room = f"{usage.free:,} of {usage.total:,} bytes are free there"
         except OSError:
-            room = "how many bytes are free there is unknown"
+            room = "free space unknown"
         why = {
             errno.ENOSPC: "the disk is full",
             errno.EDQUOT: "your quota is used up",
-            errno.EFBIG: "a file would be longer than this process may write (ulimit -f)",
+            errno.EFBIG: "a file would exceed this process's size limit (ulimit -f)",
         }[error.errno]
-        return f"{path} cannot be written: {why} ({room}). Free some, or choose another path."
+        return f"{path} cannot be written: {why} ({room}). Free some space, or choose another path."
     named = f" ({error.filename})" if error.filename else ""
     return f"{path} cannot be written: {error.strerror or error}{named}. Choose another path."
 
@@ -342,7 +349,7 @@ def _remove(folder: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Have the disk hold every file of a folder, and their names."""
+    """Flush every file of a folder to the disk, and their names."""
     for parent, _, names in os.walk(folder):
         for name in names:
             _flush_folder(Path(parent) / name)

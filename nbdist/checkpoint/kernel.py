@@ -14,8 +14,17 @@ from typing import Any
 from nbdist.cells.kernel import progress
 from nbdist.cells.kernel.cell_request import CellHook
 from nbdist.checkpoint import folder
-from nbdist.checkpoint.results import DONE, FAILED, RUNNING, Begun, Loaded, Saved, Saving, Started
-from nbdist.checkpoint.safetensors import Exported
+from nbdist.checkpoint.results import (
+    DONE,
+    FAILED,
+    RUNNING,
+    Loaded,
+    RankBegun,
+    Saved,
+    SaveStarted,
+    Saving,
+)
+from nbdist.checkpoint.safetensors import ExportedWeights
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.progress import BYTES
@@ -36,13 +45,13 @@ SILENT_S = 300.0
 STOP_S = 3.0
 POLL_S = 0.05
 
-begin_save: RankFunction[[str, str, bool], Begun] = RankFunction(
+begin_save: RankFunction[[str, str, bool], RankBegun] = RankFunction(
     "nbdist.checkpoint.rank.save:begin"
 )
 load_checkpoint: RankFunction[[str, bool], Loaded] = RankFunction(
     "nbdist.checkpoint.rank.load:load"
 )
-write_weights: RankFunction[[str, str], Exported] = RankFunction(
+write_weights: RankFunction[[str, str], ExportedWeights] = RankFunction(
     "nbdist.checkpoint.rank.export_weights:export_weights"
 )
 save_state: RankFunction[[str], Saving] = RankFunction("save_state")
@@ -51,13 +60,13 @@ stop_save: RankFunction[[str, str], bool] = RankFunction("stop_save")
 
 @dataclass(slots=True)
 class _Pending:
-    """A save whose end is not known yet.
+    """A save that has not ended yet.
 
     Attributes:
         token: Names it on the ranks.
         path: Where it will be.
         heard_s: When rank 0 last said anything, by the monotonic clock.
-        is_stopping: A rank cannot write its part any more, and rank 0 has been told.
+        is_stopping: A rank cannot write its part any more, and rank 0 knows.
     """
 
     token: str
@@ -67,13 +76,13 @@ class _Pending:
 
 
 class Checkpoints(CellHook):
-    """What a session saves and loads."""
+    """The checkpoints of a session: one save at a time, and loads."""
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
         self._pending: _Pending | None = None
-        self._untold: list[str] = []
-        self._before: list[str] = []
+        self._failures: list[str] = []
+        self._earlier: list[str] = []
         self._ended: list[str] = []
 
     def save(
@@ -81,19 +90,19 @@ class Checkpoints(CellHook):
         path: str | os.PathLike[str],
         *,
         asynchronous: bool = False,
-    ) -> Saved | Started:
-        """Save models, optimizers and all that goes with them, compared with what was written.
+    ) -> Saved | SaveStarted:
+        """Save models, optimizers and training state; what was written is read back and compared.
 
-        What was at the path before is whole until the new one is. A save that is still going on
-        is waited for first.
+        The checkpoint at the path stays until the new one is complete. A save that is still going
+        on is waited for first.
 
         Args:
             path: A folder; relative to the notebook's. One that is a checkpoint is replaced.
-            asynchronous: Return once everything is copied to the hosts' memory; how it ends is
-                told at the next cell or verb, and by `wait`.
+            asynchronous: Return once everything is copied to the hosts' memory; the outcome is
+                shown at the next cell or verb, and by `wait`.
 
         Raises:
-            CheckpointError: It cannot be saved; what was there before is as it was.
+            CheckpointError: It cannot be saved; what was at the path is unchanged.
             RankGone, RankBusy, NotRunning, NbdistError: As for a cell.
             Interrupted: If the user interrupted it; likewise.
         """
@@ -105,26 +114,27 @@ class Checkpoints(CellHook):
         pending = self._pending = _Pending(token, target, time.monotonic())
         try:
             with progress.during("saving") as tell:
-                tell("all ranks agree on what it holds")
-                told = self._ranks.call_all(
+                tell("the ranks agree on the contents")
+                replies = self._ranks.call_all(
                     begin_save, str(target), token, asynchronous,
                     deadline_s=BEGIN_S, is_collective=True,
                 )  # fmt: skip
         except BaseException as error:
-            self._stop(pending, "not all ranks have begun")
+            self._stop(pending, "not all ranks have started it")
             self._pending = None
-            raise _own(error, f"{target} was not saved") from error
-        begun = Started(
-            str(target), told[0].models, told[0].optimizers,
-            sum(one.own_bytes for one in told), told[0].notes, max(one.stall_s for one in told),
+            raise _as_checkpoint_error(error, f"{target} was not saved") from error
+        started = SaveStarted(
+            str(target), replies[0].models, replies[0].optimizers,
+            sum(reply.own_bytes for reply in replies), replies[0].notes,
+            max(reply.stall_s for reply in replies),
         )  # fmt: skip
         if asynchronous:
-            return begun
+            return started
         try:
             saved = self._finish(pending)
         except KeyboardInterrupt as error:
             raise self._interrupted(pending) from error
-        return replace(saved, notes=begun.notes, elapsed_s=time.monotonic() - began_s)
+        return replace(saved, notes=started.notes, elapsed_s=time.monotonic() - began_s)
 
     def load(
         self,
@@ -152,17 +162,17 @@ class Checkpoints(CellHook):
         try:
             with progress.of_ranks(self._ranks, "loading") as tell:
                 tell("every rank reads and checks its part")
-                told: list[Loaded] = self._ranks.call_all(
+                replies: list[Loaded] = self._ranks.call_all(
                     load_checkpoint, str(source), models_only,
                     deadline_s=LOAD_S, is_collective=True,
                 )  # fmt: skip
         except BaseException as error:
-            raise _own(error, f"{source} was not loaded") from error
+            raise _as_checkpoint_error(error, f"{source} was not loaded") from error
         return replace(
-            told[0],
-            read_bytes=sum(one.read_bytes for one in told),
-            elapsed_s=max(one.elapsed_s for one in told),
-            notes=tuple(dict.fromkeys(note for one in told for note in one.notes)),
+            replies[0],
+            read_bytes=sum(reply.read_bytes for reply in replies),
+            elapsed_s=max(reply.elapsed_s for reply in replies),
+            notes=tuple(dict.fromkeys(note for reply in replies for note in reply.notes)),
         )
 
     def wait(self) -> Saved | None:
@@ -180,37 +190,37 @@ class Checkpoints(CellHook):
         except KeyboardInterrupt as error:
             raise Interrupted(f"{pending.path} is still being saved") from error
 
-    def told_before(self) -> list[str]:
-        """What became of an earlier save beside training, for the verb that waited for it; once."""
-        told, self._before = self._before, []
-        return told
+    def earlier_messages(self) -> list[str]:
+        """How an earlier save beside training ended, for the verb that waited for it; once."""
+        messages, self._earlier = self._earlier, []
+        return messages
 
     def news(self) -> list[str]:
-        """What is to be told of a save beside training that has failed; once. Returns soon."""
+        """Messages of a save beside training that has failed; each once. Returns soon."""
         if self._pending is not None:
-            with contextlib.suppress(CheckpointError):  # `_untold` has it
+            with contextlib.suppress(CheckpointError):  # `_failures` has it
                 if (saved := self._look(self._pending)) is not None:
                     self._ended = [f"{saved.path} was saved at step {saved.step}"]
-        told, self._untold = self._untold, []
-        return told
+        messages, self._failures = self._failures, []
+        return messages
 
     def before(self, metadata: dict[str, Any]) -> list[str]:
-        """A save beside training that has failed is told with the next cell."""
+        """A save beside training that has failed is reported with the next cell."""
         return self.news()
 
     def status(self) -> list[str]:
-        """Where the last save beside training is, and what `news` tells."""
-        if (told := self.news()) or self._pending is None:
-            return [*told, *self._ended]
-        done, total, phases = _far(self._states(self._pending))
+        """The progress of the save beside training, and what `news` returns."""
+        if (messages := self.news()) or self._pending is None:
+            return [*messages, *self._ended]
+        done, total, phases = _written(self._states(self._pending))
         share = f"{100 * done // total} % of {size(total)}" if total else "0 %"
         return [f"saving {self._pending.path}: {share} written and compared ({phases})"]
 
     def end(self) -> list[str]:
-        """Wait for a save beside training before the ranks end; an interrupt gives it up.
+        """Wait for a save beside training before the ranks end; an interrupt cancels it.
 
         Returns:
-            What became of it.
+            How it ended, as messages.
         """
         pending = self._pending
         try:
@@ -219,37 +229,39 @@ class Checkpoints(CellHook):
             assert pending is not None
             self._stop(pending, "the ranks are being stopped")
             self._pending = None
-            self._before.append(f"{pending.path} was given up; what was there before is whole")
-        return self.told_before()
+            self._earlier.append(
+                f"{pending.path} was cancelled; what was at that path is unchanged"
+            )
+        return self.earlier_messages()
 
     def _wait_before(self) -> None:
-        """Let an earlier save end first. That it has failed is told, and hinders nothing."""
-        self._before = [*self.news(), *self._ended]
+        """Let an earlier save end first. Its failure is reported, and stops nothing."""
+        self._earlier = [*self.news(), *self._ended]
         self._ended = []
         try:
             earlier = self.wait()
         except CheckpointError as error:
-            self._before.append(str(error))
+            self._earlier.append(str(error))
             return
         if earlier is not None:
-            self._before.append(f"{earlier.path} was saved at step {earlier.step}")
+            self._earlier.append(f"{earlier.path} was saved at step {earlier.step}")
 
     def _finish(self, pending: _Pending) -> Saved:
-        """Wait for the end of a save, and tell it: raised here, it is not told again."""
+        """Wait for the end of a save. A failure raised here is not reported again."""
         try:
             with progress.during("saving") as tell:
                 while (saved := self._look(pending, tell)) is None:
                     time.sleep(POLL_S)
         except CheckpointError:
-            self._untold.clear()
+            self._failures.clear()
             raise
         return saved
 
     def _look(self, pending: _Pending, tell: progress.Tell | None = None) -> Saved | None:
-        """The checkpoint once it is in its place; None while it is not.
+        """The checkpoint once it is in place; None until then.
 
         Raises:
-            CheckpointError: It has failed, which `_untold` has then as well.
+            CheckpointError: It has failed, which `_failures` has then as well.
         """
         states = self._states(pending)
         first, now_s = states.get(0), time.monotonic()
@@ -258,7 +270,7 @@ class Checkpoints(CellHook):
         gone = [rank for rank in self._ranks.ranks if not self._ranks.is_connected(rank)]
         failure = ""
         if 0 in gone:
-            failure = f"rank 0 {self._how(0)}; it puts the checkpoint in its place"
+            failure = f"rank 0 {self._how(0)}; it moves the checkpoint into place"
         elif first is not None and first.state == FAILED:
             failure = first.failure
         elif now_s - pending.heard_s > SILENT_S:
@@ -266,24 +278,24 @@ class Checkpoints(CellHook):
         if failure:
             self._pending = None
             self._stop(pending, failure)  # the others would go on with what nobody puts in place
-            text = (
-                f"{pending.path} was not saved: {failure}. What was at that path before is whole."
-            )
-            self._untold.append(text)
+            text = f"{pending.path} was not saved: {failure}. What was at that path is unchanged."
+            self._failures.append(text)
             raise CheckpointError(text)
         if first is not None and first.state == DONE and first.saved is not None:
             self._pending = None
             return first.saved
         self._stop_in_vain(pending, gone, states)
         if states and tell is not None:
-            done, total, phases = _far(states)
+            done, total, phases = _written(states)
             tell(phases, done, total, BYTES)
         return None
 
     def _stop_in_vain(self, pending: _Pending, gone: list[int], states: dict[int, Saving]) -> None:
-        """Tell rank 0 of a rank that cannot write its part any more, where it may not know."""
+        """Stop the save if a rank can no longer write its part; rank 0 may not know."""
         why = [f"rank {rank} {self._how(rank)}" for rank in gone]
-        why += [one.failure for rank, one in states.items() if rank and one.state == FAILED]
+        why += [
+            saving.failure for rank, saving in states.items() if rank and saving.state == FAILED
+        ]
         if why and not pending.is_stopping:
             pending.is_stopping = True
             self._stop(pending, why[0])
@@ -293,40 +305,44 @@ class Checkpoints(CellHook):
         return "cannot be reached" if exit_ is None else f"ended ({exit_.how})"
 
     def _states(self, pending: _Pending) -> dict[int, Saving]:
-        """How far each rank is that answers soon."""
-        asked = self._ranks.ask_all(lambda ask, rank: save_state(ask, rank, pending.token))
+        """The progress of each rank that answers within ANSWER_S."""
+        futures = self._ranks.ask_all(lambda ask, rank: save_state(ask, rank, pending.token))
         end_s = time.monotonic() + ANSWER_S
-        found = {}
-        for rank, future in asked.items():
+        states = {}
+        for rank, future in futures.items():
             with contextlib.suppress(TimeoutError, NbdistError):
-                found[rank] = future.result(max(0.0, end_s - time.monotonic()))
-        return found
+                states[rank] = future.result(max(0.0, end_s - time.monotonic()))
+        return states
 
     def _stop(self, pending: _Pending, why: str) -> dict[int, Future[bool]]:
-        """Let all ranks end a save; by rank, whether it will end so."""
+        """Ask all ranks to stop a save; by rank, whether it will stop."""
         return self._ranks.ask_all(lambda ask, rank: stop_save(ask, rank, pending.token, why))
 
     def _interrupted(self, pending: _Pending) -> Interrupted:
-        """Let the ranks end a save, and say what becomes of it. At most STOP_S."""
-        told = self._stop(pending, "the user interrupted it").get(0)
+        """Stop a save that the user interrupted, and say how it ended. At most STOP_S."""
+        answer = self._stop(pending, "the user interrupted it").get(0)
         end_s = time.monotonic() + STOP_S
         is_stopped = False
         with contextlib.suppress(TimeoutError, NbdistError):
-            is_stopped = told is not None and told.result(ANSWER_S)
+            is_stopped = answer is not None and answer.result(ANSWER_S)
         states = self._states(pending)
-        while time.monotonic() < end_s and any(one.state == RUNNING for one in states.values()):
+        while time.monotonic() < end_s and any(
+            saving.state == RUNNING for saving in states.values()
+        ):
             time.sleep(POLL_S)
             states = self._states(pending)
         if is_stopped or (0 in states and states[0].state == FAILED):
             self._pending = None
-            return Interrupted(f"{pending.path} was not saved; what was there before is whole")
+            return Interrupted(f"{pending.path} was not saved; what was at that path is unchanged")
         if 0 in states and states[0].state == DONE:
             self._pending = None
-            return Interrupted(f"{pending.path} had been saved already")
-        return Interrupted(f"{pending.path} is being put in its place; %dist_status says when")
+            return Interrupted(f"{pending.path} was already saved")
+        return Interrupted(
+            f"{pending.path} is being moved into place; %dist_status shows when it is done"
+        )
 
 
-def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> Exported:
+def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> ExportedWeights:
     """Write a model's weights into one safetensors file that transformers loads.
 
     Rank 0 writes it, on its host. It is read back and compared with the model, and only then gets
@@ -347,34 +363,34 @@ def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> Exported:
     target = folder.resolved(path)
     try:
         with progress.of_ranks(ranks, "exporting", (0,)):
-            told: list[Exported] = ranks.call_all(
+            replies: list[ExportedWeights] = ranks.call_all(
                 write_weights, model, str(target),
                 deadline_s=EXPORT_S, is_collective=True,
             )  # fmt: skip
     except KeyboardInterrupt as error:
-        raise Interrupted(f"{error}; what was at {target} is as it was") from error
+        raise Interrupted(f"{error}; what was at {target} is unchanged") from error
     except NbdistError as error:
         if (
             refused := gather.remote_error_message(error, OptionError, CheckpointError)
         ) is not None:
             raise refused from error
         raise
-    return told[0]
+    return replies[0]
 
 
-def _far(states: dict[int, Saving]) -> tuple[int, int, str]:
-    """How many bytes of all of them are written and compared, and what ranks do now."""
-    done = sum(one.done_bytes for one in states.values())
-    total = sum(one.total_bytes for one in states.values())
+def _written(states: dict[int, Saving]) -> tuple[int, int, str]:
+    """Bytes written and compared on all ranks, their total, and what ranks do now."""
+    done = sum(saving.done_bytes for saving in states.values())
+    total = sum(saving.total_bytes for saving in states.values())
     phases: dict[str, list[int]] = {}
-    for rank, one in states.items():
-        phases.setdefault(one.phase, []).append(rank)
-    told = "; ".join(f"{ranks_phrase(ranks)} {phase}" for phase, ranks in phases.items())
-    return done // 2, total // 2, told  # what is written counts once, what is compared again
+    for rank, saving in states.items():
+        phases.setdefault(saving.phase, []).append(rank)
+    phase_text = "; ".join(f"{ranks_phrase(ranks)} {phase}" for phase, ranks in phases.items())
+    return done // 2, total // 2, phase_text  # what is written counts once, what is compared again
 
 
-def _own(error: BaseException, what: str) -> BaseException:
-    """The error of a call to all ranks, as a checkpoint's."""
+def _as_checkpoint_error(error: BaseException, what: str) -> BaseException:
+    """The error of a call to all ranks, as an error of this checkpoint."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(f"{what}; {error}" if str(error) else what)
     if (refused := gather.remote_error_message(error, CheckpointError)) is not None:

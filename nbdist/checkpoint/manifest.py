@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as its file `nbdist.json` tells it.
+"""What a checkpoint holds, as its file `nbdist.json` describes it.
 
 The values themselves lie beside it, in torch.distributed.checkpoint's files. This file is
 written last: a folder with a readable one, and with all files that it lists, is a whole checkpoint.
@@ -29,7 +29,7 @@ _PIECE_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A parameter or buffer.
+    """A parameter or buffer, as the manifest describes it.
 
     Attributes:
         name: As in the user's module.
@@ -44,7 +44,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A model.
+    """A model, as the manifest describes it.
 
     Attributes:
         kind: Its class's name.
@@ -59,7 +59,7 @@ class SavedModel:
 
 @dataclass(frozen=True, slots=True)
 class SavedOptimizer:
-    """An optimizer.
+    """An optimizer, as the manifest describes it.
 
     Attributes:
         kind: Its class's name.
@@ -150,34 +150,34 @@ def text(checkpoint: Checkpoint) -> str:
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"The checkpoint's description cannot be written: {error}. States of schedulers and "
-            "loaders have to be numbers, texts, lists and dicts."
+            "loaders must be numbers, strings, lists and dicts."
         ) from error
 
 
 def parse(written: str, where: str) -> Checkpoint:
-    """What `text` has written.
+    """Parse the JSON that `text` writes.
 
     Args:
         written: All of the manifest.
         where: Its path, for the messages.
 
     Raises:
-        CheckpointError: It is torn, of another format, or no manifest at all; says which.
+        CheckpointError: It is torn, of another format, or not a manifest; says which.
     """
     try:
-        found = json.loads(written)
+        data = json.loads(written)
     except ValueError as error:
         raise CheckpointError(
-            f"{where} is damaged: {error}. {len(written)} characters are there; the end may be "
-            "missing. Load another checkpoint."
+            f"{where} is damaged: {error}. It has {len(written):,} characters; its end may "
+            "be missing. Load another checkpoint."
         ) from error
-    number = found.get(_FORMAT_KEY) if isinstance(found, dict) else None
+    number = data.get(_FORMAT_KEY) if isinstance(data, dict) else None
     if not isinstance(number, int) or isinstance(number, bool):
-        raise CheckpointError(f"{where} is no manifest of nbdist: it has no {_FORMAT_KEY!r}.")
+        raise CheckpointError(f"{where} is not an nbdist manifest: it has no {_FORMAT_KEY!r}.")
     if number != FORMAT:
-        by = "a newer nbdist" if number > FORMAT else "an nbdist of before the first release"
+        by = "a newer nbdist" if number > FORMAT else "an nbdist from before the first release"
         raise CheckpointError(
-            f"{where} has format {number}, written by {by} (nbdist {_version(found)}); this one "
+            f"{where} has format {number}, written by {by} (nbdist {_version(data)}); this one "
             f"reads format {FORMAT}. "
             + (
                 "Upgrade nbdist to load it."
@@ -185,9 +185,9 @@ def parse(written: str, where: str) -> Checkpoint:
                 else "Load it with that version and save it again."
             )
         )
-    del found[_FORMAT_KEY]
+    del data[_FORMAT_KEY]
     try:
-        return Value(found, "").record(Checkpoint)
+        return Value(data, "").record(Checkpoint)
     except Misfit as error:
         raise CheckpointError(f"{where} is damaged: {error}. Load another checkpoint.") from error
 
@@ -202,11 +202,11 @@ def read(folder: Path) -> Checkpoint:
     try:
         written = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as error:
-        told = other_formats.instead(folder, MANIFEST)
-        raise CheckpointError(f"{folder} is no checkpoint of nbdist: {told}") from error
+        instead = other_formats.instead(folder, MANIFEST)
+        raise CheckpointError(f"No nbdist checkpoint found at {folder}: {instead}") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(
-            f"{path} is damaged: it is no text. Load another checkpoint."
+            f"{path} is damaged: it is not a text file. Load another checkpoint."
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
@@ -226,13 +226,14 @@ def check_files(folder: Path, checkpoint: Checkpoint, *, reads_all: bool = False
     """
     wrong = []
     for file in checkpoint.files:
-        told = _file_problem(folder / file.name, file, reads_all)
-        if told:
-            wrong.append(f"{file.name} {told}")
+        problem = _file_problem(folder / file.name, file, reads_all)
+        if problem:
+            wrong.append(f"{file.name} {problem}")
     if wrong:
         raise CheckpointError(
-            f"{folder} is not whole: {first_few(wrong, '; ')}. Of {len(checkpoint.files)} files "
-            f"{len(wrong)} cannot be used. Load another checkpoint, or copy this one again."
+            f"{folder} is incomplete or damaged: {first_few(wrong, '; ')}. {len(wrong)} of "
+            f"{len(checkpoint.files)} files cannot be used. Load another checkpoint, or copy "
+            "this one again."
         )
 
 
@@ -241,8 +242,8 @@ def _file_problem(path: Path, file: SavedFile, reads_all: bool) -> str:
         size_bytes = path.stat().st_size
         if size_bytes != file.size_bytes:
             return f"has {size_bytes:,} bytes instead of {file.size_bytes:,}"
-        if reads_all and (found := checksum(path)) != file.checksum:
-            return f"has changed ({found} instead of {file.checksum})"
+        if reads_all and (actual := checksum(path)) != file.checksum:
+            return f"has changed ({actual} instead of {file.checksum})"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -266,13 +267,13 @@ def checksum_text(crc32: int) -> str:
 
 def first_few(phrases: Sequence[str], between: str = ", ") -> str:
     """The first three, and how many more there are."""
-    told = between.join(phrases[:_MAX_NAMED])
+    joined = between.join(phrases[:_MAX_NAMED])
     more = len(phrases) - _MAX_NAMED
     if more <= 0:
-        return listed(phrases) if between == ", " else told
-    return f"{told} and {more} more"
+        return listed(phrases) if between == ", " else joined
+    return f"{joined} and {more} more"
 
 
-def _version(found: Mapping[str, Any]) -> str:
-    versions = found.get("versions")
+def _version(data: Mapping[str, Any]) -> str:
+    versions = data.get("versions")
     return str(versions.get("nbdist", "unknown")) if isinstance(versions, dict) else "unknown"

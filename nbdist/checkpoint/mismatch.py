@@ -22,13 +22,17 @@ def mismatches(
         Findings that are BAD where the state cannot be taken over, WARN where it can be and
         changes on the way (a dtype that is rounded).
     """
-    found = _counts("model", saved.models, models)
-    found += _counts("optimizer", saved.optimizers, optimizers)
+    findings = _counts("model", saved.models, models)
+    findings += _counts("optimizer", saved.optimizers, optimizers)
     for number, (old, new) in enumerate(zip(saved.models, models, strict=False)):
-        found += _model(old, new, _label(new.kind, number, len(models)))
-    for number, (one, other) in enumerate(zip(saved.optimizers, optimizers, strict=False)):
-        found += _optimizer(one, other, _label(other.kind, number, len(optimizers)))
-    return tuple(found)
+        findings += _model(old, new, _label(new.kind, number, len(models)))
+    for number, (saved_optimizer, optimizer) in enumerate(
+        zip(saved.optimizers, optimizers, strict=False)
+    ):
+        findings += _optimizer(
+            saved_optimizer, optimizer, _label(optimizer.kind, number, len(optimizers))
+        )
+    return tuple(findings)
 
 
 def _counts(
@@ -38,14 +42,14 @@ def _counts(
 ) -> list[Finding]:
     if len(saved) == len(live):
         return []
-    kinds = ", ".join(one.kind for one in saved) or "none"
-    here = ", ".join(one.kind for one in live) or "none"
+    kinds = ", ".join(item.kind for item in saved) or "none"
+    here = ", ".join(item.kind for item in live) or "none"
     return [
         Finding(
             f"{what}s",
             f"{len(saved)} in the checkpoint ({kinds}), {len(live)} here ({here})",
             BAD,
-            "they are told apart by their order",
+            "they are matched by their order",
             f"prepare as many {what}s as were saved, in the same order",
         )
     ]
@@ -56,59 +60,61 @@ def _label(kind: str, number: int, count: int) -> str:
 
 
 def _model(saved: SavedModel, live: SavedModel, label: str) -> list[Finding]:
-    old = {one.name: one for one in saved.tensors}
-    new = {one.name: one for one in live.tensors}
+    old = {tensor.name: tensor for tensor in saved.tensors}
+    new = {tensor.name: tensor for tensor in live.tensors}
     # A tied tensor has been saved under one of its names, which may not be the first one here.
     for names, tied in ((old, saved.tied), (new, live.tied)):
         names.update({name: names[first] for name, first in tied.items() if first in names})
-    both = [(old[one.name], one) for one in live.tensors if one.name in old]
-    shapes = [_told(b.name, a.shape, b.shape) for a, b in both if a.shape != b.shape]
-    dtypes = [_told(b.name, a.dtype, b.dtype) for a, b in both if a.dtype != b.dtype]
-    missing = [one.name for one in live.tensors if one.name not in old]
-    surplus = [one.name for one in saved.tensors if one.name not in new]
+    both = [(old[tensor.name], tensor) for tensor in live.tensors if tensor.name in old]
+    shapes = [_difference(b.name, a.shape, b.shape) for a, b in both if a.shape != b.shape]
+    dtypes = [_difference(b.name, a.dtype, b.dtype) for a, b in both if a.dtype != b.dtype]
+    missing = [tensor.name for tensor in live.tensors if tensor.name not in old]
+    surplus = [tensor.name for tensor in saved.tensors if tensor.name not in new]
     rows = (
-        ("shapes", shapes, BAD, "the model has other sizes", "make it as it was when it was saved"),
+        ("shapes", shapes, BAD, "the model has different sizes",
+         "create the model as it was when it was saved"),
         ("dtypes", dtypes, WARN, "values are converted, and may be rounded", ""),
         ("missing", [f"{n} is not in the checkpoint" for n in missing], BAD,
-         "it would keep the value that it has", "make the model as it was when it was saved"),
-        ("surplus", [f"{n} is in the checkpoint alone" for n in surplus], BAD,
-         "its value would be lost", "make the model as it was when it was saved"),
+         "it would keep its current value", "create the model as it was when it was saved"),
+        ("surplus", [f"{n} is only in the checkpoint" for n in surplus], BAD,
+         "its value would be lost", "create the model as it was when it was saved"),
     )  # fmt: skip
     return [
-        Finding(f"{label}: {name}", first_few(told, "; "), verdict, why, what)
-        for name, told, verdict, why, what in rows
-        if told
+        Finding(f"{label}: {name}", first_few(differences, "; "), verdict, why, what)
+        for name, differences, verdict, why, what in rows
+        if differences
     ]
 
 
-def _told(name: str, old: object, new: object) -> str:
+def _difference(name: str, old: object, new: object) -> str:
     return f"{name} is {old} in the checkpoint and {new} here"
 
 
 def _optimizer(saved: SavedOptimizer, live: SavedOptimizer, label: str) -> list[Finding]:
-    found = []
+    findings = []
     if saved.kind != live.kind:
-        states = ", ".join(saved.states) or "nothing"
-        found.append(
+        states = ", ".join(saved.states) or "none"
+        findings.append(
             Finding(
                 f"{label}: class",
                 f"{saved.kind} in the checkpoint, {live.kind} here",
                 BAD,
-                f"{saved.kind} remembers {states}, which {live.kind} does not understand",
+                f"{live.kind} cannot use the state of {saved.kind}: {states}",
                 f"prepare {'an' if saved.kind[:1] in 'AEIOU' else 'a'} {saved.kind}",
             )
         )
-    sizes, here = [len(one) for one in saved.names], [len(one) for one in live.names]
+    sizes, here = [len(group) for group in saved.names], [len(group) for group in live.names]
     before, now = set().union(*saved.names), set().union(*live.names)
     odd = [f"{n} is not in the checkpoint" for n in sorted(now - before)]
-    odd += [f"{n} is in the checkpoint alone" for n in sorted(before - now)]
+    odd += [f"{n} is only in the checkpoint" for n in sorted(before - now)]
     if not odd and sizes != here:
         odd = [f"groups of {sizes} parameters in the checkpoint, of {here} here"]
     if odd:
-        found.append(
+        findings.append(
             Finding(
-                f"{label}: parameters", first_few(odd, "; "), BAD, "it would step others",
-                "make the optimizer of the same parameters, in the same groups",
+                f"{label}: parameters", first_few(odd, "; "), BAD,
+                "it would update other parameters",
+                "create the optimizer with the same parameters, in the same groups",
             )
         )  # fmt: skip
-    return found
+    return findings

@@ -14,10 +14,10 @@ _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _MAX_NAMED = 5
 
 _ACCELERATE = (
-    "it is a state that Accelerate saved. Load it on the ranks: accelerator.load_state(PATH)."
+    "it is a state saved by Accelerate. Load it on the ranks: accelerator.load_state(PATH)."
 )
 _DCP = (
-    "it is a checkpoint of torch.distributed.checkpoint without nbdist's part. Load it on the "
+    "it is a checkpoint of torch.distributed.checkpoint without nbdist's manifest. Load it on the "
     "ranks with torch.distributed.checkpoint.load()."
 )
 _CUT_DCP = (
@@ -25,7 +25,7 @@ _CUT_DCP = (
     "finished. Load another checkpoint."
 )
 _HUGGING_FACE = (
-    "it is a model's folder as transformers writes it. Load it on the ranks, before the model "
+    "it is a model folder of transformers. Load it on the ranks, before the model "
     "is prepared: AutoModel.from_pretrained(PATH)."
 )
 _DEEPSPEED = (
@@ -46,28 +46,28 @@ def instead(path: Path, manifest: str) -> str:
 
 
 def _folder(path: Path, manifest: str) -> str:
-    names = sorted(one.name for one in path.iterdir())
+    names = sorted(entry.name for entry in path.iterdir())
     if not names:
         return "the folder is empty."
-    for fits, told in _FOLDERS:
+    for fits, advice in _FOLDERS:
         if fits(set(names)):
-            return told
+            return advice
     inside = _checkpoints_in(path, manifest)
     if inside:
         return f"it is a folder of checkpoints. Name one of them: {inside}."
     few = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
-    return f"it has no {manifest} but {few}."
+    return f"it has no {manifest}; it contains {few}."
 
 
 def _nothing(path: Path, manifest: str) -> str:
     near = _checkpoints_in(path.parent, manifest)
-    return "there is nothing." + (f" Beside it are {near}." if near else "")
+    return "the path does not exist." + (f" Checkpoints next to it: {near}." if near else "")
 
 
 def _checkpoints_in(path: Path, manifest: str) -> str:
     if not path.is_dir():
         return ""
-    names = sorted(one.parent.name for one in path.glob(f"[!.]*/{manifest}"))
+    names = sorted(file.parent.name for file in path.glob(f"[!.]*/{manifest}"))
     return ", ".join(names[-_MAX_NAMED:]) + (
         f" ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
     )
@@ -118,7 +118,7 @@ def _file(path: Path) -> str:
     header_bytes = int.from_bytes(begin[:_HEADER_BYTES], "little")
     if begin.endswith(b"{") and header_bytes <= min(_MAX_HEADER_BYTES, size_bytes):
         return (
-            "it is a safetensors file, which has weights alone. Load it on the ranks: "
+            "it is a safetensors file, which has only weights. Load it on the ranks: "
             "model.load_state_dict(safetensors.torch.load_file(PATH)), before the model is "
             "prepared."
         )

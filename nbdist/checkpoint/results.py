@@ -1,4 +1,4 @@
-"""What ranks tell of a save or a load of a checkpoint, for a person to read."""
+"""Records of a save or a load of a checkpoint, for a person to read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ RUNNING, DONE, FAILED = "running", "done", "failed"
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """What one rank tells when a save has begun.
+class RankBegun:
+    """What one rank reports once a save has begun.
 
     Attributes:
         models, optimizers: Their names.
-        own_bytes: That this rank writes.
+        own_bytes: Bytes that this rank writes.
         notes: What is not saved, a sentence each.
-        stall_s: How long training stood still.
+        stall_s: How long training was paused.
     """
 
     models: tuple[str, ...]
@@ -28,14 +28,14 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class SaveStarted:
     """A save that goes on while training does.
 
     Attributes:
         path: Where it will be.
         models, optimizers, notes: As of Begun.
         copied_bytes: By all ranks, to the memory of their hosts.
-        stall_s: How long training stood still for that; of the slowest rank.
+        stall_s: How long training was paused for that; of the slowest rank.
     """
 
     path: str
@@ -73,7 +73,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """How far one rank is with a save.
+    """Progress of a save on one rank.
 
     Attributes:
         state: RUNNING, DONE or FAILED. Rank 0 is done last, when the checkpoint is in its place.
@@ -93,7 +93,7 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What one rank tells of a load.
+    """What one rank reports after a load.
 
     Attributes:
         path: Of the checkpoint.
@@ -102,7 +102,7 @@ class Loaded:
         saved_as, loaded_as: The strategy then and now.
         saved_size: How many ranks have saved it.
         read_bytes: By this rank: its parts.
-        notes: What was done otherwise than as it was saved, a sentence each.
+        notes: What differs from how it was saved, a sentence each.
         elapsed_s: All of it.
     """
 

@@ -43,21 +43,21 @@ class Weight:
 
     @property
     def size_bytes(self) -> int:
-        """What its elements take."""
+        """Bytes of all elements, without the header."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
-    """What was written.
+class ExportedWeights:
+    """A safetensors file that was written and compared with the model.
 
     Attributes:
         path: Of the file.
         model: The model's class.
         tensors: How many are in it.
         size_bytes: Of the file.
-        tied: Further names of tensors, which are in it once.
-        left_out: Names in the module's state that are no tensors.
+        tied: Further names of tensors, of which only the first is in the file.
+        left_out: Names in the module's state that are not tensors.
         configs: Files beside it that say how to make the model.
         elapsed_s: Until it had been read back and compared.
     """
@@ -74,7 +74,7 @@ class Exported:
 
 def in_file_order(weights: Iterable[Weight]) -> list[Weight]:
     """Large elements first: so each begins at a multiple of its own size, without holes."""
-    return sorted(weights, key=lambda one: -DTYPES[one.dtype][1])
+    return sorted(weights, key=lambda weight: -DTYPES[weight.dtype][1])
 
 
 def check(weights: Iterable[Weight]) -> None:
@@ -83,43 +83,43 @@ def check(weights: Iterable[Weight]) -> None:
     Raises:
         CheckpointError: Names the tensor and the dtypes that there are.
     """
-    for one in weights:
-        if one.dtype not in DTYPES:
+    for weight in weights:
+        if weight.dtype not in DTYPES:
             raise CheckpointError(
-                f"{one.name} is of {one.dtype}, which safetensors cannot hold. It holds "
-                f"{', '.join(DTYPES)}."
+                f"{weight.name} has dtype {weight.dtype}, which safetensors cannot store. It "
+                f"stores {', '.join(DTYPES)}."
             )
 
 
 def header(weights: Sequence[Weight], metadata: Mapping[str, str]) -> bytes:
-    """What stands before the first tensor.
+    """The bytes before the first tensor: the header's length and its JSON.
 
     Args:
         weights: In the order in which their bytes follow.
         metadata: Texts; transformers wants `format`: `pt`.
     """
-    told: dict[str, object] = {"__metadata__": dict(metadata)}
-    at = 0
-    for one in weights:
-        told[one.name] = {
-            "dtype": DTYPES[one.dtype][0],
-            "shape": list(one.shape),
-            "data_offsets": [at, at + one.size_bytes],
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for weight in weights:
+        entries[weight.name] = {
+            "dtype": DTYPES[weight.dtype][0],
+            "shape": list(weight.shape),
+            "data_offsets": [offset, offset + weight.size_bytes],
         }
-        at += one.size_bytes
-    text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
+        offset += weight.size_bytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
 def batches(weights: Sequence[Weight], limit_bytes: int) -> Iterator[Sequence[Weight]]:
-    """Neighbours that together have at most so many bytes; a larger one goes by itself."""
+    """Neighbours that together have at most `limit_bytes`; a larger one is a batch of its own."""
     first, total_bytes = 0, 0
-    for at, one in enumerate(weights):
-        if at > first and total_bytes + one.size_bytes > limit_bytes:
+    for at, weight in enumerate(weights):
+        if at > first and total_bytes + weight.size_bytes > limit_bytes:
             yield weights[first:at]
             first, total_bytes = at, 0
-        total_bytes += one.size_bytes
+        total_bytes += weight.size_bytes
     if first < len(weights):
         yield weights[first:]
 

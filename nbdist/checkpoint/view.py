@@ -7,8 +7,8 @@ import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from nbdist.checkpoint.results import Loaded, Saved, Started
-from nbdist.checkpoint.safetensors import CONFIG, FILE, Exported
+from nbdist.checkpoint.results import Loaded, Saved, SaveStarted
+from nbdist.checkpoint.safetensors import CONFIG, FILE, ExportedWeights
 from nbdist.core import units
 from nbdist.core.units import shown
 from nbdist.core.view import View
@@ -18,15 +18,15 @@ from nbdist.strategy.degrees import ranks
 _MAX_NAMED = 3
 
 
-def saved(done: Saved | Started, before: Sequence[str] = ()) -> View:
-    """What %dist_save prints.
+def saved_view(done: Saved | SaveStarted, before: Sequence[str] = ()) -> View:
+    """%dist_save prints the path, size, rate and notes of a save.
 
     Args:
         done: A checkpoint that is there, or a save that goes on.
         before: What became of an earlier save beside training.
     """
     return _lines(
-        [*before, *(_saved(done) if isinstance(done, Saved) else _begun(done)), *done.notes]
+        [*before, *(_saved(done) if isinstance(done, Saved) else _started(done)), *done.notes]
     )
 
 
@@ -35,45 +35,45 @@ def line(done: Saved) -> str:
     return " ".join(_saved(done)[:1])
 
 
-def loaded(done: Loaded, before: Sequence[str] = ()) -> View:
+def loaded_view(done: Loaded, before: Sequence[str] = ()) -> View:
     """What %dist_load prints; `before` as in `saved`."""
     now, then = described(done.loaded_as), described(done.saved_as)
     was = "" if now == then else f", saved under {then}"
     took = f"{units.size(done.read_bytes)} read in {units.seconds(done.elapsed_s)}"
     rate = _rate(done.read_bytes, done.elapsed_s)
     lines = [
-        f"{_shown(done.path)} loaded at step {done.step}: {_held(done.models, done.optimizers)}",
+        f"{_shown(done.path)} loaded at step {done.step}: {_names(done.models, done.optimizers)}",
         f"{took} ({rate}), every file compared with its checksum; {now}{was}",
     ]
     return _lines([*before, *lines, *done.notes])
 
 
-def exported(told: Exported) -> View:
+def exported_view(result: ExportedWeights) -> View:
     """The file, that it was compared, what is tied or left out, and how to load it."""
-    size, took = units.exact_size(told.size_bytes), units.seconds(told.elapsed_s)
+    size, took = units.exact_size(result.size_bytes), units.seconds(result.elapsed_s)
     lines = [
-        f"{told.path}: {told.model}, {told.tensors} tensors, {size}, compared, in {took}",
+        f"{result.path}: {result.model}, {result.tensors} tensors, {size}, compared in {took}",
     ]
-    if told.tied:
-        lines.append(f"in it once, with a note of their other names: {_few(told.tied)}")
-    if told.left_out:
-        lines.append(f"left out, as they are no tensors: {_few(told.left_out)}")
-    path = Path(told.path)
-    if CONFIG in told.configs and path.name == FILE:
-        lines.append(f'load it: {told.model}.from_pretrained("{path.parent}")')
-    elif CONFIG in told.configs:
-        lines.append(f"transformers looks for {FILE}: rename it, or name the folder alone")
+    if result.tied:
+        lines.append(f"tied weights, stored once: {_few(result.tied)}")
+    if result.left_out:
+        lines.append(f"left out (not tensors): {_few(result.left_out)}")
+    path = Path(result.path)
+    if CONFIG in result.configs and path.name == FILE:
+        lines.append(f'load it: {result.model}.from_pretrained("{path.parent}")')
+    elif CONFIG in result.configs:
+        lines.append(f"transformers looks for {FILE}: rename it, or give only the folder")
     else:
         lines.append(f'load it: safetensors.torch.load_model(model, "{path}")')
     return View("\n".join(lines))
 
 
-def _begun(done: Started) -> list[str]:
-    stall = f"training stood still for {units.duration(done.stall_s * 1e9)}"
+def _started(done: SaveStarted) -> list[str]:
+    stall = f"training was paused for {units.duration(done.stall_s * 1e9)}"
     return [
-        f"{_shown(done.path)} is being saved: {_held(done.models, done.optimizers)}",
+        f"{_shown(done.path)} is being saved: {_names(done.models, done.optimizers)}",
         f"{units.size(done.copied_bytes)} copied to memory, {stall}",
-        "%dist_status says how far it is",
+        "%dist_status shows its progress",
     ]
 
 
@@ -94,7 +94,7 @@ def _shown(path: str) -> str:
     return path
 
 
-def _held(models: Sequence[str], optimizers: Sequence[str]) -> str:
+def _names(models: Sequence[str], optimizers: Sequence[str]) -> str:
     return ", ".join([*models, *optimizers])
 
 
@@ -108,6 +108,6 @@ def _few(names: tuple[str, ...]) -> str:
 
 
 def _lines(lines: Iterable[str]) -> View:
-    kept = list(lines)
-    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(one)}</div>' for one in kept)
-    return View("\n".join(kept), body)
+    texts = list(lines)
+    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(text)}</div>' for text in texts)
+    return View("\n".join(texts), body)

@@ -12,7 +12,7 @@ from nbdist.notebook.verb import Option, Verb
 from nbdist.strategy.options import listed
 
 
-def saved(path: str, *, is_async: bool) -> View:
+def save(path: str, *, is_async: bool) -> View:
     """Save, and say what is there now, or what goes on.
 
     Raises:
@@ -20,20 +20,20 @@ def saved(path: str, *, is_async: bool) -> View:
     """
     checkpoints = NOTEBOOK.session.checkpoints
     done = checkpoints.save(path, asynchronous=is_async)
-    return checkpoint_view.saved(done, checkpoints.told_before())
+    return checkpoint_view.saved_view(done, checkpoints.earlier_messages())
 
 
 def dist_save(values: Namespace) -> None:
     """Save a checkpoint; its line of progress becomes the result."""
     path = _path("%dist_save", values.path)
     if values.is_export:
-        show(exported(path, values.model, is_async=values.is_async))
+        show(export(path, values.model, is_async=values.is_async))
         return
     if values.model:
         raise OptionError(
-            "%dist_save --model names the model of --export; a checkpoint has all of them."
+            "%dist_save: --model is for --export; a checkpoint always has all models. Leave it out."
         )
-    show(saved(path, is_async=values.is_async))
+    show(save(path, is_async=values.is_async))
 
 
 def dist_load(values: Namespace) -> None:
@@ -41,10 +41,10 @@ def dist_load(values: Namespace) -> None:
     path = _path("%dist_load", values.path)
     checkpoints = NOTEBOOK.session.checkpoints
     loaded = checkpoints.load(path, models_only=values.is_models_only)
-    show(checkpoint_view.loaded(loaded, checkpoints.told_before()))
+    show(checkpoint_view.loaded_view(loaded, checkpoints.earlier_messages()))
 
 
-def exported(path: str, model: str, *, is_async: bool) -> View:
+def export(path: str, model: str, *, is_async: bool) -> View:
     """Write a model's weights alone, and say how to load them.
 
     Raises:
@@ -53,7 +53,7 @@ def exported(path: str, model: str, *, is_async: bool) -> View:
     """
     if is_async:
         raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
-    return checkpoint_view.exported(NOTEBOOK.session.export_weights(path, model))
+    return checkpoint_view.exported_view(NOTEBOOK.session.export_weights(path, model))
 
 
 def _path(typed: str, words: list[str]) -> str:
@@ -67,7 +67,7 @@ def _path(typed: str, words: list[str]) -> str:
     if len(words) > 1:
         raise OptionError(
             f"{typed} takes one path, not {listed(words)}. Put a path with spaces into quotation "
-            "marks. All ranks take part; there is no choice of ranks."
+            "marks. All ranks take part; ranks cannot be chosen."
         )
     return words[0]
 
@@ -75,26 +75,28 @@ def _path(typed: str, words: list[str]) -> str:
 VERBS = (
     Verb(
         "dist_save",
-        "Save models, optimizers and all that goes with them: a checkpoint for any ranks.",
+        "Save models, optimizers and training state as a checkpoint for any number of ranks.",
         "%dist_save checkpoints/step100",
         dist_save,
         (
-            Option(("path",), "the folder; a checkpoint that is there is replaced", metavar="PATH"),
+            Option(
+                ("path",), "the folder; an existing checkpoint in it is replaced", metavar="PATH"
+            ),
             Option(
                 ("--async",),
-                "go on training once all is copied to memory; how it ends is told later",
+                "return once all is copied to memory; writing goes on in the background",
                 None,
                 name="is_async",
             ),
             Option(
                 ("--export",),
-                "write a model's weights alone, as a safetensors file that transformers loads",
+                "write only a model's weights, as a safetensors file that transformers loads",
                 None,
                 name="is_export",
             ),
             Option(
                 ("--model",),
-                "a variable: the model to export (the only one)",
+                "variable of the model to export (default: the only model)",
                 default="",
                 metavar="NAME",
             ),
@@ -102,7 +104,7 @@ VERBS = (
     ),
     Verb(
         "dist_load",
-        "Load a checkpoint into the prepared models and optimizers, whatever the strategy.",
+        "Load a checkpoint into the prepared models and optimizers, under any strategy.",
         "%dist_load checkpoints/step100",
         dist_load,
         (

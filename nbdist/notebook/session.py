@@ -20,9 +20,8 @@ from nbdist.cells.kernel.cell_request import CellRequest, Sink
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.outputs import CellResult
 from nbdist.checkpoint.kernel import Checkpoints, export_weights
-from nbdist.checkpoint.results import Loaded, Saved
-from nbdist.checkpoint.results import Started as SaveStarted
-from nbdist.checkpoint.safetensors import Exported
+from nbdist.checkpoint.results import Loaded, Saved, SaveStarted
+from nbdist.checkpoint.safetensors import ExportedWeights
 from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel import start as starting
 from nbdist.cluster.kernel.cluster import Cluster, Progress
@@ -294,14 +293,14 @@ class Session(CellRanks):
         return self.memories.last_or_now()
 
     def save(self, path: str | os.PathLike[str], asynchronous: bool = False) -> Saved | SaveStarted:
-        """Save models, optimizers and all that goes with them; see checkpoint.kernel."""
+        """Save models, optimizers and training state; see checkpoint.kernel."""
         return self.checkpoints.save(path, asynchronous=asynchronous)
 
     def load(self, path: str | os.PathLike[str], models_only: bool = False) -> Loaded:
         """Load a checkpoint into what is prepared; see checkpoint.kernel."""
         return self.checkpoints.load(path, models_only=models_only)
 
-    def export_weights(self, path: str | Path, model: str = "") -> Exported:
+    def export_weights(self, path: str | Path, model: str = "") -> ExportedWeights:
         """Write a model's weights into one safetensors file; see checkpoint.kernel."""
         return export_weights(self, path, model)
 

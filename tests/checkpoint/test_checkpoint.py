@@ -27,13 +27,13 @@ PARTS = (
     def save(path, is_async=False):
         "Saves, and waits on all ranks until rank 0 has put it in its place."
         begun = saving.begin(path, path, is_async)
-        told = jobs.wait(path)
+        state = jobs.wait(path)
         dist.barrier()
-        assert told.state == "done", told
-        return begun, told
+        assert state.state == "done", state
+        return begun, state
 
-    def load(path, **given):
-        return loading.load(path, **given)
+    def load(path, **options):
+        return loading.load(path, **options)
 
     def tell(texts, what):
         "Does it, and adds that it is done, or what it has raised."
@@ -43,9 +43,9 @@ PARTS = (
         except NbdistError as error:
             texts.append(str(error))
 
-    def first(name, given, kind):
+    def first(name, options, kind):
         "Three steps, a checkpoint, and three more, with the random numbers that come after it."
-        use(name, **given)
+        use(name, **options)
         parts = made(0, kind)
         loop = iter(parts[3])
         run(parts, (next(loop) for _ in range(3)))
@@ -53,9 +53,9 @@ PARTS = (
         drawn = torch.rand(3).tolist()
         return run(parts, loop), drawn
 
-    def second(name, given, kind, source):
+    def second(name, options, kind, source):
         "Other weights, then the checkpoint, and the three steps that came after it."
-        use(name, **given)
+        use(name, **options)
         parts = made(rank + 5, kind)
         ids = [id(group) for group in parts[1].optimizer.param_groups]
         parameters = [id(p) for p in parts[0].parameters()]
@@ -67,10 +67,10 @@ PARTS = (
         return run(parts, parts[3]), drawn, loaded.notes
 
     def pairs():
-        found = {}
-        for name, given, kind in json.loads(os.environ["SAVED"]):
-            found[f"{name}{kind}"] = tried(first, name, given, globals()[kind])
-        return found
+        results = {}
+        for name, options, kind in json.loads(os.environ["SAVED"]):
+            results[f"{name}{kind}"] = tried(first, name, options, globals()[kind])
+        return results
 """
 )
 # No nbdist: what anybody with torch can do.
@@ -82,14 +82,14 @@ folder, out = sys.argv[1:]
 dcp_to_torch_save(folder, out)
 whole = torch.load(out, weights_only=True)
 name = "model.tied.blocks.0.up_proj.weight"
-one = {name: torch.empty(32, 16)}
-dcp.load(one, checkpoint_id=folder)
+part = {name: torch.empty(32, 16)}
+dcp.load(part, checkpoint_id=folder)
 model = whole["model"]["tied"]
 steps = whole["optimizer"]["adamw"]["tied"]
 assert "nbdist" not in sys.modules
 print(json.dumps({
     "names": sorted(model), "tied": torch.equal(model["embed.weight"], model["head.weight"]),
-    "same": torch.equal(one[name], model["blocks.0.up_proj.weight"]),
+    "same": torch.equal(part[name], model["blocks.0.up_proj.weight"]),
     "moments": sorted(steps["head.bias"]), "step": steps["head.bias"]["step"].item(),
 }))
 """
@@ -97,26 +97,26 @@ print(json.dumps({
 
 TWO = """
     saved, loaded = pairs(), {}
-    for name, given, kind, source in json.loads(os.environ["LOADED"]):
-        found = tried(second, name, given, globals()[kind], source)
-        loaded[f"{name}{kind} {source}{kind}"] = found
+    for name, options, kind, source in json.loads(os.environ["LOADED"]):
+        result = tried(second, name, options, globals()[kind], source)
+        loaded[f"{name}{kind} {source}{kind}"] = result
     done(saved=saved, loaded=loaded)
 """
 
 
 def check(saved: dict[str, Any], loaded: dict[str, Any], *, is_same_size: bool) -> None:
     """What was loaded goes on as what was saved did: losses, data, rates, random numbers."""
-    for row, found in loaded.items():
-        assert not isinstance(found, str), f"{row}\n{found}"
+    for row, result in loaded.items():
+        assert not isinstance(result, str), f"{row}\n{result}"
         source = saved[row.split()[1]]
         assert not isinstance(source, str), source
-        losses, drawn, notes = found
+        losses, drawn, notes = result
         assert losses == pytest.approx(source[0], abs=CLOSE), row
         if is_same_size:
             assert drawn == source[1], row
             assert notes == []
         else:
-            assert notes[0].startswith("random generators are as they were: 2 ranks have saved")
+            assert notes[0].startswith("random generators are unchanged: saved on 2 ranks")
 
 
 def test_a_checkpoint_goes_on_under_another_strategy(tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ def test_a_checkpoint_goes_on_under_another_strategy(tmp_path: Path) -> None:
         ("fsdp", {}, "Net", "zero1"),
     ]
     env = {"FOLDER": str(tmp_path / "states")}
-    asked = {"SAVED": json.dumps(saved), "LOADED": json.dumps(loaded)}
-    with TorchRanks(tmp_path / "run", 2, MODEL + PARTS + TWO, LIMIT_S, **env, **asked) as ranks:
-        for one in ranks.results():
-            check(one["saved"], one["loaded"], is_same_size=True)
+    cases = {"SAVED": json.dumps(saved), "LOADED": json.dumps(loaded)}
+    with TorchRanks(tmp_path / "run", 2, MODEL + PARTS + TWO, LIMIT_S, **env, **cases) as ranks:
+        for result in ranks.results():
+            check(result["saved"], result["loaded"], is_same_size=True)
     _plain_torch_reads(tmp_path / "states" / "ppTied", tmp_path / "whole.pt")
 
 
@@ -146,13 +146,13 @@ def _plain_torch_reads(folder: Path, out: Path) -> None:
     )  # fmt: skip
 
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout.splitlines()[-1])
-    assert found["tied"]
-    assert found["same"]
-    assert "spare" not in found["names"]
-    assert {"scale", "embed.weight", "head.weight", "blocks.3.k_proj.bias"} <= set(found["names"])
-    assert found["moments"] == ["exp_avg", "exp_avg_sq", "step"]
-    assert found["step"] == 3
+    printed = json.loads(ended.stdout.splitlines()[-1])
+    assert printed["tied"]
+    assert printed["same"]
+    assert "spare" not in printed["names"]
+    assert {"scale", "embed.weight", "head.weight", "blocks.3.k_proj.bias"} <= set(printed["names"])
+    assert printed["moments"] == ["exp_avg", "exp_avg_sq", "step"]
+    assert printed["step"] == 3
 
 
 @pytest.mark.parity
@@ -161,8 +161,8 @@ def test_another_number_of_ranks_loads_it_and_plain_torch_too(tmp_path: Path) ->
     env = {"FOLDER": str(tmp_path / "states"), "SAVED": "[]"}
     saved = [("fsdp", {}, "Net"), ("pp", {}, "Tied"), ("fsdp1", {}, "Net"), ("tp", {}, "Net")]
     text = MODEL + PARTS + "\n    done(saved=pairs())"
-    given = env | {"SAVED": json.dumps(saved)}
-    with TorchRanks(tmp_path / "two", 2, text, LIMIT_S, **given) as ranks:
+    cases = env | {"SAVED": json.dumps(saved)}
+    with TorchRanks(tmp_path / "two", 2, text, LIMIT_S, **cases) as ranks:
         first = ranks.results()[0]["saved"]
     plans = {
         4: [
@@ -178,8 +178,8 @@ def test_another_number_of_ranks_loads_it_and_plain_torch_too(tmp_path: Path) ->
         with TorchRanks(
             tmp_path / f"run{size}", size, MODEL + PARTS + TWO, LIMIT_S, **env
         ) as ranks:
-            for one in ranks.results():
-                check(first, one["loaded"], is_same_size=False)
+            for result in ranks.results():
+                check(first, result["loaded"], is_same_size=False)
 
 
 BESIDE = """
@@ -195,7 +195,7 @@ BESIDE = """
     except NbdistError as error:
         texts.append(str(error))
     losses = run(parts, list(parts[3])[:2])
-    told = jobs.wait("one")
+    saved = jobs.wait("one")
     dist.barrier()
     after = run(parts, [list(parts[3])[0]])
     load(f"{folder}/beside")
@@ -228,8 +228,9 @@ BESIDE = """
     checkpoint_write._is_equal = is_equal
     dist.barrier()
     attempt(lambda: load(f"{folder}/beside"))
-    left = sorted(one.name for one in Path(folder).iterdir())
-    beside = dict(texts=texts, told=told.state, same=same, state=[state.state, state.failure],
+    left = sorted(path.name for path in Path(folder).iterdir())
+    beside = dict(texts=texts, state_beside=saved.state, same=same,
+                  state=[state.state, state.failure],
                   torn=torn.failure, left=left)
     del parts
     gc.collect()
@@ -238,9 +239,9 @@ BESIDE = """
 
 def test_a_save_beside_training_and_saves_that_fail(broken: list[dict[str, Any]]) -> None:
     """It holds what was there when it began; what fails leaves the earlier one whole."""
-    first, second = (one["beside"] for one in broken)
+    first, second = (result["beside"] for result in broken)
 
-    assert (first["told"], second["told"]) == ("done", "done")
+    assert (first["state_beside"], second["state_beside"]) == ("done", "done")
     assert first["same"]
     assert second["same"]
     assert first["left"] == ["beside"]
@@ -248,7 +249,7 @@ def test_a_save_beside_training_and_saves_that_fail(broken: list[dict[str, Any]]
     assert first["texts"][2] == "done"
     if first["state"][0] == "failed":  # it may have been faster
         assert "somebody asked for it" in first["state"][1]
-    assert "is not in" in first["torn"]
+    assert "differs in" in first["torn"]
     assert first["torn"] == second["torn"]
     assert first["torn"].startswith("rank 1: ")
 
@@ -304,38 +305,38 @@ SEVERAL = """
         pass
     def several(seed, kinds):
         torch.manual_seed(seed)
-        found = {}
+        prepared = {}
         for kind in kinds:
             net = kind()
-            found[kind.__name__] = accelerator.prepare(net, O.AdamW(net.parameters(), lr=0.01))
-        bases = [accelerator.unwrap_model(model) for model, _ in found.values()]
+            prepared[kind.__name__] = accelerator.prepare(net, O.AdamW(net.parameters(), lr=0.01))
+        bases = [accelerator.unwrap_model(model) for model, _ in prepared.values()]
         both = [p for base in bases for p in base.parameters()]
-        found["both"] = accelerator.prepare(O.SGD(both, lr=0.01, momentum=0.9))
-        return found
-    def rounds(found):
+        prepared["both"] = accelerator.prepare(O.SGD(both, lr=0.01, momentum=0.9))
+        return prepared
+    def rounds(prepared):
         losses = []
         for kind in ("Net", "Judge"):
-            model, optimizer = found[kind]
+            model, optimizer = prepared[kind]
             loss = model(tokens[:8], labels=labels[:8])
             accelerator.backward(loss)
             optimizer.step()
             losses.append(loss.item())
-        found["both"].step()
+        prepared["both"].step()
         for kind in ("Net", "Judge"):
-            found[kind][1].zero_grad()
+            prepared[kind][1].zero_grad()
         return losses
     use("fsdp")
-    found = several(0, (Net, Judge))
-    rounds(found)
+    parts = several(0, (Net, Judge))
+    rounds(parts)
     save(folder + "/several")
-    wanted = [rounds(found), rounds(found)]
-    del found
+    wanted = [rounds(parts), rounds(parts)]
+    del parts
     gc.collect()
     use("zero1")
-    found = several(5, (Net, Judge))
+    parts = several(5, (Net, Judge))
     load(folder + "/several")
-    got = [rounds(found), rounds(found)]
-    names = {one["kind"]: one["names"][0][0] for one in
+    got = [rounds(parts), rounds(parts)]
+    names = {saved["kind"]: saved["names"][0][0] for saved in
              json.loads((Path(folder) / "several/nbdist.json").read_text())["optimizers"]}
     done(texts=texts, same=same, wanted=wanted, got=got, names=names)
 """
@@ -369,7 +370,7 @@ def test_optimizers_of_every_form(forms: dict[str, Any]) -> None:
     assert set(forms["texts"]) == {"lbfgs", "adafactorfsdp"}
     assert "LBFGS keeps" in forms["texts"]["lbfgs"]
     assert "cannot be saved in parts" in forms["texts"]["lbfgs"]
-    assert "which cannot be split as the strategy asks" in forms["texts"]["adafactorfsdp"]
+    assert "which cannot be sharded as the strategy requires" in forms["texts"]["adafactorfsdp"]
 
 
 WRONG = """
@@ -395,7 +396,7 @@ WRONG = """
     before = {k: v.clone() for k, v in accelerator.get_state_dict(parts[0]).items()}
     attempt(lambda: load(where))
     now = accelerator.get_state_dict(parts[0])
-    kept = [all(torch.equal(v, before[k]) for k, v in now.items())]
+    is_unchanged = [all(torch.equal(v, before[k]) for k, v in now.items())]
     del parts
     gc.collect()
     parts = made(0, Tied)
@@ -416,17 +417,17 @@ WRONG = """
     moments = accelerator.unwrap_model(parts[0]).head.weight
     moments = parts[1].optimizer.state[moments]["exp_avg"].to_local().clone()
     fill = loading._fill
-    def broken(*given):
-        fill(*given)
+    def broken(*args):
+        fill(*args)
         raise NbdistError("the cable is out")
     if rank == 1:
         loading._fill = broken
     attempt(lambda: load(where))
     loading._fill = fill
     now = accelerator.get_state_dict(parts[0])
-    kept.append(all(torch.equal(v, before[k]) for k, v in now.items()))
+    is_unchanged.append(all(torch.equal(v, before[k]) for k, v in now.items()))
     state = parts[1].optimizer.state[accelerator.unwrap_model(parts[0]).head.weight]
-    kept.append(torch.equal(moments, state["exp_avg"].to_local()))
+    is_unchanged.append(torch.equal(moments, state["exp_avg"].to_local()))
     file = Path(where) / "__1_0.distcp"
     data = file.read_bytes()
     dist.barrier()
@@ -443,14 +444,14 @@ WRONG = """
         bad = pickle.dumps(Bad())
         (Path(where) / ".metadata").write_bytes(bad)
         manifest = json.loads((Path(where) / "nbdist.json").read_text())
-        for one in manifest["files"]:
-            if one["name"] == ".metadata":
-                one |= {"size_bytes": len(bad), "checksum": f"crc32:{zlib.crc32(bad):08x}"}
+        for entry in manifest["files"]:
+            if entry["name"] == ".metadata":
+                entry |= {"size_bytes": len(bad), "checksum": f"crc32:{zlib.crc32(bad):08x}"}
         (Path(where) / "nbdist.json").write_text(json.dumps(manifest))
     dist.barrier()
     attempt(lambda: loading.load(where, True))
     ran = os.path.exists(folder + "/ran")
-    done(beside=beside, texts=texts, ran=ran, kept=kept)
+    done(beside=beside, texts=texts, ran=ran, is_unchanged=is_unchanged)
 """
 
 
@@ -468,17 +469,17 @@ def test_what_does_not_fit_is_refused_with_the_reason(broken: list[dict[str, Any
     first, second = broken
     texts = first["texts"]
     assert texts[0].startswith("CheckpointError: ")
-    assert "there is nothing" in texts[0] or "No model is prepared" in texts[0]
+    assert "does not exist" in texts[0] or "No model is prepared" in texts[0]
     assert "embed.weight is (24, 16) in the checkpoint and (24, 32) here" in texts[1]
     assert "Nothing was changed" in texts[1]
     assert "scale is not in the checkpoint" in texts[2]
     assert "AdamW in the checkpoint, SGD here" in texts[3]
     assert texts[4] == "done"
-    assert "there is nothing" in texts[5]
+    assert "does not exist" in texts[5]
     assert "the cable is out" in texts[6]
     assert "failed on rank 1, so no rank went on" in texts[6]
     assert "__1_0.distcp has changed" in texts[7]
     assert "posix.system" in texts[8]
-    assert first["kept"] == second["kept"] == [True, True, True]
+    assert first["is_unchanged"] == second["is_unchanged"] == [True, True, True]
     assert not first["ran"]
     assert "NbdistError: the cable is out" in second["texts"][6]

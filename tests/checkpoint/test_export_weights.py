@@ -35,30 +35,30 @@ TEXT = """
 
     ids = torch.randint(96, (2, 8), generator=torch.Generator().manual_seed(1))
 
-    def exported(kind, name, given):
+    def exported(kind, name, options):
         "A file that transformers loads, with every value of the model in one process."
-        use(name, **given)
+        use(name, **options)
         torch.manual_seed(0)
         alone = kind().eval()
         wanted = alone.state_dict()
         torch.manual_seed(rank)  # rank 0's values count
         model = Accelerator().prepare(kind())
-        told = weights.export_model(model, folder / f"{kind.__name__}-{name}")
-        path = Path(told.path)
+        result = weights.export_model(model, folder / f"{kind.__name__}-{name}")
+        path = Path(result.path)
         loaded = AutoModelForCausalLM.from_pretrained(path.parent).eval()
         state = loaded.state_dict()
         same = state.keys() == wanted.keys()
-        same = same and all(torch.equal(state[one], wanted[one]) for one in wanted)
+        same = same and all(torch.equal(state[key], wanted[key]) for key in wanted)
         with torch.no_grad():
             logits = torch.equal(loaded(ids).logits, alone(ids).logits)
         with safe_open(path, "pt") as file:
             names, metadata = sorted(file.keys()), file.metadata()
         return {
-            "type": type(loaded).__name__, "told": told.model, "same": same, "logits": logits,
-            "names": names, "metadata": metadata, "count": told.tensors, "tied": told.tied,
+            "type": type(loaded).__name__, "model": result.model, "same": same, "logits": logits,
+            "names": names, "metadata": metadata, "count": result.tensors, "tied": result.tied,
             "dtype": str(next(loaded.parameters()).dtype),
-            "left": sorted(one.name for one in path.parent.iterdir()),
-            "size": told.size_bytes == path.stat().st_size,
+            "left": sorted(entry.name for entry in path.parent.iterdir()),
+            "size": result.size_bytes == path.stat().st_size,
         }
 """
 CASES = (("ddp", {}), ("fsdp", {}), ("tp", {}), ("pp", {}))
@@ -66,13 +66,13 @@ CASES = (("ddp", {}), ("fsdp", {}), ("tp", {}), ("pp", {}))
 
 def test_transformers_loads_what_was_exported_under_each_strategy(tmp_path: Path) -> None:
     """A tied GPT-2 and a bf16 Llama: names, dtypes and every value are those of one process."""
-    text = TEXT + f"    done(found=[exported(k, *c) for c in {CASES!r} for k in (gpt2, llama)])\n"
+    text = TEXT + f"    done(exports=[exported(k, *c) for c in {CASES!r} for k in (gpt2, llama)])\n"
     env = {"FOLDER": str(tmp_path / "weights"), "HF_HUB_OFFLINE": "1"}
     with TorchRanks(tmp_path / "run", 2, MODEL + text, **env) as ranks:
-        told = ranks.results()
+        first, second = ranks.results()
 
-    assert told[0] == told[1]
-    for gpt2, llama in zip(told[0]["found"][::2], told[0]["found"][1::2], strict=True):
+    assert first == second
+    for gpt2, llama in zip(first["exports"][::2], first["exports"][1::2], strict=True):
         assert gpt2["type"] == "GPT2LMHeadModel"
         assert llama["type"] == "LlamaForCausalLM"
         assert gpt2["tied"] == ["lm_head.weight"]
@@ -81,13 +81,13 @@ def test_transformers_loads_what_was_exported_under_each_strategy(tmp_path: Path
         assert llama["tied"] == []
         assert "lm_head.weight" in llama["names"]
         assert (gpt2["dtype"], llama["dtype"]) == ("torch.float32", "torch.bfloat16")
-        for one in (gpt2, llama):
-            assert one["told"] == one["type"]
-            assert one["same"]
-            assert one["logits"]
-            assert one["size"]
-            assert one["count"] == len(one["names"])
-            assert one["left"] == ["config.json", "generation_config.json", "model.safetensors"]
+        for export in (gpt2, llama):
+            assert export["model"] == export["type"]
+            assert export["same"]
+            assert export["logits"]
+            assert export["size"]
+            assert export["count"] == len(export["names"])
+            assert export["left"] == ["config.json", "generation_config.json", "model.safetensors"]
 
 
 OTHERS = """
@@ -130,24 +130,25 @@ OTHERS = """
             use(name)
             torch.manual_seed(0)
             model = Accelerator().prepare(More())
-        told = weights.export_model(model, folder / f"{name}.safetensors")
+        result = weights.export_model(model, folder / f"{name}.safetensors")
         fresh = Tied()
-        load_model(fresh, told.path)
+        load_model(fresh, result.path)
         same = {
-            one: bool((value == wanted.state_dict()[one]).all())
-            for one, value in fresh.state_dict().items() if one != "_extra_state"
+            key: bool((value == wanted.state_dict()[key]).all())
+            for key, value in fresh.state_dict().items() if key != "_extra_state"
         }
-        return [all(same.values()), len(same), told.tied, told.left_out, told.configs]
+        return [all(same.values()), len(same), result.tied, result.left_out, result.configs]
 
     def broken(change):
         "What is refused after `change` has been done to the file's class; the old one stays."
         plain_way = dict(vars(WeightsFile))
         change()
-        told = refused(weights.export_model, model, folder / "ddp.safetensors")
+        text = refused(weights.export_model, model, folder / "ddp.safetensors")
         for name in ("write", "_check_room", "end"):
             setattr(WeightsFile, name, plain_way[name])
-        kept = load_file(folder / "ddp.safetensors")["scale"].tolist() == [3.0, 3.0]
-        return told, kept, sorted(one.name for one in folder.iterdir() if one.name[0] == ".")
+        is_unchanged = load_file(folder / "ddp.safetensors")["scale"].tolist() == [3.0, 3.0]
+        hidden = sorted(path.name for path in folder.iterdir() if path.name[0] == ".")
+        return text, is_unchanged, hidden
 
     def flipped():
         ours = WeightsFile.write
@@ -162,8 +163,8 @@ OTHERS = """
         WeightsFile.write = lambda self, *args: inside(self, write, *args)
 
     def inside(self, write, *args):
-        from nbdist.checkpoint.rank.safetensors_file import _told
-        with _told(self._target):
+        from nbdist.checkpoint.rank.safetensors_file import _explain_errors
+        with _explain_errors(self._target):
             write(self, *args)
 
     def small():
@@ -187,17 +188,17 @@ OTHERS = """
         WeightsFile.end = end
 
     kinds = ("single", "zero1", "fsdp1", "none", "own DDP", "own FSDP", "ddp")
-    found = {one: plain(one) for one in kinds}
+    exports = {kind: plain(kind) for kind in kinds}
     use("ddp")
     torch.manual_seed(0)
     model = Accelerator().prepare(More())
-    broke = [broken(one) for one in (flipped, full, small, interrupted)]
+    broke = [broken(change) for change in (flipped, full, small, interrupted)]
     odd = (
         registry.prepared_of(model).base.blocks, nn.Linear(2 + rank, 2), nn.ReLU(),
         nn.Linear(2, 2).to(torch.complex128),
     )
-    odd = [refused(weights.export_model, one, folder / "x.safetensors") for one in odd]
-    done(found=found, broke=broke, odd=odd)
+    odd = [refused(weights.export_model, model, folder / "x.safetensors") for model in odd]
+    done(exports=exports, broke=broke, odd=odd)
 """
 
 
@@ -209,18 +210,18 @@ def test_any_other_model_is_exported_or_refused_with_a_reason(tmp_path: Path) ->
     """
     env = {"FOLDER": str(tmp_path / "weights"), "HF_HUB_OFFLINE": "1"}
     with TorchRanks(tmp_path / "run", 2, MODEL + TEXT + OTHERS, **env) as ranks:
-        told, other = ranks.results()
+        first, second = ranks.results()
 
-    for name, found in told["found"].items():
+    for name, export in first["exports"].items():
         left_out = [] if name == "fsdp1" else ["_extra_state"]  # it lists tensors alone
-        assert found == [True, 69, ["head.weight"], left_out, []], name
-    texts = [text for text, *_ in told["broke"]]
-    assert "384 of 384 values of embed.weight are others than the model's" in texts[0]
+        assert export == [True, 69, ["head.weight"], left_out, []], name
+    texts = [text for text, *_ in first["broke"]]
+    assert "384 of 384 values of embed.weight differ from the model's" in texts[0]
     assert "the disk is full" in texts[1]
-    assert "and 100 are free there" in texts[2]
-    assert all("failed on rank 0" in text for text, *_ in other["broke"])
-    assert all(kept and left == [] for _, kept, left in told["broke"])
-    assert "ModuleList is a part of a prepared model (0.norm1" in told["odd"][0]
-    assert "the model of rank 1 is another one than rank 0's: weight" in told["odd"][1]
-    assert "ReLU has no parameters" in told["odd"][2]
-    assert "weight is of complex128, which safetensors cannot hold" in told["odd"][3]
+    assert "only 100 are free there" in texts[2]
+    assert all("failed on rank 0" in text for text, *_ in second["broke"])
+    assert all(is_unchanged and hidden == [] for _, is_unchanged, hidden in first["broke"])
+    assert "ModuleList is a part of a prepared model (0.norm1" in first["odd"][0]
+    assert "rank 1's model differs from rank 0's: weight" in first["odd"][1]
+    assert "ReLU has no parameters" in first["odd"][2]
+    assert "weight has dtype complex128, which safetensors cannot store" in first["odd"][3]

@@ -15,7 +15,7 @@ import pytest
 from nbdist.checkpoint import folder
 from nbdist.checkpoint import manifest as checkpoint_manifest
 from nbdist.errors import CheckpointError
-from tests.support.stopping import found, save
+from tests.support.stopping import read_step, save
 
 ROOT = Path(__file__).resolve().parents[2]
 _SAVER = (
@@ -44,18 +44,20 @@ def test_a_process_that_ends_anywhere_leaves_a_whole_checkpoint(
         timeout=100,
         check=False,
     )
-    told = [json.loads(line) for line in done.stdout.splitlines()]
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
 
     assert done.returncode == 0, done.stderr
-    assert [one["code"] for one in told] == [9] * (len(told) - 1) + [0]
-    assert len(told) > 30
-    assert {"os.rename", "os.mkdir", "os.fsync", "os.remove"} <= {one["operation"] for one in told}
-    steps = [one["step"] for one in told]
+    assert [report["code"] for report in reports] == [9] * (len(reports) - 1) + [0]
+    assert len(reports) > 30
+    assert {"os.rename", "os.mkdir", "os.fsync", "os.remove"} <= {
+        report["operation"] for report in reports
+    }
+    steps = [report["step"] for report in reports]
     assert set(steps) == {old_step, 2}
     assert steps == sorted(steps), "once the new one is found, the old one is not any more"
-    assert all(one["is_whole"] for one in told)
-    assert all(one["last"] == 3 for one in told)
-    assert all(one["left"] == [] for one in told)
+    assert all(report["is_whole"] for report in reports)
+    assert all(report["last"] == 3 for report in reports)
+    assert all(report["left"] == [] for report in reports)
 
 
 def test_everything_is_on_disk_before_the_first_rename(
@@ -131,8 +133,8 @@ def test_two_that_save_to_one_path_are_told_and_neither_is_swept(
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert folder.sweep(tmp_path) == ("c",)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["c", "d"]
-    assert found(path) == (1, True)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["c", "d"]
+    assert read_step(path) == (1, True)
 
 
 def test_a_killed_save_that_nobody_has_waited_for_counts_as_ended(
@@ -145,7 +147,7 @@ def test_a_killed_save_that_nobody_has_waited_for_counts_as_ended(
 
     save(tmp_path / "c", 1)
 
-    assert found(tmp_path / "c") == (1, True)
+    assert read_step(tmp_path / "c") == (1, True)
 
 
 def test_the_same_process_is_told_that_it_still_saves(tmp_path: Path) -> None:
@@ -184,8 +186,8 @@ def test_what_is_no_checkpoint_is_never_replaced(names: tuple[str, ...], tmp_pat
     with pytest.raises(CheckpointError, match="would remove them"):
         folder.prepare(path)
 
-    assert sorted(one.name for one in path.iterdir()) == sorted(names)
-    assert [one.name for one in tmp_path.iterdir()] == ["mine"]
+    assert sorted(entry.name for entry in path.iterdir()) == sorted(names)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_damaged_checkpoint_is_replaced(tmp_path: Path) -> None:
@@ -196,7 +198,7 @@ def test_a_damaged_checkpoint_is_replaced(tmp_path: Path) -> None:
 
     save(path, 2)
 
-    assert found(path) == (2, True)
+    assert read_step(path) == (2, True)
 
 
 def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_folders_above_are_made_and_an_empty_one_is_taken(tmp_path: Path) -> Non
     for path in (tmp_path / "a" / "b" / "c", tmp_path / "empty"):
         save(path, 1)
 
-        assert found(path) == (1, True)
+        assert read_step(path) == (1, True)
 
 
 def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
@@ -226,8 +228,8 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
     save(folder.resolved(tmp_path / "next"), 6)
 
     assert (tmp_path / "latest").is_symlink()
-    assert found(tmp_path / "step1") == (5, True)
-    assert found(tmp_path / "step2") == (6, True)
+    assert read_step(tmp_path / "step1") == (5, True)
+    assert read_step(tmp_path / "step2") == (6, True)
 
 
 def test_paths_are_understood_as_a_shell_does(
@@ -239,25 +241,25 @@ def test_paths_are_understood_as_a_shell_does(
 
     assert folder.resolved("~/c") == tmp_path / "c"
     assert folder.resolved("a/../c", tmp_path) == tmp_path / "c"
-    for odd, told in (("", "empty"), ("/", "whole file system"), ("n" * 300, "too long")):
-        with pytest.raises(CheckpointError, match=told):
+    for odd, message in (("", "empty"), ("/", "root of the file system"), ("n" * 300, "too long")):
+        with pytest.raises(CheckpointError, match=message):
             folder.resolved(odd, tmp_path)
     with pytest.raises(CheckpointError, match="cannot be followed"):
         folder.resolved("~nobody-of-this-name/c")
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "told"),
+    ("name", "code", "message"),
     [
         ("mkdir", errno.EACCES, "Permission denied"),
         ("write", errno.ENOSPC, r"the disk is full \([\d,]+ of [\d,]+ bytes are free"),
         ("fsync", errno.EIO, "Input/output error"),
         ("fsync", errno.EDQUOT, "your quota is used up"),
-        ("rename", errno.EFBIG, "longer than this process may write"),
+        ("rename", errno.EFBIG, "exceed this process's size limit"),
     ],
 )
 def test_each_failure_is_told_and_leaves_the_earlier_one(
-    name: str, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the system refuses is said with numbers; nothing is left once the save is abandoned."""
     path = tmp_path / "c"
@@ -268,12 +270,12 @@ def test_each_failure_is_told_and_leaves_the_earlier_one(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, name, refuse)
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             save(path, 2)
     folder.abandon(path)
 
-    assert [one.name for one in tmp_path.iterdir()] == ["c"]
-    assert found(path) == (1, True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+    assert read_step(path) == (1, True)
 
 
 def test_a_second_rename_that_fails_puts_the_earlier_one_back(
@@ -294,7 +296,7 @@ def test_a_second_rename_that_fails_puts_the_earlier_one_back(
         with pytest.raises(CheckpointError, match="broken"):
             save(path, 2)
 
-    assert found(path) == (1, True)
+    assert read_step(path) == (1, True)
 
 
 def test_a_save_whose_files_are_short_is_not_put_in_place(tmp_path: Path) -> None:
@@ -309,7 +311,7 @@ def test_a_save_whose_files_are_short_is_not_put_in_place(tmp_path: Path) -> Non
         folder.commit(new, path)
     folder.abandon(path)
 
-    assert found(path) == (1, True)
+    assert read_step(path) == (1, True)
 
 
 def test_a_save_is_given_up_while_others_still_write(
@@ -321,10 +323,10 @@ def test_a_save_is_given_up_while_others_still_write(
     (new / "__1_0.distcp").write_bytes(b"early")
     late, rmdir = [new / "__3_0.distcp"], os.rmdir
 
-    def rmdir_too_late(*args: Any, **given: Any) -> None:
+    def rmdir_too_late(*args: Any, **options: Any) -> None:
         if late:
             late.pop().write_bytes(b"late")
-        rmdir(*args, **given)
+        rmdir(*args, **options)
 
     monkeypatch.setattr(os, "rmdir", rmdir_too_late)
     folder.abandon(path)

@@ -60,18 +60,18 @@ def test_a_manifest_comes_back_as_it_was_written(saved: Checkpoint) -> None:
 
 def test_a_field_of_a_later_version_is_passed_over() -> None:
     """Within a format, fields can be added: older ones are read with their defaults."""
-    found = json.loads(manifest.text(WHOLE))
-    found["colour"] = "red"
-    found["strategy"]["options"]["shine"] = 3
-    del found["strategy"]["options"]["sdpa"], found["extra"], found["scaler"]
+    data = json.loads(manifest.text(WHOLE))
+    data["colour"] = "red"
+    data["strategy"]["options"]["shine"] = 3
+    del data["strategy"]["options"]["sdpa"], data["extra"], data["scaler"]
 
-    assert manifest.parse(json.dumps(found), "there") == WHOLE
+    assert manifest.parse(json.dumps(data), "there") == WHOLE
 
 
 def _with(path: str, value: object) -> Callable[[dict[str, object]], None]:
-    def change(found: dict[str, object]) -> None:
+    def change(data: dict[str, object]) -> None:
         *ways, last = path.split(".")
-        inner = found
+        inner = data
         for way in ways:
             inner = inner[int(way) if isinstance(inner, list) else way]  # type: ignore[assignment,index]
         inner[last] = value
@@ -80,13 +80,13 @@ def _with(path: str, value: object) -> Callable[[dict[str, object]], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (_with("nbdist_checkpoint", 2), "format 2, written by a newer nbdist (nbdist 0.9.0)"),
         (_with("nbdist_checkpoint", 0), "reads format 1. Load it with that version"),
-        (_with("nbdist_checkpoint", True), "no manifest of nbdist"),
-        (lambda found: found.pop("nbdist_checkpoint"), "no manifest of nbdist"),
-        (lambda found: found.pop("models"), "damaged: models is missing"),
+        (_with("nbdist_checkpoint", True), "not an nbdist manifest"),
+        (lambda data: data.pop("nbdist_checkpoint"), "not an nbdist manifest"),
+        (lambda data: data.pop("models"), "damaged: models is missing"),
         (_with("models", None), "models is nothing, not a list"),
         (_with("models.0.tensors.0.shape", 3), "models[0].tensors[0].shape is a whole number"),
         (
@@ -99,16 +99,16 @@ def _with(path: str, value: object) -> Callable[[dict[str, object]], None]:
     ],
 )
 def test_a_manifest_that_cannot_be_used_says_why(
-    change: Callable[[dict[str, object]], None], told: str
+    change: Callable[[dict[str, object]], None], message: str
 ) -> None:
     """Other formats and fields of other types are named, with their place."""
-    found = json.loads(manifest.text(WHOLE))
-    change(found)
+    data = json.loads(manifest.text(WHOLE))
+    change(data)
 
     with pytest.raises(CheckpointError) as caught:
-        manifest.parse(json.dumps(found), "here/nbdist.json")
+        manifest.parse(json.dumps(data), "here/nbdist.json")
 
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "here/nbdist.json" in str(caught.value)
 
 
@@ -122,7 +122,7 @@ def test_every_torn_manifest_is_refused() -> None:
 
 
 def test_values_that_are_no_plain_ones_are_refused_before_anything_is_written() -> None:
-    """A scheduler with a function in its state is told, not written as text."""
+    """A scheduler with a function in its state is refused, not written as text."""
     with pytest.raises(CheckpointError, match="function is not JSON serializable"):
         manifest.text(replace(WHOLE, schedulers=({"lambda": lambda: 1},)))
 
@@ -148,16 +148,16 @@ def _folder(*names: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
-        (lambda path: None, "there is nothing"),
+        (lambda path: None, "the path does not exist"),
         (lambda path: path.mkdir(), "the folder is empty"),
         (_folder(".metadata", "__0_0.distcp"), "torch.distributed.checkpoint without nbdist's"),
         (_folder("__0_0.distcp"), "no .metadata: a save that was not finished"),
         (_folder("config.json", "model-00001-of-00002.safetensors"), "from_pretrained(PATH)"),
         (_folder("model.safetensors", "random_states_0.pkl"), "accelerator.load_state(PATH)"),
         (_folder("latest", "global_step5/x.pt"), "a checkpoint of DeepSpeed"),
-        (_folder("a.txt", "b.txt"), "it has no nbdist.json but a.txt, b.txt"),
+        (_folder("a.txt", "b.txt"), "it has no nbdist.json; it contains a.txt, b.txt"),
         (_folder("step1/nbdist.json", "step2/nbdist.json"), "Name one of them: step1, step2"),
         (_torch_zip, "a file of torch.save()"),
         (_legacy_torch, "a file of torch.save()"),
@@ -167,7 +167,7 @@ def _folder(*names: str) -> Callable[[Path], None]:
     ],
 )
 def test_what_is_no_checkpoint_is_told_for_what_it_is(
-    make: Callable[[Path], object], told: str, tmp_path: Path
+    make: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
     """Other programs' folders and files are named, with what reads them."""
     make(tmp_path / "there")
@@ -175,14 +175,14 @@ def test_what_is_no_checkpoint_is_told_for_what_it_is(
     with pytest.raises(CheckpointError) as caught:
         manifest.read(tmp_path / "there")
 
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_checkpoints_beside_a_wrong_name_are_listed(tmp_path: Path) -> None:
     """A name that was typed wrongly is answered with those that are there."""
     _write(tmp_path / "step100")
 
-    with pytest.raises(CheckpointError, match=r"nothing\. Beside it are step100\."):
+    with pytest.raises(CheckpointError, match=r"exist\. Checkpoints next to it: step100\."):
         manifest.read(tmp_path / "step10")
 
 
@@ -200,7 +200,7 @@ def test_files_that_are_missing_short_or_changed_are_named(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="has 4 bytes instead of 5"):
         manifest.check_files(tmp_path / "c", WHOLE)
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is missing\. Of 1 files 1 cannot"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is missing\. 1 of 1 files cannot"):
         manifest.check_files(tmp_path / "c", WHOLE)
 
 
@@ -220,11 +220,11 @@ def test_each_difference_is_told_with_names_and_numbers() -> None:
     """Shapes and dtypes of both, names that are on one side only, and other classes."""
     many = tuple(SavedTensor(f"more.{n}", (1,), "float32") for n in range(5))
     tensors = (SavedTensor("wte.weight", (120, 8), "bfloat16"), *many)
-    found = mismatches(
+    findings = mismatches(
         WHOLE, (SavedModel("Net", tensors),), (replace(OPTIMIZER, kind="SGD", names=(("a",),)),)
     )
 
-    assert [(one.name, one.verdict, one.found) for one in found] == [
+    assert [(finding.name, finding.verdict, finding.found) for finding in findings] == [
         (
             "Net: shapes",
             BAD,
@@ -236,22 +236,22 @@ def test_each_difference_is_told_with_names_and_numbers() -> None:
             BAD,
             "; ".join(f"more.{n} is not in the checkpoint" for n in range(3)) + " and 2 more",
         ),
-        ("Net: surplus", BAD, "norm.count is in the checkpoint alone"),
+        ("Net: surplus", BAD, "norm.count is only in the checkpoint"),
         ("SGD: class", BAD, "AdamW in the checkpoint, SGD here"),
         (
             "SGD: parameters",
             BAD,
-            "a is not in the checkpoint; wte.weight is in the checkpoint alone",
+            "a is not in the checkpoint; wte.weight is only in the checkpoint",
         ),
     ]
-    assert "exp_avg, step, which SGD does not understand" in found[4].why
+    assert "SGD cannot use the state of AdamW: exp_avg, step" in findings[4].why
 
 
 def test_other_numbers_of_models_and_groups_are_told() -> None:
     """They are known by their order, so their number has to be equal."""
-    found = mismatches(WHOLE, (MODEL, MODEL), (replace(OPTIMIZER, names=((), ("wte.weight",))),))
+    findings = mismatches(WHOLE, (MODEL, MODEL), (replace(OPTIMIZER, names=((), ("wte.weight",))),))
 
-    assert [one.found for one in found] == [
+    assert [finding.found for finding in findings] == [
         "1 in the checkpoint (Net), 2 here (Net, Net)",
         "groups of [1] parameters in the checkpoint, of [0, 1] here",
     ]

@@ -14,56 +14,57 @@ LIMIT_S = 200.0
 
 # What a save finds by the last one's plan, beside what it finds without one.
 SAME = """
-    from nbdist.checkpoint.rank import plan_cache as known, plain_state
+    from nbdist.checkpoint.rank import plan_cache, plain_state
     from nbdist.checkpoint.rank.tensors import tensors_of
     from nbdist.checkpoint.rank.live_objects import find
 
-    def as_found(found, all_):
+    def as_values(live, contents):
         "All that comes of it, as values that can be compared."
-        held = {spot: (t.dtype, t.tolist()) for spot, t in all_.own(rank)}
-        tensors = all_.tensors
+        boxes = {spot: (t.dtype, t.tolist()) for spot, t in contents.boxes_of(rank)}
+        tensors = contents.tensors
         return (
-            held, all_.parts, tensors.shapes, tensors.dtypes, tensors.paths, tensors.aliases,
-            [one.saved() for one in found.models], [one.saved() for one in found.optimizers],
-            plain_state.as_bytes(plain_state.states(found), []),
-            plain_state.steps_made(plain_state.states(found)),
-            [one.name for one in (*found.models, *found.optimizers)],
-            [one.others for one in found.optimizers],
+            boxes, contents.parts, tensors.shapes, tensors.dtypes, tensors.paths, tensors.aliases,
+            [model.saved() for model in live.models],
+            [optimizer.saved() for optimizer in live.optimizers],
+            plain_state.as_bytes(plain_state.states(live), []),
+            plain_state.steps_made(plain_state.states(live)),
+            [item.name for item in (*live.models, *live.optimizers)],
+            [optimizer.others for optimizer in live.optimizers],
         )
 
     def differing():
         "Which of it differs, after a save and another step."
-        recalled = known.lookup()
+        recalled = plan_cache.lookup()
         everyone = [None] * n
-        dist.all_gather_object(everyone, recalled and recalled.told)
-        if not known.agreed(recalled, everyone):
+        dist.all_gather_object(everyone, recalled and recalled.key)
+        if not plan_cache.is_agreed(recalled, everyone):
             return "not recalled"
-        found = find("looking")
-        wanted = as_found(found, tensors_of(found))
-        got = as_found(recalled.found, recalled.contents)
+        live = find("looking")
+        wanted = as_values(live, tensors_of(live))
+        got = as_values(recalled.live, recalled.contents)
         return [at for at, (a, b) in enumerate(zip(wanted, got, strict=True)) if a != b]
 
-    def compared(name, given, kind):
-        use(name, **given)
+    def compared(name, options, kind):
+        use(name, **options)
         parts = made(0, kind)
         loop = iter(parts[3])
         run(parts, [next(loop)])
         save(f"{folder}/{name}")
-        first = known._plans[0].token if known._plans else None
+        first = plan_cache._plans[0].token if plan_cache._plans else None
         run(parts, [next(loop), next(loop)])
-        told = [differing(), plain_state.steps_made(plain_state.states(find("looking")))]
+        results = [differing(), plain_state.steps_made(plain_state.states(find("looking")))]
         # The second takes the plan, and what it saves is what is there by then.
         begun, _ = save(f"{folder}/{name} 2", True)
-        told.append((known._plans[0].token if known._plans else None) == first)
+        results.append((plan_cache._plans[0].token if plan_cache._plans else None) == first)
         wanted = run(parts, [next(loop)])
         load(f"{folder}/{name} 2")
-        told.append(abs(run(parts, [next(iter(parts[3]))])[0] - wanted[0]))
-        return told
+        results.append(abs(run(parts, [next(iter(parts[3]))])[0] - wanted[0]))
+        return results
 """
 ALL = """
     same = {}
-    for name, given, kind in json.loads(os.environ["CASES"]):
-        same[name] = tried(compared, name, given, globals()[kind])
+    for name, options, kind in json.loads(os.environ["CASES"]):
+        same[name] = tried(compared, name, options, globals()[kind])
         gc.collect()
 """
 CASES: list[tuple[str, dict[str, Any], str]] = [
@@ -121,7 +122,7 @@ CHANGES = """
         parts[1].optimizer.param_groups[0]["params"].pop()
 
     def other_names(parts):
-        known.finding.variable_names = lambda *_: (["other"], ["names"])
+        plan_cache.live_objects.variable_names = lambda *_: (["other"], ["names"])
 
     def another_strategy(parts):
         from nbdist.switch.rank import switch
@@ -132,8 +133,8 @@ CHANGES = """
         first_state(parts)["step"].add_(0)
         parts[1].optimizer.param_groups[0]["lr"] = 0.5
 
-    found = {}
-    kept = known.finding.variable_names
+    is_recalled = {}
+    variable_names = plan_cache.live_objects.variable_names
     changes = [
         steps_apart, another_key, a_key_less, another_dtype, forgotten, a_longer_buffer,
         another_model, another_optimizer, another_object, another_accelerator, a_parameter_less,
@@ -144,17 +145,17 @@ CHANGES = """
         parts = made(0, Tied)
         run(parts, [next(iter(parts[3]))])
         save(f"{folder}/changed")
-        before = known.lookup() is not None
-        held = change(parts)
-        found[change.__name__] = [before, known.lookup() is not None]
-        known.finding.variable_names = kept
+        before = plan_cache.lookup() is not None
+        changed = change(parts)
+        is_recalled[change.__name__] = [before, plan_cache.lookup() is not None]
+        plan_cache.live_objects.variable_names = variable_names
         if rank == 0 or change is not nothing:
             last = weakref.ref(accelerator.unwrap_model(parts[0]))
-        del parts, held
+        del parts, changed
         gc.collect()
 
     # Of what is gone nothing is held.
-    freed = last() is None and known.lookup() is None
+    freed = last() is None and plan_cache.lookup() is None
 
     # On one rank alone: forgotten, or another number.
     use("fsdp")
@@ -163,7 +164,7 @@ CHANGES = """
     run(parts, [next(loop)])
     save(f"{folder}/one")
     if rank == 1:
-        known.forget()
+        plan_cache.forget()
     run(parts, [next(loop)])
     save(f"{folder}/two")
     texts = []
@@ -184,13 +185,14 @@ CHANGES = """
     attempt(lambda: save(f"{folder}/four"))
     parts[4].n = 2
     attempt(lambda: save(f"{folder}/five", True))
-    left = sorted(one.name for one in Path(folder).iterdir())
+    left = sorted(path.name for path in Path(folder).iterdir())
 
     # One that is refused leaves the copies of the one that is still being written alone.
     from nbdist.checkpoint.rank import save_thread, staging, write as checkpoint_write
-    gate, write, given, give_back = threading.Event(), checkpoint_write.write, [], staging.give_back
-    checkpoint_write.write = lambda *given: (gate.wait(), write(*given))[1]
-    staging.give_back = lambda: (given.append(gate.is_set()), give_back())
+    gate, is_open = threading.Event(), []
+    write, give_back = checkpoint_write.write, staging.give_back
+    checkpoint_write.write = lambda *args: (gate.wait(), write(*args))[1]
+    staging.give_back = lambda: (is_open.append(gate.is_set()), give_back())
     saving.begin(f"{folder}/six", "six", True)
     attempt(lambda: saving.begin(f"{folder}/seven", "seven", True))
     dist.barrier()
@@ -200,7 +202,7 @@ CHANGES = """
 
     # An interrupt after all have agreed: the path is free again.
     notes = saving._notes
-    def interrupted(found):
+    def interrupted(live):
         raise KeyboardInterrupt
     saving._notes = interrupted
     try:
@@ -210,48 +212,50 @@ CHANGES = """
     saving._notes = notes
     dist.barrier()
     attempt(lambda: save(f"{folder}/eight", True))
-    texts.append(sorted(one.name for one in Path(folder).glob("*eight*")))
-    done(same=same, found=found, freed=freed, texts=texts, left=left, given=given)
+    texts.append(sorted(path.name for path in Path(folder).glob("*eight*")))
+    done(
+        same=same, is_recalled=is_recalled, freed=freed, texts=texts, left=left, is_open=is_open,
+    )
 """
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks find."""
-    folder = tmp_path_factory.mktemp("known")
+    folder = tmp_path_factory.mktemp("cached")
     env = {"FOLDER": str(folder / "states"), "CASES": json.dumps(CASES)}
     text = MODEL + PARTS + SAME + ALL + CHANGES
     with TorchRanks(folder / "run", 2, text, LIMIT_S, **env) as ranks:
         return ranks.results()
 
 
-def test_what_is_recalled_is_what_a_look_finds(told: list[dict[str, Any]]) -> None:
+def test_what_is_recalled_is_what_a_look_finds(results: list[dict[str, Any]]) -> None:
     """Local parts, who writes what, groups, numbers; saved and loaded, training goes on."""
-    for one in told:
-        assert one["same"].keys() == {name for name, _, _ in CASES}
-        for name, same in one["same"].items():
+    for result in results:
+        assert result["same"].keys() == {name for name, _, _ in CASES}
+        for name, same in result["same"].items():
             assert same[:3] == [[], 3, True], (name, same)
             assert same[3] <= 2e-6, (name, same)
 
 
-def test_what_has_changed_is_found_and_agreed_on_anew(told: list[dict[str, Any]]) -> None:
+def test_what_has_changed_is_found_and_agreed_on_anew(results: list[dict[str, Any]]) -> None:
     """Each change in turn; on one rank alone; and a failure after all was recalled."""
-    first, second = told
-    expected = {name: [True, False] for name in first["found"]} | {"nothing": [True, True]}
+    first, second = results
+    expected = {name: [True, False] for name in first["is_recalled"]} | {"nothing": [True, True]}
     assert len(expected) == 14
-    assert first["found"] == expected
+    assert first["is_recalled"] == expected
     # What variables are called is rank 0's to say.
-    assert second["found"] == expected | {"other_names": [True, True]}
+    assert second["is_recalled"] == expected | {"other_names": [True, True]}
     assert first["freed"]
     assert second["freed"]
-    for one in (first, second):
-        assert "'step' of" in one["texts"][0]
-        assert "differs" in one["texts"][0]
-        assert "is a file of 4 bytes" in one["texts"][1]
-        assert "(builtins.object) cannot be saved" in one["texts"][2]
-        assert one["texts"][3] == "done"
-        assert "six is still being saved" in one["texts"][4]
-        assert one["texts"][5] == "done"
-        assert one["given"] == [True, True, True]
-        assert one["texts"][6:] == ["interrupted", "done", ["eight"]]
+    for result in (first, second):
+        assert "'step' of" in result["texts"][0]
+        assert "differs" in result["texts"][0]
+        assert "is a file of 4 bytes" in result["texts"][1]
+        assert "(builtins.object) cannot be saved" in result["texts"][2]
+        assert result["texts"][3] == "done"
+        assert "six is still being saved" in result["texts"][4]
+        assert result["texts"][5] == "done"
+        assert result["is_open"] == [True, True, True]
+        assert result["texts"][6:] == ["interrupted", "done", ["eight"]]
     assert first["left"] == ["changed", "file", "five", "one", "two"]

@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def _nothing_kept() -> Iterator[None]:
+def _empty_memory() -> Iterator[None]:
     yield
     staging.copies([])
     staging.give_back()
@@ -35,10 +35,10 @@ def test_copies_of_every_shape_and_type_stay_when_the_source_changes() -> None:
     ]
     wanted = [box.detach().clone() for box in boxes]
 
-    found = staging.copies(boxes)
+    copies = staging.copies(boxes)
 
     wide.zero_()
-    for box, copy, was in zip(boxes, found, wanted, strict=True):
+    for box, copy, was in zip(boxes, copies, wanted, strict=True):
         assert (copy.dtype, copy.shape) == (box.dtype, box.shape)
         assert copy.is_contiguous()
         assert not copy.requires_grad
@@ -51,16 +51,16 @@ def test_the_next_save_finds_the_same_memory() -> None:
     first = staging.copies(boxes)[0].data_ptr()
     staging.give_back()
     again = staging.copies(boxes)
-    assert [(one.min().item(), one.max().item()) for one in again] == [(3, 3), (4, 4)]
+    assert [(copy.min().item(), copy.max().item()) for copy in again] == [(3, 3), (4, 4)]
     fewer = staging.copies([torch.full((MIB + 5,), 5.0)])
 
     assert (again[0].data_ptr(), fewer[0].data_ptr()) == (first, first)
     assert (fewer[0].min().item(), fewer[0].max().item()) == (5, 5)
     staging.copies([torch.ones(8 * MIB)])
-    size_bytes = _kept_bytes()
+    size_bytes = _memory_bytes()
     assert size_bytes >= 32 * MIB
     staging.copies([torch.ones(5)])
-    assert _kept_bytes() < 4 * MIB
+    assert _memory_bytes() < 4 * MIB
 
 
 def test_what_has_changed_its_type_or_shape_since_is_copied_as_it_is_now() -> None:
@@ -68,10 +68,10 @@ def test_what_has_changed_its_type_or_shape_since_is_copied_as_it_is_now() -> No
     staging.copies([torch.ones(6), torch.ones(2, 3)])
     boxes = [torch.arange(6, dtype=torch.int32), torch.arange(6.0).view(3, 2)]
 
-    found = staging.copies(boxes)
+    copies = staging.copies(boxes)
 
-    assert [one.dtype for one in found] == [torch.int32, torch.float32]
-    assert all(torch.equal(one, box) for one, box in zip(found, boxes, strict=True))
+    assert [copy.dtype for copy in copies] == [torch.int32, torch.float32]
+    assert all(torch.equal(copy, box) for copy, box in zip(copies, boxes, strict=True))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux takes it as free")
@@ -84,12 +84,12 @@ def test_what_is_given_back_is_the_systems_if_it_needs_it() -> None:
     assert _lazy_free_mib() - before >= 30
 
 
-def _kept_bytes() -> int:
-    memory = staging._kept.memory
+def _memory_bytes() -> int:
+    memory = staging._buffer.memory
     assert memory is not None
     return memory.nbytes
 
 
 def _lazy_free_mib() -> float:
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return int(next(one for one in lines if one.startswith("LazyFree:")).split()[1]) / 1024
+    return int(next(line for line in lines if line.startswith("LazyFree:")).split()[1]) / 1024

@@ -23,12 +23,15 @@ _WRONG = {
     "%dist_load": ("OptionError", "%dist_load: which folder?"),
     "%dist_save one two": ("OptionError", "%dist_save takes one path, not one and two"),
     "%dist_save one --ranks 0": ("OptionError", "unrecognized arguments: --ranks"),
-    "%dist_save a-file": ("CheckpointError", "is a file of 5 bytes, and a checkpoint is a folder"),
-    "%dist_save a-folder": ("CheckpointError", "files that are not a checkpoint's (notes.txt)"),
+    "%dist_save a-file": ("CheckpointError", "is a file of 5 bytes, but a checkpoint is a folder"),
+    "%dist_save a-folder": (
+        "CheckpointError",
+        "files that do not belong to a checkpoint (notes.txt)",
+    ),
     "%dist_save a-file/below": ("CheckpointError", "cannot be written"),
-    "%dist_load nowhere": ("CheckpointError", "there is nothing"),
-    "%dist_load a-file": ("CheckpointError", "is no checkpoint of nbdist"),
-    "%dist_load a-folder": ("CheckpointError", "it has no nbdist.json but notes.txt"),
+    "%dist_load nowhere": ("CheckpointError", "the path does not exist"),
+    "%dist_load a-file": ("CheckpointError", "No nbdist checkpoint found"),
+    "%dist_load a-folder": ("CheckpointError", "it has no nbdist.json; it contains notes.txt"),
 }
 
 # Until nothing of the save beside training runs on rank 0 any more, which hears of the others.
@@ -87,7 +90,7 @@ def test_it_is_saved_beside_training(trained: Kernel) -> None:
 
     assert first.status == "ok", first.visible
     assert "is being saved: model, optimizer" in first.visible
-    assert "training stood still for" in first.visible
+    assert "training was paused for" in first.visible
     assert status.status == "ok", status.visible
     assert re.search(r"saving .*beside: |beside was saved at step 3", status.visible)
     assert second.status == "ok", second.visible
@@ -115,7 +118,7 @@ writing._is_equal = lambda data, wanted: False
     assert (begun.status, over.status) == ("ok", "ok"), begun.visible + over.visible
     told = "kept was not saved: rank 1: "
     assert ended.count(told) == 1, ended
-    assert "What was at that path before is whole." in ended
+    assert "What was at that path is unchanged." in ended
     assert told not in back.visible
     assert loaded.status == "ok", loaded.visible
     assert "kept loaded at step 3" in loaded.visible

@@ -34,7 +34,7 @@ def test_a_models_weights_become_a_file_that_transformers_loads(
     told = kernel.run("%dist_save --export weights")
     assert told.status == "ok", told.visible
     assert f"{folder}/model.safetensors: GPT2LMHeadModel, 28 tensors, " in told.visible
-    assert "in it once, with a note of their other names: lm_head.weight" in told.visible
+    assert "tied weights, stored once: lm_head.weight" in told.visible
     assert f'load it: GPT2LMHeadModel.from_pretrained("{folder}")' in told.visible
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
@@ -51,7 +51,7 @@ def test_a_models_weights_become_a_file_that_transformers_loads(
     assert kernel.run(f"import nbdist\n{call}").visible.strip() == "2"
     for odd, why in (
         ("--export x --async", "cannot be combined"),
-        ("x --model other", "names the model of --export"),
+        ("x --model other", "--model is for --export"),
         ("--export x --model nothing", "There is no variable nothing on the ranks"),
     ):
         assert why in kernel.run(f"%dist_save {odd}").visible

@@ -46,7 +46,7 @@ def save(path: Path, step: int) -> None:
     checkpoint_checkpoint_folder.commit(new, path)
 
 
-def found(path: Path) -> tuple[int, bool]:
+def read_step(path: Path) -> tuple[int, bool]:
     """The step of the checkpoint that a reader finds (0 without one), and whether it is whole."""
     checkpoint_checkpoint_folder.recover(path)
     if not path.exists():
@@ -97,9 +97,9 @@ def _try(folder: Path, old_step: int, number: int) -> dict[str, Any]:
     _, status = os.waitpid(child, 0)
     with os.fdopen(reading) as pipe:
         operation = pipe.read()
-    step, is_whole = found(path)
+    step, is_whole = read_step(path)
     save(path, 3)
-    last, _ = found(path)
+    last, _ = read_step(path)
     left = sorted(one.name for one in folder.iterdir() if one != path)
     return {
         "number": number,

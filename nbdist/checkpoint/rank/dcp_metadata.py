@@ -41,12 +41,12 @@ def loads(data: bytes) -> Metadata:
         CheckpointError: It is damaged, or holds anything else.
     """
     try:
-        found = safe_pickle.loads(data, _CLASSES)
+        loaded = safe_pickle.loads(data, _CLASSES)
     except safe_pickle.Refused as error:
         raise CheckpointError(f"its {FILE} {error}") from error
-    if not isinstance(found, Metadata):
-        raise CheckpointError(f"its {FILE} is a {type(found).__name__}")
-    return found
+    if not isinstance(loaded, Metadata):
+        raise CheckpointError(f"its {FILE} is a {type(loaded).__name__}")
+    return loaded
 
 
 def read(folder: Path, saved: Checkpoint) -> Metadata:
@@ -56,8 +56,8 @@ def read(folder: Path, saved: Checkpoint) -> Metadata:
         CheckpointError: It is damaged, or does not go with the manifest and its files.
     """
     try:
-        found = loads((folder / FILE).read_bytes())
-        _check(found, {file.name: file.size_bytes for file in saved.files})
+        loaded = loads((folder / FILE).read_bytes())
+        _check(loaded, {file.name: file.size_bytes for file in saved.files})
     except CheckpointError as error:
         raise CheckpointError(f"{folder} cannot be used: {error}. Load another one.") from error
     except OSError as error:
@@ -66,21 +66,21 @@ def read(folder: Path, saved: Checkpoint) -> Metadata:
         raise CheckpointError(
             f"{folder} cannot be used: its {FILE} is damaged ({type(error).__name__}: {error})."
         ) from error
-    return found
+    return loaded
 
 
-def _check(found: Metadata, files: Mapping[str, int]) -> None:
+def _check(loaded: Metadata, files: Mapping[str, int]) -> None:
     """Every box is in one of the files, and all boxes of a tensor are the whole of it."""
-    stored = found.storage_data
-    for name, one in found.state_dict_metadata.items():
-        if not isinstance(one, TensorStorageMetadata):
+    stored = loaded.storage_data
+    for name, entry in loaded.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{name} in its {FILE} is no tensor")
-        for chunk in one.chunks:
+        for chunk in entry.chunks:
             place = stored[MetadataIndex(name, chunk.offsets)]
             if place.offset + place.length > files.get(place.relative_path, -1):
                 raise CheckpointError(f"{name} is not in its file {place.relative_path}")
-        count = sum(math.prod(chunk.sizes) for chunk in one.chunks)
-        if count != math.prod(one.size):
+        count = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        if count != math.prod(entry.size):
             raise CheckpointError(
-                f"{name} has {math.prod(one.size)} elements and {count} are in its files"
+                f"{name} has {math.prod(entry.size)} elements and {count} are in its files"
             )

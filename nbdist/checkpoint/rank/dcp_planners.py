@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from nbdist.checkpoint.chunks import Chunk, Part
+from nbdist.checkpoint.chunks import AssignedChunk, Chunk
 from nbdist.core.progress import BYTES
 from nbdist.rpc.rank import progress
 
@@ -64,10 +64,10 @@ class Tensors:
         dtype: torch.dtype,
         aliases: Iterable[tuple[str, ...]] = (),
     ) -> str:
-        """Add one; its name."""
+        """Add a tensor; returns its name in the checkpoint."""
         name = ".".join(path)
         self.shapes[name], self.dtypes[name] = tuple(shape), dtype
-        others = {".".join(one): one for one in aliases}
+        others = {".".join(alias): alias for alias in aliases}
         self.paths |= {name: path, **others}
         self.aliases[name] = tuple(others)
         return name
@@ -77,11 +77,11 @@ class Tensors:
         return TensorProperties(dtype=self.dtypes[name])
 
 
-class Writer(FileSystemWriter):
+class ChunkWriter(FileSystemWriter):
     """torch's writer, for one rank's file, without a word of where it was written."""
 
     def __init__(self, folder: Path) -> None:
-        """For files in a folder that there is."""
+        """Write into an existing folder."""
         super().__init__(folder, sync_files=True, thread_count=1)
 
     def storage_meta(self) -> StorageMeta | None:
@@ -89,17 +89,17 @@ class Writer(FileSystemWriter):
         return StorageMeta()
 
 
-class Saver(SavePlanner):
+class ChunkSavePlanner(SavePlanner):
     """Plans one rank's part of a save. Meets no rank: all make the same plan."""
 
     def __init__(
         self,
         tensors: Tensors,
-        parts: Sequence[Part],
+        parts: Sequence[AssignedChunk],
         rank: int,
         value: Callable[[Spot], torch.Tensor],
     ) -> None:
-        """Plan.
+        """Take what all ranks save; `create_local_plan` picks this rank's boxes.
 
         Args:
             tensors: Of all ranks.
@@ -115,23 +115,23 @@ class Saver(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Nothing: what is saved was given."""
+        """Nothing: the constructor has what is saved."""
 
     def create_local_plan(self) -> SavePlan:
-        """Plan this rank's boxes."""
-        return SavePlan([self._item(one) for one in self._parts if one.writer == self._rank])
+        """One write item for each box that this rank writes."""
+        return SavePlan([self._item(part) for part in self._parts if part.writer == self._rank])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plans as they are, and what is known of all tensors, under each of their names."""
+        """The plans as they are, and the metadata of all tensors, under each of their names."""
         tensors = self._tensors
         boxes: dict[str, list[ChunkStorageMetadata]] = {}
-        for one in self._parts:
-            boxes.setdefault(one.name, []).append(_box(one.chunk))
-        known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for part in self._parts:
+            boxes.setdefault(part.name, []).append(_box(part.chunk))
+        stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, shape in tensors.shapes.items():
-            told = TensorStorageMetadata(tensors.properties(name), torch.Size(shape), boxes[name])
-            known |= dict.fromkeys((name, *tensors.aliases[name]), told)
-        return all_plans, Metadata(known, planner_data=dict(tensors.paths))
+            entry = TensorStorageMetadata(tensors.properties(name), torch.Size(shape), boxes[name])
+            stored |= dict.fromkeys((name, *tensors.aliases[name]), entry)
+        return all_plans, Metadata(stored, planner_data=dict(tensors.paths))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Leave the plan as it is."""
@@ -141,18 +141,18 @@ class Saver(SavePlanner):
         """The values of a box."""
         return self._value(spot(write_item.index))
 
-    def _item(self, one: Part) -> WriteItem:
-        size = torch.Size(self._tensors.shapes[one.name])
-        data = TensorWriteData(_box(one.chunk), self._tensors.properties(one.name), size)
-        index = MetadataIndex(one.name, one.chunk.offsets)
+    def _item(self, part: AssignedChunk) -> WriteItem:
+        size = torch.Size(self._tensors.shapes[part.name])
+        data = TensorWriteData(_box(part.chunk), self._tensors.properties(part.name), size)
+        index = MetadataIndex(part.name, part.chunk.offsets)
         return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
-class Loader(LoadPlanner):
+class ChunkLoadPlanner(LoadPlanner):
     """Plans one rank's reading: what its boxes have in common with those that were saved."""
 
     def __init__(self, wanted: Mapping[str, tuple[torch.Tensor, Sequence[Chunk]]]) -> None:
-        """Plan.
+        """Take what this rank reads, and where to.
 
         Args:
             wanted: Name -> (this rank's local tensor, which is filled in place, and the boxes of
@@ -176,10 +176,14 @@ class Loader(LoadPlanner):
         """What this rank reads; each element of its boxes once, where the saved ones are whole."""
         assert self._metadata is not None
         items = []
-        for name, (_, own) in self._wanted.items():
+        for name, (_, chunks) in self._wanted.items():
             saved: Any = self._metadata.state_dict_metadata[name]
-            for chunk in own:
-                items += [i for one in saved.chunks if (i := _common(name, one, chunk)) is not None]
+            for chunk in chunks:
+                items += [
+                    item
+                    for saved_chunk in saved.chunks
+                    if (item := _common(name, saved_chunk, chunk)) is not None
+                ]
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -204,7 +208,7 @@ class Loader(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It was copied in place: tell how far it is."""
+        """It was copied in place: report the progress."""
         self._done_bytes += tensor.nbytes
         progress.tell("reading", self._done_bytes, self._total_bytes, BYTES)
 
@@ -218,15 +222,17 @@ def _box(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
 
 
-def _common(name: str, saved: ChunkStorageMetadata, own: Chunk) -> ReadItem | None:
+def _common(name: str, saved: ChunkStorageMetadata, chunk: Chunk) -> ReadItem | None:
     """What a saved box and one of this rank's have in common."""
-    begin = [max(a, b) for a, b in zip(saved.offsets, own.offsets, strict=True)]
-    ends = zip(saved.offsets, saved.sizes, own.offsets, own.sizes, strict=True)
+    begin = [max(a, b) for a, b in zip(saved.offsets, chunk.offsets, strict=True)]
+    ends = zip(saved.offsets, saved.sizes, chunk.offsets, chunk.sizes, strict=True)
     end = [min(a + m, b + n) for a, m, b, n in ends]
     lengths = [last - first for first, last in zip(begin, end, strict=True)]
     if any(length <= 0 for length in lengths):
         return None
-    local = [at + first - off for at, first, off in zip(own.local, begin, own.offsets, strict=True)]
+    local = [
+        at + first - off for at, first, off in zip(chunk.local, begin, chunk.offsets, strict=True)
+    ]
     inside = [first - off for first, off in zip(begin, saved.offsets, strict=True)]
     return ReadItem(
         LoadItemType.TENSOR,

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.checkpoint import safetensors
 from nbdist.checkpoint.rank.safetensors_file import WeightsFile, configs_of
-from nbdist.checkpoint.safetensors import Exported, Weight
+from nbdist.checkpoint.safetensors import ExportedWeights, Weight
 from nbdist.errors import CheckpointError, OptionError
 from nbdist.parallel import build, registry
 from nbdist.parallel.accelerator.model_state import portable
@@ -43,18 +43,18 @@ Gather = Callable[[Sequence[Weight]], Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ExportContents:
     """What the file will hold; the same on every rank.
 
     Attributes:
         model: The class of the user's module.
-        found: In the order of the file, each tensor once.
+        weights: In the order of the file, each tensor once.
         tied: Further names -> the name in the file.
-        left_out: Names of its state that are no tensors.
+        left_out: Names in its state that are not tensors.
     """
 
     model: str
-    found: tuple[Weight, ...]
+    weights: tuple[Weight, ...]
     tied: Mapping[str, str]
     left_out: tuple[str, ...]
 
@@ -76,7 +76,7 @@ class _Source:
     like: Callable[[str], tuple[tuple[int, ...], torch.dtype]]
 
 
-def export_weights(name: str, path: str) -> Exported:
+def export_weights(name: str, path: str) -> ExportedWeights:
     """Write a model's weights into one safetensors file. Collective: every rank.
 
     Args:
@@ -91,13 +91,13 @@ def export_weights(name: str, path: str) -> Exported:
         CheckpointError, NbdistError: As `export_model`.
     """
     gc.collect()  # models of cells that were run again are not meant
-    found: list[torch.nn.Module] = []
-    all_or_none("Finding the model", lambda: found.append(_model(name)))
-    return export_model(found[0], Path(path))
+    models: list[torch.nn.Module] = []
+    all_or_none("Finding the model", lambda: models.append(_model(name)))
+    return export_model(models[0], Path(path))
 
 
-def export_model(model: torch.nn.Module, path: Path) -> Exported:
-    """The same of a model itself. Collective: every rank.
+def export_model(model: torch.nn.Module, path: Path) -> ExportedWeights:
+    """Write the weights of a model object. Collective: every rank.
 
     Rank 0 writes, tensor by tensor, and has no more than a batch of them beside its own part;
     under fsdp1 and DeepSpeed every rank has all of them for a time. The file gets its name once
@@ -118,7 +118,7 @@ def export_model(model: torch.nn.Module, path: Path) -> Exported:
     what = f"Writing {target}"
     source = _source(model)
     contents = _alike(what, all_or_none(what, lambda: _contents(source)))
-    file = WeightsFile(target, contents.found, contents.tied, configs_of(source.base))
+    file = WeightsFile(target, contents.weights, contents.tied, configs_of(source.base))
     try:
         with progress.during("exporting"):
             _on_rank_0(what, file.begin)
@@ -130,26 +130,26 @@ def export_model(model: torch.nn.Module, path: Path) -> Exported:
             size_bytes, configs = _on_rank_0(what, file.commit)
     finally:
         file.abandon()
-    return Exported(
-        str(target), contents.model, len(contents.found), size_bytes, tuple(contents.tied),
+    return ExportedWeights(
+        str(target), contents.model, len(contents.weights), size_bytes, tuple(contents.tied),
         contents.left_out, configs, time.monotonic() - began_s,
     )  # fmt: skip
 
 
 def _on_rank_0(what: str, function: Callable[[], T]) -> T:
-    """What it returns there, on every rank. Collective: every rank."""
-    told = all_or_none(what, lambda: function() if rank() == 0 else None)[0]
-    return cast(T, told)
+    """Run a function on rank 0; its result on every rank. Collective: every rank."""
+    result = all_or_none(what, lambda: function() if rank() == 0 else None)[0]
+    return cast(T, result)
 
 
 def _passing(
-    source: _Source, contents: Contents, doing: str
+    source: _Source, contents: ExportContents, doing: str
 ) -> Iterator[tuple[Sequence[Weight], Mapping[str, torch.Tensor]]]:
-    """All tensors in the order of the file, so many at once, whole on rank 0. Collective."""
+    """All tensors in the order of the file, a batch at a time, whole on rank 0. Collective."""
     done = 0
-    for batch in safetensors.batches(contents.found, BATCH_BYTES):
+    for batch in safetensors.batches(contents.weights, BATCH_BYTES):
         values = source.values(batch)
-        progress.tell(doing, done, len(contents.found), "tensors")
+        progress.tell(doing, done, len(contents.weights), "tensors")
         yield batch, values
         done += len(batch)
 
@@ -158,76 +158,76 @@ def _model(name: str) -> torch.nn.Module:
     """A variable's model; without a name the only one, prepared ones first. This rank alone."""
     if name:
         return namespace.model_of(name)
-    known = namespace.values_of(torch.nn.Module)
+    modules = namespace.values_of(torch.nn.Module)
     ours = {
-        key: one
-        for key, one in known.items()
-        if registry.prepared_of(one) is not None or deepspeed_engine.is_engine(one)
-    } or known
-    bases = {id(_base(one)): one for one in ours.values()}
+        key: model
+        for key, model in modules.items()
+        if registry.prepared_of(model) is not None or deepspeed_engine.is_engine(model)
+    } or modules
+    bases = {id(_base(model)): model for model in ours.values()}
     if len(bases) == 1:
         return next(iter(bases.values()))
-    alone = registry.prepared()
-    if not bases and len(alone) == 1:  # no variable of its own: in an object, such as a trainer
-        return alone[0].outer
-    told = ", ".join(f"{key} ({type(one).__name__})" for key, one in ours.items())
+    prepared = registry.prepared()
+    if not bases and len(prepared) == 1:  # no variable of its own: in an object, such as a trainer
+        return prepared[0].outer
+    choices = ", ".join(f"{key} ({type(model).__name__})" for key, model in ours.items())
     raise OptionError(
-        f"Which model? There are {len(bases)}: {told}. Name one of these variables."
+        f"Which model? There are {len(bases)}: {choices}. Name one of these variables."
         if bases
         else "No variable on the ranks is a model. Name one, or a path from one: trainer.model."
     )
 
 
 def _base(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's module inside what is called."""
-    known = registry.prepared_of(model)
-    if known is not None:
-        return known.base
+    """The user's module inside its wrapper."""
+    prepared = registry.prepared_of(model)
+    if prepared is not None:
+        return prepared.base
     is_wrapper = isinstance(model, DistributedDataParallel) or deepspeed_engine.is_engine(model)
     return cast(torch.nn.Module, model.module) if is_wrapper else model
 
 
 def _source(model: torch.nn.Module) -> _Source:
     """Collective under fsdp1 and DeepSpeed, which gather the whole model on every rank."""
-    known = registry.prepared_of(model)
-    if known is None and not deepspeed_engine.is_engine(model):
+    prepared = registry.prepared_of(model)
+    if prepared is None and not deepspeed_engine.is_engine(model):
         return _plain(_base(model))
-    own = portable(model)
-    names = {name: own.firsts.get(name) for name in own.listed()}
-    if known is not None and not fsdp1_state.is_flat(known):
-        return _Source(own.base, names, functools.partial(_gathered, known), _likes(known))
-    whole = own.values()
+    state = portable(model)
+    names = {name: state.firsts.get(name) for name in state.listed()}
+    if prepared is not None and not fsdp1_state.is_flat(prepared):
+        return _Source(state.base, names, functools.partial(_gather, prepared), _likes(prepared))
+    whole = state.values()
     return _Source(
-        own.base,
+        state.base,
         names,
-        lambda batch: {one.name: whole[own.firsts[one.name]] for one in batch},
+        lambda batch: {weight.name: whole[state.firsts[weight.name]] for weight in batch},
         lambda first: (tuple(whole[first].shape), whole[first].dtype),
     )
 
 
-def _likes(known: Prepared) -> Callable[[str], tuple[tuple[int, ...], torch.dtype]]:
-    dtypes = full_state.dtypes_of(known)
-    return lambda first: (known.layouts[first].shape, dtypes[first])
+def _likes(prepared: Prepared) -> Callable[[str], tuple[tuple[int, ...], torch.dtype]]:
+    dtypes = full_state.dtypes_of(prepared)
+    return lambda first: (prepared.layouts[first].shape, dtypes[first])
 
 
-def _gathered(known: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
+def _gather(prepared: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
     """Some tensors of a prepared model, whole on rank 0. Collective: every rank."""
-    fsdp.settle(known.built.job.root)
-    first_of = build.firsts_of(known.base)
-    local, dtypes = full_state.local_state(known), full_state.dtypes_of(known)
-    firsts = {one.name: first_of[one.name] for one in batch}
+    fsdp.settle(prepared.built.job.root)
+    first_of = build.firsts_of(prepared.base)
+    local, dtypes = full_state.local_state(prepared), full_state.dtypes_of(prepared)
+    firsts = {weight.name: first_of[weight.name] for weight in batch}
     moves = [
-        Reshard(f, dtypes[f], known.side(f), known.whole(f, frozenset({0})))
+        Reshard(f, dtypes[f], prepared.side(f), prepared.whole(f, frozenset({0})))
         for f in firsts.values()
     ]
-    brought = redistribute(moves, local, known.built.job.device)
+    brought = redistribute(moves, local, prepared.built.job.device)
     return {name: brought[first] for name, first in firsts.items() if first in brought}
 
 
 def _plain(base: torch.nn.Module) -> _Source:
     """A model that no strategy knows: rank 0's, or sharded by the user's own code."""
     tensors = build.tensors_of(base)
-    parts = [name for name, one in tensors.items() if registry.layout_of(one) is not None]
+    parts = [name for name, tensor in tensors.items() if registry.layout_of(tensor) is not None]
     if parts:
         raise OptionError(
             f"{type(base).__name__} is a part of a prepared model ({parts[0]} belongs to it). "
@@ -236,8 +236,8 @@ def _plain(base: torch.nn.Module) -> _Source:
     first_of = build.firsts_of(base)
 
     def values(batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
-        found = {one.name: tensors[one.name].detach() for one in batch}
-        return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+        local = {weight.name: tensors[weight.name].detach() for weight in batch}
+        return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in local.items()}
 
     return _Source(
         base,
@@ -247,24 +247,24 @@ def _plain(base: torch.nn.Module) -> _Source:
     )
 
 
-def _contents(source: _Source) -> Contents:
+def _contents(source: _Source) -> ExportContents:
     """What the file will hold. This rank alone."""
-    found: dict[str, Weight] = {}
+    weights: dict[str, Weight] = {}
     tied = {}
     for name, first in source.names.items():
         if first is None:
             continue
-        if first in found:
-            tied[name] = found[first].name
+        if first in weights:
+            tied[name] = weights[first].name
             continue
         shape, dtype = source.like(first)
-        found[first] = Weight(name, shape, str(dtype).removeprefix("torch."))
-    safetensors.check(found.values())
-    if not found:
+        weights[first] = Weight(name, shape, str(dtype).removeprefix("torch."))
+    safetensors.check(weights.values())
+    if not weights:
         raise OptionError(f"{_title(source.base)} has no parameters and no buffers to save.")
-    return Contents(
+    return ExportContents(
         _title(source.base),
-        tuple(safetensors.in_file_order(found.values())),
+        tuple(safetensors.in_file_order(weights.values())),
         tied,
         tuple(name for name, first in source.names.items() if first is None),
     )
@@ -272,16 +272,16 @@ def _contents(source: _Source) -> Contents:
 
 def _title(base: torch.nn.Module) -> str:
     """The user's class, which FSDP2 replaces by one of its own."""
-    return next(one for one in type(base).__mro__ if not issubclass(one, FSDPModule)).__name__
+    return next(cls for cls in type(base).__mro__ if not issubclass(cls, FSDPModule)).__name__
 
 
-def _alike(what: str, told: Sequence[Contents]) -> Contents:
-    for number, one in enumerate(told):
-        if one != told[0]:
-            odd = set(told[0].found) ^ set(one.found)
+def _alike(what: str, per_rank: Sequence[ExportContents]) -> ExportContents:
+    for number, contents in enumerate(per_rank):
+        if contents != per_rank[0]:
+            odd = set(per_rank[0].weights) ^ set(contents.weights)
             detail = f": {min(w.name for w in odd)}" if odd else ""
             raise CheckpointError(
-                f"{what}: the model of rank {number} is another one than rank 0's{detail}. "
+                f"{what}: rank {number}'s model differs from rank 0's{detail}. "
                 "Name a variable that is the same model on all ranks."
             )
-    return told[0]
+    return per_rank[0]

@@ -1,4 +1,4 @@
-"""The saves that this rank's threads make: how far each is, and how it is stopped.
+"""The saves of this rank's thread: their progress, and how they are stopped.
 
 The control thread looks in here; nothing heavy is imported.
 """
@@ -19,11 +19,11 @@ _JOIN_S = 2.0
 
 
 class Cancelled(CheckpointError):
-    """The save is to end, as somebody asked for."""
+    """The save was stopped on request."""
 
 
 class Meter:
-    """How far a rank is, for others to read; and whether it is to stop.
+    """The progress of a save on this rank, and the request to stop it.
 
     Attributes:
         phase: What is done now, for people.
@@ -41,14 +41,14 @@ class Meter:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is to stop."""
+        """Whether a stop was requested."""
         return self._stop.is_set()
 
     def stop(self, why: str) -> bool:
-        """Let it end: then it will not be there. From any thread.
+        """Request a stop; the checkpoint will not be written. From any thread.
 
         Returns:
-            False where it is too late: it is being put in its place.
+            False if it is too late: the checkpoint is being moved into place.
         """
         with self._lock:
             if not self._is_final:
@@ -57,25 +57,25 @@ class Meter:
             return not self._is_final
 
     def make_final(self) -> None:
-        """From here on it cannot be stopped any more. Raises Cancelled if it is to stop."""
+        """After this it cannot be stopped. Raises Cancelled if a stop was requested."""
         with self._lock:
             self.check()
             self._is_final = True
 
     def check(self) -> None:
-        """Raises Cancelled once it is to stop."""
+        """Raises Cancelled if a stop was requested."""
         if self._stop.is_set():
             raise Cancelled(self._why)
 
     def wait(self, pause_s: float) -> None:
-        """Wait a while, or until it is to stop."""
+        """Wait `pause_s`, or until a stop is requested."""
         self._stop.wait(pause_s)
         self.check()
 
 
 @dataclass(slots=True)
-class Job:
-    """One save on this rank.
+class SaveJob:
+    """One save on this rank, as the control thread sees it.
 
     Attributes:
         token: Names it, the same on all ranks.
@@ -94,18 +94,18 @@ class Job:
     saved: Saved | None = None
 
 
-_jobs: dict[str, Job] = {}
+_jobs: dict[str, SaveJob] = {}
 # What the thread is to do: one for all saves, as a new one begins after milliseconds.
-_todo: SimpleQueue[tuple[Job, Callable[[], None]]] = SimpleQueue()
+_todo: SimpleQueue[tuple[SaveJob, Callable[[], None]]] = SimpleQueue()
 
 
-def keep(job: Job, run: Callable[[], None]) -> None:
-    """Let a save be the one that can be asked for, and a thread run the rest of it.
+def keep(job: SaveJob, run: Callable[[], None]) -> None:
+    """Register a save as the current one, and let a thread run the rest of it.
 
     From here on that thread wants the interpreter for itself.
 
     Args:
-        job: What others know of it.
+        job: Its progress, for the control thread.
         run: Raises nothing.
     """
     _jobs.clear()
@@ -132,10 +132,10 @@ def _work() -> None:
 
 
 def state(token: str) -> Saving:
-    """How far a save is on this rank. From any thread; no rank is met."""
+    """The progress of a save on this rank. From any thread; no rank is met."""
     job = _jobs.get(token)
     if job is None:
-        return Saving(FAILED, failure="this rank knows of no such save: it has been replaced")
+        return Saving(FAILED, failure="this rank does not know this save: it was restarted since")
     is_running = not (job.is_over.is_set() or job.failure or job.saved)
     kind = RUNNING if is_running else FAILED if job.failure else DONE
     meter = job.meter
@@ -143,10 +143,10 @@ def state(token: str) -> Saving:
 
 
 def stop(token: str, why: str) -> bool:
-    """Let a save end that is not over. From any thread.
+    """Stop a save that is still running. From any thread.
 
     Returns:
-        Whether it will end so: on rank 0, that the checkpoint will not be there.
+        Whether it will stop: on rank 0, that the checkpoint will not be written.
     """
     job = _jobs.get(token)
     return job is None or (job.saved is None and job.meter.stop(why))
@@ -164,5 +164,5 @@ def refuse_if_running() -> None:
         is_ending = state(job.token).state != RUNNING or job.meter.is_stopped
         if not job.is_over.wait(_JOIN_S if is_ending else 0.0):
             raise CheckpointError(
-                f"{job.path} is still being saved ({job.meter.phase}). Wait until it is there."
+                f"{job.path} is still being saved ({job.meter.phase}). Wait until it is done."
             )

@@ -1,4 +1,4 @@
-"""What there is to save, or to load into: the models and optimizers that all ranks have prepared.
+"""The objects that are saved, or loaded into: models and optimizers that all ranks have prepared.
 
 Names are those of the variables, as rank 0 has them.
 """
@@ -30,53 +30,55 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(slots=True)
-class Model:
-    """A prepared model.
+class CheckpointModel:
+    """A prepared model with the local tensors of this rank.
 
     Attributes:
         name: Of a variable that holds it.
-        place: The how manieth of all prepared ones.
-        one: What is known of it.
+        place: Its index among all prepared models.
+        prepared: What the registry knows of it.
         names: First name -> all names, of those that are saved: not of passing buffers.
         dtypes: By first name.
-        held: This rank's local parts, by first name.
+        local: This rank's local parts, by first name.
     """
 
     name: str
     place: int
-    one: Prepared
+    prepared: Prepared
     names: dict[str, tuple[str, ...]]
     dtypes: dict[str, torch.dtype]
-    held: dict[str, torch.Tensor] = field(default_factory=dict)
+    local: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def is_flat(self) -> bool:
         """Whether it is under FSDP1, which gathers and scatters whole values by itself."""
-        return fsdp1_state.is_flat(self.one)
+        return fsdp1_state.is_flat(self.prepared)
 
     def side(self, first: str) -> Placement:
         """How a tensor lies: under FSDP1 as if every rank had all of it."""
-        return self.one.whole(first) if self.is_flat else self.one.side(first)
+        return self.prepared.whole(first) if self.is_flat else self.prepared.side(first)
 
     def saved(self) -> SavedModel:
-        """As the manifest tells it."""
+        """The manifest's record of it."""
         tensors = tuple(
-            SavedTensor(first, tuple(self.one.layouts[first].shape), dtype_text(self.dtypes[first]))
+            SavedTensor(
+                first, tuple(self.prepared.layouts[first].shape), dtype_text(self.dtypes[first])
+            )
             for first in self.names
         )
         tied = {other: first for first, names in self.names.items() for other in names[1:]}
-        return SavedModel(self.one.built.title, tensors, tied)
+        return SavedModel(self.prepared.built.title, tensors, tied)
 
 
 @dataclass(slots=True)
 class PreparedOptimizer:
-    """A prepared optimizer.
+    """A prepared optimizer with its state and its parameters' names.
 
     Attributes:
         name: Of a variable that holds it or its wrapper.
         stepper: It, its parameters and what it remembers.
         labels: Unique name of a parameter -> as it is in the checkpoint: MODEL.FIRST.
-        others: How many of its parameters are of no prepared model.
+        others: How many of its parameters belong to no prepared model.
         whole: All that it remembers, under FSDP1, which has no layouts; by unique names.
     """
 
@@ -93,28 +95,35 @@ class PreparedOptimizer:
 
     def labels_as(self, models: Mapping[str, str]) -> dict[str, str]:
         """The labels with other names of models: name here -> name in the checkpoint."""
-        own = {key: first for key, (_, first, _) in self.stepper.names.items()}
-        here = {key: label.removesuffix(f".{own[key]}") for key, label in self.labels.items()}
-        return {key: f"{models.get(here[key], here[key])}.{first}" for key, first in own.items()}
+        firsts = {key: first for key, (_, first, _) in self.stepper.names.items()}
+        model_names = {
+            key: label.removesuffix(f".{firsts[key]}") for key, label in self.labels.items()
+        }
+        return {
+            key: f"{models.get(model_names[key], model_names[key])}.{first}"
+            for key, first in firsts.items()
+        }
 
     def groups(self, models: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """Its groups' settings, with labels as their `params`. Those of others are left out."""
         labels = self.labels_as(models or {})
-        known = {id(held): labels[key] for key, (_, _, held) in self.stepper.names.items()}
+        label_of = {
+            id(parameter): labels[key] for key, (_, _, parameter) in self.stepper.names.items()
+        }
         return [
-            {**group, "params": [known[id(p)] for p in group["params"] if id(p) in known]}
+            {**group, "params": [label_of[id(p)] for p in group["params"] if id(p) in label_of]}
             for group in self.optimizer.param_groups
         ]
 
     def saved(self, models: Mapping[str, str] | None = None) -> SavedOptimizer:
-        """As the manifest tells it; with other names of models, as `labels_as`."""
+        """The manifest's record of it; with other names of models, as `labels_as`."""
         groups = self.groups(models)
         agreed = self.stepper.agreed
         keys = dict.fromkeys(key for _, key in (agreed.entries if agreed else ()))
         return SavedOptimizer(
             type(self.optimizer).__name__,
             tuple(tuple(group["params"]) for group in groups),
-            tuple(_told(group) for group in groups),
+            tuple(_plain_settings(group) for group in groups),
             tuple(keys),
         )
 
@@ -128,13 +137,13 @@ class LiveObjects:
         accelerators: Those that were set up, by which schedulers, loaders and scalers are known.
     """
 
-    models: list[Model]
+    models: list[CheckpointModel]
     optimizers: list[PreparedOptimizer]
     accelerators: list[Any]
 
 
 def find(what: str) -> LiveObjects:
-    """Find what all ranks have. Collective: every rank.
+    """Find the models and optimizers of all ranks. Collective: every rank.
 
     Args:
         what: Is done, for messages: "Saving PATH".
@@ -146,15 +155,17 @@ def find(what: str) -> LiveObjects:
     accelerators = accelerators_here()
     common = common_models(what)
     all_or_none(what, lambda: _check(common))
-    for one in common:
-        fsdp.settle(one.built.job.root)
+    for prepared in common:
+        fsdp.settle(prepared.built.job.root)
     steppers = steppers_of(what, common, is_quick=True)
     counts = all_or_none(what, lambda: len(accelerators))
     for accelerator in accelerators[: min(counts)]:
         save_state.agree(accelerator, is_collected=True)
-    named = all_or_none(what, lambda: variable_names(common, steppers, accelerators))[0]
-    models = [_model(one, at, named[0][at]) for at, one in enumerate(common)]
-    optimizers = [_stepping(one, models, named[1][at]) for at, one in enumerate(steppers)]
+    names = all_or_none(what, lambda: variable_names(common, steppers, accelerators))[0]
+    models = [_model(prepared, at, names[0][at]) for at, prepared in enumerate(common)]
+    optimizers = [
+        _prepared_optimizer(stepper, models, names[1][at]) for at, stepper in enumerate(steppers)
+    ]
     return LiveObjects(models, optimizers, accelerators[: min(counts)])
 
 
@@ -166,15 +177,15 @@ def accelerators_here() -> list[Any]:
 
 
 def _accelerators() -> list[Any]:
-    return [one for one in registry.watchers() if hasattr(one, "_schedulers")]
+    return [watcher for watcher in registry.watchers() if hasattr(watcher, "_schedulers")]
 
 
 def _may_be_left(accelerators: Iterable[Any]) -> bool:
     """Whether some of what lives may be of a cell that was run again, and gone once collected."""
-    held = [registry.prepared()]
-    for one in accelerators:
-        held += [one._schedulers, one._dataloaders, one._custom_objects]  # noqa: SLF001  # ours
-    return any(len(several) > 1 for several in held)
+    lists = [registry.prepared()]
+    for accelerator in accelerators:
+        lists += [accelerator._schedulers, accelerator._dataloaders, accelerator._custom_objects]  # noqa: SLF001  # ours
+    return any(len(objects) > 1 for objects in lists)
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -188,18 +199,18 @@ def dtype_of(text: str) -> torch.dtype:
     Raises:
         CheckpointError: There is none in this torch.
     """
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"torch {torch.__version__} has no dtype {text!r}. Upgrade torch.")
-    return found
+    return dtype
 
 
 def _check(common: list[Prepared]) -> None:
     if registry.current().name == "deepspeed":
         raise CheckpointError(
-            "DeepSpeed's optimizer keeps its state in a form of its own, which cannot be saved in "
+            "DeepSpeed's optimizer keeps its state in its own format, which cannot be saved in "
             "parts for other strategies. Use accelerator.save_state(DIR) and load_state(DIR), or "
-            "train under fsdp or zero1, which split the same."
+            "train under fsdp or zero1, which shard the same state."
         )
     if not common:
         raise CheckpointError(
@@ -217,54 +228,65 @@ def variable_names(
         for accelerator in accelerators
         for wrapper in accelerator._optimizers  # noqa: SLF001  # our own list
     }
-    own = [
-        next(iter([*names_for(one.outer), *names_for(one.base)]), one.built.title.lower())
-        for one in models
+    model_names = [
+        next(iter([*names_for(model.outer), *names_for(model.base)]), model.built.title.lower())
+        for model in models
     ]
-    steps = []
-    for one in steppers:
-        wrapper = wrappers.get(id(one.optimizer))
-        held = names_for(wrapper) if wrapper is not None else []
-        kind = type(one.optimizer).__name__.lower()
-        steps.append(next(iter([*held, *names_for(one.optimizer)]), kind))
-    return _each_once(own), _each_once(steps)
+    optimizer_names = []
+    for stepper in steppers:
+        wrapper = wrappers.get(id(stepper.optimizer))
+        wrapper_names = names_for(wrapper) if wrapper is not None else []
+        kind = type(stepper.optimizer).__name__.lower()
+        optimizer_names.append(next(iter([*wrapper_names, *names_for(stepper.optimizer)]), kind))
+    return _each_once(model_names), _each_once(optimizer_names)
 
 
 def _each_once(names: Iterable[str]) -> list[str]:
-    found: list[str] = []
+    unique: list[str] = []
     for name in names:
-        number, one = 1, name
-        while one in found:
+        number, candidate = 1, name
+        while candidate in unique:
             number += 1
-            one = f"{name}_{number}"
-        found.append(one)
-    return found
+            candidate = f"{name}_{number}"
+        unique.append(candidate)
+    return unique
 
 
-def _model(one: Prepared, place: int, name: str) -> Model:
+def _model(prepared: Prepared, place: int, name: str) -> CheckpointModel:
     """A model with what this rank holds. Collective under FSDP1, else this rank alone."""
-    kept = set(portable(one.base).saved_names())
-    names = {first: all_ for first, all_ in one.built.names.items() if kept.intersection(all_)}
-    values = fsdp1_state.values(one) if fsdp1_state.is_flat(one) else local_state(one)
-    held = {first: values[first] for first in names if first in values}
-    return Model(name, place, one, names, dtypes_of(one), held)
+    saved_names = set(portable(prepared.base).saved_names())
+    names = {
+        first: aliases
+        for first, aliases in prepared.built.names.items()
+        if saved_names.intersection(aliases)
+    }
+    values = (
+        fsdp1_state.values(prepared) if fsdp1_state.is_flat(prepared) else local_state(prepared)
+    )
+    local = {first: values[first] for first in names if first in values}
+    return CheckpointModel(name, place, prepared, names, dtypes_of(prepared), local)
 
 
-def _stepping(one: Stepper, models: list[Model], name: str) -> PreparedOptimizer:
-    own = {id(model.one): model for model in models}
-    labels = {key: f"{own[id(o)].name}.{first}" for key, (o, first, _) in one.names.items()}
-    count = sum(len(group["params"]) for group in one.optimizer.param_groups)
+def _prepared_optimizer(
+    stepper: Stepper, models: list[CheckpointModel], name: str
+) -> PreparedOptimizer:
+    model_of = {id(model.prepared): model for model in models}
+    labels = {
+        key: f"{model_of[id(prepared)].name}.{first}"
+        for key, (prepared, first, _) in stepper.names.items()
+    }
+    count = sum(len(group["params"]) for group in stepper.optimizer.param_groups)
     whole = None
-    if any(fsdp1_state.is_flat(o) for o, _, _ in one.names.values()):
-        whole = full_optimizer_state(one.optimizer)
-    return PreparedOptimizer(name, one, labels, count - len(one.names), whole)
+    if any(fsdp1_state.is_flat(prepared) for prepared, _, _ in stepper.names.values()):
+        whole = full_optimizer_state(stepper.optimizer)
+    return PreparedOptimizer(name, stepper, labels, count - len(stepper.names), whole)
 
 
-def _told(group: dict[str, Any]) -> dict[str, Any]:
+def _plain_settings(group: dict[str, Any]) -> dict[str, Any]:
     """A group's numbers, for a person: what is no plain value is left out."""
-    found = {}
+    settings = {}
     for key, value in group.items():
-        several = list(value) if isinstance(value, tuple) else [value]
-        if key != "params" and all(isinstance(one, _PLAIN) for one in several):
-            found[key] = several if isinstance(value, tuple) else value
-    return found
+        items = list(value) if isinstance(value, tuple) else [value]
+        if key != "params" and all(isinstance(item, _PLAIN) for item in items):
+            settings[key] = items if isinstance(value, tuple) else value
+    return settings

@@ -17,15 +17,20 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
+from nbdist.checkpoint import folder as checkpoint_folder
 from nbdist.checkpoint import manifest
 from nbdist.checkpoint.chunks import own_chunks
 from nbdist.checkpoint.manifest import Checkpoint
 from nbdist.checkpoint.mismatch import mismatches
 from nbdist.checkpoint.rank import dcp_metadata, plain_state, restore
-from nbdist.checkpoint.rank.dcp_planners import Loader
+from nbdist.checkpoint.rank.dcp_planners import ChunkLoadPlanner
 from nbdist.checkpoint.rank.jobs import refuse_if_running
-from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOptimizer, find
+from nbdist.checkpoint.rank.live_objects import (
+    CheckpointModel,
+    LiveObjects,
+    PreparedOptimizer,
+    find,
+)
 from nbdist.checkpoint.results import Loaded
 from nbdist.core.finding import BAD
 from nbdist.errors import CheckpointError, NbdistError
@@ -44,22 +49,22 @@ from nbdist.rpc.rank import progress
 from nbdist.strategy.tensor_layout import Placement, local_shape
 
 T = TypeVar("T")
-U = TypeVar("U", Model, PreparedOptimizer)
+U = TypeVar("U", CheckpointModel, PreparedOptimizer)
 
 
 @dataclass(slots=True)
-class Read:
-    """What a rank has read.
+class ReadCheckpoint:
+    """A checkpoint that this rank has read, before anything is changed.
 
     Attributes:
         saved: The manifest.
-        known: Where each tensor lies.
+        metadata: Where each tensor lies.
         states: Everything that is no large tensor.
         values: Name in the checkpoint -> this rank's part of it.
     """
 
     saved: Checkpoint
-    known: Metadata
+    metadata: Metadata
     states: dict[str, Any]
     values: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -82,27 +87,27 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     began_s = time.perf_counter()
     what, folder = f"Loading {path}", Path(path)
     all_or_none(what, refuse_if_running)
-    all_or_none(what, lambda: rank() == 0 and checkpoint_checkpoint_folder.recover(folder))
-    told = all_or_none(what, lambda: manifest.read(folder))
+    all_or_none(what, lambda: rank() == 0 and checkpoint_folder.recover(folder))
+    manifests = all_or_none(what, lambda: manifest.read(folder))
     with same_random(), progress.during("loading"):
-        found = find(what)
-        all_or_none(what, lambda: _same(folder, told))
-        saved = told[rank()]
+        live = find(what)
+        all_or_none(what, lambda: _same(folder, manifests))
+        saved = manifests[rank()]
         all_or_none(what, lambda: _check_files(folder, saved))
         if is_models_only:
-            found.optimizers, found.accelerators = [], []
+            live.optimizers, live.accelerators = [], []
             saved = replace(saved, optimizers=(), extra={**saved.extra, "optimizers": []})
-        made: list[tuple[Read, restore.Plan]] = []
-        all_or_none(what, lambda: made.append(_prepared(folder, saved, found)))
-        ((read, plan),) = made
+        prepared: list[tuple[ReadCheckpoint, restore.RestorePlan]] = []
+        all_or_none(what, lambda: prepared.append(_prepare(folder, saved, live)))
+        ((read, plan),) = prepared
         _put(what, plan)
     notes = list(plan.notes)
     if not is_models_only:
-        notes += restore.generators(read.states, saved)
+        notes += restore.restore_generators(read.states, saved)
     return Loaded(
         path=path,
-        models=tuple(model.name for model in found.models),
-        optimizers=tuple(stepping.name for stepping in found.optimizers),
+        models=tuple(model.name for model in live.models),
+        optimizers=tuple(optimizer.name for optimizer in live.optimizers),
         step=saved.step,
         saved_as=saved.strategy,
         loaded_as=registry.current(),
@@ -113,20 +118,22 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     )
 
 
-def _prepared(folder: Path, saved: Checkpoint, found: LiveObjects) -> tuple[Read, restore.Plan]:
-    """All that can fail. This rank alone."""
-    matched = _matched(folder, saved, found)
-    one = Read(saved, dcp_metadata.read(folder, saved), plain_state.read(folder))
+def _prepare(
+    folder: Path, saved: Checkpoint, live: LiveObjects
+) -> tuple[ReadCheckpoint, restore.RestorePlan]:
+    """Read and plan: all that can fail. This rank alone."""
+    match = _match(folder, saved, live)
+    read = ReadCheckpoint(saved, dcp_metadata.read(folder, saved), plain_state.read(folder))
     shapes = {
         name: tuple(stored.size)
-        for name, stored in one.known.state_dict_metadata.items()
+        for name, stored in read.metadata.state_dict_metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
-    _fill(folder, one, restore.wanted(one.states, matched, shapes))
-    return one, restore.plan(one.states, one.values, matched)
+    _fill(folder, read, restore.wanted_placements(read.states, match, shapes))
+    return read, restore.plan(read.states, read.values, match)
 
 
-def _put(what: str, plan: restore.Plan) -> None:
+def _put(what: str, plan: restore.RestorePlan) -> None:
     """Put all in place, where every rank can. Collective: every rank.
 
     Raises:
@@ -134,12 +141,12 @@ def _put(what: str, plan: restore.Plan) -> None:
     """
     ballot = CommitVote(str(all_or_none(what, time.time_ns)[0]))
     try:
-        all_or_none(what, lambda: restore.objects(plan))
+        all_or_none(what, lambda: restore.restore_objects(plan))
         with interrupts_held():
             _vote(what, ballot)
             _commit(what, plan)
     except BaseException:
-        restore.objects_back(plan)
+        restore.put_objects_back(plan)
         raise
 
 
@@ -153,22 +160,22 @@ def _vote(what: str, ballot: CommitVote) -> None:
     raise_failures(what, ballot.answer(""))
 
 
-def _commit(what: str, plan: restore.Plan) -> None:
+def _commit(what: str, plan: restore.RestorePlan) -> None:
     try:
         restore.commit(plan)
     except Exception as error:
         raise NbdistError(
-            f"{what} failed on rank {rank()} while values were put in place, so models hold some "
-            f"of them: {one_line(error)}. Load again, this checkpoint or another one."
+            f"{what} failed on rank {rank()} while values were put in place, so models hold only "
+            f"some of them: {one_line(error)}. Load again, this checkpoint or another one."
         ) from error
 
 
-def _same(folder: Path, told: list[Checkpoint]) -> None:
-    odd = [number for number, one in enumerate(told) if one != told[0]]
+def _same(folder: Path, manifests: list[Checkpoint]) -> None:
+    odd = [number for number, saved in enumerate(manifests) if saved != manifests[0]]
     if odd:
         raise CheckpointError(
-            f"rank {odd[0]} finds another checkpoint at {folder} than rank 0. Load from a folder "
-            "that all hosts share."
+            f"rank {odd[0]} finds a different checkpoint at {folder} than rank 0. Load from a "
+            "folder that all hosts share."
         )
 
 
@@ -176,80 +183,86 @@ def _check_files(folder: Path, saved: Checkpoint) -> None:
     """Each file is read by one rank and compared with its checksum; lengths by all."""
     progress.tell("comparing files with their checksums")
     manifest.check_files(folder, saved)
-    own = replace(saved, files=saved.files[rank() :: world_size()])
-    manifest.check_files(folder, own, reads_all=True)
+    rank_share = replace(saved, files=saved.files[rank() :: world_size()])
+    manifest.check_files(folder, rank_share, reads_all=True)
 
 
-def _matched(folder: Path, saved: Checkpoint, found: LiveObjects) -> restore.Matched:
+def _match(folder: Path, saved: Checkpoint, live: LiveObjects) -> restore.RestoreMatch:
     """Which live object takes over which saved one.
 
     Raises:
         CheckpointError: Something does not fit; the first few of it, and how many there are.
     """
     pairs = {
-        what: _paired(
-            [str(n) for n in saved.extra.get(what, ())], [one.name for one in live], what, folder
+        what: _pair(
+            [str(n) for n in saved.extra.get(what, ())], [item.name for item in items], what, folder
         )
-        for what, live in (("models", found.models), ("optimizers", found.optimizers))
+        for what, items in (("models", live.models), ("optimizers", live.optimizers))
     }
-    models = _chosen(pairs["models"], saved.extra["models"], saved.models, found.models)
-    steps = _chosen(
-        pairs["optimizers"], saved.extra["optimizers"], saved.optimizers, found.optimizers
+    models = _choose(pairs["models"], saved.extra["models"], saved.models, live.models)
+    optimizers = _choose(
+        pairs["optimizers"], saved.extra["optimizers"], saved.optimizers, live.optimizers
     )
     there = {model.name: old for old, _, model in models}
     wrong = mismatches(
         replace(
             saved,
-            models=tuple(one for _, one, _ in models),
-            optimizers=tuple(one for _, one, _ in steps),
+            models=tuple(record for _, record, _ in models),
+            optimizers=tuple(record for _, record, _ in optimizers),
         ),
         [model.saved() for _, _, model in models],
-        [one.saved(there) for _, _, one in steps],
+        [optimizer.saved(there) for _, _, optimizer in optimizers],
     )
-    bad = [one for one in wrong if one.verdict == BAD]
+    bad = [finding for finding in wrong if finding.verdict == BAD]
     if bad:
-        told = " ".join(f"{one.name}: {one.found}." for one in bad[:3])
-        more = f" And {len(bad) - 3} more kinds of differences." if len(bad) > 3 else ""
+        text = " ".join(f"{finding.name}: {finding.found}." for finding in bad[:3])
+        more = f" And {len(bad) - 3} more kinds of difference." if len(bad) > 3 else ""
         advice = bad[0].what[:1].upper() + bad[0].what[1:]
-        raise CheckpointError(f"{folder} does not fit: {told}{more} {advice}. Nothing was changed.")
-    notes = tuple(f"{one.name}: {one.found}; {one.why}" for one in wrong if one.verdict != BAD)
-    return restore.Matched(
-        found,
+        raise CheckpointError(f"{folder} does not fit: {text}{more} {advice}. Nothing was changed.")
+    notes = tuple(
+        f"{finding.name}: {finding.found}; {finding.why}"
+        for finding in wrong
+        if finding.verdict != BAD
+    )
+    return restore.RestoreMatch(
+        live,
         [(old, model) for old, _, model in models],
-        [(old, one) for old, _, one in steps],
+        [(old, optimizer) for old, _, optimizer in optimizers],
         notes,
     )
 
 
-def _chosen(
+def _choose(
     pairs: Sequence[tuple[str, str]], names: Sequence[str], records: Sequence[T], live: Sequence[U]
 ) -> list[tuple[str, T, U]]:
     """(name there, the manifest's record of it, live one), in the order of the live ones."""
     there = dict(zip(names, records, strict=True))
     old = {here: name for name, here in pairs}
-    return [(old[one.name], there[old[one.name]], one) for one in live]
+    return [(old[item.name], there[old[item.name]], item) for item in live]
 
 
-def _paired(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple[str, str]]:
-    """(name there, name here): by names, or the only one with the only one."""
+def _pair(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple[str, str]]:
+    """(name there, name here): by names, or, with one of each, those two."""
     if sorted(old) == sorted(new):
-        return [(one, one) for one in old]
+        return [(name, name) for name in old]
     if len(old) == len(new) == 1:
         return [(old[0], new[0])]
     raise CheckpointError(
-        f"{folder} does not fit: it has the {what} {', '.join(old) or 'none'}, and here are "
+        f"{folder} does not fit: its {what} are {', '.join(old) or 'none'}, but here they are "
         f"{', '.join(new) or 'none'}. Give the variables the same names, or prepare as many as "
         "were saved. Nothing was changed."
     )
 
 
-def _fill(folder: Path, one: Read, wanted: Mapping[str, Placement]) -> None:
+def _fill(folder: Path, read: ReadCheckpoint, wanted: Mapping[str, Placement]) -> None:
     """Read this rank's part of each tensor, from whichever files it is in."""
-    asked = {}
+    targets = {}
     for name, side in wanted.items():
-        stored = one.known.state_dict_metadata.get(name)
+        stored = read.metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointError(f"{folder} has no {name}, which its manifest names.")
+            raise CheckpointError(
+                f"{folder} has no {name}, which its manifest lists. Load another checkpoint."
+            )
         if tuple(stored.size) != side.layout.shape:
             raise CheckpointError(
                 f"{folder} does not fit: {name} has shape {tuple(stored.size)} there and "
@@ -258,11 +271,11 @@ def _fill(folder: Path, one: Read, wanted: Mapping[str, Placement]) -> None:
         shape = local_shape(side.layout, side.degrees, rank())
         if shape is None:
             continue
-        one.values[name] = torch.empty(shape, dtype=stored.properties.dtype)
-        asked[name] = (one.values[name], own_chunks(side, world_size(), rank()))
-    planner, reader = Loader(asked), FileSystemReader(folder)
-    planner.set_up_planner({}, one.known)
-    reader.set_up_storage_reader(one.known, is_coordinator=False)
+        read.values[name] = torch.empty(shape, dtype=stored.properties.dtype)
+        targets[name] = (read.values[name], own_chunks(side, world_size(), rank()))
+    planner, reader = ChunkLoadPlanner(targets), FileSystemReader(folder)
+    planner.set_up_planner({}, read.metadata)
+    reader.set_up_storage_reader(read.metadata, is_coordinator=False)
     try:
         reader.read_data(planner.create_local_plan(), planner).wait()
     except OSError as error:

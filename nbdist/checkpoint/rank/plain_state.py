@@ -39,7 +39,7 @@ def set_random(state: Mapping[str, Any]) -> None:
     ).put_back()
 
 
-def states(found: LiveObjects) -> dict[str, Any]:
+def states(live: LiveObjects) -> dict[str, Any]:
     """All plain states but random generators', as they are here; copies, so that they may change.
 
     Raises:
@@ -47,15 +47,15 @@ def states(found: LiveObjects) -> dict[str, Any]:
     """
     return {
         "optimizers": {
-            one.name: {
-                "groups": copied(one.groups(), f"optimizers.{one.name}.groups"),
-                "entries": entries_of(one),
+            optimizer.name: {
+                "groups": copied(optimizer.groups(), f"optimizers.{optimizer.name}.groups"),
+                "entries": entries_of(optimizer),
             }
-            for one in found.optimizers
+            for optimizer in live.optimizers
         },
         "accelerators": [
-            copied(_accelerator(one), f"accelerators.{at}")
-            for at, one in enumerate(found.accelerators)
+            copied(_accelerator(accelerator), f"accelerators.{at}")
+            for at, accelerator in enumerate(live.accelerators)
         ],
     }
 
@@ -67,24 +67,24 @@ def copied(value: Any, where: str) -> Any:
         CheckpointError: Something in it is no plain data; says where.
     """
 
-    def inner(key: object, one: Any) -> Any:
-        return one if type(one) in _SINGLE else copied(one, f"{where}.{key}")
+    def inner(key: object, item: Any) -> Any:
+        return item if type(item) in _SINGLE else copied(item, f"{where}.{key}")
 
     kind = type(value)
     if kind is dict:
-        return {key: inner(key, one) for key, one in value.items()}
+        return {key: inner(key, item) for key, item in value.items()}
     if kind is list or kind is tuple:
-        return kind([inner(at, one) for at, one in enumerate(value)])
+        return kind([inner(at, item) for at, item in enumerate(value)])
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping | list | tuple | set):  # of a class of its own
-        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
-            inner(key, one)
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            inner(key, item)
     elif kind not in _SINGLE and not isinstance(value, int | float | complex | str | bytes):
         place = f"{where} ({kind.__module__}.{kind.__qualname__})"
         raise CheckpointError(
-            f"{place} cannot be saved: a checkpoint holds numbers, texts, lists, dicts and "
-            "tensors alone, so that loading one runs nothing. Let state_dict() give such values."
+            f"{place} cannot be saved: a checkpoint holds only numbers, strings, lists, dicts "
+            "and tensors, so that loading it runs no code. Have state_dict() return such values."
         )
     return copy.deepcopy(value)
 
@@ -92,20 +92,24 @@ def copied(value: Any, where: str) -> Any:
 def as_bytes(states: Mapping[str, Any], generators: Sequence[Generators]) -> bytes:
     """The file, of what `states` gave, and the generators of each rank."""
     file = io.BytesIO()
-    torch.save({**states, "random": [_saved(one) for one in generators]}, file)
+    torch.save(
+        {**states, "random": [_saved(rank_generators) for rank_generators in generators]}, file
+    )
     return file.getvalue()
 
 
-def _saved(one: Generators) -> dict[str, Any]:
+def _saved(generators: Generators) -> dict[str, Any]:
     """As they are in the file: long lists of numbers are tensors."""
-    version, words, gauss = one.python
-    kind, keys, *rest = one.numpy
-    found = {
+    version, words, gauss = generators.python
+    kind, keys, *rest = generators.numpy
+    state = {
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "torch": torch.from_numpy(one.torch),
+        "torch": torch.from_numpy(generators.torch),
     }
-    return found if one.cuda is None else {**found, "cuda": torch.from_numpy(one.cuda)}
+    return (
+        state if generators.cuda is None else {**state, "cuda": torch.from_numpy(generators.cuda)}
+    )
 
 
 def loads(data: bytes) -> dict[str, Any]:
@@ -115,12 +119,12 @@ def loads(data: bytes) -> dict[str, Any]:
         CheckpointError: It is something else.
     """
     try:
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{FILE} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{FILE} holds a {type(found).__name__}")
-    return found
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{FILE} holds a {type(loaded).__name__}")
+    return loaded
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -139,25 +143,28 @@ def steps_made(states: Mapping[str, Any]) -> int:
     """The largest step number that an optimizer keeps, of what `states` gave; 0 without one."""
     steps = [
         int(entry["value"])
-        for one in states["optimizers"].values()
-        for entry in one["entries"]
+        for optimizer in states["optimizers"].values()
+        for entry in optimizer["entries"]
         if entry["key"] == "step" and entry["value"] is not None
     ]
     return max(steps, default=0)
 
 
-def _accelerator(one: Any) -> dict[str, Any]:
+def _accelerator(accelerator: Any) -> dict[str, Any]:
     return {
-        "step": one.step,
-        "schedulers": [(_kind(s.scheduler), s.state_dict()) for s in one._schedulers],  # noqa: SLF001
-        "scaler": None if one.scaler is None else one.scaler.state_dict(),
+        "step": accelerator.step,
+        "schedulers": [(_kind(s.scheduler), s.state_dict()) for s in accelerator._schedulers],  # noqa: SLF001
+        "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         "loaders": [
             loader.position_state() if hasattr(loader, "position_state") else None
-            for loader in one._dataloaders  # noqa: SLF001
+            for loader in accelerator._dataloaders  # noqa: SLF001
         ],
-        "objects": [(_kind(o), o.state_dict()) for o in one._custom_objects],  # noqa: SLF001
+        "objects": [
+            (_kind(stateful), stateful.state_dict())
+            for stateful in accelerator._custom_objects  # noqa: SLF001
+        ],
     }
 
 
-def _kind(one: object) -> str:
-    return type(one).__name__
+def _kind(value: object) -> str:
+    return type(value).__name__

@@ -17,8 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nbdist.checkpoint.rank import live_objects as finding
-from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOptimizer
+from nbdist.checkpoint.rank import live_objects
+from nbdist.checkpoint.rank.live_objects import CheckpointModel, LiveObjects, PreparedOptimizer
 from nbdist.checkpoint.rank.tensors import MODEL, CheckpointTensors, state_path
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
@@ -29,10 +29,10 @@ from nbdist.parallel.reshard.common import Stepper, prepared_optimizers
 from nbdist.parallel.reshard.full_state import local_state
 from nbdist.parallel.reshard.optimizer_state import LocalState, MergedState
 
-# (The how manieth optimizer, key of its states) -> the number.
+# (Index of the optimizer, key of its states) -> the number.
 Numbers = dict[tuple[int, str], Any]
 # The save whose plan still counts on a rank, and its numbers.
-Told = tuple[str, Numbers]
+PlanKey = tuple[str, Numbers]
 # (model, first name), or (optimizer, parameter's unique name, key of its state); models and
 # optimizers by their places.
 _Key = tuple[Any, ...]
@@ -43,15 +43,15 @@ class CachedPlan:
     """What is saved now, found with the last save's plan.
 
     Attributes:
-        found, contents: As `look` and `contents` would give them, but for the numbers of
+        live, contents: As `find` and `tensors_of` would give them, but for the numbers of
             parameters of which only other ranks remember anything.
-        told: What other ranks have to know: the save that agreed on the plan, and what this
+        key: What other ranks have to know: the save that agreed on the plan, and what this
             rank's optimizers remember that is one number for all parameters.
     """
 
-    found: LiveObjects
+    live: LiveObjects
     contents: CheckpointTensors
-    told: Told
+    key: PlanKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class _Plan:
         token: Of the save.
         objects: As `_objects` gives them.
         prepared: What each accelerator has prepared, by number.
-        models: Name, names of tensors and dtypes of each; as of `found.Model`.
+        models: Name, names of tensors and dtypes of each; as of `CheckpointModel`.
         optimizers: Name, labels and what all ranks remember of each; as of
-        `found.PreparedOptimizer`.
+            `PreparedOptimizer`.
         looks: Type and shape of each of this rank's values.
         names: Of these values in the checkpoint.
         contents: Without values.
@@ -88,29 +88,32 @@ def forget() -> None:
     _plans.clear()
 
 
-def store(token: str, found: LiveObjects, contents: CheckpointTensors) -> None:
-    """Note what a save has found, unless it cannot be told from a look whether it still holds.
+def store(token: str, live: LiveObjects, contents: CheckpointTensors) -> None:
+    """Keep the plan of a save, unless a look cannot say whether it still holds.
 
     Args:
         token: Of the save: the same on all ranks.
-        found: What it has found.
+        live: Its models and optimizers.
         contents: What it saves.
     """
     forget()
-    if not _is_all_there_is(found):
+    if not _is_all_there_is(live):
         return
-    values = _values(found)
+    values = _values(live)
     if any(value is None for value in values.values()):
         return
     plan = _Plan(
         token=token,
-        objects=[weakref.ref(part) for part in _objects_of(found)],
-        prepared=[save_state.numbers(accelerator) for accelerator in found.accelerators],
-        models=[(model.name, model.names, model.dtypes) for model in found.models],
-        optimizers=[(step.name, step.labels, _agreed(step)) for step in found.optimizers],
+        objects=[weakref.ref(part) for part in _objects_of(live)],
+        prepared=[save_state.numbers(accelerator) for accelerator in live.accelerators],
+        models=[(model.name, model.names, model.dtypes) for model in live.models],
+        optimizers=[
+            (optimizer.name, optimizer.labels, _merged_state(optimizer))
+            for optimizer in live.optimizers
+        ],
         looks=_looks(values),
-        names={key: _name(found, key) for key in values},
-        contents=replace(contents, held={}),
+        names={key: _name(live, key) for key in values},
+        contents=replace(contents, local={}),
     )
     _plans.append(plan)
 
@@ -121,60 +124,60 @@ def lookup() -> CachedPlan | None:
         return None
     plan = _plans[0]
     with torch.no_grad():
-        found = _found_again(plan)
-        if found is None:
+        live = _recall(plan)
+        if live is None:
             return None
-        values = _values(found)
+        values = _values(live)
     numbers = _numbers(plan, values) if _looks(values) == plan.looks else None
-    if numbers is None or (rank() == 0 and not _has_same_names(found)):
+    if numbers is None or (rank() == 0 and not _has_same_names(live)):
         return None
     tensors = {plan.names[k]: v for k, v in values.items() if isinstance(v, torch.Tensor)}
-    return CachedPlan(found, replace(plan.contents, held=tensors), (plan.token, numbers))
+    return CachedPlan(live, replace(plan.contents, local=tensors), (plan.token, numbers))
 
 
-def agreed(recalled: CachedPlan | None, told: Iterable[Told | None]) -> bool:
+def is_agreed(recalled: CachedPlan | None, keys: Iterable[PlanKey | None]) -> bool:
     """Whether the last save's plan counts on all ranks, with the same numbers, which it gets then.
 
     Args:
         recalled: By this rank.
-        told: By all ranks.
+        keys: By all ranks.
     """
     if recalled is None:
         return False
-    token, _ = recalled.told
-    everyone = [numbers for other, numbers in filter(None, told) if other == token]
+    token, _ = recalled.key
+    everyone = [numbers for other, numbers in filter(None, keys) if other == token]
     common = {place: value for numbers in everyone for place, value in numbers.items()}
     if len(everyone) < world_size() or any(
         _differ(value, common[place]) for numbers in everyone for place, value in numbers.items()
     ):
         return False
-    for at, stepping in enumerate(recalled.found.optimizers):
-        before = _agreed(stepping)
+    for at, optimizer in enumerate(recalled.live.optimizers):
+        before = _merged_state(optimizer)
         entries = {
             (name, key): replace(entry, value=common[at, key]) if entry.kind == "number" else entry
             for (name, key), entry in before.entries.items()
         }
-        stepping.stepper.agreed = replace(before, entries=entries)
+        optimizer.stepper.agreed = replace(before, entries=entries)
     return True
 
 
-def _is_all_there_is(found: LiveObjects) -> bool:
+def _is_all_there_is(live: LiveObjects) -> bool:
     """Whether a look at this rank's objects finds the same, and no rank is needed for it."""
-    models = [model.one for model in found.models]
+    models = [model.prepared for model in live.models]
     optimizers = prepared_optimizers(models)
-    here = _objects(registry.prepared(), optimizers or [], finding.accelerators_here())
-    entries = [entry for step in found.optimizers for entry in _agreed(step).entries.values()]
+    here = _objects(registry.prepared(), optimizers or [], live_objects.accelerators_here())
+    entries = [entry for step in live.optimizers for entry in _merged_state(step).entries.values()]
     return (
         optimizers is not None
-        and _ids(here) == _ids(_objects_of(found))
-        and not any(model.is_flat for model in found.models)
+        and _ids(here) == _ids(_objects_of(live))
+        and not any(model.is_flat for model in live.models)
         and all(entry.kind != "other" for entry in entries)
     )
 
 
-def _objects_of(found: LiveObjects) -> list[object]:
-    models = [model.one for model in found.models]
-    return _objects(models, [step.optimizer for step in found.optimizers], found.accelerators)
+def _objects_of(live: LiveObjects) -> list[object]:
+    models = [model.prepared for model in live.models]
+    return _objects(models, [step.optimizer for step in live.optimizers], live.accelerators)
 
 
 def _objects(
@@ -184,21 +187,21 @@ def _objects(
     return [*models, *(model.built for model in models), *optimizers, *accelerators]
 
 
-def _agreed(stepping: PreparedOptimizer) -> MergedState:
-    assert stepping.stepper.agreed is not None
-    return stepping.stepper.agreed
+def _merged_state(optimizer: PreparedOptimizer) -> MergedState:
+    assert optimizer.stepper.agreed is not None
+    return optimizer.stepper.agreed
 
 
-def _values(found: LiveObjects) -> dict[_Key, Any]:
+def _values(live: LiveObjects) -> dict[_Key, Any]:
     """This rank's part of all that is saved; None where other ranks are needed to say it."""
     values: dict[_Key, Any] = {
         (model.place, first): tensor
-        for model in found.models
-        for first, tensor in model.held.items()
+        for model in live.models
+        for first, tensor in model.local.items()
     }
-    for at, step in enumerate(found.optimizers):
-        for name, (_, _, parameter) in step.stepper.names.items():
-            for key, value in step.optimizer.state.get(parameter, {}).items():
+    for at, optimizer in enumerate(live.optimizers):
+        for name, (_, _, parameter) in optimizer.stepper.names.items():
+            for key, value in optimizer.optimizer.state.get(parameter, {}).items():
                 values[at, name, key] = _local(value, parameter)
     return values
 
@@ -217,19 +220,19 @@ def _looks(values: Mapping[_Key, Any]) -> dict[_Key, tuple[Any, Any]]:
     }
 
 
-def _name(found: LiveObjects, key: _Key) -> str:
+def _name(live: LiveObjects, key: _Key) -> str:
     """Of a value in the checkpoint."""
     at, *names = key
     if len(names) == 1:
-        return f"{MODEL}.{found.models[at].name}.{names[0]}"
-    return ".".join(state_path(found.optimizers[at], *names))
+        return f"{MODEL}.{live.models[at].name}.{names[0]}"
+    return ".".join(state_path(live.optimizers[at], *names))
 
 
-def _found_again(plan: _Plan) -> LiveObjects | None:
+def _recall(plan: _Plan) -> LiveObjects | None:
     """The models, optimizers and accelerators, if they are those that were saved."""
     prepared = registry.prepared()
     optimizers = prepared_optimizers(prepared)
-    accelerators = finding.accelerators_here()
+    accelerators = live_objects.accelerators_here()
     if (
         optimizers is None
         or _ids(_objects(prepared, optimizers, accelerators)) != _ids(ref() for ref in plan.objects)
@@ -240,9 +243,9 @@ def _found_again(plan: _Plan) -> LiveObjects | None:
     for place, (model, (name, names, dtypes)) in enumerate(zip(prepared, plan.models, strict=True)):
         fsdp.settle(model.built.job.root)
         values = local_state(model)
-        held = {first: values[first] for first in names if first in values}
-        models.append(Model(name, place, model, names, dtypes, held))
-    steppings = []
+        tensors = {first: values[first] for first in names if first in values}
+        models.append(CheckpointModel(name, place, model, names, dtypes, tensors))
+    live_optimizers = []
     for optimizer, (name, labels, before) in zip(optimizers, plan.optimizers, strict=True):
         here = registry.names_in(optimizer)
         if list(here) != list(labels):
@@ -250,8 +253,8 @@ def _found_again(plan: _Plan) -> LiveObjects | None:
         local = LocalState(before.optimizer, before.number, before.names, {}, {})
         stepper = Stepper(optimizer, here, local, before)
         others = sum(len(group["params"]) for group in optimizer.param_groups) - len(here)
-        steppings.append(PreparedOptimizer(name, stepper, labels, others))
-    return LiveObjects(models, steppings, accelerators)
+        live_optimizers.append(PreparedOptimizer(name, stepper, labels, others))
+    return LiveObjects(models, live_optimizers, accelerators)
 
 
 def _numbers(plan: _Plan, values: Mapping[_Key, Any]) -> Numbers | None:
@@ -267,20 +270,20 @@ def _numbers(plan: _Plan, values: Mapping[_Key, Any]) -> Numbers | None:
     return numbers
 
 
-def _differ(one: Any, other: Any) -> bool:
-    if type(one) is type(other) and one == other and one:
+def _differ(number: Any, other: Any) -> bool:
+    if type(number) is type(other) and number == other and number:
         return False
-    return repr(one) != repr(other)  # not a number is like itself, zero not like minus zero
+    return repr(number) != repr(other)  # not a number is like itself, zero not like minus zero
 
 
-def _has_same_names(found: LiveObjects) -> bool:
+def _has_same_names(live: LiveObjects) -> bool:
     """Whether the user's variables are called as they were. On rank 0, whose names count."""
-    now = finding.variable_names(
-        [model.one for model in found.models], [step.stepper for step in found.optimizers],
-        found.accelerators,
+    now = live_objects.variable_names(
+        [model.prepared for model in live.models], [step.stepper for step in live.optimizers],
+        live.accelerators,
     )  # fmt: skip
-    return now == ([model.name for model in found.models], [step.name for step in found.optimizers])
+    return now == ([model.name for model in live.models], [step.name for step in live.optimizers])
 
 
-def _ids(several: Iterable[Any]) -> list[int]:
-    return [id(part) for part in several]
+def _ids(objects: Iterable[Any]) -> list[int]:
+    return [id(item) for item in objects]

@@ -11,7 +11,12 @@ import torch
 
 from nbdist.checkpoint.manifest import Checkpoint
 from nbdist.checkpoint.rank import plain_state
-from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, PreparedOptimizer, dtype_of
+from nbdist.checkpoint.rank.live_objects import (
+    CheckpointModel,
+    LiveObjects,
+    PreparedOptimizer,
+    dtype_of,
+)
 from nbdist.checkpoint.rank.tensors import MODEL, OPTIMIZER, is_whole, state_side
 from nbdist.errors import CheckpointError
 from nbdist.parallel.consensus import rank, world_size
@@ -27,41 +32,41 @@ _OWN_SETTINGS = frozenset({"params", "foreach", "fused", "capturable", "differen
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class RestoreMatch:
     """Which live object takes over which saved one.
 
     Attributes:
-        found: All live ones.
+        live: All live objects.
         models, optimizers: (name in the checkpoint, live one).
-        notes: What is taken over otherwise than as it was saved.
+        notes: What is taken over differently from how it was saved.
     """
 
-    found: LiveObjects
-    models: Sequence[tuple[str, Model]]
+    live: LiveObjects
+    models: Sequence[tuple[str, CheckpointModel]]
     optimizers: Sequence[tuple[str, PreparedOptimizer]]
     notes: tuple[str, ...] = ()
 
-    def keys(self, one: PreparedOptimizer) -> dict[str, str]:
+    def keys(self, optimizer: PreparedOptimizer) -> dict[str, str]:
         """A parameter's label in the checkpoint -> its unique name in a live optimizer."""
-        there = {model.name: old for old, model in self.models}
-        return {label: key for key, label in one.labels_as(there).items()}
+        saved_names = {model.name: old for old, model in self.models}
+        return {label: key for key, label in optimizer.labels_as(saved_names).items()}
 
 
 @dataclass(slots=True)
-class _Steps:
-    """What one optimizer gets.
+class _OptimizerPlan:
+    """What one live optimizer takes over from a checkpoint.
 
     Attributes:
-        one: It.
+        prepared: The live optimizer.
         agreed: What it will remember.
         parts: This rank's tensors of it, by label: those that it has, or new ones.
         copies: (tensor that it has, what is copied into it).
-        others: Tensors of another form than their parameters'.
+        others: Tensors of another shape than their parameters'.
         groups: Settings of each group.
         whole: All of it by unique names, under FSDP1.
     """
 
-    one: PreparedOptimizer
+    prepared: PreparedOptimizer
     agreed: MergedState
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -71,21 +76,21 @@ class _Steps:
 
 
 @dataclass(slots=True)
-class Plan:
-    """All that changes.
+class RestorePlan:
+    """What a load changes in the live objects of this rank.
 
     Attributes:
         models: (model, values by first name).
-        steps: Of optimizers.
+        optimizers: What each optimizer gets.
         schedulers, loaders, objects: (live one, its state).
         scalers: Likewise.
         counts: (accelerator, its step).
-        before: (own object, its state of before), once they have changed.
+        before: (the user's object, its state of before), once they have changed.
         notes: For a person.
     """
 
-    models: list[tuple[Model, dict[str, torch.Tensor]]]
-    steps: list[_Steps]
+    models: list[tuple[CheckpointModel, dict[str, torch.Tensor]]]
+    optimizers: list[_OptimizerPlan]
     schedulers: list[tuple[Any, Any]] = field(default_factory=list)
     loaders: list[tuple[Any, Any]] = field(default_factory=list)
     objects: list[tuple[Any, Any]] = field(default_factory=list)
@@ -95,117 +100,123 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def wanted(
-    states: Mapping[str, Any], matched: Matched, shapes: Mapping[str, tuple[int, ...]]
+def wanted_placements(
+    states: Mapping[str, Any], match: RestoreMatch, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Placement]:
     """The tensors that are read, by their names in the checkpoint, and how each lies here.
 
     Args:
         states: The plain ones.
-        matched: What is loaded into what.
+        match: What is loaded into what.
         shapes: Of the saved tensors.
 
     Raises:
-        CheckpointError: A state has a form of its own that does not go with the strategy.
+        CheckpointError: A state has its own format, which does not go with the strategy.
     """
-    found = {}
-    for old, model in matched.models:
+    placements = {}
+    for old, model in match.models:
         for first in model.names:
-            found[f"{MODEL}.{old}.{first}"] = model.side(first)
-    for old, one in matched.optimizers:
-        keys = matched.keys(one)
+            placements[f"{MODEL}.{old}.{first}"] = model.side(first)
+    for old, optimizer in match.optimizers:
+        keys = match.keys(optimizer)
         for entry in _entries(states, old):
-            side, name = state_side(one, keys[entry["parameter"]]), _name(old, entry)
+            side, name = state_side(optimizer, keys[entry["parameter"]]), _name(old, entry)
             if entry["kind"] == "tensor":
-                found[name] = side
+                placements[name] = side
             elif entry["kind"] == "other":
-                found[name] = _own_form(one, entry, side, shapes[name])
-    return found
+                placements[name] = _own_form(optimizer, entry, side, shapes[name])
+    return placements
 
 
-def plan(states: Mapping[str, Any], values: Mapping[str, torch.Tensor], matched: Matched) -> Plan:
+def plan(
+    states: Mapping[str, Any], values: Mapping[str, torch.Tensor], match: RestoreMatch
+) -> RestorePlan:
     """What each live object gets. This rank alone; nothing is changed.
 
     Raises:
-        CheckpointError: Schedulers or own objects are others than those that were saved.
+        CheckpointError: Schedulers or the user's objects differ from those that were saved.
     """
-    made = Plan(
+    result = RestorePlan(
         [
             (model, {n: values[k] for n in model.names if (k := f"{MODEL}.{old}.{n}") in values})
-            for old, model in matched.models
+            for old, model in match.models
         ],
-        [_steps(states, values, matched, old, one) for old, one in matched.optimizers],
-        notes=list(matched.notes),
+        [
+            _plan_optimizer(states, values, match, old, optimizer)
+            for old, optimizer in match.optimizers
+        ],
+        notes=list(match.notes),
     )
-    if matched.found.accelerators:
-        _plan_accelerators(made, states["accelerators"], matched.found.accelerators)
-    return made
+    if match.live.accelerators:
+        _plan_accelerators(result, states["accelerators"], match.live.accelerators)
+    return result
 
 
-def objects(one: Plan) -> None:
+def restore_objects(plan: RestorePlan) -> None:
     """Let the user's own objects take over their states: their code may fail. This rank alone."""
-    one.before = [(own, copy.deepcopy(own.state_dict())) for own, _ in one.objects]
+    plan.before = [(stateful, copy.deepcopy(stateful.state_dict())) for stateful, _ in plan.objects]
     try:
-        for own, state in one.objects:
-            own.load_state_dict(state)
+        for stateful, state in plan.objects:
+            stateful.load_state_dict(state)
     except BaseException:
-        objects_back(one)
+        put_objects_back(plan)
         raise
 
 
-def objects_back(one: Plan) -> None:
+def put_objects_back(plan: RestorePlan) -> None:
     """Put the user's own objects back. This rank alone."""
-    for own, state in one.before:
-        own.load_state_dict(state)
+    for stateful, state in plan.before:
+        stateful.load_state_dict(state)
 
 
-def commit(one: Plan) -> None:
+def commit(plan: RestorePlan) -> None:
     """Put all values in place. Meets no rank, except under FSDP1."""
     with torch.no_grad():
-        for model, values in one.models:
+        for model, values in plan.models:
             _commit_model(model, values)
-        for steps in one.steps:
-            _commit_steps(steps)
-    for own, state in (*one.schedulers, *one.scalers):
-        own.load_state_dict(state)
-    for loader, state in one.loaders:
+        for optimizer_plan in plan.optimizers:
+            _commit_optimizer(optimizer_plan)
+    for stateful, state in (*plan.schedulers, *plan.scalers):
+        stateful.load_state_dict(state)
+    for loader, state in plan.loaders:
         loader.resume(state)
-    for accelerator, step in one.counts:
+    for accelerator, step in plan.counts:
         accelerator.step = step
 
 
-def _commit_model(model: Model, values: Mapping[str, torch.Tensor]) -> None:
+def _commit_model(model: CheckpointModel, values: Mapping[str, torch.Tensor]) -> None:
     if model.is_flat:
-        fsdp1_state.load(model.one, values)
+        fsdp1_state.load(model.prepared, values)
     else:
         for first, value in values.items():
-            model.held[first].copy_(value)
-    for parameter in model.one.parameters.values():
+            model.local[first].copy_(value)
+    for parameter in model.prepared.parameters.values():
         parameter.grad = None
 
 
-def generators(states: Mapping[str, Any], saved: Checkpoint) -> list[str]:
-    """Put this rank's random generators back, where as many ranks have saved; else say so."""
+def restore_generators(states: Mapping[str, Any], saved: Checkpoint) -> list[str]:
+    """Put this rank's random generators back if as many ranks saved them; else return a note."""
     if saved.world_size != world_size():
-        there = f"{saved.world_size} ranks have saved theirs"
-        return [f"random generators are as they were: {there}, and {world_size()} are here"]
+        there = f"saved on {saved.world_size} ranks"
+        return [f"random generators are unchanged: {there}, loaded on {world_size()}"]
     plain_state.set_random(states["random"][rank()])
     return []
 
 
 def _entries(states: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = states["optimizers"][name]["entries"]
-    return found
+    entries: list[dict[str, Any]] = states["optimizers"][name]["entries"]
+    return entries
 
 
 def _own_form(
-    one: PreparedOptimizer, entry: Mapping[str, Any], side: Placement, shape: tuple[int, ...]
+    optimizer: PreparedOptimizer, entry: Mapping[str, Any], side: Placement, shape: tuple[int, ...]
 ) -> Placement:
     if not is_whole(side):
+        kind = type(optimizer.optimizer).__name__
         raise CheckpointError(
-            f"{type(one.optimizer).__name__} keeps {entry['key']!r} of {entry['parameter']} in its "
-            "own form, which cannot be split as the strategy asks. Load it under ddp or single, or "
-            "the models alone: %dist_load PATH --models-only. Nothing was changed."
+            f"{kind} keeps {entry['key']!r} of {entry['parameter']} in its own format, "
+            "which cannot be sharded as the strategy requires. Load it under ddp or "
+            "single, or load only the models: %dist_load PATH --models-only. Nothing was changed."
         )
     return Placement(TensorLayout(shape), Degrees())
 
@@ -214,15 +225,15 @@ def _name(old: str, entry: Mapping[str, Any]) -> str:
     return f"{OPTIMIZER}.{old}.{entry['parameter']}.{entry['key']}"
 
 
-def _steps(
+def _plan_optimizer(
     states: Mapping[str, Any],
     values: Mapping[str, torch.Tensor],
-    matched: Matched,
+    match: RestoreMatch,
     old: str,
-    one: PreparedOptimizer,
-) -> _Steps:
-    keys = matched.keys(one)
-    stepper = one.stepper
+    optimizer: PreparedOptimizer,
+) -> _OptimizerPlan:
+    keys = match.keys(optimizer)
+    stepper = optimizer.stepper
     entries = {
         (keys[entry["parameter"]], entry["key"]): StateEntry(
             entry["kind"],
@@ -234,37 +245,37 @@ def _steps(
         for entry in _entries(states, old)
     }
     names = tuple(stepper.names)
-    agreed = MergedState(type(one.optimizer).__name__, stepper.local.number, names, entries)
-    found = _Steps(one, agreed, groups=states["optimizers"][old]["groups"])
+    agreed = MergedState(type(optimizer.optimizer).__name__, stepper.local.number, names, entries)
+    result = _OptimizerPlan(optimizer, agreed, groups=states["optimizers"][old]["groups"])
     read = {
         (keys[entry["parameter"]], entry["key"]): values[name]
         for entry in _entries(states, old)
         if (name := _name(old, entry)) in values
     }
-    if one.whole is not None:
-        found.whole = _whole(found, read)
-        return found
+    if optimizer.whole is not None:
+        result.whole = _whole(result, read)
+        return result
     for place, value in read.items():
         device = local_of(stepper.names[place[0]][2]).device
         if entries[place].kind == "other":
-            found.others[place] = value.to(device)
+            result.others[place] = value.to(device)
             continue
         label = agreed.label(place)
         live = stepper.local.tensors.get(label)
         if live is not None and live.shape == value.shape and live.dtype == value.dtype:
-            found.parts[label] = live
-            found.copies.append((live, value))
+            result.parts[label] = live
+            result.copies.append((live, value))
         else:
-            found.parts[label] = value.to(device)
-    return found
+            result.parts[label] = value.to(device)
+    return result
 
 
-def _whole(found: _Steps, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
+def _whole(plan: _OptimizerPlan, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
     """As `wholes.full_optimizer_state` gives it: unique names, whole tensors."""
-    keys = list(found.one.stepper.names)
-    labels = found.one.labels
+    keys = list(plan.prepared.stepper.names)
+    labels = plan.prepared.labels
     state: dict[str, dict[str, Any]] = {}
-    for (key, name), entry in found.agreed.entries.items():
+    for (key, name), entry in plan.agreed.entries.items():
         value: Any = read.get((key, name))
         if entry.kind == "number":
             value = entry.value
@@ -272,13 +283,13 @@ def _whole(found: _Steps, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
                 value = torch.tensor(value, dtype=entry.dtype)
         state.setdefault(key, {})[name] = value
     here = {label: key for key, label in labels.items()}
-    own = found.one.groups()
+    groups = plan.prepared.groups()
     assert len(keys) == len(here)
     return {
         "state": state,
         "param_groups": [
             {**live, **_settings(saved), "params": [here[label] for label in live["params"]]}
-            for live, saved in zip(own, found.groups, strict=True)
+            for live, saved in zip(groups, plan.groups, strict=True)
         ],
     }
 
@@ -287,62 +298,69 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OWN_SETTINGS}
 
 
-def _commit_steps(steps: _Steps) -> None:
-    optimizer = steps.one.optimizer
-    if steps.whole is not None:
-        load_full_optimizer_state(optimizer, steps.whole)
+def _commit_optimizer(plan: _OptimizerPlan) -> None:
+    optimizer = plan.prepared.optimizer
+    if plan.whole is not None:
+        load_full_optimizer_state(optimizer, plan.whole)
         return
-    for live, value in steps.copies:
+    for live, value in plan.copies:
         live.copy_(value)
-    held = {key: parameter for key, (_, _, parameter) in steps.one.stepper.names.items()}
-    for (key, state), value in steps.others.items():
-        optimizer.state[held[key]][state] = value
-    sides = {key: state_side(steps.one, key) for key in held}
-    write(optimizer, steps.agreed, steps.parts, held, held, sides)
-    for group, settings in zip(optimizer.param_groups, steps.groups, strict=True):
+    parameters = {key: parameter for key, (_, _, parameter) in plan.prepared.stepper.names.items()}
+    for (key, state), value in plan.others.items():
+        optimizer.state[parameters[key]][state] = value
+    sides = {key: state_side(plan.prepared, key) for key in parameters}
+    write(optimizer, plan.agreed, plan.parts, parameters, parameters, sides)
+    for group, settings in zip(optimizer.param_groups, plan.groups, strict=True):
         for key, value in _settings(settings).items():
-            own = group.get(key)
-            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
-                own.copy_(value)
+            current = group.get(key)
+            if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+                current.copy_(value)
             else:
                 group[key] = value
 
 
-def _plan_accelerators(made: Plan, saved: Sequence[Mapping[str, Any]], live: Sequence[Any]) -> None:
-    """What schedulers, loaders, scalers and own objects get, in the order of their preparing."""
-    made.schedulers = _alike(
+def _plan_accelerators(
+    plan: RestorePlan, saved: Sequence[Mapping[str, Any]], live: Sequence[Any]
+) -> None:
+    """The states of schedulers, loaders, scalers and custom objects, in order of preparation."""
+    plan.schedulers = _alike(
         "schedulers",
-        [pair for one in saved for pair in one["schedulers"]],
-        [(type(s.scheduler).__name__, s) for one in live for s in one._schedulers],  # noqa: SLF001
+        [pair for accelerator in saved for pair in accelerator["schedulers"]],
+        [(type(s.scheduler).__name__, s) for accelerator in live for s in accelerator._schedulers],  # noqa: SLF001
     )
-    made.objects = _alike(
+    plan.objects = _alike(
         "objects of register_for_checkpointing",
-        [pair for one in saved for pair in one["objects"]],
-        [(type(o).__name__, o) for one in live for o in one._custom_objects],  # noqa: SLF001
+        [pair for accelerator in saved for pair in accelerator["objects"]],
+        [(type(o).__name__, o) for accelerator in live for o in accelerator._custom_objects],  # noqa: SLF001
     )
-    there = [state for one in saved for state in one["loaders"]]
-    here = [loader for one in live for loader in one._dataloaders]  # noqa: SLF001
+    there = [state for accelerator in saved for state in accelerator["loaders"]]
+    here = [loader for accelerator in live for loader in accelerator._dataloaders]  # noqa: SLF001
     if len(there) == len(here):
-        made.loaders = [
+        plan.loaders = [
             (loader, state)
             for loader, state in zip(here, there, strict=True)
             if state is not None and hasattr(loader, "resume")
         ]
     else:
-        made.notes.append(
-            f"data loaders stay where they are: {len(there)} were saved, and {len(here)} are here"
+        plan.notes.append(
+            f"data loaders keep their position: {len(there)} were saved, "
+            f"{len(here)} are prepared here"
         )
-    scale = next((one["scaler"] for one in saved if one["scaler"] is not None), None)
-    scalers = [one.scaler for one in live if one.scaler is not None]
+    scale = next(
+        (accelerator["scaler"] for accelerator in saved if accelerator["scaler"] is not None), None
+    )
+    scalers = [accelerator.scaler for accelerator in live if accelerator.scaler is not None]
     if scale is not None:
-        made.scalers = [(scaler, scale) for scaler in scalers]
+        plan.scalers = [(scaler, scale) for scaler in scalers]
     if (scale is None) != (not scalers):
-        is_lost = "is not used: nothing computes in fp16 here" if scalers == [] else ""
-        made.notes.append(
-            f"the saved scale of fp16 {is_lost}" if is_lost
-            else "the scale of fp16 begins as it is: none was saved"
+        is_unused = scalers == []
+        plan.notes.append(
+            "the saved fp16 loss scale is not used: nothing runs in fp16 here" if is_unused
+            else "the fp16 loss scale is unchanged: none was saved"
         )  # fmt: skip
-    made.counts = [(one, state["step"]) for one, state in zip(live, saved, strict=False)]
+    plan.counts = [
+        (accelerator, state["step"]) for accelerator, state in zip(live, saved, strict=False)
+    ]
 
 
 def _alike(
@@ -352,7 +370,7 @@ def _alike(
     if there != here:
         raise CheckpointError(
             f"The {what} do not fit: {', '.join(there) or 'none'} in the checkpoint and "
-            f"{', '.join(here) or 'none'} here. Prepare the same, in the same order, or load the "
-            "models alone: %dist_load PATH --models-only. Nothing was changed."
+            f"{', '.join(here) or 'none'} here. Prepare the same, in the same order, or load "
+            "only the models: %dist_load PATH --models-only. Nothing was changed."
         )
-    return [(own, state) for (_, own), (_, state) in zip(live, saved, strict=True)]
+    return [(stateful, state) for (_, stateful), (_, state) in zip(live, saved, strict=True)]

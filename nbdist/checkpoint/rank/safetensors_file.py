@@ -15,7 +15,7 @@ from typing import IO, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
+from nbdist.checkpoint import folder as checkpoint_folder
 from nbdist.checkpoint import safetensors
 from nbdist.checkpoint.safetensors import Weight
 from nbdist.core import host
@@ -31,21 +31,21 @@ class WeightsFile:
     def __init__(
         self,
         target: Path,
-        found: Sequence[Weight],
+        weights: Sequence[Weight],
         tied: Mapping[str, str],
         configs: Callable[[], Mapping[str, str]],
     ) -> None:
-        """Nothing is written yet.
+        """Nothing is written before `begin`.
 
         Args:
             target: The file's path.
-            found: In the file's order.
+            weights: In the file's order.
             tied: Further names -> the name in the file; noted in it, as safetensors' own
                 `load_model` wants.
             configs: Gives further files, which say how to make the model: name -> text.
         """
         self._target = target
-        self._found = found
+        self._weights = weights
         self._tied = tied
         self._configs_of = configs
         self._configs: Mapping[str, str] = {}
@@ -61,7 +61,7 @@ class WeightsFile:
                 model.
         """
         self._configs = self._configs_of()
-        with _told(self._target):
+        with _explain_errors(self._target):
             if self._target.is_dir():
                 raise CheckpointError(f"{self._target} is a folder. Name a file.")
             self._target.parent.mkdir(parents=True, exist_ok=True)
@@ -69,19 +69,19 @@ class WeightsFile:
             self._check_configs()
             self._check_room()
             self._file = self._temporary.open("xb")
-            self._file.write(safetensors.header(self._found, {"format": "pt", **self._tied}))
+            self._file.write(safetensors.header(self._weights, {"format": "pt", **self._tied}))
 
     def write(self, batch: Sequence[Weight], values: Mapping[str, torch.Tensor]) -> None:
-        """Write the next tensors."""
+        """Append a batch of tensors to the file."""
         assert self._file is not None
-        with _told(self._target):
-            for one in batch:
-                self._file.write(_bytes(values[one.name]).numpy().data)
+        with _explain_errors(self._target):
+            for weight in batch:
+                self._file.write(_bytes(values[weight.name]).numpy().data)
 
     def end(self) -> None:
         """All of it is on disk; what follows reads it."""
         assert self._file is not None
-        with _told(self._target):
+        with _explain_errors(self._target):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -90,10 +90,10 @@ class WeightsFile:
         except SafetensorError as error:
             raise CheckpointError(f"{self._target} cannot be read back: {error}.") from error
         names = set(self._reader.keys())
-        if names != {one.name for one in self._found}:
+        if names != {weight.name for weight in self._weights}:
             raise CheckpointError(
                 f"{self._target} was read back with {len(names)} tensors instead of "
-                f"{len(self._found)}."
+                f"{len(self._weights)}."
             )
 
     def compare(self, batch: Sequence[Weight], values: Mapping[str, torch.Tensor]) -> None:
@@ -102,19 +102,21 @@ class WeightsFile:
         Raises:
             CheckpointError: Names the tensor, and how many of its values differ.
         """
-        for one in batch:
-            written, own = self._reader.get_tensor(one.name), values[one.name].cpu()
-            if written.shape != own.shape or written.dtype != own.dtype:
+        for weight in batch:
+            written, expected = self._reader.get_tensor(weight.name), values[weight.name].cpu()
+            if written.shape != expected.shape or written.dtype != expected.dtype:
                 raise CheckpointError(
-                    f"{one.name} was read back from {self._target} as {written.dtype} "
-                    f"{tuple(written.shape)} instead of {own.dtype} {tuple(own.shape)}."
+                    f"{weight.name} was read back from {self._target} as {written.dtype} "
+                    f"{tuple(written.shape)} instead of {expected.dtype} {tuple(expected.shape)}."
                 )
-            if not torch.equal(_bytes(written), _bytes(own)):
-                differ = (_bytes(written) != _bytes(own)).view(max(1, own.numel()), -1).any(1)
+            if not torch.equal(_bytes(written), _bytes(expected)):
+                differ = (
+                    (_bytes(written) != _bytes(expected)).view(max(1, expected.numel()), -1).any(1)
+                )
                 raise CheckpointError(
-                    f"{int(differ.sum()):,} of {own.numel():,} values of {one.name} are others "
-                    f"than the model's when they are read back from {self._target}: the disk or "
-                    "the model changed meanwhile. Try again, or choose another disk."
+                    f"{int(differ.sum()):,} of {expected.numel():,} values of {weight.name} "
+                    f"differ from the model's when read back from {self._target}: the disk or the "
+                    "model changed meanwhile. Try again, or choose another disk."
                 )
 
     def commit(self) -> tuple[int, tuple[str, ...]]:
@@ -124,7 +126,7 @@ class WeightsFile:
             Its bytes, and the configs' names.
         """
         self._reader = None
-        with _told(self._target):
+        with _explain_errors(self._target):
             for name, text in self._configs.items():
                 beside = self._temporary.with_name(f"{self._temporary.name}.{name}")
                 beside.write_text(text, encoding="utf-8")
@@ -143,50 +145,51 @@ class WeightsFile:
         with contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.close()
-                for rest in self._target.parent.iterdir():
-                    if rest.name.startswith(self._temporary.name):
-                        rest.unlink()
+                for entry in self._target.parent.iterdir():
+                    if entry.name.startswith(self._temporary.name):
+                        entry.unlink()
 
     def _check_configs(self) -> None:
         """A folder's config.json may be of another model, which has nothing to do with this."""
         for name, text in self._configs.items():
-            there = self._target.with_name(name)
-            if self._target.exists() or not there.exists():
+            existing = self._target.with_name(name)
+            if self._target.exists() or not existing.exists():
                 continue
-            if there.read_text(encoding="utf-8") != text:
+            if existing.read_text(encoding="utf-8") != text:
                 raise CheckpointError(
-                    f"{there} is there already and is of another model. Choose another folder."
+                    f"{existing} already exists and belongs to another model. Choose another "
+                    "folder."
                 )
 
     def _check_room(self) -> None:
-        needed_bytes = sum(one.size_bytes for one in self._found)
+        needed_bytes = sum(weight.size_bytes for weight in self._weights)
         free_bytes = shutil.disk_usage(self._target.parent).free
         if free_bytes < needed_bytes:
             raise CheckpointError(
-                f"{self._target} needs {needed_bytes:,} bytes ({exact_size(needed_bytes)}), and "
-                f"{free_bytes:,} are free there. Free some, or choose another path."
+                f"{self._target} needs {needed_bytes:,} bytes ({exact_size(needed_bytes)}), but "
+                f"only {free_bytes:,} are free there. Free some space, or choose another path."
             )
 
 
 def configs_of(base: torch.nn.Module) -> Callable[[], Mapping[str, str]]:
     """What says how to make a model of transformers: files' names -> texts; none for others."""
 
-    def made() -> Mapping[str, str]:
+    def make() -> Mapping[str, str]:
         config: Any = getattr(base, "config", None)
         if not hasattr(config, "to_json_string") or not hasattr(config, "model_type"):
             return {}
-        told: Any = copy.deepcopy(config)
-        told.architectures = [type(base).__name__]
+        exported: Any = copy.deepcopy(config)
+        exported.architectures = [type(base).__name__]
         floating = [p.dtype for p in base.parameters() if p.is_floating_point()]
         if floating:
-            told.dtype = str(floating[0]).removeprefix("torch.")
-        found = {safetensors.CONFIG: told.to_json_string()}
+            exported.dtype = str(floating[0]).removeprefix("torch.")
+        texts = {safetensors.CONFIG: exported.to_json_string()}
         generation: Any = getattr(base, "generation_config", None)
         if hasattr(generation, "to_json_string"):
-            found["generation_config.json"] = generation.to_json_string()
-        return found
+            texts["generation_config.json"] = generation.to_json_string()
+        return texts
 
-    return made
+    return make
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,7 +198,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _process() -> str:
-    """This process, told from every other that may write to the same folder."""
+    """This process, distinct from every other that may write to the same folder."""
     machine = zlib.crc32("/".join(astuple(host.this_machine())).encode())
     return f"{machine:08x}-{os.getpid()}-{host.started(os.getpid()) or ''}"
 
@@ -203,17 +206,17 @@ def _process() -> str:
 def _sweep(target: Path) -> None:
     """Remove what processes of this machine have left that ended before they were done."""
     machine = _process().split("-")[0]
-    for rest in target.parent.iterdir():
-        if not rest.name.startswith(f".{target.name}{_MARK}{machine}-"):
+    for entry in target.parent.iterdir():
+        if not entry.name.startswith(f".{target.name}{_MARK}{machine}-"):
             continue
-        pid, start = rest.name.rpartition(_MARK)[2].split(".")[0].split("-")[1:]
+        pid, start = entry.name.rpartition(_MARK)[2].split(".")[0].split("-")[1:]
         if host.started(int(pid)) != start:
-            rest.unlink(missing_ok=True)
+            entry.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _told(target: Path) -> Any:
+def _explain_errors(target: Path) -> Any:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(checkpoint_checkpoint_folder.problem(error, target)) from error
+        raise CheckpointError(checkpoint_folder.problem(error, target)) from error

@@ -1,7 +1,8 @@
 """A checkpoint is saved: planned by all ranks together, then written by each for itself.
 
-`begin`: all ranks agree on what is saved, or find it as the last save did (`known`), and copy it
-to the host's memory if training goes on (`staging`). A thread of each does the rest (`finish`).
+`begin`: all ranks agree on what is saved, or find it as the last save did (`plan_cache`), and copy
+it to the host's memory if training goes on (`staging`). A thread of each does the rest
+(`save_thread`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
+from nbdist.checkpoint import folder as checkpoint_folder
 from nbdist.checkpoint.manifest import Checkpoint, Versions
 from nbdist.checkpoint.rank import (
     plain_state,
@@ -30,11 +31,11 @@ from nbdist.checkpoint.rank import (
 from nbdist.checkpoint.rank import (
     write as checkpoint_write,
 )
-from nbdist.checkpoint.rank.jobs import Job, Meter, keep, refuse_if_running
-from nbdist.checkpoint.rank.live_objects import LiveObjects, Model, find
-from nbdist.checkpoint.rank.save_thread import Write, named
+from nbdist.checkpoint.rank.jobs import Meter, SaveJob, keep, refuse_if_running
+from nbdist.checkpoint.rank.live_objects import CheckpointModel, LiveObjects, find
+from nbdist.checkpoint.rank.save_thread import RankSave, named
 from nbdist.checkpoint.rank.tensors import CheckpointTensors, tensors_of
-from nbdist.checkpoint.results import Begun
+from nbdist.checkpoint.results import RankBegun
 from nbdist.core import host
 from nbdist.core.host import Machine
 from nbdist.core.versions import VERSION
@@ -44,7 +45,7 @@ from nbdist.parallel.consensus import all_or_none, interrupts_held, rank, world_
 from nbdist.parallel.training_state import Generators, generators, same_random
 
 
-def begin(path: str, token: str, is_async: bool) -> Begun:
+def begin(path: str, token: str, is_async: bool) -> RankBegun:
     """Agree on what is saved, and let a thread of each rank write it. Collective: every rank.
 
     Args:
@@ -60,120 +61,124 @@ def begin(path: str, token: str, is_async: bool) -> Begun:
     """
     began_s = time.perf_counter()
     what = f"Saving {path}"
-    one = Write(Job(token, path, Meter()))
+    save = RankSave(SaveJob(token, path, Meter()))
     with same_random():
         try:
-            found = _agree(what, one)
-            all_or_none(what, lambda: _take(one, found, is_copied=is_async))
-            one.contents.held.clear()
-            begun = Begun(
-                models=tuple(model.name for model in found.models),
-                optimizers=tuple(stepping.name for stepping in found.optimizers),
-                own_bytes=one.contents.own_bytes(rank()),
-                notes=_notes(found),
+            live = _agree(what, save)
+            all_or_none(what, lambda: _take(save, live, is_copied=is_async))
+            save.contents.local.clear()
+            begun = RankBegun(
+                models=tuple(model.name for model in live.models),
+                optimizers=tuple(optimizer.name for optimizer in live.optimizers),
+                own_bytes=save.contents.own_bytes(rank()),
+                notes=_notes(live),
                 stall_s=time.perf_counter() - began_s,
             )
         except BaseException:  # an interrupt too, until the thread has it
-            save_thread.let_go(one)
-            if rank() == 0 and one.new is not None:
-                checkpoint_checkpoint_folder.abandon(one.path)
+            save_thread.let_go(save)
+            if rank() == 0 and save.new is not None:
+                checkpoint_folder.abandon(save.path)
             raise
     with interrupts_held():
-        keep(one.job, functools.partial(save_thread.run, one))
+        keep(save.job, functools.partial(save_thread.run, save))
     return begun
 
 
-def _agree(what: str, one: Write) -> LiveObjects:
+def _agree(what: str, save: RankSave) -> LiveObjects:
     """Say what all ranks together write, and where. Collective: every rank."""
     recalled: list[plan_cache.CachedPlan | None] = []
 
-    def own() -> _Told:
+    def make_report() -> _RankReport:
         refuse_if_running()
         recalled.append(plan_cache.lookup())
-        return _told(one, recalled[0])
+        return _rank_report(save, recalled[0])
 
-    told = all_or_none(what, own)
-    one.processes = [rank.process for rank in told]
-    one.generators = [rank.generators for rank in told]
-    if recalled[0] is not None and plan_cache.agreed(recalled[0], [rank.known for rank in told]):
-        found, one.contents = recalled[0].found, recalled[0].contents
-        new = told[0].folder
+    reports = all_or_none(what, make_report)
+    save.processes = [report.process for report in reports]
+    save.generators = [report.generators for report in reports]
+    if recalled[0] is not None and plan_cache.is_agreed(
+        recalled[0], [report.plan_key for report in reports]
+    ):
+        live, save.contents = recalled[0].live, recalled[0].contents
+        new = reports[0].folder
     else:
-        found = find(what)
-        one.contents = _compared(what, found)
-        plan_cache.store(one.job.token, found, one.contents)
-        new = all_or_none(what, lambda: _describe(one, found))[0]
-    one.new = Path(new)
-    one.meter.total_bytes = 2 * one.contents.own_bytes(rank())
-    return found
+        live = find(what)
+        save.contents = _compared(what, live)
+        plan_cache.store(save.job.token, live, save.contents)
+        new = all_or_none(what, lambda: _describe(save, live))[0]
+    save.new = Path(new)
+    save.meter.total_bytes = 2 * save.contents.own_bytes(rank())
+    return live
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What a rank tells the others of itself.
+class _RankReport:
+    """What a rank reports to the others.
 
     Attributes:
         process: Its machine, its pid, and when that process started.
         generators: States of its random generators.
-        known: The last save, if its plan still counts here.
+        plan_key: The last save, if its plan still counts here.
         folder: Where it is written, if rank 0 knows by then what.
     """
 
     process: tuple[Machine, int, str]
     generators: Generators
-    known: plan_cache.Told | None
+    plan_key: plan_cache.PlanKey | None
     folder: str = ""
 
 
-def _told(one: Write, recalled: plan_cache.CachedPlan | None) -> _Told:
+def _rank_report(save: RankSave, recalled: plan_cache.CachedPlan | None) -> _RankReport:
     pid = os.getpid()
     process = (host.this_machine(), pid, host.started(pid) or "")
     if recalled is None:
-        return _Told(process, generators(), None)
-    folder = _folder(one) if rank() == 0 else ""
-    return _Told(process, generators(), recalled.told, folder)
+        return _RankReport(process, generators(), None)
+    folder = _folder(save) if rank() == 0 else ""
+    return _RankReport(process, generators(), recalled.key, folder)
 
 
-def _compared(what: str, found: LiveObjects) -> CheckpointTensors:
+def _compared(what: str, live: LiveObjects) -> CheckpointTensors:
     """What is saved, the same on all ranks. Collective: every rank."""
-    taken: list[CheckpointTensors] = []
+    contents: list[CheckpointTensors] = []
 
-    def own() -> list[tuple[str, tuple[int, ...], str]]:
-        taken.append(tensors_of(found))
-        dtypes = taken[0].tensors.dtypes
-        return [(name, shape, str(dtypes[name])) for name, shape in taken[0].tensors.shapes.items()]
+    def signature() -> list[tuple[str, tuple[int, ...], str]]:
+        contents.append(tensors_of(live))
+        dtypes = contents[0].tensors.dtypes
+        return [
+            (name, shape, str(dtypes[name])) for name, shape in contents[0].tensors.shapes.items()
+        ]
 
-    _compare(all_or_none(what, own))
-    return taken[0]
+    _compare(all_or_none(what, signature))
+    return contents[0]
 
 
-def _compare(told: Sequence[list[tuple[str, tuple[int, ...], str]]]) -> None:
-    for number, names in enumerate(told):
-        if names == told[0]:
+def _compare(signatures: Sequence[list[tuple[str, tuple[int, ...], str]]]) -> None:
+    for number, names in enumerate(signatures):
+        if names == signatures[0]:
             continue
-        odd = set(names) ^ set(told[0])
+        odd = set(names) ^ set(signatures[0])
         detail = "{} {}".format(*min(odd)[:2]) if odd else "their order"
         raise NbdistError(
-            f"The ranks 0 and {number} would save other tensors: {detail} differs. Run the cells "
+            f"Ranks 0 and {number} would save different tensors: {detail} differs. Run the cells "
             "that prepare models on all ranks again."
         )
 
 
-def _folder(one: Write) -> str:
+def _folder(save: RankSave) -> str:
     """Make the folder in which it is written. On rank 0."""
-    if one.new is None:
-        one.new = checkpoint_checkpoint_folder.prepare(one.path, str(Path.cwd()))
-    return str(one.new)
+    if save.new is None:
+        save.new = checkpoint_folder.prepare(save.path, str(Path.cwd()))
+    return str(save.new)
 
 
-def _describe(one: Write, found: LiveObjects) -> str:
+def _describe(save: RankSave, live: LiveObjects) -> str:
     """On rank 0 what goes beside the tensors, and the folder."""
     if rank() != 0:
         return ""
-    one.plain = plain_state.states(found)  # first: they may be no plain data
-    one.manifest = Checkpoint(
-        models=tuple(model.saved() for model in found.models),
-        optimizers=tuple(stepping.saved() for stepping in found.optimizers),
+    save.plain = plain_state.states(live)  # first: they may be no plain data
+    save.manifest = Checkpoint(
+        models=tuple(model.saved() for model in live.models),
+        optimizers=tuple(optimizer.saved() for optimizer in live.optimizers),
         versions=Versions(
             nbdist=VERSION,
             torch=torch.__version__,
@@ -184,24 +189,24 @@ def _describe(one: Write, found: LiveObjects) -> str:
         strategy=registry.current(),
         saved_s=time.time(),
         files=(),
-        step=plain_state.steps_made(one.plain),
+        step=plain_state.steps_made(save.plain),
         extra={
-            "models": [model.name for model in found.models],
-            "optimizers": [stepping.name for stepping in found.optimizers],
-            "configs": {model.name: _config(model) for model in found.models},
-            "accelerators": [_settings(one) for one in found.accelerators],
+            "models": [model.name for model in live.models],
+            "optimizers": [optimizer.name for optimizer in live.optimizers],
+            "configs": {model.name: _config(model) for model in live.models},
+            "accelerators": [_settings(accelerator) for accelerator in live.accelerators],
         },
     )
-    return _folder(one)
+    return _folder(save)
 
 
 _version = functools.cache(version)  # it reads the package's files
 
 
-def _config(model: Model) -> Any:
+def _config(model: CheckpointModel) -> Any:
     """What a model was made with, where it says so as transformers' do; for a person to read."""
-    tell = getattr(getattr(model.one.base, "config", None), "to_dict", None)
-    return json.loads(json.dumps(tell(), default=str)) if callable(tell) else None
+    to_dict = getattr(getattr(model.prepared.base, "config", None), "to_dict", None)
+    return json.loads(json.dumps(to_dict(), default=str)) if callable(to_dict) else None
 
 
 def _settings(accelerator: Any) -> dict[str, Any]:
@@ -214,40 +219,40 @@ def _settings(accelerator: Any) -> dict[str, Any]:
     }
 
 
-def _take(one: Write, found: LiveObjects, *, is_copied: bool) -> None:
+def _take(save: RankSave, live: LiveObjects, *, is_copied: bool) -> None:
     """Enter the folder, and take the boxes that this rank writes."""
-    _enter(one)
-    if one.manifest is None:
-        _describe(one, found)
-    own = dict(one.contents.own(rank()))
+    _enter(save)
+    if save.manifest is None:
+        _describe(save, live)
+    boxes = dict(save.contents.boxes_of(rank()))
     if is_copied:
         # Also what is on the host already: the optimizer changes it in place.
-        one.is_staged = True
-        one.boxes = dict(zip(own, staging.copies(list(own.values())), strict=True))
+        save.is_staged = True
+        save.boxes = dict(zip(boxes, staging.copies(list(boxes.values())), strict=True))
     else:
-        one.boxes = {spot: box.detach() for spot, box in own.items()}
+        save.boxes = {spot: box.detach() for spot, box in boxes.items()}
 
 
-def _enter(one: Write) -> None:
-    if not one.folder.is_dir():
+def _enter(save: RankSave) -> None:
+    if not save.folder.is_dir():
         raise CheckpointError(
-            f"rank {rank()} on {host.this_machine().host} does not see {one.folder}, which rank 0 "
-            "has made. A checkpoint goes to a folder that all hosts share."
+            f"rank {rank()} on {host.this_machine().host} cannot see {save.folder}, which rank 0 "
+            "created. Save to a folder that all hosts share."
         )
-    with named(one):
-        checkpoint_write.reserve(one.folder, rank())
+    with named(save):
+        checkpoint_write.reserve(save.folder, rank())
 
 
-def _notes(found: LiveObjects) -> tuple[str, ...]:
+def _notes(live: LiveObjects) -> tuple[str, ...]:
     notes = [
-        f"{one.others} parameters of {one.name} are of no prepared model: they are not saved, nor "
-        "what it remembers of them"
-        for one in found.optimizers
-        if one.others
+        f"{optimizer.others} parameters of {optimizer.name} belong to no prepared model: they and "
+        "their optimizer state are not saved"
+        for optimizer in live.optimizers
+        if optimizer.others
     ]
-    graded = sum(
+    with_gradient = sum(
         parameter.grad is not None
-        for model in found.models
-        for parameter in model.one.parameters.values()
+        for model in live.models
+        for parameter in model.prepared.parameters.values()
     )
-    return tuple(notes) if not graded else (*notes, "gradients are not saved")
+    return tuple(notes) if not with_gradient else (*notes, "gradients are not saved")

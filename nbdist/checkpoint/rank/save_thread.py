@@ -18,13 +18,13 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
+from nbdist.checkpoint import folder as checkpoint_folder
 from nbdist.checkpoint import manifest
 from nbdist.checkpoint.manifest import Checkpoint, SavedFile
 from nbdist.checkpoint.rank import dcp_metadata, plain_state, staging
 from nbdist.checkpoint.rank import write as checkpoint_write
-from nbdist.checkpoint.rank.dcp_planners import Saver, Spot, Writer
-from nbdist.checkpoint.rank.jobs import Job, Meter
+from nbdist.checkpoint.rank.dcp_planners import ChunkSavePlanner, ChunkWriter, Spot
+from nbdist.checkpoint.rank.jobs import Meter, SaveJob
 from nbdist.checkpoint.rank.tensors import CheckpointTensors
 from nbdist.checkpoint.results import Saved
 from nbdist.core import host
@@ -38,11 +38,11 @@ STALL_S = 300.0
 
 
 @dataclass(slots=True)
-class Write:
-    """One save on this rank.
+class RankSave:
+    """All that one save needs on this rank.
 
     Attributes:
-        job: What others know of it.
+        job: Its progress, for the control thread.
         new: Where it is written, once that is made.
         contents: All tensors.
         processes: (machine, pid, when it started) of each rank.
@@ -54,7 +54,7 @@ class Write:
         plain: The other states but the generators'; rank 0 has them.
     """
 
-    job: Job
+    job: SaveJob
     new: Path | None = None
     contents: CheckpointTensors = field(default_factory=CheckpointTensors)
     processes: list[tuple[Machine, int, str]] = field(default_factory=list)
@@ -72,86 +72,86 @@ class Write:
 
     @property
     def folder(self) -> Path:
-        """Where it is written; it is made by now."""
+        """Where it is written; exists by now."""
         assert self.new is not None
         return self.new
 
     @property
     def meter(self) -> Meter:
-        """How far it is."""
+        """Progress of the save; also stops it."""
         return self.job.meter
 
 
-def run(one: Write) -> None:
-    """All of it, in the thread of saves. What fails is told by the job, and to rank 0."""
+def run(save: RankSave) -> None:
+    """All of it, in the thread of saves. A failure is reported by the job, and to rank 0."""
     try:
-        with named(one):
+        with named(save):
             result = checkpoint_write.write(
-                one.folder, one.contents, rank(), _values(one), one.meter
+                save.folder, save.contents, rank(), _values(save), save.meter
             )
-            let_go(one)
-            checkpoint_write.tell(one.folder, rank(), result)
+            let_go(save)
+            checkpoint_write.tell(save.folder, rank(), result)
         if rank() == 0:
-            _finish(one)
+            _finish(save)
         else:
-            one.meter.phase = "done with its part"
-    except BaseException as error:  # noqa: BLE001  # told to rank 0, and to who asks
-        failure = _sentence(one, error)
-        let_go(one)
-        checkpoint_write.tell_failure(one.folder, rank(), failure)
+            save.meter.phase = "done with its part"
+    except BaseException as error:  # noqa: BLE001  # reported to rank 0, and to the notebook
+        failure = _sentence(save, error)
+        let_go(save)
+        checkpoint_write.tell_failure(save.folder, rank(), failure)
         if rank() == 0:
-            checkpoint_checkpoint_folder.abandon(one.path)
-        one.job.failure = failure  # last: who hears of it may look what is left
+            checkpoint_folder.abandon(save.path)
+        save.job.failure = failure  # last: whoever sees it may look at the folder at once
 
 
-def let_go(one: Write) -> None:
-    """Nothing of what was saved is needed any more."""
-    one.boxes.clear()
-    if one.is_staged:  # otherwise another save may have its copies there
+def let_go(save: RankSave) -> None:
+    """Drop the boxes, and give back the memory of their copies."""
+    save.boxes.clear()
+    if save.is_staged:  # otherwise another save may have its copies there
         staging.give_back()
 
 
-def _values(one: Write) -> Callable[[Spot], torch.Tensor]:
-    return lambda spot: one.boxes[spot].cpu().contiguous()
+def _values(save: RankSave) -> Callable[[Spot], torch.Tensor]:
+    return lambda spot: save.boxes[spot].cpu().contiguous()
 
 
-def _finish(one: Write) -> None:
-    """Rank 0: when all have written, what belongs to all; then the folder gets its name."""
+def _finish(save: RankSave) -> None:
+    """Rank 0: wait for all ranks, write the metadata, then rename the folder into place."""
     results = checkpoint_write.results(
-        one.folder, len(one.processes), one.meter, lambda other: _gone(one, other), STALL_S
+        save.folder, len(save.processes), save.meter, lambda other: _gone(save, other), STALL_S
     )
-    one.meter.phase = "writing the manifest"
-    assert one.manifest is not None
-    with named(one):
-        saver = Saver(one.contents.tensors, one.contents.parts, 0, _values(one))
-        _, known = saver.create_global_plan([])
-        Writer(one.folder).finish(known, _write_results(one.contents, results))
-        data = (one.folder / dcp_metadata.FILE).read_bytes()
-        if dcp_metadata.loads(data) != known:
-            raise CheckpointError(f"{dcp_metadata.FILE} is not as it was written")
-        states = plain_state.as_bytes(one.plain, one.generators)
+    save.meter.phase = "writing the manifest"
+    assert save.manifest is not None
+    with named(save):
+        saver = ChunkSavePlanner(save.contents.tensors, save.contents.parts, 0, _values(save))
+        _, metadata = saver.create_global_plan([])
+        ChunkWriter(save.folder).finish(metadata, _write_results(save.contents, results))
+        data = (save.folder / dcp_metadata.FILE).read_bytes()
+        if dcp_metadata.loads(data) != metadata:
+            raise CheckpointError(f"{dcp_metadata.FILE} differs from what was written")
+        states = plain_state.as_bytes(save.plain, save.generators)
         plain_state.loads(states)  # as a load will
-        (one.folder / plain_state.FILE).write_bytes(states)
-        if (one.folder / plain_state.FILE).read_bytes() != states:
-            raise CheckpointError(f"{plain_state.FILE} is not as it was written")
+        (save.folder / plain_state.FILE).write_bytes(states)
+        if (save.folder / plain_state.FILE).read_bytes() != states:
+            raise CheckpointError(f"{plain_state.FILE} differs from what was written")
         files = [
             *checkpoint_write.listed(results),
-            *(_file(one.folder, n) for n in (dcp_metadata.FILE, plain_state.FILE)),
+            *(_file(save.folder, n) for n in (dcp_metadata.FILE, plain_state.FILE)),
         ]
-        saved = replace(one.manifest, files=tuple(files))
-        checkpoint_write.clear(one.folder, len(one.processes))
-        (one.folder / manifest.MANIFEST).write_text(manifest.text(saved), encoding="utf-8")
-        one.meter.make_final()
-        checkpoint_checkpoint_folder.commit(one.folder, one.path)
-    one.meter.phase = "done"
-    one.job.saved = Saved(
-        path=str(one.path),
+        saved = replace(save.manifest, files=tuple(files))
+        checkpoint_write.clear(save.folder, len(save.processes))
+        (save.folder / manifest.MANIFEST).write_text(manifest.text(saved), encoding="utf-8")
+        save.meter.make_final()
+        checkpoint_folder.commit(save.folder, save.path)
+    save.meter.phase = "done"
+    save.job.saved = Saved(
+        path=str(save.path),
         size_bytes=saved.size_bytes,
         files=len(saved.files) + 1,
-        tensors=len(known.state_dict_metadata),
+        tensors=len(metadata.state_dict_metadata),
         step=saved.step,
         strategy=saved.strategy,
-        elapsed_s=time.monotonic() - one.began_s,
+        elapsed_s=time.monotonic() - save.began_s,
     )
 
 
@@ -163,36 +163,38 @@ def _file(folder: Path, name: str) -> SavedFile:
 def _write_results(
     contents: CheckpointTensors, results: list[dict[str, Any]]
 ) -> list[list[WriteResult]]:
-    """Where each box lies, as DCP's writer wants it; under each of a tensor's names."""
-    found = []
+    """Where each box lies, for DCP's writer, under each of a tensor's names."""
+    write_results = []
     for result in results:
         for name, offsets, file, at, length in result["boxes"]:
             place = filesystem._StorageInfo(file, at, length)  # noqa: SLF001
             names = (name, *contents.tensors.aliases[name])
-            found += [WriteResult(MetadataIndex(each, offsets), length, place) for each in names]
-    return [found]
+            write_results += [
+                WriteResult(MetadataIndex(alias, offsets), length, place) for alias in names
+            ]
+    return [write_results]
 
 
-def _gone(one: Write, other: int) -> str:
-    """That another rank's process on this machine has ended; nothing while it lives."""
-    machine, pid, start = one.processes[other]
+def _gone(save: RankSave, other: int) -> str:
+    """Says that another rank's process on this machine has ended; empty while it lives."""
+    machine, pid, start = save.processes[other]
     if machine != host.this_machine() or host.started(pid) == start:
         return ""
     return f"rank {other} (process {pid}) ended while it wrote its part"
 
 
-def _sentence(one: Write, error: BaseException) -> str:
+def _sentence(save: RankSave, error: BaseException) -> str:
     text = one_line(error)
     return text if text.startswith("rank ") else f"rank {rank()}: {text}"
 
 
 @contextlib.contextmanager
-def named(one: Write) -> Iterator[None]:
-    """What the system refuses in here is told with rank, path and numbers."""
+def named(save: RankSave) -> Iterator[None]:
+    """Turn system errors into a CheckpointError with path and numbers."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{checkpoint_checkpoint_folder.problem(error, one.path)} It had written "
-            f"{one.meter.done_bytes:,} bytes."
+            f"{checkpoint_folder.problem(error, save.path)} It had written "
+            f"{save.meter.done_bytes:,} bytes."
         ) from error

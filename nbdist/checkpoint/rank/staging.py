@@ -21,19 +21,19 @@ _PAGE_BYTES = 1 << 21
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Buffer:
     """What the last save's copies were in.
 
     Attributes:
         memory: None before the first; uint8, larger than what was asked for.
-        rooms: The copies, as views of it.
+        views: The copies, in that memory.
     """
 
     memory: torch.Tensor | None = None
-    rooms: list[torch.Tensor] = field(default_factory=list)
+    views: list[torch.Tensor] = field(default_factory=list)
 
 
-_kept = _Kept()
+_buffer = _Buffer()
 
 
 def copies(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -42,25 +42,27 @@ def copies(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     Those of an earlier call are written over: one save at a time.
     """
     with torch.no_grad():
-        if [_look(room) for room in _kept.rooms] != [_look(box) for box in boxes]:
-            _kept.rooms = _rooms(boxes)  # each takes as long as 25 kB to copy
-        return [room.copy_(box) for room, box in zip(_kept.rooms, boxes, strict=True)]
+        if [_type_and_shape(view) for view in _buffer.views] != [
+            _type_and_shape(box) for box in boxes
+        ]:
+            _buffer.views = _views(boxes)  # each takes as long as 25 kB to copy
+        return [view.copy_(box) for view, box in zip(_buffer.views, boxes, strict=True)]
 
 
 def give_back() -> None:
     """Let the system have the memory if it needs it. Nobody may look at copies any more."""
-    if _kept.memory is not None:
-        madvise.advise(_kept.memory.data_ptr(), _kept.memory.nbytes, madvise.FREE)
+    if _buffer.memory is not None:
+        madvise.advise(_buffer.memory.data_ptr(), _buffer.memory.nbytes, madvise.FREE)
 
 
-def _look(one: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
-    return one.dtype, one.shape
+def _type_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
 
 
-def _rooms(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Where the copies go."""
+def _views(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of the memory, one for each box."""
     sizes = [-(-box.nbytes // _LINE_BYTES) * _LINE_BYTES for box in boxes]
-    _kept.rooms.clear()  # they hold the memory
+    _buffer.views.clear()  # they hold the memory
     memory = _memory(sum(sizes))
     return [
         memory[at : at + box.nbytes].view(box.dtype).view(box.shape)
@@ -70,12 +72,12 @@ def _rooms(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _memory(size_bytes: int) -> torch.Tensor:
     """That much memory, the same as last time where that is enough and not far too much."""
-    memory = _kept.memory
+    memory = _buffer.memory
     if memory is None or not size_bytes <= memory.nbytes <= 2 * size_bytes + _PAGE_BYTES:
-        _kept.memory = None  # before the new one is made: both may not find room
+        _buffer.memory = None  # before the new one is made: there may not be room for both
         del memory
         whole = torch.empty(size_bytes + _PAGE_BYTES, dtype=torch.uint8)
-        memory = _kept.memory = whole[-whole.data_ptr() % _PAGE_BYTES :]
+        memory = _buffer.memory = whole[-whole.data_ptr() % _PAGE_BYTES :]
         madvise.advise(memory.data_ptr(), memory.nbytes, madvise.LARGE)
         madvise.advise(memory.data_ptr(), memory.nbytes, madvise.POPULATE)
     return memory

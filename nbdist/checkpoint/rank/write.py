@@ -1,6 +1,6 @@
 """One rank's part of a save: written, read back, compared.
 
-No rank is met, so it can run beside training, in a thread; ranks tell each other through small
+No rank is met, so it can run beside training, in a thread; ranks report to each other through small
 files in the same folder.
 """
 
@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nbdist.checkpoint.manifest import SavedFile, checksum_text
-from nbdist.checkpoint.rank.dcp_planners import Saver, Spot, Writer, spot
+from nbdist.checkpoint.rank.dcp_planners import ChunkSavePlanner, ChunkWriter, Spot, spot
 from nbdist.checkpoint.rank.jobs import Meter
 from nbdist.checkpoint.rank.tensors import CheckpointTensors
 from nbdist.core.units import exact_size
 from nbdist.errors import CheckpointError
 
-# A rank's failure is written over what is in this file: that needs no room on a full disk.
-_TOLD_BYTES = 4096
+# A rank's failure overwrites this file in place, which needs no room on a full disk.
+_FAILURE_BYTES = 4096
 _PIECE_BYTES = 1 << 22
 _PAUSE_S = 0.02
 
@@ -45,7 +45,7 @@ class _Stream(io.RawIOBase):
         super().__init__()
         self._file = path.open("wb", buffering=0)
         self._meter = meter
-        self._held = bytearray()
+        self._buffer = bytearray()
         self._error: BaseException | None = None
         self.size_bytes = 0
         self.crc32 = 0
@@ -55,10 +55,10 @@ class _Stream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         # torch gives a tensor in pieces of some kB.
-        self._held += data
+        self._buffer += data
         count = memoryview(data).nbytes
         self.size_bytes += count
-        if len(self._held) >= _PIECE_BYTES:
+        if len(self._buffer) >= _PIECE_BYTES:
             self._put()
         return count
 
@@ -68,17 +68,17 @@ class _Stream(io.RawIOBase):
             raise self._error
 
     def _put(self) -> None:
-        """Write what is held; a failure is kept."""
-        self.crc32 = zlib.crc32(self._held, self.crc32)
+        """Write the buffer; a failure is kept for `flush`."""
+        self.crc32 = zlib.crc32(self._buffer, self.crc32)
         at = 0
-        with memoryview(self._held) as view:
+        with memoryview(self._buffer) as view:
             while at < len(view) and self._error is None:
                 try:
                     self._meter.check()
                     at += self._file.write(view[at : at + _PIECE_BYTES])
                 except BaseException as error:  # noqa: BLE001  # raised by `flush`
                     self._error = error
-        self._held.clear()
+        self._buffer.clear()
 
     def tell(self) -> int:
         return self.size_bytes
@@ -127,7 +127,7 @@ def write(
         contents: All that is saved.
         rank: This one.
         value: Gives a box, contiguous, on the host.
-        meter: Is told how far it is.
+        meter: Gets the progress.
 
     Returns:
         Plain data: `files`, name -> (bytes, checksum); `boxes`, each with name, offsets, file and
@@ -139,13 +139,13 @@ def write(
         Cancelled: `meter` has been stopped.
     """
 
-    def taken(box: Spot) -> torch.Tensor:
+    def counted(box: Spot) -> torch.Tensor:
         tensor = value(box)
         meter.done_bytes += tensor.nbytes
         return tensor
 
-    saver = Saver(contents.tensors, contents.parts, rank, taken)
-    writer, files = Writer(folder), _Files(meter)
+    saver = ChunkSavePlanner(contents.tensors, contents.parts, rank, counted)
+    writer, files = ChunkWriter(folder), _Files(meter)
     writer.fs = files
     plan = saver.create_local_plan()
     meter.phase = "writing"
@@ -155,10 +155,10 @@ def write(
     results = writer.write_data(plan, saver).wait()
     meter.phase = "comparing"
     for name, stream in files.written.items():
-        found = [one for one in results if one.storage_data.relative_path == name]
-        _compare(folder / name, stream.size_bytes, stream.crc32, found, value, meter)
+        in_file = [result for result in results if result.storage_data.relative_path == name]
+        _compare(folder / name, stream.size_bytes, stream.crc32, in_file, value, meter)
     written = {n: (s.size_bytes, checksum_text(s.crc32)) for n, s in files.written.items()}
-    return {"files": written, "boxes": [_box(one) for one in results]}
+    return {"files": written, "boxes": [_box(result) for result in results]}
 
 
 def _compare(
@@ -169,43 +169,43 @@ def _compare(
     value: Callable[[Spot], torch.Tensor],
     meter: Meter,
 ) -> None:
-    """Read a file from the disk and compare it with what was to be in it."""
-    found = 0
+    """Read a file from the disk and compare it with the tensors."""
+    read_crc32 = 0
     at = 0
     with path.open("rb") as file:
         # From the disk, as far as the system does what it is asked for: not from its own memory.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for one in sorted(results, key=lambda one: one.storage_data.offset):
+        for result in sorted(results, key=lambda result: result.storage_data.offset):
             meter.check()
-            data = file.read(one.storage_data.length)
-            found, at = zlib.crc32(data, found), at + len(data)
-            name, offsets = spot(one.index)
-            wanted = value((name, offsets))
-            if not _is_equal(data, wanted):
+            data = file.read(result.storage_data.length)
+            read_crc32, at = zlib.crc32(data, read_crc32), at + len(data)
+            name, offsets = spot(result.index)
+            expected = value((name, offsets))
+            if not _is_equal(data, expected):
                 raise CheckpointError(
-                    f"{name} from {list(offsets)} is not in {path} as it was written there: the "
-                    "disk, or memory, has lost bits. Nothing of this save is kept."
+                    f"{name} from {list(offsets)} differs in {path} from what was written: the "
+                    "disk or the memory corrupts data. This save is discarded."
                 )
-            meter.done_bytes += wanted.nbytes
+            meter.done_bytes += expected.nbytes
         rest = file.read()
-        found, at = zlib.crc32(rest, found), at + len(rest)
-    if (at, found) != (size_bytes, crc32):
+        read_crc32, at = zlib.crc32(rest, read_crc32), at + len(rest)
+    if (at, read_crc32) != (size_bytes, crc32):
         raise CheckpointError(
-            f"{path} has {at:,} bytes and {checksum_text(found)}, and {size_bytes:,} bytes with "
-            f"{checksum_text(crc32)} were written. Nothing of this save is kept."
+            f"{path} has {at:,} bytes and {checksum_text(read_crc32)}, but {size_bytes:,} bytes "
+            f"with {checksum_text(crc32)} were written. This save is discarded."
         )
 
 
-def _is_equal(data: bytes, wanted: torch.Tensor) -> bool:
+def _is_equal(data: bytes, expected: torch.Tensor) -> bool:
     """Whether a saved tensor has the same type, shape and bits."""
     try:
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception:  # noqa: BLE001  # whatever damage does to it
         return False
     return (
-        (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        and found.is_contiguous()
-        and bool(torch.equal(_bits(found), _bits(wanted)))
+        (loaded.dtype, loaded.shape) == (expected.dtype, expected.shape)
+        and loaded.is_contiguous()
+        and bool(torch.equal(_bits(loaded), _bits(expected)))
     )
 
 
@@ -213,33 +213,33 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
-def _box(one: WriteResult) -> list[Any]:
-    stored = one.storage_data
-    name, offsets = spot(one.index)
+def _box(result: WriteResult) -> list[Any]:
+    stored = result.storage_data
+    name, offsets = spot(result.index)
     return [name, list(offsets), stored.relative_path, stored.offset, stored.length]
 
 
-# How ranks tell each other.
+# Files by which ranks report to each other.
 
 
 def reserve(folder: Path, rank: int) -> None:
     """Make the file in which this rank says that it has failed."""
-    _told(folder, rank).write_bytes(b" " * _TOLD_BYTES)
+    _failure_file(folder, rank).write_bytes(b" " * _FAILURE_BYTES)
 
 
 def tell(folder: Path, rank: int, result: Mapping[str, Any]) -> None:
-    """Say what this rank has written."""
-    path = _result(folder, rank)
+    """Report what this rank has written."""
+    path = _result_file(folder, rank)
     new = path.with_name(f"{path.name}.new")  # not with_suffix: the rank is the suffix
     new.write_text(json.dumps(result))
     new.rename(path)
 
 
 def tell_failure(folder: Path, rank: int, text: str) -> None:
-    """Say that this rank has failed; where even that fails, its rank's state has it."""
-    data = text.encode()[: _TOLD_BYTES // 2]
+    """Report that this rank has failed; where even that fails, its job still has the failure."""
+    data = text.encode()[: _FAILURE_BYTES // 2]
     try:
-        with _told(folder, rank).open("r+b") as file:
+        with _failure_file(folder, rank).open("r+b") as file:
             file.write(data)
     except OSError:
         return
@@ -252,7 +252,7 @@ def results(
     is_gone: Callable[[int], str],
     stall_s: float,
 ) -> list[dict[str, Any]]:
-    """What all ranks have written, once they have. The others' files are looked at.
+    """What all ranks have written; waits for their reports.
 
     Args:
         folder: Of the save.
@@ -265,18 +265,18 @@ def results(
         CheckpointError: A rank has failed, or has ended, or writes nothing any more; says which.
         Cancelled: `meter` has been stopped.
     """
-    watched = [_Watched(folder, rank, is_gone, stall_s) for rank in range(world_size)]
+    watchers = [_Watcher(folder, rank, is_gone, stall_s) for rank in range(world_size)]
     while True:
-        found = [one.look(time.monotonic()) for one in watched]
-        missing = [str(rank) for rank, result in enumerate(found) if result is None]
+        reported = [watcher.look(time.monotonic()) for watcher in watchers]
+        missing = [str(rank) for rank, result in enumerate(reported) if result is None]
         if not missing:
-            return [result for result in found if result is not None]
+            return [result for result in reported if result is not None]
         meter.phase = f"waiting for rank {', '.join(missing)}"
         meter.wait(_PAUSE_S)
 
 
-class _Watched:
-    """What one rank writes, seen from another."""
+class _Watcher:
+    """The reports and files of one rank, watched from rank 0."""
 
     def __init__(
         self, folder: Path, rank: int, is_gone: Callable[[int], str], stall_s: float
@@ -287,50 +287,50 @@ class _Watched:
         self._since_s = 0.0
 
     def look(self, now_s: float) -> dict[str, Any] | None:
-        """What it has written, once it has.
+        """Its report; None until there is one.
 
         Raises:
             CheckpointError: It has failed, has ended, or writes nothing any more.
         """
-        if self._result is None and _result(self._folder, self._rank).exists():
-            self._result = json.loads(_result(self._folder, self._rank).read_text())
+        if self._result is None and _result_file(self._folder, self._rank).exists():
+            self._result = json.loads(_result_file(self._folder, self._rank).read_text())
         if self._result is None:
             self._check(now_s)
         return self._result
 
     def _check(self, now_s: float) -> None:
-        failure = _told(self._folder, self._rank).read_bytes().strip()
+        failure = _failure_file(self._folder, self._rank).read_bytes().strip()
         if why := failure.decode(errors="replace") or self._is_gone(self._rank):
             raise CheckpointError(why)
-        size_bytes = sum(one.stat().st_size for one in self._folder.glob(f"__{self._rank}_*"))
+        size_bytes = sum(file.stat().st_size for file in self._folder.glob(f"__{self._rank}_*"))
         if size_bytes != self._size_bytes:
             self._size_bytes, self._since_s = size_bytes, now_s
         elif now_s - self._since_s > self._stall_s:
             raise CheckpointError(
-                f"rank {self._rank} has written nothing for {self._stall_s:.0f} s, "
-                f"{exact_size(size_bytes)} before that"
+                f"rank {self._rank} has written nothing for {self._stall_s:.0f} s "
+                f"({exact_size(size_bytes)} before that)"
             )
 
 
 def clear(folder: Path, world_size: int) -> None:
-    """Remove what ranks told each other."""
+    """Remove the files by which ranks report to each other."""
     for rank in range(world_size):
-        _told(folder, rank).unlink(missing_ok=True)
-        _result(folder, rank).unlink(missing_ok=True)
+        _failure_file(folder, rank).unlink(missing_ok=True)
+        _result_file(folder, rank).unlink(missing_ok=True)
 
 
 def listed(results: list[dict[str, Any]]) -> list[SavedFile]:
     """All ranks' files, for the manifest."""
     return [
         SavedFile(name, size_bytes, checksum)
-        for one in results
-        for name, (size_bytes, checksum) in one["files"].items()
+        for result in results
+        for name, (size_bytes, checksum) in result["files"].items()
     ]
 
 
-def _told(folder: Path, rank: int) -> Path:
-    return folder / f".told.{rank}"
+def _failure_file(folder: Path, rank: int) -> Path:
+    return folder / f".failed.{rank}"
 
 
-def _result(folder: Path, rank: int) -> Path:
+def _result_file(folder: Path, rank: int) -> Path:
     return folder / f".done.{rank}"
