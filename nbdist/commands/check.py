@@ -16,14 +16,14 @@ from nbdist.notebook.verb import Option, Verb
 def dist_check(values: Namespace) -> View:
     """Check once; or set what is looked at from now on."""
     session = NOTEBOOK.session
-    given = {
+    flags = {
         "--every": values.every is not None,
         "--trace-nan": values.is_tracing,
         "--silence": values.silenced is not None,
         "--tell": values.told is not None,
         "--lints": values.wants_lints,
     }
-    chosen = [flag for flag, is_given in given.items() if is_given]
+    chosen = [flag for flag, is_set in flags.items() if is_set]
     if len(chosen) > 1:
         raise OptionError(f"%dist_check: choose one of {', '.join(chosen)}.")
     if values.every is not None:

@@ -12,12 +12,12 @@ from nbdist.lints.lint import Facts, Lint, versus
 def _apart_since(subject: str, facts: Facts) -> list[RuleHit]:
     """The first looks of `--every N` at which ranks that hold the same had other parameters."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, own in facts.items():
-        groups.setdefault(tuple(own["ranks"]), []).append(rank)
+    for rank, rank_facts in facts.items():
+        groups.setdefault(tuple(rank_facts["ranks"]), []).append(rank)
     hits = []
     for ranks in groups.values():
         looks = {r: dict(zip(facts[r]["steps"], facts[r]["digests"], strict=True)) for r in ranks}
-        common = sorted(set.intersection(*(set(one) for one in looks.values())))
+        common = sorted(set.intersection(*(set(by_step) for by_step in looks.values())))
         for step in common:
             by_digest: dict[str, list[int]] = {}
             for rank in ranks:

@@ -48,8 +48,8 @@ def each(
 
     def judge(subject: str, facts: Facts) -> list[RuleHit]:
         ranks_of: dict[str, list[int]] = {}
-        for rank, own in facts.items():
-            ranks_of.setdefault(sentence(subject, own), []).append(rank)
+        for rank, rank_facts in facts.items():
+            ranks_of.setdefault(sentence(subject, rank_facts), []).append(rank)
         return [RuleHit(text, tuple(ranks)) for text, ranks in ranks_of.items()]
 
     return judge
@@ -60,9 +60,9 @@ def apart(sentence: str) -> Callable[[str, Facts], list[RuleHit]]:
 
     def judge(subject: str, facts: Facts) -> list[RuleHit]:
         groups: dict[tuple[int, ...], dict[str, list[int]]] = {}
-        for rank, own in facts.items():
-            by_digest = groups.setdefault(tuple(own["ranks"]), {})
-            by_digest.setdefault(own["digest"], []).append(rank)
+        for rank, rank_facts in facts.items():
+            by_digest = groups.setdefault(tuple(rank_facts["ranks"]), {})
+            by_digest.setdefault(rank_facts["digest"], []).append(rank)
         return [
             RuleHit(sentence.format(subject=subject, who=versus(by_digest)), tuple(sorted(members)))
             for members, by_digest in groups.items()

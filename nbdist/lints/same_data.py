@@ -17,11 +17,11 @@ LEAST_BATCHES = 2
 
 def _alike(subject: str, facts: Facts) -> list[RuleHit]:
     """Ranks whose data should differ, and whose first batches do not."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for rank in facts:
-        mates = next((group for group in found if _has_same(facts, group[0], rank)), None)
+        mates = next((group for group in groups if _has_same(facts, group[0], rank)), None)
         if mates is None:
-            found.append([rank])
+            groups.append([rank])
         else:
             mates.append(rank)
     return [
@@ -29,15 +29,15 @@ def _alike(subject: str, facts: Facts) -> list[RuleHit]:
             f"{subject} gave {ranks_phrase(ranks)} the same batches ({_compared(facts, ranks)})",
             tuple(ranks),
         )
-        for ranks in found
+        for ranks in groups
         if len(ranks) > 1
     ]
 
 
-def _has_same(facts: Facts, one: int, other: int) -> bool:
-    if other not in facts[one]["peers"]:
+def _has_same(facts: Facts, rank: int, other: int) -> bool:
+    if other not in facts[rank]["peers"]:
         return False
-    mine, theirs = facts[one]["digests"], facts[other]["digests"]
+    mine, theirs = facts[rank]["digests"], facts[other]["digests"]
     n = min(len(mine), len(theirs))
     # Batches that are all alike are a constant dataset, of which every part is the same.
     return n >= LEAST_BATCHES and mine[:n] == theirs[:n] and len(set(mine[:n])) == n

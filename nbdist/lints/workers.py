@@ -11,8 +11,8 @@ from nbdist.lints.lint import Facts, Lint
 
 def _workers(_subject: str, facts: Facts) -> list[RuleHit]:
     hosts: dict[str, list[int]] = {}
-    for rank, own in facts.items():
-        hosts.setdefault(own["host"], []).append(rank)
+    for rank, rank_facts in facts.items():
+        hosts.setdefault(rank_facts["host"], []).append(rank)
     hits = []
     for ranks in hosts.values():
         total = sum(facts[rank]["workers"] for rank in ranks)

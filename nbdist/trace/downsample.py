@@ -26,7 +26,7 @@ Truths = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TimelineRow:
     """One row of the picture.
 
     Attributes:
@@ -59,7 +59,7 @@ class TraceRows:
         group: Place in `groups`, or -1.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[TimelineRow, ...]
     names: tuple[str, ...]
     groups: tuple[str, ...]
     depth: int
@@ -163,9 +163,9 @@ def merged(events: TraceRows, width_ns: int, full_ns: tuple[int, int] = NOWHERE)
     short, long = np.flatnonzero(is_short), np.flatnonzero(~is_short)
     first = _begins(events, short, width_ns)
     blocks = _blocks(events, short, first)
-    own = (getattr(events, name)[long] for name in ("row", "kind", "start_ns"))
+    long_columns = (getattr(events, name)[long] for name in ("row", "kind", "start_ns"))
     whole = [
-        *own,
+        *long_columns,
         events.start_ns[long] + events.duration_ns[long],
         events.duration_ns[long],
         np.ones(len(long), np.int64),
@@ -226,15 +226,15 @@ def _depth(heights: Integers, most_rows: int) -> int:
     return next((d for d in depths if np.minimum(heights, d).sum() <= most_rows), LEAST_DEPTH)
 
 
-def _rows(heights: Sequence[Integers], depth: int) -> Iterator[Row]:
+def _rows(heights: Sequence[Integers], depth: int) -> Iterator[TimelineRow]:
     for place, lanes in enumerate(heights):
         for lane, height in enumerate(lanes):
-            yield from (Row(place, lane, level) for level in range(min(height, depth)))
+            yield from (TimelineRow(place, lane, level) for level in range(min(height, depth)))
 
 
-def _numbers(texts: Sequence[str], known: dict[str, int]) -> Integers:
+def _numbers(texts: Sequence[str], numbers: dict[str, int]) -> Integers:
     """The number of each text among those of all ranks; -1 stays -1."""
-    return np.array([*(known.setdefault(text, len(known)) for text in texts), -1], np.int64)
+    return np.array([*(numbers.setdefault(text, len(numbers)) for text in texts), -1], np.int64)
 
 
 def _begins(events: TraceRows, short: Integers, width_ns: int) -> Integers:

@@ -39,149 +39,149 @@ _SPOTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class TraceContext:
     """One rank, and what is known of all.
 
     Attributes:
         trace: All of it.
         shares: Its numbers.
         rank: The rank's own trace.
-        own: Its numbers.
+        breakdown: Its numbers.
         spans: When it did what.
     """
 
     trace: Trace
     shares: TimeBreakdown
     rank: RankTrace
-    own: RankBreakdown
+    breakdown: RankBreakdown
     spans: Spans
 
     @property
     def n_steps(self) -> int:
         """Steps that count; 1 where there are none."""
-        return max(1, len(self.own.steps_ns))
+        return max(1, len(self.breakdown.steps_ns))
 
     @property
     def per(self) -> str:
         """What numbers are per."""
-        return "step" if self.own.steps_ns else "recording"
+        return "step" if self.breakdown.steps_ns else "recording"
 
     def part(self, time_ns: float) -> float:
         """A time as a share of what is looked at."""
-        return time_ns / max(1, self.own.window_ns)
+        return time_ns / max(1, self.breakdown.window_ns)
 
 
-def copies_to_host(scene: Scene) -> RuleHit | None:
+def copies_to_host(context: TraceContext) -> RuleHit | None:
     """A GPU's values are read by Python again and again, which waits for it each time."""
-    chosen = _chosen(scene, (COPY,), _TO_HOST)
-    count = int(chosen.sum()) / scene.n_steps
-    if scene.rank.device == "cpu" or count <= COPIES_PER_STEP:
+    chosen = _chosen(context, (COPY,), _TO_HOST)
+    count = int(chosen.sum()) / context.n_steps
+    if context.rank.device == "cpu" or count <= COPIES_PER_STEP:
         return None
     # The wait before a copy is what it costs; the copy itself is short.
     waits = _merged(
-        scene, _chosen(scene, (HOST,), re.compile(r"aten::(item|_local_scalar_dense)$"))
+        context, _chosen(context, (HOST,), re.compile(r"aten::(item|_local_scalar_dense)$"))
     )
-    spent_ns = max(intervals.length(waits), intervals.length(_merged(scene, chosen)))
+    spent_ns = max(intervals.length(waits), intervals.length(_merged(context, chosen)))
     return RuleHit(
-        f"{count:.0f} copies from the GPU to the host per {scene.per} on rank {scene.rank.rank}",
-        share=scene.part(spent_ns),
-        spots=_spots(scene, chosen),
+        f"{count:.0f} copies from the GPU to the host per {context.per} on rank {context.rank.rank}",
+        share=context.part(spent_ns),
+        spots=_spots(context, chosen),
     )
 
 
-def casts(scene: Scene) -> RuleHit | None:
+def casts(context: TraceContext) -> RuleHit | None:
     """Values are copied from one type to another."""
-    chosen = _chosen(scene, (COMPUTE,), _CASTS)
-    # The optimizer's own numbers (its count of steps) are none that a user casts.
-    steps = _merged(scene, _chosen(scene, (MARK,), re.compile(r"Optimizer\.")))
-    spent_ns = intervals.length(intervals.without(_merged(scene, chosen), steps))
-    share = spent_ns / max(1, scene.own.compute_ns)
+    chosen = _chosen(context, (COMPUTE,), _CASTS)
+    # The optimizer's breakdown numbers (its count of steps) are none that a user casts.
+    steps = _merged(context, _chosen(context, (MARK,), re.compile(r"Optimizer\.")))
+    spent_ns = intervals.length(intervals.without(_merged(context, chosen), steps))
+    share = spent_ns / max(1, context.breakdown.compute_ns)
     if share <= TENTH:
         return None
     return RuleHit(
-        f"copies from one type to another are {share:.0%} of what rank {scene.rank.rank} computes "
-        f"({int(chosen.sum()) / scene.n_steps:.0f} per {scene.per})",
-        share=scene.part(spent_ns),
-        spots=_spots(scene, chosen),
+        f"copies from one type to another are {share:.0%} of what rank {context.rank.rank} computes "
+        f"({int(chosen.sum()) / context.n_steps:.0f} per {context.per})",
+        share=context.part(spent_ns),
+        spots=_spots(context, chosen),
     )
 
 
-def data(scene: Scene) -> RuleHit | None:
+def data(context: TraceContext) -> RuleHit | None:
     """The rank waits for its next batch."""
-    own = scene.own
-    if scene.part(own.data_ns) <= TENTH:
+    breakdown = context.breakdown
+    if context.part(breakdown.data_ns) <= TENTH:
         return None
     return RuleHit(
-        f"rank {own.rank} fetches data for {own.data_ns / scene.n_steps / 1e6:.1f} ms per "
-        f"{scene.per} while nothing else goes on ({scene.part(own.data_ns):.0%})",
-        share=scene.part(own.data_ns),
-        spots=_spots(scene, _chosen(scene, (DATA,), re.compile("enumerate"))),
+        f"rank {breakdown.rank} fetches data for {breakdown.data_ns / context.n_steps / 1e6:.1f} ms per "
+        f"{context.per} while nothing else goes on ({context.part(breakdown.data_ns):.0%})",
+        share=context.part(breakdown.data_ns),
+        spots=_spots(context, _chosen(context, (DATA,), re.compile("enumerate"))),
     )
 
 
-def gaps(scene: Scene) -> RuleHit | None:
+def gaps(context: TraceContext) -> RuleHit | None:
     """Nothing that is recorded runs for long at one stretch of a step."""
-    own = scene.own
-    if not own.steps_ns:
+    breakdown = context.breakdown
+    if not breakdown.steps_ns:
         return None
-    longest = _longest_idle(scene)
+    longest = _longest_idle(context)
     spent_ns = float(np.median(longest[:, 1] - longest[:, 0])) if len(longest) else 0.0
-    share = spent_ns / max(1.0, float(np.median(own.steps_ns)))
+    share = spent_ns / max(1.0, float(np.median(breakdown.steps_ns)))
     if share <= TENTH:
         return None
     return RuleHit(
-        f"nothing runs on rank {own.rank} for {spent_ns / 1e6:.1f} ms at one stretch in each step "
+        f"nothing runs on rank {breakdown.rank} for {spent_ns / 1e6:.1f} ms at one stretch in each step "
         f"({share:.0%})",
         share=share,
-        spots=_as_spots(scene, longest),
+        spots=_as_spots(context, longest),
     )
 
 
-def much_communication(scene: Scene) -> RuleHit | None:
+def much_communication(context: TraceContext) -> RuleHit | None:
     """Collectives take more than half of the time, beside the wait for other ranks."""
-    own = scene.own
-    spent_ns = own.exposed_ns - own.waited_ns
-    if scene.part(spent_ns) <= HALF:
+    breakdown = context.breakdown
+    spent_ns = breakdown.exposed_ns - breakdown.waited_ns
+    if context.part(spent_ns) <= HALF:
         return None
-    chosen = _chosen(scene, (COMMUNICATION,), re.compile(""))
-    name = _busiest(scene.rank, chosen)
+    chosen = _chosen(context, (COMMUNICATION,), re.compile(""))
+    name = _busiest(context.rank, chosen)
     return RuleHit(
-        f"collectives, most of them {name}, take {scene.part(spent_ns):.0%} of a {scene.per} on "
-        f"rank {own.rank} with nothing computed meanwhile",
-        share=scene.part(spent_ns),
-        spots=_spots(scene, chosen),
+        f"collectives, most of them {name}, take {context.part(spent_ns):.0%} of a {context.per} on "
+        f"rank {breakdown.rank} with nothing computed meanwhile",
+        share=context.part(spent_ns),
+        spots=_spots(context, chosen),
     )
 
 
-def small_kernels(scene: Scene) -> RuleHit | None:
+def small_kernels(context: TraceContext) -> RuleHit | None:
     """A GPU is idle between kernels that are too short."""
-    events = scene.rank.events
-    chosen = _chosen(scene, (COMPUTE,), re.compile(""))
+    events = context.rank.events
+    chosen = _chosen(context, (COMPUTE,), re.compile(""))
     count = int(chosen.sum())
     small = int((events.duration_ns[chosen] < SMALL_KERNEL_NS).sum())
-    idle = scene.part(scene.own.idle_ns)
-    is_many = scene.rank.device == "cuda" and small > HALF * count
+    idle = context.part(context.breakdown.idle_ns)
+    is_many = context.rank.device == "cuda" and small > HALF * count
     if not is_many or idle <= LAUNCH_IDLE:
         return None
     return RuleHit(
-        f"{small / max(1, count):.0%} of {count / scene.n_steps:.0f} kernels per {scene.per} on "
-        f"rank {scene.own.rank} are shorter than {SMALL_KERNEL_NS // 1000} us, and its GPU is idle "
+        f"{small / max(1, count):.0%} of {count / context.n_steps:.0f} kernels per {context.per} on "
+        f"rank {context.breakdown.rank} are shorter than {SMALL_KERNEL_NS // 1000} us, and its GPU is idle "
         f"for {idle:.0%} of the time",
         share=idle,
-        spots=_as_spots(scene, _longest_idle(scene)),
+        spots=_as_spots(context, _longest_idle(context)),
     )
 
 
-def late_rank(scene: Scene) -> RuleHit | None:
+def late_rank(context: TraceContext) -> RuleHit | None:
     """The others wait for this rank, and for no other one."""
-    slowest = scene.shares.slowest
-    if slowest is None or slowest.rank != scene.own.rank:
+    slowest = context.shares.slowest
+    if slowest is None or slowest.rank != context.breakdown.rank:
         return None
     if not slowest.is_alone or slowest.share <= LATE:
         return None
     return RuleHit(
-        f"the others wait for rank {slowest.rank}: without it a {scene.per} would be "
-        f"{slowest.share:.0%} faster{_longer(scene)}",
+        f"the others wait for rank {slowest.rank}: without it a {context.per} would be "
+        f"{slowest.share:.0%} faster{_longer(context)}",
         share=slowest.share,
     )
 
@@ -195,48 +195,51 @@ _DOES: Mapping[str, str] = {
 }
 
 
-def _longer(scene: Scene) -> str:
+def _longer(context: TraceContext) -> str:
     """What the late rank does for longer than the others do."""
-    others = [one for one in scene.shares.ranks if one.rank != scene.own.rank]
+    others = [rank for rank in context.shares.ranks if rank.rank != context.breakdown.rank]
     more = {
-        word: getattr(scene.own, word) - float(np.median([getattr(o, word) for o in others]))
+        word: getattr(context.breakdown, word)
+        - float(np.median([getattr(o, word) for o in others]))
         for word in _DOES
     }
-    word = max(more, key=lambda one: more[one])
+    word = max(more, key=lambda field: more[field])
     if more[word] <= 0:
         return ""
-    return f"; {_DOES[word]} {more[word] / scene.n_steps / 1e6:.1f} ms longer than they do"
+    return f"; {_DOES[word]} {more[word] / context.n_steps / 1e6:.1f} ms longer than they do"
 
 
-def no_overlap(scene: Scene) -> RuleHit | None:
+def no_overlap(context: TraceContext) -> RuleHit | None:
     """Gradients are sent when nothing is computed any more."""
-    own = scene.own
-    has_backward = any(name.startswith(AUTOGRAD) for name in scene.rank.names)
-    if not has_backward or _NEEDED_AT_ONCE.search(scene.trace.strategy.split(",")[0]):
+    breakdown = context.breakdown
+    has_backward = any(name.startswith(AUTOGRAD) for name in context.rank.names)
+    if not has_backward or _NEEDED_AT_ONCE.search(context.trace.strategy.split(",")[0]):
         return None
-    names = [name in _GRADIENTS for name in scene.rank.names]
-    events = scene.rank.events
-    chosen = _chosen(scene, (COMMUNICATION,), re.compile("")) & np.array(names)[events.name]
-    sent = _merged(scene, chosen)
-    hidden_ns = intervals.length(intervals.both(sent, scene.spans.compute))
+    names = [name in _GRADIENTS for name in context.rank.names]
+    events = context.rank.events
+    chosen = _chosen(context, (COMMUNICATION,), re.compile("")) & np.array(names)[events.name]
+    sent = _merged(context, chosen)
+    hidden_ns = intervals.length(intervals.both(sent, context.spans.compute))
     whole_ns = intervals.length(sent)
-    exposed_ns = whole_ns - hidden_ns - own.waited_ns
-    if scene.part(exposed_ns) <= TENTH or hidden_ns >= OVERLAP * whole_ns:
+    exposed_ns = whole_ns - hidden_ns - breakdown.waited_ns
+    if context.part(exposed_ns) <= TENTH or hidden_ns >= OVERLAP * whole_ns:
         return None
     return RuleHit(
         f"{hidden_ns / whole_ns:.0%} of the time in which gradients are sent goes on under the "
-        f"backward on rank {own.rank}, in {int(chosen.sum()) / scene.n_steps:.0f} calls per "
-        f"{scene.per}",
-        share=scene.part(exposed_ns),
-        spots=_spots(scene, chosen),
+        f"backward on rank {breakdown.rank}, in {int(chosen.sum()) / context.n_steps:.0f} calls per "
+        f"{context.per}",
+        share=context.part(exposed_ns),
+        spots=_spots(context, chosen),
     )
 
 
-def _chosen(scene: Scene, kinds: Sequence[int], pattern: re.Pattern[str]) -> npt.NDArray[np.bool_]:
+def _chosen(
+    context: TraceContext, kinds: Sequence[int], pattern: re.Pattern[str]
+) -> npt.NDArray[np.bool_]:
     """Events in the window, of these kinds, whose names begin so."""
-    events = scene.rank.events
-    [[start, end]] = scene.spans.window.tolist()
-    named = np.array([pattern.match(name) is not None for name in scene.rank.names], bool)
+    events = context.rank.events
+    [[start, end]] = context.spans.window.tolist()
+    named = np.array([pattern.match(name) is not None for name in context.rank.names], bool)
     chosen: npt.NDArray[np.bool_] = (
         np.isin(events.kind, kinds)
         & named[events.name]
@@ -246,40 +249,40 @@ def _chosen(scene: Scene, kinds: Sequence[int], pattern: re.Pattern[str]) -> npt
     return chosen
 
 
-def _merged(scene: Scene, chosen: npt.NDArray[np.bool_]) -> Integers:
-    events = scene.rank.events
+def _merged(context: TraceContext, chosen: npt.NDArray[np.bool_]) -> Integers:
+    events = context.rank.events
     starts = events.start_ns[chosen]
     return intervals.both(
-        intervals.union(starts, starts + events.duration_ns[chosen]), scene.spans.window
+        intervals.union(starts, starts + events.duration_ns[chosen]), context.spans.window
     )
 
 
-def _spots(scene: Scene, chosen: npt.NDArray[np.bool_]) -> tuple[Spot, ...]:
+def _spots(context: TraceContext, chosen: npt.NDArray[np.bool_]) -> tuple[Spot, ...]:
     """The longest of the chosen events."""
-    events = scene.rank.events
+    events = context.rank.events
     places = np.flatnonzero(chosen)
     longest = places[np.argsort(-events.duration_ns[places], kind="stable")[:_SPOTS]]
     start_ns = events.start_ns[longest]
-    return _as_spots(scene, np.stack([start_ns, start_ns + events.duration_ns[longest]], axis=1))
+    return _as_spots(context, np.stack([start_ns, start_ns + events.duration_ns[longest]], axis=1))
 
 
-def _as_spots(scene: Scene, longest: Integers) -> tuple[Spot, ...]:
-    return tuple(Spot(scene.rank.rank, start, end) for start, end in longest[:_SPOTS].tolist())
+def _as_spots(context: TraceContext, longest: Integers) -> tuple[Spot, ...]:
+    return tuple(Spot(context.rank.rank, start, end) for start, end in longest[:_SPOTS].tolist())
 
 
-def _longest_idle(scene: Scene) -> Integers:
+def _longest_idle(context: TraceContext) -> Integers:
     """(step, 2): in each step the longest stretch in which nothing runs, the longest first."""
-    spans = scene.spans
+    spans = context.spans
     busy = intervals.joined([spans.compute, spans.communication, spans.copy, spans.data])
-    steps = scene.rank.steps[: len(scene.own.steps_ns)]
+    steps = context.rank.steps[: len(context.breakdown.steps_ns)]
     edges = np.array([(step.start_ns, step.end_ns) for step in steps], np.int64).reshape(-1, 2)
     cut, (is_idle, is_step) = intervals.pieces([intervals.without(spans.window, busy), edges])
     idle = cut[is_idle & is_step]
     longest_first = idle[np.argsort(idle[:, 0] - idle[:, 1], kind="stable")]
     step_of = np.searchsorted(edges[:, 0], longest_first[:, 0], side="right")
     _, firsts = np.unique(step_of, return_index=True)
-    found: Integers = longest_first[np.sort(firsts)]
-    return found
+    longest_per_step: Integers = longest_first[np.sort(firsts)]
+    return longest_per_step
 
 
 def _busiest(rank: RankTrace, chosen: npt.NDArray[np.bool_]) -> str:
@@ -352,9 +355,11 @@ RULES = (
 def findings(trace: Trace, shares: TimeBreakdown) -> tuple[Finding, ...]:
     """What slows the cell down by `RULES`, the largest first; empty where nothing does."""
     traces = {rank.rank: rank for rank in trace.ranks}
-    scenes = {}
-    for own in shares.ranks:
-        if own.window_ns:
-            rank = traces[own.rank]
-            scenes[own.rank] = Scene(trace, shares, rank, own, spans(rank, len(own.steps_ns)))
-    return on_ranks(RULES, scenes)
+    contexts = {}
+    for breakdown in shares.ranks:
+        if breakdown.window_ns:
+            rank = traces[breakdown.rank]
+            contexts[breakdown.rank] = TraceContext(
+                trace, shares, rank, breakdown, spans(rank, len(breakdown.steps_ns))
+            )
+    return on_ranks(RULES, contexts)

@@ -28,7 +28,7 @@ from nbdist.errors import TraceError
 from nbdist.hang.rank import main_thread
 from nbdist.parallel import registry
 from nbdist.recording.rank import cell_hook
-from nbdist.recording.rank.steps import QUIET, Steps, ended, is_profiling
+from nbdist.recording.rank.steps import QUIET, Steps, end_safely, is_profiling
 from nbdist.rpc.rank import namespace, progress
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy import footprint
@@ -93,7 +93,7 @@ class _Recording:
 
     def stop(self) -> None:
         """End the recording: its cell has ended, in whatever way."""
-        self.problem = ended(self._end) or self.problem
+        self.problem = end_safely(self._end) or self.problem
 
     def export(self) -> None:
         """Write the file, once.
@@ -155,7 +155,7 @@ class _Recording:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _State:
     """The recording that was armed last, and where its file goes."""
 
     last: _Recording | None = None
@@ -163,7 +163,7 @@ class _Kept:
     temporary: Any = None
 
 
-_kept = _Kept()
+_state = _State()
 
 
 def begin(options: TraceOptions, token: str) -> None:
@@ -175,9 +175,9 @@ def begin(options: TraceOptions, token: str) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     cell_hook.state.armed = None
     folder = _folder()
-    for left in folder.glob(f"rank{this_rank().place.rank}.json*"):
-        left.unlink()
-    cell_hook.state.armed = _kept.last = _Recording(options, folder, token)
+    for path in folder.glob(f"rank{this_rank().place.rank}.json*"):
+        path.unlink()
+    cell_hook.state.armed = _state.last = _Recording(options, folder, token)
 
 
 def finish(folders: Sequence[str]) -> PackedValue:
@@ -190,17 +190,17 @@ def finish(folders: Sequence[str]) -> PackedValue:
         TraceError: If nothing was recorded, or it has no room.
     """
     cell_hook.state.armed = None  # its cell was never sent
-    recording = _kept.last
+    recording = _state.last
     if recording is None:
         raise TraceError("Nothing was recorded on this rank: its process has replaced another.")
     with progress.during(recording.noun):
         progress.tell("writing the file")
         recording.export()
         progress.tell("reading the file")
-        found = read.read(recording.path, this_rank().place.rank)
+        result = read.read(recording.path, this_rank().place.rank)
     if recording.problem:
-        found = found.told(recording.problem)
-    return pack.send(pack.pack({"recording": found}), folders)
+        result = result.with_problem(recording.problem)
+    return pack.send(pack.pack({"recording": result}), folders)
 
 
 def text(folders: Sequence[str]) -> PackedValue:
@@ -209,7 +209,7 @@ def text(folders: Sequence[str]) -> PackedValue:
     Raises:
         TraceError: If there is none.
     """
-    recording = _kept.last
+    recording = _state.last
     if recording is None or not recording.path.exists():
         raise TraceError("Nothing was recorded on this rank.")
     content = np.fromfile(recording.path, np.uint8)
@@ -221,7 +221,9 @@ def _expected() -> dict[str, Any]:
     choice = registry.current()
     # Of the whole model, whatever this rank holds of it.
     n_parameters = sum(
-        _count(one.layouts[name].shape) for one in registry.prepared() for name in one.parameters
+        _count(prepared.layouts[name].shape)
+        for prepared in registry.prepared()
+        for name in prepared.parameters
     )
     is_half = choice.options.precision != "fp32" and choice.name.startswith("fsdp")
     sent = footprint.sent_bytes(choice, n_parameters, parameter_bytes=2 if is_half else 4)
@@ -238,15 +240,15 @@ def _count(shape: Sequence[int]) -> int:
 
 def _folder() -> Path:
     """Where this rank's file goes: the run's folder; on another host one that ends with it."""
-    if _kept.folder is None:
+    if _state.folder is None:
         run_dir = Path(os.environ.get("NBDIST_RUN", ""))
         if run_dir.name and run_dir.is_dir():
-            _kept.folder = run_dir / FOLDER
+            _state.folder = run_dir / FOLDER
         else:
-            _kept.temporary = tempfile.TemporaryDirectory(prefix="nbdist-traces-")
-            _kept.folder = Path(_kept.temporary.name)
+            _state.temporary = tempfile.TemporaryDirectory(prefix="nbdist-traces-")
+            _state.folder = Path(_state.temporary.name)
     try:
-        _kept.folder.mkdir(mode=0o700, exist_ok=True)
+        _state.folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise TraceError(f"{_kept.folder} cannot be made: {error.strerror}.") from error
-    return _kept.folder
+        raise TraceError(f"{_state.folder} cannot be made: {error.strerror}.") from error
+    return _state.folder

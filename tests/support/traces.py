@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from nbdist.trace.read import Recording
+from nbdist.trace.read import RecordedTrace
 from nbdist.trace.trace import Events, Lane, RankTrace, Step, Trace
 
 MS = 1_000_000
@@ -86,9 +86,9 @@ def trace(*ranks: RankTrace, strategy: str = "") -> Trace:
     return Trace(ranks, strategy)
 
 
-def recorded(one: RankTrace, zero_ns: int) -> Recording:
+def recorded(one: RankTrace, zero_ns: int) -> RecordedTrace:
     """A rank's trace by the clock of its host, which was so far when the recording began."""
-    return Recording(one, zero_ns)
+    return RecordedTrace(one, zero_ns)
 
 
 def _depth(one: Did, events: Sequence[Did]) -> int:

@@ -9,14 +9,14 @@ import pytest
 
 from nbdist.trace.chrome_writer import write_merged
 from nbdist.trace.clock_sync import joined, offsets
-from nbdist.trace.read import Recording, read
+from nbdist.trace.read import RecordedTrace, read
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, empty
 from tests.support.traces import MS, Did, rank_trace, recorded, trace
 
 _EPOCH_NS = 1_700_000_000 * 1_000_000_000
 
 
-def recordings(offset_ns: dict[str, int], jitter_ns: float = 0.0) -> list[Recording]:
+def recordings(offset_ns: dict[str, int], jitter_ns: float = 0.0) -> list[RecordedTrace]:
     """Four ranks on two hosts, 40 all-reduces that all leave at the same true time."""
     random = np.random.default_rng(2)
     ends = np.cumsum(random.uniform(1, 3, 40)) + 5

@@ -33,13 +33,13 @@ def check(ranks: Ranks) -> ReplicaCheck:
         NbdistError: What a rank raised.
     """
     ranks.recover_if_needed()
-    told = ranks.call_all(look, deadline_s=LOOK_S)
-    found = replicas.compare(dict(zip(ranks.ranks, told, strict=True)))
-    wanted = found.to_measure
+    looks = ranks.call_all(look, deadline_s=LOOK_S)
+    result = replicas.compare(dict(zip(ranks.ranks, looks, strict=True)))
+    wanted = result.to_measure
     if not wanted:
-        return found
+        return result
     sizes = ranks.call_all(spread, wanted, deadline_s=LOOK_S, is_collective=True)
-    return found.measured(dict(zip(wanted, sizes[0], strict=True)))
+    return result.measured(dict(zip(wanted, sizes[0], strict=True)))
 
 
 def check_every(ranks: Ranks, every: int) -> None:

@@ -23,7 +23,7 @@ from nbdist.rpc.wire import CELL_RUN, SEEN
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Each has install, uninstall, begin (a cell begins) and seen (what there is at its end). Imported
+# Each has install, uninstall, begin (a cell begins) and end (it has ended: note what it showed). Imported
 # when a rank has its names, not before its group is formed.
 PARTS = (
     "nbdist.lints.rank.data",
@@ -104,7 +104,7 @@ def begin() -> None:
 def collect() -> list[Observation]:
     """What was seen since `begin`; JSON can carry it. This rank alone."""
     for part in _parts():
-        part.seen()
+        part.end()
     return [Observation(lint, subject, facts) for (lint, subject), facts in _state.noted.items()]
 
 
@@ -123,8 +123,11 @@ def around_cell(cell: Cell) -> Iterator[None]:
 
 def _send(kernel: Any) -> None:
     try:
-        if seen := collect():
-            content = [[one.lint, one.subject, dict(one.facts)] for one in seen]
+        if observations := collect():
+            content = [
+                [observation.lint, observation.subject, dict(observation.facts)]
+                for observation in observations
+            ]
             kernel.shell.display_pub.publish({SEEN: content})
     except KeyboardInterrupt:
         return  # one press more: the cell has ended already
@@ -134,8 +137,8 @@ def _send(kernel: Any) -> None:
 
 def variable(is_meant: Callable[[Any], bool], otherwise: str) -> str:
     """The first of the user's variables whose value is meant; else what it is called otherwise."""
-    own = shell()
-    for name, value in list(own.user_ns.items()) if own is not None else ():
+    user_shell = shell()
+    for name, value in list(user_shell.user_ns.items()) if user_shell is not None else ():
         if not name.startswith("_") and is_meant(value):
             return str(name)
     return otherwise
@@ -174,5 +177,5 @@ def shell() -> Any:
 
 
 def _parts() -> list[Any]:
-    known = [sys.modules.get(name) or importlib.import_module(name) for name in PARTS]
-    return [*known, *_state.added]
+    parts = [sys.modules.get(name) or importlib.import_module(name) for name in PARTS]
+    return [*parts, *_state.added]

@@ -73,7 +73,7 @@ class Steps:
         return self.wanted is not None and len(self.ends) > self.wanted
 
 
-def ended(end: Callable[[], None]) -> str:
+def end_safely(end: Callable[[], None]) -> str:
     """End a recording, whatever became of its cell; what went wrong, or nothing.
 
     Args:
@@ -95,5 +95,5 @@ def is_profiling(*, unknown: bool) -> bool:
     Private: torch 2.13 starts a second profiler without an error, and then neither gives a trace.
     Without it that is told as a file that could not be written.
     """
-    known = getattr(torch.autograd, "_profiler_enabled", None)
-    return unknown if known is None else bool(known())
+    is_enabled = getattr(torch.autograd, "_profiler_enabled", None)
+    return unknown if is_enabled is None else bool(is_enabled())

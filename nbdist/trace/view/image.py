@@ -69,7 +69,9 @@ def png(trace: Trace, events: TraceRows) -> bytes:
             _words(axes, rank, (head, row), place)
             if row >= READABLE:
                 lanes = [
-                    (at, one.lane) for at, one in enumerate(events.rows[rows]) if not one.depth
+                    (at, timeline_row.lane)
+                    for at, timeline_row in enumerate(events.rows[rows])
+                    if not timeline_row.depth
                 ]
                 names = [one_line(rank.lanes[lane].name, 22) for _, lane in lanes]
                 axes.set_yticks([at + 0.5 for at, _ in lanes], names, parse_math=False)
@@ -103,15 +105,15 @@ def shares(events: TraceRows, rows: slice, between_ns: tuple[int, int], columns:
         between_ns: Where the first pixel begins and the last one ends.
         columns: How many pixels.
     """
-    own = slice(*np.searchsorted(events.row, [rows.start, rows.stop]))
+    chosen = slice(*np.searchsorted(events.row, [rows.start, rows.stop]))
     begin_ns, end_ns = between_ns
     scale = columns / (end_ns - begin_ns)
-    left = np.asarray((events.start_ns[own] - begin_ns) * scale, float)
-    wide = np.asarray(np.maximum(events.duration_ns[own] * scale, LEAST_PIXELS), float)
-    place = (events.row[own] - rows.start) * len(KINDS) + events.kind[own]
+    left_px = np.asarray((events.start_ns[chosen] - begin_ns) * scale, float)
+    width_px = np.asarray(np.maximum(events.duration_ns[chosen] * scale, LEAST_PIXELS), float)
+    place = (events.row[chosen] - rows.start) * len(KINDS) + events.kind[chosen]
     shape = (rows.stop - rows.start, len(KINDS), columns)
-    found = _before(place, left + wide, shape) - _before(place, left, shape)
-    return np.where(found > LEAST_PIXELS / 2, found, 0)  # the rest is rounding
+    share = _before(place, left_px + width_px, shape) - _before(place, left_px, shape)
+    return np.where(share > LEAST_PIXELS / 2, share, 0)  # the rest is rounding
 
 
 def _before(place: Integers, edge: Reals, shape: tuple[int, int, int]) -> Reals:

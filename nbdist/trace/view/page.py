@@ -79,7 +79,7 @@ def _packed(head: dict[str, object], trace: Trace, events: TraceRows, items: Ite
         "size": items.size_bytes,
         "group": items.group + 1,
     }
-    own_head = head | {
+    whole_head = head | {
         "names": [clipped(events.names[at]) for at in used],
         "width": items.width_ns,
         "full": items.full_ns,
@@ -87,7 +87,7 @@ def _packed(head: dict[str, object], trace: Trace, events: TraceRows, items: Ite
         "from": begin_ns,
         "to": end_ns,
     }
-    return recording_iframe.packed(own_head, columns)
+    return recording_iframe.packed(whole_head, columns)
 
 
 def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
@@ -104,7 +104,7 @@ def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
             {
                 "rank": rank.rank,
                 "problem": clipped(rank.problem),
-                "steps": [(one.number, one.start_ns, one.end_ns) for one in rank.steps[:most]],
+                "steps": [(step.number, step.start_ns, step.end_ns) for step in rank.steps[:most]],
             }
             for rank in trace.ranks
         ],
@@ -114,6 +114,6 @@ def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
 def _spots(trace: Trace, findings: Sequence[Finding]) -> Iterator[tuple[str, int, int, int]]:
     """(rule, place of the rank, begin, end) of what findings point at."""
     places = {rank.rank: place for place, rank in enumerate(trace.ranks)}
-    for one in findings:
-        for spot in one.spots[:MOST_SPOTS]:
-            yield clipped(one.rule), places[spot.rank], spot.start_ns, spot.end_ns
+    for finding in findings:
+        for spot in finding.spots[:MOST_SPOTS]:
+            yield clipped(finding.rule), places[spot.rank], spot.start_ns, spot.end_ns

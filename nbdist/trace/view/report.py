@@ -62,21 +62,21 @@ def _head(trace: Trace, shares: TimeBreakdown) -> str:
     ranks = f"trace of {ranks_phrase(those) if those else 'no ranks'}"
     counts = sorted({len(rank.steps) for rank in trace.ranks}) or [0]
     steps = "-".join(str(count) for count in sorted({counts[0], counts[-1]}))
-    told = "no steps" if steps == "0" else f"{steps} {'step' if steps == '1' else 'steps'}"
+    steps_text = "no steps" if steps == "0" else f"{steps} {'step' if steps == '1' else 'steps'}"
     if shares.step_ns:
-        told += f" of {units.duration(shares.step_ns)}"
+        steps_text += f" of {units.duration(shares.step_ns)}"
     strategy = [trace.strategy] if trace.strategy else []
-    return ", ".join([ranks, units.duration(trace.duration_ns), told, *strategy])
+    return ", ".join([ranks, units.duration(trace.duration_ns), steps_text, *strategy])
 
 
 def _ranks(shares: TimeBreakdown) -> View:
     """Where the time of each rank went."""
-    has_steps = any(one.steps_ns for one in shares.ranks)
+    has_steps = any(rank.steps_ns for rank in shares.ranks)
     what = "step" if has_steps else "recording"
     if not shares.ranks:
         return View("")
     head = ["rank", f"{what}, ms", "compute", "communication", "copy", "data", "idle", "hidden"]
-    rows = [_rank_row(one) for one in shares.ranks]
+    rows = [_rank_row(rank) for rank in shares.ranks]
     legend = (
         f"% of the {what}, each moment counted once: communication is what nothing computes "
         "beside; hidden is the share of all communication that something computes beside"
@@ -84,12 +84,12 @@ def _ranks(shares: TimeBreakdown) -> View:
     return table(head, rows, after=[legend])
 
 
-def _rank_row(one: RankBreakdown) -> list[str]:
-    took_ns = statistics.median(one.steps_ns) if one.steps_ns else one.window_ns
-    parts = (one.compute_ns, one.exposed_ns, one.copy_ns, one.data_ns, one.idle_ns)
-    shares = [_share(part, one.window_ns) for part in parts]
-    hidden = _share(one.overlap_ns, one.communication_ns)
-    return [str(one.rank), shown(f"{took_ns / 1e6:.2f}"), *shares, hidden]
+def _rank_row(rank: RankBreakdown) -> list[str]:
+    took_ns = statistics.median(rank.steps_ns) if rank.steps_ns else rank.window_ns
+    parts = (rank.compute_ns, rank.exposed_ns, rank.copy_ns, rank.data_ns, rank.idle_ns)
+    shares = [_share(part, rank.window_ns) for part in parts]
+    hidden = _share(rank.overlap_ns, rank.communication_ns)
+    return [str(rank.rank), shown(f"{took_ns / 1e6:.2f}"), *shares, hidden]
 
 
 def _share(part: float, whole: float) -> str:
@@ -103,14 +103,14 @@ def _percent(share: float) -> str:
 def _slowest(shares: TimeBreakdown) -> list[str]:
     """Which rank the others wait for, and what that costs."""
     what = "a step" if shares.step_ns else "the cell"
-    one = shares.slowest
+    slowest = shares.slowest
     if is_stored():
         return [f"slowest rank: {PLACEHOLDER}"] if len(shares.ranks) > 1 else []
-    if one is None:
+    if slowest is None:
         return ["slowest rank: none, no rank waits for another"] if len(shares.ranks) > 1 else []
-    gain = f"{what} would be {_percent(one.share)} % faster ({units.duration(one.cost_ns)})"
-    others = "" if one.is_alone else "; others cost half as much or more, so it is not it alone"
-    return [f"slowest rank: {one.rank}; without it {gain}{others}"]
+    gain = f"{what} would be {_percent(slowest.share)} % faster ({units.duration(slowest.cost_ns)})"
+    others = "" if slowest.is_alone else "; others cost half as much or more, so it is not it alone"
+    return [f"slowest rank: {slowest.rank}; without it {gain}{others}"]
 
 
 def _operations(shares: TimeBreakdown) -> View:
@@ -118,13 +118,13 @@ def _operations(shares: TimeBreakdown) -> View:
     head = ["operation", "kind", "calls", "ms", "%"]
     rows = [
         [
-            one_line(one.name),
-            KINDS[one.kind],
-            str(one.count),
-            f"{one.self_ns / 1e6:.2f}",
-            _percent(one.share),
+            one_line(operation.name),
+            KINDS[operation.kind],
+            str(operation.count),
+            f"{operation.self_ns / 1e6:.2f}",
+            _percent(operation.share),
         ]
-        for one in shares.operations
+        for operation in shares.operations
     ]
     if not rows:
         return View("")
@@ -144,20 +144,20 @@ def _traffic(shares: TimeBreakdown) -> View:
         total += f"; the strategy's formula gives {units.size(shares.formula_bytes)}{formula}"
     rows = [
         [
-            one_line(one.name),
-            one_line(one.group),
-            units.size(one.size_bytes),
-            f"{one.count:.3g}",
-            units.size(one.sent_bytes),
-            units.duration(one.median_ns),
+            one_line(traffic.name),
+            one_line(traffic.group),
+            units.size(traffic.size_bytes),
+            f"{traffic.count:.3g}",
+            units.size(traffic.sent_bytes),
+            units.duration(traffic.median_ns),
         ]
-        for one in shares.traffic[:MOST_TRAFFIC]
+        for traffic in shares.traffic[:MOST_TRAFFIC]
     ]
     if not rows:
         return lines([total]) if shares.formula_bytes is not None else View("")
     head = ["collective", "group", "size", f"calls {per}", f"sent {per}", "median time"]
-    left = len(shares.traffic) - len(rows)
-    more = [f"and {left} more that send less"] if left else []
+    n_more = len(shares.traffic) - len(rows)
+    more = [f"and {n_more} more that send less"] if n_more else []
     return table(head, rows, after=[*more, total])
 
 
