@@ -56,7 +56,7 @@ def _lints(values: Namespace) -> View:
     names = [name.strip() for name in text.split(",") if name.strip()]
     session.silence(*names, is_on=values.silenced is not None)
     done = "not told any more" if values.silenced is not None else "told again"
-    return View(f"{done}: {', '.join(rules.checked(names))}")
+    return View(f"{done}: {', '.join(rules.resolve_names(names))}")
 
 
 def step_count(text: str) -> int:

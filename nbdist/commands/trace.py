@@ -21,7 +21,7 @@ def cell_options(values: Namespace) -> CellOptions:
     """The options of a recorded cell: it runs on all ranks, and some or all of them record."""
     options = TraceOptions(values.steps, values.has_memory, values.has_stacks)
     record = Record(
-        options, values.recorded, lambda trace: show(shown(trace)), lambda session: session.traces
+        options, values.recorded, lambda trace: show(report(trace)), lambda session: session.traces
     )
     return CellOptions(None, values.has_tabs, values.timeout_s, record)
 
@@ -38,12 +38,12 @@ def dist_trace(values: Namespace) -> View:
         url = NOTEBOOK.session.traces.page(trace)
         return View(f"{url} shows it in Perfetto, on this host, until %dist_shutdown.")
     if values.save is None:
-        return shown(trace)
+        return report(trace)
     paths = NOTEBOOK.session.traces.save(Path(values.save).expanduser())
     return View("\n".join(f"written: {path}" for path in paths))
 
 
-def shown(trace: Trace) -> View:
+def report(trace: Trace) -> View:
     """What a trace says."""
     shares = breakdown.breakdown(trace)
     return trace_report(trace, shares, findings.findings(trace, shares))

@@ -41,7 +41,7 @@ LINT = Lint(
     judge=_apart_since,
     why="something on these ranks is not the same since the look before",
     do="%dist_check says where; %dist_sync_model makes DDP models equal",
-    told="with `--every N`: at which step they were apart first",
+    conditions="with `--every N`: at which step they were apart first",
     example=(
         "model",
         {

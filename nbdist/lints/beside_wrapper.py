@@ -24,11 +24,11 @@ LINT = Lint(
         "call the wrapped model, not its .module or the model from before prepare; "
         "%dist_sync_model makes the ranks equal again"
     ),
-    told=(
+    conditions=(
         "an optimizer steps after a backward, and its DDP model was not called since its "
         "last step: the gradients came through `model.module`, or through the model from "
         "before `prepare`"
     ),
-    not_told="where the wrapper was called in the same step as well",
+    exceptions="where the wrapper was called in the same step as well",
     example=("model", {0: {}, 1: {}}),
 )

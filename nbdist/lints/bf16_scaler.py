@@ -21,7 +21,7 @@ LINT = Lint(
     judge=each(_sentence),
     why="bf16 has the range of fp32, so scaling does nothing but look for inf in every step",
     do="leave the scaler out, or use fp16",
-    told=(
+    conditions=(
         "a `GradScaler` that is switched on scales a loss, and the last autocast of this "
         "step was bf16"
     ),

@@ -27,10 +27,10 @@ LINT = Lint(
     judge=each(_sentence),
     why="a learning rate belongs to a batch size",
     do="set the learning rate, the loader's batch_size, or --accumulate",
-    told=(
+    conditions=(
         "a switch of the strategy changes dp x accumulate, and a loader is prepared whose "
         "batches each rank gets whole, and an optimizer"
     ),
-    not_told="with `split_batches`, where a step sees the same; without a prepared loader",
+    exceptions="with `split_batches`, where a step sees the same; without a prepared loader",
     example=("32 64", {0: {"before": 32, "after": 64, "lr": 0.01}}),
 )

@@ -16,10 +16,10 @@ LINT = Lint(
     ),
     why="nothing is lost but what the other ranks had drawn or loaded",
     do="seed ranks alike before the model is built (%dist_init --seed 0), and apart after that",
-    told=(
+    conditions=(
         "`prepare` gets a model whose values differ between ranks. It takes rank 0's, "
         "under every strategy"
     ),
-    not_told="only the first 16 elements of each tensor are compared",
+    exceptions="only the first 16 elements of each tensor are compared",
     example=("model", {0: {"ranks": [0, 1], "digest": "a"}, 1: {"ranks": [0, 1], "digest": "b"}}),
 )

@@ -22,9 +22,9 @@ class Lint:
         judge: What the ranks' facts about one subject come to.
         why: Why it matters, as a clause.
         do: What to do, as a clause.
-        told: The same as `when` for docs/lints.md, with all conditions.
+        conditions: The same as `when` for docs/lints.md, with all conditions.
         example: A subject, and facts of ranks of which one hit comes.
-        not_told: Where it is silent although it may be so, for docs/lints.md.
+        exceptions: Where it is silent although it may be so, for docs/lints.md.
         needs_success: Only judged where the cell ended well on every rank.
         is_of_machine: Whether it is told depends on the machine: not where outputs are stored.
     """
@@ -34,9 +34,9 @@ class Lint:
     judge: Callable[[str, Facts], list[RuleHit]]
     why: str
     do: str
-    told: str
+    conditions: str
     example: tuple[str, Facts]
-    not_told: str = ""
+    exceptions: str = ""
     needs_success: bool = False
     is_of_machine: bool = False
 

@@ -30,12 +30,12 @@ LINT = Lint(
         "divide the loss by their number, or use accelerator.accumulate with "
         "gradient_accumulation_steps"
     ),
-    told=(
+    conditions=(
         "in two steps in a row one line calls `backward` the same number of times, twice "
         "or more, the gradients are added up, and the loss is a mean that nothing divides: "
         "neither `/` behind it nor the Accelerator's `gradient_accumulation_steps`"
     ),
-    not_told=(
+    exceptions=(
         "losses that are sums, weighted or divided anywhere; a model that was compiled; "
         "two lines, as of a GAN. Whether the parts are of one batch nobody can know, so it "
         'says "if"'

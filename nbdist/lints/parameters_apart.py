@@ -17,11 +17,11 @@ LINT = Lint(
     why="DDP sends gradients, not parameters: ranks that are apart stay apart",
     do="%dist_check says where; %dist_sync_model makes them equal",
     needs_success=True,
-    told=(
+    conditions=(
         "after a cell that ended well on all its ranks, parameters of a DDP model that was "
         "called or stepped in it differ (the first 16 elements of each)"
     ),
-    not_told=(
+    exceptions=(
         "values that differ elsewhere alone: `%dist_check` compares all. After a cell that "
         "failed the notebook compares all by itself"
     ),

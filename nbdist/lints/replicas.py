@@ -183,7 +183,7 @@ def compare(models_of: Mapping[int, Sequence[ModelLook]]) -> ReplicaCheck:
         on_ranks = {
             rank: look for rank, looks in models_of.items() for look in looks if look.name == name
         }
-        models.append(_counted(name, on_ranks, models_of))
+        models.append(_count(name, on_ranks, models_of))
         differences += _differences(name, on_ranks)
         not_finite += _not_finite(name, on_ranks)
     return ReplicaCheck(
@@ -191,9 +191,7 @@ def compare(models_of: Mapping[int, Sequence[ModelLook]]) -> ReplicaCheck:
     )
 
 
-def _counted(
-    name: str, on_ranks: Mapping[int, ModelLook], all_ranks: Iterable[int]
-) -> CheckedModel:
+def _count(name: str, on_ranks: Mapping[int, ModelLook], all_ranks: Iterable[int]) -> CheckedModel:
     tensors: dict[str, set[str]] = {kind: set() for kind in KINDS}
     compared: dict[str, set[str]] = {kind: set() for kind in KINDS}
     for (kind, tensor, _), ranks in _holders(on_ranks).items():

@@ -102,7 +102,7 @@ def evaluate(observations: Mapping[int, Sequence[Observation]], *, is_ok: bool) 
     ]
 
 
-def checked(names: Iterable[str]) -> tuple[str, ...]:
+def resolve_names(names: Iterable[str]) -> tuple[str, ...]:
     """Names of lints, each of which exists; `all` is all.
 
     Raises:
@@ -120,4 +120,4 @@ def silenced_by(text: str) -> tuple[frozenset[str], tuple[str, ...]]:
     """(the lints that a value of NBDIST_SILENCE names, its words that name none)."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     valid = [word for word in words if word == "all" or word in LINTS]
-    return frozenset(checked(valid)), tuple(word for word in words if word not in valid)
+    return frozenset(resolve_names(valid)), tuple(word for word in words if word not in valid)

@@ -15,7 +15,7 @@ from nbdist.lints.lint import Facts, Lint
 LEAST_BATCHES = 2
 
 
-def _alike(subject: str, facts: Facts) -> list[RuleHit]:
+def _same_batches(subject: str, facts: Facts) -> list[RuleHit]:
     """Ranks whose data should differ, and whose first batches do not."""
     groups: list[list[int]] = []
     for rank in facts:
@@ -26,7 +26,7 @@ def _alike(subject: str, facts: Facts) -> list[RuleHit]:
             mates.append(rank)
     return [
         RuleHit(
-            f"{subject} gave {ranks_phrase(ranks)} the same batches ({_compared(facts, ranks)})",
+            f"{subject} gave {ranks_phrase(ranks)} the same batches ({_comparison(facts, ranks)})",
             tuple(ranks),
         )
         for ranks in groups
@@ -43,7 +43,7 @@ def _has_same(facts: Facts, rank: int, other: int) -> bool:
     return n >= LEAST_BATCHES and mine[:n] == theirs[:n] and len(set(mine[:n])) == n
 
 
-def _compared(facts: Facts, ranks: Sequence[int]) -> str:
+def _comparison(facts: Facts, ranks: Sequence[int]) -> str:
     return f"the first {min(len(facts[rank]['digests']) for rank in ranks)} were compared"
 
 
@@ -53,15 +53,15 @@ LINT = Lint(
         "a loop that trains takes the same first batches from a DataLoader on ranks whose "
         "data should differ"
     ),
-    judge=_alike,
+    judge=_same_batches,
     why="each gradient is computed twice, and the ranks together learn no more than one",
     do="pass the loader to accelerator.prepare, or give it a DistributedSampler",
-    told=(
+    conditions=(
         "a loop that trains (an optimizer steps between its batches) takes the same first "
         "batches from a `DataLoader`, prepared or not, on ranks whose data should differ: "
         "those of one DDP model, or along the data-parallel axes of a prepared one"
     ),
-    not_told=(
+    exceptions=(
         "other sources of data than a `DataLoader`; loops that end before the second "
         "batch; datasets whose batches are all alike; an FSDP2 model that nbdist has not "
         "prepared"

@@ -24,10 +24,10 @@ LINT = Lint(
     judge=each(_sentence),
     why="every epoch has the same order, and each rank sees the same samples for ever",
     do="call sampler.set_epoch(epoch) before each loop, or let accelerator.prepare share out",
-    told=(
+    conditions=(
         "in one cell two loops that train go over a `DistributedSampler` that shuffles, at "
         "the same epoch"
     ),
-    not_told="loops in two cells: running a cell again is no mistake",
+    exceptions="loops in two cells: running a cell again is no mistake",
     example=("loader", {0: {"epoch": 0}, 1: {"epoch": 0}}),
 )

@@ -19,7 +19,7 @@ LINT = Lint(
         "seed ranks alike before the model is built (%dist_init --seed 0), or use "
         "accelerator.prepare, which sends rank 0's"
     ),
-    told="torch's own `fully_shard` gets other values on some ranks of its mesh: it sends none",
-    not_told="`fully_shard` that was imported before FSDP was loaded for a second",
+    conditions="torch's own `fully_shard` gets other values on some ranks of its mesh: it sends none",
+    exceptions="`fully_shard` that was imported before FSDP was loaded for a second",
     example=("model", {0: {"ranks": [0, 1], "digest": "a"}, 1: {"ranks": [0, 1], "digest": "b"}}),
 )

@@ -36,7 +36,7 @@ LINT = Lint(
     why="they take turns with each other and with the ranks",
     do="use fewer, num_workers <= cores / ranks, unless they mostly wait for a disk",
     is_of_machine=True,
-    told="DataLoader workers of all ranks of a host are more than its cores",
-    not_told="with `NBDIST_TEST=1`, since it depends on the machine",
+    conditions="DataLoader workers of all ranks of a host are more than its cores",
+    exceptions="with `NBDIST_TEST=1`, since it depends on the machine",
     example=("", {rank: {"workers": 8, "cores": 8, "host": "h"} for rank in (0, 1)}),
 )

@@ -143,10 +143,10 @@ class Recordings(CellHook, Generic[Options, Result]):
     ) -> dict[int, dict[str, Any]]:
         """What each rank gives, opened, or {"problem": why it gives nothing}."""
         with self._variables.folders(ranks) as folders:
-            answers = self._asked(ask, ranks, folders)
-            return {rank: self._opened(answer) for rank, answer in answers.items()}
+            answers = self._ask_all(ask, ranks, folders)
+            return {rank: self._open(answer) for rank, answer in answers.items()}
 
-    def _asked(
+    def _ask_all(
         self, ask: Callable[..., Future[PackedValue]], ranks: Sequence[int], folders: Sequence[str]
     ) -> dict[int, PackedValue | str]:
         noun = self._kind.noun
@@ -187,7 +187,7 @@ class Recordings(CellHook, Generic[Options, Result]):
             else:
                 return parcel
 
-    def _opened(self, answer: PackedValue | str) -> dict[str, Any]:
+    def _open(self, answer: PackedValue | str) -> dict[str, Any]:
         if isinstance(answer, str):
             return {"problem": answer}
         try:

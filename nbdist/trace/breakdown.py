@@ -202,7 +202,7 @@ def _rank(
         data_ns=data_ns,
         idle_ns=int(long_ns[rest].sum()),
         overlap_ns=int(long_ns[inside & computes & communicates].sum()),
-        waited_ns=intervals.length(intervals.both(rank_spans.exposed, waits)),
+        waited_ns=intervals.length(intervals.intersection(rank_spans.exposed, waits)),
         steps_ns=tuple(step.end_ns - step.start_ns for step in trace.steps[:n_steps]),
     )
 

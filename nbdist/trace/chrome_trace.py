@@ -201,12 +201,12 @@ class _Scan:
     def _take_args(self, text: bytes, wanted: Integers) -> None:
         for number, match in zip(wanted, _WANTED.finditer(text), strict=False):
             if args := _ARGS.match(text, match.end()):
-                self.args[self.count + int(number)] = _parsed(args.group(1))
+                self.args[self.count + int(number)] = _parse(args.group(1))
 
     def _take_threads(self, text: bytes) -> None:
         for process, thread, args in _THREAD.findall(text):
             key = (_plain(process), _plain(thread))
-            name = str(_parsed(args).get("name", ""))
+            name = str(_parse(args).get("name", ""))
             self.threads[key] = (*self.threads.get(key, ()), name)
 
     def _whole(self, header: Mapping[str, Any]) -> RawTrace:
@@ -258,7 +258,7 @@ def _plain(text: bytes) -> str:
     return str(json.loads(text))
 
 
-def _parsed(text: bytes) -> Mapping[str, Any]:
+def _parse(text: bytes) -> Mapping[str, Any]:
     try:
         parsed = json.loads(text)
     except ValueError:

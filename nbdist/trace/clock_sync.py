@@ -32,7 +32,7 @@ class Clock:
     count: int = 0
 
 
-def joined(recordings: Sequence[RecordedTrace], missing: Sequence[RankTrace] = ()) -> Trace:
+def align(recordings: Sequence[RecordedTrace], missing: Sequence[RankTrace] = ()) -> Trace:
     """The traces of all ranks, by one clock that begins at 0.
 
     Args:
@@ -48,7 +48,7 @@ def joined(recordings: Sequence[RecordedTrace], missing: Sequence[RankTrace] = (
     ]
     first_ns = min(shifts_ns, default=0)
     moved = [
-        _moved(recording.trace, shift_ns - first_ns)
+        _shift(recording.trace, shift_ns - first_ns)
         for recording, shift_ns in zip(recordings, shifts_ns, strict=True)
     ]
     ours = next((recording.ours for recording in recordings if recording.ours.get("strategy")), {})
@@ -108,7 +108,7 @@ def _differences(recordings: Sequence[RecordedTrace]) -> dict[tuple[str, str], l
     return between
 
 
-def _moved(trace: RankTrace, shift_ns: int) -> RankTrace:
+def _shift(trace: RankTrace, shift_ns: int) -> RankTrace:
     if not shift_ns:
         return trace
     steps = (

@@ -154,7 +154,7 @@ def layout_rows(trace: Trace, most_rows: int) -> TraceRows:
     )
 
 
-def merged(events: TraceRows, width_ns: int, full_ns: tuple[int, int] = NOWHERE) -> Items:
+def merge_short(events: TraceRows, width_ns: int, full_ns: tuple[int, int] = NOWHERE) -> Items:
     """The events at one resolution: at most one block for each row, kind and stretch of time.
 
     Durations, counts and sizes of each row and kind add up to those of the events.
@@ -192,10 +192,10 @@ def finest_fitting(events: TraceRows, most_items: int, full_ns: tuple[int, int] 
             high = middle
         else:
             low = middle + 1
-    return merged(events, widths[high], full_ns)
+    return merge_short(events, widths[high], full_ns)
 
 
-def full(trace: Trace, events: TraceRows, most_items: int) -> tuple[int, int]:
+def full_window(trace: Trace, events: TraceRows, most_items: int) -> tuple[int, int]:
     """A stretch in which so few events begin: the middle step, or as much of it as has room.
 
     Without steps it is a part of the whole recording, from its middle on.

@@ -73,15 +73,15 @@ class TraceContext:
 
 def copies_to_host(context: TraceContext) -> RuleHit | None:
     """A GPU's values are read by Python again and again, which waits for it each time."""
-    chosen = _chosen(context, (COPY,), _TO_HOST)
+    chosen = _select(context, (COPY,), _TO_HOST)
     count = int(chosen.sum()) / context.n_steps
     if context.rank.device == "cpu" or count <= COPIES_PER_STEP:
         return None
     # The wait before a copy is what it costs; the copy itself is short.
-    waits = _merged(
-        context, _chosen(context, (HOST,), re.compile(r"aten::(item|_local_scalar_dense)$"))
+    waits = _union(
+        context, _select(context, (HOST,), re.compile(r"aten::(item|_local_scalar_dense)$"))
     )
-    spent_ns = max(intervals.length(waits), intervals.length(_merged(context, chosen)))
+    spent_ns = max(intervals.length(waits), intervals.length(_union(context, chosen)))
     return RuleHit(
         f"{count:.0f} copies from the GPU to the host per {context.per} on rank {context.rank.rank}",
         share=context.part(spent_ns),
@@ -91,10 +91,10 @@ def copies_to_host(context: TraceContext) -> RuleHit | None:
 
 def casts(context: TraceContext) -> RuleHit | None:
     """Values are copied from one type to another."""
-    chosen = _chosen(context, (COMPUTE,), _CASTS)
+    chosen = _select(context, (COMPUTE,), _CASTS)
     # The optimizer's breakdown numbers (its count of steps) are none that a user casts.
-    steps = _merged(context, _chosen(context, (MARK,), re.compile(r"Optimizer\.")))
-    spent_ns = intervals.length(intervals.without(_merged(context, chosen), steps))
+    steps = _union(context, _select(context, (MARK,), re.compile(r"Optimizer\.")))
+    spent_ns = intervals.length(intervals.difference(_union(context, chosen), steps))
     share = spent_ns / max(1, context.breakdown.compute_ns)
     if share <= TENTH:
         return None
@@ -115,7 +115,7 @@ def data(context: TraceContext) -> RuleHit | None:
         f"rank {breakdown.rank} fetches data for {breakdown.data_ns / context.n_steps / 1e6:.1f} ms per "
         f"{context.per} while nothing else goes on ({context.part(breakdown.data_ns):.0%})",
         share=context.part(breakdown.data_ns),
-        spots=_spots(context, _chosen(context, (DATA,), re.compile("enumerate"))),
+        spots=_spots(context, _select(context, (DATA,), re.compile("enumerate"))),
     )
 
 
@@ -143,7 +143,7 @@ def much_communication(context: TraceContext) -> RuleHit | None:
     spent_ns = breakdown.exposed_ns - breakdown.waited_ns
     if context.part(spent_ns) <= HALF:
         return None
-    chosen = _chosen(context, (COMMUNICATION,), re.compile(""))
+    chosen = _select(context, (COMMUNICATION,), re.compile(""))
     name = _busiest(context.rank, chosen)
     return RuleHit(
         f"collectives, most of them {name}, take {context.part(spent_ns):.0%} of a {context.per} on "
@@ -156,7 +156,7 @@ def much_communication(context: TraceContext) -> RuleHit | None:
 def small_kernels(context: TraceContext) -> RuleHit | None:
     """A GPU is idle between kernels that are too short."""
     events = context.rank.events
-    chosen = _chosen(context, (COMPUTE,), re.compile(""))
+    chosen = _select(context, (COMPUTE,), re.compile(""))
     count = int(chosen.sum())
     small = int((events.duration_ns[chosen] < SMALL_KERNEL_NS).sum())
     idle = context.part(context.breakdown.idle_ns)
@@ -217,9 +217,9 @@ def no_overlap(context: TraceContext) -> RuleHit | None:
         return None
     names = [name in _GRADIENTS for name in context.rank.names]
     events = context.rank.events
-    chosen = _chosen(context, (COMMUNICATION,), re.compile("")) & np.array(names)[events.name]
-    sent = _merged(context, chosen)
-    hidden_ns = intervals.length(intervals.both(sent, context.spans.compute))
+    chosen = _select(context, (COMMUNICATION,), re.compile("")) & np.array(names)[events.name]
+    sent = _union(context, chosen)
+    hidden_ns = intervals.length(intervals.intersection(sent, context.spans.compute))
     whole_ns = intervals.length(sent)
     exposed_ns = whole_ns - hidden_ns - breakdown.waited_ns
     if context.part(exposed_ns) <= TENTH or hidden_ns >= OVERLAP * whole_ns:
@@ -233,7 +233,7 @@ def no_overlap(context: TraceContext) -> RuleHit | None:
     )
 
 
-def _chosen(
+def _select(
     context: TraceContext, kinds: Sequence[int], pattern: re.Pattern[str]
 ) -> npt.NDArray[np.bool_]:
     """Events in the window, of these kinds, whose names begin so."""
@@ -249,10 +249,10 @@ def _chosen(
     return chosen
 
 
-def _merged(context: TraceContext, chosen: npt.NDArray[np.bool_]) -> Integers:
+def _union(context: TraceContext, chosen: npt.NDArray[np.bool_]) -> Integers:
     events = context.rank.events
     starts = events.start_ns[chosen]
-    return intervals.both(
+    return intervals.intersection(
         intervals.union(starts, starts + events.duration_ns[chosen]), context.spans.window
     )
 
@@ -273,10 +273,10 @@ def _as_spots(context: TraceContext, longest: Integers) -> tuple[Spot, ...]:
 def _longest_idle(context: TraceContext) -> Integers:
     """(step, 2): in each step the longest stretch in which nothing runs, the longest first."""
     spans = context.spans
-    busy = intervals.joined([spans.compute, spans.communication, spans.copy, spans.data])
+    busy = intervals.union_of([spans.compute, spans.communication, spans.copy, spans.data])
     steps = context.rank.steps[: len(context.breakdown.steps_ns)]
     edges = np.array([(step.start_ns, step.end_ns) for step in steps], np.int64).reshape(-1, 2)
-    cut, (is_idle, is_step) = intervals.pieces([intervals.without(spans.window, busy), edges])
+    cut, (is_idle, is_step) = intervals.pieces([intervals.difference(spans.window, busy), edges])
     idle = cut[is_idle & is_step]
     longest_first = idle[np.argsort(idle[:, 0] - idle[:, 1], kind="stable")]
     step_of = np.searchsorted(edges[:, 0], longest_first[:, 0], side="right")

@@ -23,7 +23,7 @@ def union(starts: Integers, ends: Integers) -> Integers:
     return np.stack([starts[firsts], reached[lasts]], axis=1)
 
 
-def joined(sets: Sequence[Integers]) -> Integers:
+def union_of(sets: Sequence[Integers]) -> Integers:
     """The union of sets that are disjoint each."""
     whole = np.concatenate([np.empty((0, 2), np.int64), *sets])
     return union(whole[:, 0], whole[:, 1])
@@ -51,16 +51,16 @@ def pieces(sets: Sequence[Integers]) -> tuple[Integers, npt.NDArray[np.bool_]]:
     return segments, covers
 
 
-def both(first: Integers, second: Integers) -> Integers:
+def intersection(first: Integers, second: Integers) -> Integers:
     """What two sets have in common."""
     segments, covers = pieces([first, second])
-    return joined([segments[covers[0] & covers[1]]])
+    return union_of([segments[covers[0] & covers[1]]])
 
 
-def without(intervals: Integers, removed: Integers) -> Integers:
+def difference(intervals: Integers, removed: Integers) -> Integers:
     """What is in one set and not in the other."""
     segments, covers = pieces([intervals, removed])
-    return joined([segments[covers[0] & ~covers[1]]])
+    return union_of([segments[covers[0] & ~covers[1]]])
 
 
 def length(intervals: Integers) -> int:

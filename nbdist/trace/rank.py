@@ -150,7 +150,7 @@ class _Recording:
             "skipped": int(has_warmup),
             "groups": {torch_name: name for name, torch_name in namespace.group_names().items()},
             "calls": main_thread.flight_record(),
-            **_expected(),
+            **_expectation(),
         }
 
 
@@ -216,7 +216,7 @@ def text(folders: Sequence[str]) -> PackedValue:
     return pack.send(pack.pack({"text": content}), folders)
 
 
-def _expected() -> dict[str, Any]:
+def _expectation() -> dict[str, Any]:
     """The strategy of the models, and what it sends in a step."""
     choice = registry.current()
     # Of the whole model, whatever this rank holds of it.

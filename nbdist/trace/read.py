@@ -61,22 +61,22 @@ def read(path: Path, rank: int = 0) -> RecordedTrace:
 def recording(raw: RawTrace, rank: int) -> RecordedTrace:
     """Give the columns of a file their meaning; see `read`."""
     is_kept = np.array([head.category not in trace_names.LEFT_OUT for head in raw.heads], bool)
-    raw = _ordered(raw, np.flatnonzero(is_kept[raw.head]) if len(raw) else np.empty(0, np.int64))
+    raw = _reorder(raw, np.flatnonzero(is_kept[raw.head]) if len(raw) else np.empty(0, np.int64))
     ours = _record(raw.header, OURS)
     zero_ns = int(raw.start_ns.min()) if len(raw) else 0
     steps = _steps(raw, zero_ns, ours.get("ends"))
     skipped = int(ours.get("skipped", 0))
     if skipped and len(steps) > skipped:
         steps, first = steps[skipped:], steps[skipped]
-        raw = _ordered(raw, np.flatnonzero(raw.start_ns >= zero_ns + first.start_ns))
+        raw = _reorder(raw, np.flatnonzero(raw.start_ns >= zero_ns + first.start_ns))
         zero_ns += first.start_ns
         steps = tuple(
             Step(number, step.start_ns - first.start_ns, step.end_ns - first.start_ns)
             for number, step in enumerate(steps)
         )
     is_kept = np.array([not _is_step(head.name) for head in raw.heads], bool)
-    raw = _ordered(raw, np.flatnonzero(is_kept[raw.head]) if len(raw) else np.empty(0, np.int64))
-    raw = _ordered(raw, np.lexsort((-raw.duration_ns, raw.start_ns)))
+    raw = _reorder(raw, np.flatnonzero(is_kept[raw.head]) if len(raw) else np.empty(0, np.int64))
+    raw = _reorder(raw, np.lexsort((-raw.duration_ns, raw.start_ns)))
     info = _record(raw.header, collectives.INFO)
     is_device = any(head.category in trace_names.DEVICE for head in raw.heads)
     lanes = lanes_of(raw.heads, np.bincount(raw.head, minlength=len(raw.heads)).tolist())
@@ -108,7 +108,7 @@ def _problem(raw: RawTrace, noted: str) -> str:
     return " ".join(filter(None, (noted, torn, empty)))
 
 
-def _ordered(raw: RawTrace, order: Integers) -> RawTrace:
+def _reorder(raw: RawTrace, order: Integers) -> RawTrace:
     place = np.full(len(raw), -1, np.int64)
     place[order] = np.arange(len(order))
     return replace(
@@ -173,7 +173,7 @@ def _events(
     for number in range(len(lanes.lanes)):
         on = np.flatnonzero(lane == number)
         depth[on] = _depth(start_ns[on], end_ns[on])
-        kind[on] = _inherited(start_ns[on], end_ns[on], kind[on])
+        kind[on] = _inherit_kinds(start_ns[on], end_ns[on], kind[on])
     for place, meaning in _meanings(raw, kind, lane, groups).items():
         name[place] = names.setdefault(meaning.name, len(names))
         size_bytes[place], group[place] = meaning.size_bytes, meaning.group
@@ -191,7 +191,7 @@ def _depth(start_ns: Integers, end_ns: Integers) -> Integers:
     return depth
 
 
-def _inherited(start_ns: Integers, end_ns: Integers, kind: npt.NDArray[np.int8]) -> Any:
+def _inherit_kinds(start_ns: Integers, end_ns: Integers, kind: npt.NDArray[np.int8]) -> Any:
     """Operators inside a DataLoader's iteration fetch data; inside Gloo's calls they are Gloo's."""
     changed = kind.copy()
     for outer, becomes in ((DATA, DATA), (COMMUNICATION, HOST)):
@@ -226,11 +226,11 @@ def _meanings(
             gloo[place] = call(place)
     is_issued = [trace_names.ISSUED.match(head.name) is not None for head in raw.heads]
     issued = [call(place) for place in sorted(raw.args) if is_issued[raw.head[place]]]
-    meanings = collectives.of_gloo(list(gloo.values()), issued, _recorded(raw), groups)
+    meanings = collectives.of_gloo(list(gloo.values()), issued, _flight_record(raw), groups)
     return nccl | dict(zip(gloo, meanings, strict=True))
 
 
-def _recorded(raw: RawTrace) -> list[CollectiveCall]:
+def _flight_record(raw: RawTrace) -> list[CollectiveCall]:
     """What torch's flight recorder has noted meanwhile, where nbdist wrote it into the header."""
     calls = _record(raw.header, OURS).get("calls")
     return [

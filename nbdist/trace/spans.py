@@ -32,7 +32,7 @@ class Spans:
     @property
     def exposed(self) -> Integers:
         """Communication while nothing computes."""
-        return intervals.without(self.communication, self.compute)
+        return intervals.difference(self.communication, self.compute)
 
 
 def common_steps(trace: Trace) -> int:
@@ -45,8 +45,11 @@ def spans(trace: RankTrace, n_steps: int) -> Spans:
     window = window_of(trace, n_steps)
     return Spans(
         window,
-        intervals.both(_computing(trace), window),
-        *(intervals.both(_of_kind(trace, kind), window) for kind in (COMMUNICATION, COPY, DATA)),
+        intervals.intersection(_computing(trace), window),
+        *(
+            intervals.intersection(_of_kind(trace, kind), window)
+            for kind in (COMMUNICATION, COPY, DATA)
+        ),
     )
 
 
@@ -78,6 +81,6 @@ def _computing(trace: RankTrace) -> Integers:
         computes = _of_kind(trace, COMPUTE, lane)
         is_waiting = lane in waiting
         parts.append(
-            intervals.without(computes, _of_kind(trace, WAIT, lane)) if is_waiting else computes
+            intervals.difference(computes, _of_kind(trace, WAIT, lane)) if is_waiting else computes
         )
-    return intervals.joined(parts)
+    return intervals.union_of(parts)

@@ -22,7 +22,7 @@ def waits(traces: Sequence[RankTrace], calls: Sequence[MatchedCollective]) -> di
         last = starts.max(axis=0)
         for place, rank_starts in zip(collective.ranks, starts, strict=True):
             parts[place].append(intervals.union(rank_starts, last))
-    return {place: intervals.joined(each) for place, each in parts.items()}
+    return {place: intervals.union_of(each) for place, each in parts.items()}
 
 
 def costs(
@@ -58,7 +58,7 @@ def costs(
     }
     return {
         late: min(
-            intervals.length(intervals.both(intervals.joined(each), exposed[other]))
+            intervals.length(intervals.intersection(intervals.union_of(each), exposed[other]))
             for other, each in others.items()
         )
         for late, others in lost.items()

@@ -73,7 +73,7 @@ class Lints(CellHook):
         Raises:
             OptionError: There is no such lint; lists those that there are.
         """
-        for name in rules.checked(names):
+        for name in rules.resolve_names(names):
             if is_on:
                 self._silenced.add(name)
             else:
@@ -110,7 +110,7 @@ class Lints(CellHook):
     def _take_unknown(self) -> tuple[str, ...]:
         words, self._unknown = self._unknown, ()
         try:
-            rules.checked(words)
+            rules.resolve_names(words)
         except OptionError as error:
             return (f"{rules.VARIABLE}: {error}",)
         return ()

@@ -73,7 +73,7 @@ def install() -> None:
     kind = getattr(dataloader, "_BaseDataLoaderIter", None)
     if kind is not None and _state.original is None:
         _state.original = kind.__next__
-        kind.__next__ = _watched(kind.__next__)
+        kind.__next__ = _watch_batches(kind.__next__)
 
 
 def uninstall() -> None:
@@ -119,7 +119,7 @@ def _note_same(name: str, loop: _Loop) -> None:
         watch.note("same-data", name, digests=loop.digests, peers=list(peers))
 
 
-def _watched(original: Any) -> Any:
+def _watch_batches(original: Any) -> Any:
     @functools.wraps(original)
     def __next__(self: Any) -> Any:  # noqa: N807
         if self._num_yielded >= LOOKED:

@@ -62,7 +62,7 @@ def uninstall() -> None:
 
 def begin() -> None:
     """A cell begins."""
-    for model in _living():
+    for model in _live_ddps():
         model.is_called = False
 
 
@@ -78,12 +78,12 @@ def count() -> int:
 def find(optimizer: Optimizer) -> list[Ddp]:
     """Those whose parameters an optimizer has."""
     parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [model for model in _living() if _has_any(model, parameter_ids)]
+    return [model for model in _live_ddps() if _has_any(model, parameter_ids)]
 
 
 def used(optimizers: Iterable[Optimizer]) -> list[DistributedDataParallel]:
     """The models that were called in this cell, or that these optimizers step."""
-    called = [model for model in _living() if model.is_called]
+    called = [model for model in _live_ddps() if model.is_called]
     stepped = [model for optimizer in optimizers for model in find(optimizer)]
     modules = [
         model.module() for model in {id(model): model for model in (*called, *stepped)}.values()
@@ -93,7 +93,7 @@ def used(optimizers: Iterable[Optimizer]) -> list[DistributedDataParallel]:
 
 def ranks_of(parameter: torch.Tensor) -> tuple[int, ...]:
     """The ranks of the DDP model that a parameter is in; empty if in none."""
-    for model in _living():
+    for model in _live_ddps():
         module = model.module()
         if module is not None and _has_any(model, {id(parameter)}):
             return tuple(torch.distributed.get_process_group_ranks(module.process_group))
@@ -141,8 +141,8 @@ def look_unused(optimizer: Optimizer, model: Ddp) -> None:
     without_gradient = [name for name, p in trained.items() if p.grad is None]
     if without_gradient and len(without_gradient) < len(trained):
         watch.note(
-            "unused-parameters", name_of(ddp), names=without_gradient[:SHOWN_NAMES], count=len(without_gradient),
-            total=len(trained),
+            "unused-parameters", name_of(ddp), names=without_gradient[:SHOWN_NAMES],
+            count=len(without_gradient), total=len(trained),
         )  # fmt: skip
 
 
@@ -151,13 +151,13 @@ def _noting_ddp(original: Any) -> Any:
         original(self, *args, **kwargs)
         model = Ddp(self)
         self.register_forward_pre_hook(model)
-        _state.ddps = [weakref.ref(living) for living in (*_living(), model)]
+        _state.ddps = [weakref.ref(living) for living in (*_live_ddps(), model)]
         _state.count += 1
 
     return __init__
 
 
-def _living() -> list[Ddp]:
+def _live_ddps() -> list[Ddp]:
     return [model for ref in _state.ddps if (model := ref()) is not None]
 
 

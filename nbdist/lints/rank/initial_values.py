@@ -55,7 +55,7 @@ def begin() -> None:
     module: Any = sys.modules.get(_FSDP)
     if _state.original is None and hasattr(module, "fully_shard"):
         _state.original = module.fully_shard
-        module.fully_shard = _watched(module.fully_shard)
+        module.fully_shard = _watch_sharding(module.fully_shard)
 
 
 def end() -> None:
@@ -103,7 +103,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-def _watched(original: Any) -> Any:
+def _watch_sharding(original: Any) -> Any:
     @functools.wraps(original)
     def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
         _note(module, kwargs.get("mesh"))

@@ -214,7 +214,7 @@ def _note_backward(loss: Any, frame: Any) -> None:
     before = _state.lines.get(line, 0)
     _state.lines[line] = before + 1
     if before == 1:
-        probe = _probed()
+        probe = _probe_tensor()
         if probe is None or probe.grad is None:
             _state.cleared.add(line)
 
@@ -245,7 +245,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         state.probe = _probe(optimizer)
 
 
-def _probed() -> torch.Tensor | None:
+def _probe_tensor() -> torch.Tensor | None:
     return None if _state.probe is None else _state.probe()
 
 
@@ -283,7 +283,7 @@ def _look_at_lines(stepper: _Stepper) -> None:
 
 def _is_added_up() -> bool:
     """Whether the probe has a gradient that is not all zero. Only asked where all else is so."""
-    probe = _probed()
+    probe = _probe_tensor()
     return probe is not None and probe.grad is not None and bool(probe.grad.count_nonzero() > 0)
 
 

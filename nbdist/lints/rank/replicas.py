@@ -98,10 +98,10 @@ def local_models() -> list[LocalModel]:
     ]
     covered = inside | {id(m) for model in others for m in model.module.modules()}
     titles = live_models.names([model.outer for model in prepared], variables)
-    result = [_prepared(titles[id(model.outer)], model) for model in prepared]
-    result += [_wrapped(model) for model in others]
+    result = [_from_prepared(titles[id(model.outer)], model) for model in prepared]
+    result += [_from_wrapper(model) for model in others]
     if not result:
-        result = [_plain(name, module) for name, module in _variables(covered)]
+        result = [_from_module(name, module) for name, module in _variables(covered)]
     return result
 
 
@@ -117,7 +117,7 @@ def _variables(covered: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
             yield name, module
 
 
-def _prepared(name: str, prepared: Prepared) -> LocalModel:
+def _from_prepared(name: str, prepared: Prepared) -> LocalModel:
     choice = prepared.built.job.choice
     if choice.name == "deepspeed" or fsdp1_state.is_flat(prepared):
         note = f"under {choice.name} nothing is compared: pieces have no names"
@@ -161,17 +161,17 @@ def _part(prepared: Prepared, name: str) -> str:
     )
 
 
-def _wrapped(model: live_models.Model) -> LocalModel:
+def _from_wrapper(model: live_models.Model) -> LocalModel:
     module: Any = model.module
     if isinstance(module, DistributedDataParallel):
         ranks = dist.get_process_group_ranks(module.process_group)
         return LocalModel(model.name, "DDP", tuple(_tensors_in(module.module, f"ddp {ranks}")))
     return LocalModel(
-        model.name, "FSDP2" if isinstance(module, FSDPModule) else "", tuple(_sharded(module))
+        model.name, "FSDP2" if isinstance(module, FSDPModule) else "", tuple(_dtensors(module))
     )
 
 
-def _plain(name: str, module: torch.nn.Module) -> LocalModel:
+def _from_module(name: str, module: torch.nn.Module) -> LocalModel:
     note = "no wrapper and no prepare: nothing is compared"
     return LocalModel(name, "by itself", tuple(_tensors_in(module, "")), (note,))
 
@@ -189,7 +189,7 @@ def _tensors_in(module: torch.nn.Module, part: str) -> Iterator[LocalTensor]:
             yield LocalTensor(GRADIENT, name, _local(tensor.grad), "" if _is_halfway() else part)
 
 
-def _sharded(module: torch.nn.Module) -> Iterator[LocalTensor]:
+def _dtensors(module: torch.nn.Module) -> Iterator[LocalTensor]:
     """Of a model of DTensors that nbdist has not prepared."""
     for local in _tensors_in(module, ""):
         parameter: torch.Tensor | None = (
@@ -237,8 +237,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _look(local: LocalTensor) -> Look:
     n_nan, n_inf = _not_finite(local.tensor)
     return Look(
-        local.kind, local.name, local.part, reset_models.checksum(local.tensor), local.tensor.numel(),
-        n_nan, n_inf,
+        local.kind, local.name, local.part, reset_models.checksum(local.tensor),
+        local.tensor.numel(), n_nan, n_inf,
     )  # fmt: skip
 
 

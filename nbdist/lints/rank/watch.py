@@ -23,8 +23,8 @@ from nbdist.rpc.wire import CELL_RUN, SEEN
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Each has install, uninstall, begin (a cell begins) and end (it has ended: note what it showed). Imported
-# when a rank has its names, not before its group is formed.
+# Each has install, uninstall, begin (a cell begins) and end (it has ended: note what it showed).
+# Imported when a rank has its names, not before its group is formed.
 PARTS = (
     "nbdist.lints.rank.data",
     "nbdist.lints.rank.ddp",

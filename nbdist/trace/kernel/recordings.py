@@ -55,7 +55,7 @@ class Traces(Recordings[TraceOptions, Trace]):
             for rank, answer in answers.items()
             if "recording" not in answer
         ]
-        return clock_sync.joined(recordings, missing)
+        return clock_sync.align(recordings, missing)
 
     def page(self, trace: Trace) -> str:
         """The address of a page of Perfetto with this trace, for browsers of this host.
@@ -152,5 +152,5 @@ def read_folder(folder: Path) -> Trace:
         recordings[recording.trace.rank] = recording
     if not recordings:
         raise TraceError(" ".join(problems))
-    trace = clock_sync.joined(list(recordings.values()))
+    trace = clock_sync.align(list(recordings.values()))
     return replace(trace, notes=(*problems, *trace.notes))

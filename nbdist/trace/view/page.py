@@ -10,7 +10,7 @@ import numpy as np
 from nbdist.core.finding import Finding
 from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view.iframe import MOST_BYTES, clipped
-from nbdist.trace.downsample import Items, TraceRows, finest_fitting, full
+from nbdist.trace.downsample import Items, TraceRows, finest_fitting, full_window
 from nbdist.trace.trace import KINDS, Integers, Trace
 from nbdist.trace.view.image import COLOURS, span_ns
 
@@ -30,7 +30,9 @@ def steps_of_each(trace: Trace) -> int:
     return MOST_STEPS // max(len(trace.ranks), 1)
 
 
-def packed(trace: Trace, events: TraceRows, findings: Sequence[Finding] = ()) -> tuple[Items, str]:
+def pack_timeline(
+    trace: Trace, events: TraceRows, findings: Sequence[Finding] = ()
+) -> tuple[Items, str]:
     """The finest items of a trace that fit MOST_BYTES, and what timeline.js reads, as base64.
 
     Where events have to be merged, half of the room is for a stretch that is kept in full.
@@ -40,8 +42,8 @@ def packed(trace: Trace, events: TraceRows, findings: Sequence[Finding] = ()) ->
     items = finest_fitting(events, most)
     while True:
         if items.width_ns:
-            items = finest_fitting(events, most, full(trace, events, most // 2))
-        data = base64.b64encode(_packed(head, trace, events, items))
+            items = finest_fitting(events, most, full_window(trace, events, most // 2))
+        data = base64.b64encode(_pack(head, trace, events, items))
         if len(data) <= MOST_BYTES or most <= 0:
             return items, data.decode("ascii")
         most = min(most * 3 // 4, len(items) - 1)
@@ -60,7 +62,7 @@ def height_px(ranks: int, rows: int) -> int:
     return min(max(whole, _LEAST_PX), _MOST_PX)
 
 
-def _packed(head: dict[str, object], trace: Trace, events: TraceRows, items: Items) -> bytes:
+def _pack(head: dict[str, object], trace: Trace, events: TraceRows, items: Items) -> bytes:
     """A JSON head with the texts, then the columns; all gzipped, equal for equal traces."""
     used, name = np.unique(items.name, return_inverse=True)
     firsts = np.searchsorted(items.row, np.arange(len(events.rows) + 1))

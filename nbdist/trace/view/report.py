@@ -15,7 +15,7 @@ from nbdist.trace.breakdown import RankBreakdown, TimeBreakdown
 from nbdist.trace.downsample import Items, TraceRows, layout_rows
 from nbdist.trace.trace import KINDS, Trace
 from nbdist.trace.view.image import png
-from nbdist.trace.view.page import height_px, packed, page, steps_of_each
+from nbdist.trace.view.page import height_px, pack_timeline, page, steps_of_each
 
 # Rows of a picture that one can still take in; more where lanes and ranks alone make more.
 MOST_ROWS = 32
@@ -30,7 +30,7 @@ def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[Finding
     compared there is no HTML, which has the measured times in it.
     """
     events = layout_rows(trace, MOST_ROWS)
-    items, data = packed(trace, events, findings)
+    items, data = pack_timeline(trace, events, findings)
     parts = [
         lines([_head(trace, shares)]),
         lines(
