@@ -23,11 +23,12 @@ def _apart_since(subject: str, facts: Facts) -> list[RuleHit]:
             for rank in ranks:
                 by_digest.setdefault(looks[rank][step], []).append(rank)
             if len(by_digest) > 1:
+                every = facts[ranks[0]]["every"]
                 hits.append(
                     RuleHit(
-                        f"before step {step} of its optimizer the parameters of {subject} differed "
-                        f"between {versus(by_digest)} (looked at every "
-                        f"{facts[ranks[0]]['every']})",
+                        f"before step {step} of its optimizer, the parameters of {subject} "
+                        f"differed between {versus(by_digest)} (checked every "
+                        f"{every} step{'s' * (every > 1)})",
                         tuple(ranks),
                     )
                 )
@@ -39,9 +40,9 @@ LINT = Lint(
     name="apart-since",
     when="with %dist_check --every N: at which step parameters that ranks hold alike were apart",
     judge=_apart_since,
-    why="something on these ranks is not the same since the look before",
-    do="%dist_check says where; %dist_sync_model makes DDP models equal",
-    conditions="with `--every N`: at which step they were apart first",
+    why="something on these ranks has differed since the check before that",
+    do="%dist_check shows where; %dist_sync_model makes DDP models equal",
+    conditions="with `--every N`, parameters that ranks hold alike differ: the first such step",
     example=(
         "model",
         {

@@ -19,7 +19,7 @@ LINT = Lint(
     name="beside-wrapper",
     when="an optimizer steps with gradients of a backward while its DDP model was not called",
     judge=each(_sentence),
-    why="DDP reduces gradients of its own forward alone, so each rank went its own way",
+    why="DDP reduces gradients of its own forward only, so the ranks have diverged",
     do=(
         "call the wrapped model, not its .module or the model from before prepare; "
         "%dist_sync_model makes the ranks equal again"

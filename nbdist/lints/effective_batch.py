@@ -15,9 +15,8 @@ def _sentence(_subject: str, facts: Mapping[str, Any]) -> str:
     before, after, lr = facts["before"], facts["after"], facts["lr"]
     factor = after / before
     return (
-        f"the effective batch was {before} samples and is {after}, and the learning rate stays "
-        f"{lr:g} (scaled linearly it would be {lr * factor:g}, with the square root "
-        f"{lr * factor**0.5:.3g})"
+        f"the effective batch was {before} samples and is now {after}, but the learning rate stays "
+        f"{lr:g} (linear scaling: {lr * factor:g}, square-root scaling: {lr * factor**0.5:.3g})"
     )
 
 

@@ -207,7 +207,7 @@ def _count(name: str, on_ranks: Mapping[int, ModelLook], all_ranks: Iterable[int
             notes.setdefault(note, []).append(rank)
     without = [rank for rank in all_ranks if rank not in on_ranks]
     if without:
-        notes["there is no such model there"] = without
+        notes["no model of this name"] = without
     return CheckedModel(
         name,
         next(iter(on_ranks.values())).strategy,

@@ -69,7 +69,7 @@ class Diagnostic:
         row = LINTS[self.lint]
         return (
             f"lint {row.name} [{rank_label(self.hit.ranks)}]: {self.hit.found}",
-            f"  {row.why}; {row.do} (%dist_check --silence {row.name}: no more of this)",
+            f"  {row.why}; {row.do} (silence: %dist_check --silence {row.name})",
         )
 
 
@@ -111,7 +111,9 @@ def resolve_names(names: Iterable[str]) -> tuple[str, ...]:
     chosen: list[str] = []
     for name in names:
         if name != "all" and name not in LINTS:
-            raise OptionError(f"There is no lint {name!r}. Choose of {', '.join(LINTS)}, or all.")
+            raise OptionError(
+                f"There is no lint {name!r}. Choose one of {', '.join(LINTS)}, or all."
+            )
         chosen += list(LINTS) if name == "all" else [name]
     return tuple(dict.fromkeys(chosen))
 

@@ -15,7 +15,7 @@ SHOWN = 5
 def checkup(check: ReplicaCheck) -> View:
     """All models, one row each; below it each difference and what is not finite."""
     if not check.models:
-        return View("no model is on the ranks")
+        return View("there are no models on the ranks")
     rows = [
         [model.name, model.strategy, *(_cell(model, kind) for kind in KINDS)]
         for model in check.models
@@ -33,8 +33,10 @@ def checkup(check: ReplicaCheck) -> View:
 def lints(states: Sequence[tuple[str, str, str]]) -> View:
     """All lints, with whether they are told and when."""
     rows = [list(state) for state in states]
-    after = ["%dist_check --silence NAME: no more of it; --tell NAME: again (all: all of them)"]
-    return table(["lint", "state", "told when"], rows, after=after)
+    after = [
+        "%dist_check --silence NAME: silence it; --tell NAME: report it again (all: every lint)"
+    ]
+    return table(["lint", "state", "reported when"], rows, after=after)
 
 
 def _verdict(check: ReplicaCheck) -> str:
@@ -91,9 +93,7 @@ def _difference(difference: Difference) -> str:
 
 def _advice(name: str, first: Difference) -> str:
     if first.is_expected:
-        return f"{name}: buffers of each rank's own are usual; DDP sends rank 0's in a forward"
+        return f"{name}: buffers may differ; DDP sends rank 0's in the next forward"
     if first.kind == GRADIENT:
-        return (
-            f"{name}: gradients differ until a backward has reduced them (no_sync, or beside DDP)"
-        )
-    return f"{name}: %dist_sync_model makes the ranks equal; a saved state does under fsdp and tp"
+        return f"{name}: gradients differ until a backward reduces them (no_sync, or around DDP)"
+    return f"{name}: %dist_sync_model makes the ranks equal; under fsdp and tp load a saved state"

@@ -33,10 +33,10 @@ LINT = Lint(
     name="workers",
     when="the ranks of a host start more DataLoader workers than it has cores",
     judge=_workers,
-    why="they take turns with each other and with the ranks",
-    do="use fewer, num_workers <= cores / ranks, unless they mostly wait for a disk",
+    why="they compete with each other and with the ranks for the cores",
+    do="use fewer (num_workers <= cores / ranks), unless they mostly wait for a disk",
     is_of_machine=True,
-    conditions="DataLoader workers of all ranks of a host are more than its cores",
+    conditions="the ranks of a host together start more DataLoader workers than it has cores",
     exceptions="with `NBDIST_TEST=1`, since it depends on the machine",
     example=("", {rank: {"workers": 8, "cores": 8, "host": "h"} for rank in (0, 1)}),
 )

@@ -157,7 +157,7 @@ class Recordings(CellHook, Generic[Options, Result]):
                 end = self._ranks.end_of(rank)
                 answers[rank] = f"It ended{f' ({end})' if end else ''} before its {noun} was read."
             elif self._ranks.is_busy(rank):
-                answers[rank] = f"It still runs its cell, so its {noun} is not read."
+                answers[rank] = f"It is still running its cell, so its {noun} was not read."
             else:
                 futures[rank] = ask(self._ranks.call, rank, folders)
         end_s = time.monotonic() + FINISH_S
@@ -181,7 +181,7 @@ class Recordings(CellHook, Generic[Options, Result]):
                 if not self._ranks.is_connected(rank):
                     return f"It ended while its {noun} was read."
                 if time.monotonic() >= end_s:
-                    return f"Its {noun} was not there within {FINISH_S:.0f} s."
+                    return f"Its {noun} did not arrive within {FINISH_S:.0f} s."
             except Exception as error:  # noqa: BLE001  # whatever a rank raised is told
                 return str(getattr(error, "evalue", error))
             else:

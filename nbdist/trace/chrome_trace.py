@@ -76,7 +76,7 @@ class RawTrace:
         threads: (process, thread) -> its names.
         header: What stands before the events: the rank, process groups, versions.
         base_ns: Since 1970, where the file says it; 0 otherwise.
-        problem: Why something lacks, as a sentence.
+        problem: Why something is missing, as a sentence.
     """
 
     start_ns: Integers
@@ -272,14 +272,14 @@ def _from_json(path: Path, file: BinaryIO) -> RawTrace:
         whole = json.loads(b"".join(_chunks(file)).decode("utf-8", "replace"))
     except (ValueError, EOFError, zlib.error) as error:
         raise TraceError(
-            f"{path} is no trace, or is cut off: it cannot be read as JSON ({error})."
+            f"{path} is not a trace, or is cut off: it cannot be read as JSON ({error})."
         ) from error
     header = {} if isinstance(whole, list) else whole
     events = whole if isinstance(whole, list) else header.pop("traceEvents", None)
     if not isinstance(events, list):
         raise TraceError(
-            f"{path} is no trace: it has no list `traceEvents`. A trace is what "
-            "torch.profiler's export_chrome_trace writes."
+            f"{path} is not a trace: it has no list `traceEvents`. Use a file that "
+            "torch.profiler's export_chrome_trace wrote."
         )
     return _from_events([event for event in events if isinstance(event, dict)], header)
 

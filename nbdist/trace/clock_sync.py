@@ -24,7 +24,7 @@ class Clock:
     Attributes:
         offset_ns: To be added to its times.
         spread_ns: Half of the collectives say an offset that is closer to it than this.
-        count: Collectives by which it is known; 0 where it is taken as it is.
+        count: Collectives by which it is known; 0 where it was not adjusted.
     """
 
     offset_ns: int
@@ -52,7 +52,7 @@ def align(recordings: Sequence[RecordedTrace], missing: Sequence[RankTrace] = ()
         for recording, shift_ns in zip(recordings, shifts_ns, strict=True)
     ]
     ours = next((recording.ours for recording in recordings if recording.ours.get("strategy")), {})
-    notes = [] if has_zeros else ["The files do not tell when they begin: each rank begins at 0."]
+    notes = [] if has_zeros else ["The files have no start time: each rank begins at 0."]
     return Trace(
         ranks=tuple(sorted([*moved, *missing], key=lambda trace: trace.rank)),
         strategy=str(ours.get("strategy", "")),
@@ -123,13 +123,13 @@ def _clock_notes(clocks: Mapping[str, Clock]) -> list[str]:
     for host, clock in list(clocks.items())[1:]:
         if clock.count:
             notes.append(
-                f"The clock of {host} was moved by {clock.offset_ns / 1e6:.3f} ms, by the ends of "
-                f"{clock.count} collectives; half of them agree within {clock.spread_ns / 1e3:.0f} "
-                "us."
+                f"The clock of {host} was shifted by {clock.offset_ns / 1e6:.3f} ms to match the "
+                f"ends of {clock.count} collectives; half of them agree within "
+                f"{clock.spread_ns / 1e3:.0f} us."
             )
         else:
             notes.append(
-                f"The clock of {host} is taken as it is: its ranks recorded no collective together "
+                f"The clock of {host} was not adjusted: its ranks recorded no collective in common "
                 "with the others."
             )
     return notes

@@ -83,7 +83,8 @@ def copies_to_host(context: TraceContext) -> RuleHit | None:
     )
     spent_ns = max(intervals.length(waits), intervals.length(_union(context, chosen)))
     return RuleHit(
-        f"{count:.0f} copies from the GPU to the host per {context.per} on rank {context.rank.rank}",
+        f"{count:.0f} copies from the GPU to the host per {context.per} "
+        f"on rank {context.rank.rank}",
         share=context.part(spent_ns),
         spots=_spots(context, chosen),
     )
@@ -92,14 +93,14 @@ def copies_to_host(context: TraceContext) -> RuleHit | None:
 def casts(context: TraceContext) -> RuleHit | None:
     """Values are copied from one type to another."""
     chosen = _select(context, (COMPUTE,), _CASTS)
-    # The optimizer's breakdown numbers (its count of steps) are none that a user casts.
+    # The optimizer's own numbers (its count of steps) are not cast by the user.
     steps = _union(context, _select(context, (MARK,), re.compile(r"Optimizer\.")))
     spent_ns = intervals.length(intervals.difference(_union(context, chosen), steps))
     share = spent_ns / max(1, context.breakdown.compute_ns)
     if share <= TENTH:
         return None
     return RuleHit(
-        f"copies from one type to another are {share:.0%} of what rank {context.rank.rank} computes "
+        f"dtype conversions take {share:.0%} of the compute time of rank {context.rank.rank} "
         f"({int(chosen.sum()) / context.n_steps:.0f} per {context.per})",
         share=context.part(spent_ns),
         spots=_spots(context, chosen),
@@ -112,8 +113,8 @@ def data(context: TraceContext) -> RuleHit | None:
     if context.part(breakdown.data_ns) <= TENTH:
         return None
     return RuleHit(
-        f"rank {breakdown.rank} fetches data for {breakdown.data_ns / context.n_steps / 1e6:.1f} ms per "
-        f"{context.per} while nothing else goes on ({context.part(breakdown.data_ns):.0%})",
+        f"rank {breakdown.rank} waits {breakdown.data_ns / context.n_steps / 1e6:.1f} ms per "
+        f"{context.per} for data ({context.part(breakdown.data_ns):.0%})",
         share=context.part(breakdown.data_ns),
         spots=_spots(context, _select(context, (DATA,), re.compile("enumerate"))),
     )
@@ -130,7 +131,7 @@ def gaps(context: TraceContext) -> RuleHit | None:
     if share <= TENTH:
         return None
     return RuleHit(
-        f"nothing runs on rank {breakdown.rank} for {spent_ns / 1e6:.1f} ms at one stretch in each step "
+        f"rank {breakdown.rank} is idle for {spent_ns / 1e6:.1f} ms in a row in each step "
         f"({share:.0%})",
         share=share,
         spots=_as_spots(context, longest),
@@ -146,8 +147,8 @@ def much_communication(context: TraceContext) -> RuleHit | None:
     chosen = _select(context, (COMMUNICATION,), re.compile(""))
     name = _busiest(context.rank, chosen)
     return RuleHit(
-        f"collectives, most of them {name}, take {context.part(spent_ns):.0%} of a {context.per} on "
-        f"rank {breakdown.rank} with nothing computed meanwhile",
+        f"collectives that compute does not overlap, mostly {name}, take "
+        f"{context.part(spent_ns):.0%} of a {context.per} on rank {breakdown.rank}",
         share=context.part(spent_ns),
         spots=_spots(context, chosen),
     )
@@ -164,9 +165,9 @@ def small_kernels(context: TraceContext) -> RuleHit | None:
     if not is_many or idle <= LAUNCH_IDLE:
         return None
     return RuleHit(
-        f"{small / max(1, count):.0%} of {count / context.n_steps:.0f} kernels per {context.per} on "
-        f"rank {context.breakdown.rank} are shorter than {SMALL_KERNEL_NS // 1000} us, and its GPU is idle "
-        f"for {idle:.0%} of the time",
+        f"{small / max(1, count):.0%} of {count / context.n_steps:.0f} kernels per {context.per} "
+        f"on rank {context.breakdown.rank} are shorter than {SMALL_KERNEL_NS // 1000} us, and its "
+        f"GPU is idle for {idle:.0%} of the time",
         share=idle,
         spots=_as_spots(context, _longest_idle(context)),
     )
@@ -180,18 +181,18 @@ def late_rank(context: TraceContext) -> RuleHit | None:
     if not slowest.is_alone or slowest.share <= LATE:
         return None
     return RuleHit(
-        f"the others wait for rank {slowest.rank}: without it a {context.per} would be "
+        f"the other ranks wait for rank {slowest.rank}: without it a {context.per} would be "
         f"{slowest.share:.0%} faster{_longer(context)}",
         share=slowest.share,
     )
 
 
-# What can make a rank late -> how it is told.
+# What can make a rank late -> the verb for it.
 _DOES: Mapping[str, str] = {
     "compute_ns": "it computes",
-    "data_ns": "it fetches data for",
-    "copy_ns": "it copies for",
-    "idle_ns": "it does nothing for",
+    "data_ns": "it fetches data",
+    "copy_ns": "it copies",
+    "idle_ns": "it is idle",
 }
 
 
@@ -206,7 +207,7 @@ def _longer(context: TraceContext) -> str:
     word = max(more, key=lambda field: more[field])
     if more[word] <= 0:
         return ""
-    return f"; {_DOES[word]} {more[word] / context.n_steps / 1e6:.1f} ms longer than they do"
+    return f"; {_DOES[word]} {more[word] / context.n_steps / 1e6:.1f} ms longer than the others"
 
 
 def no_overlap(context: TraceContext) -> RuleHit | None:
@@ -225,9 +226,8 @@ def no_overlap(context: TraceContext) -> RuleHit | None:
     if context.part(exposed_ns) <= TENTH or hidden_ns >= OVERLAP * whole_ns:
         return None
     return RuleHit(
-        f"{hidden_ns / whole_ns:.0%} of the time in which gradients are sent goes on under the "
-        f"backward on rank {breakdown.rank}, in {int(chosen.sum()) / context.n_steps:.0f} calls per "
-        f"{context.per}",
+        f"{hidden_ns / whole_ns:.0%} of gradient communication on rank {breakdown.rank} overlaps "
+        f"the backward pass (calls per {context.per}: {int(chosen.sum()) / context.n_steps:.0f})",
         share=context.part(exposed_ns),
         spots=_spots(context, chosen),
     )
@@ -297,56 +297,57 @@ RULES = (
     Rule(
         "one late rank",
         late_rank,
-        "a collective begins when the last rank has come, so the slowest sets the pace of all",
-        "give it less to do (batches of equal size, the same data loading on all), and look "
+        "a collective ends only after the last rank has joined, so the slowest rank sets the pace",
+        "give it less to do (batches of equal size, the same data loading on all), and check "
         "whether something else runs on its GPU or its cores (%dist_status)",
     ),
     Rule(
         "much communication",
         much_communication,
-        "no rank computes while it waits for bytes",
+        "a rank computes nothing while it waits for the data of others",
         "more work per byte: a larger batch per rank, gradients accumulated over several batches "
         "(accelerator.accumulate), or fewer ranks for a model this small",
     ),
     Rule(
         "buckets that do not overlap",
         no_overlap,
-        "gradients that are ready can be sent while the backward goes on, and are not",
-        "under ddp smaller buckets (bucket_cap_mb), so that the first is full early; under fsdp "
-        "one group per block; and no operation that needs all gradients before the backward ends",
+        "gradients that are ready could be sent during the backward pass, but are not",
+        "under ddp use smaller buckets (bucket_cap_mb), so that the first one fills early; under "
+        "fsdp use one group per block; avoid operations that need all gradients before the "
+        "backward pass ends",
     ),
     Rule(
         "data",
         data,
-        "nothing is computed until the next batch is there",
+        "nothing is computed until the next batch arrives",
         "DataLoader(num_workers=2 or more, prefetch_factor=2, pin_memory=True on a GPU)",
     ),
     Rule(
         "nothing runs",
         gaps,
-        "the rank is in code that the profiler does not see: Python between two operators, data "
-        "that no DataLoader fetches, files, a sleep",
-        "look at what stands there in the loop, and do it less often, or beside the computation; "
-        "--stacks records Python's functions too",
+        "the rank runs code that the profiler does not see: Python between two operators, data "
+        "loading without a DataLoader, files, a sleep",
+        "check what the loop does there, and do it less often or in the background; --stacks "
+        "records Python functions too",
     ),
     Rule(
         "device-to-host copies",
         copies_to_host,
-        "each waits until the GPU has done all that was launched, and no kernel is launched then",
-        "no .item(), .cpu(), print(loss) or `if tensor` in every step: keep sums on the GPU and "
-        "read them every hundred steps",
+        "each waits until the GPU has finished all launched kernels, and none is launched then",
+        "avoid .item(), .cpu(), print(loss) and `if tensor` in every step: keep sums on the GPU "
+        "and read them every hundred steps",
     ),
     Rule(
         "dtype copies",
         casts,
-        "they read and write everything once more and compute nothing",
-        "one type throughout: autocast instead of .to() by hand (--bf16), parameters kept in the "
-        "type that is computed in, inputs cast once in the DataLoader",
+        "they read and write every value once more and compute nothing",
+        "use one dtype throughout: autocast instead of .to() by hand (--bf16), parameters in the "
+        "dtype of the computation, inputs cast once in the DataLoader",
     ),
     Rule(
         "many small kernels",
         small_kernels,
-        "the host needs longer to launch one than the GPU to run it",
+        "launching such a kernel takes the host longer than running it takes the GPU",
         "larger batches, torch.compile, or fused optimizers (fused=True)",
     ),
 )

@@ -38,24 +38,24 @@ def _steps(traces: Sequence[RankTrace]) -> Iterator[str]:
     if without_steps:
         where = "" if len(without_steps) == len(counts) else f" on {ranks_phrase(without_steps)}"
         yield (
-            f"No step ended{where}, so the numbers are of all that was recorded. A step ends at "
-            "optimizer.step(), or where the cell calls nbdist.step()."
+            f"No step ended{where}, so the numbers cover the whole recording. A step ends "
+            "at optimizer.step(), or where the cell calls nbdist.step()."
         )
     elif len(set(counts.values())) > 1:
         numbers = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
         first = min(counts.values())
-        yield f"Ranks made different numbers of steps ({numbers}); the first {first} are counted."
+        yield f"Ranks recorded different step counts ({numbers}); the first {first} are counted."
 
 
 def _first(steps_ns: Sequence[Sequence[int]]) -> Iterator[str]:
     if is_stored():
-        return  # whether it is told depends on the machine's other work
+        return  # whether it is slow depends on the machine's other work
     later_ns = [ns for each in steps_ns for ns in each[1:]]
     first_ns = max((each[0] for each in steps_ns if each), default=0)
     if later_ns and first_ns > FIRST_STEP * np.median(later_ns):
         yield (
             f"The first step took {first_ns / np.median(later_ns):.1f} times as long as the "
-            "others: memory is allocated and kernels are chosen then. --steps leaves it out."
+            "others: it allocates memory and selects kernels. --steps leaves it out."
         )
 
 
@@ -65,9 +65,9 @@ def _communication(traces: Sequence[RankTrace]) -> Iterator[str]:
     if not names:
         yield "No collective was recorded."
     if on_cpu:
-        yield "On a CPU, idle is also Python between two operators."
+        yield "On a CPU, idle time includes Python between two operators."
     if on_cpu and "reduce-scatter" in names:
-        yield "Gloo does a reduce-scatter as an all-reduce, which sends twice as much as is told."
+        yield "Gloo runs a reduce-scatter as an all-reduce, which sends twice the bytes shown."
 
 
 def _names(trace: RankTrace) -> list[int]:

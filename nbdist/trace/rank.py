@@ -61,13 +61,13 @@ class _Recording:
         self._hook: Any = None
 
     def start(self) -> None:
-        """Let the profiler run. A failure leaves the cell alone, and is told afterwards."""
+        """Let the profiler run. A failure leaves the cell alone, and is reported afterwards."""
         activities = [ProfilerActivity.CPU]
         if this_rank().place.device != "cpu":
             activities.append(ProfilerActivity.CUDA)
         if is_profiling(unknown=False):
             self.problem = (
-                "Another profiler runs on this rank, and torch has one at a time. End it first."
+                "Another profiler is running on this rank, and torch allows one at a time. Stop it."
             )
             return
         try:
@@ -116,7 +116,7 @@ class _Recording:
                 part.unlink()
             raise TraceError(
                 f"The trace could not be written to {self.path.parent}, where "
-                f"{size(free_bytes)} are free. Free some, or record fewer steps (--steps)."
+                f"{size(free_bytes)} are free. Free some space, or record fewer steps (--steps)."
             )
         self.path.chmod(0o600)
 
@@ -132,8 +132,8 @@ class _Recording:
             self._is_on = False
             if not is_profiling(unknown=True):
                 self.problem = (
-                    "The cell has used a profiler of its own, which ended the recording: torch has "
-                    "one at a time."
+                    "The cell used its own profiler, which ended the recording: torch allows one "
+                    "at a time."
                 )
                 self._profiler = None
                 return
@@ -192,7 +192,7 @@ def finish(folders: Sequence[str]) -> PackedValue:
     cell_hook.state.armed = None  # its cell was never sent
     recording = _state.last
     if recording is None:
-        raise TraceError("Nothing was recorded on this rank: its process has replaced another.")
+        raise TraceError("Nothing was recorded on this rank: it was restarted after the recording.")
     with progress.during(recording.noun):
         progress.tell("writing the file")
         recording.export()
@@ -250,5 +250,5 @@ def _folder() -> Path:
     try:
         _state.folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise TraceError(f"{_state.folder} cannot be made: {error.strerror}.") from error
+        raise TraceError(f"{_state.folder} cannot be created: {error.strerror}.") from error
     return _state.folder

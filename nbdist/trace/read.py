@@ -103,8 +103,8 @@ def _record(header: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _problem(raw: RawTrace, noted: str) -> str:
-    torn = f"{raw.problem}: what would follow is missing." if raw.problem else ""
-    empty = "" if len(raw) else "Nothing was recorded: the trace holds no event."
+    torn = f"{raw.problem}: the rest is missing." if raw.problem else ""
+    empty = "" if len(raw) else "Nothing was recorded: the trace holds no events."
     return " ".join(filter(None, (noted, torn, empty)))
 
 

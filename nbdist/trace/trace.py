@@ -97,7 +97,7 @@ class RankTrace:
         group_ranks: The ranks of each of them.
         events: The columns.
         steps: In order; empty where the cell made none.
-        problem: Why something lacks, as a sentence; empty when all is there.
+        problem: Why something is missing, as a sentence; empty when nothing is.
     """
 
     rank: int

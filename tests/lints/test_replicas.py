@@ -49,7 +49,7 @@ def test_buffers_may_differ() -> None:
     result = compared((replace(W, kind=BUFFER),), (replace(W, kind=BUFFER, digest=8),))
 
     assert result.is_healthy
-    assert "DDP sends rank 0's in a forward" in view.checkup(result).text
+    assert "DDP sends rank 0's in the next forward" in view.checkup(result).text
 
 
 @pytest.mark.parametrize(("kind", "first"), [(PARAMETER, "a.w"), (GRADIENT, "c.w")])
@@ -79,10 +79,10 @@ def test_a_model_that_a_rank_lacks_is_told() -> None:
     looks = {0: [ModelLook("model", "DDP", (W,))], 1: [], 2: [ModelLook("model", "DDP", (W,))]}
     result = replicas.compare(looks)
 
-    assert result.models[0].notes == ("[1] there is no such model there",)
+    assert result.models[0].notes == ("[1] no model of this name",)
     assert result.is_healthy
 
 
 def test_no_model_is_no_fault() -> None:
     """It is said."""
-    assert view.checkup(replicas.compare({0: [], 1: []})).text == "no model is on the ranks"
+    assert view.checkup(replicas.compare({0: [], 1: []})).text == "there are no models on the ranks"

@@ -202,8 +202,8 @@ def test_every_so_many_steps(tmp_path: Path) -> None:
     ((lint, sentence),) = result["apart"]
     assert lint == "apart-since"
     assert sentence == (
-        "before step 10 of its optimizer the parameters of model differed between rank 0 and "
-        "rank 1 (looked at every 2)"
+        "before step 10 of its optimizer, the parameters of model differed between rank 0 and "
+        "rank 1 (checked every 2 steps)"
     )
     assert [row[0] for row in result["after"]] == ["apart-since"]
     assert (result["tp"], result["fsdp"], result["off"]) == ([], [], [])

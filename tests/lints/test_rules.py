@@ -47,7 +47,7 @@ def hits(
 
 
 @pytest.mark.parametrize(
-    ("seen", "ranks"),
+    ("observations", "ranks"),
     [
         ([same(A, B), same(A, B)], (0, 1)),
         ([same(A, B, C), same(A, B)], (0, 1)),  # a rank that has looked at fewer
@@ -91,7 +91,7 @@ def test_the_first_look_that_differs_is_named() -> None:
 
     assert diagnostic.lint == "apart-since"
     assert (
-        "before step 20 of its optimizer the parameters of model differed" in diagnostic.hit.found
+        "before step 20 of its optimizer, the parameters of model differed" in diagnostic.hit.found
     )
     assert hits(since(A, B), since(A, B)) == []
 
@@ -116,7 +116,7 @@ def test_every_lint_says_what_to_do_and_how_to_hear_no_more() -> None:
         "lint same-data [0-1]: loader gave ranks 0-1 the same batches (the first 2 were compared)"
     )
     assert second.startswith("  each gradient is computed twice")
-    assert second.endswith("(%dist_check --silence same-data: no more of this)")
+    assert second.endswith("(silence: %dist_check --silence same-data)")
     assert all(row.why and row.do and row.when for row in LINTS.values())
 
 
@@ -169,7 +169,7 @@ class TestOnce:
         assert len(self.cell(session, 1, apart(A), apart(B))) == 2
         assert self.cell(session, 2, apart(A), apart(B)) == ()
         assert len(self.cell(session, 3, *other)) == 2
-        assert ("parameters-apart", "told 2 times") in {state[:2] for state in session.states()}
+        assert ("parameters-apart", "reported 2 times") in {state[:2] for state in session.states()}
 
     def test_silence_and_tell(self) -> None:
         """A silenced one is told once it is wanted again, and so is one that was told before."""

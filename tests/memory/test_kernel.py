@@ -43,7 +43,7 @@ def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
     assert told[:4] == [
         "",
         "It ended (exit code 1) before its memory was read.",
-        "It still runs its cell, so its memory is not read.",
+        "It is still running its cell, so its memory was not read.",
         "Nothing was recorded on this rank.",
     ]
     assert told[4].startswith("Its memory did not arrive: ")

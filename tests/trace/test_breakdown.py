@@ -254,7 +254,7 @@ def test_a_recording_without_steps_is_told_whole() -> None:
         5 * MS,
         1 * MS,
     )
-    assert result.notes[0].startswith("No step ended, so the numbers are of all that was recorded.")
+    assert result.notes[0].startswith("No step ended, so the numbers cover the whole recording.")
     assert "No collective was recorded." in result.notes
 
 
@@ -267,7 +267,7 @@ def test_ranks_with_different_numbers_of_steps_are_compared_by_those_of_both() -
 
     assert [rank.window_ns for rank in result.ranks] == [20 * MS, 20 * MS]
     assert result.notes[0] == (
-        "Ranks made different numbers of steps (rank 0: 3, rank 1: 2); the first 2 are counted."
+        "Ranks recorded different step counts (rank 0: 3, rank 1: 2); the first 2 are counted."
     )
 
 

@@ -71,7 +71,7 @@ def test_a_host_without_a_call_in_common_keeps_its_clock() -> None:
 
     both = align([*recordings({}), alone])
 
-    assert both.notes[-1].startswith("The clock of three is taken as it is")
+    assert both.notes[-1].startswith("The clock of three was not adjusted")
 
 
 def test_a_clock_is_found_by_way_of_another_host() -> None:

@@ -132,29 +132,27 @@ def test_a_rule_finds_what_it_looks_for(rule: str) -> None:
 def test_findings_have_their_numbers() -> None:
     """As clauses."""
     assert findings_by_rule(late(20))["one late rank"].found == (
-        "the others wait for rank 1: without it a step would be 20% faster; it computes 20.0 ms "
-        "longer than they do"
+        "the other ranks wait for rank 1: without it a step would be 20% faster; it computes "
+        "20.0 ms longer than the others"
     )
     assert findings_by_rule(copies(4))["device-to-host copies"].found == (
         "4 copies from the GPU to the host per step on rank 0"
     )
     assert findings_by_rule(data(30))["data"].found == (
-        "rank 0 fetches data for 30.0 ms per step while nothing else goes on (30%)"
+        "rank 0 waits 30.0 ms per step for data (30%)"
     )
     assert findings_by_rule(communication(60))["much communication"].found == (
-        "collectives, most of them all-reduce, take 60% of a step on rank 0 with nothing computed "
-        "meanwhile"
+        "collectives that compute does not overlap, mostly all-reduce, take 60% of a step on rank 0"
     )
     assert findings_by_rule(casts(0.25))["dtype copies"].found == (
-        "copies from one type to another are 25% of what rank 0 computes (1 per step)"
+        "dtype conversions take 25% of the compute time of rank 0 (1 per step)"
     )
     assert findings_by_rule(small_kernels(6, 4))["many small kernels"].found == (
         "100% of 200 kernels per step on rank 0 are shorter than 10 us, and its GPU is idle for "
         "40% of the time"
     )
     assert findings_by_rule(communication(12))["buckets that do not overlap"].found == (
-        "0% of the time in which gradients are sent goes on under the backward on rank 0, in 1 "
-        "calls per step"
+        "0% of gradient communication on rank 0 overlaps the backward pass (calls per step: 1)"
     )
 
 
@@ -211,7 +209,7 @@ def test_a_step_in_which_nothing_runs_for_long_is_told() -> None:
 
     finding = findings_by_rule(both(did, (0, 100, 200)))["nothing runs"]
 
-    assert finding.found == ("nothing runs on rank 0 for 20.0 ms at one stretch in each step (20%)")
+    assert finding.found == ("rank 0 is idle for 20.0 ms in a row in each step (20%)")
     assert {(spot.start_ns, spot.end_ns) for spot in finding.spots} == {
         (0, 20 * MS), (100 * MS, 120 * MS),
     }  # fmt: skip

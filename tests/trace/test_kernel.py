@@ -98,7 +98,7 @@ def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
     assert problems[:4] == [
         "",
         "It ended (exit code 1) before its trace was read.",
-        "It still runs its cell, so its trace is not read.",
+        "It is still running its cell, so its trace was not read.",
         "The trace could not be written.",
     ]
     assert problems[4].startswith("Its trace did not arrive: ")
@@ -121,7 +121,7 @@ def test_a_rank_that_ends_or_is_too_slow_is_not_waited_for(monkeypatch: pytest.M
 
     assert problems == [
         "It ended while its trace was read.",
-        "Its trace was not there within 0 s.",
+        "Its trace did not arrive within 0 s.",
     ]
 
 

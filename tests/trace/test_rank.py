@@ -147,7 +147,7 @@ def test_a_profiler_of_the_cell_ends_the_recording_and_is_told(
         torch.ones(3)
     recording.stop()
 
-    with pytest.raises(trace_rank.TraceError, match="has used a profiler of its own"):
+    with pytest.raises(trace_rank.TraceError, match="used its own profiler"):
         recording.export()
 
 

@@ -335,11 +335,11 @@ def test_a_file_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> Non
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     """With what it is, and what a trace would be."""
     cases = {
-        "text.json": (b"no JSON at all", "is no trace"),
+        "text.json": (b"no JSON at all", "is not a trace"),
         "other.json": (b'{"cells": []}', "no list `traceEvents`"),
         "torn.json": (b'{"traceEvents":[{"ph":"X","ts":1', "cut off"),
-        "empty.json": (b"", "is no trace"),
-        "torn.json.gz": (gzip.compress(b'{"cells": 1}')[:12], "is no trace"),
+        "empty.json": (b"", "is not a trace"),
+        "torn.json.gz": (gzip.compress(b'{"cells": 1}')[:12], "is not a trace"),
     }
     for name, (content, message) in cases.items():
         (tmp_path / name).write_bytes(content)
@@ -357,7 +357,7 @@ def test_a_trace_without_events_says_so(tmp_path: Path) -> None:
     trace = read(written(tmp_path / "none.json", {"traceEvents": []})).trace
 
     assert len(trace.events) == 0
-    assert trace.problem == "Nothing was recorded: the trace holds no event."
+    assert trace.problem == "Nothing was recorded: the trace holds no events."
 
 
 def test_a_trace_of_another_version_is_read_without_what_it_lacks(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_a_folder_is_read_whole(tmp_path: Path) -> None:
     trace = read_folder(tmp_path)
 
     assert [rank.rank for rank in trace.ranks] == [0, 1]
-    assert "rank2.json is no trace" in trace.notes[0]
+    assert "rank2.json is not a trace" in trace.notes[0]
     (tmp_path / "again.json.gz").write_bytes((tmp_path / "rank1.json.gz").read_bytes())
     with pytest.raises(TraceError, match="two traces of rank 1"):
         read_folder(tmp_path)

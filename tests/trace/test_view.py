@@ -115,7 +115,7 @@ def test_the_bundle_has_html_image_and_text() -> None:
 
     assert set(bundle) == {"text/plain", "text/html", "image/png"}
     assert picture["src"] == f"data:image/png;base64,{bundle['image/png']}"
-    assert picture["alt"] == f"Timeline: {view.text.splitlines()[0]}. The numbers stand below it."
+    assert picture["alt"] == f"Timeline: {view.text.splitlines()[0]}. The numbers are below it."
     assert over["sandbox"] == "allow-scripts"
     assert "position:absolute;inset:0" in over["style"]
     assert "script" not in {tag for tag, _ in tags.tags}
@@ -298,14 +298,14 @@ def test_measured_numbers_are_placeholders_where_outputs_are_stored(
 
 
 @pytest.mark.parametrize(
-    ("slowest", "told"),
+    ("slowest", "line"),
     [
-        (None, "slowest rank: none, no rank waits for another"),
+        (None, "slowest rank: none (no rank waits for another)"),
         (
             Slowest(0, MS, 0.1, is_alone=False),
             (
                 "slowest rank: 0; without it a step would be 10.0 % faster (1.0 ms); "
-                "others cost half as much or more, so it is not it alone"
+                "others cost at least half as much"
             ),
         ),
     ],

@@ -90,7 +90,7 @@ class Lints(CellHook):
     def _state(self, name: str, count: int) -> str:
         if name in self._silenced:
             return "silenced"
-        return f"told {count} time{'s' * (count > 1)}" if count else "on"
+        return f"reported {count} time{'s' * (count > 1)}" if count else "on"
 
     def _new(self, diagnostics: Sequence[Diagnostic]) -> tuple[str, ...]:
         lines: list[str] = []

@@ -191,8 +191,9 @@ def _judge(optimizer: Optimizer, watched: _Watched, pending: _Pending, norms: to
     first = names_by_id.get(id(bad[-1]), "a parameter that no model has")
     sys.stderr.write(
         f"step {pending.step}: gradients are not finite in {len(bad)} of {len(pending.names)} "
-        f"parameters, the last in the model's order {first} (looked at every {_state.every}; "
-        "%dist_check counts, %dist_check --trace-nan finds the first module)\n"
+        f"parameters, last in the model's order: {first} (checked every "
+        f"{_state.every} step{'s' * (_state.every > 1)}; %dist_check counts them, "
+        "%dist_check --trace-nan finds the first module)\n"
     )
     sys.stderr.flush()
 

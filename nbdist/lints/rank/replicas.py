@@ -120,14 +120,14 @@ def _variables(covered: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
 def _from_prepared(name: str, prepared: Prepared) -> LocalModel:
     choice = prepared.built.job.choice
     if choice.name == "deepspeed" or fsdp1_state.is_flat(prepared):
-        note = f"under {choice.name} nothing is compared: pieces have no names"
+        note = f"under {choice.name} nothing is compared: the shards have no names"
         return LocalModel(name, label(choice), tuple(_tensors_in(prepared.outer, "")), (note,))
     tensors = (*_values(prepared), *_gradients(prepared))
     notes: tuple[str, ...] = ()
     if choice.name == "single":
-        notes = ("under single each rank is by itself: nothing is compared",)
+        notes = ("under single each rank trains alone: nothing is compared",)
     elif _is_halfway() and any(each.kind == GRADIENT for each in tensors):
-        notes = ("in the middle of an accumulation gradients differ: they are not compared",)
+        notes = ("gradients differ during accumulation: they are not compared",)
     return LocalModel(name, label(choice), tensors, notes)
 
 
@@ -172,7 +172,7 @@ def _from_wrapper(model: live_models.Model) -> LocalModel:
 
 
 def _from_module(name: str, module: torch.nn.Module) -> LocalModel:
-    note = "no wrapper and no prepare: nothing is compared"
+    note = "neither wrapped nor prepared: nothing is compared"
     return LocalModel(name, "by itself", tuple(_tensors_in(module, "")), (note,))
 
 

@@ -62,10 +62,10 @@ def _after(module: torch.nn.Module, inputs: object, output: object) -> None:
         return
     step = optimizer_steps.count() - _state.began + 1
     end()
-    reason = "what went in was finite" if _is_finite(inputs) else "what went in was not either"
+    reason = "its input was finite" if _is_finite(inputs) else "its input was not finite either"
     bad_names = [name for name, p in module.named_parameters() if not _is_finite(p)]
     if bad_names:
-        reason += f", and its {bad_names[0]} is not"
+        reason += f", and its {bad_names[0]} is not finite"
     sys.stderr.write(
         f"step {step} of this cell: {_name(module)} is the first module whose output is not "
         f"finite; {reason}\n"

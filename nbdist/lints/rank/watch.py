@@ -83,7 +83,7 @@ def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
             return function(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # the user's step is not to fail with it
             _state.is_broken = True
-            warnings.warn(f"this rank has no lints from now on: {error!r}", stacklevel=1)
+            warnings.warn(f"lints are off on this rank from now on: {error!r}", stacklevel=1)
             return None
 
     return run
@@ -132,7 +132,7 @@ def _send(kernel: Any) -> None:
     except KeyboardInterrupt:
         return  # one press more: the cell has ended already
     except Exception as error:  # noqa: BLE001  # else the cell would get no reply at all
-        warnings.warn(f"lints of this cell could not be judged: {error!r}", stacklevel=1)
+        warnings.warn(f"lints of this cell could not be evaluated: {error!r}", stacklevel=1)
 
 
 def variable(is_meant: Callable[[Any], bool], otherwise: str) -> str:

@@ -83,9 +83,9 @@ def end_safely(end: Callable[[], None]) -> str:
         end()
     except KeyboardInterrupt:
         end()
-        return "An interrupt came while the recording was ended."
+        return "The recording was interrupted while it was being stopped."
     except Exception as error:  # noqa: BLE001  # the cell is over, and has its own result
-        return f"The recording could not be ended: {error}."
+        return f"The recording could not be stopped: {error}."
     return ""
 
 

@@ -133,8 +133,8 @@ def read_folder(folder: Path) -> Trace:
     paths = sorted(path for path in folder.glob("*.json*") if path.name != MERGED)
     if not paths:
         raise TraceError(
-            f"There are no traces in {folder.absolute()}: files *.json or *.json.gz, one per rank, "
-            "as %dist_trace --save writes them."
+            f"There are no traces in {folder.absolute()}. Save some there with %dist_trace --save: "
+            "one file *.json.gz per rank."
         )
     recordings: dict[int, RecordedTrace] = {}
     problems: list[str] = []
@@ -146,8 +146,8 @@ def read_folder(folder: Path) -> Trace:
             continue
         if recording.trace.rank in recordings:
             raise TraceError(
-                f"{folder.absolute()} holds two traces of rank {recording.trace.rank} ({path.name} is "
-                "one). Put each recording into a folder of its own."
+                f"{folder.absolute()} contains two traces of rank {recording.trace.rank}, one of "
+                f"them {path.name}. Put each recording into its own folder."
             )
         recordings[recording.trace.rank] = recording
     if not recordings:

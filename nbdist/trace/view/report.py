@@ -51,7 +51,7 @@ def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[Finding
     image = png(trace, events)
     picture = ""
     if not is_stored():
-        alt = f"Timeline: {_head(trace, shares)}. The numbers stand below it."
+        alt = f"Timeline: {_head(trace, shares)}. The numbers are below it."
         height = height_px(len(trace.ranks), len(events.rows))
         picture = page(image, alt, data, height) + "".join(part.html for part in shown_parts)
     return View("\n\n".join(part.text for part in shown_parts), picture, png=image)
@@ -78,8 +78,8 @@ def _ranks(shares: TimeBreakdown) -> View:
     head = ["rank", f"{what}, ms", "compute", "communication", "copy", "data", "idle", "hidden"]
     rows = [_rank_row(rank) for rank in shares.ranks]
     legend = (
-        f"% of the {what}, each moment counted once: communication is what nothing computes "
-        "beside; hidden is the share of all communication that something computes beside"
+        f"% of the {what}, each moment counted once; communication: time not overlapped by "
+        "compute; hidden: share of communication overlapped by compute"
     )
     return table(head, rows, after=[legend])
 
@@ -107,9 +107,9 @@ def _slowest(shares: TimeBreakdown) -> list[str]:
     if is_stored():
         return [f"slowest rank: {PLACEHOLDER}"] if len(shares.ranks) > 1 else []
     if slowest is None:
-        return ["slowest rank: none, no rank waits for another"] if len(shares.ranks) > 1 else []
+        return ["slowest rank: none (no rank waits for another)"] if len(shares.ranks) > 1 else []
     gain = f"{what} would be {_percent(slowest.share)} % faster ({units.duration(slowest.cost_ns)})"
-    others = "" if slowest.is_alone else "; others cost half as much or more, so it is not it alone"
+    others = "" if slowest.is_alone else "; others cost at least half as much"
     return [f"slowest rank: {slowest.rank}; without it {gain}{others}"]
 
 
@@ -130,9 +130,7 @@ def _operations(shares: TimeBreakdown) -> View:
         return View("")
     if is_stored():
         rows = [[PLACEHOLDER] * len(head)]
-    return table(
-        head, rows, before=["most expensive operations, on all ranks, without what they call:"]
-    )
+    return table(head, rows, before=["most expensive operations on all ranks, by self time:"])
 
 
 def _traffic(shares: TimeBreakdown) -> View:
@@ -157,7 +155,7 @@ def _traffic(shares: TimeBreakdown) -> View:
         return lines([total]) if shares.formula_bytes is not None else View("")
     head = ["collective", "group", "size", f"calls {per}", f"sent {per}", "median time"]
     n_more = len(shares.traffic) - len(rows)
-    more = [f"and {n_more} more that send less"] if n_more else []
+    more = [f"and {n_more} more with less traffic"] if n_more else []
     return table(head, rows, after=[*more, total])
 
 
@@ -177,8 +175,8 @@ def _left_out(trace: Trace, events: TraceRows, items: Items) -> Iterator[str]:
     if items.merged:
         begin_ns, end_ns = items.full_ns
         yield (
-            f"In the picture events shorter than {units.duration(items.width_ns)} are merged with "
-            f"their neighbours ({items.merged:,} of {len(events):,}), but for the "
+            f"In the picture, events shorter than {units.duration(items.width_ns)} are merged with "
+            f"their neighbours ({items.merged:,} of {len(events):,}), except in the "
             f"{units.duration(end_ns - begin_ns)} from {units.duration(begin_ns)} on."
         )
     if events.left_out:
