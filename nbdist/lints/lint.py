@@ -18,7 +18,7 @@ class Lint:
 
     Attributes:
         name: As it is silenced.
-        when: When it is told, for the list of lints.
+        when: When it is reported, for the list of lints.
         judge: What the ranks' facts about one subject come to.
         why: Why it matters, as a clause.
         do: What to do, as a clause.
@@ -26,7 +26,7 @@ class Lint:
         example: A subject, and facts of ranks of which one hit comes.
         exceptions: Where it is silent although it may be so, for docs/lints.md.
         needs_success: Only judged where the cell ended well on every rank.
-        is_of_machine: Whether it is told depends on the machine: not where outputs are stored.
+        is_of_machine: It depends on the machine, so it is left out where outputs are stored.
     """
 
     name: str

@@ -55,7 +55,7 @@ class Diagnostic:
 
     Attributes:
         lint: Name in LINTS.
-        subject: Of what; with the lint's name the cause, which is told once.
+        subject: Of what; with the lint's name the cause, which is reported once.
         hit: What was found.
     """
 
@@ -65,7 +65,7 @@ class Diagnostic:
 
     @property
     def lines(self) -> tuple[str, str]:
-        """What and where; then why, what to do, and how to hear no more of it."""
+        """What and where; then why, what to do, and how to silence it."""
         row = LINTS[self.lint]
         return (
             f"lint {row.name} [{rank_label(self.hit.ranks)}]: {self.hit.found}",
@@ -74,7 +74,7 @@ class Diagnostic:
 
 
 def evaluate(observations: Mapping[int, Sequence[Observation]], *, is_ok: bool) -> list[Diagnostic]:
-    """What is to be told of a cell, in the table's order.
+    """What lints find in a cell, in the table's order.
 
     Args:
         observations: Rank -> what it saw.

@@ -31,7 +31,7 @@ def checkup(check: ReplicaCheck) -> View:
 
 
 def lints(states: Sequence[tuple[str, str, str]]) -> View:
-    """All lints, with whether they are told and when."""
+    """All lints: which are silenced, and when each is reported."""
     rows = [list(state) for state in states]
     after = [
         "%dist_check --silence NAME: silence it; --tell NAME: report it again (all: every lint)"

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class RecordingKind:
-    """What is recorded.
+    """What a recording is of: its names, and how ranks begin and finish it.
 
     Attributes:
         noun: Of one rank: "trace".
@@ -182,7 +182,7 @@ class Recordings(CellHook, Generic[Options, Result]):
                     return f"It ended while its {noun} was read."
                 if time.monotonic() >= end_s:
                     return f"Its {noun} did not arrive within {FINISH_S:.0f} s."
-            except Exception as error:  # noqa: BLE001  # whatever a rank raised is told
+            except Exception as error:  # noqa: BLE001  # whatever a rank raised is the reason
                 return str(getattr(error, "evalue", error))
             else:
                 return parcel

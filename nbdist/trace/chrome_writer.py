@@ -60,7 +60,7 @@ def _event(process: int, where: str, start_ns: int, duration_ns: int, args: str)
 
 
 def _us(time_ns: int) -> str:
-    """Microseconds, exactly."""
+    """A time in microseconds, as exact decimal text."""
     sign = "-" if time_ns < 0 else ""
     return f"{sign}{abs(time_ns) // 1000}.{abs(time_ns) % 1000:03d}"
 

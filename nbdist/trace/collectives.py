@@ -18,7 +18,7 @@ SLACK_NS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class TraceGroup:
-    """A process group.
+    """A process group whose collectives a trace has.
 
     Attributes:
         name: As the user calls it.
@@ -45,7 +45,7 @@ class CollectiveCall:
         start_ns: When it began, or was issued.
         args: The profiler's notes.
         lane: On which lane.
-        torch_group: torch's name of its group; empty where that is not told.
+        torch_group: torch's name of its group; empty where it is unknown.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Meaning:
     Attributes:
         name: As people write it, of what the program has called.
         size_bytes: The whole message, which all ranks of the group make or get.
-        group: Place in the groups; -1 where the trace does not tell.
+        group: Place in the groups; -1 where it is unknown.
     """
 
     name: str
@@ -111,8 +111,8 @@ def of_gloo(
 ) -> list[Meaning]:
     """Gloo's calls, by what was issued before each; the trace has no link between the two.
 
-    Gloo does some collectives by way of others (a reduce-scatter as an all-reduce): what the
-    program has called is told.
+    Gloo does some collectives by way of others (a reduce-scatter as an all-reduce): the
+    meaning is what the program has called.
 
     Args:
         calls: Gloo's own, in the order of their starts.
@@ -201,7 +201,7 @@ def _groups_of_lanes(
     recorded: Sequence[CollectiveCall],
     groups: Sequence[TraceGroup],
 ) -> dict[int, int]:
-    """Lane -> group: each of Gloo's threads belongs to one, and most of its calls tell which."""
+    """Lane -> group: each of Gloo's threads belongs to one, which most of its calls name."""
     votes: dict[int, Counter[int]] = defaultdict(Counter)
     waiting = _Waiting(recorded)
     for call in calls:

@@ -87,7 +87,7 @@ class _Recording:
         self._hook = register_optimizer_step_post_hook(self._after_optimizer)
 
     def after_step(self) -> None:
-        """`nbdist.step()` was called."""
+        """End a step here: the cell has called `nbdist.step()`."""
         if self._is_on and self.steps.take_explicit():
             self._end()
 

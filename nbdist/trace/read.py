@@ -29,7 +29,7 @@ class RecordedTrace:
 
     Attributes:
         trace: Its times are since `zero_ns`.
-        zero_ns: Since 1970; 0 where the file does not tell.
+        zero_ns: Since 1970; 0 where the file does not say.
         ours: What nbdist has put into the file: the strategy, and what it sends.
     """
 
@@ -48,10 +48,10 @@ def read(path: Path, rank: int = 0) -> RecordedTrace:
 
     Args:
         path: As torch.profiler's export_chrome_trace writes it, compressed or not.
-        rank: Whose it is, where neither the file nor its name tells.
+        rank: Whose it is, where neither the file nor its name says it.
 
     Raises:
-        TraceError: If it is no trace. One without events, or that is cut off, is read as far as it
+        TraceError: If it is not a trace. One without events, or that is cut off, is read as far as it
             goes, and `problem` says so.
     """
     named = _RANK_IN_NAME.search(path.name)

@@ -100,10 +100,10 @@ def _timeline() -> Case:
     row = 5  # main thread has three levels, autograd two
     return Case(
         name="timeline",
-        source="from nbdist.trace.breakdown import Shares\n"
-        "from nbdist.trace.view.report import traced\n"
+        source="from nbdist.trace.breakdown import TimeBreakdown\n"
+        "from nbdist.trace.view.report import trace_report\n"
         "from tests.support.drawn_traces import training\n"
-        "traced(training(3000), Shares((), 0, None, (), (), 0.0), [])",
+        "trace_report(training(3000), TimeBreakdown((), 0, None, (), (), 0.0), [])",
         view=trace_report(trace, TimeBreakdown((), 0, None, (), (), 0.0), []),
         whole_ns=max(step.end_ns for rank in trace.ranks for step in rank.steps),
         point=(int(events.start_ns[at]) + took_ns / 2, f"rowTops[{row}] - frame.scrollTop + 7"),

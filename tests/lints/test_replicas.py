@@ -84,5 +84,5 @@ def test_a_model_that_a_rank_lacks_is_told() -> None:
 
 
 def test_no_model_is_no_fault() -> None:
-    """It is said."""
+    """The view says that there are none."""
     assert view.checkup(replicas.compare({0: [], 1: []})).text == "there are no models on the ranks"

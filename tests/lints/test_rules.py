@@ -139,7 +139,7 @@ def test_the_page_has_the_lints_as_they_are() -> None:
 
 def test_names_that_do_not_exist_are_refused() -> None:
     """With the list of those that do; `all` is all."""
-    with pytest.raises(OptionError, match=r"no lint 'data'\. Choose of same-data, set-epoch"):
+    with pytest.raises(OptionError, match=r"no lint 'data'\. Choose one of same-data, set-epoch"):
         rules.resolve_names(["data"])
     assert rules.resolve_names(["all"]) == tuple(LINTS)
 
@@ -189,7 +189,7 @@ class TestOnce:
         lines = self.cell(session, 1, apart(A), apart(B))
 
         assert len(lines) == 1
-        assert lines[0].startswith("NBDIST_SILENCE: There is no lint 'nope'. Choose of")
+        assert lines[0].startswith("NBDIST_SILENCE: There is no lint 'nope'. Choose one of")
         assert self.cell(session, 2, apart(A), apart(B)) == ()
         assert dict(state[:2] for state in session.states())["parameters-apart"] == "silenced"
 
@@ -209,4 +209,4 @@ class TestOnce:
         assert not session.message(1, 0, message({"text/plain": "x"}))
         session.after(1, is_ok=True)
         assert session.message(1, 0, message({SEEN: []}))
-        assert session._seen == {}
+        assert session._observations == {}

@@ -272,7 +272,7 @@ def test_ranks_with_different_numbers_of_steps_are_compared_by_those_of_both() -
 
 
 def test_a_rank_without_steps_lets_all_be_counted_whole() -> None:
-    """And is named."""
+    """The note names the rank, and all ranks are measured over the whole recording."""
     did = [Did(COMPUTE, 0, 30)]
 
     result = breakdown(trace(rank_trace(0, did, [0, 10]), rank_trace(1, did)))

@@ -62,11 +62,13 @@ def test_joined_traces_have_one_time() -> None:
     assert np.ptp(ends, axis=0).max() <= 4
     assert min(int(rank.events.start_ns.min()) for rank in both.ranks) == 0
     assert np.ptp([rank.steps[0].end_ns for rank in both.ranks]) <= 4
-    assert both.notes[0].startswith("The clock of two was moved by 90.000 ms, by the ends of 40")
+    assert both.notes[0].startswith(
+        "The clock of two was shifted by 90.000 ms to match the ends of 40"
+    )
 
 
 def test_a_host_without_a_call_in_common_keeps_its_clock() -> None:
-    """And is named."""
+    """The note names it."""
     alone = recorded(rank_trace(4, [Did(COMPUTE, 0, 1)], host="three"), _EPOCH_NS)
 
     both = align([*recordings({}), alone])
@@ -97,7 +99,7 @@ def test_files_that_do_not_tell_their_time_begin_together() -> None:
     both = align(ranks, [empty(1, "one", "It ended.")])
 
     assert [rank.rank for rank in both.ranks] == [0, 1, 2]
-    assert both.notes == ("The files do not tell when they begin: each rank begins at 0.",)
+    assert both.notes == ("The files have no start time: each rank begins at 0.",)
     assert align([]).ranks == ()
 
 

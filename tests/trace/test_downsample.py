@@ -174,7 +174,7 @@ def test_a_stretch_is_kept_in_full() -> None:
 
 
 def test_without_steps_a_part_from_the_middle_on_is_kept_in_full() -> None:
-    """Also of nothing."""
+    """That of an empty trace is empty."""
     trace = random_trace(count=1000, ranks=1)
     drawn = layout_rows(trace, most_rows=100)
     begin_ns, end_ns = full_window(trace, drawn, 100)

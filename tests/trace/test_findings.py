@@ -130,7 +130,7 @@ def test_a_rule_finds_what_it_looks_for(rule: str) -> None:
 
 
 def test_findings_have_their_numbers() -> None:
-    """As clauses."""
+    """Each in one clause, with its unit."""
     assert findings_by_rule(late(20))["one late rank"].found == (
         "the other ranks wait for rank 1: without it a step would be 20% faster; it computes "
         "20.0 ms longer than the others"

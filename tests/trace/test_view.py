@@ -195,7 +195,7 @@ def test_a_large_trace_is_merged_and_says_so() -> None:
     assert sum(head["busy"]) == sum(int(rank.events.duration_ns.sum()) for rank in ranks)
     merged = (
         r"events shorter than [\d.]+ [nu]s are merged with their neighbours "
-        r"\([\d,]+ of 400,000\), but for the [\d.]+ ms from 1\d\.\d ms on\."
+        r"\([\d,]+ of 400,000\), except in the [\d.]+ ms from 1\d\.\d ms on\."
     )
     assert re.search(merged, view.text)
 
@@ -311,7 +311,7 @@ def test_measured_numbers_are_placeholders_where_outputs_are_stored(
     ],
 )
 def test_the_slowest_rank_may_not_be_alone(slowest: Slowest | None, line: str) -> None:
-    """Or nobody waits."""
+    """The text says so, and also where nobody waits."""
     text = trace_report(training(100), replace(SHARES, slowest=slowest), []).text
 
     assert line in text.splitlines()
@@ -323,7 +323,7 @@ def test_many_collectives_are_counted() -> None:
     text = trace_report(training(100), replace(SHARES, traffic=many), []).text
 
     assert text.count("all-reduce  ") == 20
-    assert "and 30 more that send less" in text.splitlines()
+    assert "and 30 more with less traffic" in text.splitlines()
 
 
 def test_each_pixel_has_the_share_of_each_kind() -> None:
@@ -392,10 +392,10 @@ def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
     program = (
         "import sys\n"
         "from nbdist.trace.trace import Trace\n"
-        "from nbdist.trace.breakdown import Shares\n"
-        "from nbdist.trace.view.report import traced\n"
+        "from nbdist.trace.breakdown import TimeBreakdown\n"
+        "from nbdist.trace.view.report import trace_report\n"
         "before = 'matplotlib' in sys.modules\n"
-        "traced(Trace(()), Shares((), 0, None, (), (), 0.0), [])\n"
+        "trace_report(Trace(()), TimeBreakdown((), 0, None, (), (), 0.0), [])\n"
         "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
     done = subprocess.run(

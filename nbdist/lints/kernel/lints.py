@@ -1,4 +1,4 @@
-"""What the ranks' lints have seen in cells, judged over all ranks and told once."""
+"""What the ranks' lints have seen in cells, judged over all ranks and reported once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbdist.switch.report import RankSwitchReport
 
 
 class Lints(CellHook):
-    """What was told in a session, and what is not to be told."""
+    """What was reported in a session, and what is silenced."""
 
     def __init__(self) -> None:
         """Silent about what NBDIST_SILENCE names."""
@@ -45,7 +45,7 @@ class Lints(CellHook):
         return True
 
     def after(self, run_id: int, *, is_ok: bool) -> tuple[str, ...]:
-        """What is to be told of a cell that has ended, a line each. Once for each cell.
+        """The lines to print below a cell that has ended. Once for each cell.
 
         Args:
             run_id: The cell's own number.
@@ -68,7 +68,7 @@ class Lints(CellHook):
         )
 
     def silence(self, names: Sequence[str], *, is_on: bool = True) -> None:
-        """Tell these no more (`all` for all), or tell them again.
+        """Report these no more (`all` for all), or again.
 
         Raises:
             OptionError: There is no such lint; lists those that there are.
@@ -81,7 +81,7 @@ class Lints(CellHook):
                 self._reported = {cause: None for cause in self._reported if cause[0] != name}
 
     def states(self) -> tuple[tuple[str, str, str], ...]:
-        """(name, silenced, told N times or on; when it is told) of each lint, in order."""
+        """(name; silenced, reported N times or on; when) of each lint, in order."""
         counts = dict.fromkeys(LINTS, 0)
         for name, _ in self._reported:
             counts[name] += 1

@@ -43,7 +43,7 @@ def check(ranks: Ranks) -> ReplicaCheck:
 
 
 def check_every(ranks: Ranks, every: int) -> None:
-    """Let all ranks look before each so manieth step of an optimizer; 0 ends it.
+    """Let all ranks look before every Nth step of an optimizer; 0 ends it.
 
     Raises:
         OptionError: Below 0.
@@ -55,7 +55,7 @@ def check_every(ranks: Ranks, every: int) -> None:
 
 
 def trace_nan(ranks: Ranks) -> None:
-    """Let the next cell tell the first module whose output is not finite.
+    """Let the next cell report the first module whose output is not finite.
 
     Raises:
         RankGone, RankBusy, NotRunning: As for a cell.

@@ -1,6 +1,6 @@
 """A look at parameters and gradients every so many steps, as cheap as can be left on.
 
-Before each Nth step of an optimizer: is the norm of a gradient not finite? Told at once, on stderr.
+Before each Nth step of an optimizer: is the norm of a gradient not finite? Reported at once, on stderr.
 And a sum over the bits of each parameter, whose digests the notebook compares at the end of the
 cell. No rank is met, and on a GPU nobody waits: numbers are read when the next look is due.
 """
@@ -31,21 +31,21 @@ Peers = tuple[int, ...]
 
 @dataclass(slots=True)
 class _Watched:
-    """One optimizer.
+    """What is known of one optimizer between two checks.
 
     Attributes:
         count: Its steps since this was switched on.
-        is_told: That gradients are not finite was told; again once they have been.
+        is_reported: Gradients that are not finite were reported; reset once they are finite.
         peers: id of a parameter -> the ranks that hold the same part of it, as of which version.
         version: Of what is known of DDP models and the strategy.
         pending: The last look, of which numbers may still be computed.
         sums: Peers -> (step, digest), of this cell.
-        stride: Only every so manieth look of this cell is kept.
+        stride: Of this cell, one look in so many is kept.
         n_looks: Of this cell.
     """
 
     count: int = 0
-    is_told: bool = False
+    is_reported: bool = False
     peers: dict[int, Peers] = field(default_factory=dict)
     version: tuple[object, ...] = ()
     pending: _Pending | None = None
@@ -77,7 +77,7 @@ _state = _State()
 
 
 def set_every(every: int) -> None:
-    """Look before each so manieth step of every optimizer from now on; 0 ends it."""
+    """Look before every Nth step of each optimizer from now on; 0 ends it."""
     watch.add(__name__)
     _state.every = every
     _state.watched.clear()
@@ -89,16 +89,16 @@ def set_every(every: int) -> None:
 
 
 def install() -> None:
-    """Nothing: `set_every` does."""
+    """Do nothing: `set_every` installs the hook."""
 
 
 def uninstall() -> None:
-    """Look no more."""
+    """Remove the hook, and forget all optimizers."""
     set_every(0)
 
 
 def begin() -> None:
-    """A cell begins."""
+    """Forget the looks of the cell before."""
     for watched in _state.watched.values():
         watched.sums, watched.stride, watched.n_looks = {}, 1, 0
 
@@ -174,9 +174,9 @@ def _keep(watched: _Watched, peers: Peers, step: int, text: str) -> None:
 def _judge(optimizer: Optimizer, watched: _Watched, pending: _Pending, norms: torch.Tensor) -> None:
     odd = ~torch.isfinite(norms)
     if not bool(odd.any()):
-        watched.is_told = False
+        watched.is_reported = False
         return
-    if watched.is_told:
+    if watched.is_reported:
         return
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     bad = [
@@ -185,7 +185,7 @@ def _judge(optimizer: Optimizer, watched: _Watched, pending: _Pending, norms: to
     # A norm of large numbers can be inf where none of them is. Later they may be gone.
     if all(p.grad is not None and bool(torch.isfinite(watch.local(p.grad)).all()) for p in bad):
         return
-    watched.is_told = True
+    watched.is_reported = True
     names_by_id = names()
     # A backward hands NaN on to all that comes before: the last one had it first.
     first = names_by_id.get(id(bad[-1]), "a parameter that no model has")

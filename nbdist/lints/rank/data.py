@@ -1,7 +1,7 @@
 """What a rank's DataLoaders hand out: the same as other ranks', the same order again, by how many.
 
-Private: `_BaseDataLoaderIter.__next__` is wrapped, as torch tells nobody which batches a loader
-hands out. Of each loop the first few are looked at, later ones cost a comparison of two numbers.
+Private: `_BaseDataLoaderIter.__next__` is wrapped, as torch has no hook for the batches of a
+loader. Of each loop the first few are looked at, later ones cost a comparison of two numbers.
 A torch without the names that are read here is left alone, and these lints are silent.
 """
 

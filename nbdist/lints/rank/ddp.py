@@ -61,7 +61,7 @@ def uninstall() -> None:
 
 
 def begin() -> None:
-    """A cell begins."""
+    """Forget which models the cell before has called."""
     for model in _live_ddps():
         model.is_called = False
 

@@ -38,7 +38,7 @@ Line = tuple[Any, int]  # a code object and a line of it
 
 @dataclass(slots=True)
 class _Stepper:
-    """One optimizer.
+    """What is known of one optimizer as of its last step.
 
     Attributes:
         ddps: The DDP models whose parameters it has, and as of how many DDP models.
@@ -106,7 +106,7 @@ def uninstall() -> None:
 
 
 def begin() -> None:
-    """A cell begins."""
+    """Forget the backwards and steps of the cell before."""
     _state.lines.clear()
     _state.cleared.clear()
     _state.stepped.clear()
@@ -291,7 +291,7 @@ class _Lines(UserFrameFinder):
     """Finds a line of code that may not be running any more."""
 
     def at(self, code: Any, line: int) -> Place:
-        """The line's place."""
+        """Where a line of a code object stands, and its source."""
         return self._describe(code.co_filename, line)
 
 

@@ -36,13 +36,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Look no more."""
+    """Look at no more outputs, also not in the next cell."""
     _state.is_armed = False
     end()
 
 
 def begin() -> None:
-    """A cell begins."""
+    """Hook all modules if this cell is to be traced."""
     if _state.is_armed:
         _state.is_armed = False
         _state.began = optimizer_steps.count()
@@ -50,7 +50,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """It has ended."""
+    """Remove the hook of a cell that has ended."""
     if _state.handle is not None:
         _state.handle.remove()
         _state.handle = None

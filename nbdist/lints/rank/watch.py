@@ -1,4 +1,4 @@
-"""Watches for what usually goes wrong in training, and tells the notebook at the end of a cell.
+"""Watches for what usually goes wrong in training, and reports to the notebook at the end of a cell.
 
 Nothing here meets another rank: each rank notes what it sees by itself, in the user's own calls,
 and sends it with its cell's output. What needs several ranks is compared in the notebook
@@ -72,7 +72,7 @@ def add(name: str) -> None:
 def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
     """A function that runs in the user's calls: where it fails, lints end and the call goes on.
 
-    One warning tells it; all of them then return None at once.
+    One warning says so; all of them then return None at once.
     """
 
     @functools.wraps(function)
@@ -95,7 +95,7 @@ def note(lint: str, subject: str, **facts: Any) -> None:
 
 
 def begin() -> None:
-    """A cell begins."""
+    """Forget what the cell before has noted."""
     _state.noted.clear()
     for part in _parts():
         part.begin()

@@ -77,7 +77,7 @@ def end_safely(end: Callable[[], None]) -> str:
     """End a recording, whatever became of its cell; what went wrong, or nothing.
 
     Args:
-        end: Can be called twice: an interrupt is told, and then the recording is ended.
+        end: Can be called twice: after an interrupt the recording is ended again.
     """
     try:
         end()
@@ -90,10 +90,10 @@ def end_safely(end: Callable[[], None]) -> str:
 
 
 def is_profiling(*, unknown: bool) -> bool:
-    """Whether a profiler runs in this process; `unknown` where torch does not tell.
+    """Whether a profiler runs in this process; `unknown` where torch does not say.
 
     Private: torch 2.13 starts a second profiler without an error, and then neither gives a trace.
-    Without it that is told as a file that could not be written.
+    Without it that shows as a file that could not be written.
     """
     is_enabled = getattr(torch.autograd, "_profiler_enabled", None)
     return unknown if is_enabled is None else bool(is_enabled())

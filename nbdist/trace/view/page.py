@@ -67,7 +67,7 @@ def _pack(head: dict[str, object], trace: Trace, events: TraceRows, items: Items
     used, name = np.unique(items.name, return_inverse=True)
     firsts = np.searchsorted(items.row, np.arange(len(events.rows) + 1))
     begin_ns, end_ns = span_ns(trace)
-    # Small numbers pack better: each start is told from the one before it in its row.
+    # Small numbers pack better: each start is relative to the one before it in its row.
     distance_ns = np.diff(items.start_ns, prepend=begin_ns)
     inner = firsts[:-1]  # each row has an item
     distance_ns[inner] = items.start_ns[inner] - begin_ns
