@@ -51,8 +51,8 @@ def read(path: Path, rank: int = 0) -> RecordedTrace:
         rank: Whose it is, where neither the file nor its name says it.
 
     Raises:
-        TraceError: If it is not a trace. One without events, or that is cut off, is read as far as it
-            goes, and `problem` says so.
+        TraceError: If it is not a trace. One without events, or that is cut off, is read as far as
+            it goes, and `problem` says so.
     """
     named = _RANK_IN_NAME.search(path.name)
     return recording(chrome_trace.read(path), int(named.group(1)) if named else rank)

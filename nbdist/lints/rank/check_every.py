@@ -1,6 +1,6 @@
 """A look at parameters and gradients every so many steps, as cheap as can be left on.
 
-Before each Nth step of an optimizer: is the norm of a gradient not finite? Reported at once, on stderr.
+Before each Nth step of an optimizer: is the norm of a gradient not finite? That goes to stderr.
 And a sum over the bits of each parameter, whose digests the notebook compares at the end of the
 cell. No rank is met, and on a GPU nobody waits: numbers are read when the next look is due.
 """

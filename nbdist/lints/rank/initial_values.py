@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbdist.lints.rank import ddp as lints_rank_ddp
+from nbdist.lints.rank import ddp as ddp_models
 from nbdist.lints.rank import optimizer_steps, watch
 from nbdist.parallel import events
 
@@ -67,12 +67,10 @@ def end() -> None:
         # The outermost comes last, and may have no parameters of its own.
         text = " ".join(value_digest for _, value_digest in sharded)
         watch.note("shard-seeds", sharded[-1][0], digest=text, ranks=list(ranks))
-    for ddp in lints_rank_ddp.used(optimizer_steps.stepped()):
+    for ddp in ddp_models.used(optimizer_steps.stepped()):
         members = dist.get_process_group_ranks(ddp.process_group)
         value_digest = digest(p for p in ddp.parameters() if p.requires_grad)
-        watch.note(
-            "parameters-apart", lints_rank_ddp.name_of(ddp), digest=value_digest, ranks=members
-        )
+        watch.note("parameters-apart", ddp_models.name_of(ddp), digest=value_digest, ranks=members)
 
 
 @watch.guarded

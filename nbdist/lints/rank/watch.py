@@ -1,4 +1,4 @@
-"""Watches for what usually goes wrong in training, and reports to the notebook at the end of a cell.
+"""Watches for what usually goes wrong in training, and reports it at the end of a cell.
 
 Nothing here meets another rank: each rank notes what it sees by itself, in the user's own calls,
 and sends it with its cell's output. What needs several ranks is compared in the notebook
