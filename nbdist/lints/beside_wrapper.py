@@ -1,4 +1,4 @@
-"""Gradients came around DDP's wrapper.
+"""Gradients that bypass the wrapper of DDP.
 
 The facts come from lints/rank/ddp.
 """

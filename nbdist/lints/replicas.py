@@ -154,12 +154,14 @@ class ReplicaCheck:
     @property
     def to_measure(self) -> tuple[Difference, ...]:
         """The finite differences whose size is worth knowing: the first of each kind and model."""
-        odd = {(bad.model, bad.kind, name) for bad in self.not_finite for name in bad.names}
+        not_finite = {(bad.model, bad.kind, name) for bad in self.not_finite for name in bad.names}
         chosen: list[Difference] = []
         for difference in self.differences:
-            alike = [d for d in chosen if (d.model, d.kind) == (difference.model, difference.kind)]
-            is_finite = (difference.model, difference.kind, difference.name) not in odd
-            if len(alike) < MEASURED and difference.count and is_finite:
+            same_kind = [
+                d for d in chosen if (d.model, d.kind) == (difference.model, difference.kind)
+            ]
+            is_finite = (difference.model, difference.kind, difference.name) not in not_finite
+            if len(same_kind) < MEASURED and difference.count and is_finite:
                 chosen.append(difference)
         return tuple(chosen)
 
@@ -246,16 +248,18 @@ def _differences(name: str, on_ranks: Mapping[int, ModelLook]) -> list[Differenc
 def _not_finite(name: str, on_ranks: Mapping[int, ModelLook]) -> list[NotFinite]:
     entries = []
     for kind in KINDS:
-        bad = {
+        bad_looks = {
             rank: [look for look in model.looks if look.kind == kind and look.n_nan + look.n_inf]
             for rank, model in on_ranks.items()
         }
-        ranks = tuple(rank for rank, looks in sorted(bad.items()) if looks)
+        ranks = tuple(rank for rank, looks in sorted(bad_looks.items()) if looks)
         if not ranks:
             continue
-        everything = [look for rank in ranks for look in bad[rank]]
+        everything = [look for rank in ranks for look in bad_looks[rank]]
         order = [look.name for model in on_ranks.values() for look in model.looks]
-        names = dict.fromkeys(n for n in order if any(look.name == n for look in everything))
+        names = dict.fromkeys(
+            tensor for tensor in order if any(look.name == tensor for look in everything)
+        )
         n_nan = sum(look.n_nan for look in everything)
         n_inf = sum(look.n_inf for look in everything)
         entries.append(NotFinite(name, kind, ranks, tuple(names), n_nan, n_inf))

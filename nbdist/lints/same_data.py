@@ -38,9 +38,13 @@ def _has_same(facts: Facts, rank: int, other: int) -> bool:
     if other not in facts[rank]["peers"]:
         return False
     mine, theirs = facts[rank]["digests"], facts[other]["digests"]
-    n = min(len(mine), len(theirs))
+    n_batches = min(len(mine), len(theirs))
     # Batches that are all alike are a constant dataset, of which every part is the same.
-    return n >= LEAST_BATCHES and mine[:n] == theirs[:n] and len(set(mine[:n])) == n
+    return (
+        n_batches >= LEAST_BATCHES
+        and mine[:n_batches] == theirs[:n_batches]
+        and len(set(mine[:n_batches])) == n_batches
+    )
 
 
 def _comparison(facts: Facts, ranks: Sequence[int]) -> str:

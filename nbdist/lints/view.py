@@ -40,16 +40,16 @@ def lints(states: Sequence[tuple[str, str, str]]) -> View:
 
 
 def _verdict(check: ReplicaCheck) -> str:
-    who = f"{len(check.ranks)} rank{'s' if len(check.ranks) > 1 else ''}"
+    ranks_text = f"{len(check.ranks)} rank{'s' if len(check.ranks) > 1 else ''}"
     if check.is_healthy:
-        return f"healthy: on {who} everything is finite, and equal where it should be"
+        return f"healthy: on {ranks_text} everything is finite, and equal where it should be"
     wrong = [
         "something is not finite" if check.not_finite else "",
         "ranks differ"
         if any(not difference.is_expected for difference in check.differences)
         else "",
     ]
-    return f"NOT healthy on {who}: {' and '.join(filter(None, wrong))}"
+    return f"NOT healthy on {ranks_text}: {' and '.join(filter(None, wrong))}"
 
 
 def _cell(model: CheckedModel, kind: str) -> str:
@@ -86,9 +86,10 @@ def _not_finite(bad: NotFinite) -> str:
 
 
 def _difference(difference: Difference) -> str:
-    who = " and ".join(ranks_phrase(group) for group in difference.groups)
+    ranks_text = " and ".join(ranks_phrase(group) for group in difference.groups)
     size = "" if difference.largest is None else f", by up to {difference.largest:.3g}"
-    return f"{difference.model}: {difference.kind} {difference.name} differs between {who}{size}"
+    tensor = f"{difference.kind} {difference.name}"
+    return f"{difference.model}: {tensor} differs between {ranks_text}{size}"
 
 
 def _advice(name: str, first: Difference) -> str:

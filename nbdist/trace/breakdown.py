@@ -186,11 +186,11 @@ def _rank(
     ]
     cut, (inside, computes, communicates, copies, fetches) = intervals.pieces(sets)
     long_ns = cut[:, 1] - cut[:, 0]
-    rest = inside.copy()
+    is_uncounted = inside.copy()
     parts_ns = []
     for going_on in (computes, communicates, copies, fetches):
-        parts_ns.append(int(long_ns[rest & going_on].sum()))
-        rest &= ~going_on
+        parts_ns.append(int(long_ns[is_uncounted & going_on].sum()))
+        is_uncounted &= ~going_on
     waits = np.empty((0, 2), np.int64) if waited is None else waited
     compute_ns, exposed_ns, copy_ns, data_ns = parts_ns
     return RankBreakdown(
@@ -200,7 +200,7 @@ def _rank(
         exposed_ns=exposed_ns,
         copy_ns=copy_ns,
         data_ns=data_ns,
-        idle_ns=int(long_ns[rest].sum()),
+        idle_ns=int(long_ns[is_uncounted].sum()),
         overlap_ns=int(long_ns[inside & computes & communicates].sum()),
         waited_ns=intervals.length(intervals.intersection(rank_spans.exposed, waits)),
         steps_ns=tuple(step.end_ns - step.start_ns for step in trace.steps[:n_steps]),
@@ -209,7 +209,9 @@ def _rank(
 
 def _step_ns(ranks: Sequence[RankBreakdown]) -> int:
     """The middle one of all steps, each as long as on the rank that took longest."""
-    longest = [max(each) for each in zip(*(rank.steps_ns for rank in ranks), strict=True)]
+    longest = [
+        max(durations_ns) for durations_ns in zip(*(rank.steps_ns for rank in ranks), strict=True)
+    ]
     return int(np.median(longest)) if longest else 0
 
 
@@ -281,16 +283,21 @@ def _traffic(
         for place in np.flatnonzero(_inside(trace, rank_spans) & (events.kind == COMMUNICATION)):
             group = int(events.group[place])
             group_name = trace.groups[group] if group >= 0 else ""
-            n = len(trace.group_ranks[group]) if group >= 0 else len(traces)
-            key = (trace.names[events.name[place]], group_name, int(events.size_bytes[place]), n)
+            n_ranks = len(trace.group_ranks[group]) if group >= 0 else len(traces)
+            key = (
+                trace.names[events.name[place]],
+                group_name,
+                int(events.size_bytes[place]),
+                n_ranks,
+            )
             durations_ns[key].append(int(events.duration_ns[place]))
     per = max(1, n_steps) * max(1, len(traces))
     rows = [
         Traffic(
-            name, group, size_bytes, len(each) / per,
-            sent_share(name, n) * size_bytes * len(each) / per, int(np.median(each)),
+            name, group, size_bytes, len(calls_ns) / per,
+            sent_share(name, n_ranks) * size_bytes * len(calls_ns) / per, int(np.median(calls_ns)),
         )
-        for (name, group, size_bytes, n), each in durations_ns.items()
+        for (name, group, size_bytes, n_ranks), calls_ns in durations_ns.items()
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda row: (-row.sent_bytes, row.name, row.size_bytes)))
 

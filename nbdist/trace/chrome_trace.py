@@ -269,13 +269,13 @@ def _parse(text: bytes) -> Mapping[str, Any]:
 def _from_json(path: Path, file: BinaryIO) -> RawTrace:
     """Any file in Chrome's trace format."""
     try:
-        whole = json.loads(b"".join(_chunks(file)).decode("utf-8", "replace"))
+        content = json.loads(b"".join(_chunks(file)).decode("utf-8", "replace"))
     except (ValueError, EOFError, zlib.error) as error:
         raise TraceError(
             f"{path} is not a trace, or is cut off: it cannot be read as JSON ({error})."
         ) from error
-    header = {} if isinstance(whole, list) else whole
-    events = whole if isinstance(whole, list) else header.pop("traceEvents", None)
+    header = {} if isinstance(content, list) else content
+    events = content if isinstance(content, list) else header.pop("traceEvents", None)
     if not isinstance(events, list):
         raise TraceError(
             f"{path} is not a trace: it has no list `traceEvents`. Use a file that "

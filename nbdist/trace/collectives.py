@@ -97,10 +97,10 @@ def of_nccl(call: CollectiveCall, groups: Sequence[TraceGroup]) -> Meaning:
     args = call.args
     name = trace_names.collective(str(args.get("Collective name") or call.name))
     place = _place(str(args.get("Process Group Name", "")), groups)
-    n = int(args.get("Group size") or (groups[place].size if place >= 0 else 1))
+    n_ranks = int(args.get("Group size") or (groups[place].size if place >= 0 else 1))
     width = trace_names.type_bytes(str(args.get("dtype", "")))
     sizes = [int(args.get(key) or 0) for key in ("In msg nelems", "Out msg nelems")]
-    return Meaning(name, _whole(name, max(sizes) * width, n), place)
+    return Meaning(name, _whole(name, max(sizes) * width, n_ranks), place)
 
 
 def of_gloo(
@@ -125,7 +125,7 @@ def of_gloo(
     meanings = []
     for call in calls:
         place = group_of.get(call.lane, 0 if len(groups) == 1 else -1)
-        n = groups[place].size if place >= 0 else 1
+        n_ranks = groups[place].size if place >= 0 else 1
         elements = sum(_elements(call.args))
         types = call.args.get("Input type") or [""]
         width = trace_names.type_bytes(str(types[0]))
@@ -134,8 +134,8 @@ def of_gloo(
         if partner is not None:
             elements = max([elements, *_elements(partner.args)])
         elif name == "all-gather":
-            elements *= n
-        meanings.append(Meaning(name, _whole(name, elements * width, n), place))
+            elements *= n_ranks
+        meanings.append(Meaning(name, _whole(name, elements * width, n_ranks), place))
     return meanings
 
 

@@ -164,14 +164,14 @@ def merge_short(events: TraceRows, width_ns: int, full_ns: tuple[int, int] = NOW
     first = _begins(events, short, width_ns)
     blocks = _blocks(events, short, first)
     long_columns = (getattr(events, name)[long] for name in ("row", "kind", "start_ns"))
-    whole = [
+    singles = [
         *long_columns,
         events.start_ns[long] + events.duration_ns[long],
         events.duration_ns[long],
         np.ones(len(long), np.int64),
         *(getattr(events, name)[long] for name in ("name", "size_bytes", "group")),
     ]
-    columns = [np.concatenate(pair) for pair in zip(blocks, whole, strict=True)]
+    columns = [np.concatenate(pair) for pair in zip(blocks, singles, strict=True)]
     order = np.lexsort((columns[2], columns[0]))
     return Items(width_ns, full_ns, *(column[order] for column in columns))
 
@@ -223,7 +223,9 @@ def _heights(events: Events, lanes: int) -> Integers:
 
 def _depth(heights: Integers, most_rows: int) -> int:
     depths = range(MOST_DEPTH, LEAST_DEPTH, -1)
-    return next((d for d in depths if np.minimum(heights, d).sum() <= most_rows), LEAST_DEPTH)
+    return next(
+        (depth for depth in depths if np.minimum(heights, depth).sum() <= most_rows), LEAST_DEPTH
+    )
 
 
 def _rows(heights: Sequence[Integers], depth: int) -> Iterator[TimelineRow]:

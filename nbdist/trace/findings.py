@@ -199,15 +199,16 @@ _DOES: Mapping[str, str] = {
 def _longer(context: TraceContext) -> str:
     """What the late rank does for longer than the others do."""
     others = [rank for rank in context.shares.ranks if rank.rank != context.breakdown.rank]
-    more = {
-        word: getattr(context.breakdown, word)
-        - float(np.median([getattr(o, word) for o in others]))
-        for word in _DOES
+    extra_ns = {
+        field: getattr(context.breakdown, field)
+        - float(np.median([getattr(other, field) for other in others]))
+        for field in _DOES
     }
-    word = max(more, key=lambda field: more[field])
-    if more[word] <= 0:
+    largest = max(extra_ns, key=lambda field: extra_ns[field])
+    if extra_ns[largest] <= 0:
         return ""
-    return f"; {_DOES[word]} {more[word] / context.n_steps / 1e6:.1f} ms longer than the others"
+    extra_ms = extra_ns[largest] / context.n_steps / 1e6
+    return f"; {_DOES[largest]} {extra_ms:.1f} ms longer than the others"
 
 
 def no_overlap(context: TraceContext) -> RuleHit | None:

@@ -25,8 +25,8 @@ def union(starts: Integers, ends: Integers) -> Integers:
 
 def union_of(sets: Sequence[Integers]) -> Integers:
     """The union of sets that are disjoint each."""
-    whole = np.concatenate([np.empty((0, 2), np.int64), *sets])
-    return union(whole[:, 0], whole[:, 1])
+    intervals = np.concatenate([np.empty((0, 2), np.int64), *sets])
+    return union(intervals[:, 0], intervals[:, 1])
 
 
 def pieces(sets: Sequence[Integers]) -> tuple[Integers, npt.NDArray[np.bool_]]:

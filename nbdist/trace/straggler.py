@@ -22,7 +22,7 @@ def waits(traces: Sequence[RankTrace], calls: Sequence[MatchedCollective]) -> di
         last = starts.max(axis=0)
         for place, rank_starts in zip(collective.ranks, starts, strict=True):
             parts[place].append(intervals.union(rank_starts, last))
-    return {place: intervals.union_of(each) for place, each in parts.items()}
+    return {place: intervals.union_of(sets) for place, sets in parts.items()}
 
 
 def costs(
@@ -45,9 +45,9 @@ def costs(
         starts = _starts(traces, collective)
         ordered = np.sort(starts, axis=0)
         last, last_but_one = ordered[-1], ordered[-2]
-        who = np.argmax(starts, axis=0)
+        last_number = np.argmax(starts, axis=0)
         for number, late in enumerate(collective.ranks):
-            is_late = who == number
+            is_late = last_number == number
             for other, rank_starts in zip(collective.ranks, starts, strict=True):
                 if other != late:
                     begin = np.maximum(rank_starts, last_but_one)[is_late]
@@ -58,8 +58,8 @@ def costs(
     }
     return {
         late: min(
-            intervals.length(intervals.intersection(intervals.union_of(each), exposed[other]))
-            for other, each in others.items()
+            intervals.length(intervals.intersection(intervals.union_of(sets), exposed[other]))
+            for other, sets in others.items()
         )
         for late, others in lost.items()
     }
@@ -67,5 +67,5 @@ def costs(
 
 def _starts(traces: Sequence[RankTrace], calls: MatchedCollective) -> Integers:
     """(rank, call): when it was entered."""
-    each = zip(calls.ranks, calls.events, strict=True)
-    return np.stack([traces[place].events.start_ns[events] for place, events in each])
+    entries = zip(calls.ranks, calls.events, strict=True)
+    return np.stack([traces[place].events.start_ns[events] for place, events in entries])

@@ -172,15 +172,17 @@ def _keep(watched: _Watched, peers: Peers, step: int, text: str) -> None:
 
 
 def _judge(optimizer: Optimizer, watched: _Watched, pending: _Pending, norms: torch.Tensor) -> None:
-    odd = ~torch.isfinite(norms)
-    if not bool(odd.any()):
+    is_bad = ~torch.isfinite(norms)
+    if not bool(is_bad.any()):
         watched.is_reported = False
         return
     if watched.is_reported:
         return
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     bad = [
-        parameters[key] for key, is_odd in zip(pending.names, odd.tolist(), strict=True) if is_odd
+        parameters[key]
+        for key, is_odd in zip(pending.names, is_bad.tolist(), strict=True)
+        if is_odd
     ]
     # A norm of large numbers can be inf where none of them is. Later they may be gone.
     if all(p.grad is not None and bool(torch.isfinite(watch.local(p.grad)).all()) for p in bad):
@@ -220,9 +222,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % _WORD_BYTES:
         flat = flat.clone()
-    whole = flat.numel() // _WORD_BYTES * _WORD_BYTES
-    total = flat[:whole].view(torch.int64).sum()
-    return total if whole == flat.numel() else total + flat[whole:].sum(dtype=torch.int64)
+    whole_bytes = flat.numel() // _WORD_BYTES * _WORD_BYTES
+    total = flat[:whole_bytes].view(torch.int64).sum()
+    return (
+        total if whole_bytes == flat.numel() else total + flat[whole_bytes:].sum(dtype=torch.int64)
+    )
 
 
 def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -118,10 +118,10 @@ def name_of(module: Any) -> str:
 def look_beside(optimizer: Optimizer, ddps: Sequence[Ddp]) -> None:
     """An optimizer steps after a backward, and none of its models was called."""
     # A switch may have taken the wrapper off since.
-    still = {id(model) for model in find(optimizer)}
+    current_ids = {id(model) for model in find(optimizer)}
     for model in ddps:
         module = model.module()
-        if module is None or id(model) not in still:
+        if module is None or id(model) not in current_ids:
             continue
         trained = [p for p in module.parameters() if p.requires_grad]
         is_shared = torch.distributed.get_world_size(module.process_group) > 1
@@ -134,9 +134,9 @@ def look_unused(optimizer: Optimizer, model: Ddp) -> None:
     ddp: Any = model.module()
     if ddp is None or ddp.find_unused_parameters or getattr(ddp, "static_graph", False):
         return
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = {
-        n: p for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) in stepped
+        n: p for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) in stepped_ids
     }
     without_gradient = [name for name, p in trained.items() if p.grad is None]
     if without_gradient and len(without_gradient) < len(trained):

@@ -110,10 +110,10 @@ def _variables(covered: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
     space = live_models._namespace()  # noqa: SLF001  # the same package
     models = {n: v for n, v in space.items() if isinstance(v, torch.nn.Module) and n[:1] != "_"}
     inner = {id(m) for v in models.values() for m in v.modules() if m is not v}
-    done = covered | inner
+    skipped_ids = covered | inner
     for name, module in models.items():
-        if id(module) not in done:
-            done.add(id(module))
+        if id(module) not in skipped_ids:
+            skipped_ids.add(id(module))
             yield name, module
 
 
@@ -126,16 +126,16 @@ def _from_prepared(name: str, prepared: Prepared) -> LocalModel:
     notes: tuple[str, ...] = ()
     if choice.name == "single":
         notes = ("under single each rank trains alone: nothing is compared",)
-    elif _is_halfway() and any(each.kind == GRADIENT for each in tensors):
+    elif _is_halfway() and any(local.kind == GRADIENT for local in tensors):
         notes = ("gradients differ during accumulation: they are not compared",)
     return LocalModel(name, label(choice), tensors, notes)
 
 
 def _values(prepared: Prepared) -> Iterator[LocalTensor]:
-    there = build.tensors_of(prepared.base)
+    state = build.tensors_of(prepared.base)
     for name in prepared.layouts:
         is_parameter = name in prepared.parameters
-        value: torch.Tensor | None = there.get(name)
+        value: torch.Tensor | None = state.get(name)
         if is_parameter:
             value = prepared.parameters[name]
         if value is not None and not value.is_meta:

@@ -130,8 +130,8 @@ def _before(place: Integers, edge: Reals, shape: tuple[int, int, int]) -> Reals:
 
 def _heights(ranks: int, rows: int) -> tuple[int, int, int]:
     """Of headers, rows and gaps: as high as there is room, at least 3 pixels each."""
-    whole = ranks * (HEADER + GAP) + rows * ROW
-    factor = min(1.0, recording_png.MOST_HEIGHT / max(whole, 1))
+    needed = ranks * (HEADER + GAP) + rows * ROW
+    factor = min(1.0, recording_png.MOST_HEIGHT / max(needed, 1))
     head, row, gap = (max(3, int(size * factor)) for size in (HEADER, ROW, GAP))
     return head, row, gap
 
@@ -158,14 +158,14 @@ def _steps(axes: Axes, rank: RankTrace, head: int) -> None:
     """The ends of steps, and their numbers, as far as there is room."""
     begin_ns, end_ns = axes.get_xlim()
     edges_ns = sorted({edge for step in rank.steps for edge in (step.start_ns, step.end_ns)})
-    high = axes.bbox.height
+    height = axes.bbox.height
     # Where they would stand closer than 4 pixels there are none.
     if (
         4 * len({int((edge - begin_ns) / (end_ns - begin_ns) * INNER) for edge in edges_ns})
         <= INNER
     ):
         axes.vlines(
-            edges_ns, 0, 1 + head / high, transform=axes.get_xaxis_transform(), clip_on=False,
+            edges_ns, 0, 1 + head / height, transform=axes.get_xaxis_transform(), clip_on=False,
             color=LINE, linewidth=PIXEL,
         )  # fmt: skip
     names = [f" step {step.number}" for step in rank.steps]
@@ -174,7 +174,7 @@ def _steps(axes: Axes, rank: RankTrace, head: int) -> None:
     for step, name in zip(rank.steps, names, strict=True):
         if (step.end_ns - step.start_ns) / (end_ns - begin_ns) * MOST_LETTERS > len(name):
             axes.text(
-                step.start_ns, 1 + head / 2 / high, name, transform=axes.get_xaxis_transform(),
+                step.start_ns, 1 + head / 2 / height, name, transform=axes.get_xaxis_transform(),
                 va="center", fontsize=FONT_PT - 1, color=DARK,
             )  # fmt: skip
 

@@ -38,16 +38,16 @@ def pack_timeline(
     Where events have to be merged, half of the room is for a stretch that is kept in full.
     """
     head = _head(trace, events) | {"spots": list(_spots(trace, findings))}
-    most = MOST_ITEMS
-    items = finest_fitting(events, most)
+    most_items = MOST_ITEMS
+    items = finest_fitting(events, most_items)
     while True:
         if items.width_ns:
-            items = finest_fitting(events, most, full_window(trace, events, most // 2))
+            items = finest_fitting(events, most_items, full_window(trace, events, most_items // 2))
         data = base64.b64encode(_pack(head, trace, events, items))
-        if len(data) <= MOST_BYTES or most <= 0:
+        if len(data) <= MOST_BYTES or most_items <= 0:
             return items, data.decode("ascii")
-        most = min(most * 3 // 4, len(items) - 1)
-        items = finest_fitting(events, most)
+        most_items = min(most_items * 3 // 4, len(items) - 1)
+        items = finest_fitting(events, most_items)
 
 
 def page(image: bytes, alt: str, data: str, height_px: int) -> str:
@@ -58,8 +58,8 @@ def page(image: bytes, alt: str, data: str, height_px: int) -> str:
 
 def height_px(ranks: int, rows: int) -> int:
     """How high a timeline is that shows all rows at once, as far as a page has room for them."""
-    whole = _AROUND_PX + ranks * _RANK_PX + rows * _ROW_PX
-    return min(max(whole, _LEAST_PX), _MOST_PX)
+    needed = _AROUND_PX + ranks * _RANK_PX + rows * _ROW_PX
+    return min(max(needed, _LEAST_PX), _MOST_PX)
 
 
 def _pack(head: dict[str, object], trace: Trace, events: TraceRows, items: Items) -> bytes:
@@ -93,7 +93,7 @@ def _pack(head: dict[str, object], trace: Trace, events: TraceRows, items: Items
 
 
 def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
-    most = steps_of_each(trace)
+    most_steps = steps_of_each(trace)
     return {
         "kinds": KINDS,
         "colours": [COLOURS[kind] for kind in KINDS],
@@ -106,7 +106,9 @@ def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
             {
                 "rank": rank.rank,
                 "problem": clipped(rank.problem),
-                "steps": [(step.number, step.start_ns, step.end_ns) for step in rank.steps[:most]],
+                "steps": [
+                    (step.number, step.start_ns, step.end_ns) for step in rank.steps[:most_steps]
+                ],
             }
             for rank in trace.ranks
         ],

@@ -58,8 +58,8 @@ def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[Finding
 
 
 def _head(trace: Trace, shares: TimeBreakdown) -> str:
-    those = [rank.rank for rank in trace.ranks]
-    ranks = f"trace of {ranks_phrase(those) if those else 'no ranks'}"
+    numbers = [rank.rank for rank in trace.ranks]
+    ranks = f"trace of {ranks_phrase(numbers) if numbers else 'no ranks'}"
     counts = sorted({len(rank.steps) for rank in trace.ranks}) or [0]
     steps = "-".join(str(count) for count in sorted({counts[0], counts[-1]}))
     steps_text = "no steps" if steps == "0" else f"{steps} {'step' if steps == '1' else 'steps'}"
@@ -72,13 +72,13 @@ def _head(trace: Trace, shares: TimeBreakdown) -> str:
 def _ranks(shares: TimeBreakdown) -> View:
     """Where the time of each rank went."""
     has_steps = any(rank.steps_ns for rank in shares.ranks)
-    what = "step" if has_steps else "recording"
+    unit = "step" if has_steps else "recording"
     if not shares.ranks:
         return View("")
-    head = ["rank", f"{what}, ms", "compute", "communication", "copy", "data", "idle", "hidden"]
+    head = ["rank", f"{unit}, ms", "compute", "communication", "copy", "data", "idle", "hidden"]
     rows = [_rank_row(rank) for rank in shares.ranks]
     legend = (
-        f"% of the {what}, each moment counted once; communication: time not overlapped by "
+        f"% of the {unit}, each moment counted once; communication: time not overlapped by "
         "compute; hidden: share of communication overlapped by compute"
     )
     return table(head, rows, after=[legend])
@@ -102,13 +102,13 @@ def _percent(share: float) -> str:
 
 def _slowest(shares: TimeBreakdown) -> list[str]:
     """Which rank the others wait for, and what that costs."""
-    what = "a step" if shares.step_ns else "the cell"
+    unit = "a step" if shares.step_ns else "the cell"
     slowest = shares.slowest
     if is_stored():
         return [f"slowest rank: {PLACEHOLDER}"] if len(shares.ranks) > 1 else []
     if slowest is None:
         return ["slowest rank: none (no rank waits for another)"] if len(shares.ranks) > 1 else []
-    gain = f"{what} would be {_percent(slowest.share)} % faster ({units.duration(slowest.cost_ns)})"
+    gain = f"{unit} would be {_percent(slowest.share)} % faster ({units.duration(slowest.cost_ns)})"
     others = "" if slowest.is_alone else "; others cost at least half as much"
     return [f"slowest rank: {slowest.rank}; without it {gain}{others}"]
 
@@ -155,8 +155,8 @@ def _traffic(shares: TimeBreakdown) -> View:
         return lines([total]) if shares.formula_bytes is not None else View("")
     head = ["collective", "group", "size", f"calls {per}", f"sent {per}", "median time"]
     n_more = len(shares.traffic) - len(rows)
-    more = [f"and {n_more} more with less traffic"] if n_more else []
-    return table(head, rows, after=[*more, total])
+    notes = [f"and {n_more} more with less traffic"] if n_more else []
+    return table(head, rows, after=[*notes, total])
 
 
 def _notes(trace: Trace, shares: TimeBreakdown, events: TraceRows, items: Items) -> Iterator[str]:
@@ -185,6 +185,6 @@ def _left_out(trace: Trace, events: TraceRows, items: Items) -> Iterator[str]:
             f"It shows {events.depth} {levels} of nested events; "
             f"{events.left_out:,} deeper ones are left out."
         )
-    most = steps_of_each(trace)
-    if any(len(rank.steps) > most for rank in trace.ranks):
-        yield f"It marks the first {most:,} steps of each rank."
+    most_steps = steps_of_each(trace)
+    if any(len(rank.steps) > most_steps for rank in trace.ranks):
+        yield f"It marks the first {most_steps:,} steps of each rank."
