@@ -134,7 +134,7 @@ def test_a_profiler_that_runs_already_is_told_and_left_alone(
     profiler.export_chrome_trace(str(tmp_path / "own.json"))
 
     assert (tmp_path / "own.json").exists()
-    with pytest.raises(trace_rank.TraceError, match="Another profiler runs on this rank"):
+    with pytest.raises(trace_rank.TraceError, match="Another profiler is running on this rank"):
         recording.export()
 
 
