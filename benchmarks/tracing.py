@@ -138,7 +138,7 @@ def _read_s(path: Path) -> float:
 
 
 def _shown_s(paths: list[Path]) -> float:
-    trace = clock_sync.joined([read.read(path) for path in paths])
+    trace = clock_sync.align([read.read(path) for path in paths])
     began_s = time.perf_counter()
     counted = breakdown.breakdown(trace)
     view = trace_report(trace, counted, findings.findings(trace, counted))

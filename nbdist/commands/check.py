@@ -1,4 +1,4 @@
-"""The verb that checks models on all ranks, and says what lints tell."""
+"""The verb that checks models on all ranks, and lists and silences lints."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from nbdist.notebook.verb import Option, Verb
 
 
 def dist_check(values: Namespace) -> View:
-    """Check once; or set what is looked at from now on."""
+    """Check once; or set what is checked from now on."""
     session = NOTEBOOK.session
-    given = {
+    flags = {
         "--every": values.every is not None,
         "--trace-nan": values.is_tracing,
         "--silence": values.silenced is not None,
-        "--tell": values.told is not None,
+        "--tell": values.restored is not None,
         "--lints": values.wants_lints,
     }
-    chosen = [flag for flag, is_given in given.items() if is_given]
+    chosen = [flag for flag, is_set in flags.items() if is_set]
     if len(chosen) > 1:
         raise OptionError(f"%dist_check: choose one of {', '.join(chosen)}.")
     if values.every is not None:
@@ -31,7 +31,7 @@ def dist_check(values: Namespace) -> View:
         return View(_every(values.every))
     if values.is_tracing:
         session.trace_nan()
-        return View("the next cell tells the first module whose output is not finite")
+        return View("the next cell reports the first module whose output is not finite")
     if chosen:
         return _lints(values)
     return checkup_view.checkup(session.check())
@@ -39,12 +39,11 @@ def dist_check(values: Namespace) -> View:
 
 def _every(every: int) -> str:
     if not every:
-        return "parameters and gradients are no longer looked at while training"
+        return "parameters and gradients are no longer checked during training"
     which = "every step" if every == 1 else f"every {every} steps"
     return (
-        f"{which} of an optimizer gradients are looked at for NaN and inf before it steps, and "
-        "the ranks' parameters of these moments are compared at the end of the cell; --every 0 "
-        "ends it"
+        f"before {which} of an optimizer, gradients are checked for NaN and inf; when the cell "
+        "ends, the ranks' parameters at these steps are compared; --every 0 ends it"
     )
 
 
@@ -52,17 +51,19 @@ def _lints(values: Namespace) -> View:
     session = NOTEBOOK.session
     if values.wants_lints:
         return checkup_view.lints(session.lints.states())
-    text = values.silenced if values.silenced is not None else values.told
+    text = values.silenced if values.silenced is not None else values.restored
     names = [name.strip() for name in text.split(",") if name.strip()]
     session.silence(*names, is_on=values.silenced is not None)
-    done = "not told any more" if values.silenced is not None else "told again"
-    return View(f"{done}: {', '.join(rules.checked(names))}")
+    done = "silenced" if values.silenced is not None else "no longer silenced"
+    return View(f"{done}: {', '.join(rules.resolve_names(names))}")
 
 
 def step_count(text: str) -> int:
     """A number of steps; 0 for never."""
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps (1 or more; 0: never)")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid number of steps (1 or more; 0: never)"
+        )
     return int(text)
 
 
@@ -75,24 +76,24 @@ VERBS = (
         (
             Option(
                 ("--every",),
-                "look before each Nth step of an optimizer from now on (0: no more)",
+                "check before every Nth step of an optimizer from now on (0: never)",
                 step_count,
                 metavar="N",
             ),
             Option(
                 ("--trace-nan",),
-                "let the next cell tell the first module whose output is not finite",
+                "report the first module of the next cell whose output is not finite",
                 None,
                 name="is_tracing",
             ),
-            Option(("--lints",), "list lints, and when they are told", None, name="wants_lints"),
+            Option(("--lints",), "list lints and when they are reported", None, name="wants_lints"),
             Option(
-                ("--silence",), "tell lints no more: their names, or all", metavar="NAME,NAME",
+                ("--silence",), "silence lints: their names, or all", metavar="NAME,NAME",
                 name="silenced",
             ),
             Option(
-                ("--tell",), "tell lints again: their names, or all", metavar="NAME,NAME",
-                name="told",
+                ("--tell",), "report lints again: their names, or all", metavar="NAME,NAME",
+                name="restored",
             ),
         ),
     ),

@@ -21,7 +21,7 @@ def cell_options(values: Namespace) -> CellOptions:
     """The options of a recorded cell: it runs on all ranks, and some or all of them record."""
     options = TraceOptions(values.steps, values.has_memory, values.has_stacks)
     record = Record(
-        options, values.recorded, lambda trace: show(shown(trace)), lambda one: one.traces
+        options, values.recorded, lambda trace: show(report(trace)), lambda session: session.traces
     )
     return CellOptions(None, values.has_tabs, values.timeout_s, record)
 
@@ -38,12 +38,12 @@ def dist_trace(values: Namespace) -> View:
         url = NOTEBOOK.session.traces.page(trace)
         return View(f"{url} shows it in Perfetto, on this host, until %dist_shutdown.")
     if values.save is None:
-        return shown(trace)
-    made = NOTEBOOK.session.traces.save(Path(values.save).expanduser())
-    return View("\n".join(f"written: {path}" for path in made))
+        return report(trace)
+    paths = NOTEBOOK.session.traces.save(Path(values.save).expanduser())
+    return View("\n".join(f"written: {path}" for path in paths))
 
 
-def shown(trace: Trace) -> View:
+def report(trace: Trace) -> View:
     """What a trace says."""
     shares = breakdown.breakdown(trace)
     return trace_report(trace, shares, findings.findings(trace, shares))
@@ -57,7 +57,7 @@ def read(folder: Path) -> Trace:
 def step_count(text: str) -> int:
     """A number of steps as typed; argparse's own error otherwise."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps (1 or more)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of steps (1 or more)")
     return int(text)
 
 
@@ -70,19 +70,19 @@ VERBS = (
         (
             Option(
                 ("--steps",),
-                "record N steps, after one that is left out; the cell goes on",
+                "record N steps after one that is left out; the cell goes on",
                 step_count,
                 metavar="N",
             ),
             Option(
-                ("--ranks",), "record ranks such as 0,2-3 (all without it)", metavar="RANKS",
+                ("--ranks",), "ranks to record, such as 0,2-3 (default: all)", metavar="RANKS",
                 name="recorded",
             ),
             Option(
-                ("--memory",), "note what is allocated, for the saved files", None,
+                ("--memory",), "record allocations, in the saved files only", None,
                 name="has_memory",
             ),
-            Option(("--stacks",), "record Python's functions as well", None, name="has_stacks"),
+            Option(("--stacks",), "record Python functions too", None, name="has_stacks"),
             *cells.CELL_OPTIONS,
         ),
         is_cell=True,
@@ -95,7 +95,7 @@ VERBS = (
         (
             Option(("folder",), "show the traces in this folder instead", metavar="DIR"),
             Option(
-                ("--save",), "write a file per rank, and one of all for Perfetto", metavar="DIR",
+                ("--save",), "write one file per rank, and one of all for Perfetto", metavar="DIR",
             ),
             Option(
                 ("--perfetto",), "open it in Perfetto, offline (pip install nbdist[perfetto])",

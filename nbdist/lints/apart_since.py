@@ -12,22 +12,23 @@ from nbdist.lints.lint import Facts, Lint, versus
 def _apart_since(subject: str, facts: Facts) -> list[RuleHit]:
     """The first looks of `--every N` at which ranks that hold the same had other parameters."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, own in facts.items():
-        groups.setdefault(tuple(own["ranks"]), []).append(rank)
+    for rank, rank_facts in facts.items():
+        groups.setdefault(tuple(rank_facts["ranks"]), []).append(rank)
     hits = []
     for ranks in groups.values():
         looks = {r: dict(zip(facts[r]["steps"], facts[r]["digests"], strict=True)) for r in ranks}
-        common = sorted(set.intersection(*(set(one) for one in looks.values())))
+        common = sorted(set.intersection(*(set(by_step) for by_step in looks.values())))
         for step in common:
             by_digest: dict[str, list[int]] = {}
             for rank in ranks:
                 by_digest.setdefault(looks[rank][step], []).append(rank)
             if len(by_digest) > 1:
+                every = facts[ranks[0]]["every"]
                 hits.append(
                     RuleHit(
-                        f"before step {step} of its optimizer the parameters of {subject} differed "
-                        f"between {versus(by_digest)} (looked at every "
-                        f"{facts[ranks[0]]['every']})",
+                        f"before step {step} of its optimizer, the parameters of {subject} "
+                        f"differed between {versus(by_digest)} (checked every "
+                        f"{every} step{'s' * (every > 1)})",
                         tuple(ranks),
                     )
                 )
@@ -39,9 +40,9 @@ LINT = Lint(
     name="apart-since",
     when="with %dist_check --every N: at which step parameters that ranks hold alike were apart",
     judge=_apart_since,
-    why="something on these ranks is not the same since the look before",
-    do="%dist_check says where; %dist_sync_model makes DDP models equal",
-    told="with `--every N`: at which step they were apart first",
+    why="something on these ranks has differed since the check before that",
+    do="%dist_check shows where; %dist_sync_model makes DDP models equal",
+    conditions="with `--every N`, parameters that ranks hold alike differ: the first such step",
     example=(
         "model",
         {

@@ -1,4 +1,4 @@
-"""Gradients came around DDP's wrapper.
+"""Gradients that bypass the wrapper of DDP.
 
 The facts come from lints/rank/ddp.
 """
@@ -19,16 +19,16 @@ LINT = Lint(
     name="beside-wrapper",
     when="an optimizer steps with gradients of a backward while its DDP model was not called",
     judge=each(_sentence),
-    why="DDP reduces gradients of its own forward alone, so each rank went its own way",
+    why="DDP reduces gradients of its own forward only, so the ranks have diverged",
     do=(
         "call the wrapped model, not its .module or the model from before prepare; "
         "%dist_sync_model makes the ranks equal again"
     ),
-    told=(
+    conditions=(
         "an optimizer steps after a backward, and its DDP model was not called since its "
         "last step: the gradients came through `model.module`, or through the model from "
         "before `prepare`"
     ),
-    not_told="where the wrapper was called in the same step as well",
+    exceptions="where the wrapper was called in the same step as well",
     example=("model", {0: {}, 1: {}}),
 )

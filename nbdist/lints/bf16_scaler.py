@@ -12,16 +12,16 @@ from nbdist.lints.lint import Lint, each
 
 
 def _sentence(_subject: str, _facts: Mapping[str, Any]) -> str:
-    return "a GradScaler scaled a loss of bf16 autocast"
+    return "a GradScaler scaled a loss computed under bf16 autocast"
 
 
 LINT = Lint(
     name="bf16-scaler",
     when="a GradScaler scales a loss that was computed under bf16 autocast",
     judge=each(_sentence),
-    why="bf16 has the range of fp32, so scaling does nothing but look for inf in every step",
-    do="leave the scaler out, or use fp16",
-    told=(
+    why="bf16 has the range of fp32: scaling only adds a check for inf to every step",
+    do="remove the scaler, or use fp16",
+    conditions=(
         "a `GradScaler` that is switched on scales a loss, and the last autocast of this "
         "step was bf16"
     ),

@@ -15,9 +15,8 @@ def _sentence(_subject: str, facts: Mapping[str, Any]) -> str:
     before, after, lr = facts["before"], facts["after"], facts["lr"]
     factor = after / before
     return (
-        f"the effective batch was {before} samples and is {after}, and the learning rate stays "
-        f"{lr:g} (scaled linearly it would be {lr * factor:g}, with the square root "
-        f"{lr * factor**0.5:.3g})"
+        f"the effective batch was {before} samples and is now {after}, but the learning rate stays "
+        f"{lr:g} (linear scaling: {lr * factor:g}, square-root scaling: {lr * factor**0.5:.3g})"
     )
 
 
@@ -27,10 +26,10 @@ LINT = Lint(
     judge=each(_sentence),
     why="a learning rate belongs to a batch size",
     do="set the learning rate, the loader's batch_size, or --accumulate",
-    told=(
+    conditions=(
         "a switch of the strategy changes dp x accumulate, and a loader is prepared whose "
         "batches each rank gets whole, and an optimizer"
     ),
-    not_told="with `split_batches`, where a step sees the same; without a prepared loader",
+    exceptions="with `split_batches`, where a step sees the same; without a prepared loader",
     example=("32 64", {0: {"before": 32, "after": 64, "lr": 0.01}}),
 )

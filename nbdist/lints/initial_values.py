@@ -11,15 +11,15 @@ LINT = Lint(
     name="initial-values",
     when="prepare gets a model whose values differ between ranks",
     judge=apart(
-        "the initial values of {subject} differed between {who}, and prepare gave all of "
-        "them rank 0's"
+        "the initial values of {subject} differed between {who}; prepare replaced them with "
+        "rank 0's"
     ),
-    why="nothing is lost but what the other ranks had drawn or loaded",
-    do="seed ranks alike before the model is built (%dist_init --seed 0), and apart after that",
-    told=(
+    why="the values that the other ranks had drawn or loaded are gone",
+    do="seed all ranks alike until the model is built (%dist_init --seed 0)",
+    conditions=(
         "`prepare` gets a model whose values differ between ranks. It takes rank 0's, "
         "under every strategy"
     ),
-    not_told="only the first 16 elements of each tensor are compared",
+    exceptions="only the first 16 elements of each tensor are compared",
     example=("model", {0: {"ranks": [0, 1], "digest": "a"}, 1: {"ranks": [0, 1], "digest": "b"}}),
 )

@@ -18,15 +18,15 @@ class Lint:
 
     Attributes:
         name: As it is silenced.
-        when: When it is told, for the list of lints.
+        when: When it is reported, for the list of lints.
         judge: What the ranks' facts about one subject come to.
         why: Why it matters, as a clause.
         do: What to do, as a clause.
-        told: The same as `when` for docs/lints.md, with all conditions.
+        conditions: The same as `when` for docs/lints.md, with all conditions.
         example: A subject, and facts of ranks of which one hit comes.
-        not_told: Where it is silent although it may be so, for docs/lints.md.
+        exceptions: Where it is silent although it may be so, for docs/lints.md.
         needs_success: Only judged where the cell ended well on every rank.
-        is_of_machine: Whether it is told depends on the machine: not where outputs are stored.
+        is_of_machine: It depends on the machine, so it is left out where outputs are stored.
     """
 
     name: str
@@ -34,9 +34,9 @@ class Lint:
     judge: Callable[[str, Facts], list[RuleHit]]
     why: str
     do: str
-    told: str
+    conditions: str
     example: tuple[str, Facts]
-    not_told: str = ""
+    exceptions: str = ""
     needs_success: bool = False
     is_of_machine: bool = False
 
@@ -48,8 +48,8 @@ def each(
 
     def judge(subject: str, facts: Facts) -> list[RuleHit]:
         ranks_of: dict[str, list[int]] = {}
-        for rank, own in facts.items():
-            ranks_of.setdefault(sentence(subject, own), []).append(rank)
+        for rank, rank_facts in facts.items():
+            ranks_of.setdefault(sentence(subject, rank_facts), []).append(rank)
         return [RuleHit(text, tuple(ranks)) for text, ranks in ranks_of.items()]
 
     return judge
@@ -60,9 +60,9 @@ def apart(sentence: str) -> Callable[[str, Facts], list[RuleHit]]:
 
     def judge(subject: str, facts: Facts) -> list[RuleHit]:
         groups: dict[tuple[int, ...], dict[str, list[int]]] = {}
-        for rank, own in facts.items():
-            by_digest = groups.setdefault(tuple(own["ranks"]), {})
-            by_digest.setdefault(own["digest"], []).append(rank)
+        for rank, rank_facts in facts.items():
+            by_digest = groups.setdefault(tuple(rank_facts["ranks"]), {})
+            by_digest.setdefault(rank_facts["digest"], []).append(rank)
         return [
             RuleHit(sentence.format(subject=subject, who=versus(by_digest)), tuple(sorted(members)))
             for members, by_digest in groups.items()

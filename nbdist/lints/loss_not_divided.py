@@ -13,8 +13,8 @@ from nbdist.lints.lint import Lint, each
 
 def _sentence(_subject: str, facts: Mapping[str, Any]) -> str:
     return (
-        f"{facts['place']} called backward {facts['count']} times in each step, with a mean that "
-        "was not divided, and the gradients were added up"
+        f"{facts['place']} called backward {facts['count']} times per step on a mean loss that was "
+        "not divided, and the gradients were added up"
     )
 
 
@@ -25,19 +25,19 @@ LINT = Lint(
         "and neither it nor an Accelerator divides it"
     ),
     judge=each(_sentence),
-    why="if these are parts of one batch, its gradient comes out that many times too large",
+    why="if these are parts of one batch, its gradient is that many times too large",
     do=(
-        "divide the loss by their number, or use accelerator.accumulate with "
+        "divide the loss by the number of parts, or use accelerator.accumulate with "
         "gradient_accumulation_steps"
     ),
-    told=(
+    conditions=(
         "in two steps in a row one line calls `backward` the same number of times, twice "
         "or more, the gradients are added up, and the loss is a mean that nothing divides: "
         "neither `/` behind it nor the Accelerator's `gradient_accumulation_steps`"
     ),
-    not_told=(
+    exceptions=(
         "losses that are sums, weighted or divided anywhere; a model that was compiled; "
-        "two lines, as of a GAN. Whether the parts are of one batch nobody can know, so it "
+        "two lines, as of a GAN. Whether the parts are of one batch cannot be known, so it "
         'says "if"'
     ),
     example=("line 7 of cell [12]", {0: {"place": "line 7 of cell [12]", "count": 4}}),

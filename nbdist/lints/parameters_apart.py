@@ -14,16 +14,16 @@ LINT = Lint(
         "(the first elements of each are compared)"
     ),
     judge=apart("the parameters of {subject} differ between {who} after this cell"),
-    why="DDP sends gradients, not parameters: ranks that are apart stay apart",
-    do="%dist_check says where; %dist_sync_model makes them equal",
+    why="DDP sends gradients, not parameters: ranks that differ go on differing",
+    do="%dist_check shows where; %dist_sync_model makes them equal",
     needs_success=True,
-    told=(
+    conditions=(
         "after a cell that ended well on all its ranks, parameters of a DDP model that was "
         "called or stepped in it differ (the first 16 elements of each)"
     ),
-    not_told=(
-        "values that differ elsewhere alone: `%dist_check` compares all. After a cell that "
-        "failed the notebook compares all by itself"
+    exceptions=(
+        "differences in other elements: `%dist_check` compares all. After a cell that failed, "
+        "the notebook compares all anyway"
     ),
     example=("model", {0: {"ranks": [0, 1], "digest": "a"}, 1: {"ranks": [0, 1], "digest": "b"}}),
 )

@@ -111,7 +111,7 @@ class NotFinite:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CheckedModel:
     """One model: what was looked at.
 
     Attributes:
@@ -140,113 +140,127 @@ class ReplicaCheck:
     """
 
     ranks: tuple[int, ...]
-    models: tuple[Counted, ...]
+    models: tuple[CheckedModel, ...]
     differences: tuple[Difference, ...] = ()
     not_finite: tuple[NotFinite, ...] = ()
 
     @property
     def is_healthy(self) -> bool:
         """Everything is finite, and parameters and gradients are equal where they should be."""
-        return not self.not_finite and all(one.is_expected for one in self.differences)
+        return not self.not_finite and all(
+            difference.is_expected for difference in self.differences
+        )
 
     @property
     def to_measure(self) -> tuple[Difference, ...]:
         """The finite differences whose size is worth knowing: the first of each kind and model."""
-        odd = {(one.model, one.kind, name) for one in self.not_finite for name in one.names}
+        not_finite = {(bad.model, bad.kind, name) for bad in self.not_finite for name in bad.names}
         chosen: list[Difference] = []
-        for one in self.differences:
-            alike = [d for d in chosen if (d.model, d.kind) == (one.model, one.kind)]
-            is_finite = (one.model, one.kind, one.name) not in odd
-            if len(alike) < MEASURED and one.count and is_finite:
-                chosen.append(one)
+        for difference in self.differences:
+            same_kind = [
+                d for d in chosen if (d.model, d.kind) == (difference.model, difference.kind)
+            ]
+            is_finite = (difference.model, difference.kind, difference.name) not in not_finite
+            if len(same_kind) < MEASURED and difference.count and is_finite:
+                chosen.append(difference)
         return tuple(chosen)
 
     def measured(self, sizes: Mapping[Difference, float | None]) -> ReplicaCheck:
         """The same with sizes of differences."""
-        found = (replace(one, largest=sizes.get(one)) for one in self.differences)
-        return replace(self, differences=tuple(found))
+        differences = (
+            replace(difference, largest=sizes.get(difference)) for difference in self.differences
+        )
+        return replace(self, differences=tuple(differences))
 
 
-def compare(told: Mapping[int, Sequence[ModelLook]]) -> ReplicaCheck:
+def compare(models_of: Mapping[int, Sequence[ModelLook]]) -> ReplicaCheck:
     """All ranks' looks as one.
 
     Args:
-        told: Rank -> its models.
+        models_of: Rank -> its models.
     """
-    names = dict.fromkeys(one.name for own in told.values() for one in own)
+    names = dict.fromkeys(look.name for looks in models_of.values() for look in looks)
     models, differences, not_finite = [], [], []
     for name in names:
-        own = {rank: one for rank, looks in told.items() for one in looks if one.name == name}
-        models.append(_counted(name, own, told))
-        differences += _differences(name, own)
-        not_finite += _not_finite(name, own)
-    return ReplicaCheck(tuple(sorted(told)), tuple(models), tuple(differences), tuple(not_finite))
+        on_ranks = {
+            rank: look for rank, looks in models_of.items() for look in looks if look.name == name
+        }
+        models.append(_count(name, on_ranks, models_of))
+        differences += _differences(name, on_ranks)
+        not_finite += _not_finite(name, on_ranks)
+    return ReplicaCheck(
+        tuple(sorted(models_of)), tuple(models), tuple(differences), tuple(not_finite)
+    )
 
 
-def _counted(name: str, own: Mapping[int, ModelLook], told: Iterable[int]) -> Counted:
+def _count(name: str, on_ranks: Mapping[int, ModelLook], all_ranks: Iterable[int]) -> CheckedModel:
     tensors: dict[str, set[str]] = {kind: set() for kind in KINDS}
     compared: dict[str, set[str]] = {kind: set() for kind in KINDS}
-    for (kind, tensor, _), ranks in _holders(own).items():
+    for (kind, tensor, _), ranks in _holders(on_ranks).items():
         tensors[kind].add(tensor)
         if len(ranks) > 1:
             compared[kind].add(tensor)
-    for one in own.values():
-        for look in one.looks:
+    for model in on_ranks.values():
+        for look in model.looks:
             tensors[look.kind].add(look.name)
     notes: dict[str, list[int]] = {}
-    for rank, one in own.items():
-        for note in one.notes:
+    for rank, model in on_ranks.items():
+        for note in model.notes:
             notes.setdefault(note, []).append(rank)
-    lacking = [rank for rank in told if rank not in own]
-    if lacking:
-        notes["there is no such model there"] = lacking
-    return Counted(
+    without = [rank for rank in all_ranks if rank not in on_ranks]
+    if without:
+        notes["no model of this name"] = without
+    return CheckedModel(
         name,
-        next(iter(own.values())).strategy,
-        {kind: len(found) for kind, found in tensors.items()},
-        {kind: len(found) for kind, found in compared.items()},
+        next(iter(on_ranks.values())).strategy,
+        {kind: len(names) for kind, names in tensors.items()},
+        {kind: len(names) for kind, names in compared.items()},
         tuple(f"[{rank_label(ranks)}] {note}" for note, ranks in notes.items()),
     )
 
 
-def _holders(own: Mapping[int, ModelLook]) -> dict[tuple[str, str, str], dict[int, Look]]:
+def _holders(on_ranks: Mapping[int, ModelLook]) -> dict[tuple[str, str, str], dict[int, Look]]:
     """(kind, name, part) -> rank -> look, of what is to be compared; in the model's order."""
-    found: dict[tuple[str, str, str], dict[int, Look]] = {}
-    for rank, model in sorted(own.items()):
+    holders: dict[tuple[str, str, str], dict[int, Look]] = {}
+    for rank, model in sorted(on_ranks.items()):
         for look in model.looks:
             if look.part:
-                found.setdefault((look.kind, look.name, look.part), {})[rank] = look
+                holders.setdefault((look.kind, look.name, look.part), {})[rank] = look
     order = {kind: place for place, kind in enumerate(KINDS)}
-    return dict(sorted(found.items(), key=lambda item: order[item[0][0]]))
+    return dict(sorted(holders.items(), key=lambda item: order[item[0][0]]))
 
 
-def _differences(name: str, own: Mapping[int, ModelLook]) -> list[Difference]:
-    found = []
-    for (kind, tensor, _), looks in _holders(own).items():
+def _differences(name: str, on_ranks: Mapping[int, ModelLook]) -> list[Difference]:
+    differences = []
+    for (kind, tensor, _), looks in _holders(on_ranks).items():
         groups: dict[tuple[int, int], list[int]] = {}
         for rank, look in looks.items():
             groups.setdefault((look.digest, look.count), []).append(rank)
         if len(groups) > 1:
             counts = {count for _, count in groups}
             size = counts.pop() if len(counts) == 1 else 0
-            found.append(Difference(name, kind, tensor, tuple(map(tuple, groups.values())), size))
-    return found
+            differences.append(
+                Difference(name, kind, tensor, tuple(map(tuple, groups.values())), size)
+            )
+    return differences
 
 
-def _not_finite(name: str, own: Mapping[int, ModelLook]) -> list[NotFinite]:
-    found = []
+def _not_finite(name: str, on_ranks: Mapping[int, ModelLook]) -> list[NotFinite]:
+    entries = []
     for kind in KINDS:
-        bad = {
-            rank: [look for look in one.looks if look.kind == kind and look.n_nan + look.n_inf]
-            for rank, one in own.items()
+        bad_looks = {
+            rank: [look for look in model.looks if look.kind == kind and look.n_nan + look.n_inf]
+            for rank, model in on_ranks.items()
         }
-        ranks = tuple(rank for rank, looks in sorted(bad.items()) if looks)
+        ranks = tuple(rank for rank, looks in sorted(bad_looks.items()) if looks)
         if not ranks:
             continue
-        everything = [look for rank in ranks for look in bad[rank]]
-        order = [look.name for one in own.values() for look in one.looks]
-        names = dict.fromkeys(n for n in order if any(look.name == n for look in everything))
+        everything = [look for rank in ranks for look in bad_looks[rank]]
+        order = [look.name for model in on_ranks.values() for look in model.looks]
+        names = dict.fromkeys(
+            tensor for tensor in order if any(look.name == tensor for look in everything)
+        )
         n_nan = sum(look.n_nan for look in everything)
         n_inf = sum(look.n_inf for look in everything)
-        found.append(NotFinite(name, kind, ranks, tuple(names), n_nan, n_inf))
-    return found
+        entries.append(NotFinite(name, kind, ranks, tuple(names), n_nan, n_inf))
+    return entries

@@ -55,7 +55,7 @@ class Diagnostic:
 
     Attributes:
         lint: Name in LINTS.
-        subject: Of what; with the lint's name the cause, which is told once.
+        subject: Of what; with the lint's name the cause, which is reported once.
         hit: What was found.
     """
 
@@ -65,51 +65,61 @@ class Diagnostic:
 
     @property
     def lines(self) -> tuple[str, str]:
-        """What and where; then why, what to do, and how to hear no more of it."""
+        """What and where; then why, what to do, and how to silence it."""
         row = LINTS[self.lint]
         return (
             f"lint {row.name} [{rank_label(self.hit.ranks)}]: {self.hit.found}",
-            f"  {row.why}; {row.do} (%dist_check --silence {row.name}: no more of this)",
+            f"  {row.why}; {row.do} (silence: %dist_check --silence {row.name})",
         )
 
 
-def evaluate(seen: Mapping[int, Sequence[Observation]], *, is_ok: bool) -> list[Diagnostic]:
-    """What is to be told of a cell, in the table's order.
+def evaluate(observations: Mapping[int, Sequence[Observation]], *, is_ok: bool) -> list[Diagnostic]:
+    """What lints find in a cell, in the table's order.
 
     Args:
-        seen: Rank -> what it saw.
+        observations: Rank -> what it saw.
         is_ok: The cell ended well on every rank that ran it.
     """
     grouped: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
-    for rank, own in sorted(seen.items()):
-        for one in own:
-            if one.lint in LINTS:
-                grouped.setdefault((one.lint, one.subject), {})[rank] = one.facts
-    told = []
+    for rank, rank_observations in sorted(observations.items()):
+        for observation in rank_observations:
+            if observation.lint in LINTS:
+                grouped.setdefault((observation.lint, observation.subject), {})[rank] = (
+                    observation.facts
+                )
+    diagnostics = []
     for row in LINTS.values():
         for (name, subject), facts in grouped.items():
             if name == row.name and (is_ok or not row.needs_success):
-                told += [Diagnostic(name, subject, hit) for hit in row.judge(subject, facts)]
-    known = {one.subject for one in told if one.lint == "apart-since"}  # which says more
-    return [one for one in told if one.lint != "parameters-apart" or one.subject not in known]
+                diagnostics += [Diagnostic(name, subject, hit) for hit in row.judge(subject, facts)]
+    with_step = {
+        diagnostic.subject for diagnostic in diagnostics if diagnostic.lint == "apart-since"
+    }  # which says more
+    return [
+        diagnostic
+        for diagnostic in diagnostics
+        if diagnostic.lint != "parameters-apart" or diagnostic.subject not in with_step
+    ]
 
 
-def checked(names: Iterable[str]) -> tuple[str, ...]:
+def resolve_names(names: Iterable[str]) -> tuple[str, ...]:
     """Names of lints, each of which exists; `all` is all.
 
     Raises:
         OptionError: One does not exist; lists those that do.
     """
-    found: list[str] = []
+    chosen: list[str] = []
     for name in names:
         if name != "all" and name not in LINTS:
-            raise OptionError(f"There is no lint {name!r}. Choose of {', '.join(LINTS)}, or all.")
-        found += list(LINTS) if name == "all" else [name]
-    return tuple(dict.fromkeys(found))
+            raise OptionError(
+                f"There is no lint {name!r}. Choose one of {', '.join(LINTS)}, or all."
+            )
+        chosen += list(LINTS) if name == "all" else [name]
+    return tuple(dict.fromkeys(chosen))
 
 
 def silenced_by(text: str) -> tuple[frozenset[str], tuple[str, ...]]:
     """(the lints that a value of NBDIST_SILENCE names, its words that name none)."""
     words = [word.strip() for word in text.split(",") if word.strip()]
-    known = [word for word in words if word == "all" or word in LINTS]
-    return frozenset(checked(known)), tuple(word for word in words if word not in known)
+    valid = [word for word in words if word == "all" or word in LINTS]
+    return frozenset(resolve_names(valid)), tuple(word for word in words if word not in valid)

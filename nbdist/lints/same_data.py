@@ -15,35 +15,39 @@ from nbdist.lints.lint import Facts, Lint
 LEAST_BATCHES = 2
 
 
-def _alike(subject: str, facts: Facts) -> list[RuleHit]:
+def _same_batches(subject: str, facts: Facts) -> list[RuleHit]:
     """Ranks whose data should differ, and whose first batches do not."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for rank in facts:
-        mates = next((group for group in found if _has_same(facts, group[0], rank)), None)
+        mates = next((group for group in groups if _has_same(facts, group[0], rank)), None)
         if mates is None:
-            found.append([rank])
+            groups.append([rank])
         else:
             mates.append(rank)
     return [
         RuleHit(
-            f"{subject} gave {ranks_phrase(ranks)} the same batches ({_compared(facts, ranks)})",
+            f"{subject} gave {ranks_phrase(ranks)} the same batches ({_comparison(facts, ranks)})",
             tuple(ranks),
         )
-        for ranks in found
+        for ranks in groups
         if len(ranks) > 1
     ]
 
 
-def _has_same(facts: Facts, one: int, other: int) -> bool:
-    if other not in facts[one]["peers"]:
+def _has_same(facts: Facts, rank: int, other: int) -> bool:
+    if other not in facts[rank]["peers"]:
         return False
-    mine, theirs = facts[one]["digests"], facts[other]["digests"]
-    n = min(len(mine), len(theirs))
+    mine, theirs = facts[rank]["digests"], facts[other]["digests"]
+    n_batches = min(len(mine), len(theirs))
     # Batches that are all alike are a constant dataset, of which every part is the same.
-    return n >= LEAST_BATCHES and mine[:n] == theirs[:n] and len(set(mine[:n])) == n
+    return (
+        n_batches >= LEAST_BATCHES
+        and mine[:n_batches] == theirs[:n_batches]
+        and len(set(mine[:n_batches])) == n_batches
+    )
 
 
-def _compared(facts: Facts, ranks: Sequence[int]) -> str:
+def _comparison(facts: Facts, ranks: Sequence[int]) -> str:
     return f"the first {min(len(facts[rank]['digests']) for rank in ranks)} were compared"
 
 
@@ -53,15 +57,15 @@ LINT = Lint(
         "a loop that trains takes the same first batches from a DataLoader on ranks whose "
         "data should differ"
     ),
-    judge=_alike,
+    judge=_same_batches,
     why="each gradient is computed twice, and the ranks together learn no more than one",
     do="pass the loader to accelerator.prepare, or give it a DistributedSampler",
-    told=(
+    conditions=(
         "a loop that trains (an optimizer steps between its batches) takes the same first "
         "batches from a `DataLoader`, prepared or not, on ranks whose data should differ: "
         "those of one DDP model, or along the data-parallel axes of a prepared one"
     ),
-    not_told=(
+    exceptions=(
         "other sources of data than a `DataLoader`; loops that end before the second "
         "batch; datasets whose batches are all alike; an FSDP2 model that nbdist has not "
         "prepared"

@@ -13,8 +13,7 @@ from nbdist.lints.lint import Lint, each
 
 def _sentence(subject: str, facts: Mapping[str, Any]) -> str:
     return (
-        f"{subject} was gone through again with its DistributedSampler at epoch "
-        f"{facts['epoch']} as before"
+        f"{subject} was iterated again with its DistributedSampler still at epoch {facts['epoch']}"
     )
 
 
@@ -22,12 +21,12 @@ LINT = Lint(
     name="set-epoch",
     when="a cell trains twice over a DistributedSampler that shuffles, at the same epoch",
     judge=each(_sentence),
-    why="every epoch has the same order, and each rank sees the same samples for ever",
-    do="call sampler.set_epoch(epoch) before each loop, or let accelerator.prepare share out",
-    told=(
+    why="every epoch has the same order, and each rank always sees the same samples",
+    do="call sampler.set_epoch(epoch) before each loop, or pass the loader to accelerator.prepare",
+    conditions=(
         "in one cell two loops that train go over a `DistributedSampler` that shuffles, at "
         "the same epoch"
     ),
-    not_told="loops in two cells: running a cell again is no mistake",
+    exceptions="loops in two cells: running a cell again is no mistake",
     example=("loader", {0: {"epoch": 0}, 1: {"epoch": 0}}),
 )

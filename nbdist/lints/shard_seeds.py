@@ -10,16 +10,16 @@ from nbdist.lints.lint import Lint, apart
 LINT = Lint(
     name="shard-seeds",
     when="fully_shard gets a model whose values differ between its ranks",
-    judge=apart("fully_shard was given other values of {subject} on {who}"),
+    judge=apart("fully_shard got different values of {subject} on {who}"),
     why=(
-        "it sends no values: unless a state is loaded later, the model is made of pieces "
-        "of different models"
+        "it sends no values: unless a state is loaded later, the model consists of pieces of "
+        "different models"
     ),
     do=(
-        "seed ranks alike before the model is built (%dist_init --seed 0), or use "
-        "accelerator.prepare, which sends rank 0's"
+        "seed all ranks alike before the model is built (%dist_init --seed 0), or use "
+        "accelerator.prepare, which sends rank 0's values"
     ),
-    told="torch's own `fully_shard` gets other values on some ranks of its mesh: it sends none",
-    not_told="`fully_shard` that was imported before FSDP was loaded for a second",
+    conditions="torch's own `fully_shard` gets values that differ in its mesh: it sends none",
+    exceptions="`fully_shard` that was imported before FSDP was loaded for a second",
     example=("model", {0: {"ranks": [0, 1], "digest": "a"}, 1: {"ranks": [0, 1], "digest": "b"}}),
 )

@@ -38,11 +38,11 @@ LINT = Lint(
         "use them in the loss, freeze them with requires_grad_(False) before the model is "
         "wrapped, or %dist_strategy ddp --find-unused"
     ),
-    told=(
+    conditions=(
         "after the first step of a DDP model without `find_unused_parameters` and "
         "`static_graph`, some parameters have no gradient; it names them, also above the "
         "error that torch raises in the next forward"
     ),
-    not_told="parameters that are left out only later",
+    exceptions="parameters that are left out only later",
     example=("model", {0: {"names": ["head.bias"], "count": 1, "total": 12}}),
 )

@@ -11,8 +11,8 @@ from nbdist.lints.lint import Facts, Lint
 
 def _workers(_subject: str, facts: Facts) -> list[RuleHit]:
     hosts: dict[str, list[int]] = {}
-    for rank, own in facts.items():
-        hosts.setdefault(own["host"], []).append(rank)
+    for rank, rank_facts in facts.items():
+        hosts.setdefault(rank_facts["host"], []).append(rank)
     hits = []
     for ranks in hosts.values():
         total = sum(facts[rank]["workers"] for rank in ranks)
@@ -33,10 +33,10 @@ LINT = Lint(
     name="workers",
     when="the ranks of a host start more DataLoader workers than it has cores",
     judge=_workers,
-    why="they take turns with each other and with the ranks",
-    do="use fewer, num_workers <= cores / ranks, unless they mostly wait for a disk",
+    why="they compete with each other and with the ranks for the cores",
+    do="use fewer (num_workers <= cores / ranks), unless they mostly wait for a disk",
     is_of_machine=True,
-    told="DataLoader workers of all ranks of a host are more than its cores",
-    not_told="with `NBDIST_TEST=1`, since it depends on the machine",
+    conditions="the ranks of a host together start more DataLoader workers than it has cores",
+    exceptions="with `NBDIST_TEST=1`, since it depends on the machine",
     example=("", {rank: {"workers": 8, "cores": 8, "host": "h"} for rank in (0, 1)}),
 )

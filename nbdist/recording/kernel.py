@@ -33,8 +33,8 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """What is recorded.
+class RecordingKind:
+    """What a recording is of: its names, and how ranks begin and finish it.
 
     Attributes:
         noun: Of one rank: "trace".
@@ -54,13 +54,13 @@ class Subject:
 class Recordings(CellHook, Generic[Options, Result]):
     """The recordings of one subject: one at a time, and the last one is kept."""
 
-    def __init__(self, ranks: Ranks, variables: Variables, subject: Subject):
+    def __init__(self, ranks: Ranks, variables: Variables, kind: RecordingKind):
         self._ranks = ranks
         self._variables = variables
-        self._subject = subject
+        self._kind = kind
         self._last: Result | None = None
         self._recorded: tuple[int, ...] = ()
-        self._tell: Tell = lambda *_told, **_more: None
+        self._tell: Tell = lambda *_args, **_kwargs: None
         self.count = 0  # recordings that were taken in
         self.token = ""  # what a cell brings that is to be recorded
 
@@ -72,7 +72,7 @@ class Recordings(CellHook, Generic[Options, Result]):
             NbdistError: If nothing was: the subject's own.
         """
         if self._last is None:
-            raise self._subject.nothing()
+            raise self._kind.nothing()
         return self._last
 
     def begin(self, options: Options, ranks: str | Sequence[int] | None = None) -> None:
@@ -89,7 +89,7 @@ class Recordings(CellHook, Generic[Options, Result]):
         """
         chosen = self._ranks.chosen(ranks)
         token = uuid.uuid4().hex
-        self._ranks.call_all(self._subject.begin, options, token, deadline_s=BEGIN_S, ranks=chosen)
+        self._ranks.call_all(self._kind.begin, options, token, deadline_s=BEGIN_S, ranks=chosen)
         self._recorded, self.token = chosen, token
 
     def before(self, metadata: dict[str, Any]) -> Iterable[str]:
@@ -107,7 +107,7 @@ class Recordings(CellHook, Generic[Options, Result]):
         Raises:
             As `begin` and `finish`; a failure of the cell goes first.
         """
-        with progress.of_ranks(self._ranks, self._subject.noun, period_s=WATCH_S) as self._tell:
+        with progress.of_ranks(self._ranks, self._kind.noun, period_s=WATCH_S) as self._tell:
             self._tell("preparing")
             self.begin(options, ranks)
             self._tell("recording")
@@ -129,12 +129,12 @@ class Recordings(CellHook, Generic[Options, Result]):
             Interrupted: If the user interrupted it; what the ranks hold is kept.
         """
         self.token = ""
-        found = self._taken(self._subject.finish, self._recorded)
-        self._last = self._joined(found)
+        answers = self._taken(self._kind.finish, self._recorded)
+        self._last = self._joined(answers)
         self.count += 1
         return self._last
 
-    def _joined(self, found: dict[int, dict[str, Any]]) -> Result:
+    def _joined(self, answers: dict[int, dict[str, Any]]) -> Result:
         """All ranks' parts, in rank order; one that gave nothing has a `problem`."""
         raise NotImplementedError
 
@@ -143,37 +143,37 @@ class Recordings(CellHook, Generic[Options, Result]):
     ) -> dict[int, dict[str, Any]]:
         """What each rank gives, opened, or {"problem": why it gives nothing}."""
         with self._variables.folders(ranks) as folders:
-            answers = self._asked(ask, ranks, folders)
-            return {rank: self._opened(answer) for rank, answer in answers.items()}
+            answers = self._ask_all(ask, ranks, folders)
+            return {rank: self._open(answer) for rank, answer in answers.items()}
 
-    def _asked(
+    def _ask_all(
         self, ask: Callable[..., Future[PackedValue]], ranks: Sequence[int], folders: Sequence[str]
     ) -> dict[int, PackedValue | str]:
-        noun = self._subject.noun
-        found: dict[int, PackedValue | str] = {}
-        asked: dict[int, Future[Any]] = {}
+        noun = self._kind.noun
+        answers: dict[int, PackedValue | str] = {}
+        futures: dict[int, Future[Any]] = {}
         for rank in ranks:
             if not self._ranks.is_connected(rank):
                 end = self._ranks.end_of(rank)
-                found[rank] = f"It ended{f' ({end})' if end else ''} before its {noun} was read."
+                answers[rank] = f"It ended{f' ({end})' if end else ''} before its {noun} was read."
             elif self._ranks.is_busy(rank):
-                found[rank] = f"It still runs its cell, so its {noun} is not read."
+                answers[rank] = f"It is still running its cell, so its {noun} was not read."
             else:
-                asked[rank] = ask(self._ranks.call, rank, folders)
+                futures[rank] = ask(self._ranks.call, rank, folders)
         end_s = time.monotonic() + FINISH_S
         try:
-            for number, (rank, future) in enumerate(asked.items()):
-                self._tell(f"reading the {noun} of", number, len(asked), "ranks")
-                found[rank] = self._answer(rank, future, end_s)
+            for number, (rank, future) in enumerate(futures.items()):
+                self._tell(f"reading the {noun} of", number, len(futures), "ranks")
+                answers[rank] = self._answer(rank, future, end_s)
         except KeyboardInterrupt:
-            for rank, future in asked.items():
+            for rank, future in futures.items():
                 if not future.done():
                     self._ranks.interrupt(rank)
-            raise Interrupted(f"the {self._subject.nouns} of the ranks were not read") from None
-        return {rank: found[rank] for rank in ranks}
+            raise Interrupted(f"the {self._kind.nouns} of the ranks were not read") from None
+        return {rank: answers[rank] for rank in ranks}
 
     def _answer(self, rank: int, future: Future[Any], end_s: float) -> PackedValue | str:
-        noun = self._subject.noun
+        noun = self._kind.noun
         while True:
             try:
                 parcel: PackedValue = future.result(min(POLL_S, max(0.0, end_s - time.monotonic())))
@@ -181,19 +181,19 @@ class Recordings(CellHook, Generic[Options, Result]):
                 if not self._ranks.is_connected(rank):
                     return f"It ended while its {noun} was read."
                 if time.monotonic() >= end_s:
-                    return f"Its {noun} was not there within {FINISH_S:.0f} s."
-            except Exception as error:  # noqa: BLE001  # whatever a rank raised is told
+                    return f"Its {noun} did not arrive within {FINISH_S:.0f} s."
+            except Exception as error:  # noqa: BLE001  # whatever a rank raised is the reason
                 return str(getattr(error, "evalue", error))
             else:
                 return parcel
 
-    def _opened(self, answer: PackedValue | str) -> dict[str, Any]:
+    def _open(self, answer: PackedValue | str) -> dict[str, Any]:
         if isinstance(answer, str):
             return {"problem": answer}
         try:
             return unpack.opened(answer)
         except NbdistError as error:
-            return {"problem": f"Its {self._subject.noun} did not arrive: {error}"}
+            return {"problem": f"Its {self._kind.noun} did not arrive: {error}"}
 
     def _host(self, rank: int) -> str:
         return self._ranks.topology.ranks[rank].host

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from nbdist.strategy.footprint import CALLS
 from nbdist.trace import intervals, notes, straggler
 from nbdist.trace.intervals import Integers
-from nbdist.trace.match_collectives import matched
+from nbdist.trace.match_collectives import match_collectives
 from nbdist.trace.spans import Spans, common_steps, spans
 from nbdist.trace.trace import COMMUNICATION, KINDS, MARK, WAIT, Events, RankTrace, Trace
 
@@ -150,14 +150,14 @@ def breakdown(trace: Trace) -> TimeBreakdown:
     Only steps that all ranks have recorded are counted; without steps, all that was recorded.
     Ranks of which there is nothing are left out, and named in the notes.
     """
-    traces = [one for one in trace.ranks if len(one.events)]
+    traces = [rank for rank in trace.ranks if len(rank.events)]
     n_steps = common_steps(trace)
-    spans_of = [spans(one, n_steps) for one in traces]
-    calls = matched(traces)
+    spans_of = [spans(rank, n_steps) for rank in traces]
+    calls = match_collectives(traces)
     waited = straggler.waits(traces, calls)
     ranks = tuple(
-        _rank(one, found, waited.get(place), n_steps)
-        for place, (one, found) in enumerate(zip(traces, spans_of, strict=True))
+        _rank(rank, rank_spans, waited.get(place), n_steps)
+        for place, (rank, rank_spans) in enumerate(zip(traces, spans_of, strict=True))
     )
     step_ns = _step_ns(ranks)
     traffic = _traffic(traces, spans_of, n_steps)
@@ -167,41 +167,51 @@ def breakdown(trace: Trace) -> TimeBreakdown:
         slowest=_slowest(ranks, straggler.costs(traces, calls, spans_of), step_ns),
         operations=_operations(traces, spans_of),
         traffic=traffic,
-        sent_bytes=sum(one.sent_bytes for one in traffic),
+        sent_bytes=sum(row.sent_bytes for row in traffic),
         formula_bytes=trace.formula_bytes,
         formula=trace.formula,
-        notes=notes.notes(trace, [one.steps_ns for one in ranks]),
+        notes=notes.notes(trace, [rank.steps_ns for rank in ranks]),
     )
 
 
-def _rank(one: RankTrace, found: Spans, waited: Integers | None, n_steps: int) -> RankBreakdown:
-    sets = [found.window, found.compute, found.communication, found.copy, found.data]
+def _rank(
+    trace: RankTrace, rank_spans: Spans, waited: Integers | None, n_steps: int
+) -> RankBreakdown:
+    sets = [
+        rank_spans.window,
+        rank_spans.compute,
+        rank_spans.communication,
+        rank_spans.copy,
+        rank_spans.data,
+    ]
     cut, (inside, computes, communicates, copies, fetches) = intervals.pieces(sets)
     long_ns = cut[:, 1] - cut[:, 0]
-    rest = inside.copy()
+    is_uncounted = inside.copy()
     parts_ns = []
     for going_on in (computes, communicates, copies, fetches):
-        parts_ns.append(int(long_ns[rest & going_on].sum()))
-        rest &= ~going_on
+        parts_ns.append(int(long_ns[is_uncounted & going_on].sum()))
+        is_uncounted &= ~going_on
     waits = np.empty((0, 2), np.int64) if waited is None else waited
     compute_ns, exposed_ns, copy_ns, data_ns = parts_ns
     return RankBreakdown(
-        rank=one.rank,
-        window_ns=intervals.length(found.window),
+        rank=trace.rank,
+        window_ns=intervals.length(rank_spans.window),
         compute_ns=compute_ns,
         exposed_ns=exposed_ns,
         copy_ns=copy_ns,
         data_ns=data_ns,
-        idle_ns=int(long_ns[rest].sum()),
+        idle_ns=int(long_ns[is_uncounted].sum()),
         overlap_ns=int(long_ns[inside & computes & communicates].sum()),
-        waited_ns=intervals.length(intervals.both(found.exposed, waits)),
-        steps_ns=tuple(step.end_ns - step.start_ns for step in one.steps[:n_steps]),
+        waited_ns=intervals.length(intervals.intersection(rank_spans.exposed, waits)),
+        steps_ns=tuple(step.end_ns - step.start_ns for step in trace.steps[:n_steps]),
     )
 
 
 def _step_ns(ranks: Sequence[RankBreakdown]) -> int:
     """The middle one of all steps, each as long as on the rank that took longest."""
-    longest = [max(each) for each in zip(*(one.steps_ns for one in ranks), strict=True)]
+    longest = [
+        max(durations_ns) for durations_ns in zip(*(rank.steps_ns for rank in ranks), strict=True)
+    ]
     return int(np.median(longest)) if longest else 0
 
 
@@ -210,35 +220,35 @@ def _slowest(
 ) -> Slowest | None:
     if not costs:
         return None
-    place = max(costs, key=lambda one: costs[one])
+    place = max(costs, key=lambda candidate: costs[candidate])
     n_steps = max(1, len(ranks[place].steps_ns))
-    whole_ns = step_ns or max(one.window_ns for one in ranks)
+    whole_ns = step_ns or max(rank.window_ns for rank in ranks)
     if not costs[place] or not whole_ns:
         return None
-    others = max((cost for one, cost in costs.items() if one != place), default=0)
+    others = max((cost for other, cost in costs.items() if other != place), default=0)
     cost_ns = costs[place] // n_steps
     return Slowest(ranks[place].rank, cost_ns, cost_ns / whole_ns, 2 * others < costs[place])
 
 
-def _inside(one: RankTrace, found: Spans) -> npt.NDArray[np.bool_]:
+def _inside(trace: RankTrace, rank_spans: Spans) -> npt.NDArray[np.bool_]:
     """Which events begin within the window."""
-    [[start, end]] = found.window.tolist()
-    inside: npt.NDArray[np.bool_] = (one.events.start_ns >= start) & (one.events.start_ns < end)
+    [[start, end]] = rank_spans.window.tolist()
+    inside: npt.NDArray[np.bool_] = (trace.events.start_ns >= start) & (trace.events.start_ns < end)
     return inside
 
 
 def _operations(traces: Sequence[RankTrace], spans_of: Sequence[Spans]) -> tuple[Operation, ...]:
     counts: Counter[tuple[str, int]] = Counter()
     times_ns: Counter[tuple[str, int]] = Counter()
-    for one, found in zip(traces, spans_of, strict=True):
-        events = one.events
-        chosen = _inside(one, found) & ~np.isin(events.kind, (MARK, WAIT))
+    for trace, rank_spans in zip(traces, spans_of, strict=True):
+        events = trace.events
+        chosen = _inside(trace, rank_spans) & ~np.isin(events.kind, (MARK, WAIT))
         codes = events.name[chosen].astype(np.int64) * len(KINDS) + events.kind[chosen]
-        size = len(one.names) * len(KINDS)
+        size = len(trace.names) * len(KINDS)
         counted = np.bincount(codes, minlength=size)
         spent_ns = np.bincount(codes, self_ns(events)[chosen].astype(np.float64), minlength=size)
         for code in np.flatnonzero(counted):
-            key = (one.names[code // len(KINDS)], int(code % len(KINDS)))
+            key = (trace.names[code // len(KINDS)], int(code % len(KINDS)))
             counts[key] += int(counted[code])
             times_ns[key] += int(spent_ns[code])
     whole_ns = max(1, sum(times_ns.values()))
@@ -250,7 +260,7 @@ def _operations(traces: Sequence[RankTrace], spans_of: Sequence[Spans]) -> tuple
 
 def self_ns(events: Events) -> Integers:
     """The duration of each event without that of events right inside it on its lane."""
-    left = events.duration_ns.copy()
+    remaining_ns = events.duration_ns.copy()
     for lane in np.unique(events.lane):
         on = np.flatnonzero(events.lane == lane)
         depth = events.depth[on]
@@ -258,31 +268,38 @@ def self_ns(events: Events) -> Integers:
             inner, outer = on[depth == level], on[depth == level - 1]
             around = np.searchsorted(outer, inner) - 1
             has_outer = around >= 0
-            np.subtract.at(left, outer[around[has_outer]], events.duration_ns[inner[has_outer]])
-    return np.maximum(left, 0)
+            np.subtract.at(
+                remaining_ns, outer[around[has_outer]], events.duration_ns[inner[has_outer]]
+            )
+    return np.maximum(remaining_ns, 0)
 
 
 def _traffic(
     traces: Sequence[RankTrace], spans_of: Sequence[Spans], n_steps: int
 ) -> tuple[Traffic, ...]:
     durations_ns: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
-    for one, found in zip(traces, spans_of, strict=True):
-        events = one.events
-        for place in np.flatnonzero(_inside(one, found) & (events.kind == COMMUNICATION)):
+    for trace, rank_spans in zip(traces, spans_of, strict=True):
+        events = trace.events
+        for place in np.flatnonzero(_inside(trace, rank_spans) & (events.kind == COMMUNICATION)):
             group = int(events.group[place])
-            told = one.groups[group] if group >= 0 else ""
-            n = len(one.group_ranks[group]) if group >= 0 else len(traces)
-            key = (one.names[events.name[place]], told, int(events.size_bytes[place]), n)
+            group_name = trace.groups[group] if group >= 0 else ""
+            n_ranks = len(trace.group_ranks[group]) if group >= 0 else len(traces)
+            key = (
+                trace.names[events.name[place]],
+                group_name,
+                int(events.size_bytes[place]),
+                n_ranks,
+            )
             durations_ns[key].append(int(events.duration_ns[place]))
     per = max(1, n_steps) * max(1, len(traces))
     rows = [
         Traffic(
-            name, group, size_bytes, len(each) / per,
-            sent_share(name, n) * size_bytes * len(each) / per, int(np.median(each)),
+            name, group, size_bytes, len(calls_ns) / per,
+            sent_share(name, n_ranks) * size_bytes * len(calls_ns) / per, int(np.median(calls_ns)),
         )
-        for (name, group, size_bytes, n), each in durations_ns.items()
+        for (name, group, size_bytes, n_ranks), calls_ns in durations_ns.items()
     ]  # fmt: skip
-    return tuple(sorted(rows, key=lambda one: (-one.sent_bytes, one.name, one.size_bytes)))
+    return tuple(sorted(rows, key=lambda row: (-row.sent_bytes, row.name, row.size_bytes)))
 
 
 def sent_share(name: str, n: int) -> float:

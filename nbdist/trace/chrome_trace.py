@@ -76,7 +76,7 @@ class RawTrace:
         threads: (process, thread) -> its names.
         header: What stands before the events: the rank, process groups, versions.
         base_ns: Since 1970, where the file says it; 0 otherwise.
-        problem: Why something lacks, as a sentence.
+        problem: Why something is missing, as a sentence.
     """
 
     start_ns: Integers
@@ -183,30 +183,30 @@ class _Scan:
             self.problem = f"{self.path.name} is cut off or damaged ({error})"
 
     def _take(self, text: bytes, *, is_last: bool = False) -> None:
-        found = _EVENT.findall(text)
-        if len(found) < text.count(b'"ph": "X"') - is_last:
+        matches = _EVENT.findall(text)
+        if len(matches) < text.count(b'"ph": "X"') - is_last:
             raise _Foreign
         self._take_threads(text)
-        if not found:
+        if not matches:
             return
-        heads, starts, durations = zip(*found, strict=True)
+        heads, starts, durations = zip(*matches, strict=True)
         numbers = np.fromiter(map(self.table.__getitem__, heads), np.int32, len(heads))
         self.heads.append(numbers)
         self.starts.append(_nanoseconds(starts))
         self.durations.append(_nanoseconds(durations))
         is_wanted = np.array([_WANTED.match(head) is not None for head in self.table])
         self._take_args(text, np.flatnonzero(is_wanted[numbers]))
-        self.count += len(found)
+        self.count += len(matches)
 
     def _take_args(self, text: bytes, wanted: Integers) -> None:
         for number, match in zip(wanted, _WANTED.finditer(text), strict=False):
             if args := _ARGS.match(text, match.end()):
-                self.args[self.count + int(number)] = _parsed(args.group(1))
+                self.args[self.count + int(number)] = _parse(args.group(1))
 
     def _take_threads(self, text: bytes) -> None:
         for process, thread, args in _THREAD.findall(text):
             key = (_plain(process), _plain(thread))
-            name = str(_parsed(args).get("name", ""))
+            name = str(_parse(args).get("name", ""))
             self.threads[key] = (*self.threads.get(key, ()), name)
 
     def _whole(self, header: Mapping[str, Any]) -> RawTrace:
@@ -245,8 +245,8 @@ def _nanoseconds(texts: tuple[bytes, ...]) -> Integers:
 
 
 def _head(text: bytes) -> Head:
-    one = json.loads(b"{" + text + b"}")
-    return Head(one["cat"], one["name"], str(one["pid"]), str(one["tid"]))
+    record = json.loads(b"{" + text + b"}")
+    return Head(record["cat"], record["name"], str(record["pid"]), str(record["tid"]))
 
 
 def _is_wanted(head: Head) -> bool:
@@ -258,7 +258,7 @@ def _plain(text: bytes) -> str:
     return str(json.loads(text))
 
 
-def _parsed(text: bytes) -> Mapping[str, Any]:
+def _parse(text: bytes) -> Mapping[str, Any]:
     try:
         parsed = json.loads(text)
     except ValueError:
@@ -269,19 +269,19 @@ def _parsed(text: bytes) -> Mapping[str, Any]:
 def _from_json(path: Path, file: BinaryIO) -> RawTrace:
     """Any file in Chrome's trace format."""
     try:
-        whole = json.loads(b"".join(_chunks(file)).decode("utf-8", "replace"))
+        content = json.loads(b"".join(_chunks(file)).decode("utf-8", "replace"))
     except (ValueError, EOFError, zlib.error) as error:
         raise TraceError(
-            f"{path} is no trace, or is cut off: it cannot be read as JSON ({error})."
+            f"{path} is not a trace, or is cut off: it cannot be read as JSON ({error})."
         ) from error
-    header = {} if isinstance(whole, list) else whole
-    events = whole if isinstance(whole, list) else header.pop("traceEvents", None)
+    header = {} if isinstance(content, list) else content
+    events = content if isinstance(content, list) else header.pop("traceEvents", None)
     if not isinstance(events, list):
         raise TraceError(
-            f"{path} is no trace: it has no list `traceEvents`. A trace is what "
-            "torch.profiler's export_chrome_trace writes."
+            f"{path} is not a trace: it has no list `traceEvents`. Use a file that "
+            "torch.profiler's export_chrome_trace wrote."
         )
-    return _from_events([one for one in events if isinstance(one, dict)], header)
+    return _from_events([event for event in events if isinstance(event, dict)], header)
 
 
 def _from_events(events: Iterable[Mapping[str, Any]], header: Mapping[str, Any]) -> RawTrace:
@@ -292,20 +292,20 @@ def _from_events(events: Iterable[Mapping[str, Any]], header: Mapping[str, Any])
     numbers: list[int] = []
     starts: list[int] = []
     durations: list[int] = []
-    for one in events:
-        key = (str(one.get("pid", "")), str(one.get("tid", "")))
-        args_given = one.get("args")
-        notes: Mapping[str, Any] = args_given if isinstance(args_given, dict) else {}
-        if one.get("ph") == "M" and one.get("name") == "thread_name":
+    for event in events:
+        key = (str(event.get("pid", "")), str(event.get("tid", "")))
+        raw_args = event.get("args")
+        notes: Mapping[str, Any] = raw_args if isinstance(raw_args, dict) else {}
+        if event.get("ph") == "M" and event.get("name") == "thread_name":
             threads[key] = (*threads.get(key, ()), str(notes.get("name", "")))
-        if one.get("ph") != "X" or "ts" not in one:
+        if event.get("ph") != "X" or "ts" not in event:
             continue
-        head = Head(str(one.get("cat", "")), str(one.get("name", "")), *key)
+        head = Head(str(event.get("cat", "")), str(event.get("name", "")), *key)
         if _is_wanted(head):
             args[len(numbers)] = notes
         numbers.append(table[head])
-        starts.append(round(float(one["ts"]) * 1000))
-        durations.append(round(float(one.get("dur", 0)) * 1000))
+        starts.append(round(float(event["ts"]) * 1000))
+        durations.append(round(float(event.get("dur", 0)) * 1000))
     return RawTrace(
         start_ns=np.array(starts, np.int64),
         duration_ns=np.array(durations, np.int64),

@@ -35,18 +35,18 @@ def write_merged(trace: Trace, path: Path) -> None:
 
 def _lines(trace: RankTrace) -> Iterator[str]:
     names = [*(lane.name for lane in trace.lanes), "steps"]
-    yield _said(trace.rank, 0, "process_name", "name", f"rank {trace.rank}, {trace.host}")
-    yield _said(trace.rank, 0, "process_sort_index", "sort_index", trace.rank)
+    yield _metadata(trace.rank, 0, "process_name", "name", f"rank {trace.rank}, {trace.host}")
+    yield _metadata(trace.rank, 0, "process_sort_index", "sort_index", trace.rank)
     for thread, name in enumerate(names):
-        yield _said(trace.rank, thread, "thread_name", "name", name)
-        yield _said(trace.rank, thread, "thread_sort_index", "sort_index", thread)
+        yield _metadata(trace.rank, thread, "thread_name", "name", name)
+        yield _metadata(trace.rank, thread, "thread_sort_index", "sort_index", thread)
     for step in trace.steps:
         where = f'"name": "step {step.number}", "cat": "step", "tid": {len(trace.lanes)}'
         yield _event(trace.rank, where, step.start_ns, step.end_ns - step.start_ns, "")
     yield from _events(trace)
 
 
-def _said(process: int, thread: int, name: str, key: str, value: object) -> str:
+def _metadata(process: int, thread: int, name: str, key: str, value: object) -> str:
     return json.dumps(
         {"ph": "M", "name": name, "pid": process, "tid": thread, "args": {key: value}}
     )
@@ -60,7 +60,7 @@ def _event(process: int, where: str, start_ns: int, duration_ns: int, args: str)
 
 
 def _us(time_ns: int) -> str:
-    """Microseconds, exactly."""
+    """A time in microseconds, as exact decimal text."""
     sign = "-" if time_ns < 0 else ""
     return f"{sign}{abs(time_ns) // 1000}.{abs(time_ns) % 1000:03d}"
 
@@ -87,7 +87,7 @@ def _events(trace: RankTrace) -> Iterator[str]:
 
 
 def _args(trace: RankTrace, size_bytes: int, group: int) -> str:
-    told: dict[str, object] = {"bytes": size_bytes}
+    notes: dict[str, object] = {"bytes": size_bytes}
     if group >= 0:
-        told["group"] = trace.groups[group]
-    return f', "args": {json.dumps(told)}'
+        notes["group"] = trace.groups[group]
+    return f', "args": {json.dumps(notes)}'

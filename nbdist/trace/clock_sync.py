@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nbdist.trace.match_collectives import matched
-from nbdist.trace.read import Recording
+from nbdist.trace.match_collectives import match_collectives
+from nbdist.trace.read import RecordedTrace
 from nbdist.trace.trace import RankTrace, Step, Trace
 
 
@@ -24,7 +24,7 @@ class Clock:
     Attributes:
         offset_ns: To be added to its times.
         spread_ns: Half of the collectives say an offset that is closer to it than this.
-        count: Collectives by which it is known; 0 where it is taken as it is.
+        count: Collectives by which it is known; 0 where it was not adjusted.
     """
 
     offset_ns: int
@@ -32,67 +32,73 @@ class Clock:
     count: int = 0
 
 
-def joined(recordings: Sequence[Recording], missing: Sequence[RankTrace] = ()) -> Trace:
+def align(recordings: Sequence[RecordedTrace], missing: Sequence[RankTrace] = ()) -> Trace:
     """The traces of all ranks, by one clock that begins at 0.
 
     Args:
         recordings: Of different ranks.
         missing: What there is of other ranks: nothing but a reason.
     """
-    known = all(one.zero_ns for one in recordings)
-    zeros_ns = [one.zero_ns if known else 0 for one in recordings]
+    has_zeros = all(recording.zero_ns for recording in recordings)
+    zeros_ns = [recording.zero_ns if has_zeros else 0 for recording in recordings]
     clocks = offsets(recordings)
     shifts_ns = [
-        zero_ns + clocks[one.trace.host].offset_ns
-        for zero_ns, one in zip(zeros_ns, recordings, strict=True)
+        zero_ns + clocks[recording.trace.host].offset_ns
+        for zero_ns, recording in zip(zeros_ns, recordings, strict=True)
     ]
     first_ns = min(shifts_ns, default=0)
     moved = [
-        _moved(one.trace, shift_ns - first_ns)
-        for one, shift_ns in zip(recordings, shifts_ns, strict=True)
+        _shift(recording.trace, shift_ns - first_ns)
+        for recording, shift_ns in zip(recordings, shifts_ns, strict=True)
     ]
-    told = next((one.ours for one in recordings if one.ours.get("strategy")), {})
-    notes = [] if known else ["The files do not tell when they begin: each rank begins at 0."]
+    ours = next((recording.ours for recording in recordings if recording.ours.get("strategy")), {})
+    notes = [] if has_zeros else ["The files have no start time: each rank begins at 0."]
     return Trace(
-        ranks=tuple(sorted([*moved, *missing], key=lambda one: one.rank)),
-        strategy=str(told.get("strategy", "")),
-        formula=tuple(map(str, told.get("formula") or ())),
-        formula_bytes=told.get("formula_bytes"),
-        notes=(*notes, *_told(clocks)),
+        ranks=tuple(sorted([*moved, *missing], key=lambda trace: trace.rank)),
+        strategy=str(ours.get("strategy", "")),
+        formula=tuple(map(str, ours.get("formula") or ())),
+        formula_bytes=ours.get("formula_bytes"),
+        notes=(*notes, *_clock_notes(clocks)),
     )
 
 
-def offsets(recordings: Sequence[Recording]) -> Mapping[str, Clock]:
+def offsets(recordings: Sequence[RecordedTrace]) -> Mapping[str, Clock]:
     """Host -> its clock, against that of the first recording's host.
 
     The median over the collectives that two hosts have in common; a host that has none with the
     first one is compared with one that has.
     """
-    hosts = list(dict.fromkeys(one.trace.host for one in recordings))
+    hosts = list(dict.fromkeys(recording.trace.host for recording in recordings))
     between = _differences(recordings) if len(hosts) > 1 else {}
-    found = {host: Clock(0) for host in hosts[:1]}
+    clocks = {host: Clock(0) for host in hosts[:1]}
     reached = hosts[:1]
     for near in reached:  # grows while it is read
         for far in hosts:
-            seen = between.get((near, far))
-            if far not in found and seen:
-                offset = np.median(seen)
-                spread = int(np.median(np.abs(np.array(seen) - offset)))
-                found[far] = Clock(found[near].offset_ns + int(offset), spread, len(seen))
+            differences_ns = between.get((near, far))
+            if far not in clocks and differences_ns:
+                offset = np.median(differences_ns)
+                spread = int(np.median(np.abs(np.array(differences_ns) - offset)))
+                clocks[far] = Clock(
+                    clocks[near].offset_ns + int(offset), spread, len(differences_ns)
+                )
                 reached.append(far)
-    return found | {host: Clock(0) for host in hosts if host not in found}
+    return clocks | {host: Clock(0) for host in hosts if host not in clocks}
 
 
-def _differences(recordings: Sequence[Recording]) -> dict[tuple[str, str], list[int]]:
+def _differences(recordings: Sequence[RecordedTrace]) -> dict[tuple[str, str], list[int]]:
     """(near, far) -> for each common collective, how much later it ended by near's clock."""
     between: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for calls in matched([one.trace for one in recordings]):
+    for calls in match_collectives([recording.trace for recording in recordings]):
         ends_ns: dict[str, list[np.ndarray]] = defaultdict(list)
         for place, events in zip(calls.ranks, calls.events, strict=True):
-            one = recordings[place]
-            end_ns = one.trace.events.start_ns[events] + one.trace.events.duration_ns[events]
+            recording = recordings[place]
+            end_ns = (
+                recording.trace.events.start_ns[events] + recording.trace.events.duration_ns[events]
+            )
             # Since 1970 they have more digits than a float, which a median is.
-            ends_ns[one.trace.host].append(end_ns + (one.zero_ns - recordings[0].zero_ns))
+            ends_ns[recording.trace.host].append(
+                end_ns + (recording.zero_ns - recordings[0].zero_ns)
+            )
         # The middle one of a host's ranks: one alone can be late to note it.
         middle = {host: np.median(np.stack(ends), axis=0) for host, ends in ends_ns.items()}
         for near, near_ns in middle.items():
@@ -102,28 +108,28 @@ def _differences(recordings: Sequence[Recording]) -> dict[tuple[str, str], list[
     return between
 
 
-def _moved(trace: RankTrace, shift_ns: int) -> RankTrace:
+def _shift(trace: RankTrace, shift_ns: int) -> RankTrace:
     if not shift_ns:
         return trace
     steps = (
-        Step(one.number, one.start_ns + shift_ns, one.end_ns + shift_ns) for one in trace.steps
+        Step(step.number, step.start_ns + shift_ns, step.end_ns + shift_ns) for step in trace.steps
     )
     events = replace(trace.events, start_ns=trace.events.start_ns + shift_ns)
     return replace(trace, events=events, steps=tuple(steps))
 
 
-def _told(clocks: Mapping[str, Clock]) -> list[str]:
-    told = []
+def _clock_notes(clocks: Mapping[str, Clock]) -> list[str]:
+    notes = []
     for host, clock in list(clocks.items())[1:]:
         if clock.count:
-            told.append(
-                f"The clock of {host} was moved by {clock.offset_ns / 1e6:.3f} ms, by the ends of "
-                f"{clock.count} collectives; half of them agree within {clock.spread_ns / 1e3:.0f} "
-                "us."
+            notes.append(
+                f"The clock of {host} was shifted by {clock.offset_ns / 1e6:.3f} ms to match the "
+                f"ends of {clock.count} collectives; half of them agree within "
+                f"{clock.spread_ns / 1e3:.0f} us."
             )
         else:
-            told.append(
-                f"The clock of {host} is taken as it is: its ranks recorded no collective together "
+            notes.append(
+                f"The clock of {host} was not adjusted: its ranks recorded no collective in common "
                 "with the others."
             )
-    return told
+    return notes

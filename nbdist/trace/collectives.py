@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist.trace import names as trace_trace_names
+from nbdist.trace import names as trace_names
 
 # In the header of a rank's file: process groups, as torch's profiler writes them.
 INFO = "distributedInfo"
@@ -17,8 +17,8 @@ SLACK_NS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A process group.
+class TraceGroup:
+    """A process group whose collectives a trace has.
 
     Attributes:
         name: As the user calls it.
@@ -37,7 +37,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CollectiveCall:
     """A call of a collective, as some part of the trace has it.
 
     Attributes:
@@ -45,7 +45,7 @@ class Call:
         start_ns: When it began, or was issued.
         args: The profiler's notes.
         lane: On which lane.
-        torch_group: torch's name of its group; empty where that is not told.
+        torch_group: torch's name of its group; empty where it is unknown.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Meaning:
     Attributes:
         name: As people write it, of what the program has called.
         size_bytes: The whole message, which all ranks of the group make or get.
-        group: Place in the groups; -1 where the trace does not tell.
+        group: Place in the groups; -1 where it is unknown.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Meaning:
     group: int
 
 
-def groups_of(header: Mapping[str, Any], called: Mapping[str, str]) -> tuple[Group, ...]:
+def groups_of(header: Mapping[str, Any], called: Mapping[str, str]) -> tuple[TraceGroup, ...]:
     """The process groups of a file.
 
     Args:
@@ -79,35 +79,40 @@ def groups_of(header: Mapping[str, Any], called: Mapping[str, str]) -> tuple[Gro
     """
     info = header.get(INFO)
     listed = info.get("pg_config") if isinstance(info, dict) else None
-    groups: list[Group] = []
-    for one in listed if isinstance(listed, list) else []:
-        torch_name = str(one.get("pg_name", len(groups)))
-        told = str(one.get("pg_desc") or "")
-        name = called.get(torch_name) or ("all ranks" if told == "default_pg" else told)
+    groups: list[TraceGroup] = []
+    for config in listed if isinstance(listed, list) else []:
+        torch_name = str(config.get("pg_name", len(groups)))
+        description = str(config.get("pg_desc") or "")
+        name = called.get(torch_name) or (
+            "all ranks" if description == "default_pg" else description
+        )
         # The ranks are left out where the group is of all.
-        ranks = one.get("ranks") or range(int(one.get("pg_size") or 1))
-        groups.append(Group(name or f"group {torch_name}", tuple(map(int, ranks)), torch_name))
+        ranks = config.get("ranks") or range(int(config.get("pg_size") or 1))
+        groups.append(TraceGroup(name or f"group {torch_name}", tuple(map(int, ranks)), torch_name))
     return tuple(groups)
 
 
-def of_nccl(call: Call, groups: Sequence[Group]) -> Meaning:
+def of_nccl(call: CollectiveCall, groups: Sequence[TraceGroup]) -> Meaning:
     """A kernel of NCCL, by the notes that torch gives it (ParamCommsUtils.hpp)."""
     args = call.args
-    name = trace_trace_names.collective(str(args.get("Collective name") or call.name))
+    name = trace_names.collective(str(args.get("Collective name") or call.name))
     place = _place(str(args.get("Process Group Name", "")), groups)
-    n = int(args.get("Group size") or (groups[place].size if place >= 0 else 1))
-    width = trace_trace_names.type_bytes(str(args.get("dtype", "")))
+    n_ranks = int(args.get("Group size") or (groups[place].size if place >= 0 else 1))
+    width = trace_names.type_bytes(str(args.get("dtype", "")))
     sizes = [int(args.get(key) or 0) for key in ("In msg nelems", "Out msg nelems")]
-    return Meaning(name, _whole(name, max(sizes) * width, n), place)
+    return Meaning(name, _whole(name, max(sizes) * width, n_ranks), place)
 
 
 def of_gloo(
-    calls: Sequence[Call], issued: Sequence[Call], recorded: Sequence[Call], groups: Sequence[Group]
+    calls: Sequence[CollectiveCall],
+    issued: Sequence[CollectiveCall],
+    recorded: Sequence[CollectiveCall],
+    groups: Sequence[TraceGroup],
 ) -> list[Meaning]:
     """Gloo's calls, by what was issued before each; the trace has no link between the two.
 
-    Gloo does some collectives by way of others (a reduce-scatter as an all-reduce): what the
-    program has called is told.
+    Gloo does some collectives by way of others (a reduce-scatter as an all-reduce): the
+    meaning is what the program has called.
 
     Args:
         calls: Gloo's own, in the order of their starts.
@@ -120,17 +125,17 @@ def of_gloo(
     meanings = []
     for call in calls:
         place = group_of.get(call.lane, 0 if len(groups) == 1 else -1)
-        n = groups[place].size if place >= 0 else 1
+        n_ranks = groups[place].size if place >= 0 else 1
         elements = sum(_elements(call.args))
         types = call.args.get("Input type") or [""]
-        width = trace_trace_names.type_bytes(str(types[0]))
+        width = trace_names.type_bytes(str(types[0]))
         partner = waiting.take(call, elements)
         name = call.name if partner is None else partner.name
         if partner is not None:
             elements = max([elements, *_elements(partner.args)])
         elif name == "all-gather":
-            elements *= n
-        meanings.append(Meaning(name, _whole(name, elements * width, n), place))
+            elements *= n_ranks
+        meanings.append(Meaning(name, _whole(name, elements * width, n_ranks), place))
     return meanings
 
 
@@ -139,7 +144,7 @@ def _whole(name: str, size_bytes: int, n: int) -> int:
     return size_bytes * n if name == "all-to-all" else size_bytes
 
 
-def _place(torch_name: str, groups: Sequence[Group]) -> int:
+def _place(torch_name: str, groups: Sequence[TraceGroup]) -> int:
     names = [group.torch_name for group in groups]
     return names.index(torch_name) if torch_name in names else -1
 
@@ -147,7 +152,7 @@ def _place(torch_name: str, groups: Sequence[Group]) -> int:
 def _elements(args: Mapping[str, Any]) -> list[int]:
     """Elements of each input of an operator; a list of tensors counts as one."""
     dims = args.get("Input Dims")
-    return [_count(one) for one in dims] if isinstance(dims, list) else []
+    return [_count(shape) for shape in dims] if isinstance(dims, list) else []
 
 
 def _count(dims: Any) -> int:
@@ -165,39 +170,42 @@ _DONE_BY = {"reduce-scatter": {"all-reduce", "reduce-scatter"}}
 class _Waiting:
     """Calls that were issued and not matched yet."""
 
-    def __init__(self, issued: Iterable[Call]):
-        self._by_name: dict[str, list[Call]] = defaultdict(list)
+    def __init__(self, issued: Iterable[CollectiveCall]):
+        self._by_name: dict[str, list[CollectiveCall]] = defaultdict(list)
         for call in issued:
-            for done in _DONE_BY.get(call.name, {call.name}):
-                self._by_name[done].append(call)
-        self._taken: set[int] = set()
+            for gloo_name in _DONE_BY.get(call.name, {call.name}):
+                self._by_name[gloo_name].append(call)
+        self._matched: set[int] = set()
         self._first: Counter[str] = Counter()
 
-    def take(self, call: Call, elements: int) -> Call | None:
+    def take(self, call: CollectiveCall, elements: int) -> CollectiveCall | None:
         """The first that fits: issued before, and with an input of that many elements."""
-        line = self._by_name[call.name]
+        queue = self._by_name[call.name]
         while (
-            self._first[call.name] < len(line) and id(line[self._first[call.name]]) in self._taken
+            self._first[call.name] < len(queue)
+            and id(queue[self._first[call.name]]) in self._matched
         ):
             self._first[call.name] += 1
-        for one in line[self._first[call.name] :]:
-            if one.start_ns > call.start_ns + SLACK_NS:
+        for candidate in queue[self._first[call.name] :]:
+            if candidate.start_ns > call.start_ns + SLACK_NS:
                 return None
-            sizes = _elements(one.args)
-            if id(one) not in self._taken and (elements in sizes or not elements):
-                self._taken.add(id(one))
-                return one
+            sizes = _elements(candidate.args)
+            if id(candidate) not in self._matched and (elements in sizes or not elements):
+                self._matched.add(id(candidate))
+                return candidate
         return None
 
 
 def _groups_of_lanes(
-    calls: Sequence[Call], recorded: Sequence[Call], groups: Sequence[Group]
+    calls: Sequence[CollectiveCall],
+    recorded: Sequence[CollectiveCall],
+    groups: Sequence[TraceGroup],
 ) -> dict[int, int]:
-    """Lane -> group: each of Gloo's threads belongs to one, and most of its calls tell which."""
+    """Lane -> group: each of Gloo's threads belongs to one, which most of its calls name."""
     votes: dict[int, Counter[int]] = defaultdict(Counter)
     waiting = _Waiting(recorded)
     for call in calls:
-        one = waiting.take(call, sum(_elements(call.args)))
-        if one is not None:
-            votes[call.lane][_place(one.torch_group, groups)] += 1
+        issued = waiting.take(call, sum(_elements(call.args)))
+        if issued is not None:
+            votes[call.lane][_place(issued.torch_group, groups)] += 1
     return {lane: counted.most_common(1)[0][0] for lane, counted in votes.items()}

@@ -26,7 +26,7 @@ Truths = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TimelineRow:
     """One row of the picture.
 
     Attributes:
@@ -59,7 +59,7 @@ class TraceRows:
         group: Place in `groups`, or -1.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[TimelineRow, ...]
     names: tuple[str, ...]
     groups: tuple[str, ...]
     depth: int
@@ -154,7 +154,7 @@ def layout_rows(trace: Trace, most_rows: int) -> TraceRows:
     )
 
 
-def merged(events: TraceRows, width_ns: int, full_ns: tuple[int, int] = NOWHERE) -> Items:
+def merge_short(events: TraceRows, width_ns: int, full_ns: tuple[int, int] = NOWHERE) -> Items:
     """The events at one resolution: at most one block for each row, kind and stretch of time.
 
     Durations, counts and sizes of each row and kind add up to those of the events.
@@ -163,15 +163,15 @@ def merged(events: TraceRows, width_ns: int, full_ns: tuple[int, int] = NOWHERE)
     short, long = np.flatnonzero(is_short), np.flatnonzero(~is_short)
     first = _begins(events, short, width_ns)
     blocks = _blocks(events, short, first)
-    own = (getattr(events, name)[long] for name in ("row", "kind", "start_ns"))
-    whole = [
-        *own,
+    long_columns = (getattr(events, name)[long] for name in ("row", "kind", "start_ns"))
+    singles = [
+        *long_columns,
         events.start_ns[long] + events.duration_ns[long],
         events.duration_ns[long],
         np.ones(len(long), np.int64),
         *(getattr(events, name)[long] for name in ("name", "size_bytes", "group")),
     ]
-    columns = [np.concatenate(pair) for pair in zip(blocks, whole, strict=True)]
+    columns = [np.concatenate(pair) for pair in zip(blocks, singles, strict=True)]
     order = np.lexsort((columns[2], columns[0]))
     return Items(width_ns, full_ns, *(column[order] for column in columns))
 
@@ -192,10 +192,10 @@ def finest_fitting(events: TraceRows, most_items: int, full_ns: tuple[int, int] 
             high = middle
         else:
             low = middle + 1
-    return merged(events, widths[high], full_ns)
+    return merge_short(events, widths[high], full_ns)
 
 
-def full(trace: Trace, events: TraceRows, most_items: int) -> tuple[int, int]:
+def full_window(trace: Trace, events: TraceRows, most_items: int) -> tuple[int, int]:
     """A stretch in which so few events begin: the middle step, or as much of it as has room.
 
     Without steps it is a part of the whole recording, from its middle on.
@@ -223,18 +223,20 @@ def _heights(events: Events, lanes: int) -> Integers:
 
 def _depth(heights: Integers, most_rows: int) -> int:
     depths = range(MOST_DEPTH, LEAST_DEPTH, -1)
-    return next((d for d in depths if np.minimum(heights, d).sum() <= most_rows), LEAST_DEPTH)
+    return next(
+        (depth for depth in depths if np.minimum(heights, depth).sum() <= most_rows), LEAST_DEPTH
+    )
 
 
-def _rows(heights: Sequence[Integers], depth: int) -> Iterator[Row]:
+def _rows(heights: Sequence[Integers], depth: int) -> Iterator[TimelineRow]:
     for place, lanes in enumerate(heights):
         for lane, height in enumerate(lanes):
-            yield from (Row(place, lane, level) for level in range(min(height, depth)))
+            yield from (TimelineRow(place, lane, level) for level in range(min(height, depth)))
 
 
-def _numbers(texts: Sequence[str], known: dict[str, int]) -> Integers:
+def _numbers(texts: Sequence[str], numbers: dict[str, int]) -> Integers:
     """The number of each text among those of all ranks; -1 stays -1."""
-    return np.array([*(known.setdefault(text, len(known)) for text in texts), -1], np.int64)
+    return np.array([*(numbers.setdefault(text, len(numbers)) for text in texts), -1], np.int64)
 
 
 def _begins(events: TraceRows, short: Integers, width_ns: int) -> Integers:

@@ -39,204 +39,208 @@ _SPOTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class TraceContext:
     """One rank, and what is known of all.
 
     Attributes:
         trace: All of it.
         shares: Its numbers.
         rank: The rank's own trace.
-        own: Its numbers.
+        breakdown: Its numbers.
         spans: When it did what.
     """
 
     trace: Trace
     shares: TimeBreakdown
     rank: RankTrace
-    own: RankBreakdown
+    breakdown: RankBreakdown
     spans: Spans
 
     @property
     def n_steps(self) -> int:
         """Steps that count; 1 where there are none."""
-        return max(1, len(self.own.steps_ns))
+        return max(1, len(self.breakdown.steps_ns))
 
     @property
     def per(self) -> str:
         """What numbers are per."""
-        return "step" if self.own.steps_ns else "recording"
+        return "step" if self.breakdown.steps_ns else "recording"
 
     def part(self, time_ns: float) -> float:
         """A time as a share of what is looked at."""
-        return time_ns / max(1, self.own.window_ns)
+        return time_ns / max(1, self.breakdown.window_ns)
 
 
-def copies_to_host(scene: Scene) -> RuleHit | None:
+def copies_to_host(context: TraceContext) -> RuleHit | None:
     """A GPU's values are read by Python again and again, which waits for it each time."""
-    chosen = _chosen(scene, (COPY,), _TO_HOST)
-    count = int(chosen.sum()) / scene.n_steps
-    if scene.rank.device == "cpu" or count <= COPIES_PER_STEP:
+    chosen = _select(context, (COPY,), _TO_HOST)
+    count = int(chosen.sum()) / context.n_steps
+    if context.rank.device == "cpu" or count <= COPIES_PER_STEP:
         return None
     # The wait before a copy is what it costs; the copy itself is short.
-    waits = _merged(
-        scene, _chosen(scene, (HOST,), re.compile(r"aten::(item|_local_scalar_dense)$"))
+    waits = _union(
+        context, _select(context, (HOST,), re.compile(r"aten::(item|_local_scalar_dense)$"))
     )
-    spent_ns = max(intervals.length(waits), intervals.length(_merged(scene, chosen)))
+    spent_ns = max(intervals.length(waits), intervals.length(_union(context, chosen)))
     return RuleHit(
-        f"{count:.0f} copies from the GPU to the host per {scene.per} on rank {scene.rank.rank}",
-        share=scene.part(spent_ns),
-        spots=_spots(scene, chosen),
+        f"{count:.0f} copies from the GPU to the host per {context.per} "
+        f"on rank {context.rank.rank}",
+        share=context.part(spent_ns),
+        spots=_spots(context, chosen),
     )
 
 
-def casts(scene: Scene) -> RuleHit | None:
+def casts(context: TraceContext) -> RuleHit | None:
     """Values are copied from one type to another."""
-    chosen = _chosen(scene, (COMPUTE,), _CASTS)
-    # The optimizer's own numbers (its count of steps) are none that a user casts.
-    steps = _merged(scene, _chosen(scene, (MARK,), re.compile(r"Optimizer\.")))
-    spent_ns = intervals.length(intervals.without(_merged(scene, chosen), steps))
-    share = spent_ns / max(1, scene.own.compute_ns)
+    chosen = _select(context, (COMPUTE,), _CASTS)
+    # The optimizer's own numbers (its count of steps) are not cast by the user.
+    steps = _union(context, _select(context, (MARK,), re.compile(r"Optimizer\.")))
+    spent_ns = intervals.length(intervals.difference(_union(context, chosen), steps))
+    share = spent_ns / max(1, context.breakdown.compute_ns)
     if share <= TENTH:
         return None
     return RuleHit(
-        f"copies from one type to another are {share:.0%} of what rank {scene.rank.rank} computes "
-        f"({int(chosen.sum()) / scene.n_steps:.0f} per {scene.per})",
-        share=scene.part(spent_ns),
-        spots=_spots(scene, chosen),
+        f"dtype conversions take {share:.0%} of the compute time of rank {context.rank.rank} "
+        f"({int(chosen.sum()) / context.n_steps:.0f} per {context.per})",
+        share=context.part(spent_ns),
+        spots=_spots(context, chosen),
     )
 
 
-def data(scene: Scene) -> RuleHit | None:
+def data(context: TraceContext) -> RuleHit | None:
     """The rank waits for its next batch."""
-    own = scene.own
-    if scene.part(own.data_ns) <= TENTH:
+    breakdown = context.breakdown
+    if context.part(breakdown.data_ns) <= TENTH:
         return None
     return RuleHit(
-        f"rank {own.rank} fetches data for {own.data_ns / scene.n_steps / 1e6:.1f} ms per "
-        f"{scene.per} while nothing else goes on ({scene.part(own.data_ns):.0%})",
-        share=scene.part(own.data_ns),
-        spots=_spots(scene, _chosen(scene, (DATA,), re.compile("enumerate"))),
+        f"rank {breakdown.rank} waits {breakdown.data_ns / context.n_steps / 1e6:.1f} ms per "
+        f"{context.per} for data ({context.part(breakdown.data_ns):.0%})",
+        share=context.part(breakdown.data_ns),
+        spots=_spots(context, _select(context, (DATA,), re.compile("enumerate"))),
     )
 
 
-def gaps(scene: Scene) -> RuleHit | None:
+def gaps(context: TraceContext) -> RuleHit | None:
     """Nothing that is recorded runs for long at one stretch of a step."""
-    own = scene.own
-    if not own.steps_ns:
+    breakdown = context.breakdown
+    if not breakdown.steps_ns:
         return None
-    longest = _longest_idle(scene)
+    longest = _longest_idle(context)
     spent_ns = float(np.median(longest[:, 1] - longest[:, 0])) if len(longest) else 0.0
-    share = spent_ns / max(1.0, float(np.median(own.steps_ns)))
+    share = spent_ns / max(1.0, float(np.median(breakdown.steps_ns)))
     if share <= TENTH:
         return None
     return RuleHit(
-        f"nothing runs on rank {own.rank} for {spent_ns / 1e6:.1f} ms at one stretch in each step "
+        f"rank {breakdown.rank} is idle for {spent_ns / 1e6:.1f} ms in a row in each step "
         f"({share:.0%})",
         share=share,
-        spots=_as_spots(scene, longest),
+        spots=_as_spots(context, longest),
     )
 
 
-def much_communication(scene: Scene) -> RuleHit | None:
+def much_communication(context: TraceContext) -> RuleHit | None:
     """Collectives take more than half of the time, beside the wait for other ranks."""
-    own = scene.own
-    spent_ns = own.exposed_ns - own.waited_ns
-    if scene.part(spent_ns) <= HALF:
+    breakdown = context.breakdown
+    spent_ns = breakdown.exposed_ns - breakdown.waited_ns
+    if context.part(spent_ns) <= HALF:
         return None
-    chosen = _chosen(scene, (COMMUNICATION,), re.compile(""))
-    name = _busiest(scene.rank, chosen)
+    chosen = _select(context, (COMMUNICATION,), re.compile(""))
+    name = _busiest(context.rank, chosen)
     return RuleHit(
-        f"collectives, most of them {name}, take {scene.part(spent_ns):.0%} of a {scene.per} on "
-        f"rank {own.rank} with nothing computed meanwhile",
-        share=scene.part(spent_ns),
-        spots=_spots(scene, chosen),
+        f"collectives that compute does not overlap, mostly {name}, take "
+        f"{context.part(spent_ns):.0%} of a {context.per} on rank {breakdown.rank}",
+        share=context.part(spent_ns),
+        spots=_spots(context, chosen),
     )
 
 
-def small_kernels(scene: Scene) -> RuleHit | None:
+def small_kernels(context: TraceContext) -> RuleHit | None:
     """A GPU is idle between kernels that are too short."""
-    events = scene.rank.events
-    chosen = _chosen(scene, (COMPUTE,), re.compile(""))
+    events = context.rank.events
+    chosen = _select(context, (COMPUTE,), re.compile(""))
     count = int(chosen.sum())
     small = int((events.duration_ns[chosen] < SMALL_KERNEL_NS).sum())
-    idle = scene.part(scene.own.idle_ns)
-    is_many = scene.rank.device == "cuda" and small > HALF * count
+    idle = context.part(context.breakdown.idle_ns)
+    is_many = context.rank.device == "cuda" and small > HALF * count
     if not is_many or idle <= LAUNCH_IDLE:
         return None
     return RuleHit(
-        f"{small / max(1, count):.0%} of {count / scene.n_steps:.0f} kernels per {scene.per} on "
-        f"rank {scene.own.rank} are shorter than {SMALL_KERNEL_NS // 1000} us, and its GPU is idle "
-        f"for {idle:.0%} of the time",
+        f"{small / max(1, count):.0%} of {count / context.n_steps:.0f} kernels per {context.per} "
+        f"on rank {context.breakdown.rank} are shorter than {SMALL_KERNEL_NS // 1000} us, and its "
+        f"GPU is idle for {idle:.0%} of the time",
         share=idle,
-        spots=_as_spots(scene, _longest_idle(scene)),
+        spots=_as_spots(context, _longest_idle(context)),
     )
 
 
-def late_rank(scene: Scene) -> RuleHit | None:
+def late_rank(context: TraceContext) -> RuleHit | None:
     """The others wait for this rank, and for no other one."""
-    slowest = scene.shares.slowest
-    if slowest is None or slowest.rank != scene.own.rank:
+    slowest = context.shares.slowest
+    if slowest is None or slowest.rank != context.breakdown.rank:
         return None
     if not slowest.is_alone or slowest.share <= LATE:
         return None
     return RuleHit(
-        f"the others wait for rank {slowest.rank}: without it a {scene.per} would be "
-        f"{slowest.share:.0%} faster{_longer(scene)}",
+        f"the other ranks wait for rank {slowest.rank}: without it a {context.per} would be "
+        f"{slowest.share:.0%} faster{_longer(context)}",
         share=slowest.share,
     )
 
 
-# What can make a rank late -> how it is told.
+# What can make a rank late -> the verb for it.
 _DOES: Mapping[str, str] = {
     "compute_ns": "it computes",
-    "data_ns": "it fetches data for",
-    "copy_ns": "it copies for",
-    "idle_ns": "it does nothing for",
+    "data_ns": "it fetches data",
+    "copy_ns": "it copies",
+    "idle_ns": "it is idle",
 }
 
 
-def _longer(scene: Scene) -> str:
+def _longer(context: TraceContext) -> str:
     """What the late rank does for longer than the others do."""
-    others = [one for one in scene.shares.ranks if one.rank != scene.own.rank]
-    more = {
-        word: getattr(scene.own, word) - float(np.median([getattr(o, word) for o in others]))
-        for word in _DOES
+    others = [rank for rank in context.shares.ranks if rank.rank != context.breakdown.rank]
+    extra_ns = {
+        field: getattr(context.breakdown, field)
+        - float(np.median([getattr(other, field) for other in others]))
+        for field in _DOES
     }
-    word = max(more, key=lambda one: more[one])
-    if more[word] <= 0:
+    largest = max(extra_ns, key=lambda field: extra_ns[field])
+    if extra_ns[largest] <= 0:
         return ""
-    return f"; {_DOES[word]} {more[word] / scene.n_steps / 1e6:.1f} ms longer than they do"
+    extra_ms = extra_ns[largest] / context.n_steps / 1e6
+    return f"; {_DOES[largest]} {extra_ms:.1f} ms longer than the others"
 
 
-def no_overlap(scene: Scene) -> RuleHit | None:
+def no_overlap(context: TraceContext) -> RuleHit | None:
     """Gradients are sent when nothing is computed any more."""
-    own = scene.own
-    has_backward = any(name.startswith(AUTOGRAD) for name in scene.rank.names)
-    if not has_backward or _NEEDED_AT_ONCE.search(scene.trace.strategy.split(",")[0]):
+    breakdown = context.breakdown
+    has_backward = any(name.startswith(AUTOGRAD) for name in context.rank.names)
+    if not has_backward or _NEEDED_AT_ONCE.search(context.trace.strategy.split(",")[0]):
         return None
-    names = [name in _GRADIENTS for name in scene.rank.names]
-    events = scene.rank.events
-    chosen = _chosen(scene, (COMMUNICATION,), re.compile("")) & np.array(names)[events.name]
-    sent = _merged(scene, chosen)
-    hidden_ns = intervals.length(intervals.both(sent, scene.spans.compute))
+    names = [name in _GRADIENTS for name in context.rank.names]
+    events = context.rank.events
+    chosen = _select(context, (COMMUNICATION,), re.compile("")) & np.array(names)[events.name]
+    sent = _union(context, chosen)
+    hidden_ns = intervals.length(intervals.intersection(sent, context.spans.compute))
     whole_ns = intervals.length(sent)
-    exposed_ns = whole_ns - hidden_ns - own.waited_ns
-    if scene.part(exposed_ns) <= TENTH or hidden_ns >= OVERLAP * whole_ns:
+    exposed_ns = whole_ns - hidden_ns - breakdown.waited_ns
+    if context.part(exposed_ns) <= TENTH or hidden_ns >= OVERLAP * whole_ns:
         return None
     return RuleHit(
-        f"{hidden_ns / whole_ns:.0%} of the time in which gradients are sent goes on under the "
-        f"backward on rank {own.rank}, in {int(chosen.sum()) / scene.n_steps:.0f} calls per "
-        f"{scene.per}",
-        share=scene.part(exposed_ns),
-        spots=_spots(scene, chosen),
+        f"{hidden_ns / whole_ns:.0%} of gradient communication on rank {breakdown.rank} overlaps "
+        f"the backward pass (calls per {context.per}: {int(chosen.sum()) / context.n_steps:.0f})",
+        share=context.part(exposed_ns),
+        spots=_spots(context, chosen),
     )
 
 
-def _chosen(scene: Scene, kinds: Sequence[int], pattern: re.Pattern[str]) -> npt.NDArray[np.bool_]:
+def _select(
+    context: TraceContext, kinds: Sequence[int], pattern: re.Pattern[str]
+) -> npt.NDArray[np.bool_]:
     """Events in the window, of these kinds, whose names begin so."""
-    events = scene.rank.events
-    [[start, end]] = scene.spans.window.tolist()
-    named = np.array([pattern.match(name) is not None for name in scene.rank.names], bool)
+    events = context.rank.events
+    [[start, end]] = context.spans.window.tolist()
+    named = np.array([pattern.match(name) is not None for name in context.rank.names], bool)
     chosen: npt.NDArray[np.bool_] = (
         np.isin(events.kind, kinds)
         & named[events.name]
@@ -246,40 +250,40 @@ def _chosen(scene: Scene, kinds: Sequence[int], pattern: re.Pattern[str]) -> npt
     return chosen
 
 
-def _merged(scene: Scene, chosen: npt.NDArray[np.bool_]) -> Integers:
-    events = scene.rank.events
+def _union(context: TraceContext, chosen: npt.NDArray[np.bool_]) -> Integers:
+    events = context.rank.events
     starts = events.start_ns[chosen]
-    return intervals.both(
-        intervals.union(starts, starts + events.duration_ns[chosen]), scene.spans.window
+    return intervals.intersection(
+        intervals.union(starts, starts + events.duration_ns[chosen]), context.spans.window
     )
 
 
-def _spots(scene: Scene, chosen: npt.NDArray[np.bool_]) -> tuple[Spot, ...]:
+def _spots(context: TraceContext, chosen: npt.NDArray[np.bool_]) -> tuple[Spot, ...]:
     """The longest of the chosen events."""
-    events = scene.rank.events
+    events = context.rank.events
     places = np.flatnonzero(chosen)
     longest = places[np.argsort(-events.duration_ns[places], kind="stable")[:_SPOTS]]
     start_ns = events.start_ns[longest]
-    return _as_spots(scene, np.stack([start_ns, start_ns + events.duration_ns[longest]], axis=1))
+    return _as_spots(context, np.stack([start_ns, start_ns + events.duration_ns[longest]], axis=1))
 
 
-def _as_spots(scene: Scene, longest: Integers) -> tuple[Spot, ...]:
-    return tuple(Spot(scene.rank.rank, start, end) for start, end in longest[:_SPOTS].tolist())
+def _as_spots(context: TraceContext, longest: Integers) -> tuple[Spot, ...]:
+    return tuple(Spot(context.rank.rank, start, end) for start, end in longest[:_SPOTS].tolist())
 
 
-def _longest_idle(scene: Scene) -> Integers:
+def _longest_idle(context: TraceContext) -> Integers:
     """(step, 2): in each step the longest stretch in which nothing runs, the longest first."""
-    spans = scene.spans
-    busy = intervals.joined([spans.compute, spans.communication, spans.copy, spans.data])
-    steps = scene.rank.steps[: len(scene.own.steps_ns)]
+    spans = context.spans
+    busy = intervals.union_of([spans.compute, spans.communication, spans.copy, spans.data])
+    steps = context.rank.steps[: len(context.breakdown.steps_ns)]
     edges = np.array([(step.start_ns, step.end_ns) for step in steps], np.int64).reshape(-1, 2)
-    cut, (is_idle, is_step) = intervals.pieces([intervals.without(spans.window, busy), edges])
+    cut, (is_idle, is_step) = intervals.pieces([intervals.difference(spans.window, busy), edges])
     idle = cut[is_idle & is_step]
     longest_first = idle[np.argsort(idle[:, 0] - idle[:, 1], kind="stable")]
     step_of = np.searchsorted(edges[:, 0], longest_first[:, 0], side="right")
     _, firsts = np.unique(step_of, return_index=True)
-    found: Integers = longest_first[np.sort(firsts)]
-    return found
+    longest_per_step: Integers = longest_first[np.sort(firsts)]
+    return longest_per_step
 
 
 def _busiest(rank: RankTrace, chosen: npt.NDArray[np.bool_]) -> str:
@@ -294,56 +298,57 @@ RULES = (
     Rule(
         "one late rank",
         late_rank,
-        "a collective begins when the last rank has come, so the slowest sets the pace of all",
-        "give it less to do (batches of equal size, the same data loading on all), and look "
+        "a collective ends only after the last rank has joined, so the slowest rank sets the pace",
+        "give it less to do (batches of equal size, the same data loading on all), and check "
         "whether something else runs on its GPU or its cores (%dist_status)",
     ),
     Rule(
         "much communication",
         much_communication,
-        "no rank computes while it waits for bytes",
+        "a rank computes nothing while it waits for the data of others",
         "more work per byte: a larger batch per rank, gradients accumulated over several batches "
         "(accelerator.accumulate), or fewer ranks for a model this small",
     ),
     Rule(
         "buckets that do not overlap",
         no_overlap,
-        "gradients that are ready can be sent while the backward goes on, and are not",
-        "under ddp smaller buckets (bucket_cap_mb), so that the first is full early; under fsdp "
-        "one group per block; and no operation that needs all gradients before the backward ends",
+        "gradients that are ready could be sent during the backward pass, but are not",
+        "under ddp use smaller buckets (bucket_cap_mb), so that the first one fills early; under "
+        "fsdp use one group per block; avoid operations that need all gradients before the "
+        "backward pass ends",
     ),
     Rule(
         "data",
         data,
-        "nothing is computed until the next batch is there",
+        "nothing is computed until the next batch arrives",
         "DataLoader(num_workers=2 or more, prefetch_factor=2, pin_memory=True on a GPU)",
     ),
     Rule(
         "nothing runs",
         gaps,
-        "the rank is in code that the profiler does not see: Python between two operators, data "
-        "that no DataLoader fetches, files, a sleep",
-        "look at what stands there in the loop, and do it less often, or beside the computation; "
-        "--stacks records Python's functions too",
+        "the rank runs code that the profiler does not see: Python between two operators, data "
+        "loading without a DataLoader, files, a sleep",
+        "check what the loop does there, and do it less often or in the background; --stacks "
+        "records Python functions too",
     ),
     Rule(
         "device-to-host copies",
         copies_to_host,
-        "each waits until the GPU has done all that was launched, and no kernel is launched then",
-        "no .item(), .cpu(), print(loss) or `if tensor` in every step: keep sums on the GPU and "
-        "read them every hundred steps",
+        "each waits until the GPU has finished all launched kernels, and none is launched then",
+        "avoid .item(), .cpu(), print(loss) and `if tensor` in every step: keep sums on the GPU "
+        "and read them every hundred steps",
     ),
     Rule(
         "dtype copies",
         casts,
-        "they read and write everything once more and compute nothing",
-        "one type throughout: autocast instead of .to() by hand (--bf16), parameters kept in the "
-        "type that is computed in, inputs cast once in the DataLoader",
+        "they read and write every value once more and compute nothing",
+        "use one dtype throughout: autocast instead of .to() by hand (--bf16), parameters in the "
+        "dtype of the computation, inputs cast once in the DataLoader",
     ),
     Rule(
         "many small kernels",
         small_kernels,
-        "the host needs longer to launch one than the GPU to run it",
+        "launching such a kernel takes the host longer than running it takes the GPU",
         "larger batches, torch.compile, or fused optimizers (fused=True)",
     ),
 )
@@ -352,9 +357,11 @@ RULES = (
 def findings(trace: Trace, shares: TimeBreakdown) -> tuple[Finding, ...]:
     """What slows the cell down by `RULES`, the largest first; empty where nothing does."""
     traces = {rank.rank: rank for rank in trace.ranks}
-    scenes = {}
-    for own in shares.ranks:
-        if own.window_ns:
-            rank = traces[own.rank]
-            scenes[own.rank] = Scene(trace, shares, rank, own, spans(rank, len(own.steps_ns)))
-    return on_ranks(RULES, scenes)
+    contexts = {}
+    for breakdown in shares.ranks:
+        if breakdown.window_ns:
+            rank = traces[breakdown.rank]
+            contexts[breakdown.rank] = TraceContext(
+                trace, shares, rank, breakdown, spans(rank, len(breakdown.steps_ns))
+            )
+    return on_ranks(RULES, contexts)

@@ -12,9 +12,9 @@ Integers = npt.NDArray[np.int64]
 
 def union(starts: Integers, ends: Integers) -> Integers:
     """Disjoint intervals that cover the same, (n, 2), in order. Empty ones are left out."""
-    kept = ends > starts
-    order = np.argsort(starts[kept], kind="stable")
-    starts, ends = starts[kept][order], ends[kept][order]
+    is_nonempty = ends > starts
+    order = np.argsort(starts[is_nonempty], kind="stable")
+    starts, ends = starts[is_nonempty][order], ends[is_nonempty][order]
     if not len(starts):
         return np.empty((0, 2), np.int64)
     reached = np.maximum.accumulate(ends)
@@ -23,10 +23,10 @@ def union(starts: Integers, ends: Integers) -> Integers:
     return np.stack([starts[firsts], reached[lasts]], axis=1)
 
 
-def joined(sets: Sequence[Integers]) -> Integers:
+def union_of(sets: Sequence[Integers]) -> Integers:
     """The union of sets that are disjoint each."""
-    whole = np.concatenate([np.empty((0, 2), np.int64), *sets])
-    return union(whole[:, 0], whole[:, 1])
+    intervals = np.concatenate([np.empty((0, 2), np.int64), *sets])
+    return union(intervals[:, 0], intervals[:, 1])
 
 
 def pieces(sets: Sequence[Integers]) -> tuple[Integers, npt.NDArray[np.bool_]]:
@@ -38,31 +38,31 @@ def pieces(sets: Sequence[Integers]) -> tuple[Integers, npt.NDArray[np.bool_]]:
     Returns:
         (n, 2) pieces in order, and (sets, n): whether a set covers a piece.
     """
-    edges = np.concatenate([np.empty(0, np.int64), *(one.reshape(-1) for one in sets)])
+    edges = np.concatenate([np.empty(0, np.int64), *(intervals.reshape(-1) for intervals in sets)])
     if not len(edges):
         return np.empty((0, 2), np.int64), np.empty((len(sets), 0), bool)
     cuts = np.unique(edges)
-    found = np.stack([cuts[:-1], cuts[1:]], axis=1)
-    covers = np.zeros((len(sets), len(found)), bool)
-    for number, one in enumerate(sets):
-        if len(one):
-            last = np.searchsorted(one[:, 0], found[:, 0], side="right") - 1
-            covers[number] = (last >= 0) & (found[:, 0] < one[np.maximum(last, 0), 1])
-    return found, covers
+    segments = np.stack([cuts[:-1], cuts[1:]], axis=1)
+    covers = np.zeros((len(sets), len(segments)), bool)
+    for number, intervals in enumerate(sets):
+        if len(intervals):
+            last = np.searchsorted(intervals[:, 0], segments[:, 0], side="right") - 1
+            covers[number] = (last >= 0) & (segments[:, 0] < intervals[np.maximum(last, 0), 1])
+    return segments, covers
 
 
-def both(one: Integers, other: Integers) -> Integers:
+def intersection(first: Integers, second: Integers) -> Integers:
     """What two sets have in common."""
-    found, covers = pieces([one, other])
-    return joined([found[covers[0] & covers[1]]])
+    segments, covers = pieces([first, second])
+    return union_of([segments[covers[0] & covers[1]]])
 
 
-def without(one: Integers, other: Integers) -> Integers:
+def difference(intervals: Integers, removed: Integers) -> Integers:
     """What is in one set and not in the other."""
-    found, covers = pieces([one, other])
-    return joined([found[covers[0] & ~covers[1]]])
+    segments, covers = pieces([intervals, removed])
+    return union_of([segments[covers[0] & ~covers[1]]])
 
 
-def length(one: Integers) -> int:
+def length(intervals: Integers) -> int:
     """How much a set of disjoint intervals covers."""
-    return int((one[:, 1] - one[:, 0]).sum())
+    return int((intervals[:, 1] - intervals[:, 0]).sum())

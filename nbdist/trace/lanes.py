@@ -14,7 +14,7 @@ from nbdist.trace.trace import Lane
 
 # In the order in which lanes are drawn.
 _MAIN, _PYTHON, _AUTOGRAD, _THREAD, _GLOO, _STREAM = range(6)
-_TOLD = {
+_LANE_NAMES = {
     _MAIN: "main thread",
     _PYTHON: "Python",
     _AUTOGRAD: "autograd",
@@ -108,7 +108,7 @@ def _lane(key: _Key, keys: Sequence[_Key], kinds: Mapping[_Key, int], *, has_sev
     if kind == _STREAM:
         device = f"GPU {key[0]} " if has_several else ""
         return Lane(f"{device}stream {key[1]}", is_device=True)
-    alike = [one for one in keys if kinds[one] == kind]
+    alike = [other for other in keys if kinds[other] == kind]
     if kind == _MAIN or (len(alike) == 1 and kind != _GLOO):
-        return Lane(_TOLD[kind])
-    return Lane(f"{_TOLD[kind]} {alike.index(key) + 1}")
+        return Lane(_LANE_NAMES[kind])
+    return Lane(f"{_LANE_NAMES[kind]} {alike.index(key) + 1}")

@@ -16,7 +16,7 @@ TOGETHER = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all"
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class MatchedCollective:
     """Calls of one collective and size in one group, each on all of its ranks that recorded.
 
     Attributes:
@@ -30,14 +30,14 @@ class Matched:
     events: npt.NDArray[np.int64]
 
 
-def matched(traces: Sequence[RankTrace]) -> list[Matched]:
+def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
     """The same calls on different ranks: the k-th of a group with equal name and size.
 
     Calls whose group is unknown are left out, and so are those that only some ranks recorded: a
     recording that was cut off ends earlier.
     """
-    known: dict[tuple[tuple[int, ...], str, int], dict[int, npt.NDArray[np.int64]]]
-    known = defaultdict(dict)
+    calls_by_key: dict[tuple[tuple[int, ...], str, int], dict[int, npt.NDArray[np.int64]]]
+    calls_by_key = defaultdict(dict)
     for place, trace in enumerate(traces):
         events = trace.events
         calls = np.flatnonzero((events.kind == COMMUNICATION) & (events.group >= 0))
@@ -46,14 +46,14 @@ def matched(traces: Sequence[RankTrace]) -> list[Matched]:
         keys = np.stack([events.group[calls], events.name[calls], events.size_bytes[calls]])
         distinct, of_call = np.unique(keys, axis=1, return_inverse=True)
         for number, (group, name, size_bytes) in enumerate(distinct.T):
-            told = trace.names[name]
-            if told in TOGETHER:
-                key = (trace.group_ranks[group], told, int(size_bytes))
-                known[key][place] = calls[of_call.reshape(-1) == number]
-    found = []
-    for (_, name, _), calls_of in known.items():
+            collective = trace.names[name]
+            if collective in TOGETHER:
+                key = (trace.group_ranks[group], collective, int(size_bytes))
+                calls_by_key[key][place] = calls[of_call.reshape(-1) == number]
+    matches = []
+    for (_, name, _), calls_of in calls_by_key.items():
         count = min(map(len, calls_of.values()))
         if len(calls_of) > 1 and count:
             events_of = np.stack([calls[:count] for calls in calls_of.values()])
-            found.append(Matched(name, tuple(calls_of), events_of))
-    return found
+            matches.append(MatchedCollective(name, tuple(calls_of), events_of))
+    return matches

@@ -54,9 +54,9 @@ def kind(category: str, name: str, *, is_device: bool) -> int:
         name: The profiler's.
         is_device: Whether a GPU computes in this trace: operators of the host then only launch.
     """
-    for categories, pattern, found in _BY_NAME:
+    for categories, pattern, event_kind in _BY_NAME:
         if category in categories and pattern.match(name):
-            return found
+            return event_kind
     if category == "cpu_op":
         return HOST if is_device else COMPUTE
     return _BY_CATEGORY.get(category, HOST)
@@ -86,7 +86,9 @@ def collective(name: str) -> str:
     """
     bare = ISSUED.sub("", GLOO.sub("", NCCL.sub("", name)))
     letters = re.sub(r"[^a-z]", "", bare.lower())
-    return next((told for key, told in _COLLECTIVES.items() if letters.startswith(key)), name)
+    return next(
+        (readable for key, readable in _COLLECTIVES.items() if letters.startswith(key)), name
+    )
 
 
 # As C++ calls them (Gloo's events) and as torch does (NCCL's), in small letters.

@@ -22,51 +22,54 @@ def notes(trace: Trace, steps_ns: Sequence[Sequence[int]]) -> tuple[str, ...]:
         trace: All of it.
         steps_ns: Of each rank that recorded something, the durations of the steps that count.
     """
-    traces = [one for one in trace.ranks if len(one.events)]
-    told = [trace.notes, (f"Rank {o.rank}: {o.problem}" for o in trace.ranks if o.problem)]
+    traces = [rank for rank in trace.ranks if len(rank.events)]
+    parts = [
+        trace.notes,
+        (f"Rank {rank.rank}: {rank.problem}" for rank in trace.ranks if rank.problem),
+    ]
     if traces:
-        told += [_steps(traces), _first(steps_ns), _communication(traces)]
-    return tuple(chain.from_iterable(told))
+        parts += [_steps(traces), _first(steps_ns), _communication(traces)]
+    return tuple(chain.from_iterable(parts))
 
 
 def _steps(traces: Sequence[RankTrace]) -> Iterator[str]:
-    counts = {one.rank: len(one.steps) for one in traces}
-    lacking = [rank for rank, count in counts.items() if not count]
-    if lacking:
-        where = "" if len(lacking) == len(counts) else f" on {ranks_phrase(lacking)}"
+    counts = {trace.rank: len(trace.steps) for trace in traces}
+    without_steps = [rank for rank, count in counts.items() if not count]
+    if without_steps:
+        where = "" if len(without_steps) == len(counts) else f" on {ranks_phrase(without_steps)}"
         yield (
-            f"No step ended{where}, so the numbers are of all that was recorded. A step ends at "
-            "optimizer.step(), or where the cell calls nbdist.step()."
+            f"No step ended{where}, so the numbers cover the whole recording. A step ends "
+            "at optimizer.step(), or where the cell calls nbdist.step()."
         )
     elif len(set(counts.values())) > 1:
-        told = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
+        numbers = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
         first = min(counts.values())
-        yield f"Ranks made different numbers of steps ({told}); the first {first} are counted."
+        yield f"Ranks recorded different step counts ({numbers}); the first {first} are counted."
 
 
 def _first(steps_ns: Sequence[Sequence[int]]) -> Iterator[str]:
     if is_stored():
-        return  # whether it is told depends on the machine's other work
+        return  # whether it is slow depends on the machine's other work
     later_ns = [ns for each in steps_ns for ns in each[1:]]
     first_ns = max((each[0] for each in steps_ns if each), default=0)
     if later_ns and first_ns > FIRST_STEP * np.median(later_ns):
         yield (
             f"The first step took {first_ns / np.median(later_ns):.1f} times as long as the "
-            "others: memory is allocated and kernels are chosen then. --steps leaves it out."
+            "others: it allocates memory and selects kernels. --steps leaves it out."
         )
 
 
 def _communication(traces: Sequence[RankTrace]) -> Iterator[str]:
-    names = {one.names[name] for one in traces for name in _names(one)}
-    on_cpu = any(one.device == "cpu" for one in traces)
+    names = {trace.names[name] for trace in traces for name in _names(trace)}
+    on_cpu = any(trace.device == "cpu" for trace in traces)
     if not names:
         yield "No collective was recorded."
     if on_cpu:
-        yield "On a CPU, idle is also Python between two operators."
+        yield "On a CPU, idle time includes Python between two operators."
     if on_cpu and "reduce-scatter" in names:
-        yield "Gloo does a reduce-scatter as an all-reduce, which sends twice as much as is told."
+        yield "Gloo runs a reduce-scatter as an all-reduce, which sends twice the bytes shown."
 
 
-def _names(one: RankTrace) -> list[int]:
-    names: list[int] = np.unique(one.events.name[one.events.kind == COMMUNICATION]).tolist()
+def _names(trace: RankTrace) -> list[int]:
+    names: list[int] = np.unique(trace.events.name[trace.events.kind == COMMUNICATION]).tolist()
     return names

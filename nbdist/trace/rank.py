@@ -28,7 +28,7 @@ from nbdist.errors import TraceError
 from nbdist.hang.rank import main_thread
 from nbdist.parallel import registry
 from nbdist.recording.rank import cell_hook
-from nbdist.recording.rank.steps import QUIET, Steps, ended, is_profiling
+from nbdist.recording.rank.steps import QUIET, Steps, end_safely, is_profiling
 from nbdist.rpc.rank import namespace, progress
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy import footprint
@@ -61,13 +61,13 @@ class _Recording:
         self._hook: Any = None
 
     def start(self) -> None:
-        """Let the profiler run. A failure leaves the cell alone, and is told afterwards."""
+        """Let the profiler run. A failure leaves the cell alone, and is reported afterwards."""
         activities = [ProfilerActivity.CPU]
         if this_rank().place.device != "cpu":
             activities.append(ProfilerActivity.CUDA)
         if is_profiling(unknown=False):
             self.problem = (
-                "Another profiler runs on this rank, and torch has one at a time. End it first."
+                "Another profiler is running on this rank, and torch allows one at a time. Stop it."
             )
             return
         try:
@@ -87,13 +87,13 @@ class _Recording:
         self._hook = register_optimizer_step_post_hook(self._after_optimizer)
 
     def after_step(self) -> None:
-        """`nbdist.step()` was called."""
+        """End a step here: the cell has called `nbdist.step()`."""
         if self._is_on and self.steps.take_explicit():
             self._end()
 
     def stop(self) -> None:
         """End the recording: its cell has ended, in whatever way."""
-        self.problem = ended(self._end) or self.problem
+        self.problem = end_safely(self._end) or self.problem
 
     def export(self) -> None:
         """Write the file, once.
@@ -116,7 +116,7 @@ class _Recording:
                 part.unlink()
             raise TraceError(
                 f"The trace could not be written to {self.path.parent}, where "
-                f"{size(free_bytes)} are free. Free some, or record fewer steps (--steps)."
+                f"{size(free_bytes)} are free. Free some space, or record fewer steps (--steps)."
             )
         self.path.chmod(0o600)
 
@@ -132,8 +132,8 @@ class _Recording:
             self._is_on = False
             if not is_profiling(unknown=True):
                 self.problem = (
-                    "The cell has used a profiler of its own, which ended the recording: torch has "
-                    "one at a time."
+                    "The cell used its own profiler, which ended the recording: torch allows one "
+                    "at a time."
                 )
                 self._profiler = None
                 return
@@ -150,12 +150,12 @@ class _Recording:
             "skipped": int(has_warmup),
             "groups": {torch_name: name for name, torch_name in namespace.group_names().items()},
             "calls": main_thread.flight_record(),
-            **_expected(),
+            **_expectation(),
         }
 
 
 @dataclass(slots=True)
-class _Kept:
+class _State:
     """The recording that was armed last, and where its file goes."""
 
     last: _Recording | None = None
@@ -163,7 +163,7 @@ class _Kept:
     temporary: Any = None
 
 
-_kept = _Kept()
+_state = _State()
 
 
 def begin(options: TraceOptions, token: str) -> None:
@@ -175,9 +175,9 @@ def begin(options: TraceOptions, token: str) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     cell_hook.state.armed = None
     folder = _folder()
-    for left in folder.glob(f"rank{this_rank().place.rank}.json*"):
-        left.unlink()
-    cell_hook.state.armed = _kept.last = _Recording(options, folder, token)
+    for path in folder.glob(f"rank{this_rank().place.rank}.json*"):
+        path.unlink()
+    cell_hook.state.armed = _state.last = _Recording(options, folder, token)
 
 
 def finish(folders: Sequence[str]) -> PackedValue:
@@ -190,17 +190,17 @@ def finish(folders: Sequence[str]) -> PackedValue:
         TraceError: If nothing was recorded, or it has no room.
     """
     cell_hook.state.armed = None  # its cell was never sent
-    recording = _kept.last
+    recording = _state.last
     if recording is None:
-        raise TraceError("Nothing was recorded on this rank: its process has replaced another.")
+        raise TraceError("Nothing was recorded on this rank: it was restarted after the recording.")
     with progress.during(recording.noun):
         progress.tell("writing the file")
         recording.export()
         progress.tell("reading the file")
-        found = read.read(recording.path, this_rank().place.rank)
+        result = read.read(recording.path, this_rank().place.rank)
     if recording.problem:
-        found = found.told(recording.problem)
-    return pack.send(pack.pack({"recording": found}), folders)
+        result = result.with_problem(recording.problem)
+    return pack.send(pack.pack({"recording": result}), folders)
 
 
 def text(folders: Sequence[str]) -> PackedValue:
@@ -209,19 +209,21 @@ def text(folders: Sequence[str]) -> PackedValue:
     Raises:
         TraceError: If there is none.
     """
-    recording = _kept.last
+    recording = _state.last
     if recording is None or not recording.path.exists():
         raise TraceError("Nothing was recorded on this rank.")
     content = np.fromfile(recording.path, np.uint8)
     return pack.send(pack.pack({"text": content}), folders)
 
 
-def _expected() -> dict[str, Any]:
+def _expectation() -> dict[str, Any]:
     """The strategy of the models, and what it sends in a step."""
     choice = registry.current()
     # Of the whole model, whatever this rank holds of it.
     n_parameters = sum(
-        _count(one.layouts[name].shape) for one in registry.prepared() for name in one.parameters
+        _count(prepared.layouts[name].shape)
+        for prepared in registry.prepared()
+        for name in prepared.parameters
     )
     is_half = choice.options.precision != "fp32" and choice.name.startswith("fsdp")
     sent = footprint.sent_bytes(choice, n_parameters, parameter_bytes=2 if is_half else 4)
@@ -238,15 +240,15 @@ def _count(shape: Sequence[int]) -> int:
 
 def _folder() -> Path:
     """Where this rank's file goes: the run's folder; on another host one that ends with it."""
-    if _kept.folder is None:
+    if _state.folder is None:
         run_dir = Path(os.environ.get("NBDIST_RUN", ""))
         if run_dir.name and run_dir.is_dir():
-            _kept.folder = run_dir / FOLDER
+            _state.folder = run_dir / FOLDER
         else:
-            _kept.temporary = tempfile.TemporaryDirectory(prefix="nbdist-traces-")
-            _kept.folder = Path(_kept.temporary.name)
+            _state.temporary = tempfile.TemporaryDirectory(prefix="nbdist-traces-")
+            _state.folder = Path(_state.temporary.name)
     try:
-        _kept.folder.mkdir(mode=0o700, exist_ok=True)
+        _state.folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise TraceError(f"{_kept.folder} cannot be made: {error.strerror}.") from error
-    return _kept.folder
+        raise TraceError(f"{_state.folder} cannot be created: {error.strerror}.") from error
+    return _state.folder

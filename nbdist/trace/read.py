@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from nbdist.trace import chrome_trace, collectives
-from nbdist.trace import names as trace_trace_names
+from nbdist.trace import names as trace_names
 from nbdist.trace.chrome_trace import RawTrace
-from nbdist.trace.collectives import Call, Group, Meaning
+from nbdist.trace.collectives import CollectiveCall, Meaning, TraceGroup
 from nbdist.trace.lanes import Lanes, lanes_of
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, DATA, HOST, Events, Integers, RankTrace, Step
 
@@ -24,12 +24,12 @@ _RANK_IN_NAME = re.compile(r"rank[-_]?(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordedTrace:
     """A rank's trace by the clock of its host.
 
     Attributes:
         trace: Its times are since `zero_ns`.
-        zero_ns: Since 1970; 0 where the file does not tell.
+        zero_ns: Since 1970; 0 where the file does not say.
         ours: What nbdist has put into the file: the strategy, and what it sends.
     """
 
@@ -37,48 +37,48 @@ class Recording:
     zero_ns: int
     ours: Mapping[str, Any] = field(default_factory=dict)
 
-    def told(self, problem: str) -> Recording:
+    def with_problem(self, problem: str) -> RecordedTrace:
         """The same with one problem more."""
-        told = " ".join(filter(None, (problem, self.trace.problem)))
-        return replace(self, trace=replace(self.trace, problem=told))
+        problems = " ".join(filter(None, (problem, self.trace.problem)))
+        return replace(self, trace=replace(self.trace, problem=problems))
 
 
-def read(path: Path, rank: int = 0) -> Recording:
+def read(path: Path, rank: int = 0) -> RecordedTrace:
     """Read the trace of one rank.
 
     Args:
         path: As torch.profiler's export_chrome_trace writes it, compressed or not.
-        rank: Whose it is, where neither the file nor its name tells.
+        rank: Whose it is, where neither the file nor its name says it.
 
     Raises:
-        TraceError: If it is no trace. One without events, or that is cut off, is read as far as it
-            goes, and `problem` says so.
+        TraceError: If it is not a trace. One without events, or that is cut off, is read as far as
+            it goes, and `problem` says so.
     """
     named = _RANK_IN_NAME.search(path.name)
     return recording(chrome_trace.read(path), int(named.group(1)) if named else rank)
 
 
-def recording(raw: RawTrace, rank: int) -> Recording:
+def recording(raw: RawTrace, rank: int) -> RecordedTrace:
     """Give the columns of a file their meaning; see `read`."""
-    is_kept = np.array([one.category not in trace_trace_names.LEFT_OUT for one in raw.heads], bool)
-    raw = _ordered(raw, np.flatnonzero(is_kept[raw.head]) if len(raw) else np.empty(0, np.int64))
+    is_kept = np.array([head.category not in trace_names.LEFT_OUT for head in raw.heads], bool)
+    raw = _reorder(raw, np.flatnonzero(is_kept[raw.head]) if len(raw) else np.empty(0, np.int64))
     ours = _record(raw.header, OURS)
     zero_ns = int(raw.start_ns.min()) if len(raw) else 0
     steps = _steps(raw, zero_ns, ours.get("ends"))
     skipped = int(ours.get("skipped", 0))
     if skipped and len(steps) > skipped:
         steps, first = steps[skipped:], steps[skipped]
-        raw = _ordered(raw, np.flatnonzero(raw.start_ns >= zero_ns + first.start_ns))
+        raw = _reorder(raw, np.flatnonzero(raw.start_ns >= zero_ns + first.start_ns))
         zero_ns += first.start_ns
         steps = tuple(
-            Step(number, one.start_ns - first.start_ns, one.end_ns - first.start_ns)
-            for number, one in enumerate(steps)
+            Step(number, step.start_ns - first.start_ns, step.end_ns - first.start_ns)
+            for number, step in enumerate(steps)
         )
-    is_kept = np.array([not _is_step(one.name) for one in raw.heads], bool)
-    raw = _ordered(raw, np.flatnonzero(is_kept[raw.head]) if len(raw) else np.empty(0, np.int64))
-    raw = _ordered(raw, np.lexsort((-raw.duration_ns, raw.start_ns)))
+    is_kept = np.array([not _is_step(head.name) for head in raw.heads], bool)
+    raw = _reorder(raw, np.flatnonzero(is_kept[raw.head]) if len(raw) else np.empty(0, np.int64))
+    raw = _reorder(raw, np.lexsort((-raw.duration_ns, raw.start_ns)))
     info = _record(raw.header, collectives.INFO)
-    is_device = any(head.category in trace_trace_names.DEVICE for head in raw.heads)
+    is_device = any(head.category in trace_names.DEVICE for head in raw.heads)
     lanes = lanes_of(raw.heads, np.bincount(raw.head, minlength=len(raw.heads)).tolist())
     groups = collectives.groups_of(raw.header, _record(ours, "groups"))
     events, names = _events(raw, lanes, groups, zero_ns, is_device=is_device)
@@ -94,21 +94,21 @@ def recording(raw: RawTrace, rank: int) -> Recording:
         steps=steps,
         problem=_problem(raw, str(ours.get("problem", ""))),
     )
-    return Recording(trace, raw.base_ns + zero_ns if raw.base_ns else 0, ours)
+    return RecordedTrace(trace, raw.base_ns + zero_ns if raw.base_ns else 0, ours)
 
 
 def _record(header: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    one = header.get(name)
-    return one if isinstance(one, dict) else {}
+    record = header.get(name)
+    return record if isinstance(record, dict) else {}
 
 
-def _problem(raw: RawTrace, told: str) -> str:
-    torn = f"{raw.problem}: what would follow is missing." if raw.problem else ""
-    empty = "" if len(raw) else "Nothing was recorded: the trace holds no event."
-    return " ".join(filter(None, (told, torn, empty)))
+def _problem(raw: RawTrace, noted: str) -> str:
+    torn = f"{raw.problem}: the rest is missing." if raw.problem else ""
+    empty = "" if len(raw) else "Nothing was recorded: the trace holds no events."
+    return " ".join(filter(None, (noted, torn, empty)))
 
 
-def _ordered(raw: RawTrace, order: Integers) -> RawTrace:
+def _reorder(raw: RawTrace, order: Integers) -> RawTrace:
     place = np.full(len(raw), -1, np.int64)
     place[order] = np.arange(len(order))
     return replace(
@@ -121,9 +121,7 @@ def _ordered(raw: RawTrace, order: Integers) -> RawTrace:
 
 
 def _is_step(name: str) -> bool:
-    return (
-        name == trace_trace_names.STEP_END or trace_trace_names.TORCH_STEP.match(name) is not None
-    )
+    return name == trace_names.STEP_END or trace_names.TORCH_STEP.match(name) is not None
 
 
 def _steps(raw: RawTrace, zero_ns: int, own_ends: Any) -> tuple[Step, ...]:
@@ -134,15 +132,17 @@ def _steps(raw: RawTrace, zero_ns: int, own_ends: Any) -> tuple[Step, ...]:
         zero_ns: Where the first step begins.
         own_ends: Which of nbdist's marks count; None for all.
     """
-    heads = {number: one.name for number, one in enumerate(raw.heads) if _is_step(one.name)}
+    heads = {number: head.name for number, head in enumerate(raw.heads) if _is_step(head.name)}
     places = np.flatnonzero(np.isin(raw.head, list(heads)))
-    found = sorted(
-        (int(raw.start_ns[one]) - zero_ns, int(raw.duration_ns[one]), heads[int(raw.head[one])])
-        for one in places
+    marks = sorted(
+        (
+            int(raw.start_ns[place]) - zero_ns,
+            int(raw.duration_ns[place]),
+            heads[int(raw.head[place])],
+        )
+        for place in places
     )
-    ends = [
-        start + duration for start, duration, name in found if name == trace_trace_names.STEP_END
-    ]
+    ends = [start + duration for start, duration, name in marks if name == trace_names.STEP_END]
     if isinstance(own_ends, list):
         ends = [end for number, end in enumerate(ends) if number in own_ends]
     if ends:
@@ -150,22 +150,20 @@ def _steps(raw: RawTrace, zero_ns: int, own_ends: Any) -> tuple[Step, ...]:
         return tuple(Step(n, a, b) for n, (a, b) in enumerate(zip(starts, ends, strict=True)))
     return tuple(
         Step(int(match.group(1)), start, start + duration)
-        for start, duration, name in found
-        if (match := trace_trace_names.TORCH_STEP.match(name))
+        for start, duration, name in marks
+        if (match := trace_names.TORCH_STEP.match(name))
     )
 
 
 def _events(
-    raw: RawTrace, lanes: Lanes, groups: Sequence[Group], zero_ns: int, *, is_device: bool
+    raw: RawTrace, lanes: Lanes, groups: Sequence[TraceGroup], zero_ns: int, *, is_device: bool
 ) -> tuple[Events, tuple[str, ...]]:
     """The columns, and the names that they refer to."""
-    kinds = [
-        trace_trace_names.kind(one.category, one.name, is_device=is_device) for one in raw.heads
-    ]
+    kinds = [trace_names.kind(head.category, head.name, is_device=is_device) for head in raw.heads]
     kind = np.array(kinds, np.int8)[raw.head] if len(raw) else np.empty(0, np.int8)
     lane = lanes.of_head[raw.head] if len(raw) else np.empty(0, np.int32)
     names: dict[str, int] = {}
-    of_head = np.array([names.setdefault(one.name, len(names)) for one in raw.heads], np.int32)
+    of_head = np.array([names.setdefault(head.name, len(names)) for head in raw.heads], np.int32)
     name = of_head[raw.head] if len(raw) else np.empty(0, np.int32)
     start_ns = raw.start_ns - zero_ns
     end_ns = start_ns + raw.duration_ns
@@ -175,7 +173,7 @@ def _events(
     for number in range(len(lanes.lanes)):
         on = np.flatnonzero(lane == number)
         depth[on] = _depth(start_ns[on], end_ns[on])
-        kind[on] = _inherited(start_ns[on], end_ns[on], kind[on])
+        kind[on] = _inherit_kinds(start_ns[on], end_ns[on], kind[on])
     for place, meaning in _meanings(raw, kind, lane, groups).items():
         name[place] = names.setdefault(meaning.name, len(names))
         size_bytes[place], group[place] = meaning.size_bytes, meaning.group
@@ -193,7 +191,7 @@ def _depth(start_ns: Integers, end_ns: Integers) -> Integers:
     return depth
 
 
-def _inherited(start_ns: Integers, end_ns: Integers, kind: npt.NDArray[np.int8]) -> Any:
+def _inherit_kinds(start_ns: Integers, end_ns: Integers, kind: npt.NDArray[np.int8]) -> Any:
     """Operators inside a DataLoader's iteration fetch data; inside Gloo's calls they are Gloo's."""
     changed = kind.copy()
     for outer, becomes in ((DATA, DATA), (COMMUNICATION, HOST)):
@@ -207,34 +205,37 @@ def _inherited(start_ns: Integers, end_ns: Integers, kind: npt.NDArray[np.int8])
 
 
 def _meanings(
-    raw: RawTrace, kind: npt.NDArray[np.int8], lane: npt.NDArray[np.int32], groups: Sequence[Group]
+    raw: RawTrace,
+    kind: npt.NDArray[np.int8],
+    lane: npt.NDArray[np.int32],
+    groups: Sequence[TraceGroup],
 ) -> dict[int, Meaning]:
     """Event -> what collective it is."""
-    found: dict[int, Meaning] = {}
-    gloo: dict[int, Call] = {}
+    nccl: dict[int, Meaning] = {}
+    gloo: dict[int, CollectiveCall] = {}
 
-    def call(place: int) -> Call:
-        name = trace_trace_names.collective(raw.heads[raw.head[place]].name)
+    def call(place: int) -> CollectiveCall:
+        name = trace_names.collective(raw.heads[raw.head[place]].name)
         args = raw.args.get(place, {})
-        return Call(name, int(raw.start_ns[place]), args, int(lane[place]))
+        return CollectiveCall(name, int(raw.start_ns[place]), args, int(lane[place]))
 
     for place in map(int, np.flatnonzero(kind == COMMUNICATION)):
         if raw.heads[raw.head[place]].category == "kernel":
-            found[place] = collectives.of_nccl(call(place), groups)
+            nccl[place] = collectives.of_nccl(call(place), groups)
         else:
             gloo[place] = call(place)
-    is_issued = [trace_trace_names.ISSUED.match(one.name) is not None for one in raw.heads]
+    is_issued = [trace_names.ISSUED.match(head.name) is not None for head in raw.heads]
     issued = [call(place) for place in sorted(raw.args) if is_issued[raw.head[place]]]
-    meanings = collectives.of_gloo(list(gloo.values()), issued, _recorded(raw), groups)
-    return found | dict(zip(gloo, meanings, strict=True))
+    meanings = collectives.of_gloo(list(gloo.values()), issued, _flight_record(raw), groups)
+    return nccl | dict(zip(gloo, meanings, strict=True))
 
 
-def _recorded(raw: RawTrace) -> list[Call]:
+def _flight_record(raw: RawTrace) -> list[CollectiveCall]:
     """What torch's flight recorder has noted meanwhile, where nbdist wrote it into the header."""
     calls = _record(raw.header, OURS).get("calls")
     return [
-        Call(
-            trace_trace_names.collective(str(name)),
+        CollectiveCall(
+            trace_names.collective(str(name)),
             int(created_ns) - raw.base_ns,
             {"Input Dims": sizes},
             torch_group=str(group),

@@ -32,36 +32,39 @@ class Spans:
     @property
     def exposed(self) -> Integers:
         """Communication while nothing computes."""
-        return intervals.without(self.communication, self.compute)
+        return intervals.difference(self.communication, self.compute)
 
 
 def common_steps(trace: Trace) -> int:
     """How many steps all ranks have recorded that have recorded anything."""
-    return min((len(one.steps) for one in trace.ranks if len(one.events)), default=0)
+    return min((len(rank.steps) for rank in trace.ranks if len(rank.events)), default=0)
 
 
-def spans(one: RankTrace, n_steps: int) -> Spans:
+def spans(trace: RankTrace, n_steps: int) -> Spans:
     """What went on when, within the first steps of a rank; within everything where that is 0."""
-    window = window_of(one, n_steps)
+    window = window_of(trace, n_steps)
     return Spans(
         window,
-        intervals.both(_computing(one), window),
-        *(intervals.both(_of_kind(one, kind), window) for kind in (COMMUNICATION, COPY, DATA)),
+        intervals.intersection(_computing(trace), window),
+        *(
+            intervals.intersection(_of_kind(trace, kind), window)
+            for kind in (COMMUNICATION, COPY, DATA)
+        ),
     )
 
 
-def window_of(one: RankTrace, n_steps: int) -> Integers:
+def window_of(trace: RankTrace, n_steps: int) -> Integers:
     """From the first step's start to the last one's end; all that was recorded without steps."""
-    events = one.events
+    events = trace.events
     if n_steps:
-        return np.array([[one.steps[0].start_ns, one.steps[n_steps - 1].end_ns]])
+        return np.array([[trace.steps[0].start_ns, trace.steps[n_steps - 1].end_ns]])
     if not len(events):
         return np.empty((0, 2), np.int64)
     return np.array([[events.start_ns.min(), (events.start_ns + events.duration_ns).max()]])
 
 
-def _of_kind(one: RankTrace, kind: int, lane: int | None = None) -> Integers:
-    events = one.events
+def _of_kind(trace: RankTrace, kind: int, lane: int | None = None) -> Integers:
+    events = trace.events
     chosen = events.kind == kind
     if lane is not None:
         chosen &= events.lane == lane
@@ -69,15 +72,15 @@ def _of_kind(one: RankTrace, kind: int, lane: int | None = None) -> Integers:
     return intervals.union(starts, starts + events.duration_ns[chosen])
 
 
-def _computing(one: RankTrace) -> Integers:
+def _computing(trace: RankTrace) -> Integers:
     """A lane that waits inside an operator does not compute meanwhile."""
-    waiting = np.unique(one.events.lane[one.events.kind == WAIT])
-    lanes = np.unique(one.events.lane[one.events.kind == COMPUTE])
-    found = []
+    waiting = np.unique(trace.events.lane[trace.events.kind == WAIT])
+    lanes = np.unique(trace.events.lane[trace.events.kind == COMPUTE])
+    parts = []
     for lane in lanes:
-        computes = _of_kind(one, COMPUTE, lane)
+        computes = _of_kind(trace, COMPUTE, lane)
         is_waiting = lane in waiting
-        found.append(
-            intervals.without(computes, _of_kind(one, WAIT, lane)) if is_waiting else computes
+        parts.append(
+            intervals.difference(computes, _of_kind(trace, WAIT, lane)) if is_waiting else computes
         )
-    return intervals.joined(found)
+    return intervals.union_of(parts)

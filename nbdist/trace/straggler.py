@@ -9,24 +9,24 @@ import numpy as np
 
 from nbdist.trace import intervals
 from nbdist.trace.intervals import Integers
-from nbdist.trace.match_collectives import Matched
+from nbdist.trace.match_collectives import MatchedCollective
 from nbdist.trace.spans import Spans
 from nbdist.trace.trace import RankTrace
 
 
-def waits(traces: Sequence[RankTrace], calls: Sequence[Matched]) -> dict[int, Integers]:
+def waits(traces: Sequence[RankTrace], calls: Sequence[MatchedCollective]) -> dict[int, Integers]:
     """Place of a rank -> when it was in a collective that another had not entered yet."""
-    found: dict[int, list[Integers]] = defaultdict(list)
-    for one in calls:
-        starts = _starts(traces, one)
+    parts: dict[int, list[Integers]] = defaultdict(list)
+    for collective in calls:
+        starts = _starts(traces, collective)
         last = starts.max(axis=0)
-        for place, own in zip(one.ranks, starts, strict=True):
-            found[place].append(intervals.union(own, last))
-    return {place: intervals.joined(each) for place, each in found.items()}
+        for place, rank_starts in zip(collective.ranks, starts, strict=True):
+            parts[place].append(intervals.union(rank_starts, last))
+    return {place: intervals.union_of(sets) for place, sets in parts.items()}
 
 
 def costs(
-    traces: Sequence[RankTrace], calls: Sequence[Matched], spans: Sequence[Spans]
+    traces: Sequence[RankTrace], calls: Sequence[MatchedCollective], spans: Sequence[Spans]
 ) -> dict[int, int]:
     """Place of a rank -> how much sooner the others would have been through without it, in ns.
 
@@ -41,30 +41,31 @@ def costs(
     one that gains least still sets the pace.
     """
     lost: dict[int, dict[int, list[Integers]]] = defaultdict(lambda: defaultdict(list))
-    for one in calls:
-        starts = _starts(traces, one)
+    for collective in calls:
+        starts = _starts(traces, collective)
         ordered = np.sort(starts, axis=0)
         last, last_but_one = ordered[-1], ordered[-2]
-        who = np.argmax(starts, axis=0)
-        for number, late in enumerate(one.ranks):
-            is_late = who == number
-            for other, own in zip(one.ranks, starts, strict=True):
+        last_number = np.argmax(starts, axis=0)
+        for number, late in enumerate(collective.ranks):
+            is_late = last_number == number
+            for other, rank_starts in zip(collective.ranks, starts, strict=True):
                 if other != late:
-                    begin = np.maximum(own, last_but_one)[is_late]
+                    begin = np.maximum(rank_starts, last_but_one)[is_late]
                     lost[late][other].append(intervals.union(begin, last[is_late]))
     exposed = {
-        place: spans[place].exposed for place in {place for one in calls for place in one.ranks}
+        place: spans[place].exposed
+        for place in {place for collective in calls for place in collective.ranks}
     }
     return {
         late: min(
-            intervals.length(intervals.both(intervals.joined(each), exposed[other]))
-            for other, each in others.items()
+            intervals.length(intervals.intersection(intervals.union_of(sets), exposed[other]))
+            for other, sets in others.items()
         )
         for late, others in lost.items()
     }
 
 
-def _starts(traces: Sequence[RankTrace], calls: Matched) -> Integers:
+def _starts(traces: Sequence[RankTrace], calls: MatchedCollective) -> Integers:
     """(rank, call): when it was entered."""
-    each = zip(calls.ranks, calls.events, strict=True)
-    return np.stack([traces[place].events.start_ns[events] for place, events in each])
+    entries = zip(calls.ranks, calls.events, strict=True)
+    return np.stack([traces[place].events.start_ns[events] for place, events in entries])

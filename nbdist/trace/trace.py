@@ -52,7 +52,7 @@ class Events:
         kind: Place in KINDS.
         name: Place in RankTrace.names.
         size_bytes: A collective's whole message, which all ranks make or get; 0 for all else.
-        group: Place in RankTrace.groups; -1 for all else, and where the trace does not tell.
+        group: Place in RankTrace.groups; -1 for all else, and where it is unknown.
     """
 
     start_ns: Integers
@@ -70,7 +70,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training step.
+    """The time between the ends of two training steps.
 
     Attributes:
         number: From 0, as the rank counted them.
@@ -97,7 +97,7 @@ class RankTrace:
         group_ranks: The ranks of each of them.
         events: The columns.
         steps: In order; empty where the cell made none.
-        problem: Why something lacks, as a sentence; empty when all is there.
+        problem: Why something is missing, as a sentence; empty when nothing is.
     """
 
     rank: int

@@ -83,10 +83,10 @@ ALL_REDUCE_ROW = 5  # main thread has three levels, autograd two
 
 def test_pointing_at_an_event_tells_its_bytes_and_its_group(timeline: Timeline) -> None:
     """Name, size, kind, how long, where and when."""
-    ns, told = all_reduce()
+    ns, tip = all_reduce()
     timeline.move_to(ns, ALL_REDUCE_ROW)
 
-    assert timeline.tip == told
+    assert timeline.tip == tip
 
 
 def test_keys_go_from_event_to_event(timeline: Timeline) -> None:
@@ -136,13 +136,13 @@ def test_a_large_trace_has_blocks_and_one_stretch_in_full(page: "Page") -> None:
         merged, width_ns = timeline.value(f"[trace.count[{first}], trace.width]")
         timeline.value(f"(show(trace.start[{first}], 100 * trace.width), null)")
         timeline.move_to(timeline.value(f"(trace.start[{first}] + trace.end[{first}]) / 2"), row)
-        told = timeline.tip
+        tip = timeline.tip
         timeline.frame.locator("#full").click()
         begins = "trace.start[i] >= from && trace.start[i] < to"
         counts = timeline.value(f"Array.from(trace.count).filter((_, i) => {begins})")
 
     assert merged > 1
-    assert told[0] == f"{merged:g} compute events shorter than {width_ns / 1e3:g} us, merged"
+    assert tip[0] == f"{merged:g} compute events shorter than {width_ns / 1e3:g} us, merged"
     assert len(counts) > 1000
     assert set(counts) == {1}
 

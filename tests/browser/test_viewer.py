@@ -103,7 +103,7 @@ def _timeline() -> Case:
         source="from nbdist.trace.breakdown import TimeBreakdown\n"
         "from nbdist.trace.view.report import trace_report\n"
         "from tests.support.drawn_traces import training\n"
-        "traced(training(3000), TimeBreakdown((), 0, None, (), (), 0.0), [])",
+        "trace_report(training(3000), TimeBreakdown((), 0, None, (), (), 0.0), [])",
         view=trace_report(trace, TimeBreakdown((), 0, None, (), (), 0.0), []),
         whole_ns=max(step.end_ns for rank in trace.ranks for step in rank.steps),
         point=(int(events.start_ns[at]) + took_ns / 2, f"rowTops[{row}] - frame.scrollTop + 7"),
@@ -226,20 +226,20 @@ def test_dragging_moves_the_picture(shown: Shown) -> None:
 @pytest.mark.parametrize("shown", BOTH, indirect=True)
 def test_keys_are_the_pictures_and_not_the_notebooks(shown: Shown) -> None:
     """No cell comes or goes by them; the numbers stand below as a reader sees them."""
-    picture, seen = shown.picture(), {}
+    picture, spans = shown.picture(), {}
     picture.frame.locator("#frame").focus()
     for key in ("w", "d", "a", "s", "+", "ArrowRight", "Home"):
         picture.page.keyboard.press(key)
-        seen[key] = picture.seen_ns
+        spans[key] = picture.seen_ns
     whole = (0, shown.case.whole_ns)
-    length = seen["w"][1] - seen["w"][0]
+    length = spans["w"][1] - spans["w"][0]
 
     assert length == pytest.approx(0.7 * shown.case.whole_ns)
-    assert seen["d"][0] - seen["w"][0] == pytest.approx(0.15 * length)
-    assert seen["a"] == pytest.approx(seen["w"])
-    assert seen["s"] == seen["Home"] == whole
-    assert seen["+"] == pytest.approx(seen["w"])
-    assert seen["ArrowRight"] == pytest.approx(seen["d"])
+    assert spans["d"][0] - spans["w"][0] == pytest.approx(0.15 * length)
+    assert spans["a"] == pytest.approx(spans["w"])
+    assert spans["s"] == spans["Home"] == whole
+    assert spans["+"] == pytest.approx(spans["w"])
+    assert spans["ArrowRight"] == pytest.approx(spans["d"])
     assert picture.page.locator(".jp-Notebook .jp-Cell").count() == 1
     assert shown.case.below in shown.notebook.output_text(0)
 
@@ -247,17 +247,17 @@ def test_keys_are_the_pictures_and_not_the_notebooks(shown: Shown) -> None:
 @pytest.mark.parametrize("shown", ONE, indirect=True)
 def test_it_follows_jupyterlabs_theme(shown: Shown) -> None:
     """Dark in the dark theme, light in the light one, without a reload."""
-    picture, seen = shown.picture(), {}
+    picture, colours = shown.picture(), {}
     for theme in ("JupyterLab Dark", "JupyterLab Light"):
         shown.notebook.page.evaluate(
             "theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })", theme
         )
         wanted = "isDark" if theme.endswith("Dark") else "!isDark"
         picture.frame.wait_for_function(f"() => {wanted}", timeout=DEADLINE_MS)
-        seen[theme] = picture.value("[...context.getImageData(2, 2, 1, 1).data].slice(0, 3)")
+        colours[theme] = picture.value("[...context.getImageData(2, 2, 1, 1).data].slice(0, 3)")
 
-    assert sum(seen["JupyterLab Dark"]) < 150
-    assert seen["JupyterLab Light"] == [255, 255, 255]
+    assert sum(colours["JupyterLab Dark"]) < 150
+    assert colours["JupyterLab Light"] == [255, 255, 255]
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.more_browser)])

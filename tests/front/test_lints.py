@@ -78,7 +78,7 @@ _LINTS = {
             "for epoch in range(2):\n"
             "    train(model, optimizer, sampled)"
         ),
-        "sampled was gone through again with its DistributedSampler at epoch 0 as before",
+        "sampled was iterated again with its DistributedSampler still at epoch 0",
         (
             "model, optimizer = fresh()\n"
             "right = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))\n"
@@ -101,7 +101,7 @@ _LINTS = {
             "        model(part).square().mean().backward()\n"
             "    optimizer.step()"
         ),
-        "model(part).square().mean().backward() called backward 4 times in each step",
+        "model(part).square().mean().backward() called backward 4 times per step",
         (
             "model, optimizer = fresh()\n"
             "for step in range(3):\n"
@@ -175,7 +175,7 @@ _LINTS = {
             "torch.manual_seed(rank)\n"
             "odd = accelerator.prepare(Odd(3, 3))"
         ),
-        "the initial values of Odd differed between rank 0 and rank 1, and prepare gave all",
+        "the initial values of Odd differed between rank 0 and rank 1; prepare replaced them",
         "torch.manual_seed(1)\nsame = accelerator.prepare(torch.nn.Linear(3, 3))",
     ),
     "shard-seeds": (
@@ -186,7 +186,7 @@ _LINTS = {
             "for one in (*shards, shards):\n"
             "    fully_shard(one)"
         ),
-        "fully_shard was given other values of Sequential on rank 0 and rank 1",
+        "fully_shard got different values of Sequential on rank 0 and rank 1",
         (
             "from torch.distributed.fsdp import fully_shard\n"
             "torch.manual_seed(5)\n"
@@ -220,7 +220,7 @@ _LINTS = {
             "scaler.step(optimizer)\n"
             "scaler.update()"
         ),
-        "a GradScaler scaled a loss of bf16 autocast",
+        "a GradScaler scaled a loss computed under bf16 autocast",
         (
             "model, optimizer = fresh()\n"
             "for dtype, is_on in (torch.float16, True), (torch.bfloat16, False):\n"
@@ -277,7 +277,7 @@ def test_what_is_wrong_is_told_once_and_what_is_right_never(linted: Kernel, name
     assert (silent.status, silent.stderr) == ("ok", ""), silent.visible
     assert f"lint {name} [0-1]: " in first.stderr, first.visible
     assert told in first.stderr
-    assert f"(%dist_check --silence {name}: no more of this)" in first.stderr
+    assert f"(silence: %dist_check --silence {name})" in first.stderr
     assert f"lint {name}" not in again.stderr
 
 
@@ -289,7 +289,7 @@ def test_an_accelerators_backward_is_the_line_that_calls_it(linted: Kernel) -> N
         "%%distributed\n" + wrong.replace(f"{last}.backward()", f"accelerator.backward({last})")
     )
 
-    assert f"accelerator.backward({last}) called backward 4 times in each step" in named.stderr
+    assert f"accelerator.backward({last}) called backward 4 times per step" in named.stderr
 
 
 def test_a_new_model_with_the_fault_is_a_new_cause(linted: Kernel) -> None:
@@ -320,10 +320,10 @@ def test_a_switch_tells_the_effective_batch(linted: Kernel) -> None:
     linted.run("%dist_strategy ddp")
 
     assert (
-        "the effective batch was 8 samples and is 4, and the learning rate stays 1e-06"
+        "the effective batch was 8 samples and is now 4, but the learning rate stays 1e-06"
         in (tp.plain[-1])
     )
-    assert "was 4 samples and is 8" in back.plain[-1]
+    assert "was 4 samples and is now 8" in back.plain[-1]
     assert "lint" not in quiet.plain[-1]
 
 
@@ -365,11 +365,13 @@ def test_looks_while_training_name_the_step_and_the_parameter(linted: Kernel) ->
     linted.run("%%distributed\nmodel, optimizer = fresh()")
     after = linted.run(body)
 
-    assert set_to.plain[-1].startswith("every 2 steps of an optimizer gradients are looked at")
+    assert set_to.plain[-1].startswith(
+        "before every 2 steps of an optimizer, gradients are checked"
+    )
     assert "[0-1] step 4: gradients are not finite in 2 of 2 parameters" in looked.stderr
-    assert "model.bias (looked at every 2" in looked.stderr
+    assert "model.bias (checked every 2 steps" in looked.stderr
     assert "[0-1] step 4 of this cell: model (Linear) is the first module" in traced.stderr
-    assert "what went in was not either" in traced.stderr
+    assert "its input was not finite either" in traced.stderr
     assert after.stderr == ""
 
 
@@ -385,8 +387,8 @@ def test_a_lint_is_told_of_a_cell_that_fails(linted: Kernel) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("%dist_check --silence nope", "There is no lint 'nope'. Choose of same-data"),
-        ("%dist_check --every -1", "no number of steps"),
+        ("%dist_check --silence nope", "There is no lint 'nope'. Choose one of same-data"),
+        ("%dist_check --every -1", "not a valid number of steps"),
         ("%dist_check --every 2 --lints", "choose one of --every, --lints"),
     ],
 )

@@ -28,8 +28,8 @@ _RANKS = """
 """
 _RULES = """
 from nbdist.trace import findings as trace_rules, breakdown as trace_shares
-told = nbdist.session().trace()
-{one.rule: one.ranks for one in trace_rules.findings(told, trace_shares.breakdown(told))}
+trace = nbdist.session().trace()
+{f.rule: f.ranks for f in trace_rules.findings(trace, trace_shares.breakdown(trace))}
 """
 _OFF = """%%distributed
 from torch.optim import optimizer as o
@@ -95,7 +95,7 @@ def test_a_cell_without_steps_is_recorded_whole_and_says_so(trained: Kernel) -> 
     empty = ran(trained, "%%dist_profile\npass")
 
     assert "No step ended" in cell.visible
-    assert "Rank 1: Nothing was recorded: the trace holds no event." in empty.visible
+    assert "Rank 1: Nothing was recorded: the trace holds no events." in empty.visible
 
 
 def test_only_some_ranks_record(trained: Kernel) -> None:
@@ -111,7 +111,7 @@ def test_only_some_ranks_record(trained: Kernel) -> None:
 def test_a_wrong_option_records_nothing(trained: Kernel) -> None:
     """It is refused before anything runs."""
     for line, told in (
-        ("--steps 0", "no number of steps"),
+        ("--steps 0", "not a valid number of steps"),
         ("--ranks 7", "7"),
         ("--what", "unrecognized"),
     ):
@@ -234,7 +234,7 @@ for n in range(4):
     ran(trained, f"%%dist_profile --steps 3\n{code}")
 
     assert eval(trained.run(_RULES).plain[0])["one late rank"] == (1,)
-    slowest = trained.run("trace_shares.breakdown(told).slowest")
+    slowest = trained.run("trace_shares.breakdown(trace).slowest")
     assert "rank=1" in slowest.plain[0]
     assert "is_alone=True" in slowest.plain[0]
 

@@ -10,42 +10,46 @@ from nbdist.lints.replicas import BUFFER, GRADIENT, PARAMETER, Look, ModelLook, 
 W = Look(PARAMETER, "up.weight", "all", 7, 12)
 
 
-def told(*looks: tuple[Look, ...], notes: tuple[str, ...] = ()) -> ReplicaCheck:
+def compared(*looks: tuple[Look, ...], notes: tuple[str, ...] = ()) -> ReplicaCheck:
     return replicas.compare(
-        {rank: [ModelLook("model", "ddp", own, notes)] for rank, own in enumerate(looks)}
+        {rank: [ModelLook("model", "ddp", tensors, notes)] for rank, tensors in enumerate(looks)}
     )
 
 
 def test_equal_models_are_healthy() -> None:
     """And what was compared is counted."""
-    found = told((W, replace(W, name="down.weight", part="")), (W,))
+    result = compared((W, replace(W, name="down.weight", part="")), (W,))
 
-    assert found.is_healthy
-    assert found.models[0].tensors[PARAMETER] == 2
-    assert found.models[0].compared[PARAMETER] == 1
-    assert view.checkup(found).text.startswith("healthy: on 2 ranks everything is finite")
+    assert result.is_healthy
+    assert result.models[0].tensors[PARAMETER] == 2
+    assert result.models[0].compared[PARAMETER] == 1
+    assert view.checkup(result).text.startswith("healthy: on 2 ranks everything is finite")
 
 
 def test_a_difference_names_the_ranks_that_agree() -> None:
     """Of a tensor in one part; the other part is another rank's."""
-    found = told((W,), (replace(W, digest=8),), (W,), (replace(W, part="other", digest=9),))
-    (one,) = found.differences
+    result = compared((W,), (replace(W, digest=8),), (W,), (replace(W, part="other", digest=9),))
+    (difference,) = result.differences
 
-    assert (one.name, one.groups, one.count) == ("up.weight", ((0, 2), (1,)), 12)
-    assert not found.is_healthy
-    told_text = view.checkup(found.measured({one: 0.25})).text
-    assert "model: parameter up.weight differs between ranks 0,2 and rank 1, by up to 0.25" in (
-        told_text
+    assert (difference.name, difference.groups, difference.count) == (
+        "up.weight",
+        ((0, 2), (1,)),
+        12,
     )
-    assert view.checkup(found).is_bad
+    assert not result.is_healthy
+    text = view.checkup(result.measured({difference: 0.25})).text
+    assert "model: parameter up.weight differs between ranks 0,2 and rank 1, by up to 0.25" in (
+        text
+    )
+    assert view.checkup(result).is_bad
 
 
 def test_buffers_may_differ() -> None:
     """Running means do between two forwards; it is told, and no fault."""
-    found = told((replace(W, kind=BUFFER),), (replace(W, kind=BUFFER, digest=8),))
+    result = compared((replace(W, kind=BUFFER),), (replace(W, kind=BUFFER, digest=8),))
 
-    assert found.is_healthy
-    assert "DDP sends rank 0's in a forward" in view.checkup(found).text
+    assert result.is_healthy
+    assert "DDP sends rank 0's in the next forward" in view.checkup(result).text
 
 
 @pytest.mark.parametrize(("kind", "first"), [(PARAMETER, "a.w"), (GRADIENT, "c.w")])
@@ -55,30 +59,30 @@ def test_where_nan_is_met_first(kind: str, first: str) -> None:
         replace(W, kind=kind, name=name, n_nan=n, n_inf=n // 2)
         for name, n in (("a.w", 2), ("b.w", 0), ("c.w", 4))
     )
-    (one,) = told(looks, looks).not_finite
+    (bad,) = compared(looks, looks).not_finite
 
-    assert (one.first, one.module) == (first, first.partition(".")[0])
-    assert (one.names, one.n_nan, one.n_inf, one.ranks) == (("a.w", "c.w"), 12, 6, (0, 1))
+    assert (bad.first, bad.module) == (first, first.partition(".")[0])
+    assert (bad.names, bad.n_nan, bad.n_inf, bad.ranks) == (("a.w", "c.w"), 12, 6, (0, 1))
 
 
 def test_only_a_few_finite_differences_are_measured() -> None:
     """Of hundreds that differ the first say enough; NaN minus anything is NaN."""
     ours = tuple(replace(W, name=f"{n}.w", n_nan=int(n == 0)) for n in range(9))
-    found = told(ours, tuple(replace(one, digest=8) for one in ours))
+    result = compared(ours, tuple(replace(look, digest=8) for look in ours))
 
-    assert [one.name for one in found.to_measure] == ["1.w", "2.w", "3.w"]
-    assert "4 more parameters differ" in view.checkup(found).text
+    assert [difference.name for difference in result.to_measure] == ["1.w", "2.w", "3.w"]
+    assert "4 more parameters differ" in view.checkup(result).text
 
 
 def test_a_model_that_a_rank_lacks_is_told() -> None:
     """With its ranks; it is compared on the others."""
     looks = {0: [ModelLook("model", "DDP", (W,))], 1: [], 2: [ModelLook("model", "DDP", (W,))]}
-    found = replicas.compare(looks)
+    result = replicas.compare(looks)
 
-    assert found.models[0].notes == ("[1] there is no such model there",)
-    assert found.is_healthy
+    assert result.models[0].notes == ("[1] no model of this name",)
+    assert result.is_healthy
 
 
 def test_no_model_is_no_fault() -> None:
-    """It is said."""
-    assert view.checkup(replicas.compare({0: [], 1: []})).text == "no model is on the ranks"
+    """The view says that there are none."""
+    assert view.checkup(replicas.compare({0: [], 1: []})).text == "there are no models on the ranks"

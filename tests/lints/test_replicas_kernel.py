@@ -31,26 +31,26 @@ class Ranks:
 
 
 def looks(*tensors: Look) -> list[tuple[ModelLook, ...]]:
-    return [(ModelLook("model", "ddp", (one,)),) for one in tensors]
+    return [(ModelLook("model", "ddp", (tensor,)),) for tensor in tensors]
 
 
 def test_equal_ranks_do_not_meet() -> None:
     """One call, after a recovery that an earlier cell has left to be done."""
     session = Ranks(looks(W, W))
-    found = replicas.check(session)  # type: ignore[arg-type]
+    result = replicas.check(session)  # type: ignore[arg-type]
 
-    assert found.is_healthy
+    assert result.is_healthy
     assert session.calls == [("recover",), (replicas.look, False)]
 
 
 def test_what_differs_is_measured_by_all_ranks() -> None:
     """Collective, with the same list; the size comes with the difference."""
     session = Ranks(looks(W, replace(W, digest=8)), [[0.5], [0.5]])
-    found = replicas.check(session)  # type: ignore[arg-type]
+    result = replicas.check(session)  # type: ignore[arg-type]
 
-    (one,) = found.differences
-    assert (one.groups, one.largest) == (((0,), (1,)), 0.5)
-    assert session.calls[-1] == (replicas.spread, (replace(one, largest=None),), True)
+    (difference,) = result.differences
+    assert (difference.groups, difference.largest) == (((0,), (1,)), 0.5)
+    assert session.calls[-1] == (replicas.spread, (replace(difference, largest=None),), True)
 
 
 def test_every_is_a_number_of_steps() -> None:

@@ -15,32 +15,32 @@ LOOKS = """
     def check():
         everyone = [None] * n
         dist.all_gather_object(everyone, replicas.look())
-        found = compare(dict(enumerate(everyone)))
-        sizes = dict(zip(found.to_measure, replicas.spread(found.to_measure)))
-        return found.measured(sizes)
-    def told(found):
-        one = found.models[0]
-        return [found.is_healthy, dict(one.compared), dict(one.tensors)]
+        result = compare(dict(enumerate(everyone)))
+        sizes = dict(zip(result.to_measure, replicas.spread(result.to_measure)))
+        return result.measured(sizes)
+    def summary(result):
+        model = result.models[0]
+        return [result.is_healthy, dict(model.compared), dict(model.tensors)]
     def local(name):
         value = registry.prepared_of(model).parameters[name]
         return value.to_local() if hasattr(value, "to_local") else value
     def step():  # with gradients left in place
         degrees = registry.current().degrees
         place = degrees.coordinate(rank)
-        own = place.dp_replicate * degrees.dp_shard + place.dp_shard
-        model(tokens(0).chunk(degrees.dp)[own]).backward()
-    def odd(found):
-        return [[one.kind, one.name, one.groups, one.largest] for one in found.differences]
+        shard = place.dp_replicate * degrees.dp_shard + place.dp_shard
+        model(tokens(0).chunk(degrees.dp)[shard]).backward()
+    def odd(result):
+        return [[d.kind, d.name, d.groups, d.largest] for d in result.differences]
 """
 
 EACH = """
     begin("ddp")
     result = {}
-    for name, (row, given) in STRATEGIES.items():
-        switch.switch(pick(row, **given))
+    for name, (row, options) in STRATEGIES.items():
+        switch.switch(pick(row, **options))
         train(1)
         step()
-        clean = told(check())
+        clean = summary(check())
         # A norm's weight is on every rank but those of other stages, and fsdp's other parts.
         holds = not registry.prepared_of(model).parameters["blocks.0.norm.weight"].is_meta
         first = rank == int(os.environ["ODD"])
@@ -52,7 +52,7 @@ EACH = """
             with torch.no_grad():
                 local("blocks.0.norm.weight")[0] -= 0.5
                 local("blocks.0.norm.weight")[1] = float("nan")
-        bad = [[one.kind, one.first, one.ranks] for one in check().not_finite]
+        bad = [[bad.kind, bad.first, bad.ranks] for bad in check().not_finite]
         result[name] = [clean, apart, bad]
         if holds and first:
             with torch.no_grad():
@@ -74,7 +74,7 @@ def test_what_ranks_hold_alike_is_compared_under_each_strategy(tmp_path: Path) -
     with TorchRanks(tmp_path, 2, TRAINING + LOOKS + TWO + EACH, ODD="0") as ranks:
         result = ranks.results()[0]["result"]
     compared = {name: clean[1]["parameter"] for name, (clean, _, _) in result.items()}
-    apart = {name: bool(found) for name, (_, found, _) in result.items()}
+    apart = {name: bool(odd) for name, (_, odd, _) in result.items()}
 
     assert all(clean[0] for clean, _, _ in result.values()), result
     assert compared["zero1"] == result["zero1"][0][2]["parameter"] == 27
@@ -121,13 +121,13 @@ OWN = (
     ddp = DDP(torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5)))
     shards = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    for one in shards:
-        fully_shard(one, mesh=mesh)
+    for layer in shards:
+        fully_shard(layer, mesh=mesh)
     fully_shard(shards, mesh=mesh)
     alone = torch.nn.Linear(2, 2)
     ddp(torch.ones(4, 6) * rank + torch.arange(4.0)[:, None]).square().mean().backward()
     clean = check()
-    names = [[one.name, one.strategy, dict(one.compared)] for one in clean.models]
+    names = [[m.name, m.strategy, dict(m.compared)] for m in clean.models]
     buffers = odd(clean)
     ddp.module[0].weight.grad[0, 0] += rank
     gradient = odd(check())
@@ -145,7 +145,7 @@ def test_models_that_nobody_has_prepared(tmp_path: Path) -> None:
     assert names["ddp"] == ("DDP", {"parameter": 4, "buffer": 3, "gradient": 4})
     assert names["shards"] == ("FSDP2", {"parameter": 0, "buffer": 0, "gradient": 0})
     assert result["healthy"]
-    assert [one[1] for one in result["buffers"]] == ["1.running_mean", "1.running_var"]
+    assert [row[1] for row in result["buffers"]] == ["1.running_mean", "1.running_var"]
     assert result["gradient"][-1] == ["gradient", "0.weight", [[0], [1]], pytest.approx(1.0)]
 
 
@@ -161,9 +161,9 @@ EVERY = (
         for number in range(steps):
             before(number)
             train(1)
-        seen = [None] * n
-        dist.all_gather_object(seen, lints.collect())
-        return [[one.lint, one.hit.found] for one in evaluate(dict(enumerate(seen)), is_ok=True)]
+        observations = [None] * n
+        dist.all_gather_object(observations, lints.collect())
+        return [[d.lint, d.hit.found] for d in evaluate(dict(enumerate(observations)), is_ok=True)]
     cell(1)  # without looks
     checkup_every.set_every(2)
     result = {"clean": cell(6)}
@@ -199,13 +199,13 @@ def test_every_so_many_steps(tmp_path: Path) -> None:
         result = ranks.results()[0]
 
     assert result["clean"] == []
-    ((lint, found),) = result["apart"]
+    ((lint, sentence),) = result["apart"]
     assert lint == "apart-since"
-    assert found == (
-        "before step 10 of its optimizer the parameters of model differed between rank 0 and "
-        "rank 1 (looked at every 2)"
+    assert sentence == (
+        "before step 10 of its optimizer, the parameters of model differed between rank 0 and "
+        "rank 1 (checked every 2 steps)"
     )
-    assert [one[0] for one in result["after"]] == ["apart-since"]
+    assert [row[0] for row in result["after"]] == ["apart-since"]
     assert (result["tp"], result["fsdp"], result["off"]) == ([], [], [])
-    assert [one[0] for one in result["tp apart"]] == ["apart-since"]
+    assert [row[0] for row in result["tp apart"]] == ["apart-since"]
     assert result["gone"] == ["torch._tensor", "torch.amp.grad_scaler"]

@@ -33,15 +33,21 @@ def since(*digests: str) -> Observation:
     return Observation("apart-since", "model", facts)
 
 
-def told(
-    *seen: Observation | list[Observation], is_ok: bool = True
+def hits(
+    *observations: Observation | list[Observation], is_ok: bool = True
 ) -> list[tuple[str, tuple[int, ...]]]:
-    by_rank = {r: own if isinstance(own, list) else [own] for r, own in enumerate(seen)}
-    return [(one.lint, one.hit.ranks) for one in rules.evaluate(by_rank, is_ok=is_ok)]
+    by_rank = {
+        r: observed if isinstance(observed, list) else [observed]
+        for r, observed in enumerate(observations)
+    }
+    return [
+        (diagnostic.lint, diagnostic.hit.ranks)
+        for diagnostic in rules.evaluate(by_rank, is_ok=is_ok)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("seen", "ranks"),
+    ("observations", "ranks"),
     [
         ([same(A, B), same(A, B)], (0, 1)),
         ([same(A, B, C), same(A, B)], (0, 1)),  # a rank that has looked at fewer
@@ -51,41 +57,43 @@ def told(
         ([same(A, B, peers=[0]), same(A, B, peers=[1])], None),  # tp: they must see the same
     ],
 )
-def test_the_same_data(seen: list[Observation], ranks: tuple[int, ...] | None) -> None:
+def test_the_same_data(observations: list[Observation], ranks: tuple[int, ...] | None) -> None:
     """Only for ranks along the data-parallel axes, from two different batches on."""
-    assert told(*seen) == ([("same-data", ranks)] if ranks else [])
+    assert hits(*observations) == ([("same-data", ranks)] if ranks else [])
 
 
 def test_two_pairs_of_ranks_are_two_hits() -> None:
     """Four ranks of dp 2 x tp 2 whose loaders are all alike: each pair of dp is one."""
-    seen = [same(A, B, peers=peers) for peers in ([0, 2], [1, 3], [0, 2], [1, 3])]
+    observations = [same(A, B, peers=peers) for peers in ([0, 2], [1, 3], [0, 2], [1, 3])]
 
-    assert told(*seen) == [("same-data", (0, 2)), ("same-data", (1, 3))]
+    assert hits(*observations) == [("same-data", (0, 2)), ("same-data", (1, 3))]
 
 
 def test_parameters_that_are_apart() -> None:
     """Within a model's group, and not where a rank failed: there that is told otherwise."""
-    assert told(apart(A), apart(B)) == [("parameters-apart", (0, 1))]
-    assert told(apart(A), apart(A)) == []
-    assert told(apart(A), apart(B), is_ok=False) == []
-    assert told(apart(A, [0]), apart(B, [1])) == []
+    assert hits(apart(A), apart(B)) == [("parameters-apart", (0, 1))]
+    assert hits(apart(A), apart(A)) == []
+    assert hits(apart(A), apart(B), is_ok=False) == []
+    assert hits(apart(A, [0]), apart(B, [1])) == []
 
 
 def test_workers_of_one_host_are_added_up() -> None:
     """More than its cores; another host has its own."""
-    assert told(workers(5), workers(4)) == [("workers", (0, 1))]
-    assert told(workers(4), workers(4)) == []
-    assert told(workers(5), workers(5, host="other")) == []
+    assert hits(workers(5), workers(4)) == [("workers", (0, 1))]
+    assert hits(workers(4), workers(4)) == []
+    assert hits(workers(5), workers(5, host="other")) == []
 
 
 def test_the_first_look_that_differs_is_named() -> None:
     """And the lint that says less is left out."""
-    seen = {0: [since(A, B, C), apart(A)], 1: [since(A, C, A), apart(B)]}
-    (one,) = rules.evaluate(seen, is_ok=True)
+    observations = {0: [since(A, B, C), apart(A)], 1: [since(A, C, A), apart(B)]}
+    (diagnostic,) = rules.evaluate(observations, is_ok=True)
 
-    assert one.lint == "apart-since"
-    assert "before step 20 of its optimizer the parameters of model differed" in one.hit.found
-    assert told(since(A, B), since(A, B)) == []
+    assert diagnostic.lint == "apart-since"
+    assert (
+        "before step 20 of its optimizer, the parameters of model differed" in diagnostic.hit.found
+    )
+    assert hits(since(A, B), since(A, B)) == []
 
 
 def test_ranks_with_the_same_sentence_are_one_hit() -> None:
@@ -95,20 +103,20 @@ def test_ranks_with_the_same_sentence_are_one_hit() -> None:
         for n in (4, 2)
     )
 
-    assert told(four, four) == [("loss-not-divided", (0, 1))]
-    assert told(four, two) == [("loss-not-divided", (0,)), ("loss-not-divided", (1,))]
+    assert hits(four, four) == [("loss-not-divided", (0, 1))]
+    assert hits(four, two) == [("loss-not-divided", (0,)), ("loss-not-divided", (1,))]
 
 
 def test_every_lint_says_what_to_do_and_how_to_hear_no_more() -> None:
     """Two lines: what and where; why, what to do, how to silence it."""
-    (one,) = rules.evaluate({0: [same(A, B)], 1: [same(A, B)]}, is_ok=True)
-    first, second = one.lines
+    (diagnostic,) = rules.evaluate({0: [same(A, B)], 1: [same(A, B)]}, is_ok=True)
+    first, second = diagnostic.lines
 
     assert first == (
         "lint same-data [0-1]: loader gave ranks 0-1 the same batches (the first 2 were compared)"
     )
     assert second.startswith("  each gradient is computed twice")
-    assert second.endswith("(%dist_check --silence same-data: no more of this)")
+    assert second.endswith("(silence: %dist_check --silence same-data)")
     assert all(row.why and row.do and row.when for row in LINTS.values())
 
 
@@ -126,14 +134,14 @@ def test_the_page_has_the_lints_as_they_are() -> None:
     """docs/lints.md is made from them."""
     page = lint_page.PAGE.read_text(encoding="utf-8")
 
-    assert lint_page.written(page) == page, f"out of date: {lint_page.COMMAND}"
+    assert lint_page.render(page) == page, f"out of date: {lint_page.COMMAND}"
 
 
 def test_names_that_do_not_exist_are_refused() -> None:
     """With the list of those that do; `all` is all."""
-    with pytest.raises(OptionError, match=r"no lint 'data'\. Choose of same-data, set-epoch"):
-        rules.checked(["data"])
-    assert rules.checked(["all"]) == tuple(LINTS)
+    with pytest.raises(OptionError, match=r"no lint 'data'\. Choose one of same-data, set-epoch"):
+        rules.resolve_names(["data"])
+    assert rules.resolve_names(["all"]) == tuple(LINTS)
 
 
 def message(data: Any) -> Any:
@@ -145,13 +153,13 @@ class TestOnce:
     """What a session tells, and how often."""
 
     @staticmethod
-    def cell(one: Lints, run: int, *seen: Observation) -> tuple[str, ...]:
+    def cell(session: Lints, run: int, *observations: Observation) -> tuple[str, ...]:
         """The lines of a cell in which each rank saw this."""
-        one.before({CELL_RUN: run})
-        for rank, own in enumerate(seen):
-            data: Any = {SEEN: [[own.lint, own.subject, dict(own.facts)]]}
-            assert one.message(run, rank, message(data))
-        return one.after(run, is_ok=True)
+        session.before({CELL_RUN: run})
+        for rank, observation in enumerate(observations):
+            data: Any = {SEEN: [[observation.lint, observation.subject, dict(observation.facts)]]}
+            assert session.message(run, rank, message(data))
+        return session.after(run, is_ok=True)
 
     def test_a_cause_is_told_once_and_another_one_again(self) -> None:
         """The same model, then another."""
@@ -161,7 +169,7 @@ class TestOnce:
         assert len(self.cell(session, 1, apart(A), apart(B))) == 2
         assert self.cell(session, 2, apart(A), apart(B)) == ()
         assert len(self.cell(session, 3, *other)) == 2
-        assert ("parameters-apart", "told 2 times") in {one[:2] for one in session.states()}
+        assert ("parameters-apart", "reported 2 times") in {state[:2] for state in session.states()}
 
     def test_silence_and_tell(self) -> None:
         """A silenced one is told once it is wanted again, and so is one that was told before."""
@@ -181,9 +189,9 @@ class TestOnce:
         lines = self.cell(session, 1, apart(A), apart(B))
 
         assert len(lines) == 1
-        assert lines[0].startswith("NBDIST_SILENCE: There is no lint 'nope'. Choose of")
+        assert lines[0].startswith("NBDIST_SILENCE: There is no lint 'nope'. Choose one of")
         assert self.cell(session, 2, apart(A), apart(B)) == ()
-        assert dict(one[:2] for one in session.states())["parameters-apart"] == "silenced"
+        assert dict(state[:2] for state in session.states())["parameters-apart"] == "silenced"
 
     def test_stored_outputs_do_not_depend_on_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Notebooks are compared on any machine."""
@@ -201,4 +209,4 @@ class TestOnce:
         assert not session.message(1, 0, message({"text/plain": "x"}))
         session.after(1, is_ok=True)
         assert session.message(1, 0, message({SEEN: []}))
-        assert session._seen == {}
+        assert session._observations == {}

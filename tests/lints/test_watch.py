@@ -27,7 +27,7 @@ def step(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> Non
     optimizer.step()
 
 
-def made() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+def stepper() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
     parameter = torch.nn.Parameter(torch.ones(2))
     return parameter, torch.optim.SGD([parameter], 0.1)
 
@@ -37,11 +37,11 @@ def test_uninstall_leaves_torch_as_it_was() -> None:
     watched = [torch.Tensor.backward, torch.amp.GradScaler.scale, torch.amp.autocast.__enter__]
     watch.uninstall()
     watch.uninstall()
-    own = [torch.Tensor.backward, torch.amp.GradScaler.scale, torch.amp.autocast.__enter__]
+    originals = [torch.Tensor.backward, torch.amp.GradScaler.scale, torch.amp.autocast.__enter__]
 
-    assert not set(map(id, watched)) & set(map(id, own))
-    assert all(one.__module__.startswith("torch") for one in own)
-    assert not hasattr(own[0], "__wrapped__")
+    assert not set(map(id, watched)) & set(map(id, originals))
+    assert all(function.__module__.startswith("torch") for function in originals)
+    assert not hasattr(originals[0], "__wrapped__")
 
 
 def test_a_mistake_of_ours_does_not_fail_the_users_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,14 +51,17 @@ def test_a_mistake_of_ours_does_not_fail_the_users_step(monkeypatch: pytest.Monk
         raise ValueError("no digest")
 
     monkeypatch.setattr(data, "digest", broken)
-    parameter, optimizer = made()
-    with warnings.catch_warnings(record=True) as seen:
+    parameter, optimizer = stepper()
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         batches = [len(x) for (x,) in DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=2)]
         step(parameter, optimizer)
 
     assert batches == [2, 2, 2, 2]
-    assert ["no lints from now on: ValueError" in str(one.message) for one in seen] == [True]
+    assert [
+        "lints are off on this rank from now on: ValueError" in str(warning.message)
+        for warning in caught
+    ] == [True]
     assert float(parameter.detach()[0]) == pytest.approx(0.9)
 
 
@@ -80,12 +83,12 @@ def test_errors_of_a_loader_and_a_backward_are_the_users_own() -> None:
 
 def test_a_digest_sees_the_first_numbers_of_what_a_loader_may_give() -> None:
     """Tensors, arrays, texts, in lists and dicts; the same again is the same."""
-    one = {"x": torch.arange(4), "y": ["a", 1.5], "z": (torch.ones(2, dtype=torch.bfloat16),)}
-    other = copy.deepcopy(one)
+    batch = {"x": torch.arange(4), "y": ["a", 1.5], "z": (torch.ones(2, dtype=torch.bfloat16),)}
+    other = copy.deepcopy(batch)
 
-    assert data.digest(one) == data.digest(other)
+    assert data.digest(batch) == data.digest(other)
     other["x"][3] = 0  # type: ignore[index]
-    assert data.digest(one) != data.digest(other)
+    assert data.digest(batch) != data.digest(other)
     assert data.digest(torch.zeros(2, 3)) != data.digest(torch.zeros(3, 2))
 
 
@@ -111,7 +114,7 @@ def test_a_models_hook_is_pickled_as_nothing_of_nbdist() -> None:
 @pytest.mark.filterwarnings("ignore")  # of torch's own, while it compiles
 def test_a_compiled_step_is_left_alone() -> None:
     """torch.compile traces through torch's hooks; ours are not in its graph."""
-    parameter, optimizer = made()
+    parameter, optimizer = stepper()
     parameter.grad = torch.ones(2)
     before = optimizer_steps.count()
     torch.compile(optimizer.step, backend="eager")()

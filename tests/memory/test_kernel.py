@@ -10,12 +10,12 @@ from nbdist.errors import SnapshotError
 from nbdist.memory.kernel.recordings import COST, Memories
 from nbdist.memory.snapshot import MemoryOptions, RankMemory, no_blocks
 from nbdist.variables import pack
-from tests.trace.test_kernel import Ranks, given
+from tests.trace.test_kernel import Ranks, answered
 
 
 def parcel(rank: int, duration_ns: int = 5, strategy: str = "ddp") -> Future[Any]:
     one = RankMemory(rank, f"host {rank}", "cpu", no_blocks(), duration_ns=duration_ns)
-    return given(pack.send(pack.pack({"memory": one, "strategy": strategy}), ()))
+    return answered(pack.send(pack.pack({"memory": one, "strategy": strategy}), ()))
 
 
 def memories(answers: dict[int, Callable[[], Future[Any]]]) -> tuple[Memories, Ranks]:
@@ -29,8 +29,8 @@ def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
         0: lambda: parcel(0),
         1: Future,
         2: Future,
-        3: lambda: given(SnapshotError("Nothing was recorded on this rank.")),
-        4: lambda: given(pack.PackedValue((3,), (), b"no", "")),
+        3: lambda: answered(SnapshotError("Nothing was recorded on this rank.")),
+        4: lambda: answered(pack.PackedValue((3,), (), b"no", "")),
     })  # fmt: skip
     ranks.gone, ranks.busy = {1}, {2}
     one.begin(MemoryOptions())
@@ -43,7 +43,7 @@ def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
     assert told[:4] == [
         "",
         "It ended (exit code 1) before its memory was read.",
-        "It still runs its cell, so its memory is not read.",
+        "It is still running its cell, so its memory was not read.",
         "Nothing was recorded on this rank.",
     ]
     assert told[4].startswith("Its memory did not arrive: ")

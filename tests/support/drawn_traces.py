@@ -68,7 +68,7 @@ def rank_trace(
     )
 
 
-def made(count: int, *, ranks: int = 2, seed: int = 0, depths: int = 1) -> Trace:
+def random_trace(count: int, *, ranks: int = 2, seed: int = 0, depths: int = 1) -> Trace:
     """About `count` events without a plan; nothing overlaps in a row, kinds are mixed."""
     random = np.random.default_rng(seed)
     return Trace(tuple(_random_rank(random, count // ranks, rank, depths) for rank in range(ranks)))
@@ -81,8 +81,8 @@ def _random_rank(random: np.random.Generator, count: int, rank: int, depths: int
     gap_ns = random.exponential(40, count).astype(np.int64)
     start_ns = np.zeros(count, np.int64)
     for row in range(len(LANES) * depths):
-        own = lane * depths + depth == row
-        start_ns[own] = np.cumsum(took_ns[own] + gap_ns[own]) - took_ns[own]
+        chosen = lane * depths + depth == row
+        start_ns[chosen] = np.cumsum(took_ns[chosen] + gap_ns[chosen]) - took_ns[chosen]
     kind = np.where(lane == 2, COMMUNICATION, random.integers(0, len(KINDS), count))
     is_sent = kind == COMMUNICATION
     order = np.argsort(start_ns, kind="stable")

@@ -7,17 +7,17 @@ from tests.support import tables
 
 PAGE = Path(__file__).parents[2] / "docs/lints.md"
 COMMAND = "python -m tests.support.lint_page"
-_HEAD = ("lint", "told when", "for example", "not told, although it may be so")
+_HEAD = ("lint", "reported when", "example", "not reported")
 
 
-def written(page: str) -> str:
+def render(page: str) -> str:
     """The page with a row for each lint."""
     rows = []
     for lint in LINTS.values():
         (hit, *_) = lint.judge(*lint.example)
-        rows.append((f"`{lint.name}`", lint.told, hit.found, lint.not_told))
+        rows.append((f"`{lint.name}`", lint.conditions, hit.found, lint.exceptions))
     return tables.replaced(page, COMMAND, tables.table(_HEAD, rows))
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from nbdist.trace.read import Recording
+from nbdist.trace.read import RecordedTrace
 from nbdist.trace.trace import Events, Lane, RankTrace, Step, Trace
 
 MS = 1_000_000
@@ -53,8 +53,8 @@ def rank_trace(
         host: Where it ran.
         device: "cpu", or "cuda": then lane 1 is a stream.
     """
-    events = sorted(did, key=lambda one: (one.start, -one.end))
-    names = tuple(dict.fromkeys(one.name for one in events))
+    events = sorted(did, key=lambda event: (event.start, -event.end))
+    names = tuple(dict.fromkeys(event.name for event in events))
     lanes = (Lane("main thread"), Lane("stream 7", is_device=device == "cuda"))
     return RankTrace(
         rank=rank,
@@ -65,14 +65,16 @@ def rank_trace(
         groups=(ALL,),
         group_ranks=(tuple(range(world_size)),),
         events=Events(
-            start_ns=np.array([round(one.start * MS) for one in events], np.int64),
-            duration_ns=np.array([round((one.end - one.start) * MS) for one in events], np.int64),
-            lane=np.array([one.lane for one in events], np.int32),
-            depth=np.array([_depth(one, events) for one in events], np.int16),
-            kind=np.array([one.kind for one in events], np.int8),
-            name=np.array([names.index(one.name) for one in events], np.int32),
-            size_bytes=np.array([one.size_bytes for one in events], np.int64),
-            group=np.array([0 if one.kind == 1 else -1 for one in events], np.int32),
+            start_ns=np.array([round(event.start * MS) for event in events], np.int64),
+            duration_ns=np.array(
+                [round((event.end - event.start) * MS) for event in events], np.int64
+            ),
+            lane=np.array([event.lane for event in events], np.int32),
+            depth=np.array([_depth(event, events) for event in events], np.int16),
+            kind=np.array([event.kind for event in events], np.int8),
+            name=np.array([names.index(event.name) for event in events], np.int32),
+            size_bytes=np.array([event.size_bytes for event in events], np.int64),
+            group=np.array([0 if event.kind == 1 else -1 for event in events], np.int32),
         ),
         steps=tuple(
             Step(number, round(start * MS), round(end * MS))
@@ -86,16 +88,16 @@ def trace(*ranks: RankTrace, strategy: str = "") -> Trace:
     return Trace(ranks, strategy)
 
 
-def recorded(one: RankTrace, zero_ns: int) -> Recording:
+def recorded(trace: RankTrace, zero_ns: int) -> RecordedTrace:
     """A rank's trace by the clock of its host, which was so far when the recording began."""
-    return Recording(one, zero_ns)
+    return RecordedTrace(trace, zero_ns)
 
 
-def _depth(one: Did, events: Sequence[Did]) -> int:
+def _depth(event: Did, events: Sequence[Did]) -> int:
     return sum(
-        other is not one
-        and other.lane == one.lane
-        and other.start <= one.start < other.end
-        and other.end >= one.end
+        other is not event
+        and other.lane == event.lane
+        and other.start <= event.start < other.end
+        and other.end >= event.end
         for other in events
     )

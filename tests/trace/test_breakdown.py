@@ -65,13 +65,13 @@ def slow_shares(traces: list[RankTrace]) -> list[Counter[str]]:
     """The same numbers by looking at every nanosecond of both steps, one by one."""
     calls = [[i for i, k in enumerate(t.events.kind) if k == COMMUNICATION] for t in traces]
     last = [
-        max(int(t.events.start_ns[own[k]]) for t, own in zip(traces, calls, strict=True))
+        max(int(t.events.start_ns[places[k]]) for t, places in zip(traces, calls, strict=True))
         for k in range(len(calls[0]))
     ]
-    found = []
-    for one, own in zip(traces, calls, strict=True):
+    counts = []
+    for rank, places in zip(traces, calls, strict=True):
         counted: Counter[str] = Counter()
-        e = one.events
+        e = rank.events
         spans = [
             (int(a), int(a + d), int(k), int(lane))
             for a, d, k, lane in zip(e.start_ns, e.duration_ns, e.kind, e.lane, strict=True)
@@ -81,7 +81,7 @@ def slow_shares(traces: list[RankTrace]) -> list[Counter[str]]:
             kinds = {kind for kind, _ in on}
             blocked = {lane for kind, lane in on if kind == WAIT}
             computes = any(kind == COMPUTE and lane not in blocked for kind, lane in on)
-            waits = any(e.start_ns[i] <= now < end for i, end in zip(own, last, strict=True))
+            waits = any(e.start_ns[i] <= now < end for i, end in zip(places, last, strict=True))
             counted["overlap_ns"] += computes and COMMUNICATION in kinds
             if computes:
                 counted["compute_ns"] += 1
@@ -94,8 +94,8 @@ def slow_shares(traces: list[RankTrace]) -> list[Counter[str]]:
                 counted["data_ns"] += 1
             else:
                 counted["idle_ns"] += 1
-        found.append(counted)
-    return found
+        counts.append(counted)
+    return counts
 
 
 def test_shares_are_those_of_a_count_of_every_nanosecond() -> None:
@@ -105,14 +105,14 @@ def test_shares_are_those_of_a_count_of_every_nanosecond() -> None:
         world_size = int(random.integers(2, 5))
         traces = [random_rank(rank, random, world_size) for rank in range(world_size)]
 
-        told = breakdown(Trace(tuple(traces)))
+        result = breakdown(Trace(tuple(traces)))
 
-        for one, slow in zip(told.ranks, slow_shares(traces), strict=True):
-            assert {part: getattr(one, part) for part in _PARTS} == {p: slow[p] for p in _PARTS}
-            assert one.window_ns == 300
-            assert one.steps_ns == (130, 170)
-            parts = (one.compute_ns, one.exposed_ns, one.copy_ns, one.data_ns, one.idle_ns)
-            assert sum(parts) == one.window_ns
+        for rank, slow in zip(result.ranks, slow_shares(traces), strict=True):
+            assert {part: getattr(rank, part) for part in _PARTS} == {p: slow[p] for p in _PARTS}
+            assert rank.window_ns == 300
+            assert rank.steps_ns == (130, 170)
+            parts = (rank.compute_ns, rank.exposed_ns, rank.copy_ns, rank.data_ns, rank.idle_ns)
+            assert sum(parts) == rank.window_ns
 
 
 def test_a_rank_that_comes_late_costs_the_wait_of_the_others() -> None:
@@ -143,10 +143,10 @@ def test_a_wait_under_which_others_compute_costs_nothing() -> None:
     early = [Did(COMPUTE, 0, 8), Did(COMMUNICATION, 1, 9, "all-reduce", 1, 8)]
     late = [Did(COMPUTE, 0, 8), Did(COMMUNICATION, 8, 9, "all-reduce", 1, 8)]
 
-    told = breakdown(trace(rank_trace(0, early, [0, 10]), rank_trace(1, late, [0, 10])))
+    result = breakdown(trace(rank_trace(0, early, [0, 10]), rank_trace(1, late, [0, 10])))
 
-    assert told.slowest is None
-    assert told.ranks[0].waited_ns == 0
+    assert result.slowest is None
+    assert result.ranks[0].waited_ns == 0
 
 
 def test_two_collectives_that_wait_at_once_count_once() -> None:
@@ -185,7 +185,7 @@ def test_two_ranks_that_are_late_in_turn_are_told_as_chance() -> None:
 
 def test_self_time_is_the_duration_without_what_is_inside() -> None:
     """The self times of nested operators add up to the time of the outermost."""
-    one = rank_trace(
+    rank = rank_trace(
         0,
         [
             Did(COMPUTE, 0, 10, "outer"),
@@ -197,12 +197,12 @@ def test_self_time_is_the_duration_without_what_is_inside() -> None:
         ],
     )
 
-    operations = {o.name: (o.count, o.self_ns / MS) for o in breakdown(trace(one)).operations}
+    operations = {o.name: (o.count, o.self_ns / MS) for o in breakdown(trace(rank)).operations}
 
     assert operations == {
         "outer": (1, 5), "middle": (2, 4), "inner": (1, 1), "elsewhere": (1, 9),
     }  # fmt: skip
-    assert self_ns(one.events).sum() == (10 + 9 + 1) * MS
+    assert self_ns(rank.events).sum() == (10 + 9 + 1) * MS
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
@@ -220,9 +220,9 @@ def test_bytes_of_a_strategy_are_those_of_its_formula(name: str, n: int) -> None
         rank_trace(
             rank,
             [
-                Did(COMMUNICATION, 10 * step + k, 10 * step + k + 1, one, 1, size_bytes)
+                Did(COMMUNICATION, 10 * step + k, 10 * step + k + 1, name, 1, size_bytes)
                 for step in range(steps)
-                for k, one in enumerate(did)
+                for k, name in enumerate(did)
             ],
             [0, 10, 20, 30],
             world_size=n,
@@ -230,28 +230,32 @@ def test_bytes_of_a_strategy_are_those_of_its_formula(name: str, n: int) -> None
         for rank in range(n)
     ]
 
-    told = breakdown(trace(*ranks))
+    result = breakdown(trace(*ranks))
 
     choice = choose.choose(name, {}, n)
-    assert told.sent_bytes == pytest.approx(footprint.sent_bytes(choice, n_parameters))
-    assert {one.name: one.count for one in told.traffic} == Counter(did)
+    assert result.sent_bytes == pytest.approx(footprint.sent_bytes(choice, n_parameters))
+    assert {row.name: row.count for row in result.traffic} == Counter(did)
 
 
 def test_every_collective_sends_what_a_ring_does() -> None:
     """Of a message of 1; who only receives sends nothing."""
-    told = {name: sent_share(name, 4) for name in ("all-reduce", "reduce", "receive", "barrier")}
+    shares = {name: sent_share(name, 4) for name in ("all-reduce", "reduce", "receive", "barrier")}
 
-    assert told == {"all-reduce": 1.5, "reduce": 0.75, "receive": 0.0, "barrier": 0.0}
+    assert shares == {"all-reduce": 1.5, "reduce": 0.75, "receive": 0.0, "barrier": 0.0}
     assert sent_share("something else", 4) == 0.0
 
 
 def test_a_recording_without_steps_is_told_whole() -> None:
     """From the first event's start to the last one's end, and a note says so."""
-    told = breakdown(trace(rank_trace(0, [Did(COMPUTE, 2, 4), Did(COMPUTE, 5, 7)])))
+    result = breakdown(trace(rank_trace(0, [Did(COMPUTE, 2, 4), Did(COMPUTE, 5, 7)])))
 
-    assert (told.step_ns, told.ranks[0].window_ns, told.ranks[0].idle_ns) == (0, 5 * MS, 1 * MS)
-    assert told.notes[0].startswith("No step ended, so the numbers are of all that was recorded.")
-    assert "No collective was recorded." in told.notes
+    assert (result.step_ns, result.ranks[0].window_ns, result.ranks[0].idle_ns) == (
+        0,
+        5 * MS,
+        1 * MS,
+    )
+    assert result.notes[0].startswith("No step ended, so the numbers cover the whole recording.")
+    assert "No collective was recorded." in result.notes
 
 
 def test_ranks_with_different_numbers_of_steps_are_compared_by_those_of_both() -> None:
@@ -259,56 +263,61 @@ def test_ranks_with_different_numbers_of_steps_are_compared_by_those_of_both() -
     did = [Did(COMPUTE, 0, 30)]
     both = trace(rank_trace(0, did, [0, 10, 20, 30]), rank_trace(1, did, [0, 10, 20]))
 
-    told = breakdown(both)
+    result = breakdown(both)
 
-    assert [one.window_ns for one in told.ranks] == [20 * MS, 20 * MS]
-    assert told.notes[0] == (
-        "Ranks made different numbers of steps (rank 0: 3, rank 1: 2); the first 2 are counted."
+    assert [rank.window_ns for rank in result.ranks] == [20 * MS, 20 * MS]
+    assert result.notes[0] == (
+        "Ranks recorded different step counts (rank 0: 3, rank 1: 2); the first 2 are counted."
     )
 
 
 def test_a_rank_without_steps_lets_all_be_counted_whole() -> None:
-    """And is named."""
+    """The note names the rank, and all ranks are measured over the whole recording."""
     did = [Did(COMPUTE, 0, 30)]
 
-    told = breakdown(trace(rank_trace(0, did, [0, 10]), rank_trace(1, did)))
+    result = breakdown(trace(rank_trace(0, did, [0, 10]), rank_trace(1, did)))
 
-    assert [one.window_ns for one in told.ranks] == [30 * MS, 30 * MS]
-    assert told.notes[0].startswith("No step ended on rank 1, so")
+    assert [rank.window_ns for rank in result.ranks] == [30 * MS, 30 * MS]
+    assert result.notes[0].startswith("No step ended on rank 1, so")
 
 
 def test_a_rank_of_which_there_is_nothing_is_named_with_its_reason() -> None:
     """The others are counted."""
-    one = rank_trace(0, [Did(COMPUTE, 0, 2)], [0, 2])
+    rank = rank_trace(0, [Did(COMPUTE, 0, 2)], [0, 2])
 
-    told = breakdown(trace(one, empty(1, "one", "It ended before its trace was read.")))
+    result = breakdown(trace(rank, empty(1, "one", "It ended before its trace was read.")))
 
-    assert [each.rank for each in told.ranks] == [0]
-    assert told.notes[0] == "Rank 1: It ended before its trace was read."
+    assert [each.rank for each in result.ranks] == [0]
+    assert result.notes[0] == "Rank 1: It ended before its trace was read."
 
 
 def test_nothing_at_all_gives_no_numbers() -> None:
     """Neither of no rank nor of ranks without events."""
-    for one in (trace(), trace(empty(0, "one", "Nothing was recorded."))):
-        told = breakdown(one)
+    for empty_trace in (trace(), trace(empty(0, "one", "Nothing was recorded."))):
+        result = breakdown(empty_trace)
 
-        assert (told.ranks, told.step_ns, told.slowest, told.operations) == ((), 0, None, ())
+        assert (result.ranks, result.step_ns, result.slowest, result.operations) == (
+            (),
+            0,
+            None,
+            (),
+        )
 
 
 def test_a_first_step_that_is_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """With how many times as long it took; not where outputs are stored and compared."""
     slow = trace(rank_trace(0, [Did(COMPUTE, 0, 50)], [0, 30, 40, 50]))
 
-    told = breakdown(slow)
+    result = breakdown(slow)
 
-    assert told.step_ns == 10 * MS
-    assert told.notes[0].startswith("The first step took 3.0 times as long as the others")
+    assert result.step_ns == 10 * MS
+    assert result.notes[0].startswith("The first step took 3.0 times as long as the others")
     monkeypatch.setenv("NBDIST_TEST", "1")
     assert not any("first step" in note for note in breakdown(slow).notes)
 
 
 def test_every_kind_has_a_place() -> None:
     """The constants are places in KINDS."""
-    told = (COMPUTE, COMMUNICATION, COPY, DATA, WAIT, HOST, MARK)
+    kinds = (COMPUTE, COMMUNICATION, COPY, DATA, WAIT, HOST, MARK)
 
-    assert [KINDS[one] for one in told] == list(KINDS)
+    assert [KINDS[kind] for kind in kinds] == list(KINDS)

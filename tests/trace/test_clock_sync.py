@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from nbdist.trace.chrome_writer import write_merged
-from nbdist.trace.clock_sync import joined, offsets
-from nbdist.trace.read import Recording, read
+from nbdist.trace.clock_sync import align, offsets
+from nbdist.trace.read import RecordedTrace, read
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, empty
 from tests.support.traces import MS, Did, rank_trace, recorded, trace
 
 _EPOCH_NS = 1_700_000_000 * 1_000_000_000
 
 
-def recordings(offset_ns: dict[str, int], jitter_ns: float = 0.0) -> list[Recording]:
+def recordings(offset_ns: dict[str, int], jitter_ns: float = 0.0) -> list[RecordedTrace]:
     """Four ranks on two hosts, 40 all-reduces that all leave at the same true time."""
     random = np.random.default_rng(2)
     ends = np.cumsum(random.uniform(1, 3, 40)) + 5
-    found = []
+    recordings = []
     for rank, host in enumerate(("one", "one", "two", "two")):
         begin = random.uniform(0, 1)  # each rank's first event is at another time
         noted = ends + random.normal(0, jitter_ns / MS, len(ends)) - begin
@@ -28,50 +28,52 @@ def recordings(offset_ns: dict[str, int], jitter_ns: float = 0.0) -> list[Record
         did = [Did(COMPUTE, 0, 1)] + [
             Did(COMMUNICATION, a, b, "all-reduce", 1, 8) for a, b in zip(came, noted, strict=True)
         ]
-        one = rank_trace(rank, did, [0, noted[-1]], world_size=4, host=host)
-        found.append(recorded(one, _EPOCH_NS + round(begin * MS) - offset_ns.get(host, 0)))
-    return found
+        trace = rank_trace(rank, did, [0, noted[-1]], world_size=4, host=host)
+        recordings.append(recorded(trace, _EPOCH_NS + round(begin * MS) - offset_ns.get(host, 0)))
+    return recordings
 
 
 @pytest.mark.parametrize("offset_ns", [0, 1, 250_000, -3_600_000_000_000])
 def test_a_clock_that_is_apart_is_found_exactly(offset_ns: int) -> None:
     """To a nanosecond or two, from none to an hour."""
-    found = offsets(recordings({"two": offset_ns}))
+    clocks = offsets(recordings({"two": offset_ns}))
 
-    assert found["one"].offset_ns == 0
-    assert found["two"].offset_ns == pytest.approx(offset_ns, abs=2)
-    assert found["two"].count == 40
+    assert clocks["one"].offset_ns == 0
+    assert clocks["two"].offset_ns == pytest.approx(offset_ns, abs=2)
+    assert clocks["two"].count == 40
 
 
 def test_jitter_of_the_ends_averages_out() -> None:
     """Ends that are noted 50 us too early or late move the clock by less than 20 us."""
-    found = offsets(recordings({"two": 7 * MS}, jitter_ns=50_000))["two"]
+    clock = offsets(recordings({"two": 7 * MS}, jitter_ns=50_000))["two"]
 
-    assert abs(found.offset_ns - 7 * MS) < 20_000
-    assert 10_000 < found.spread_ns < 80_000
+    assert abs(clock.offset_ns - 7 * MS) < 20_000
+    assert 10_000 < clock.spread_ns < 80_000
 
 
 def test_joined_traces_have_one_time() -> None:
     """Ends of the same call are equal on all ranks, whatever the clocks said; a note tells."""
-    both = joined(recordings({"two": 90 * MS}))
+    both = align(recordings({"two": 90 * MS}))
 
     ends = np.stack([
-        (one.events.start_ns + one.events.duration_ns)[one.events.kind == COMMUNICATION]
-        for one in both.ranks
+        (rank.events.start_ns + rank.events.duration_ns)[rank.events.kind == COMMUNICATION]
+        for rank in both.ranks
     ])  # fmt: skip
     assert np.ptp(ends, axis=0).max() <= 4
-    assert min(int(one.events.start_ns.min()) for one in both.ranks) == 0
-    assert np.ptp([one.steps[0].end_ns for one in both.ranks]) <= 4
-    assert both.notes[0].startswith("The clock of two was moved by 90.000 ms, by the ends of 40")
+    assert min(int(rank.events.start_ns.min()) for rank in both.ranks) == 0
+    assert np.ptp([rank.steps[0].end_ns for rank in both.ranks]) <= 4
+    assert both.notes[0].startswith(
+        "The clock of two was shifted by 90.000 ms to match the ends of 40"
+    )
 
 
 def test_a_host_without_a_call_in_common_keeps_its_clock() -> None:
-    """And is named."""
+    """The note names it."""
     alone = recorded(rank_trace(4, [Did(COMPUTE, 0, 1)], host="three"), _EPOCH_NS)
 
-    both = joined([*recordings({}), alone])
+    both = align([*recordings({}), alone])
 
-    assert both.notes[-1].startswith("The clock of three is taken as it is")
+    assert both.notes[-1].startswith("The clock of three was not adjusted")
 
 
 def test_a_clock_is_found_by_way_of_another_host() -> None:
@@ -84,21 +86,21 @@ def test_a_clock_is_found_by_way_of_another_host() -> None:
     far = rank_trace(3, pair, world_size=4, host="three")
     zero_ns = first[2].zero_ns
 
-    found = offsets([*first, recorded(near, zero_ns), recorded(far, zero_ns + 3 * MS)])
+    clocks = offsets([*first, recorded(near, zero_ns), recorded(far, zero_ns + 3 * MS)])
 
-    assert found["two"].offset_ns == pytest.approx(5 * MS, abs=2)
-    assert found["three"].offset_ns == pytest.approx(2 * MS, abs=4)
+    assert clocks["two"].offset_ns == pytest.approx(5 * MS, abs=2)
+    assert clocks["three"].offset_ns == pytest.approx(2 * MS, abs=4)
 
 
 def test_files_that_do_not_tell_their_time_begin_together() -> None:
     """And a note says so; a rank of which there is nothing stays in its place."""
     ranks = [recorded(rank_trace(rank, [Did(COMPUTE, 3, 4)]), 0) for rank in (2, 0)]
 
-    both = joined(ranks, [empty(1, "one", "It ended.")])
+    both = align(ranks, [empty(1, "one", "It ended.")])
 
-    assert [one.rank for one in both.ranks] == [0, 1, 2]
-    assert both.notes == ("The files do not tell when they begin: each rank begins at 0.",)
-    assert joined([]).ranks == ()
+    assert [rank.rank for rank in both.ranks] == [0, 1, 2]
+    assert both.notes == ("The files have no start time: each rank begins at 0.",)
+    assert align([]).ranks == ()
 
 
 def test_the_merged_file_has_all_ranks_by_one_clock(tmp_path: Path) -> None:
@@ -119,12 +121,12 @@ def test_the_merged_file_has_all_ranks_by_one_clock(tmp_path: Path) -> None:
     write_merged(trace(*ranks, empty(2, "one", "It ended.")), path)
 
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    told = [
+    metadata = [
         (e["pid"], e["tid"], e["name"], e["cat"], e["ts"], e["dur"])
         for e in events
         if e["ph"] == "X"
     ]
-    assert told == [
+    assert metadata == [
         entry
         for rank in (0, 1)
         for entry in (

@@ -10,12 +10,12 @@ from nbdist.trace.downsample import (
     Items,
     TraceRows,
     finest_fitting,
-    full,
+    full_window,
     layout_rows,
-    merged,
+    merge_short,
 )
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, HOST, KINDS, Lane, RankTrace, Trace
-from tests.support.drawn_traces import events, made, rank_trace, training
+from tests.support.drawn_traces import events, random_trace, rank_trace, training
 
 WIDTHS_NS = (0, 1, 3, 10, 100, 1000, 10**6)
 
@@ -38,10 +38,10 @@ def slowly(
             is_short = took_ns < width_ns and not full_ns[0] <= start_ns < full_ns[1]
             block = (*row, kind, is_short, start_ns // width_ns if is_short else i)
             blocks[block].append((start_ns, took_ns, name, size_bytes, group))
-    found = []
+    items = []
     for (*row, kind, _, _), those in blocks.items():
         longest = max(those, key=lambda event: event[1])
-        found.append(
+        items.append(
             (
                 tuple(row),
                 KINDS[kind],
@@ -54,17 +54,17 @@ def slowly(
                 longest[4],
             )
         )
-    return sorted(found, key=str)
+    return sorted(items, key=str)
 
 
 def read(drawn: TraceRows, items: Items) -> list[tuple[object, ...]]:
     """Items in the form that `slowly` has."""
-    found = []
+    rows = []
     for i in range(len(items)):
         row = drawn.rows[items.row[i]]
         group = drawn.groups[items.group[i]] if items.group[i] >= 0 else None
         numbers = (items.start_ns[i], items.end_ns[i], items.busy_ns[i], items.count[i])
-        found.append(
+        rows.append(
             (
                 (row.place, row.lane, row.depth),
                 KINDS[items.kind[i]],
@@ -74,34 +74,34 @@ def read(drawn: TraceRows, items: Items) -> list[tuple[object, ...]]:
                 group,
             )
         )
-    return sorted(found, key=str)
+    return sorted(rows, key=str)
 
 
 @pytest.mark.parametrize("width_ns", WIDTHS_NS)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_events_are_merged_as_by_hand(seed: int, width_ns: int) -> None:
     """Every block and every event that stays, in all columns; ranks differ in names and groups."""
-    trace = made(count=400, ranks=3, seed=seed, depths=4)
+    trace = random_trace(count=400, ranks=3, seed=seed, depths=4)
     drawn = layout_rows(trace, most_rows=1000)
 
-    assert read(drawn, merged(drawn, width_ns)) == slowly(trace, 4, width_ns)
+    assert read(drawn, merge_short(drawn, width_ns)) == slowly(trace, 4, width_ns)
     full_ns = (2000, 3000)
-    assert read(drawn, merged(drawn, width_ns, full_ns)) == slowly(trace, 4, width_ns, full_ns)
+    assert read(drawn, merge_short(drawn, width_ns, full_ns)) == slowly(trace, 4, width_ns, full_ns)
 
 
 @pytest.mark.parametrize("width_ns", WIDTHS_NS)
 def test_nothing_is_invented_or_lost(width_ns: int) -> None:
     """Time, events and bytes of each row and kind add up; items stay inside what they stand for."""
-    drawn = layout_rows(made(count=5000, ranks=2, seed=5), most_rows=1000)
-    items = merged(drawn, width_ns)
+    drawn = layout_rows(random_trace(count=5000, ranks=2, seed=5), most_rows=1000)
+    items = merge_short(drawn, width_ns)
 
     for row in range(len(drawn.rows)):
         for kind in range(len(KINDS)):
-            own = (drawn.row == row) & (drawn.kind == kind)
+            chosen = (drawn.row == row) & (drawn.kind == kind)
             shown = (items.row == row) & (items.kind == kind)
-            assert items.busy_ns[shown].sum() == drawn.duration_ns[own].sum()
-            assert items.count[shown].sum() == own.sum()
-            assert items.size_bytes[shown].sum() == drawn.size_bytes[own].sum()
+            assert items.busy_ns[shown].sum() == drawn.duration_ns[chosen].sum()
+            assert items.count[shown].sum() == chosen.sum()
+            assert items.size_bytes[shown].sum() == drawn.size_bytes[chosen].sum()
     single = items.count == 1
     assert (items.busy_ns[single] == (items.end_ns - items.start_ns)[single]).all()
     assert (items.end_ns - items.start_ns)[~single].max(initial=0) < max(2 * width_ns, 1)
@@ -111,7 +111,7 @@ def test_nothing_is_invented_or_lost(width_ns: int) -> None:
 def test_at_width_0_every_event_stays() -> None:
     """Those that took no time too."""
     drawn = layout_rows(Trace((rank_trace(0, events([(0, 0), (0, 0), (5, 2)])),)), most_rows=10)
-    items = merged(drawn, 0)
+    items = merge_short(drawn, 0)
 
     assert items.merged == 0
     assert items.busy_ns.tolist() == [0, 0, 2]
@@ -119,8 +119,8 @@ def test_at_width_0_every_event_stays() -> None:
 
 def test_kinds_are_not_mixed() -> None:
     """Two short events of different kinds at the same place stay two items."""
-    one = events([(0, 1), (1, 1), (2, 1)], kind=[COMPUTE, COMMUNICATION, COMPUTE])
-    items = merged(layout_rows(Trace((rank_trace(0, one),)), most_rows=10), 10)
+    two_kinds = events([(0, 1), (1, 1), (2, 1)], kind=[COMPUTE, COMMUNICATION, COMPUTE])
+    items = merge_short(layout_rows(Trace((rank_trace(0, two_kinds),)), most_rows=10), 10)
 
     assert items.kind.tolist() == [COMPUTE, COMMUNICATION]
     assert items.count.tolist() == [2, 1]
@@ -130,16 +130,16 @@ def test_kinds_are_not_mixed() -> None:
 def test_a_block_is_named_for_its_longest_event() -> None:
     """The first of equals."""
     names = tuple("abcd")
-    one = events([(0, 1), (1, 3), (4, 3), (7, 2)], name=[0, 1, 2, 3])
-    drawn = layout_rows(Trace((rank_trace(0, one, names=names),)), most_rows=10)
+    lengths = events([(0, 1), (1, 3), (4, 3), (7, 2)], name=[0, 1, 2, 3])
+    drawn = layout_rows(Trace((rank_trace(0, lengths, names=names),)), most_rows=10)
 
-    assert [drawn.names[i] for i in merged(drawn, 10).name] == ["b"]
+    assert [drawn.names[i] for i in merge_short(drawn, 10).name] == ["b"]
 
 
 @pytest.mark.parametrize("most_items", [5, 50, 500, 4000, 10**6])
 def test_the_finest_resolution_that_fits_is_taken(most_items: int) -> None:
     """No finer one of the series has so few items; the whole trace stays where there is room."""
-    drawn = layout_rows(made(count=5000, ranks=1, seed=1), most_rows=100)
+    drawn = layout_rows(random_trace(count=5000, ranks=1, seed=1), most_rows=100)
     items = finest_fitting(drawn, most_items)
     finer = {1: 0, 2: 1, 5: 2}
     width_ns = items.width_ns
@@ -150,7 +150,7 @@ def test_the_finest_resolution_that_fits_is_taken(most_items: int) -> None:
     if most_items >= len(drawn):
         assert width_ns == 0
     elif len(items) <= most_items:
-        assert len(merged(drawn, finer.get(width_ns, before))) > most_items
+        assert len(merge_short(drawn, finer.get(width_ns, before))) > most_items
     else:  # one block for each row and kind is the least
         assert len(items) == len(np.unique(drawn.row * len(KINDS) + drawn.kind))
 
@@ -161,12 +161,12 @@ def test_a_stretch_is_kept_in_full() -> None:
     steps = [rank.steps[2] for rank in trace.ranks]
     whole = min(s.start_ns for s in steps), max(s.end_ns for s in steps)
     drawn = layout_rows(trace, most_rows=100)
-    found = full(trace, drawn, 300)
-    items = finest_fitting(drawn, 800, found)
-    is_inside = (items.start_ns >= found[0]) & (items.start_ns < found[1])
+    full_ns = full_window(trace, drawn, 300)
+    items = finest_fitting(drawn, 800, full_ns)
+    is_inside = (items.start_ns >= full_ns[0]) & (items.start_ns < full_ns[1])
 
-    assert full(trace, drawn, 10**6) == whole
-    assert found[0] == whole[0]
+    assert full_window(trace, drawn, 10**6) == whole
+    assert full_ns[0] == whole[0]
     assert is_inside.sum() == 300
     assert (items.count[is_inside] == 1).all()
     assert 300 < len(items) <= 800
@@ -174,25 +174,25 @@ def test_a_stretch_is_kept_in_full() -> None:
 
 
 def test_without_steps_a_part_from_the_middle_on_is_kept_in_full() -> None:
-    """Also of nothing."""
-    trace = made(count=1000, ranks=1)
+    """That of an empty trace is empty."""
+    trace = random_trace(count=1000, ranks=1)
     drawn = layout_rows(trace, most_rows=100)
-    begin_ns, end_ns = full(trace, drawn, 100)
+    begin_ns, end_ns = full_window(trace, drawn, 100)
 
     assert begin_ns == trace.duration_ns // 2
     assert ((drawn.start_ns >= begin_ns) & (drawn.start_ns < end_ns)).sum() == 100
-    assert full(Trace(()), layout_rows(Trace(()), 10), 100) == (0, 0)
+    assert full_window(Trace(()), layout_rows(Trace(()), 10), 100) == (0, 0)
 
 
 def test_deep_rows_are_left_out_where_there_is_no_room() -> None:
     """The depth is that of all lanes; what is deeper is counted; the top levels always stay."""
     deep = events([(0, 90 - depth) for depth in range(6)], depth=list(range(6)))
     trace = Trace((rank_trace(0, deep), rank_trace(1, deep)))
-    found = {rows: layout_rows(trace, rows) for rows in (1, 7, 8, 11, 12, 100)}
+    drawn = {rows: layout_rows(trace, rows) for rows in (1, 7, 8, 11, 12, 100)}
 
-    assert [one.left_out for one in found.values()] == [6, 6, 4, 2, 0, 0]
-    assert [len(one.rows) for one in found.values()] == [6, 6, 8, 10, 12, 12]
-    assert [(row.place, row.depth) for row in found[8].rows] == [
+    assert [rows.left_out for rows in drawn.values()] == [6, 6, 4, 2, 0, 0]
+    assert [len(rows.rows) for rows in drawn.values()] == [6, 6, 8, 10, 12, 12]
+    assert [(row.place, row.depth) for row in drawn[8].rows] == [
         (place, depth) for place in range(2) for depth in range(4)
     ]
 
@@ -209,9 +209,9 @@ def test_no_lane_shows_more_than_the_deepest_level() -> None:
 
 def test_lanes_without_events_have_no_row() -> None:
     """Nor have ranks without any."""
-    one = events([(0, 1)], lane=[1], kind=[HOST])
+    host_events = events([(0, 1)], lane=[1], kind=[HOST])
     lanes = (Lane("empty"), Lane("main thread"))
-    trace = Trace((rank_trace(0, events([])), rank_trace(1, one, lanes=lanes)))
+    trace = Trace((rank_trace(0, events([])), rank_trace(1, host_events, lanes=lanes)))
     drawn = layout_rows(trace, most_rows=10)
 
     assert [(row.place, row.lane) for row in drawn.rows] == [(1, 1)]
@@ -223,15 +223,15 @@ def test_nothing_recorded(trace: Trace) -> None:
     drawn = layout_rows(trace, most_rows=10)
 
     assert drawn.rows == ()
-    assert len(merged(drawn, 10)) == len(finest_fitting(drawn, 10)) == 0
+    assert len(merge_short(drawn, 10)) == len(finest_fitting(drawn, 10)) == 0
 
 
 def test_names_are_those_of_each_rank() -> None:
     """The same number stands for other names on another rank; equal names become one."""
-    one, other = events([(0, 1), (2, 1)], name=[0, 1]), events([(0, 1), (2, 1)], name=[0, 1])
+    first, second = events([(0, 1), (2, 1)], name=[0, 1]), events([(0, 1), (2, 1)], name=[0, 1])
     ranks: tuple[RankTrace, ...] = (
-        rank_trace(0, one, names=("a", "b")),
-        rank_trace(1, other, names=("b", "c")),
+        rank_trace(0, first, names=("a", "b")),
+        rank_trace(1, second, names=("b", "c")),
     )
     drawn = layout_rows(Trace(ranks), most_rows=10)
 

@@ -16,8 +16,8 @@ _BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
 _REAL = Path(__file__).resolve().parents[1] / "data" / "traces"
 
 
-def found(one: Trace) -> dict[str, Finding]:
-    return {each.rule: each for each in findings(one, breakdown(one))}
+def findings_by_rule(trace: Trace) -> dict[str, Finding]:
+    return {each.rule: each for each in findings(trace, breakdown(trace))}
 
 
 def both(did: Iterable[Did], steps: Iterable[float] = (0, 100), strategy: str = "ddp") -> Trace:
@@ -121,78 +121,78 @@ def test_a_rule_finds_what_it_looks_for(rule: str) -> None:
     """Where it is over its threshold, with a place to look at inside the steps; not just below."""
     has, has_not = _CASES[rule]
 
-    assert rule not in found(has_not)
-    one = found(has)[rule]
-    assert 0 < one.share <= 1
-    assert set(one.ranks) <= {0, 1}
-    assert all(0 <= spot.start_ns < spot.end_ns <= 100 * MS for spot in one.spots)
-    assert one.spots or rule == "one late rank"
+    assert rule not in findings_by_rule(has_not)
+    finding = findings_by_rule(has)[rule]
+    assert 0 < finding.share <= 1
+    assert set(finding.ranks) <= {0, 1}
+    assert all(0 <= spot.start_ns < spot.end_ns <= 100 * MS for spot in finding.spots)
+    assert finding.spots or rule == "one late rank"
 
 
 def test_findings_have_their_numbers() -> None:
-    """As clauses."""
-    assert found(late(20))["one late rank"].found == (
-        "the others wait for rank 1: without it a step would be 20% faster; it computes 20.0 ms "
-        "longer than they do"
+    """Each in one clause, with its unit."""
+    assert findings_by_rule(late(20))["one late rank"].found == (
+        "the other ranks wait for rank 1: without it a step would be 20% faster; it computes "
+        "20.0 ms longer than the others"
     )
-    assert found(copies(4))["device-to-host copies"].found == (
+    assert findings_by_rule(copies(4))["device-to-host copies"].found == (
         "4 copies from the GPU to the host per step on rank 0"
     )
-    assert found(data(30))["data"].found == (
-        "rank 0 fetches data for 30.0 ms per step while nothing else goes on (30%)"
+    assert findings_by_rule(data(30))["data"].found == (
+        "rank 0 waits 30.0 ms per step for data (30%)"
     )
-    assert found(communication(60))["much communication"].found == (
-        "collectives, most of them all-reduce, take 60% of a step on rank 0 with nothing computed "
-        "meanwhile"
+    assert findings_by_rule(communication(60))["much communication"].found == (
+        "collectives that compute does not overlap, mostly all-reduce, take 60% of a step on rank 0"
     )
-    assert found(casts(0.25))["dtype copies"].found == (
-        "copies from one type to another are 25% of what rank 0 computes (1 per step)"
+    assert findings_by_rule(casts(0.25))["dtype copies"].found == (
+        "dtype conversions take 25% of the compute time of rank 0 (1 per step)"
     )
-    assert found(small_kernels(6, 4))["many small kernels"].found == (
+    assert findings_by_rule(small_kernels(6, 4))["many small kernels"].found == (
         "100% of 200 kernels per step on rank 0 are shorter than 10 us, and its GPU is idle for "
         "40% of the time"
     )
-    assert found(communication(12))["buckets that do not overlap"].found == (
-        "0% of the time in which gradients are sent goes on under the backward on rank 0, in 1 "
-        "calls per step"
+    assert findings_by_rule(communication(12))["buckets that do not overlap"].found == (
+        "0% of gradient communication on rank 0 overlaps the backward pass (calls per step: 1)"
     )
 
 
 def test_the_largest_finding_is_first() -> None:
     """By its share of a step."""
-    told = findings(communication(60), breakdown(communication(60)))
+    result = findings(communication(60), breakdown(communication(60)))
 
-    assert [one.share for one in told] == sorted((one.share for one in told), reverse=True)
-    assert len(told) == 2
+    assert [finding.share for finding in result] == sorted(
+        (finding.share for finding in result), reverse=True
+    )
+    assert len(result) == 2
 
 
 def test_a_rank_that_waits_for_a_late_one_does_not_communicate_much() -> None:
     """60 ms of waiting are the late rank's, not the link's."""
-    told = found(late(45))
+    rules = findings_by_rule(late(45))
 
-    assert "one late rank" in told
-    assert "much communication" not in told
-    assert "buckets that do not overlap" not in told
+    assert "one late rank" in rules
+    assert "much communication" not in rules
+    assert "buckets that do not overlap" not in rules
 
 
 @pytest.mark.parametrize("strategy", ["tp, tp 2", "ddp x pp, dp 2 x pp 2", "cp, cp 2"])
 def test_activations_are_no_buckets(strategy: str) -> None:
     """What the next operator needs cannot go on under others."""
-    assert "buckets that do not overlap" not in found(communication(30, strategy))
+    assert "buckets that do not overlap" not in findings_by_rule(communication(30, strategy))
 
 
 def test_collectives_without_a_backward_are_no_buckets() -> None:
     """The user's own, which carry no gradients."""
     did = [Did(COMPUTE, 0, 70), Did(COMMUNICATION, 70, 100, "all-reduce", 1, 8)]
 
-    assert "buckets that do not overlap" not in found(both(did))
+    assert "buckets that do not overlap" not in findings_by_rule(both(did))
 
 
 def test_collectives_under_the_backward_are_fine() -> None:
     """A bucket that goes on while the backward does."""
     did = [Did(COMPUTE, 0, 100, _BACKWARD), Did(COMMUNICATION, 60, 95, "all-reduce", 1, 8)]
 
-    assert found(both(did)) == {}
+    assert findings_by_rule(both(did)) == {}
 
 
 def test_what_an_optimizer_copies_is_not_the_users() -> None:
@@ -200,39 +200,39 @@ def test_what_an_optimizer_copies_is_not_the_users() -> None:
     did = [Did(COMPUTE, 0, 60, "aten::mm"), Did(MARK, 60, 100, "Optimizer.step#AdamW.step")]
     did += [Did(COMPUTE, 60 + k, 61 + k, "aten::_to_copy") for k in range(40)]
 
-    assert "dtype copies" not in found(both(did))
+    assert "dtype copies" not in findings_by_rule(both(did))
 
 
 def test_a_step_in_which_nothing_runs_for_long_is_told() -> None:
     """Where no DataLoader is used."""
     did = [Did(COMPUTE, at, at + 80) for at in (20, 120)]
 
-    one = found(both(did, (0, 100, 200)))["nothing runs"]
+    finding = findings_by_rule(both(did, (0, 100, 200)))["nothing runs"]
 
-    assert one.found == ("nothing runs on rank 0 for 20.0 ms at one stretch in each step (20%)")
-    assert {(spot.start_ns, spot.end_ns) for spot in one.spots} == {
+    assert finding.found == ("rank 0 is idle for 20.0 ms in a row in each step (20%)")
+    assert {(spot.start_ns, spot.end_ns) for spot in finding.spots} == {
         (0, 20 * MS), (100 * MS, 120 * MS),
     }  # fmt: skip
 
 
 def test_little_or_nothing_gives_no_findings() -> None:
     """No rank, no event, one rank, no step."""
-    assert found(trace()) == {}
-    assert found(trace(rank_trace(0, []))) == {}
-    assert found(trace(rank_trace(0, [Did(COMPUTE, 0, 5)]))) == {}
+    assert findings_by_rule(trace()) == {}
+    assert findings_by_rule(trace(rank_trace(0, []))) == {}
+    assert findings_by_rule(trace(rank_trace(0, [Did(COMPUTE, 0, 5)]))) == {}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "pp"])
 def test_real_traces_give_findings_of_the_table(strategy: str) -> None:
     """Two ranks with a tiny model that share two cores communicate or idle most of the time."""
-    one = read_folder(_REAL / strategy)
+    trace = read_folder(_REAL / strategy)
 
-    told = found(one)
+    result = findings_by_rule(trace)
 
-    assert told
-    assert set(told) <= {rule.name for rule in RULES}
-    assert "device-to-host copies" not in told
-    assert "many small kernels" not in told
-    for each in told.values():
+    assert result
+    assert set(result) <= {rule.name for rule in RULES}
+    assert "device-to-host copies" not in result
+    assert "many small kernels" not in result
+    for each in result.values():
         for spot in each.spots:
             assert spot.rank in each.ranks

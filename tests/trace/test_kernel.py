@@ -17,7 +17,7 @@ from nbdist.variables import pack
 from tests.support.traces import Did, rank_trace, recorded
 
 
-def given(value: Any) -> Future[Any]:
+def answered(value: Any) -> Future[Any]:
     """A call that has ended with a value, or raised it."""
     future: Future[Any] = Future()
     if isinstance(value, BaseException):
@@ -28,8 +28,8 @@ def given(value: Any) -> Future[Any]:
 
 
 def parcel(rank: int) -> Future[Any]:
-    one = recorded(rank_trace(rank, [Did(COMPUTE, 0, 1)]), 10**18)
-    return given(pack.send(pack.pack({"recording": one}), ()))
+    recording = recorded(rank_trace(rank, [Did(COMPUTE, 0, 1)]), 10**18)
+    return answered(pack.send(pack.pack({"recording": recording}), ()))
 
 
 class Ranks:
@@ -84,24 +84,24 @@ def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
         0: lambda: parcel(0),
         1: Future,
         2: Future,
-        3: lambda: given(TraceError("The trace could not be written.")),
-        4: lambda: given(pack.PackedValue((3,), (), b"no", "")),
+        3: lambda: answered(TraceError("The trace could not be written.")),
+        4: lambda: answered(pack.PackedValue((3,), (), b"no", "")),
     })  # fmt: skip
     ranks.gone, ranks.busy = {1}, {2}
 
-    found = begun(ranks).finish()
+    trace = begun(ranks).finish()
 
-    assert [(one.rank, one.host, len(one.events)) for one in found.ranks] == [
+    assert [(rank.rank, rank.host, len(rank.events)) for rank in trace.ranks] == [
         (0, "one", 1), (1, "host 1", 0), (2, "host 2", 0), (3, "host 3", 0), (4, "host 4", 0),
     ]  # fmt: skip
-    told = [one.problem for one in found.ranks]
-    assert told[:4] == [
+    problems = [rank.problem for rank in trace.ranks]
+    assert problems[:4] == [
         "",
         "It ended (exit code 1) before its trace was read.",
-        "It still runs its cell, so its trace is not read.",
+        "It is still running its cell, so its trace was not read.",
         "The trace could not be written.",
     ]
-    assert told[4].startswith("Its trace did not arrive: ")
+    assert problems[4].startswith("Its trace did not arrive: ")
 
 
 def test_a_rank_that_ends_or_is_too_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +117,11 @@ def test_a_rank_that_ends_or_is_too_slow_is_not_waited_for(monkeypatch: pytest.M
     ranks.answers[0] = ending
     traces = begun(ranks)
 
-    told = [one.problem for one in traces.finish().ranks]
+    problems = [rank.problem for rank in traces.finish().ranks]
 
-    assert told == [
+    assert problems == [
         "It ended while its trace was read.",
-        "Its trace was not there within 0 s.",
+        "Its trace did not arrive within 0 s.",
     ]
 
 

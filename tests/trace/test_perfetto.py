@@ -47,7 +47,11 @@ def test_a_page_is_served_on_the_loopback_interface_until_it_is_closed(tmp_path:
     process = psutil.Process(pid)
     with urllib.request.urlopen(page.url, timeout=10) as answer:
         assert answer.status == 200
-    listening = [one.laddr for one in process.net_connections() if one.status == "LISTEN"]
+    listening = [
+        connection.laddr
+        for connection in process.net_connections()
+        if connection.status == "LISTEN"
+    ]
     assert listening == [("127.0.0.1", page.port)]
     assert process.environ()["NBDIST_RUN"] == str(tmp_path)
     page.close()

@@ -19,15 +19,15 @@ from nbdist.rpc.wire import CELL_RECORDING
 from nbdist.trace import rank as trace_rank
 
 
-def counted(told: str, wanted: int | None = None) -> tuple[list[int], int | None]:
+def counted(letters: str, wanted: int | None = None) -> tuple[list[int], int | None]:
     """Optimizers by letter, and `.` for nbdist.step(): (marks that end steps, enough after)."""
-    made = itertools.count()
-    steps = Steps(wanted, lambda: next(made) and None)
-    for number, letter in enumerate(told):
+    marks = itertools.count()
+    steps = Steps(wanted, lambda: next(marks) and None)
+    for number, letter in enumerate(letters):
         is_enough = steps.take_explicit() if letter == "." else steps.take_optimizer(ord(letter))
         if is_enough:
             return steps.ends, number
-    assert next(made) == steps.marks
+    assert next(marks) == steps.marks
     return steps.ends, None
 
 
@@ -126,15 +126,15 @@ def test_a_profiler_that_runs_already_is_told_and_left_alone(
     recording: trace_rank._Recording, tmp_path: Path
 ) -> None:
     """It goes on, and has its trace."""
-    own = own_profiler()
-    own.start()
+    profiler = own_profiler()
+    profiler.start()
     recording.start()
     recording.stop()
-    own.stop()
-    own.export_chrome_trace(str(tmp_path / "own.json"))
+    profiler.stop()
+    profiler.export_chrome_trace(str(tmp_path / "own.json"))
 
     assert (tmp_path / "own.json").exists()
-    with pytest.raises(trace_rank.TraceError, match="Another profiler runs on this rank"):
+    with pytest.raises(trace_rank.TraceError, match="Another profiler is running on this rank"):
         recording.export()
 
 
@@ -147,7 +147,7 @@ def test_a_profiler_of_the_cell_ends_the_recording_and_is_told(
         torch.ones(3)
     recording.stop()
 
-    with pytest.raises(trace_rank.TraceError, match="has used a profiler of its own"):
+    with pytest.raises(trace_rank.TraceError, match="used its own profiler"):
         recording.export()
 
 
@@ -180,8 +180,8 @@ class Kernel:
         return f"{code} {cell_hook.state.running is not None}"
 
     def format_error(self) -> None:
-        one = cell_hook.state.running
-        self.at_error = list(one.told) if isinstance(one, Noted) else []
+        recording = cell_hook.state.running
+        self.at_error = list(recording.calls) if isinstance(recording, Noted) else []
 
     def run(self, code: str, token: str | None = None) -> str:
         self.metadata = {} if token is None else {CELL_RECORDING: token}
@@ -194,23 +194,23 @@ class Noted:
     noun = "trace"
 
     def __init__(self, token: str):
-        self.token, self.told = token, []  # type: ignore[var-annotated]
+        self.token, self.calls = token, []  # type: ignore[var-annotated]
 
     def start(self) -> None:
-        self.told.append("start")
+        self.calls.append("start")
 
     def stop(self) -> None:
-        self.told.append("stop")
+        self.calls.append("stop")
 
     def after_step(self) -> None:
-        self.told.append("step")
+        self.calls.append("step")
 
 
 @pytest.fixture
 def noted() -> Iterator[Noted]:
     """A recording that waits for its cell."""
-    cell_hook.state.armed = one = Noted("mine")
-    yield one
+    cell_hook.state.armed = noted = Noted("mine")
+    yield noted
     cell_hook.state.armed = None
 
 
@@ -218,15 +218,15 @@ def test_only_the_cell_that_is_meant_is_recorded_and_only_once(noted: Noted) -> 
     """Not one that comes before it, such as when its own was never sent; nor the next."""
     kernel = Kernel()
 
-    told = [
+    states = [
         kernel.run("a"),
         kernel.run("b", "other"),
         kernel.run("c", "mine"),
         kernel.run("d", "mine"),
     ]
 
-    assert told == ["a False", "b False", "c True", "d False"]
-    assert noted.told == ["start", "stop"]
+    assert states == ["a False", "b False", "c True", "d False"]
+    assert noted.calls == ["start", "stop"]
 
 
 def test_a_recording_ends_before_an_error_is_formatted(noted: Noted) -> None:
@@ -247,6 +247,6 @@ def test_a_recording_ends_with_a_cell_that_fails(noted: Noted) -> None:
     with pytest.raises(KeyboardInterrupt):
         kernel.run("fail", "mine")
 
-    assert noted.told == ["start", "stop"]
+    assert noted.calls == ["start", "stop"]
     assert cell_hook.state.running is None
     assert kernel.run("after", "mine") == "after False"

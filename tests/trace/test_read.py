@@ -39,11 +39,11 @@ _BATCH_BYTES = 4 * 8 * 32
 _CALLS = ("gloo:", "c10d::", "_c10d_functional::")
 
 
-def calls(one: RankTrace) -> Counter[tuple[str, int]]:
+def calls(trace: RankTrace) -> Counter[tuple[str, int]]:
     """(name, bytes) of each collective -> how often."""
-    events = one.events
+    events = trace.events
     places = np.flatnonzero(events.kind == COMMUNICATION)
-    return Counter((one.names[events.name[p]], int(events.size_bytes[p])) for p in places)
+    return Counter((trace.names[events.name[p]], int(events.size_bytes[p])) for p in places)
 
 
 def parsed(path: Path) -> dict[str, Any]:
@@ -82,18 +82,18 @@ def test_real_traces_hold_what_the_strategy_sends(strategy: str) -> None:
     """Collectives of each rank by name and size, as the model's shapes say."""
     trace = read_folder(FOLDER / strategy)
 
-    assert [one.rank for one in trace.ranks] == [0, 1]
+    assert [rank.rank for rank in trace.ranks] == [0, 1]
     assert trace.strategy.startswith(strategy)
-    for one in trace.ranks:
-        found = calls(one)
+    for rank in trace.ranks:
+        counts = calls(rank)
 
-        assert {key: found[key] for key in _SENT[strategy]} == _SENT[strategy]
-        assert one.groups == ("all ranks",)
-        assert one.group_ranks == ((0, 1),)
-        assert [step.number for step in one.steps] == [0, 1]
-        assert one.problem == ""
-        assert one.lanes[0].name == "main thread"
-        assert [lane.name.split()[0] for lane in one.lanes[1:]] == ["gloo"] * (len(one.lanes) - 1)
+        assert {key: counts[key] for key in _SENT[strategy]} == _SENT[strategy]
+        assert rank.groups == ("all ranks",)
+        assert rank.group_ranks == ((0, 1),)
+        assert [step.number for step in rank.steps] == [0, 1]
+        assert rank.problem == ""
+        assert rank.lanes[0].name == "main thread"
+        assert [lane.name.split()[0] for lane in rank.lanes[1:]] == ["gloo"] * (len(rank.lanes) - 1)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -101,7 +101,7 @@ def test_a_real_file_is_read_as_json_reads_it(strategy: str, tmp_path: Path) -> 
     """Every event, its name, thread and times to the nanosecond; in another layout as well."""
     path = FOLDER / strategy / "rank0.json.gz"
     whole = parsed(path)
-    events = [one for one in whole["traceEvents"] if one["ph"] == "X"]
+    events = [event for event in whole["traceEvents"] if event["ph"] == "X"]
 
     raw = chrome_trace.read(path)
 
@@ -136,9 +136,9 @@ def test_a_real_file_is_read_in_pieces_as_in_one(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_depths_of_real_traces_are_those_of_a_count(strategy: str) -> None:
     """How many events of the lane are open when one begins."""
-    for one in read_folder(FOLDER / strategy).ranks:
-        events = one.events
-        for lane in range(len(one.lanes)):
+    for rank in read_folder(FOLDER / strategy).ranks:
+        events = rank.events
+        for lane in range(len(rank.lanes)):
             open_ns: list[int] = []
             for place in np.flatnonzero(events.lane == lane):
                 open_ns = [end for end in open_ns if end > events.start_ns[place]]
@@ -150,16 +150,16 @@ def test_depths_of_real_traces_are_those_of_a_count(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_shares_of_real_traces_make_up_the_steps(strategy: str) -> None:
     """And the median step is one of them."""
-    told = breakdown(read_folder(FOLDER / strategy))
+    result = breakdown(read_folder(FOLDER / strategy))
 
-    for one in told.ranks:
-        assert one.window_ns == sum(one.steps_ns)
-        assert one.window_ns == (
-            one.compute_ns + one.exposed_ns + one.copy_ns + one.data_ns + one.idle_ns
+    for rank in result.ranks:
+        assert rank.window_ns == sum(rank.steps_ns)
+        assert rank.window_ns == (
+            rank.compute_ns + rank.exposed_ns + rank.copy_ns + rank.data_ns + rank.idle_ns
         )
-        assert 0 < one.compute_ns < one.window_ns
-        assert 0 < one.communication_ns < one.window_ns
-        assert 0 <= one.waited_ns <= one.exposed_ns
+        assert 0 < rank.compute_ns < rank.window_ns
+        assert 0 < rank.communication_ns < rank.window_ns
+        assert 0 <= rank.waited_ns <= rank.exposed_ns
 
 
 # Written by hand after the format of torch's traces on a GPU (no captured one was at hand): NCCL's
@@ -209,14 +209,14 @@ def gpu_trace() -> dict[str, Any]:
 
 def test_a_gpu_trace_is_read_with_streams_and_collectives(tmp_path: Path) -> None:
     """By hand, and without the host's launches as compute; its shares by arithmetic."""
-    one = read(written(tmp_path / "gpu.json", gpu_trace())).trace
-    events = one.events
+    trace = read(written(tmp_path / "gpu.json", gpu_trace())).trace
+    events = trace.events
     kinds = {
-        one.names[name]: KINDS[kind] for name, kind in zip(events.name, events.kind, strict=True)
+        trace.names[name]: KINDS[kind] for name, kind in zip(events.name, events.kind, strict=True)
     }
 
-    assert (one.rank, one.device) == (1, "cuda")
-    assert [(lane.name, lane.is_device) for lane in one.lanes] == [
+    assert (trace.rank, trace.device) == (1, "cuda")
+    assert [(lane.name, lane.is_device) for lane in trace.lanes] == [
         ("main thread", False), ("stream 7", True), ("stream 20", True),
     ]  # fmt: skip
     assert kinds == {
@@ -225,19 +225,25 @@ def test_a_gpu_trace_is_read_with_streams_and_collectives(tmp_path: Path) -> Non
         "all-gather": "communication", "Memcpy DtoH (Device -> Pageable)": "copy",
         "Memset (Device)": "copy",
     }  # fmt: skip
-    assert calls(one) == {("all-reduce", 2000): 1, ("all-gather", 400): 1}
+    assert calls(trace) == {("all-reduce", 2000): 1, ("all-gather", 400): 1}
     groups = events.group[events.kind == COMMUNICATION]
-    assert [one.groups[group] for group in groups] == ["all ranks", "mesh_tp"]
-    assert one.group_ranks == ((0, 1), (1, 0))
-    assert [(step.number, step.start_ns, step.end_ns) for step in one.steps] == [(4, 0, 310_000)]
-    [own] = breakdown(read_folder(tmp_path)).ranks
-    told = (own.compute_ns, own.overlap_ns, own.exposed_ns, own.copy_ns, own.idle_ns)
-    assert told == (100_000, 50_000, 109_000, 11_000, 90_000)
+    assert [trace.groups[group] for group in groups] == ["all ranks", "mesh_tp"]
+    assert trace.group_ranks == ((0, 1), (1, 0))
+    assert [(step.number, step.start_ns, step.end_ns) for step in trace.steps] == [(4, 0, 310_000)]
+    [shares] = breakdown(read_folder(tmp_path)).ranks
+    times_ns = (
+        shares.compute_ns,
+        shares.overlap_ns,
+        shares.exposed_ns,
+        shares.copy_ns,
+        shares.idle_ns,
+    )
+    assert times_ns == (100_000, 50_000, 109_000, 11_000, 90_000)
 
 
 def test_names_of_all_backends_are_told_alike() -> None:
     """Gloo's, c10d's operators, torch's notes and NCCL's kernels."""
-    told = {
+    cases = {
         "gloo:all_reduce": "all-reduce", "c10d::_allgather_base_": "all-gather",
         "c10d::_reduce_scatter_base_": "reduce-scatter", "_reduce_scatter_base": "reduce-scatter",
         "allreduce_coalesced": "all-reduce", "ncclDevKernel_SendRecv(x)": "send",
@@ -247,7 +253,7 @@ def test_names_of_all_backends_are_told_alike() -> None:
         "ncclDevKernel_ReduceScatter_Sum_f32": "reduce-scatter", "something": "something",
     }  # fmt: skip
 
-    assert {name: collective(name) for name in told} == told
+    assert {name: collective(name) for name in cases} == cases
     assert [type_bytes(name) for name in ("float", "c10::BFloat16", "Half", "Long", "what")] == [
         4, 2, 2, 8, 0,
     ]  # fmt: skip
@@ -303,10 +309,10 @@ def test_threads_of_several_groups_are_told_apart_by_the_flight_recorder(tmp_pat
         ],
     }  # fmt: skip
 
-    one = read(written(tmp_path / "groups.json", whole)).trace
+    trace = read(written(tmp_path / "groups.json", whole)).trace
 
-    assert one.groups == ("all ranks", "pairs")
-    assert one.events.group.tolist() == [-1, 0, 1, 0, 1]
+    assert trace.groups == ("all ranks", "pairs")
+    assert trace.events.group.tolist() == [-1, 0, 1, 0, 1]
 
 
 def test_a_file_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -318,40 +324,40 @@ def test_a_file_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> Non
         path = tmp_path / name
         path.write_bytes(content)
 
-        one = read(path).trace
+        trace = read(path).trace
 
         assert 100 < len(chrome_trace.read(path)) < whole
-        assert len(one.events) > 100
-        assert name in one.problem
-        assert "cut off" in one.problem
+        assert len(trace.events) > 100
+        assert name in trace.problem
+        assert "cut off" in trace.problem
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     """With what it is, and what a trace would be."""
     cases = {
-        "text.json": (b"no JSON at all", "is no trace"),
+        "text.json": (b"no JSON at all", "is not a trace"),
         "other.json": (b'{"cells": []}', "no list `traceEvents`"),
         "torn.json": (b'{"traceEvents":[{"ph":"X","ts":1', "cut off"),
-        "empty.json": (b"", "is no trace"),
-        "torn.json.gz": (gzip.compress(b'{"cells": 1}')[:12], "is no trace"),
+        "empty.json": (b"", "is not a trace"),
+        "torn.json.gz": (gzip.compress(b'{"cells": 1}')[:12], "is not a trace"),
     }
-    for name, (content, told) in cases.items():
+    for name, (content, message) in cases.items():
         (tmp_path / name).write_bytes(content)
 
         with pytest.raises(TraceError, match=name) as raised:
             read(tmp_path / name)
 
-        assert told in str(raised.value)
+        assert message in str(raised.value)
     with pytest.raises(TraceError, match="cannot be read: No such file"):
         read(tmp_path / "absent.json")
 
 
 def test_a_trace_without_events_says_so(tmp_path: Path) -> None:
     """Such as one of a schedule that was never reached."""
-    one = read(written(tmp_path / "none.json", {"traceEvents": []})).trace
+    trace = read(written(tmp_path / "none.json", {"traceEvents": []})).trace
 
-    assert len(one.events) == 0
-    assert one.problem == "Nothing was recorded: the trace holds no event."
+    assert len(trace.events) == 0
+    assert trace.problem == "Nothing was recorded: the trace holds no events."
 
 
 def test_a_trace_of_another_version_is_read_without_what_it_lacks(tmp_path: Path) -> None:
@@ -365,14 +371,14 @@ def test_a_trace_of_another_version_is_read_without_what_it_lacks(tmp_path: Path
         "nonsense",
     ]  # fmt: skip
 
-    found = read(written(tmp_path / "rank3.json", events))
+    recording = read(written(tmp_path / "rank3.json", events))
 
-    assert found.zero_ns == 0
-    assert found.trace.rank == 3
-    assert found.trace.events.start_ns.tolist() == [0, 1000, 15_000]
-    assert found.trace.events.kind.tolist() == [COMPUTE, COMMUNICATION, HOST]
-    assert calls(found.trace) == {("all-reduce", 0): 1}
-    assert found.trace.groups == ()
+    assert recording.zero_ns == 0
+    assert recording.trace.rank == 3
+    assert recording.trace.events.start_ns.tolist() == [0, 1000, 15_000]
+    assert recording.trace.events.kind.tolist() == [COMPUTE, COMMUNICATION, HOST]
+    assert calls(recording.trace) == {("all-reduce", 0): 1}
+    assert recording.trace.groups == ()
 
 
 def test_only_marks_that_end_a_step_count(tmp_path: Path) -> None:
@@ -388,14 +394,14 @@ def test_only_marks_that_end_a_step_count(tmp_path: Path) -> None:
     ours = {"ends": [1, 3, 5], "skipped": 1}
     whole = {"nbdist": ours, "traceEvents": operators + marks}
 
-    one = read(written(tmp_path / "steps.json", whole)).trace
+    trace = read(written(tmp_path / "steps.json", whole)).trace
 
-    assert [(step.number, step.start_ns, step.end_ns) for step in one.steps] == [
+    assert [(step.number, step.start_ns, step.end_ns) for step in trace.steps] == [
         (0, 0, 10_000), (1, 10_000, 20_000),
     ]  # fmt: skip
-    assert one.events.start_ns.tolist() == [1000, 11_000]
-    assert WAIT not in one.events.kind
-    assert COPY not in one.events.kind
+    assert trace.events.start_ns.tolist() == [1000, 11_000]
+    assert WAIT not in trace.events.kind
+    assert COPY not in trace.events.kind
 
 
 def test_a_folder_is_read_whole(tmp_path: Path) -> None:
@@ -405,10 +411,10 @@ def test_a_folder_is_read_whole(tmp_path: Path) -> None:
         (tmp_path / source.name).write_bytes(source.read_bytes())
     (tmp_path / "rank2.json").write_text("torn")
 
-    found = read_folder(tmp_path)
+    trace = read_folder(tmp_path)
 
-    assert [one.rank for one in found.ranks] == [0, 1]
-    assert "rank2.json is no trace" in found.notes[0]
+    assert [rank.rank for rank in trace.ranks] == [0, 1]
+    assert "rank2.json is not a trace" in trace.notes[0]
     (tmp_path / "again.json.gz").write_bytes((tmp_path / "rank1.json.gz").read_bytes())
     with pytest.raises(TraceError, match="two traces of rank 1"):
         read_folder(tmp_path)

@@ -26,7 +26,7 @@ from nbdist.trace.trace import COMMUNICATION, COMPUTE, KINDS, Lane, RankTrace, S
 from nbdist.trace.view import image as trace_image
 from nbdist.trace.view.report import trace_report
 from tests.support import pages
-from tests.support.drawn_traces import events, made, rank_trace, training
+from tests.support.drawn_traces import events, random_trace, rank_trace, training
 from tests.support.pages import Tags, size_of
 
 MOST_BYTES = 2_000_000
@@ -115,7 +115,7 @@ def test_the_bundle_has_html_image_and_text() -> None:
 
     assert set(bundle) == {"text/plain", "text/html", "image/png"}
     assert picture["src"] == f"data:image/png;base64,{bundle['image/png']}"
-    assert picture["alt"] == f"Timeline: {view.text.splitlines()[0]}. The numbers stand below it."
+    assert picture["alt"] == f"Timeline: {view.text.splitlines()[0]}. The numbers are below it."
     assert over["sandbox"] == "allow-scripts"
     assert "position:absolute;inset:0" in over["style"]
     assert "script" not in {tag for tag, _ in tags.tags}
@@ -137,9 +137,9 @@ def test_nothing_comes_from_the_network() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_page_packs_every_event(seed: int) -> None:
     """Read back with plain Python: each event, where, what and when it is, its bytes and group."""
-    trace = made(300, ranks=2, seed=seed, depths=2)
+    trace = random_trace(300, ranks=2, seed=seed, depths=2)
     head = data_of(trace_report(trace, NO_SHARES, []))
-    found = []
+    shown = []
     firsts = head["firsts"]
     for row, (place, lane, depth) in enumerate(head["rows"]):
         start = head["from"]
@@ -147,24 +147,24 @@ def test_the_page_packs_every_event(seed: int) -> None:
             start = start + head["start"][i]
             group = head["groups"][head["group"][i] - 1] if head["group"][i] else None
             name, kind = head["names"][head["name"][i]], head["kinds"][head["kind"][i]]
-            found.append(
+            shown.append(
                 (place, lane, depth, kind, name, start, head["busy"][i], head["size"][i], group)
             )
     expected = []
     for place, rank in enumerate(trace.ranks):
-        own = rank.events
-        for i in range(len(own)):
-            group = rank.groups[own.group[i]] if own.group[i] >= 0 else None
+        events = rank.events
+        for i in range(len(events)):
+            group = rank.groups[events.group[i]] if events.group[i] >= 0 else None
             lane, kind, name = (
-                rank.lanes[own.lane[i]].name,
-                KINDS[own.kind[i]],
-                rank.names[own.name[i]],
+                rank.lanes[events.lane[i]].name,
+                KINDS[events.kind[i]],
+                rank.names[events.name[i]],
             )
-            numbers = map(int, (own.start_ns[i], own.duration_ns[i], own.size_bytes[i]))
-            expected.append((place, lane, int(own.depth[i]), kind, name, *numbers, group))
+            numbers = map(int, (events.start_ns[i], events.duration_ns[i], events.size_bytes[i]))
+            expected.append((place, lane, int(events.depth[i]), kind, name, *numbers, group))
 
     assert head["width"] == 0
-    assert sorted(found, key=str) == sorted(expected, key=str)
+    assert sorted(shown, key=str) == sorted(expected, key=str)
 
 
 def test_the_page_knows_where_findings_are() -> None:
@@ -177,7 +177,7 @@ def test_the_page_knows_where_findings_are() -> None:
 
 def test_a_large_trace_is_merged_and_says_so() -> None:
     """No event is lost; the bundle stays small although names and times cannot be compressed."""
-    trace = made(400_000, ranks=2, seed=1)
+    trace = random_trace(400_000, ranks=2, seed=1)
     names = tuple(
         f"{number:x}" * 40 for number in np.random.default_rng(0).integers(0, 2**60, 9000)
     )
@@ -195,7 +195,7 @@ def test_a_large_trace_is_merged_and_says_so() -> None:
     assert sum(head["busy"]) == sum(int(rank.events.duration_ns.sum()) for rank in ranks)
     merged = (
         r"events shorter than [\d.]+ [nu]s are merged with their neighbours "
-        r"\([\d,]+ of 400,000\), but for the [\d.]+ ms from 1\d\.\d ms on\."
+        r"\([\d,]+ of 400,000\), except in the [\d.]+ ms from 1\d\.\d ms on\."
     )
     assert re.search(merged, view.text)
 
@@ -287,34 +287,34 @@ def test_measured_numbers_are_placeholders_where_outputs_are_stored(
         operations=(Operation("aten::add", COMPUTE, 7, MS, 0.9), *SHARES.operations),
         traffic=(replace(SHARES.traffic[0], median_ns=7),),
     )
-    one = trace_report(training(600, seed=1), SHARES, [FINDING])
+    report = trace_report(training(600, seed=1), SHARES, [FINDING])
     other = trace_report(training(600, seed=2), slower, [])
 
-    assert one.text == other.text
-    assert "trace of ranks 0-1, #, 6 steps of #, ddp, dp 2" in one.text
-    assert "slowest rank: #" in one.text
-    assert one.html == ""
-    assert set(one._repr_mimebundle_()) == {"text/plain", "image/png"}
+    assert report.text == other.text
+    assert "trace of ranks 0-1, #, 6 steps of #, ddp, dp 2" in report.text
+    assert "slowest rank: #" in report.text
+    assert report.html == ""
+    assert set(report._repr_mimebundle_()) == {"text/plain", "image/png"}
 
 
 @pytest.mark.parametrize(
-    ("slowest", "told"),
+    ("slowest", "line"),
     [
-        (None, "slowest rank: none, no rank waits for another"),
+        (None, "slowest rank: none (no rank waits for another)"),
         (
             Slowest(0, MS, 0.1, is_alone=False),
             (
                 "slowest rank: 0; without it a step would be 10.0 % faster (1.0 ms); "
-                "others cost half as much or more, so it is not it alone"
+                "others cost at least half as much"
             ),
         ),
     ],
 )
-def test_the_slowest_rank_may_not_be_alone(slowest: Slowest | None, told: str) -> None:
-    """Or nobody waits."""
+def test_the_slowest_rank_may_not_be_alone(slowest: Slowest | None, line: str) -> None:
+    """The text says so, and also where nobody waits."""
     text = trace_report(training(100), replace(SHARES, slowest=slowest), []).text
 
-    assert told in text.splitlines()
+    assert line in text.splitlines()
 
 
 def test_many_collectives_are_counted() -> None:
@@ -323,12 +323,12 @@ def test_many_collectives_are_counted() -> None:
     text = trace_report(training(100), replace(SHARES, traffic=many), []).text
 
     assert text.count("all-reduce  ") == 20
-    assert "and 30 more that send less" in text.splitlines()
+    assert "and 30 more with less traffic" in text.splitlines()
 
 
 def test_each_pixel_has_the_share_of_each_kind() -> None:
     """Against adding up the events one by one; overlapping events add up too."""
-    trace = made(500, ranks=2, seed=3, depths=2)
+    trace = random_trace(500, ranks=2, seed=3, depths=2)
     drawn = layout_rows(trace, 100)
     columns, end_ns = 40, trace.duration_ns
     slow = np.zeros((len(drawn.rows), len(KINDS), columns))
@@ -339,16 +339,16 @@ def test_each_pixel_has_the_share_of_each_kind() -> None:
         inside = np.minimum(edges[1:], start + took) - np.maximum(edges[:-1], start)
         slow[row, kind] += np.maximum(inside, 0) * columns / end_ns
     rows = slice(2, 7)
-    found = trace_image.shares(drawn, rows, (0, end_ns), columns)
+    share = trace_image.shares(drawn, rows, (0, end_ns), columns)
 
-    np.testing.assert_allclose(found, slow[rows], atol=0.02)
+    np.testing.assert_allclose(share, slow[rows], atol=0.02)
     assert slow[rows].max() > 0.5
 
 
 def test_the_image_shows_each_kind_in_its_colour_and_idle_as_the_lane() -> None:
     """Half of a row computes, a quarter is idle, a quarter communicates."""
-    one = events([(0, 50), (75, 25)], kind=[COMPUTE, COMMUNICATION])
-    trace = Trace((rank_trace(0, one),))
+    halves = events([(0, 50), (75, 25)], kind=[COMPUTE, COMMUNICATION])
+    trace = Trace((rank_trace(0, halves),))
     pixels = imread(io.BytesIO(trace_image.png(trace, layout_rows(trace, 10))))
     y = recording_png.TOP + trace_image.HEADER + trace_image.ROW // 2
     line = (pixels[y, recording_png.LEFT : -recording_png.RIGHT, :3] * 255).round().astype(int)
@@ -364,7 +364,7 @@ def test_the_image_shows_each_kind_in_its_colour_and_idle_as_the_lane() -> None:
 
 def test_an_image_of_many_ranks_stays_small() -> None:
     """Rows get lower, down to 3 pixels, so that all ranks are in it."""
-    ranks = tuple(rank_trace(rank, made(60, ranks=1).ranks[0].events) for rank in range(64))
+    ranks = tuple(rank_trace(rank, random_trace(60, ranks=1).ranks[0].events) for rank in range(64))
     trace = Trace(tuple(replace(rank, names=("x",) * 40, groups=("a", "b")) for rank in ranks))
     drawn = trace_image.png(trace, layout_rows(trace, 64))
     height = imread(io.BytesIO(drawn)).shape[0]
@@ -395,7 +395,7 @@ def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
         "from nbdist.trace.breakdown import TimeBreakdown\n"
         "from nbdist.trace.view.report import trace_report\n"
         "before = 'matplotlib' in sys.modules\n"
-        "traced(Trace(()), TimeBreakdown((), 0, None, (), (), 0.0), [])\n"
+        "trace_report(Trace(()), TimeBreakdown((), 0, None, (), (), 0.0), [])\n"
         "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
     done = subprocess.run(
@@ -416,8 +416,10 @@ def test_the_same_trace_gives_the_same_bundle() -> None:
 
 def test_rows_of_a_rank_without_waiting_are_not_called_slow() -> None:
     """One rank waits for nobody: there is no such line."""
-    one: tuple[RankTrace, ...] = training(100, ranks=1).ranks
-    text = trace_report(Trace(one), replace(SHARES, ranks=(rank_shares(0),), slowest=None), []).text
+    ranks: tuple[RankTrace, ...] = training(100, ranks=1).ranks
+    text = trace_report(
+        Trace(ranks), replace(SHARES, ranks=(rank_shares(0),), slowest=None), []
+    ).text
 
     assert "slowest" not in text
     assert text.startswith("trace of rank 0, ")

@@ -1,1 +1,1 @@
-"""Lints told once in the notebook, and %dist_check asked of all ranks."""
+"""Lints reported once in the notebook, and %dist_check over all ranks."""

@@ -1,4 +1,4 @@
-"""What the ranks' lints have seen in cells, judged over all ranks and told once."""
+"""What the ranks' lints have seen in cells, judged over all ranks and reported once."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from nbdist.switch.report import RankSwitchReport
 
 
 class Lints(CellHook):
-    """What was told in a session, and what is not to be told."""
+    """What was reported in a session, and what is silenced."""
 
     def __init__(self) -> None:
         """Silent about what NBDIST_SILENCE names."""
         names, self._unknown = rules.silenced_by(os.environ.get(rules.VARIABLE, ""))
         self._silenced = set(names)
-        self._told: dict[tuple[str, str], None] = {}
+        self._reported: dict[tuple[str, str], None] = {}
         # Of cells that run: run -> rank -> what it saw. Written in the client's thread.
-        self._seen: dict[int, dict[int, list[Observation]]] = {}
+        self._observations: dict[int, dict[int, list[Observation]]] = {}
 
     def before(self, metadata: dict[str, Any]) -> tuple[str, ...]:
         """Listen to a cell that is about to be sent."""
-        self._seen[metadata[CELL_RUN]] = {}
+        self._observations[metadata[CELL_RUN]] = {}
         return ()
 
     def message(self, run_id: int, rank: int, message: Message) -> bool:
@@ -40,73 +40,77 @@ class Lints(CellHook):
         data = message["content"].get("data", ())
         if SEEN not in data:
             return False
-        if run_id in self._seen:  # else its cell was given up on
-            self._seen[run_id][rank] = [Observation(*seen) for seen in data[SEEN]]
+        if run_id in self._observations:  # else its cell was given up on
+            self._observations[run_id][rank] = [Observation(*fields) for fields in data[SEEN]]
         return True
 
     def after(self, run_id: int, *, is_ok: bool) -> tuple[str, ...]:
-        """What is to be told of a cell that has ended, a line each. Once for each cell.
+        """The lines to print below a cell that has ended. Once for each cell.
 
         Args:
             run_id: The cell's own number.
             is_ok: It ended well on every rank that ran it.
         """
-        seen = self._seen.pop(run_id, {})
-        unknown = self._take_unknown() if seen else ()
-        return (*unknown, *self._new(rules.evaluate(seen, is_ok=is_ok)))
+        observations = self._observations.pop(run_id, {})
+        unknown = self._take_unknown() if observations else ()
+        return (*unknown, *self._new(rules.evaluate(observations, is_ok=is_ok)))
 
-    def of_switch(self, done: RankSwitchReport) -> RankSwitchReport:
+    def of_switch(self, report: RankSwitchReport) -> RankSwitchReport:
         """A switch, with what there is to say of the effective batch among its notes."""
-        if done.batch is None or done.batch[0] == done.batch[1]:
-            return done
-        before, after, lr = done.batch
+        if report.batch is None or report.batch[0] == report.batch[1]:
+            return report
+        before, after, lr = report.batch
         facts = {"before": before, "after": after, "lr": lr}
-        one = Observation("effective-batch", f"{before} {after}", facts)
-        seen = {rank: [one] for rank in range(done.after.world_size)}
-        return replace(done, notes=(*done.notes, *self._new(rules.evaluate(seen, is_ok=True))))
+        observation = Observation("effective-batch", f"{before} {after}", facts)
+        observations = {rank: [observation] for rank in range(report.after.world_size)}
+        return replace(
+            report, notes=(*report.notes, *self._new(rules.evaluate(observations, is_ok=True)))
+        )
 
     def silence(self, names: Sequence[str], *, is_on: bool = True) -> None:
-        """Tell these no more (`all` for all), or tell them again.
+        """Report these no more (`all` for all), or again.
 
         Raises:
             OptionError: There is no such lint; lists those that there are.
         """
-        for name in rules.checked(names):
+        for name in rules.resolve_names(names):
             if is_on:
                 self._silenced.add(name)
             else:
                 self._silenced.discard(name)
-                self._told = {cause: None for cause in self._told if cause[0] != name}
+                self._reported = {cause: None for cause in self._reported if cause[0] != name}
 
     def states(self) -> tuple[tuple[str, str, str], ...]:
-        """(name, silenced, told N times or on; when it is told) of each lint, in order."""
+        """(name; silenced, reported N times or on; when) of each lint, in order."""
         counts = dict.fromkeys(LINTS, 0)
-        for name, _ in self._told:
+        for name, _ in self._reported:
             counts[name] += 1
         return tuple((name, self._state(name, counts[name]), LINTS[name].when) for name in LINTS)
 
     def _state(self, name: str, count: int) -> str:
         if name in self._silenced:
             return "silenced"
-        return f"told {count} time{'s' * (count > 1)}" if count else "on"
+        return f"reported {count} time{'s' * (count > 1)}" if count else "on"
 
-    def _new(self, told: Sequence[Diagnostic]) -> tuple[str, ...]:
+    def _new(self, diagnostics: Sequence[Diagnostic]) -> tuple[str, ...]:
         lines: list[str] = []
-        for one in told:
-            cause = one.lint, one.subject
-            is_quiet = one.lint in self._silenced or (LINTS[one.lint].is_of_machine and is_stored())
-            if not is_quiet and cause not in self._told:
-                lines += one.lines
+        for diagnostic in diagnostics:
+            cause = diagnostic.lint, diagnostic.subject
+            is_quiet = diagnostic.lint in self._silenced or (
+                LINTS[diagnostic.lint].is_of_machine and is_stored()
+            )
+            if not is_quiet and cause not in self._reported:
+                lines += diagnostic.lines
         # Several hits of one cause, of different ranks, come together.
-        for one in told:
-            if one.lint not in self._silenced:
-                self._told[one.lint, one.subject] = None
+        for diagnostic in diagnostics:
+            if diagnostic.lint not in self._silenced:
+                self._reported[diagnostic.lint, diagnostic.subject] = None
         return tuple(lines)
 
     def _take_unknown(self) -> tuple[str, ...]:
         words, self._unknown = self._unknown, ()
         try:
-            rules.checked(words)
+            rules.resolve_names(words)
         except OptionError as error:
             return (f"{rules.VARIABLE}: {error}",)
         return ()

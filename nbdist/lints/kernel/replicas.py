@@ -33,17 +33,17 @@ def check(ranks: Ranks) -> ReplicaCheck:
         NbdistError: What a rank raised.
     """
     ranks.recover_if_needed()
-    told = ranks.call_all(look, deadline_s=LOOK_S)
-    found = replicas.compare(dict(zip(ranks.ranks, told, strict=True)))
-    wanted = found.to_measure
+    looks = ranks.call_all(look, deadline_s=LOOK_S)
+    result = replicas.compare(dict(zip(ranks.ranks, looks, strict=True)))
+    wanted = result.to_measure
     if not wanted:
-        return found
+        return result
     sizes = ranks.call_all(spread, wanted, deadline_s=LOOK_S, is_collective=True)
-    return found.measured(dict(zip(wanted, sizes[0], strict=True)))
+    return result.measured(dict(zip(wanted, sizes[0], strict=True)))
 
 
 def check_every(ranks: Ranks, every: int) -> None:
-    """Let all ranks look before each so manieth step of an optimizer; 0 ends it.
+    """Let all ranks look before every Nth step of an optimizer; 0 ends it.
 
     Raises:
         OptionError: Below 0.
@@ -55,7 +55,7 @@ def check_every(ranks: Ranks, every: int) -> None:
 
 
 def trace_nan(ranks: Ranks) -> None:
-    """Let the next cell tell the first module whose output is not finite.
+    """Let the next cell report the first module whose output is not finite.
 
     Raises:
         RankGone, RankBusy, NotRunning: As for a cell.

@@ -1,6 +1,6 @@
 """A look at parameters and gradients every so many steps, as cheap as can be left on.
 
-Before each Nth step of an optimizer: is the norm of a gradient not finite? Told at once, on stderr.
+Before each Nth step of an optimizer: is the norm of a gradient not finite? That goes to stderr.
 And a sum over the bits of each parameter, whose digests the notebook compares at the end of the
 cell. No rank is met, and on a GPU nobody waits: numbers are read when the next look is due.
 """
@@ -31,21 +31,21 @@ Peers = tuple[int, ...]
 
 @dataclass(slots=True)
 class _Watched:
-    """One optimizer.
+    """What is known of one optimizer between two checks.
 
     Attributes:
         count: Its steps since this was switched on.
-        is_told: That gradients are not finite was told; again once they have been.
+        is_reported: Gradients that are not finite were reported; reset once they are finite.
         peers: id of a parameter -> the ranks that hold the same part of it, as of which version.
         version: Of what is known of DDP models and the strategy.
         pending: The last look, of which numbers may still be computed.
         sums: Peers -> (step, digest), of this cell.
-        stride: Only every so manieth look of this cell is kept.
+        stride: Of this cell, one look in so many is kept.
         n_looks: Of this cell.
     """
 
     count: int = 0
-    is_told: bool = False
+    is_reported: bool = False
     peers: dict[int, Peers] = field(default_factory=dict)
     version: tuple[object, ...] = ()
     pending: _Pending | None = None
@@ -77,7 +77,7 @@ _state = _State()
 
 
 def set_every(every: int) -> None:
-    """Look before each so manieth step of every optimizer from now on; 0 ends it."""
+    """Look before every Nth step of each optimizer from now on; 0 ends it."""
     watch.add(__name__)
     _state.every = every
     _state.watched.clear()
@@ -89,25 +89,25 @@ def set_every(every: int) -> None:
 
 
 def install() -> None:
-    """Nothing: `set_every` does."""
+    """Do nothing: `set_every` installs the hook."""
 
 
 def uninstall() -> None:
-    """Look no more."""
+    """Remove the hook, and forget all optimizers."""
     set_every(0)
 
 
 def begin() -> None:
-    """A cell begins."""
-    for one in _state.watched.values():
-        one.sums, one.stride, one.n_looks = {}, 1, 0
+    """Forget the looks of the cell before."""
+    for watched in _state.watched.values():
+        watched.sums, watched.stride, watched.n_looks = {}, 1, 0
 
 
-def seen() -> None:
+def end() -> None:
     """Note this cell's digests."""
-    for optimizer, one in list(_state.watched.items()):
-        _settle(optimizer, one)
-        for number, (peers, looks) in enumerate(one.sums.items()):
+    for optimizer, watched in list(_state.watched.items()):
+        _settle(optimizer, watched)
+        for number, (peers, looks) in enumerate(watched.sums.items()):
             subject = _subject(optimizer) + (f" ({number + 1})" if number else "")
             steps, digests = [list(column) for column in zip(*looks, strict=True)]
             watch.note(
@@ -120,18 +120,18 @@ def seen() -> None:
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if torch.compiler.is_compiling():  # a step that is compiled is not looked at
         return
-    one = _state.watched.get(optimizer)
-    if one is None:
-        one = _state.watched[optimizer] = _Watched()
-    one.count += 1
-    if one.count % _state.every == 0:
-        _settle(optimizer, one)
-        _look(optimizer, one)
-        if not _is_on_gpu(one.pending):
-            _settle(optimizer, one)
+    watched = _state.watched.get(optimizer)
+    if watched is None:
+        watched = _state.watched[optimizer] = _Watched()
+    watched.count += 1
+    if watched.count % _state.every == 0:
+        _settle(optimizer, watched)
+        _look(optimizer, watched)
+        if not _is_on_gpu(watched.pending):
+            _settle(optimizer, watched)
 
 
-def _look(optimizer: Optimizer, one: _Watched) -> None:
+def _look(optimizer: Optimizer, watched: _Watched) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
     with torch.no_grad():
         graded = [p for p in parameters if p.grad is not None]
@@ -139,58 +139,63 @@ def _look(optimizer: Optimizer, one: _Watched) -> None:
         is_scaled = getattr(optimizer, "found_inf", None) is not None
         norms = None if is_scaled else _norms([watch.local(p.grad) for p in graded])
         sums: dict[Peers, list[torch.Tensor]] = {}
-        for parameter, peers in zip(parameters, _peers(parameters, one), strict=True):
+        for parameter, peers in zip(parameters, _peers(parameters, watched), strict=True):
             if len(peers) > 1:
                 sums.setdefault(peers, []).append(bits(watch.local(parameter)))
-        joined = {peers: torch.stack(own) for peers, own in sums.items()}
-    one.pending = _Pending(one.count, [id(p) for p in graded], norms, joined)
+        joined = {peers: torch.stack(numbers) for peers, numbers in sums.items()}
+    watched.pending = _Pending(watched.count, [id(p) for p in graded], norms, joined)
 
 
-def _settle(optimizer: Optimizer, one: _Watched) -> None:
+def _settle(optimizer: Optimizer, watched: _Watched) -> None:
     """Read the numbers of the last look."""
-    pending, one.pending = one.pending, None
+    pending, watched.pending = watched.pending, None
     if pending is None:
         return
     if pending.norms is not None:
-        _judge(optimizer, one, pending, pending.norms.cpu())
+        _judge(optimizer, watched, pending, pending.norms.cpu())
     for peers, sums in pending.sums.items():
         text = hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=8).hexdigest()
-        _keep(one, peers, pending.step, text)
-    one.n_looks += 1
+        _keep(watched, peers, pending.step, text)
+    watched.n_looks += 1
 
 
-def _keep(one: _Watched, peers: Peers, step: int, text: str) -> None:
-    if one.n_looks % one.stride:
+def _keep(watched: _Watched, peers: Peers, step: int, text: str) -> None:
+    if watched.n_looks % watched.stride:
         return
-    looks = one.sums.setdefault(peers, [])
+    looks = watched.sums.setdefault(peers, [])
     looks.append((step, text))
-    if len(looks) >= MOST_LOOKS and peers == next(reversed(one.sums)):
+    if len(looks) >= MOST_LOOKS and peers == next(reversed(watched.sums)):
         # The same ones on every rank: all have taken as many.
-        one.stride *= 2
-        for other in one.sums.values():
+        watched.stride *= 2
+        for other in watched.sums.values():
             del other[1::2]
 
 
-def _judge(optimizer: Optimizer, one: _Watched, pending: _Pending, norms: torch.Tensor) -> None:
-    odd = ~torch.isfinite(norms)
-    if not bool(odd.any()):
-        one.is_told = False
+def _judge(optimizer: Optimizer, watched: _Watched, pending: _Pending, norms: torch.Tensor) -> None:
+    is_bad = ~torch.isfinite(norms)
+    if not bool(is_bad.any()):
+        watched.is_reported = False
         return
-    if one.is_told:
+    if watched.is_reported:
         return
-    given = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    bad = [given[key] for key, is_odd in zip(pending.names, odd.tolist(), strict=True) if is_odd]
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    bad = [
+        parameters[key]
+        for key, is_odd in zip(pending.names, is_bad.tolist(), strict=True)
+        if is_odd
+    ]
     # A norm of large numbers can be inf where none of them is. Later they may be gone.
     if all(p.grad is not None and bool(torch.isfinite(watch.local(p.grad)).all()) for p in bad):
         return
-    one.is_told = True
-    known = names()
+    watched.is_reported = True
+    names_by_id = names()
     # A backward hands NaN on to all that comes before: the last one had it first.
-    first = known.get(id(bad[-1]), "a parameter that no model has")
+    first = names_by_id.get(id(bad[-1]), "a parameter that no model has")
     sys.stderr.write(
         f"step {pending.step}: gradients are not finite in {len(bad)} of {len(pending.names)} "
-        f"parameters, the last in the model's order {first} (looked at every {_state.every}; "
-        "%dist_check counts, %dist_check --trace-nan finds the first module)\n"
+        f"parameters, last in the model's order: {first} (checked every "
+        f"{_state.every} step{'s' * (_state.every > 1)}; %dist_check counts them, "
+        "%dist_check --trace-nan finds the first module)\n"
     )
     sys.stderr.flush()
 
@@ -199,14 +204,14 @@ def names() -> dict[int, str]:
     """By id of a parameter its name, model.name, of all models of this rank."""
     from nbdist.parallel import live_models
 
-    known: dict[int, str] = {}
+    names_by_id: dict[int, str] = {}
     space = live_models._namespace()  # noqa: SLF001  # the same package
     for variable, value in space.items():
         if isinstance(value, torch.nn.Module) and variable[:1] != "_":
             inner = getattr(value, "module", value)
             for name, parameter in inner.named_parameters():
-                known.setdefault(id(parameter), f"{variable}.{name}")
-    return known
+                names_by_id.setdefault(id(parameter), f"{variable}.{name}")
+    return names_by_id
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -217,9 +222,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % _WORD_BYTES:
         flat = flat.clone()
-    whole = flat.numel() // _WORD_BYTES * _WORD_BYTES
-    total = flat[:whole].view(torch.int64).sum()
-    return total if whole == flat.numel() else total + flat[whole:].sum(dtype=torch.int64)
+    whole_bytes = flat.numel() // _WORD_BYTES * _WORD_BYTES
+    total = flat[:whole_bytes].view(torch.int64).sum()
+    return (
+        total if whole_bytes == flat.numel() else total + flat[whole_bytes:].sum(dtype=torch.int64)
+    )
 
 
 def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -228,38 +235,40 @@ def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return None
     home = gradients[0].device
     narrow = torch.float32.itemsize
-    found = [
-        torch.linalg.vector_norm(one, dtype=torch.float32 if one.itemsize < narrow else None)
-        for one in gradients
+    norms = [
+        torch.linalg.vector_norm(
+            gradient, dtype=torch.float32 if gradient.itemsize < narrow else None
+        )
+        for gradient in gradients
     ]
-    return torch.stack([one.to(home, torch.float32) for one in found])
+    return torch.stack([norm.to(home, torch.float32) for norm in norms])
 
 
-def _peers(parameters: Sequence[torch.Tensor], one: _Watched) -> list[Peers]:
+def _peers(parameters: Sequence[torch.Tensor], watched: _Watched) -> list[Peers]:
     """For each parameter the ranks that hold the same of it; itself alone where nobody knows."""
     registry: Any = sys.modules.get("nbdist.parallel.registry")
     choice = registry.current() if registry is not None and dist.is_initialized() else None
     version = (choice, ddp.count(), len(parameters))
-    if version != one.version or any(id(p) not in one.peers for p in parameters):
-        one.version, one.peers = version, _find_peers(parameters, registry)
-    return [one.peers[id(p)] for p in parameters]
+    if version != watched.version or any(id(p) not in watched.peers for p in parameters):
+        watched.version, watched.peers = version, _find_peers(parameters, registry)
+    return [watched.peers[id(p)] for p in parameters]
 
 
 def _find_peers(parameters: Sequence[torch.Tensor], registry: Any) -> dict[int, Peers]:
-    found = {id(p): ddp.ranks_of(p) for p in parameters}
-    for one in registry.prepared() if registry is not None else ():
-        if one.built.job.choice.name in ("single", "deepspeed", "fsdp1"):
+    peers_of = {id(p): ddp.ranks_of(p) for p in parameters}
+    for prepared in registry.prepared() if registry is not None else ():
+        if prepared.built.job.choice.name in ("single", "deepspeed", "fsdp1"):
             continue
-        rank = one.built.job.grid.rank
-        for name, parameter in one.parameters.items():
-            layout, degrees = one.layouts[name], one.degrees
-            own = local_runs(layout, degrees, rank)
-            found[id(parameter)] = tuple(
+        rank = prepared.built.job.grid.rank
+        for name, parameter in prepared.parameters.items():
+            layout, degrees = prepared.layouts[name], prepared.degrees
+            runs = local_runs(layout, degrees, rank)
+            peers_of[id(parameter)] = tuple(
                 other
                 for other in range(degrees.product)
-                if local_runs(layout, degrees, other) == own
+                if local_runs(layout, degrees, other) == runs
             )
-    return found
+    return peers_of
 
 
 def _subject(optimizer: Optimizer) -> str:
@@ -271,4 +280,4 @@ def _is_on_gpu(pending: _Pending | None) -> bool:
     if pending is None:
         return False
     tensors = [*pending.sums.values(), *([] if pending.norms is None else [pending.norms])]
-    return any(one.device.type != "cpu" for one in tensors)
+    return any(tensor.device.type != "cpu" for tensor in tensors)

@@ -1,7 +1,7 @@
 """What a rank's DataLoaders hand out: the same as other ranks', the same order again, by how many.
 
-Private: `_BaseDataLoaderIter.__next__` is wrapped, as torch tells nobody which batches a loader
-hands out. Of each loop the first few are looked at, later ones cost a comparison of two numbers.
+Private: `_BaseDataLoaderIter.__next__` is wrapped, as torch has no hook for the batches of a
+loader. Of each loop the first few are looked at, later ones cost a comparison of two numbers.
 A torch without the names that are read here is left alone, and these lints are silent.
 """
 
@@ -73,7 +73,7 @@ def install() -> None:
     kind = getattr(dataloader, "_BaseDataLoaderIter", None)
     if kind is not None and _state.original is None:
         _state.original = kind.__next__
-        kind.__next__ = _watched(kind.__next__)
+        kind.__next__ = _watch_batches(kind.__next__)
 
 
 def uninstall() -> None:
@@ -90,7 +90,7 @@ def begin() -> None:
     _state.workers = 0
 
 
-def seen() -> None:
+def end() -> None:
     """Note what this cell's loops have shown."""
     if _state.workers:
         watch.note(
@@ -99,18 +99,18 @@ def seen() -> None:
         )  # fmt: skip
     done: set[str] = set()
     before: dict[int, _Loop] = {}
-    for one in _state.loops:
-        drawn = one.drawn()
-        if drawn is None or not one.is_training:
+    for loop in _state.loops:
+        drawn = loop.drawn()
+        if drawn is None or not loop.is_training:
             continue
-        name = _name(one, drawn)
+        name = _name(loop, drawn)
         if name not in done:
             done.add(name)
-            _note_same(name, one)
+            _note_same(name, loop)
         older = before.get(id(drawn))
-        if older is not None and one.epoch is not None and older.epoch == one.epoch:
-            watch.note("set-epoch", name, epoch=one.epoch)
-        before[id(drawn)] = one
+        if older is not None and loop.epoch is not None and older.epoch == loop.epoch:
+            watch.note("set-epoch", name, epoch=loop.epoch)
+        before[id(drawn)] = loop
 
 
 def _note_same(name: str, loop: _Loop) -> None:
@@ -119,12 +119,12 @@ def _note_same(name: str, loop: _Loop) -> None:
         watch.note("same-data", name, digests=loop.digests, peers=list(peers))
 
 
-def _watched(original: Any) -> Any:
+def _watch_batches(original: Any) -> Any:
     @functools.wraps(original)
     def __next__(self: Any) -> Any:  # noqa: N807
         if self._num_yielded >= LOOKED:
             return original(self)
-        loop = _begun(self)
+        loop = _loop_of(self)
         if loop is None:
             return original(self)
         loop.began.append(optimizer_steps.count())
@@ -141,7 +141,7 @@ def _take(loop: _Loop, batch: Any) -> None:
 
 
 @watch.guarded
-def _begun(iterator: Any) -> _Loop | None:
+def _loop_of(iterator: Any) -> _Loop | None:
     """The loop that an iterator is in; a new one at its first batch."""
     if iterator._num_yielded:  # noqa: SLF001
         return _state.by_iterator.get(iterator)
@@ -188,10 +188,10 @@ def _cores() -> int:
 def digest(batch: Any) -> str:
     """A text that differs where the first numbers of a batch do."""
     total = hashlib.blake2b(digest_size=8)
-    for number, one in enumerate(_leaves(batch, MOST_DEPTH)):
+    for number, leaf in enumerate(_leaves(batch, MOST_DEPTH)):
         if number == MOST_TENSORS:
             break
-        total.update(_bytes(one))
+        total.update(_bytes(leaf))
     return total.hexdigest()
 
 
@@ -199,11 +199,11 @@ def _leaves(value: Any, depth: int) -> Iterator[Any]:
     if isinstance(value, torch.Tensor | np.ndarray | str | int | float):
         yield value
     elif depth and isinstance(value, Mapping):
-        for one in value.values():
-            yield from _leaves(one, depth - 1)
+        for item in value.values():
+            yield from _leaves(item, depth - 1)
     elif depth and isinstance(value, list | tuple):
-        for one in value[: 4 * MOST_TENSORS]:
-            yield from _leaves(one, depth - 1)
+        for item in value[: 4 * MOST_TENSORS]:
+            yield from _leaves(item, depth - 1)
 
 
 def _bytes(value: Any) -> bytes:

@@ -61,12 +61,12 @@ def uninstall() -> None:
 
 
 def begin() -> None:
-    """A cell begins."""
-    for one in _living():
-        one.is_called = False
+    """Forget which models the cell before has called."""
+    for model in _live_ddps():
+        model.is_called = False
 
 
-def seen() -> None:
+def end() -> None:
     """Everything is noted when it happens."""
 
 
@@ -77,31 +77,33 @@ def count() -> int:
 
 def find(optimizer: Optimizer) -> list[Ddp]:
     """Those whose parameters an optimizer has."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [one for one in _living() if _has_any(one, own)]
+    parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [model for model in _live_ddps() if _has_any(model, parameter_ids)]
 
 
 def used(optimizers: Iterable[Optimizer]) -> list[DistributedDataParallel]:
     """The models that were called in this cell, or that these optimizers step."""
-    called = [one for one in _living() if one.is_called]
-    stepped = [one for optimizer in optimizers for one in find(optimizer)]
-    modules = [one.module() for one in {id(one): one for one in (*called, *stepped)}.values()]
-    return [one for one in modules if one is not None and not _is_retired(one)]
+    called = [model for model in _live_ddps() if model.is_called]
+    stepped = [model for optimizer in optimizers for model in find(optimizer)]
+    modules = [
+        model.module() for model in {id(model): model for model in (*called, *stepped)}.values()
+    ]
+    return [module for module in modules if module is not None and not _is_retired(module)]
 
 
 def ranks_of(parameter: torch.Tensor) -> tuple[int, ...]:
     """The ranks of the DDP model that a parameter is in; empty if in none."""
-    for one in _living():
-        module = one.module()
-        if module is not None and _has_any(one, {id(parameter)}):
+    for model in _live_ddps():
+        module = model.module()
+        if module is not None and _has_any(model, {id(parameter)}):
             return tuple(torch.distributed.get_process_group_ranks(module.process_group))
     return ()
 
 
 def members(optimizer: Optimizer) -> tuple[int, ...]:
     """The ranks of the first DDP model whose parameters an optimizer has; empty without one."""
-    for one in find(optimizer):
-        module = one.module()
+    for model in find(optimizer):
+        module = model.module()
         if module is not None:
             return tuple(torch.distributed.get_process_group_ranks(module.process_group))
     return ()
@@ -116,52 +118,54 @@ def name_of(module: Any) -> str:
 def look_beside(optimizer: Optimizer, ddps: Sequence[Ddp]) -> None:
     """An optimizer steps after a backward, and none of its models was called."""
     # A switch may have taken the wrapper off since.
-    still = {id(one) for one in find(optimizer)}
-    for one in ddps:
-        module = one.module()
-        if module is None or id(one) not in still:
+    current_ids = {id(model) for model in find(optimizer)}
+    for model in ddps:
+        module = model.module()
+        if module is None or id(model) not in current_ids:
             continue
-        own = [p for p in module.parameters() if p.requires_grad]
+        trained = [p for p in module.parameters() if p.requires_grad]
         is_shared = torch.distributed.get_world_size(module.process_group) > 1
-        if is_shared and any(p.grad is not None for p in own):
+        if is_shared and any(p.grad is not None for p in trained):
             watch.note("beside-wrapper", name_of(module))
 
 
-def look_unused(optimizer: Optimizer, one: Ddp) -> None:
+def look_unused(optimizer: Optimizer, model: Ddp) -> None:
     """A model's first step: has each of its parameters a gradient?"""
-    ddp: Any = one.module()
+    ddp: Any = model.module()
     if ddp is None or ddp.find_unused_parameters or getattr(ddp, "static_graph", False):
         return
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    own = {n: p for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) in stepped}
-    lacking = [name for name, p in own.items() if p.grad is None]
-    if lacking and len(lacking) < len(own):
+    stepped_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {
+        n: p for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) in stepped_ids
+    }
+    without_gradient = [name for name, p in trained.items() if p.grad is None]
+    if without_gradient and len(without_gradient) < len(trained):
         watch.note(
-            "unused-parameters", name_of(ddp), names=lacking[:SHOWN_NAMES], count=len(lacking),
-            total=len(own),
+            "unused-parameters", name_of(ddp), names=without_gradient[:SHOWN_NAMES],
+            count=len(without_gradient), total=len(trained),
         )  # fmt: skip
 
 
 def _noting_ddp(original: Any) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        one = Ddp(self)
-        self.register_forward_pre_hook(one)
-        _state.ddps = [weakref.ref(living) for living in (*_living(), one)]
+        model = Ddp(self)
+        self.register_forward_pre_hook(model)
+        _state.ddps = [weakref.ref(living) for living in (*_live_ddps(), model)]
         _state.count += 1
 
     return __init__
 
 
-def _living() -> list[Ddp]:
-    return [one for ref in _state.ddps if (one := ref()) is not None]
+def _live_ddps() -> list[Ddp]:
+    return [model for ref in _state.ddps if (model := ref()) is not None]
 
 
-def _has_any(one: Ddp, own: set[int]) -> bool:
-    module = one.module()
+def _has_any(model: Ddp, parameter_ids: set[int]) -> bool:
+    module = model.module()
     if module is None or _is_retired(module):
         return False
-    return any(id(p) in own for p in module.parameters())
+    return any(id(p) in parameter_ids for p in module.parameters())
 
 
 def _is_retired(module: torch.nn.Module) -> bool:

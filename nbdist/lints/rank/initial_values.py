@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbdist.lints.rank import ddp as lints_rank_ddp
+from nbdist.lints.rank import ddp as ddp_models
 from nbdist.lints.rank import optimizer_steps, watch
 from nbdist.parallel import events
 
@@ -55,29 +55,31 @@ def begin() -> None:
     module: Any = sys.modules.get(_FSDP)
     if _state.original is None and hasattr(module, "fully_shard"):
         _state.original = module.fully_shard
-        module.fully_shard = _watched(module.fully_shard)
+        module.fully_shard = _watch_sharding(module.fully_shard)
 
 
-def seen() -> None:
+def end() -> None:
     """Note this cell's models."""
     by_mesh: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-    for kind, own, ranks in _state.sharded:
-        by_mesh.setdefault(ranks, []).append((kind, own))
-    for ranks, given in by_mesh.items():
+    for kind, value_digest, ranks in _state.sharded:
+        by_mesh.setdefault(ranks, []).append((kind, value_digest))
+    for ranks, sharded in by_mesh.items():
         # The outermost comes last, and may have no parameters of its own.
-        text = " ".join(own for _, own in given)
-        watch.note("shard-seeds", given[-1][0], digest=text, ranks=list(ranks))
-    for ddp in lints_rank_ddp.used(optimizer_steps.stepped()):
+        text = " ".join(value_digest for _, value_digest in sharded)
+        watch.note("shard-seeds", sharded[-1][0], digest=text, ranks=list(ranks))
+    for ddp in ddp_models.used(optimizer_steps.stepped()):
         members = dist.get_process_group_ranks(ddp.process_group)
-        own = digest(p for p in ddp.parameters() if p.requires_grad)
-        watch.note("parameters-apart", lints_rank_ddp.name_of(ddp), digest=own, ranks=members)
+        value_digest = digest(p for p in ddp.parameters() if p.requires_grad)
+        watch.note("parameters-apart", ddp_models.name_of(ddp), digest=value_digest, ranks=members)
 
 
 @watch.guarded
 def _note_initial(name: str, tensors: Iterable[torch.Tensor]) -> None:
     """A model of this class is about to be prepared, with rank 0's values on all ranks."""
-    own = digest(tensors)
-    watch.note("initial-values", name, digest=own, ranks=list(range(dist.get_world_size())))
+    value_digest = digest(tensors)
+    watch.note(
+        "initial-values", name, digest=value_digest, ranks=list(range(dist.get_world_size()))
+    )
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -93,13 +95,13 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
             head = head[0]
         heads.setdefault((head.dtype, head.device), []).append(head.reshape(-1)[:HEAD])
     total = hashlib.blake2b(digest_size=8)
-    for (dtype, _), own in heads.items():
-        joined = torch.cat(own).cpu().contiguous()  # one copy from a GPU, not one for each
+    for (dtype, _), parts in heads.items():
+        joined = torch.cat(parts).cpu().contiguous()  # one copy from a GPU, not one for each
         total.update(str(dtype).encode() + joined.view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 
-def _watched(original: Any) -> Any:
+def _watch_sharding(original: Any) -> Any:
     @functools.wraps(original)
     def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
         _note(module, kwargs.get("mesh"))
@@ -109,10 +111,10 @@ def _watched(original: Any) -> Any:
 
 
 @watch.guarded
-def _note(given: Any, mesh: Any) -> None:
-    modules = given if isinstance(given, list | tuple) else [given]
-    own = [p for one in modules for p in one.parameters() if not watch.is_split(p)]
-    if any(p.is_meta for p in own):
+def _note(sharded: Any, mesh: Any) -> None:
+    modules = sharded if isinstance(sharded, list | tuple) else [sharded]
+    parameters = [p for module in modules for p in module.parameters() if not watch.is_split(p)]
+    if any(p.is_meta for p in parameters):
         return  # nbdist's own way, which sends values later
     ranks = mesh.mesh.flatten().tolist() if mesh is not None else range(dist.get_world_size())
-    _state.sharded.append((type(modules[-1]).__name__, digest(own), tuple(ranks)))
+    _state.sharded.append((type(modules[-1]).__name__, digest(parameters), tuple(ranks)))

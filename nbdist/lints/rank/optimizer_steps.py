@@ -38,7 +38,7 @@ Line = tuple[Any, int]  # a code object and a line of it
 
 @dataclass(slots=True)
 class _Stepper:
-    """One optimizer.
+    """What is known of one optimizer as of its last step.
 
     Attributes:
         ddps: The DDP models whose parameters it has, and as of how many DDP models.
@@ -48,7 +48,7 @@ class _Stepper:
     """
 
     ddps: list[ddp.Ddp] = field(default_factory=list)
-    known: int = -1
+    ddp_count: int = -1
     at: int = 0
     backwards: int = 0
     lines: dict[Line, int] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def uninstall() -> None:
 
 
 def begin() -> None:
-    """A cell begins."""
+    """Forget the backwards and steps of the cell before."""
     _state.lines.clear()
     _state.cleared.clear()
     _state.stepped.clear()
@@ -121,25 +121,25 @@ def peers() -> tuple[int, ...]:
     stepped in this cell.
     """
     for optimizer in _state.stepped:
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        found = _peers_of_prepared(own)
-        if found is not None:
-            return found
+        parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mates = _peers_of_prepared(parameter_ids)
+        if mates is not None:
+            return mates
         if ranks := ddp.members(optimizer):
             return ranks
     return ()
 
 
-def _peers_of_prepared(own: set[int]) -> tuple[int, ...] | None:
+def _peers_of_prepared(parameter_ids: set[int]) -> tuple[int, ...] | None:
     registry = sys.modules.get("nbdist.parallel.registry")
     if registry is None:
         return None
-    for one in registry.prepared():
-        if not any(id(p) in own for p in one.parameters.values()):
+    for prepared in registry.prepared():
+        if not any(id(p) in parameter_ids for p in prepared.parameters.values()):
             continue
-        if one.built.job.choice.name == "single":
+        if prepared.built.job.choice.name == "single":
             return ()
-        degrees, rank = one.degrees, torch.distributed.get_rank()
+        degrees, rank = prepared.degrees, torch.distributed.get_rank()
         place = degrees.coordinate(rank)
         return tuple(
             other
@@ -155,7 +155,7 @@ def stepped() -> list[Optimizer]:
     return list(_state.stepped)
 
 
-def seen() -> None:
+def end() -> None:
     """Everything is noted when it happens."""
 
 
@@ -214,7 +214,7 @@ def _note_backward(loss: Any, frame: Any) -> None:
     before = _state.lines.get(line, 0)
     _state.lines[line] = before + 1
     if before == 1:
-        probe = _probed()
+        probe = _probe_tensor()
         if probe is None or probe.grad is None:
             _state.cleared.add(line)
 
@@ -228,8 +228,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     stepper = state.steppers.get(optimizer)
     if stepper is None:
         stepper = state.steppers[optimizer] = _Stepper()
-    if stepper.known != ddp.count():
-        stepper.ddps, stepper.known = ddp.find(optimizer), ddp.count()
+    if stepper.ddp_count != ddp.count():
+        stepper.ddps, stepper.ddp_count = ddp.find(optimizer), ddp.count()
     has_backward = state.backwards > stepper.backwards
     if stepper.ddps and has_backward:
         _look_at_ddps(optimizer, stepper)
@@ -245,7 +245,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         state.probe = _probe(optimizer)
 
 
-def _probed() -> torch.Tensor | None:
+def _probe_tensor() -> torch.Tensor | None:
     return None if _state.probe is None else _state.probe()
 
 
@@ -258,16 +258,16 @@ def _probe(optimizer: Optimizer) -> weakref.ref[torch.Tensor] | None:
 
 
 def _look_at_ddps(optimizer: Optimizer, stepper: _Stepper) -> None:
-    for one in stepper.ddps:
-        if one.has_run:
-            one.has_run, one.run_at = False, _state.count
-    if not any(one.run_at > stepper.at for one in stepper.ddps):
+    for model in stepper.ddps:
+        if model.has_run:
+            model.has_run, model.run_at = False, _state.count
+    if not any(model.run_at > stepper.at for model in stepper.ddps):
         ddp.look_beside(optimizer, stepper.ddps)
         return
-    for one in stepper.ddps:
-        if not one.is_checked and one.run_at > stepper.at:
-            one.is_checked = True
-            ddp.look_unused(optimizer, one)
+    for model in stepper.ddps:
+        if not model.is_checked and model.run_at > stepper.at:
+            model.is_checked = True
+            ddp.look_unused(optimizer, model)
 
 
 def _look_at_lines(stepper: _Stepper) -> None:
@@ -283,7 +283,7 @@ def _look_at_lines(stepper: _Stepper) -> None:
 
 def _is_added_up() -> bool:
     """Whether the probe has a gradient that is not all zero. Only asked where all else is so."""
-    probe = _probed()
+    probe = _probe_tensor()
     return probe is not None and probe.grad is not None and bool(probe.grad.count_nonzero() > 0)
 
 
@@ -291,7 +291,7 @@ class _Lines(UserFrameFinder):
     """Finds a line of code that may not be running any more."""
 
     def at(self, code: Any, line: int) -> Place:
-        """The line's place."""
+        """Where a line of a code object stands, and its source."""
         return self._describe(code.co_filename, line)
 
 

@@ -27,13 +27,13 @@ _PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalTensor:
     """One tensor of a model on this rank.
 
     Attributes:
-        kind, name: As in lints.replicas.ThreadSnapshot.
+        kind, name: As in lints.replicas.Look.
         tensor: Its own part, plain.
-        part: As in lints.replicas.ThreadSnapshot.
+        part: As in lints.replicas.Look.
     """
 
     kind: str
@@ -43,27 +43,27 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LocalModel:
     """One model on this rank.
 
     Attributes:
         name: Of its variable, or its class.
         strategy: What it is under, for a person.
-        held: Its tensors.
+        tensors: All of them.
         notes: What is not to be compared, and why.
     """
 
     name: str
     strategy: str
-    held: tuple[Held, ...]
+    tensors: tuple[LocalTensor, ...]
     notes: tuple[str, ...] = ()
 
 
 def look() -> tuple[ModelLook, ...]:
     """This rank's models: prepared ones, DDP and FSDP2 ones, and else those of its variables."""
     return tuple(
-        ModelLook(one.name, one.strategy, tuple(map(_looked, one.held)), one.notes)
-        for one in found()
+        ModelLook(model.name, model.strategy, tuple(map(_look, model.tensors)), model.notes)
+        for model in local_models()
     )
 
 
@@ -72,121 +72,132 @@ def spread(wanted: Sequence[Difference]) -> list[float]:
 
     Collective: every rank, with the same list of tensors that are finite.
     """
-    own = {
-        (model.name, held.kind, held.name): held.tensor for model in found() for held in model.held
+    tensors = {
+        (model.name, local.kind, local.name): local.tensor
+        for model in local_models()
+        for local in model.tensors
     }
-    return [_spread(one, own.get((one.model, one.kind, one.name))) for one in wanted]
+    return [
+        _spread(difference, tensors.get((difference.model, difference.kind, difference.name)))
+        for difference in wanted
+    ]
 
 
-def found() -> list[Found]:
+def local_models() -> list[LocalModel]:
     """The models of this rank, each once. This rank alone."""
     if len(registry.prepared()) > 1:
         gc.collect()  # of cells that were run again
     prepared = registry.prepared()
-    known = live_models.variables()
-    outers = {id(one.outer): one for one in prepared}
-    inside = {id(m) for one in prepared for m in (*one.outer.modules(), one.base)}
+    variables = live_models.variables()
+    outers = {id(model.outer): model for model in prepared}
+    inside = {id(m) for model in prepared for m in (*model.outer.modules(), model.base)}
     others = [
-        one
-        for one in live_models.find()
-        if id(one.module) not in inside and id(one.module) not in outers
+        model
+        for model in live_models.find()
+        if id(model.module) not in inside and id(model.module) not in outers
     ]
-    covered = inside | {id(m) for one in others for m in one.module.modules()}
-    titles = live_models.names([one.outer for one in prepared], known)
-    result = [_prepared(titles[id(one.outer)], one) for one in prepared]
-    result += [_wrapped(one) for one in others]
+    covered = inside | {id(m) for model in others for m in model.module.modules()}
+    titles = live_models.names([model.outer for model in prepared], variables)
+    result = [_from_prepared(titles[id(model.outer)], model) for model in prepared]
+    result += [_from_wrapper(model) for model in others]
     if not result:
-        result = [_plain(name, module) for name, module in _variables(covered)]
+        result = [_from_module(name, module) for name, module in _variables(covered)]
     return result
 
 
 def _variables(covered: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
     """The models that variables hold themselves, and that are in no other."""
     space = live_models._namespace()  # noqa: SLF001  # the same package
-    held = {n: v for n, v in space.items() if isinstance(v, torch.nn.Module) and n[:1] != "_"}
-    inner = {id(m) for v in held.values() for m in v.modules() if m is not v}
-    done = covered | inner
-    for name, module in held.items():
-        if id(module) not in done:
-            done.add(id(module))
+    models = {n: v for n, v in space.items() if isinstance(v, torch.nn.Module) and n[:1] != "_"}
+    inner = {id(m) for v in models.values() for m in v.modules() if m is not v}
+    skipped_ids = covered | inner
+    for name, module in models.items():
+        if id(module) not in skipped_ids:
+            skipped_ids.add(id(module))
             yield name, module
 
 
-def _prepared(name: str, one: Prepared) -> Found:
-    choice = one.built.job.choice
-    if choice.name == "deepspeed" or fsdp1_state.is_flat(one):
-        note = f"under {choice.name} nothing is compared: pieces have no names"
-        return Found(name, label(choice), tuple(_held_by(one.outer, "")), (note,))
-    held = (*_values(one), *_gradients(one))
+def _from_prepared(name: str, prepared: Prepared) -> LocalModel:
+    choice = prepared.built.job.choice
+    if choice.name == "deepspeed" or fsdp1_state.is_flat(prepared):
+        note = f"under {choice.name} nothing is compared: the shards have no names"
+        return LocalModel(name, label(choice), tuple(_tensors_in(prepared.outer, "")), (note,))
+    tensors = (*_values(prepared), *_gradients(prepared))
     notes: tuple[str, ...] = ()
     if choice.name == "single":
-        notes = ("under single each rank is by itself: nothing is compared",)
-    elif _is_halfway() and any(each.kind == GRADIENT for each in held):
-        notes = ("in the middle of an accumulation gradients differ: they are not compared",)
-    return Found(name, label(choice), held, notes)
+        notes = ("under single each rank trains alone: nothing is compared",)
+    elif _is_halfway() and any(local.kind == GRADIENT for local in tensors):
+        notes = ("gradients differ during accumulation: they are not compared",)
+    return LocalModel(name, label(choice), tensors, notes)
 
 
-def _values(one: Prepared) -> Iterator[Held]:
-    there = build.tensors_of(one.base)
-    for name in one.layouts:
-        is_parameter = name in one.parameters
-        value: torch.Tensor | None = there.get(name)
+def _values(prepared: Prepared) -> Iterator[LocalTensor]:
+    state = build.tensors_of(prepared.base)
+    for name in prepared.layouts:
+        is_parameter = name in prepared.parameters
+        value: torch.Tensor | None = state.get(name)
         if is_parameter:
-            value = one.parameters[name]
+            value = prepared.parameters[name]
         if value is not None and not value.is_meta:
             kind = PARAMETER if is_parameter else BUFFER
-            yield Held(kind, name, _local(value), _part(one, name))
+            yield LocalTensor(kind, name, _local(value), _part(prepared, name))
 
 
-def _gradients(one: Prepared) -> Iterator[Held]:
+def _gradients(prepared: Prepared) -> Iterator[LocalTensor]:
     is_halfway = _is_halfway()
-    for name, value in one.parameters.items():
+    for name, value in prepared.parameters.items():
         if value.grad is not None:
             is_other = is_halfway or _lies_otherwise(value)
-            yield Held(GRADIENT, name, _local(value.grad), "" if is_other else _part(one, name))
+            yield LocalTensor(
+                GRADIENT, name, _local(value.grad), "" if is_other else _part(prepared, name)
+            )
 
 
-def _part(one: Prepared, name: str) -> str:
-    job = one.built.job
+def _part(prepared: Prepared, name: str) -> str:
+    job = prepared.built.job
     is_alone = job.choice.name == "single"
-    return "" if is_alone else str(local_runs(one.layouts[name], one.degrees, job.grid.rank))
-
-
-def _wrapped(one: live_models.NamedModel) -> Found:
-    module: Any = one.module
-    if isinstance(module, DistributedDataParallel):
-        ranks = dist.get_process_group_ranks(module.process_group)
-        return Found(one.name, "DDP", tuple(_held_by(module.module, f"ddp {ranks}")))
-    return Found(
-        one.name, "FSDP2" if isinstance(module, FSDPModule) else "", tuple(_sharded(module))
+    return (
+        "" if is_alone else str(local_runs(prepared.layouts[name], prepared.degrees, job.grid.rank))
     )
 
 
-def _plain(name: str, module: torch.nn.Module) -> Found:
-    note = "no wrapper and no prepare: nothing is compared"
-    return Found(name, "by itself", tuple(_held_by(module, "")), (note,))
+def _from_wrapper(model: live_models.NamedModel) -> LocalModel:
+    module: Any = model.module
+    if isinstance(module, DistributedDataParallel):
+        ranks = dist.get_process_group_ranks(module.process_group)
+        return LocalModel(model.name, "DDP", tuple(_tensors_in(module.module, f"ddp {ranks}")))
+    return LocalModel(
+        model.name, "FSDP2" if isinstance(module, FSDPModule) else "", tuple(_dtensors(module))
+    )
 
 
-def _held_by(module: torch.nn.Module, part: str) -> Iterator[Held]:
+def _from_module(name: str, module: torch.nn.Module) -> LocalModel:
+    note = "neither wrapped nor prepared: nothing is compared"
+    return LocalModel(name, "by itself", tuple(_tensors_in(module, "")), (note,))
+
+
+def _tensors_in(module: torch.nn.Module, part: str) -> Iterator[LocalTensor]:
     """Everything in a module, each with the same part."""
     for name, tensor in module.named_parameters():
         if not tensor.is_meta:
-            yield Held(PARAMETER, name, _local(tensor), part)
+            yield LocalTensor(PARAMETER, name, _local(tensor), part)
     for name, buffer in module.named_buffers():
         if not buffer.is_meta:
-            yield Held(BUFFER, name, _local(buffer), part)
+            yield LocalTensor(BUFFER, name, _local(buffer), part)
     for name, tensor in module.named_parameters():
         if tensor.grad is not None:
-            yield Held(GRADIENT, name, _local(tensor.grad), "" if _is_halfway() else part)
+            yield LocalTensor(GRADIENT, name, _local(tensor.grad), "" if _is_halfway() else part)
 
 
-def _sharded(module: torch.nn.Module) -> Iterator[Held]:
+def _dtensors(module: torch.nn.Module) -> Iterator[LocalTensor]:
     """Of a model of DTensors that nbdist has not prepared."""
-    for held in _held_by(module, ""):
-        own: torch.Tensor | None = None if held.kind == BUFFER else module.get_parameter(held.name)
-        is_other = own is None or (held.kind == GRADIENT and _lies_otherwise(own))
-        part = "" if is_other else _part_of(own)
-        yield Held(held.kind, held.name, held.tensor, part)
+    for local in _tensors_in(module, ""):
+        parameter: torch.Tensor | None = (
+            None if local.kind == BUFFER else module.get_parameter(local.name)
+        )
+        is_other = parameter is None or (local.kind == GRADIENT and _lies_otherwise(parameter))
+        part = "" if is_other else _part_of(parameter)
+        yield LocalTensor(local.kind, local.name, local.tensor, part)
 
 
 def _part_of(tensor: torch.Tensor | None) -> str:
@@ -194,11 +205,11 @@ def _part_of(tensor: torch.Tensor | None) -> str:
     if not isinstance(tensor, DTensor):
         return ""
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None or any(one.is_partial() for one in tensor.placements):
+    if coordinate is None or any(placement.is_partial() for placement in tensor.placements):
         return ""
     along = [
-        (place, where if one.is_shard() else -1)
-        for place, (one, where) in enumerate(zip(tensor.placements, coordinate, strict=True))
+        (place, where if placement.is_shard() else -1)
+        for place, (placement, where) in enumerate(zip(tensor.placements, coordinate, strict=True))
     ]
     return f"{tensor.device_mesh.mesh.flatten().tolist()} {along}"
 
@@ -223,11 +234,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return plain.detach()
 
 
-def _looked(held: Held) -> Look:
-    n_nan, n_inf = _not_finite(held.tensor)
+def _look(local: LocalTensor) -> Look:
+    n_nan, n_inf = _not_finite(local.tensor)
     return Look(
-        held.kind, held.name, held.part, reset_models.checksum(held.tensor), held.tensor.numel(),
-        n_nan, n_inf,
+        local.kind, local.name, local.part, reset_models.checksum(local.tensor),
+        local.tensor.numel(), n_nan, n_inf,
     )  # fmt: skip
 
 
@@ -241,18 +252,18 @@ def _not_finite(tensor: torch.Tensor) -> tuple[int, int]:
     return int(tensor.isnan().sum()), int(tensor.isinf().sum())
 
 
-def _spread(wanted: Difference, own: torch.Tensor | None) -> float:
+def _spread(wanted: Difference, tensor: torch.Tensor | None) -> float:
     """One tensor's. Collective: ranks that are not among its holders send what changes nothing."""
     members = {rank for group in wanted.groups for rank in group}
-    is_member = dist.get_rank() in members and own is not None and own.numel() == wanted.count
+    is_member = dist.get_rank() in members and tensor is not None and tensor.numel() == wanted.count
     largest = 0.0
     for start in range(0, wanted.count, _PIECE):
         size = min(_PIECE, wanted.count - start)
         # On the CPU, for which there is a backend beside NCCL.
         ends = torch.full((2, size), -math.inf, dtype=torch.float64)
         if is_member:
-            assert own is not None
-            values = own.reshape(-1)[start : start + size].to("cpu", torch.float64)
+            assert tensor is not None
+            values = tensor.reshape(-1)[start : start + size].to("cpu", torch.float64)
             ends = torch.stack([values, -values])
         dist.all_reduce(ends, dist.ReduceOp.MAX)
         largest = max(largest, float(ends.sum(0).max()))

@@ -36,36 +36,36 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Look no more."""
+    """Look at no more outputs, also not in the next cell."""
     _state.is_armed = False
-    seen()
+    end()
 
 
 def begin() -> None:
-    """A cell begins."""
+    """Hook all modules if this cell is to be traced."""
     if _state.is_armed:
         _state.is_armed = False
         _state.began = optimizer_steps.count()
         _state.handle = register_module_forward_hook(_after)
 
 
-def seen() -> None:
-    """It has ended."""
+def end() -> None:
+    """Remove the hook of a cell that has ended."""
     if _state.handle is not None:
         _state.handle.remove()
         _state.handle = None
 
 
-def _after(module: torch.nn.Module, given: object, output: object) -> None:
+def _after(module: torch.nn.Module, inputs: object, output: object) -> None:
     """After a module's forward; those inside it came before."""
     if _state.handle is None or torch.compiler.is_compiling() or _is_finite(output):
         return
     step = optimizer_steps.count() - _state.began + 1
-    seen()
-    reason = "what went in was finite" if _is_finite(given) else "what went in was not either"
-    lacking = [name for name, p in module.named_parameters() if not _is_finite(p)]
-    if lacking:
-        reason += f", and its {lacking[0]} is not"
+    end()
+    reason = "its input was finite" if _is_finite(inputs) else "its input was not finite either"
+    bad_names = [name for name, p in module.named_parameters() if not _is_finite(p)]
+    if bad_names:
+        reason += f", and its {bad_names[0]} is not finite"
     sys.stderr.write(
         f"step {step} of this cell: {_name(module)} is the first module whose output is not "
         f"finite; {reason}\n"
@@ -87,7 +87,7 @@ def _name(module: torch.nn.Module) -> str:
 
 
 def _is_finite(value: object) -> bool:
-    return all(bool(torch.isfinite(one).all()) for one in _tensors(value))
+    return all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value))
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
@@ -95,8 +95,8 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
         if (value.is_floating_point() or value.is_complex()) and not value.is_meta:
             yield value.detach()
     elif depth and isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one, depth - 1)
+        for item in value.values():
+            yield from _tensors(item, depth - 1)
     elif depth and isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one, depth - 1)
+        for item in value:
+            yield from _tensors(item, depth - 1)

@@ -1,4 +1,4 @@
-"""Watches for what usually goes wrong in training, and tells the notebook at the end of a cell.
+"""Watches for what usually goes wrong in training, and reports it at the end of a cell.
 
 Nothing here meets another rank: each rank notes what it sees by itself, in the user's own calls,
 and sends it with its cell's output. What needs several ranks is compared in the notebook
@@ -23,8 +23,8 @@ from nbdist.rpc.wire import CELL_RUN, SEEN
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Each has install, uninstall, begin (a cell begins) and seen (what there is at its end). Imported
-# when a rank has its names, not before its group is formed.
+# Each has install, uninstall, begin (a cell begins) and end (it has ended: note what it showed).
+# Imported when a rank has its names, not before its group is formed.
 PARTS = (
     "nbdist.lints.rank.data",
     "nbdist.lints.rank.ddp",
@@ -72,7 +72,7 @@ def add(name: str) -> None:
 def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
     """A function that runs in the user's calls: where it fails, lints end and the call goes on.
 
-    One warning tells it; all of them then return None at once.
+    One warning says so; all of them then return None at once.
     """
 
     @functools.wraps(function)
@@ -83,7 +83,7 @@ def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
             return function(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # the user's step is not to fail with it
             _state.is_broken = True
-            warnings.warn(f"this rank has no lints from now on: {error!r}", stacklevel=1)
+            warnings.warn(f"lints are off on this rank from now on: {error!r}", stacklevel=1)
             return None
 
     return run
@@ -95,7 +95,7 @@ def note(lint: str, subject: str, **facts: Any) -> None:
 
 
 def begin() -> None:
-    """A cell begins."""
+    """Forget what the cell before has noted."""
     _state.noted.clear()
     for part in _parts():
         part.begin()
@@ -104,7 +104,7 @@ def begin() -> None:
 def collect() -> list[Observation]:
     """What was seen since `begin`; JSON can carry it. This rank alone."""
     for part in _parts():
-        part.seen()
+        part.end()
     return [Observation(lint, subject, facts) for (lint, subject), facts in _state.noted.items()]
 
 
@@ -123,19 +123,22 @@ def around_cell(cell: Cell) -> Iterator[None]:
 
 def _send(kernel: Any) -> None:
     try:
-        if seen := collect():
-            content = [[one.lint, one.subject, dict(one.facts)] for one in seen]
+        if observations := collect():
+            content = [
+                [observation.lint, observation.subject, dict(observation.facts)]
+                for observation in observations
+            ]
             kernel.shell.display_pub.publish({SEEN: content})
     except KeyboardInterrupt:
         return  # one press more: the cell has ended already
     except Exception as error:  # noqa: BLE001  # else the cell would get no reply at all
-        warnings.warn(f"lints of this cell could not be judged: {error!r}", stacklevel=1)
+        warnings.warn(f"lints of this cell could not be evaluated: {error!r}", stacklevel=1)
 
 
 def variable(is_meant: Callable[[Any], bool], otherwise: str) -> str:
     """The first of the user's variables whose value is meant; else what it is called otherwise."""
-    own = shell()
-    for name, value in list(own.user_ns.items()) if own is not None else ():
+    user_shell = shell()
+    for name, value in list(user_shell.user_ns.items()) if user_shell is not None else ():
         if not name.startswith("_") and is_meant(value):
             return str(name)
     return otherwise
@@ -174,5 +177,5 @@ def shell() -> Any:
 
 
 def _parts() -> list[Any]:
-    known = [sys.modules.get(name) or importlib.import_module(name) for name in PARTS]
-    return [*known, *_state.added]
+    parts = [sys.modules.get(name) or importlib.import_module(name) for name in PARTS]
+    return [*parts, *_state.added]

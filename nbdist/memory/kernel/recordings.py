@@ -12,7 +12,7 @@ from nbdist.errors import OptionError, SnapshotError
 from nbdist.memory import file as memory_file
 from nbdist.memory.kernel import oom_report
 from nbdist.memory.snapshot import MemoryOptions, Snapshot, empty
-from nbdist.recording.kernel import Recordings, Subject
+from nbdist.recording.kernel import RecordingKind, Recordings
 from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.variables.kernel import Variables
 from nbdist.variables.pack import PackedValue
@@ -37,7 +37,7 @@ def _nothing() -> SnapshotError:
     )
 
 
-SUBJECT = Subject("memory", "memory records", begin_memory, finish_memory, _nothing)
+SUBJECT = RecordingKind("memory", "memory records", begin_memory, finish_memory, _nothing)
 
 
 class Memories(Recordings[MemoryOptions, Snapshot]):

@@ -29,7 +29,7 @@ from nbdist.memory.rank.owners import Owner
 from nbdist.memory.snapshot import MemoryOptions, RankMemory, empty
 from nbdist.parallel import registry
 from nbdist.recording.rank import cell_hook
-from nbdist.recording.rank.steps import Steps, ended
+from nbdist.recording.rank.steps import Steps, end_safely
 from nbdist.rpc.rank import progress
 from nbdist.strategy import choice
 from nbdist.variables import pack
@@ -107,7 +107,7 @@ class _Recording:
 
     def stop(self) -> None:
         """End the recording: its cell has ended, in whatever way."""
-        self.problem = ended(self._end) or self.problem
+        self.problem = end_safely(self._end) or self.problem
 
     def memory(self) -> RankMemory:
         """What was recorded.

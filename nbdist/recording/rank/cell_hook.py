@@ -28,7 +28,7 @@ class Recording(Protocol):
     noun: str
 
     def start(self) -> None:
-        """The cell begins."""
+        """Begin to record: the cell is about to run."""
 
     def stop(self) -> None:
         """It has ended, in whatever way. Can be called twice."""

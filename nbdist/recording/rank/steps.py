@@ -73,27 +73,27 @@ class Steps:
         return self.wanted is not None and len(self.ends) > self.wanted
 
 
-def ended(end: Callable[[], None]) -> str:
+def end_safely(end: Callable[[], None]) -> str:
     """End a recording, whatever became of its cell; what went wrong, or nothing.
 
     Args:
-        end: Can be called twice: an interrupt is told, and then the recording is ended.
+        end: Can be called twice: after an interrupt the recording is ended again.
     """
     try:
         end()
     except KeyboardInterrupt:
         end()
-        return "An interrupt came while the recording was ended."
+        return "The recording was interrupted while it was being stopped."
     except Exception as error:  # noqa: BLE001  # the cell is over, and has its own result
-        return f"The recording could not be ended: {error}."
+        return f"The recording could not be stopped: {error}."
     return ""
 
 
 def is_profiling(*, unknown: bool) -> bool:
-    """Whether a profiler runs in this process; `unknown` where torch does not tell.
+    """Whether a profiler runs in this process; `unknown` where torch does not say.
 
     Private: torch 2.13 starts a second profiler without an error, and then neither gives a trace.
-    Without it that is told as a file that could not be written.
+    Without it that shows as a file that could not be written.
     """
-    known = getattr(torch.autograd, "_profiler_enabled", None)
-    return unknown if known is None else bool(known())
+    is_enabled = getattr(torch.autograd, "_profiler_enabled", None)
+    return unknown if is_enabled is None else bool(is_enabled())

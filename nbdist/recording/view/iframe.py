@@ -84,11 +84,11 @@ def packed(head: Mapping[str, object], columns: Mapping[str, npt.NDArray[np.inte
     """
     planes = [_planes(column) for column in columns.values()]
     layout = [
-        (title, len(own), len(column))
-        for (title, column), own in zip(columns.items(), planes, strict=True)
+        (title, len(plane), len(column))
+        for (title, column), plane in zip(columns.items(), planes, strict=True)
     ]
     text = json.dumps({**head, "columns": layout}, separators=(",", ":")).encode()
-    body = b"".join(own.tobytes() for own in planes)
+    body = b"".join(plane.tobytes() for plane in planes)
     return gzip.compress(struct.pack("<I", len(text)) + text + body, 6, mtime=0)
 
 

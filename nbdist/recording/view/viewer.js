@@ -93,7 +93,7 @@ function fitted(context, text, room) {
 // The step of an axis: 1, 2 or 5 times a power of ten, at least so large.
 function axisStep(least) {
   const power = 10 ** Math.floor(Math.log10(least));
-  return [1, 2, 5, 10].map(digit => digit * power).find(one => one >= least);
+  return [1, 2, 5, 10].map(digit => digit * power).find(step => step >= least);
 }
 
 // ---------------------------------------------------------------- moving
@@ -288,13 +288,13 @@ function drawHeader(y, rank, text) {
   context.fillText(fitted(context, text, width - LEFT - 8), LEFT + 4, y + HEADER - 7);
 }
 
-function drawAxis(told = (ns, step) => moment(Math.max(0, ns), step)) {
+function drawAxis(format = (ns, step) => moment(Math.max(0, ns), step)) {
   context.fillStyle = theme.back;
   context.fillRect(0, 0, width, AXIS);
   const step = axisStep(Math.max(1, pixel() * 105));
   context.font = "11px system-ui, sans-serif";
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) {
-    const x = xOf(at), text = told(at, step);
+    const x = xOf(at), text = format(at, step);
     context.fillStyle = theme.line;
     context.fillRect(Math.round(x), AXIS - 5, 1, 5);
     context.fillStyle = theme.faint;
@@ -311,9 +311,9 @@ function draw() {
   painter.paint(frame.scrollTop, frame.scrollTop + height);
   document.body.className = "drawn";
   // For whoever measures: how often was drawn, and how long that took.
-  const seen = frame.dataset;
-  seen.frames = +(seen.frames || 0) + 1;
-  seen.drawMs = +(seen.drawMs || 0) + performance.now() - began;
+  const counts = frame.dataset;
+  counts.frames = +(counts.frames || 0) + 1;
+  counts.drawMs = +(counts.drawMs || 0) + performance.now() - began;
 }
 
 function redraw() {

@@ -11,11 +11,11 @@ from typing import Any
 
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.errors import TraceError
-from nbdist.recording.kernel import FINISH_S, Recordings, Subject
+from nbdist.recording.kernel import FINISH_S, RecordingKind, Recordings
 from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.trace import chrome_writer, clock_sync, read
 from nbdist.trace.kernel.perfetto import Page
-from nbdist.trace.read import Recording
+from nbdist.trace.read import RecordedTrace
 from nbdist.trace.trace import Trace, TraceOptions, empty
 from nbdist.variables import unpack
 from nbdist.variables.kernel import Variables
@@ -38,7 +38,7 @@ def _nothing() -> TraceError:
     )
 
 
-SUBJECT = Subject("trace", "traces", begin_trace, finish_trace, _nothing)
+SUBJECT = RecordingKind("trace", "traces", begin_trace, finish_trace, _nothing)
 
 
 class Traces(Recordings[TraceOptions, Trace]):
@@ -48,14 +48,14 @@ class Traces(Recordings[TraceOptions, Trace]):
         super().__init__(ranks, variables, SUBJECT)
         self._page: Page | None = None
 
-    def _joined(self, found: dict[int, dict[str, Any]]) -> Trace:
-        recordings = [one["recording"] for one in found.values() if "recording" in one]
+    def _joined(self, answers: dict[int, dict[str, Any]]) -> Trace:
+        recordings = [answer["recording"] for answer in answers.values() if "recording" in answer]
         missing = [
-            empty(rank, self._host(rank), one["problem"])
-            for rank, one in found.items()
-            if "recording" not in one
+            empty(rank, self._host(rank), answer["problem"])
+            for rank, answer in answers.items()
+            if "recording" not in answer
         ]
-        return clock_sync.joined(recordings, missing)
+        return clock_sync.align(recordings, missing)
 
     def page(self, trace: Trace) -> str:
         """The address of a page of Perfetto with this trace, for browsers of this host.
@@ -94,14 +94,14 @@ class Traces(Recordings[TraceOptions, Trace]):
         trace = self.last
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            made = [path for rank in self._recorded if (path := self._save_rank(rank, folder))]
-            made.append(folder / MERGED)
-            chrome_writer.write_merged(trace, made[-1])
+            paths = [path for rank in self._recorded if (path := self._save_rank(rank, folder))]
+            paths.append(folder / MERGED)
+            chrome_writer.write_merged(trace, paths[-1])
         except OSError as error:
             raise TraceError(
                 f"The traces cannot be written to {folder}: {error.strerror or error}."
             ) from error
-        return tuple(made)
+        return tuple(paths)
 
     def _save_rank(self, rank: int, folder: Path) -> Path | None:
         """The rank's own file, compressed; None where it is gone."""
@@ -133,24 +133,24 @@ def read_folder(folder: Path) -> Trace:
     paths = sorted(path for path in folder.glob("*.json*") if path.name != MERGED)
     if not paths:
         raise TraceError(
-            f"There are no traces in {folder.absolute()}: files *.json or *.json.gz, one per rank, "
-            "as %dist_trace --save writes them."
+            f"There are no traces in {folder.absolute()}. Save some there with %dist_trace --save: "
+            "one file *.json.gz per rank."
         )
-    recordings: dict[int, Recording] = {}
+    recordings: dict[int, RecordedTrace] = {}
     problems: list[str] = []
     for number, path in enumerate(paths):
         try:
-            one = read.read(path, number)
+            recording = read.read(path, number)
         except TraceError as error:
             problems.append(str(error))
             continue
-        if one.trace.rank in recordings:
+        if recording.trace.rank in recordings:
             raise TraceError(
-                f"{folder.absolute()} holds two traces of rank {one.trace.rank} ({path.name} is "
-                "one). Put each recording into a folder of its own."
+                f"{folder.absolute()} contains two traces of rank {recording.trace.rank}, one of "
+                f"them {path.name}. Put each recording into its own folder."
             )
-        recordings[one.trace.rank] = one
+        recordings[recording.trace.rank] = recording
     if not recordings:
         raise TraceError(" ".join(problems))
-    trace = clock_sync.joined(list(recordings.values()))
+    trace = clock_sync.align(list(recordings.values()))
     return replace(trace, notes=(*problems, *trace.notes))

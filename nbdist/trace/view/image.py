@@ -69,7 +69,9 @@ def png(trace: Trace, events: TraceRows) -> bytes:
             _words(axes, rank, (head, row), place)
             if row >= READABLE:
                 lanes = [
-                    (at, one.lane) for at, one in enumerate(events.rows[rows]) if not one.depth
+                    (at, timeline_row.lane)
+                    for at, timeline_row in enumerate(events.rows[rows])
+                    if not timeline_row.depth
                 ]
                 names = [one_line(rank.lanes[lane].name, 22) for _, lane in lanes]
                 axes.set_yticks([at + 0.5 for at, _ in lanes], names, parse_math=False)
@@ -103,15 +105,15 @@ def shares(events: TraceRows, rows: slice, between_ns: tuple[int, int], columns:
         between_ns: Where the first pixel begins and the last one ends.
         columns: How many pixels.
     """
-    own = slice(*np.searchsorted(events.row, [rows.start, rows.stop]))
+    chosen = slice(*np.searchsorted(events.row, [rows.start, rows.stop]))
     begin_ns, end_ns = between_ns
     scale = columns / (end_ns - begin_ns)
-    left = np.asarray((events.start_ns[own] - begin_ns) * scale, float)
-    wide = np.asarray(np.maximum(events.duration_ns[own] * scale, LEAST_PIXELS), float)
-    place = (events.row[own] - rows.start) * len(KINDS) + events.kind[own]
+    left_px = np.asarray((events.start_ns[chosen] - begin_ns) * scale, float)
+    width_px = np.asarray(np.maximum(events.duration_ns[chosen] * scale, LEAST_PIXELS), float)
+    place = (events.row[chosen] - rows.start) * len(KINDS) + events.kind[chosen]
     shape = (rows.stop - rows.start, len(KINDS), columns)
-    found = _before(place, left + wide, shape) - _before(place, left, shape)
-    return np.where(found > LEAST_PIXELS / 2, found, 0)  # the rest is rounding
+    share = _before(place, left_px + width_px, shape) - _before(place, left_px, shape)
+    return np.where(share > LEAST_PIXELS / 2, share, 0)  # the rest is rounding
 
 
 def _before(place: Integers, edge: Reals, shape: tuple[int, int, int]) -> Reals:
@@ -128,8 +130,8 @@ def _before(place: Integers, edge: Reals, shape: tuple[int, int, int]) -> Reals:
 
 def _heights(ranks: int, rows: int) -> tuple[int, int, int]:
     """Of headers, rows and gaps: as high as there is room, at least 3 pixels each."""
-    whole = ranks * (HEADER + GAP) + rows * ROW
-    factor = min(1.0, recording_png.MOST_HEIGHT / max(whole, 1))
+    needed = ranks * (HEADER + GAP) + rows * ROW
+    factor = min(1.0, recording_png.MOST_HEIGHT / max(needed, 1))
     head, row, gap = (max(3, int(size * factor)) for size in (HEADER, ROW, GAP))
     return head, row, gap
 
@@ -156,14 +158,14 @@ def _steps(axes: Axes, rank: RankTrace, head: int) -> None:
     """The ends of steps, and their numbers, as far as there is room."""
     begin_ns, end_ns = axes.get_xlim()
     edges_ns = sorted({edge for step in rank.steps for edge in (step.start_ns, step.end_ns)})
-    high = axes.bbox.height
+    height = axes.bbox.height
     # Where they would stand closer than 4 pixels there are none.
     if (
         4 * len({int((edge - begin_ns) / (end_ns - begin_ns) * INNER) for edge in edges_ns})
         <= INNER
     ):
         axes.vlines(
-            edges_ns, 0, 1 + head / high, transform=axes.get_xaxis_transform(), clip_on=False,
+            edges_ns, 0, 1 + head / height, transform=axes.get_xaxis_transform(), clip_on=False,
             color=LINE, linewidth=PIXEL,
         )  # fmt: skip
     names = [f" step {step.number}" for step in rank.steps]
@@ -172,7 +174,7 @@ def _steps(axes: Axes, rank: RankTrace, head: int) -> None:
     for step, name in zip(rank.steps, names, strict=True):
         if (step.end_ns - step.start_ns) / (end_ns - begin_ns) * MOST_LETTERS > len(name):
             axes.text(
-                step.start_ns, 1 + head / 2 / high, name, transform=axes.get_xaxis_transform(),
+                step.start_ns, 1 + head / 2 / height, name, transform=axes.get_xaxis_transform(),
                 va="center", fontsize=FONT_PT - 1, color=DARK,
             )  # fmt: skip
 

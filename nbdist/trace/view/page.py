@@ -10,7 +10,7 @@ import numpy as np
 from nbdist.core.finding import Finding
 from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view.iframe import MOST_BYTES, clipped
-from nbdist.trace.downsample import Items, TraceRows, finest_fitting, full
+from nbdist.trace.downsample import Items, TraceRows, finest_fitting, full_window
 from nbdist.trace.trace import KINDS, Integers, Trace
 from nbdist.trace.view.image import COLOURS, span_ns
 
@@ -30,22 +30,24 @@ def steps_of_each(trace: Trace) -> int:
     return MOST_STEPS // max(len(trace.ranks), 1)
 
 
-def packed(trace: Trace, events: TraceRows, findings: Sequence[Finding] = ()) -> tuple[Items, str]:
+def pack_timeline(
+    trace: Trace, events: TraceRows, findings: Sequence[Finding] = ()
+) -> tuple[Items, str]:
     """The finest items of a trace that fit MOST_BYTES, and what timeline.js reads, as base64.
 
     Where events have to be merged, half of the room is for a stretch that is kept in full.
     """
     head = _head(trace, events) | {"spots": list(_spots(trace, findings))}
-    most = MOST_ITEMS
-    items = finest_fitting(events, most)
+    most_items = MOST_ITEMS
+    items = finest_fitting(events, most_items)
     while True:
         if items.width_ns:
-            items = finest_fitting(events, most, full(trace, events, most // 2))
-        data = base64.b64encode(_packed(head, trace, events, items))
-        if len(data) <= MOST_BYTES or most <= 0:
+            items = finest_fitting(events, most_items, full_window(trace, events, most_items // 2))
+        data = base64.b64encode(_pack(head, trace, events, items))
+        if len(data) <= MOST_BYTES or most_items <= 0:
             return items, data.decode("ascii")
-        most = min(most * 3 // 4, len(items) - 1)
-        items = finest_fitting(events, most)
+        most_items = min(most_items * 3 // 4, len(items) - 1)
+        items = finest_fitting(events, most_items)
 
 
 def page(image: bytes, alt: str, data: str, height_px: int) -> str:
@@ -56,16 +58,16 @@ def page(image: bytes, alt: str, data: str, height_px: int) -> str:
 
 def height_px(ranks: int, rows: int) -> int:
     """How high a timeline is that shows all rows at once, as far as a page has room for them."""
-    whole = _AROUND_PX + ranks * _RANK_PX + rows * _ROW_PX
-    return min(max(whole, _LEAST_PX), _MOST_PX)
+    needed = _AROUND_PX + ranks * _RANK_PX + rows * _ROW_PX
+    return min(max(needed, _LEAST_PX), _MOST_PX)
 
 
-def _packed(head: dict[str, object], trace: Trace, events: TraceRows, items: Items) -> bytes:
+def _pack(head: dict[str, object], trace: Trace, events: TraceRows, items: Items) -> bytes:
     """A JSON head with the texts, then the columns; all gzipped, equal for equal traces."""
     used, name = np.unique(items.name, return_inverse=True)
     firsts = np.searchsorted(items.row, np.arange(len(events.rows) + 1))
     begin_ns, end_ns = span_ns(trace)
-    # Small numbers pack better: each start is told from the one before it in its row.
+    # Small numbers pack better: each start is relative to the one before it in its row.
     distance_ns = np.diff(items.start_ns, prepend=begin_ns)
     inner = firsts[:-1]  # each row has an item
     distance_ns[inner] = items.start_ns[inner] - begin_ns
@@ -79,7 +81,7 @@ def _packed(head: dict[str, object], trace: Trace, events: TraceRows, items: Ite
         "size": items.size_bytes,
         "group": items.group + 1,
     }
-    own_head = head | {
+    whole_head = head | {
         "names": [clipped(events.names[at]) for at in used],
         "width": items.width_ns,
         "full": items.full_ns,
@@ -87,11 +89,11 @@ def _packed(head: dict[str, object], trace: Trace, events: TraceRows, items: Ite
         "from": begin_ns,
         "to": end_ns,
     }
-    return recording_iframe.packed(own_head, columns)
+    return recording_iframe.packed(whole_head, columns)
 
 
 def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
-    most = steps_of_each(trace)
+    most_steps = steps_of_each(trace)
     return {
         "kinds": KINDS,
         "colours": [COLOURS[kind] for kind in KINDS],
@@ -104,7 +106,9 @@ def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
             {
                 "rank": rank.rank,
                 "problem": clipped(rank.problem),
-                "steps": [(one.number, one.start_ns, one.end_ns) for one in rank.steps[:most]],
+                "steps": [
+                    (step.number, step.start_ns, step.end_ns) for step in rank.steps[:most_steps]
+                ],
             }
             for rank in trace.ranks
         ],
@@ -114,6 +118,6 @@ def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
 def _spots(trace: Trace, findings: Sequence[Finding]) -> Iterator[tuple[str, int, int, int]]:
     """(rule, place of the rank, begin, end) of what findings point at."""
     places = {rank.rank: place for place, rank in enumerate(trace.ranks)}
-    for one in findings:
-        for spot in one.spots[:MOST_SPOTS]:
-            yield clipped(one.rule), places[spot.rank], spot.start_ns, spot.end_ns
+    for finding in findings:
+        for spot in finding.spots[:MOST_SPOTS]:
+            yield clipped(finding.rule), places[spot.rank], spot.start_ns, spot.end_ns

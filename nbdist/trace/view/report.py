@@ -15,7 +15,7 @@ from nbdist.trace.breakdown import RankBreakdown, TimeBreakdown
 from nbdist.trace.downsample import Items, TraceRows, layout_rows
 from nbdist.trace.trace import KINDS, Trace
 from nbdist.trace.view.image import png
-from nbdist.trace.view.page import height_px, packed, page, steps_of_each
+from nbdist.trace.view.page import height_px, pack_timeline, page, steps_of_each
 
 # Rows of a picture that one can still take in; more where lanes and ranks alone make more.
 MOST_ROWS = 32
@@ -30,7 +30,7 @@ def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[Finding
     compared there is no HTML, which has the measured times in it.
     """
     events = layout_rows(trace, MOST_ROWS)
-    items, data = packed(trace, events, findings)
+    items, data = pack_timeline(trace, events, findings)
     parts = [
         lines([_head(trace, shares)]),
         lines(
@@ -51,45 +51,45 @@ def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[Finding
     image = png(trace, events)
     picture = ""
     if not is_stored():
-        alt = f"Timeline: {_head(trace, shares)}. The numbers stand below it."
+        alt = f"Timeline: {_head(trace, shares)}. The numbers are below it."
         height = height_px(len(trace.ranks), len(events.rows))
         picture = page(image, alt, data, height) + "".join(part.html for part in shown_parts)
     return View("\n\n".join(part.text for part in shown_parts), picture, png=image)
 
 
 def _head(trace: Trace, shares: TimeBreakdown) -> str:
-    those = [rank.rank for rank in trace.ranks]
-    ranks = f"trace of {ranks_phrase(those) if those else 'no ranks'}"
+    numbers = [rank.rank for rank in trace.ranks]
+    ranks = f"trace of {ranks_phrase(numbers) if numbers else 'no ranks'}"
     counts = sorted({len(rank.steps) for rank in trace.ranks}) or [0]
     steps = "-".join(str(count) for count in sorted({counts[0], counts[-1]}))
-    told = "no steps" if steps == "0" else f"{steps} {'step' if steps == '1' else 'steps'}"
+    steps_text = "no steps" if steps == "0" else f"{steps} {'step' if steps == '1' else 'steps'}"
     if shares.step_ns:
-        told += f" of {units.duration(shares.step_ns)}"
+        steps_text += f" of {units.duration(shares.step_ns)}"
     strategy = [trace.strategy] if trace.strategy else []
-    return ", ".join([ranks, units.duration(trace.duration_ns), told, *strategy])
+    return ", ".join([ranks, units.duration(trace.duration_ns), steps_text, *strategy])
 
 
 def _ranks(shares: TimeBreakdown) -> View:
     """Where the time of each rank went."""
-    has_steps = any(one.steps_ns for one in shares.ranks)
-    what = "step" if has_steps else "recording"
+    has_steps = any(rank.steps_ns for rank in shares.ranks)
+    unit = "step" if has_steps else "recording"
     if not shares.ranks:
         return View("")
-    head = ["rank", f"{what}, ms", "compute", "communication", "copy", "data", "idle", "hidden"]
-    rows = [_rank_row(one) for one in shares.ranks]
+    head = ["rank", f"{unit}, ms", "compute", "communication", "copy", "data", "idle", "hidden"]
+    rows = [_rank_row(rank) for rank in shares.ranks]
     legend = (
-        f"% of the {what}, each moment counted once: communication is what nothing computes "
-        "beside; hidden is the share of all communication that something computes beside"
+        f"% of the {unit}, each moment counted once; communication: time not overlapped by "
+        "compute; hidden: share of communication overlapped by compute"
     )
     return table(head, rows, after=[legend])
 
 
-def _rank_row(one: RankBreakdown) -> list[str]:
-    took_ns = statistics.median(one.steps_ns) if one.steps_ns else one.window_ns
-    parts = (one.compute_ns, one.exposed_ns, one.copy_ns, one.data_ns, one.idle_ns)
-    shares = [_share(part, one.window_ns) for part in parts]
-    hidden = _share(one.overlap_ns, one.communication_ns)
-    return [str(one.rank), shown(f"{took_ns / 1e6:.2f}"), *shares, hidden]
+def _rank_row(rank: RankBreakdown) -> list[str]:
+    took_ns = statistics.median(rank.steps_ns) if rank.steps_ns else rank.window_ns
+    parts = (rank.compute_ns, rank.exposed_ns, rank.copy_ns, rank.data_ns, rank.idle_ns)
+    shares = [_share(part, rank.window_ns) for part in parts]
+    hidden = _share(rank.overlap_ns, rank.communication_ns)
+    return [str(rank.rank), shown(f"{took_ns / 1e6:.2f}"), *shares, hidden]
 
 
 def _share(part: float, whole: float) -> str:
@@ -102,15 +102,15 @@ def _percent(share: float) -> str:
 
 def _slowest(shares: TimeBreakdown) -> list[str]:
     """Which rank the others wait for, and what that costs."""
-    what = "a step" if shares.step_ns else "the cell"
-    one = shares.slowest
+    unit = "a step" if shares.step_ns else "the cell"
+    slowest = shares.slowest
     if is_stored():
         return [f"slowest rank: {PLACEHOLDER}"] if len(shares.ranks) > 1 else []
-    if one is None:
-        return ["slowest rank: none, no rank waits for another"] if len(shares.ranks) > 1 else []
-    gain = f"{what} would be {_percent(one.share)} % faster ({units.duration(one.cost_ns)})"
-    others = "" if one.is_alone else "; others cost half as much or more, so it is not it alone"
-    return [f"slowest rank: {one.rank}; without it {gain}{others}"]
+    if slowest is None:
+        return ["slowest rank: none (no rank waits for another)"] if len(shares.ranks) > 1 else []
+    gain = f"{unit} would be {_percent(slowest.share)} % faster ({units.duration(slowest.cost_ns)})"
+    others = "" if slowest.is_alone else "; others cost at least half as much"
+    return [f"slowest rank: {slowest.rank}; without it {gain}{others}"]
 
 
 def _operations(shares: TimeBreakdown) -> View:
@@ -118,21 +118,19 @@ def _operations(shares: TimeBreakdown) -> View:
     head = ["operation", "kind", "calls", "ms", "%"]
     rows = [
         [
-            one_line(one.name),
-            KINDS[one.kind],
-            str(one.count),
-            f"{one.self_ns / 1e6:.2f}",
-            _percent(one.share),
+            one_line(operation.name),
+            KINDS[operation.kind],
+            str(operation.count),
+            f"{operation.self_ns / 1e6:.2f}",
+            _percent(operation.share),
         ]
-        for one in shares.operations
+        for operation in shares.operations
     ]
     if not rows:
         return View("")
     if is_stored():
         rows = [[PLACEHOLDER] * len(head)]
-    return table(
-        head, rows, before=["most expensive operations, on all ranks, without what they call:"]
-    )
+    return table(head, rows, before=["most expensive operations on all ranks, by self time:"])
 
 
 def _traffic(shares: TimeBreakdown) -> View:
@@ -144,21 +142,21 @@ def _traffic(shares: TimeBreakdown) -> View:
         total += f"; the strategy's formula gives {units.size(shares.formula_bytes)}{formula}"
     rows = [
         [
-            one_line(one.name),
-            one_line(one.group),
-            units.size(one.size_bytes),
-            f"{one.count:.3g}",
-            units.size(one.sent_bytes),
-            units.duration(one.median_ns),
+            one_line(traffic.name),
+            one_line(traffic.group),
+            units.size(traffic.size_bytes),
+            f"{traffic.count:.3g}",
+            units.size(traffic.sent_bytes),
+            units.duration(traffic.median_ns),
         ]
-        for one in shares.traffic[:MOST_TRAFFIC]
+        for traffic in shares.traffic[:MOST_TRAFFIC]
     ]
     if not rows:
         return lines([total]) if shares.formula_bytes is not None else View("")
     head = ["collective", "group", "size", f"calls {per}", f"sent {per}", "median time"]
-    left = len(shares.traffic) - len(rows)
-    more = [f"and {left} more that send less"] if left else []
-    return table(head, rows, after=[*more, total])
+    n_more = len(shares.traffic) - len(rows)
+    notes = [f"and {n_more} more with less traffic"] if n_more else []
+    return table(head, rows, after=[*notes, total])
 
 
 def _notes(trace: Trace, shares: TimeBreakdown, events: TraceRows, items: Items) -> Iterator[str]:
@@ -177,8 +175,8 @@ def _left_out(trace: Trace, events: TraceRows, items: Items) -> Iterator[str]:
     if items.merged:
         begin_ns, end_ns = items.full_ns
         yield (
-            f"In the picture events shorter than {units.duration(items.width_ns)} are merged with "
-            f"their neighbours ({items.merged:,} of {len(events):,}), but for the "
+            f"In the picture, events shorter than {units.duration(items.width_ns)} are merged with "
+            f"their neighbours ({items.merged:,} of {len(events):,}), except in the "
             f"{units.duration(end_ns - begin_ns)} from {units.duration(begin_ns)} on."
         )
     if events.left_out:
@@ -187,6 +185,6 @@ def _left_out(trace: Trace, events: TraceRows, items: Items) -> Iterator[str]:
             f"It shows {events.depth} {levels} of nested events; "
             f"{events.left_out:,} deeper ones are left out."
         )
-    most = steps_of_each(trace)
-    if any(len(rank.steps) > most for rank in trace.ranks):
-        yield f"It marks the first {most:,} steps of each rank."
+    most_steps = steps_of_each(trace)
+    if any(len(rank.steps) > most_steps for rank in trace.ranks):
+        yield f"It marks the first {most_steps:,} steps of each rank."

@@ -84,20 +84,20 @@ function itemAt(x, y) {
   const row = rowTops.findIndex(top => y + frame.scrollTop >= top && y + frame.scrollTop < top + ROW);
   if (row < 0 || x < LEFT || y < AXIS) return -1;
   const ns = timeOf(x), near = 2 * pixel();
-  let found = -1, best = Infinity;
+  let nearest = -1, best = Infinity;
   for (let i = firstAfter(row, ns - near); i < trace.firsts[row + 1] && trace.start[i] <= ns + near; i++) {
     const distance = Math.max(0, trace.start[i] - ns, ns - trace.end[i]);
     if (distance > near || distance > best) continue;
-    if (distance < best || trace.busy[i] > trace.busy[found]) { found = i; best = distance; }
+    if (distance < best || trace.busy[i] > trace.busy[nearest]) { nearest = i; best = distance; }
   }
-  return found;
+  return nearest;
 }
 
 function stepAt(x, y) {
   const place = headers.findIndex(top => y + frame.scrollTop >= top && y + frame.scrollTop < top + HEADER);
   if (place < 0 || x < LEFT || y < AXIS) return null;
   const ns = timeOf(x), rank = trace.ranks[place];
-  const step = rank.steps.find(one => one[1] <= ns && ns < one[2]);
+  const step = rank.steps.find(step => step[1] <= ns && ns < step[2]);
   return step ? [`step ${step[0]} of rank ${rank.rank}`, `takes ${took(step[2] - step[1])}`,
                  `starts at ${moment(step[1], finest())}`] : null;
 }
@@ -163,24 +163,24 @@ function drawShares(row, line, share, columns) {
     let sum = 0, most = 0, dominant = 0;
     for (let kind = 0; kind < kinds; kind++) {
       if (!(present >> kind & 1)) continue;
-      const own = share[at + kind];
-      sum += own;
-      if (own > most) { most = own; dominant = kind; }
+      const part = share[at + kind];
+      sum += part;
+      if (part > most) { most = part; dominant = kind; }
     }
     if (sum > 0 && (line[column] === lanePixel || sum > 0.5)) line[column] = shadeOf(dominant, sum);
   }
 }
 
 function drawRows(top, bottom) {
-  const seen = trace.rows.flatMap((_, row) => rowTops[row] + ROW > top && rowTops[row] < bottom ? [row] : []);
+  const visible = trace.rows.flatMap((_, row) => rowTops[row] + ROW > top && rowTops[row] < bottom ? [row] : []);
   const columns = Math.max(1, Math.round((width - LEFT) * ratio)), labels = [];
-  if (!seen.length) return;
-  fitStrip(columns, seen.length);
-  seen.forEach((row, at) => drawStrip(row, at, columns, labels));
+  if (!visible.length) return;
+  fitStrip(columns, visible.length);
+  visible.forEach((row, at) => drawStrip(row, at, columns, labels));
   const ink = strip.canvas.getContext("2d");
   ink.putImageData(strip.image, 0, 0);
   context.imageSmoothingEnabled = false;
-  seen.forEach((row, at) =>
+  visible.forEach((row, at) =>
     context.drawImage(strip.canvas, 0, at, columns, 1, LEFT, rowTops[row] - top, width - LEFT, ROW - 1));
   context.font = "11px system-ui, sans-serif";
   for (const [i, left, right, y] of labels) {
@@ -190,7 +190,7 @@ function drawRows(top, bottom) {
     context.fillText(text.length > room ? text.slice(0, room - 1) + "\u2026" : text, left + 4, y - top + 11);
   }
   context.fillStyle = theme.faint;
-  for (const row of seen) {
+  for (const row of visible) {
     const [, lane, depth] = trace.rows[row];
     if (depth === 0) context.fillText(fitted(context, lane, LEFT - 14), 10, rowTops[row] - top + 11);
   }
