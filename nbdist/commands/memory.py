@@ -51,8 +51,8 @@ def dist_memory(values: Namespace) -> View:
         NOTEBOOK.session.memories.keep(values.keep, snapshot)
         return View(f"kept as {values.keep}; %dist_memory --since {values.keep} shows what grew")
     if values.save is not None:
-        made = memory_file.write_folder(Path(values.save).expanduser(), snapshot)
-        return View("\n".join(f"written: {path}" for path in made))
+        paths = memory_file.write_folder(Path(values.save).expanduser(), snapshot)
+        return View("\n".join(f"written: {path}" for path in paths))
     if values.since is not None:
         return _grown(values.since, snapshot)
     return shown(snapshot)

@@ -98,17 +98,17 @@ class SnapshotDiff:
 
 def diff(before: Snapshot, after: Snapshot) -> SnapshotDiff:
     """What is in use at the end of the second snapshot beyond what was at the end of the first."""
-    first = {one.rank: one for one in before.ranks if _is_there(one)}
-    second = {one.rank: one for one in after.ranks if _is_there(one)}
+    first = {rank.rank: rank for rank in before.ranks if _is_there(rank)}
+    second = {rank.rank: rank for rank in after.ranks if _is_there(rank)}
     both = sorted(first.keys() & second.keys())
-    found: dict[Kind, list[tuple[int, Amount, Amount, Amount]]] = defaultdict(list)
+    amounts_by_kind: dict[Kind, list[tuple[int, Amount, Amount, Amount]]] = defaultdict(list)
     totals = {}
     for rank in both:
         old, new = _alive(first[rank]), _alive(second[rank])
         totals[rank] = (_amount(old), _amount(new))
         for kind, amounts in _compared(old, new):
-            found[kind].append((rank, *amounts))
-    changes = [_merged(kind, rows) for kind, rows in found.items()]
+            amounts_by_kind[kind].append((rank, *amounts))
+    changes = [_merged(kind, rows) for kind, rows in amounts_by_kind.items()]
     return SnapshotDiff(
         tuple(sorted((c for c in changes if c.grown_bytes > 0), key=_order)),
         tuple(sorted((c for c in changes if c.grown_bytes < 0), key=_order)),
@@ -117,14 +117,14 @@ def diff(before: Snapshot, after: Snapshot) -> SnapshotDiff:
     )
 
 
-def _is_there(one: RankMemory) -> bool:
-    return bool(len(one.blocks)) or not one.problem
+def _is_there(rank: RankMemory) -> bool:
+    return bool(len(rank.blocks)) or not rank.problem
 
 
 def _missing(snapshot: Snapshot, which: str) -> Iterator[str]:
-    for one in snapshot.ranks:
-        if not _is_there(one):
-            yield f"rank {one.rank} has nothing in the {which} snapshot: {one.problem}"
+    for rank in snapshot.ranks:
+        if not _is_there(rank):
+            yield f"rank {rank.rank} has nothing in the {which} snapshot: {rank.problem}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _alive(memory: RankMemory) -> list[_Block]:
     b = memory.blocks
     names = [_ITEM.sub("[...]", name) for name in memory.names]
     lines = [_lines(stack) for stack in memory.stacks]
-    found = []
+    alive = []
     for place in np.flatnonzero(b.end_ns == STAYS).tolist():
         stack, name, size = int(b.stack[place]), int(b.name[place]), int(b.size_bytes[place])
         is_bare = stack < 0 and name < 0
@@ -151,8 +151,8 @@ def _alive(memory: RankMemory) -> list[_Block]:
             size if is_bare else 0,
         )
         whole = memory.stacks[stack] if stack >= 0 else ()
-        found.append(_Block(kind, int(b.address[place]), size, whole))
-    return found
+        alive.append(_Block(kind, int(b.address[place]), size, whole))
+    return alive
 
 
 def _lines(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
@@ -160,7 +160,7 @@ def _lines(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 
 def _amount(blocks: Iterable[_Block]) -> Amount:
-    sizes = [one.size_bytes for one in blocks]
+    sizes = [block.size_bytes for block in blocks]
     return Amount(len(sizes), sum(sizes))
 
 
@@ -174,38 +174,38 @@ def _compared(
         defaultdict[Kind, list[_Block]](list),
         defaultdict[Kind, list[_Block]](list),
     )
-    for one, other in pairs:
-        kind = _better(one, other)
-        if one is not None:
-            before[kind].append(one)
-        if other is not None:
-            after[kind].append(other)
-            if one is None:
-                added[kind].append(other)
+    for earlier, later in pairs:
+        kind = _better(earlier, later)
+        if earlier is not None:
+            before[kind].append(earlier)
+        if later is not None:
+            after[kind].append(later)
+            if earlier is None:
+                added[kind].append(later)
     for kind in dict.fromkeys((*before, *after)):
         yield kind, (_amount(before[kind]), _amount(after[kind]), _amount(added[kind]))
 
 
 def _pairs(old: list[_Block], new: list[_Block]) -> Iterator[tuple[_Block | None, _Block | None]]:
     """The same block in both, or one that is only in one of them."""
-    there: dict[tuple[int, int], list[_Block]] = defaultdict(list)
-    for one in old:
-        there[one.address, one.size_bytes].append(one)
+    candidates: dict[tuple[int, int], list[_Block]] = defaultdict(list)
+    for block in old:
+        candidates[block.address, block.size_bytes].append(block)
     for other in new:
-        known = there[other.address, other.size_bytes]
-        match = next((o for o in known if o.stack == other.stack), None) or next(
-            (o for o in known if not o.stack or not other.stack), None
+        matching = candidates[other.address, other.size_bytes]
+        match = next((o for o in matching if o.stack == other.stack), None) or next(
+            (o for o in matching if not o.stack or not other.stack), None
         )
         if match is not None:
-            known.remove(match)
+            matching.remove(match)
         yield match, other
-    for left in there.values():
-        yield from ((one, None) for one in left)
+    for unmatched in candidates.values():
+        yield from ((block, None) for block in unmatched)
 
 
-def _better(one: _Block | None, other: _Block | None) -> Kind:
+def _better(earlier: _Block | None, later: _Block | None) -> Kind:
     """What a block is, by the snapshot that knows more of it; the second where both do."""
-    kinds = [block.kind for block in (other, one) if block is not None]
+    kinds = [block.kind for block in (later, earlier) if block is not None]
     best = max(kinds, key=lambda kind: bool(kind.lines))
     name = best.name or next((kind.name for kind in kinds if kind.name), "")
     size = best.size_bytes if not best.lines and not name else 0
@@ -244,8 +244,12 @@ def _notes(
                 f"rank {rank}: the first snapshot is of its {old.device}'s memory, the second of "
                 f"its {new.device}'s."
             )
-        yield from (f"rank {rank}: {one.problem}" for one in (old, new) if one.problem)
-    grown = [one.kind for one in changes if one.grown_bytes > 0]
+        yield from (
+            f"rank {rank}: {rank_memory.problem}"
+            for rank_memory in (old, new)
+            if rank_memory.problem
+        )
+    grown = [change.kind for change in changes if change.grown_bytes > 0]
     if grown and not any(kind.lines for kind in grown):
         yield NO_LINES
     elif any(kind.size_bytes for kind in grown):

@@ -80,32 +80,32 @@ class Scene:
 
 def near_limit(scene: Scene) -> RuleHit | None:
     """An allocation failed, or the next larger batch will."""
-    own, failures = scene.own, scene.rank.failures
+    peak, failures = scene.own, scene.rank.failures
     if failures:
         last = failures[-1]
         asked = f"{len(failures)} {'allocation' if len(failures) == 1 else 'allocations'} failed"
         free = f", {size(last.free_bytes)} were free" if last.free_bytes >= 0 else ""
         return RuleHit(
-            f"{asked} on rank {own.rank}, the last of {size(last.size_bytes)}{free}", share=1.0
+            f"{asked} on rank {peak.rank}, the last of {size(last.size_bytes)}{free}", share=1.0
         )
-    if not own.limit_bytes or own.need_bytes <= NEAR_LIMIT * own.limit_bytes:
+    if not peak.limit_bytes or peak.need_bytes <= NEAR_LIMIT * peak.limit_bytes:
         return None
     return RuleHit(
-        f"rank {own.rank} needs {size(own.need_bytes)} of {size(own.limit_bytes)} "
-        f"({own.need_bytes / own.limit_bytes:.0%})",
-        share=own.need_bytes / own.limit_bytes,
+        f"rank {peak.rank} needs {size(peak.need_bytes)} of {size(peak.limit_bytes)} "
+        f"({peak.need_bytes / peak.limit_bytes:.0%})",
+        share=peak.need_bytes / peak.limit_bytes,
     )
 
 
 def fragmented(scene: Scene) -> RuleHit | None:
     """The allocator holds much that no block uses, even at the peak."""
-    own = scene.own
-    if own.unused_bytes <= max(FRAGMENTED * own.reserved_bytes, LEAST_BYTES):
+    peak = scene.own
+    if peak.unused_bytes <= max(FRAGMENTED * peak.reserved_bytes, LEAST_BYTES):
         return None
     return RuleHit(
-        f"at the peak rank {own.rank} holds {size(own.reserved_bytes)}, of which "
-        f"{size(own.unused_bytes)} ({own.unused_bytes / own.reserved_bytes:.0%}) are in no block",
-        share=scene.part(own.unused_bytes),
+        f"at the peak rank {peak.rank} holds {size(peak.reserved_bytes)}, of which "
+        f"{size(peak.unused_bytes)} ({peak.unused_bytes / peak.reserved_bytes:.0%}) are in no block",
+        share=scene.part(peak.unused_bytes),
     )
 
 
@@ -114,7 +114,7 @@ def activations(scene: Scene) -> RuleHit | None:
     size_bytes = scene.of_category(ACTIVATION)
     if scene.part(size_bytes) <= MOST_ACTIVATIONS or size_bytes <= LEAST_BYTES:
         return None
-    lines = [one for one in scene.own.sites if one.category == ACTIVATION]
+    lines = [site for site in scene.own.sites if site.category == ACTIVATION]
     return RuleHit(
         f"activations are {scene.part(size_bytes):.0%} of {scene.whole} "
         f"({size(size_bytes)} of {size(scene.own.size_bytes)})",
@@ -133,7 +133,7 @@ def optimizer_state(scene: Scene) -> RuleHit | None:
     if scene.part(size_bytes) <= MOST_OPTIMIZER:
         return None
     gives = size_bytes - -(-size_bytes // n_ranks)
-    rest = sum(scene.of_category(one) for one in (PARAMETER, GRADIENT))
+    rest = sum(scene.of_category(category) for category in (PARAMETER, GRADIENT))
     more = rest - -(-rest // n_ranks)
     return RuleHit(
         f"the optimizer's state is {scene.part(size_bytes):.0%} of {scene.whole} "
@@ -145,16 +145,16 @@ def optimizer_state(scene: Scene) -> RuleHit | None:
 
 def imbalance(scene: Scene) -> RuleHit | None:
     """One rank needs more than the others do, and sets what all can do."""
-    sizes = [one.size_bytes for one in scene.peaks]
-    own = scene.own
+    sizes = [peak.size_bytes for peak in scene.peaks]
+    peak = scene.own
     middle = float(np.median(sizes))
-    more = own.size_bytes - middle
-    if len(sizes) < 2 or own.size_bytes < max(sizes) or more <= LEAST_BYTES:
+    more = peak.size_bytes - middle
+    if len(sizes) < 2 or peak.size_bytes < max(sizes) or more <= LEAST_BYTES:
         return None
     if more <= IMBALANCE * middle:
         return None
     return RuleHit(
-        f"rank {own.rank} needs {size(own.size_bytes)}, the middle of all ranks is "
+        f"rank {peak.rank} needs {size(peak.size_bytes)}, the middle of all ranks is "
         f"{size(middle)}{_has_more(scene)}",
         share=scene.part(more),
     )
@@ -166,7 +166,9 @@ def growth(scene: Scene) -> RuleHit | None:
     ends_ns = rank.step_ends_ns[WARM_STEPS:]
     if len(ends_ns) < LEAST_STEPS:
         return None
-    sizes = [int(rank.blocks.size_bytes[is_in_use(rank.blocks, one)].sum()) for one in ends_ns]
+    sizes = [
+        int(rank.blocks.size_bytes[is_in_use(rank.blocks, end_ns)].sum()) for end_ns in ends_ns
+    ]
     gained = sizes[-1] - sizes[0]
     if gained <= max(GROWTH * scene.own.size_bytes, LEAST_BYTES) or min(np.diff(sizes)) <= 0:
         return None
@@ -182,29 +184,29 @@ def growth(scene: Scene) -> RuleHit | None:
 
 def stepping(scene: Scene) -> RuleHit | None:
     """The peak is in the optimizer's step, where copies for all parameters at once are made."""
-    own = scene.own
+    peak = scene.own
     size_bytes = scene.of_category(TEMPORARY)
-    if own.phase != STEPPING or scene.part(size_bytes) <= STEPPING_COPIES:
+    if peak.phase != STEPPING or scene.part(size_bytes) <= STEPPING_COPIES:
         return None
     if size_bytes <= LEAST_BYTES:
         return None
     return RuleHit(
-        f"the peak of rank {own.rank} is in the optimizer's step, with {size(size_bytes)} "
+        f"the peak of rank {peak.rank} is in the optimizer's step, with {size(size_bytes)} "
         f"({scene.part(size_bytes):.0%}) that are freed within it",
         share=scene.part(size_bytes),
-        places=_places([one for one in own.sites if one.category == TEMPORARY]),
+        places=_places([site for site in peak.sites if site.category == TEMPORARY]),
     )
 
 
-def _places(found: Sequence[Site]) -> tuple[str, ...]:
+def _places(sites: Sequence[Site]) -> tuple[str, ...]:
     """The lines that allocated the most, each once, whatever operators they called."""
     sums: dict[str, list[int]] = {}
-    for one in found:
-        lines = [written(line) for line in (one.own, one.via) if line]
+    for site in sites:
+        lines = [written(line) for line in (site.own, site.via) if line]
         if lines:
             each = sums.setdefault(" via ".join(lines), [0, 0])
-            each[0] += one.size_bytes
-            each[1] += one.count
+            each[0] += site.size_bytes
+            each[1] += site.count
     most = sorted(sums, key=lambda line: -sums[line][0])[:MOST_PLACES]
     return tuple(f"{line} ({size(sums[line][0])}, {_blocks(sums[line][1])})" for line in most)
 
@@ -217,23 +219,23 @@ def _grown(rank: RankMemory, first_ns: int, last_ns: int) -> list[Site]:
     """What each line has more in use at the later moment, the most bytes first."""
     blocks = rank.blocks
     was = {
-        replace(one, count=0, size_bytes=0): one
-        for one in sites(rank, is_in_use(blocks, first_ns), len(blocks))
+        replace(site, count=0, size_bytes=0): site
+        for site in sites(rank, is_in_use(blocks, first_ns), len(blocks))
     }
     more = []
-    for one in sites(rank, is_in_use(blocks, last_ns), len(blocks)):
-        before = was.get(replace(one, count=0, size_bytes=0))
+    for site in sites(rank, is_in_use(blocks, last_ns), len(blocks)):
+        before = was.get(replace(site, count=0, size_bytes=0))
         count, size_bytes = (before.count, before.size_bytes) if before else (0, 0)
-        grown = replace(one, count=one.count - count, size_bytes=one.size_bytes - size_bytes)
+        grown = replace(site, count=site.count - count, size_bytes=site.size_bytes - size_bytes)
         more += [grown] if grown.size_bytes > 0 else []
-    return sorted(more, key=lambda one: -one.size_bytes)
+    return sorted(more, key=lambda site: -site.size_bytes)
 
 
 def _has_more(scene: Scene) -> str:
     """In which category the rank has most more than the others."""
-    others = [one for one in scene.peaks if one.rank != scene.own.rank]
+    others = [peak for peak in scene.peaks if peak.rank != scene.own.rank]
     more = [
-        scene.own.parts[at].total - float(np.median([one.parts[at].total for one in others]))
+        scene.own.parts[at].total - float(np.median([peak.parts[at].total for peak in others]))
         for at in range(len(CATEGORIES))
     ]
     at = int(np.argmax(more))
@@ -296,5 +298,5 @@ RULES = (
 def findings(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> tuple[Finding, ...]:
     """What takes memory by `RULES`, the largest first; empty where no rule finds anything."""
     ranks = {rank.rank: rank for rank in snapshot.ranks}
-    scenes = {own.rank: Scene(snapshot, tuple(peaks), ranks[own.rank], own) for own in peaks}
+    scenes = {peak.rank: Scene(snapshot, tuple(peaks), ranks[peak.rank], peak) for peak in peaks}
     return on_ranks(RULES, scenes)

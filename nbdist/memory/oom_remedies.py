@@ -181,13 +181,13 @@ def _checkpoint(shortage: OomReport) -> Iterator[Remedy]:
     choice = shortage.choice
     if choice is not None and choice.options.checkpoint:
         return
-    what, kept = "--checkpoint full", shortage.activation_bytes
-    if not kept:
+    what, activations = "--checkpoint full", shortage.activation_bytes
+    if not activations:
         yield Remedy(what, UNKNOWN, None, _NONE_SEEN)
     elif shortage.blocks < 2:
         yield Remedy(what, UNKNOWN, None, "no list of two or more like layers was found")
     else:
-        gain = max(0.0, kept * (1 - 1 / shortage.blocks - _INPUT_SHARE))
+        gain = max(0.0, activations * (1 - 1 / shortage.blocks - _INPUT_SHARE))
         why = f"activations of one of {shortage.blocks} blocks, and inputs of all, are left"
         yield _rung(shortage, what, gain, why)
 
@@ -212,11 +212,11 @@ def _split(shortage: OomReport) -> Iterator[Remedy]:
         return
     ranks = max(2, choice.world_size)
     on = "" if ranks == choice.world_size else f" on {ranks} ranks (%dist_init -n {ranks})"
-    for name, own, what in (
+    for name, options, what in (
         ("deepspeed", {"stage": 2}, "%dist_strategy deepspeed --stage 2"),
         ("fsdp", {}, "%dist_strategy fsdp"),
     ):
-        other = _like(choice, name, own, ranks)
+        other = _like(choice, name, options, ranks)
         if other is None or (gain := _gain(shortage, choice, other)) <= 0:
             continue
         formula = footprint.held_formula(other)
@@ -229,13 +229,13 @@ def _offload(shortage: OomReport) -> Iterator[Remedy]:
     if shortage.told.memory != DEVICE or (choice and choice.options.offload == "nvme"):
         return
     is_on_host = bool(choice and choice.options.offload)
-    for name, where, own in (
+    for name, where, options in (
         ("fsdp", "cpu", {}),
         ("deepspeed", "nvme", {"stage": 3}),
     ):
         if where == "cpu" and is_on_host:
             continue
-        words = "".join(f" --{key} {value}" for key, value in own.items())
+        words = "".join(f" --{key} {value}" for key, value in options.items())
         what = f"%dist_strategy {name}{words} --offload {where}"
         if choice is None:
             yield Remedy(what, UNKNOWN, None, "no prepared model to predict from")
@@ -251,14 +251,16 @@ _STEPS: tuple[Callable[[OomReport], Iterator[Remedy]], ...] = (
 )  # fmt: skip
 
 
-def _like(choice: Strategy, name: str, own: Mapping[str, object], ranks: int) -> Strategy | None:
+def _like(
+    choice: Strategy, name: str, options: Mapping[str, object], ranks: int
+) -> Strategy | None:
     """Another strategy with the degrees and options that are in use; None where it does not go."""
     degrees = choice.degrees
-    kept = {word: n for word in ("tp", "pp", "cp") if (n := getattr(degrees, word)) > 1}
+    degrees_kept = {word: n for word in ("tp", "pp", "cp") if (n := getattr(degrees, word)) > 1}
     half = choice.options.precision
-    given = {**own, **kept, **({"precision": half} if half != "fp32" else {})}
+    merged = {**options, **degrees_kept, **({"precision": half} if half != "fp32" else {})}
     try:
-        return choose(name, given, ranks)
+        return choose(name, merged, ranks)
     except OptionError:
         return None
 
@@ -276,11 +278,12 @@ def _gain(shortage: OomReport, now: Strategy, other: Strategy) -> float:
     """Bytes of states less, without what is gathered meanwhile."""
     gain = 0.0
     for what in HELD:
-        held = shortage.categories[_CATEGORY[what]]
+        held_bytes = shortage.categories[_CATEGORY[what]]
         before, after = (
-            footprint.axes_size(one, footprint.split_axes(one, what)) for one in (now, other)
+            footprint.axes_size(strategy, footprint.split_axes(strategy, what))
+            for strategy in (now, other)
         )
-        gain += held - held * before / after
+        gain += held_bytes - held_bytes * before / after
     is_gathered = footprint.split_axes(other, "parameters") and not footprint.split_axes(
         replace(now), "parameters"
     )
@@ -289,6 +292,6 @@ def _gain(shortage: OomReport, now: Strategy, other: Strategy) -> float:
 
 def _gathered(shortage: OomReport, now: Strategy) -> float:
     """Parameters that are whole at a time while their states are split."""
-    held = shortage.categories[PARAMETER]
-    whole = held * footprint.axes_size(now, footprint.split_axes(now, "parameters"))
+    parameters = shortage.categories[PARAMETER]
+    whole = parameters * footprint.axes_size(now, footprint.split_axes(now, "parameters"))
     return whole * min(1.0, _GATHERED_BLOCKS / shortage.blocks) if shortage.blocks else whole

@@ -21,35 +21,35 @@ def block(shortage: OomReport) -> str:
     return "\n".join((*_what(shortage), *_held(shortage), *_ladder(shortage), MORE))
 
 
-def unmeasured(rank: int, told: OomMessage, why: str) -> str:
+def unmeasured(rank: int, message: OomMessage, why: str) -> str:
     """The same where the rank could not be asked."""
-    return f"rank {rank} ran out of {_memory(told)}{_asked(told)}; what held it is not known: {why}"
+    return f"rank {rank} ran out of {_memory(message)}{_asked(message)}; what held it is not known: {why}"
 
 
-def _memory(told: OomMessage) -> str:
-    if told.memory == HOST:
+def _memory(message: OomMessage) -> str:
+    if message.memory == HOST:
         return "the host's memory"
-    number = f" {told.device}" if told.device != UNKNOWN else ""
+    number = f" {message.device}" if message.device != UNKNOWN else ""
     return f"memory of its GPU{number}"
 
 
-def _asked(told: OomMessage) -> str:
-    by = f" by {told.by}" if told.by not in {"CUDA", "HIP", "XPU", "CPU"} else ""
-    return f": {size(told.asked_bytes)} asked for{by}" if told.asked_bytes != UNKNOWN else by
+def _asked(message: OomMessage) -> str:
+    by = f" by {message.by}" if message.by not in {"CUDA", "HIP", "XPU", "CPU"} else ""
+    return f": {size(message.asked_bytes)} asked for{by}" if message.asked_bytes != UNKNOWN else by
 
 
 def _what(shortage: OomReport) -> Iterator[str]:
-    told = shortage.told
+    message = shortage.told
     free = f"; {size(shortage.free_bytes)} free" if shortage.free_bytes != UNKNOWN else ""
     limit = f" of {size(shortage.limit_bytes)}" if free and shortage.limit_bytes else ""
     yield (
-        f"rank {shortage.rank} ran out of {_memory(told)}{_asked(told)}"
+        f"rank {shortage.rank} ran out of {_memory(message)}{_asked(message)}"
         f"{_PHASES.get(shortage.phase, '')}{free}{limit}"
     )
-    if told.others_bytes > 0:
-        yield f"other processes hold {size(told.others_bytes)} of it"
-    if told.unused_bytes > 0:
-        yield f"torch's allocator holds {size(told.unused_bytes)} that nothing uses"
+    if message.others_bytes > 0:
+        yield f"other processes hold {size(message.others_bytes)} of it"
+    if message.unused_bytes > 0:
+        yield f"torch's allocator holds {size(message.unused_bytes)} that nothing uses"
     if shortage.is_larger_than_all:
         yield (
             "one tensor larger than all there is: no strategy makes room for it. Look at its shape "
@@ -68,10 +68,10 @@ def _held(shortage: OomReport) -> Iterator[str]:
     if parts:
         yield f"in use by tensors: {size(shortage.in_use_bytes)}: {', '.join(parts)}"
     largest = [
-        f"{one.name or 'without a name'} {size(one.size_bytes)}"
-        + (f" in {one.count} blocks" if one.count > 1 else "")
-        + f" ({CATEGORIES[one.category]})"
-        for one in shortage.holders
+        f"{holder.name or 'without a name'} {size(holder.size_bytes)}"
+        + (f" in {holder.count} blocks" if holder.count > 1 else "")
+        + f" ({CATEGORIES[holder.category]})"
+        for holder in shortage.holders
     ]
     if largest:
         yield f"the largest: {'; '.join(largest)}"

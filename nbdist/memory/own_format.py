@@ -43,15 +43,15 @@ _TYPES = {
 
 def frames(stacks: Sequence[Sequence[Frame]]) -> list[list[dict[str, Any]]]:
     """Stacks as torch writes them: equal frames are one object, which a pickle writes once."""
-    made: dict[Frame, dict[str, Any]] = {}
-    return [[made.setdefault(one, _frame(one)) for one in stack] for stack in stacks]
+    encoded: dict[Frame, dict[str, Any]] = {}
+    return [[encoded.setdefault(frame, _frame(frame)) for frame in stack] for stack in stacks]
 
 
-def _frame(one: Frame) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "filename": str(one.file), "line": int(one.line), "name": str(one.function),
+def _frame(frame: Frame) -> dict[str, Any]:
+    encoded: dict[str, Any] = {
+        "filename": str(frame.file), "line": int(frame.line), "name": str(frame.function),
     }  # fmt: skip
-    return told if one.is_line_known else {**told, "is_line_known": 0}
+    return encoded if frame.is_line_known else {**encoded, "is_line_known": 0}
 
 
 def packed(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
@@ -72,7 +72,9 @@ def packed(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
         },
         "stacks": list(stacks),
         "names": list(map(str, memory.names)),
-        "phases": [[str(one.kind), int(one.start_ns), int(one.end_ns)] for one in memory.phases],
+        "phases": [
+            [str(phase.kind), int(phase.start_ns), int(phase.end_ns)] for phase in memory.phases
+        ],
         "step_ends_ns": list(map(int, memory.step_ends_ns)),
         "reserved": {
             "time_ns": memory.reserved.time_ns.tolist(),
@@ -80,14 +82,17 @@ def packed(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
         },
         "segments": [
             [
-                str(one.kind),
-                *map(int, (one.address, one.size_bytes, one.allocated_bytes, one.stream)),
+                str(segment.kind),
+                *map(
+                    int,
+                    (segment.address, segment.size_bytes, segment.allocated_bytes, segment.stream),
+                ),
             ]
-            for one in memory.segments
+            for segment in memory.segments
         ],
         "failures": [
-            list(map(int, (one.time_ns, one.size_bytes, one.free_bytes, one.stack)))
-            for one in memory.failures
+            list(map(int, (failure.time_ns, failure.size_bytes, failure.free_bytes, failure.stack)))
+            for failure in memory.failures
         ],
     }
 

@@ -161,7 +161,7 @@ def _of_torch(
     duration = max(times[-1] if times else 0, 0 if end_us is None else (end_us - zero_us) * US)
     stacks = _Stacks()
     replay, failures = _replayed(events, times, stacks)
-    made, unknown = _ended(replay, segments, stacks, duration)
+    pieces, unknown = _ended(replay, segments, stacks, duration)
     if unknown:
         problem = f"{problem} {unknown}".strip()
     return RankMemory(
@@ -171,9 +171,9 @@ def _of_torch(
         blocks=_columns(replay),
         duration_ns=duration,
         stacks=tuple(stacks.places),
-        reserved=_reserved(events.raw, times, sum(one.size_bytes for one in made)),
-        segments=tuple(made),
-        failures=tuple(one for one in failures if one.time_ns >= 0),
+        reserved=_reserved(events.raw, times, sum(piece.size_bytes for piece in pieces)),
+        segments=tuple(pieces),
+        failures=tuple(failure for failure in failures if failure.time_ns >= 0),
         problem=problem,
     )
 
@@ -238,7 +238,7 @@ def _ended(
     replay: _Replay, segments: Sequence[Value], stacks: _Stacks, now: int
 ) -> tuple[list[Segment], str]:
     """Compare what the history left in use with what is; add what it never told of."""
-    made = []
+    pieces = []
     alive: dict[int, int] = {}  # address -> size
     lists: set[int] = set()
     for segment in segments:
@@ -249,21 +249,23 @@ def _ended(
         used = _used(segment, blocks)
         for block, address, size in used:
             alive[address] = size
-            known = replay.open.get(address)
-            if known is not None:
-                replay.size[known] = size  # held, where the history has what was asked for
+            open_block = replay.open.get(address)
+            if open_block is not None:
+                replay.size[open_block] = size  # held, where the history has what was asked for
                 continue
             frames = _frames(block)
             replay.add(address, size, BEFORE, STAYS, stacks.place(frames) if frames.raw else -1)
-        made.append(_segment(segment, sum(size for _, _, size in used)))
+        pieces.append(_segment(segment, sum(size for _, _, size in used)))
     if not segments:
-        return made, ""
+        return pieces, ""
     gone = [address for address in replay.open if address not in alive]
     for address in gone:
         replay.end[replay.open[address]] = max(replay.asked.get(address, now), 0)
     lost = sum(address not in replay.asked for address in gone)
-    told = f"The history does not tell when {lost} of its blocks were freed: their ends are late."
-    return made, told if lost else ""
+    problem = (
+        f"The history does not tell when {lost} of its blocks were freed: their ends are late."
+    )
+    return pieces, problem if lost else ""
 
 
 def _frames(block: Value) -> Value:
@@ -309,23 +311,23 @@ def _segment(segment: Value, used: int) -> Segment:
 def _reserved(events: Sequence[Mapping[str, Any]], times: Sequence[int], at_end: int) -> Reserved:
     """What the allocator held, told backwards from its end, which is known."""
     changes = [
-        (max(now, 0), sign * one["size"])
-        for one, now in zip(events, times, strict=True)
-        if (sign := _RESERVES.get(one["action"], 0)) and one.get("size", 0)
+        (max(now, 0), sign * event["size"])
+        for event, now in zip(events, times, strict=True)
+        if (sign := _RESERVES.get(event["action"], 0)) and event.get("size", 0)
     ]
     before = at_end - sum(change for _, change in changes)
     states = accumulate((change for _, change in changes), initial=before)
-    sizes = np.array([min(max(one, 0), MOST) for one in states], np.int64)
-    found = np.array([0, *(now for now, _ in changes)], np.int64)
+    sizes = np.array([min(max(state, 0), MOST) for state in states], np.int64)
+    change_ns = np.array([0, *(now for now, _ in changes)], np.int64)
     # Changes before the recording, or at its very beginning, are one state.
-    is_last = np.append(found[1:] > found[:-1], True)
-    return Reserved(found[is_last], sizes[is_last])
+    is_last = np.append(change_ns[1:] > change_ns[:-1], True)
+    return Reserved(change_ns[is_last], sizes[is_last])
 
 
 def _columns(replay: _Replay) -> Blocks:
     start, end = np.array(replay.start, np.int64), np.array(replay.end, np.int64)
-    kept = np.flatnonzero(end >= 0)  # the others were freed before the recording
-    order = kept[np.argsort(start[kept], kind="stable")]
+    recorded = np.flatnonzero(end >= 0)  # the others were freed before the recording
+    order = recorded[np.argsort(start[recorded], kind="stable")]
     none = np.full(len(order), -1, np.int32)
     return Blocks(
         address=np.array(replay.address, np.int64)[order],

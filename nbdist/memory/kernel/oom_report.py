@@ -24,14 +24,14 @@ def advice(ranks: Ranks, note: Callable[[int], object], failure: RankFailure) ->
         note: Called with a rank that has noted what was in use.
         failure: Of that cell.
     """
-    told = oom_message.parse_oom(failure.name, failure.message)
-    if told is None and not oom_message.has_oom(plain("\n".join(failure.traceback))):
+    message = oom_message.parse_oom(failure.name, failure.message)
+    if message is None and not oom_message.has_oom(plain("\n".join(failure.traceback))):
         return ""
-    found, why = _asked(ranks, failure.rank)
-    if found is not None:
+    report, why = _asked(ranks, failure.rank)
+    if report is not None:
         note(failure.rank)
-        return oom_text.block(found)
-    return "" if told is None else oom_text.unmeasured(failure.rank, told, why)
+        return oom_text.block(report)
+    return "" if message is None else oom_text.unmeasured(failure.rank, message, why)
 
 
 def _asked(ranks: Ranks, rank: int) -> tuple[OomReport | None, str]:

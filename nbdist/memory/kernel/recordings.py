@@ -64,9 +64,9 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
 
     def finish(self) -> Snapshot:
         """As Recordings.finish: a recording of the cell says more than what was left of it."""
-        found = super().finish()
+        snapshot = super().finish()
         self._short = ()
-        return found
+        return snapshot
 
     def note_shortage(self, rank: int) -> None:
         """The memory of a rank has run out: it has noted what was in use, and is asked for it."""
@@ -113,11 +113,15 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
             f"Nothing is kept as {name!r}, and there is no folder of that name. Kept: {names}."
         )
 
-    def _joined(self, found: dict[int, dict[str, Any]]) -> Snapshot:
+    def _joined(self, replies: dict[int, dict[str, Any]]) -> Snapshot:
         ranks = tuple(
-            one["memory"] if "memory" in one else empty(rank, self._host(rank), one["problem"])
-            for rank, one in sorted(found.items())
+            reply["memory"]
+            if "memory" in reply
+            else empty(rank, self._host(rank), reply["problem"])
+            for rank, reply in sorted(replies.items())
         )
-        told = [one["strategy"] for _, one in sorted(found.items()) if one.get("strategy")]
-        has_history = any(one.duration_ns for one in ranks)
-        return Snapshot(ranks, told[0] if told else "", (COST,) if has_history else ())
+        strategies = [
+            reply["strategy"] for _, reply in sorted(replies.items()) if reply.get("strategy")
+        ]
+        has_history = any(memory.duration_ns for memory in ranks)
+        return Snapshot(ranks, strategies[0] if strategies else "", (COST,) if has_history else ())

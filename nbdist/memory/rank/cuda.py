@@ -73,9 +73,11 @@ class CudaRecorder:
             self._snapshot = torch.cuda.memory._snapshot()  # noqa: SLF001
         finally:
             _stop()
-        made = _event_count(stats) - self._counted
-        kept = len(_trace(self._snapshot, self._device.index or 0))
-        self._rest["lost"] = max(0, made - kept) if kept >= self._options.most_events else 0
+        event_count = _event_count(stats) - self._counted
+        kept_count = len(_trace(self._snapshot, self._device.index or 0))
+        self._rest["lost"] = (
+            max(0, event_count - kept_count) if kept_count >= self._options.most_events else 0
+        )
 
     def read(self, marks: Marks, memory: RankMemory) -> RankMemory:
         """What was recorded, beside what is known of the rank.
@@ -88,8 +90,8 @@ class CudaRecorder:
             return memory
         snapshot, self._snapshot = self._snapshot, None
         clock = Clock(self._times_ns[marks.first], tuple(self._times_ns), self._backwards.found)
-        known = replace(memory, **{**_described(self._device), **self._rest})
-        return assembled(snapshot, marks, known, clock, self._device)
+        described = replace(memory, **{**_described(self._device), **self._rest})
+        return assembled(snapshot, marks, described, clock, self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Clock:
 
     def times_ns(self) -> dict[int, int]:
         """Mark -> time since the beginning."""
-        return {number: one - self.zero_ns for number, one in enumerate(self.marks_ns)}
+        return {number: mark_ns - self.zero_ns for number, mark_ns in enumerate(self.marks_ns)}
 
     def backwards(self) -> Iterator[Phase]:
         """Those within the recording."""
@@ -220,12 +222,12 @@ def assembled(
     """
     times = clock.times_ns()
     end_ns = clock.zero_ns + max(times.values(), default=0)
-    found = of_torch(
+    recorded = of_torch(
         snapshot, rank=memory.rank, host=memory.host, device_index=device.index or 0,
         start_us=clock.zero_ns // US, end_us=end_ns // US,
     )  # fmt: skip
-    found = replace(
-        _with_cells(found),
+    recorded = replace(
+        _with_cells(recorded),
         device_name=memory.device_name,
         limit_bytes=memory.limit_bytes,
         allocator_peak_bytes=memory.allocator_peak_bytes,
@@ -235,7 +237,7 @@ def assembled(
         phases=merged([*clock.backwards(), *marks.stepping(times)]),
         step_ends_ns=marks.step_ends(times),
     )
-    return categorised(found, list(marks.claims(times, str(device))))
+    return categorised(recorded, list(marks.claims(times, str(device))))
 
 
 def of_now(
@@ -251,17 +253,19 @@ def of_now(
     device = torch.device(this_rank().place.device)
     ask = getattr(torch.cuda.memory, "_snapshot", None)
     empty: Mapping[str, Any] = {"segments": []}
-    taken = before or (empty if ask is None else ask())
-    snapshot = {**taken, "device_traces": []}
-    found = of_torch(snapshot, rank=memory.rank, host=memory.host, device_index=device.index or 0)
-    found = replace(_with_cells(found), **_described(device), version=memory.version)
-    return categorised(found, list(_claims(owners, str(device))))
+    torch_snapshot = before or (empty if ask is None else ask())
+    segments_only = {**torch_snapshot, "device_traces": []}
+    current = of_torch(
+        segments_only, rank=memory.rank, host=memory.host, device_index=device.index or 0
+    )
+    current = replace(_with_cells(current), **_described(device), version=memory.version)
+    return categorised(current, list(_claims(owners, str(device))))
 
 
 def _claims(owners: Iterable[Owner], device: str) -> Iterator[Claim]:
-    for one in owners:
-        if one.device == device:
-            yield Claim(0, one.address, one.size_bytes, one.category, one.name)
+    for owner in owners:
+        if owner.device == device:
+            yield Claim(0, owner.address, owner.size_bytes, owner.category, owner.name)
 
 
 def _described(device: torch.device) -> dict[str, Any]:
@@ -274,5 +278,7 @@ def _with_cells(memory: RankMemory) -> RankMemory:
     stacks, places = shown(memory.stacks, crash_files.cells)
     # The last entry stands for a place of -1: not known.
     blocks = replace(memory.blocks, stack=places[memory.blocks.stack])
-    failures = tuple(replace(one, stack=int(places[one.stack])) for one in memory.failures)
+    failures = tuple(
+        replace(failure, stack=int(places[failure.stack])) for failure in memory.failures
+    )
     return replace(memory, stacks=stacks, blocks=blocks, failures=failures)

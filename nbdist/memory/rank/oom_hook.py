@@ -48,12 +48,12 @@ def last() -> OomReport | None:
 
 def note(error: BaseException) -> None:
     """A cell has failed; nothing happens unless memory ran out, here or where it came from."""
-    for one in chain(error):
-        told = oom_message.parse_oom(type(one).__name__, str(one))
-        if told is not None:
+    for cause in chain(error):
+        message = oom_message.parse_oom(type(cause).__name__, str(cause))
+        if message is not None:
             from nbdist.memory.rank import oom_report
 
-            _kept.shortage = oom_report.noted(told, one, _kept.device)
+            _kept.shortage = oom_report.noted(message, cause, _kept.device)
             return
 
 

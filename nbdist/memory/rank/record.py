@@ -119,12 +119,12 @@ class _Recording:
             if self._is_on:
                 raise SnapshotError("The cell still runs.")
             self._marks.ends = [self._made[number] for number in self._steps.ends]
-            found = self._recorder.read(self._marks, _here())
+            memory = self._recorder.read(self._marks, _here())
             problem = self.problem or self._recorder.problem
-            if not found.duration_ns:
+            if not memory.duration_ns:
                 raise SnapshotError(problem or NOTHING)
-            told = " ".join(filter(None, [problem, found.problem]))
-            self._memory = replace(found, problem=told)
+            problems = " ".join(filter(None, [problem, memory.problem]))
+            self._memory = replace(memory, problem=problems)
         return self._memory
 
     def _end_step(self) -> None:
@@ -133,9 +133,9 @@ class _Recording:
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._is_on:
             # The mark comes after: looking for the owners takes a while the first time.
-            found = self._owners(optimizer)
+            current = self._owners(optimizer)
             mark = self._began[id(optimizer)] = self._recorder.mark()
-            self._marks.owners.append((mark, found))
+            self._marks.owners.append((mark, current))
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._is_on:
@@ -194,10 +194,10 @@ class _Noted:
         return self.found
 
 
-def keep(found: RankMemory) -> None:
+def keep(memory: RankMemory) -> None:
     """Let `finish` give what was in use when memory ran out; a recording that runs tells more."""
     if cell_hook.state.running is None:
-        _kept.last = _Noted(found)
+        _kept.last = _Noted(memory)
 
 
 def begin(options: MemoryOptions, token: str) -> None:
@@ -229,22 +229,22 @@ def now(folders: Sequence[str]) -> PackedValue:
     return sent(taken(owners.owners()), folders)
 
 
-def taken(found: Iterable[Owner], before: Mapping[str, Any] | None = None) -> RankMemory:
+def taken(current: Iterable[Owner], before: Mapping[str, Any] | None = None) -> RankMemory:
     """What is in use at this moment, and whose it is.
 
     Args:
-        found: All owners.
+        current: All owners.
         before: Of a GPU, torch's snapshot of an earlier moment, to be used instead.
     """
     if _device() == "cpu":
-        return cpu.of_now(found, _here())
-    return cuda.of_now(found, _here(), before)
+        return cpu.of_now(current, _here())
+    return cuda.of_now(current, _here(), before)
 
 
 def sent(memory: RankMemory, folders: Sequence[str]) -> PackedValue:
     """A rank's memory on its way to the notebook, with the strategy."""
-    told = choice.described(registry.current()) if registry.prepared() else ""
-    return pack.send(pack.pack({"memory": memory, "strategy": told}), folders)
+    strategy = choice.described(registry.current()) if registry.prepared() else ""
+    return pack.send(pack.pack({"memory": memory, "strategy": strategy}), folders)
 
 
 def _device() -> str:
@@ -253,7 +253,7 @@ def _device() -> str:
 
 def _here() -> RankMemory:
     """Who and where, without blocks."""
-    found = empty(this_rank().place.rank, socket.gethostname(), "")
+    nothing = empty(this_rank().place.rank, socket.gethostname(), "")
     return RankMemory(
-        found.rank, found.host, found.device, found.blocks, version=str(torch.__version__)
+        nothing.rank, nothing.host, nothing.device, nothing.blocks, version=str(torch.__version__)
     )

@@ -73,8 +73,8 @@ def scales(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> Scales:
     """One scale of time, from 0, and one of bytes for all ranks."""
     has_history = any(rank.duration_ns for rank in snapshot.ranks)
     ends = [int(rank.blocks.start_ns.max(initial=0)) + 1 for rank in snapshot.ranks]
-    needed = max((max(one.size_bytes, one.reserved_peak_bytes) for one in peaks), default=0)
-    limits = [one.limit_bytes for one in peaks if one.limit_bytes <= _MOST_LIMIT * needed]
+    needed = max((max(peak.size_bytes, peak.reserved_peak_bytes) for peak in peaks), default=0)
+    limits = [peak.limit_bytes for peak in peaks if peak.limit_bytes <= _MOST_LIMIT * needed]
     most = max([needed * _HEADROOM, *(limit * 1.02 for limit in limits)])
     end_ns = max([1, *ends, *(rank.duration_ns for rank in snapshot.ranks)]) if has_history else 1
     return Scales(end_ns, max(1, int(most)), has_history)
@@ -121,11 +121,11 @@ def _over_time(axes: Axes, rank: RankMemory, peak: RankPeak | None, shared: Scal
     panel = round(axes.bbox.height)
     strip = PHASES if rank.phases and panel >= 5 * PHASES else 0
     row = shared.most_bytes / (panel - strip)  # bytes of a row of pixels
-    made = changes(rank.blocks)
-    time_ns, total = totals(made)
+    block_changes = changes(rank.blocks)
+    time_ns, total = totals(block_changes)
     edges = np.arange(INNER + 1) * shared.end_ns // INNER
     at_ns = np.maximum(time_ns[highest(time_ns, total, edges)], edges[:-1])
-    tops = _tops(sizes_at(made, at_ns))
+    tops = _tops(sizes_at(block_changes, at_ns))
     pixels = _coloured(_layers(tops, row, panel - strip)[::-1])
     _darken_edges(pixels, rank, (at_ns, tops), row)
     _show(axes, pixels, (0, shared.end_ns, 0, shared.most_bytes))
@@ -219,10 +219,10 @@ def _darken_edges(
     bases = np.pad(tops, ((0, 0), (1, 0)))
     for column, moment in enumerate(at_ns):
         there = np.flatnonzero((start_ns <= moment) & (moment < end_ns))
-        own, summed = layer[there], np.cumsum(size_bytes[there])
-        firsts = np.searchsorted(own, own)
+        present_layers, summed = layer[there], np.cumsum(size_bytes[there])
+        firsts = np.searchsorted(present_layers, present_layers)
         before = np.where(firsts > 0, summed[firsts - 1], 0)
-        up = np.rint((bases[column, own] + summed - before) / row).astype(np.int64)
+        up = np.rint((bases[column, present_layers] + summed - before) / row).astype(np.int64)
         rows = len(pixels) - up[up <= len(pixels)]
         pixels[rows, column] = (pixels[rows, column] * _EDGE).astype(np.uint8)
 
@@ -231,11 +231,13 @@ def _marks(axes: Axes, rank: RankMemory, shared: Scales) -> None:
     """The ends of steps, what the allocator held, the device's limit, and what failed."""
     if 4 * len({end_ns * INNER // shared.end_ns for end_ns in rank.step_ends_ns}) < INNER:
         axes.vlines(rank.step_ends_ns, 0, shared.most_bytes, color=LINE, alpha=0.4, linewidth=PIXEL)
-    held = rank.reserved
-    if len(held.time_ns):
-        first = int(held.time_ns[0]) * INNER // shared.end_ns
-        edges = np.maximum(np.arange(first, INNER + 1) * shared.end_ns // INNER, held.time_ns[0])
-        most = held.size_bytes[highest(held.time_ns, held.size_bytes, edges)]
+    reserved = rank.reserved
+    if len(reserved.time_ns):
+        first = int(reserved.time_ns[0]) * INNER // shared.end_ns
+        edges = np.maximum(
+            np.arange(first, INNER + 1) * shared.end_ns // INNER, reserved.time_ns[0]
+        )
+        most = reserved.size_bytes[highest(reserved.time_ns, reserved.size_bytes, edges)]
         axes.step(
             edges, [*most, most[-1]], where="post", color=_RESERVED, linewidth=2 * PIXEL,
             antialiased=False,
@@ -249,18 +251,18 @@ def _marks(axes: Axes, rank: RankMemory, shared: Scales) -> None:
 def _told(rank: RankMemory, peak: RankPeak | None) -> str:
     if peak is None:
         return rank.problem or "nothing was allocated"
-    told = [f"peak {units.exact_size(peak.size_bytes)}"]
+    words = [f"peak {units.exact_size(peak.size_bytes)}"]
     if peak.phase:
-        told[0] += f" in {when(peak)}"
+        words[0] += f" in {when(peak)}"
     if peak.reserved_peak_bytes:
-        told.append(f"reserved {units.exact_size(peak.reserved_peak_bytes)} (black line)")
+        words.append(f"reserved {units.exact_size(peak.reserved_peak_bytes)} (black line)")
     if peak.limit_bytes:
-        told.append(f"limit {units.exact_size(peak.limit_bytes)}")
+        words.append(f"limit {units.exact_size(peak.limit_bytes)}")
     if rank.failures:
-        told.append("out of memory (red)")
+        words.append("out of memory (red)")
     if rank.problem:
-        told.append(rank.problem)
-    return ", ".join(told)
+        words.append(rank.problem)
+    return ", ".join(words)
 
 
 def _legend(figure: Figure, ranks: Sequence[RankMemory]) -> None:

@@ -46,7 +46,7 @@ def packed(
     most = MOST_ITEMS
     while True:
         shown = level(snapshot.ranks, most)
-        n_blocks = sum(len(one.blocks) for one in shown.ranks)
+        n_blocks = sum(len(rank.blocks) for rank in shown.ranks)
         size = shown.n_items / MOST_ITEMS
         if size <= 1 or most <= 0:
             data = base64.b64encode(_packed(snapshot, peaks, shown))
@@ -78,8 +78,8 @@ def _panel_px(snapshot: Snapshot) -> int:
 def _packed(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> bytes:
     texts = _Texts(shown, snapshot.ranks)
     shared = scales(snapshot, peaks)
-    held = [_held(rank) for rank in snapshot.ranks]
-    known = {one.rank: one for one in peaks}
+    reserved = [_held(rank) for rank in snapshot.ranks]
+    peak_of = {peak.rank: peak for peak in peaks}
     marks = MOST_MARKS // max(len(snapshot.ranks), 1)
     head = {
         "categories": CATEGORIES,
@@ -95,30 +95,30 @@ def _packed(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> by
         "most": shared.most_bytes,
         "moment": not shared.has_history,
         "panel": _panel_px(snapshot),
-        "firsts": _firsts(len(one.blocks) for one in shown.ranks),
-        "restFirsts": _firsts(len(one.time_ns) for one in shown.ranks),
-        "heldFirsts": _firsts(len(time_ns) for time_ns, _ in held),
+        "firsts": _firsts(len(rank.blocks) for rank in shown.ranks),
+        "restFirsts": _firsts(len(rank.time_ns) for rank in shown.ranks),
+        "heldFirsts": _firsts(len(time_ns) for time_ns, _ in reserved),
         "ranks": [
-            _rank(rank, known.get(rank.rank), marks)
-            | {"before": int((one.blocks.start_ns == BEFORE).sum())}
-            for rank, one in zip(snapshot.ranks, shown.ranks, strict=True)
+            _rank(rank, peak_of.get(rank.rank), marks)
+            | {"before": int((drawn.blocks.start_ns == BEFORE).sum())}
+            for rank, drawn in zip(snapshot.ranks, shown.ranks, strict=True)
         ],
     }
-    spans = [lifetimes(one.blocks) for one in shown.ranks]
+    spans = [lifetimes(rank.blocks) for rank in shown.ranks]
     columns = {
         "start": _joined(_distances(start_ns) for start_ns, _ in spans),
         "life": _joined(np.where(end == STAYS, 0, end - start) for start, end in spans),
-        "size": _joined(one.blocks.size_bytes for one in shown.ranks),
-        "code": _joined(codes(one.blocks) for one in shown.ranks),
+        "size": _joined(rank.blocks.size_bytes for rank in shown.ranks),
+        "code": _joined(codes(rank.blocks) for rank in shown.ranks),
         "name": texts.name,
         "operator": texts.operator,
         "stack": texts.stack,
-        "restTime": _joined(_distances(one.time_ns) for one in shown.ranks),
-        "restCode": _joined(one.code for one in shown.ranks),
+        "restTime": _joined(_distances(rank.time_ns) for rank in shown.ranks),
+        "restCode": _joined(rank.code for rank in shown.ranks),
         # Signs go into the lowest bit: columns hold no number below 0.
-        "rest": _joined(2 * abs(one.size_bytes) + (one.size_bytes < 0) for one in shown.ranks),
-        "heldTime": _joined(_distances(time_ns) for time_ns, _ in held),
-        "held": _joined(size_bytes for _, size_bytes in held),
+        "rest": _joined(2 * abs(rank.size_bytes) + (rank.size_bytes < 0) for rank in shown.ranks),
+        "heldTime": _joined(_distances(time_ns) for time_ns, _ in reserved),
+        "held": _joined(size_bytes for _, size_bytes in reserved),
     }
     return recording_iframe.packed(head, columns)
 
@@ -133,7 +133,7 @@ def _rank(rank: RankMemory, peak: RankPeak | None, marks: int) -> dict[str, obje
         "peak": [peak.time_ns, peak.size_bytes, when(peak)] if peak else None,
         "phases": [[p.kind, p.start_ns, p.end_ns] for p in rank.phases[:marks]],
         "steps": rank.step_ends_ns[:marks],
-        "failures": [[one.time_ns, one.size_bytes] for one in rank.failures[:marks]],
+        "failures": [[failure.time_ns, failure.size_bytes] for failure in rank.failures[:marks]],
     }
 
 
@@ -153,11 +153,11 @@ class _Texts:
         self._stacks: dict[tuple[int, ...], int] = {}
         columns = [
             (
-                self._numbers(one.blocks.name, rank.names),
-                self._numbers(one.blocks.operator, rank.names),
-                self._stack_numbers(one.blocks.stack, rank.stacks),
+                self._numbers(drawn.blocks.name, rank.names),
+                self._numbers(drawn.blocks.operator, rank.names),
+                self._stack_numbers(drawn.blocks.stack, rank.stacks),
             )
-            for one, rank in zip(shown.ranks, ranks, strict=True)
+            for drawn, rank in zip(shown.ranks, ranks, strict=True)
         ]
         self.name, self.operator, self.stack = (
             _joined(each) for each in (zip(*columns, strict=True) if columns else ((), (), ()))
@@ -167,38 +167,38 @@ class _Texts:
 
     def _numbers(self, column: Places, names: Sequence[str]) -> Integers:
         used, place = np.unique(column, return_inverse=True)
-        own = [
+        numbers = [
             self._names.setdefault(names[at], len(self._names)) + 1 if at >= 0 else 0
             for at in used.tolist()
         ]
-        return np.array(own, np.int64)[place]
+        return np.array(numbers, np.int64)[place]
 
     def _stack_numbers(self, column: Places, stacks: Sequence[tuple[Frame, ...]]) -> Integers:
         used, place = np.unique(column, return_inverse=True)
-        own = [
+        numbers = [
             self._stacks.setdefault(self._stack(stacks[at]), len(self._stacks)) + 1
             if at >= 0
             else 0
             for at in used.tolist()
         ]
-        return np.array(own, np.int64)[place]
+        return np.array(numbers, np.int64)[place]
 
     def _stack(self, frames: Sequence[Frame]) -> tuple[int, ...]:
         via = innermost_library(frames)
-        lines = [one for one in frames if is_own(one)][:MOST_LINES]
+        lines = [frame for frame in frames if is_own(frame)][:MOST_LINES]
         return (-1 if via is None else self._line(via), *map(self._line, lines))
 
-    def _line(self, one: Frame) -> int:
-        return self._lines.setdefault(written(one), len(self._lines))
+    def _line(self, frame: Frame) -> int:
+        return self._lines.setdefault(written(frame), len(self._lines))
 
 
 def _held(rank: RankMemory) -> tuple[Integers, Integers]:
     """What the allocator held, at moments that show how it runs."""
-    held = rank.reserved
-    if not len(held.time_ns):
-        return held.time_ns, held.size_bytes
-    at = m4_downsample(held.time_ns, held.size_bytes, MOST_HELD)
-    return held.time_ns[at], held.size_bytes[at]
+    reserved = rank.reserved
+    if not len(reserved.time_ns):
+        return reserved.time_ns, reserved.size_bytes
+    at = m4_downsample(reserved.time_ns, reserved.size_bytes, MOST_HELD)
+    return reserved.time_ns[at], reserved.size_bytes[at]
 
 
 def _firsts(lengths: Iterable[int]) -> list[int]:
