@@ -30,7 +30,7 @@ LINE = Frame("cell 3", 12, "forward")
 
 def found(*ranks: RankMemory, strategy: str = "ddp, dp 2") -> dict[str, Finding]:
     snapshot = Snapshot(ranks, strategy)
-    return {one.rule: one for one in findings(snapshot, peaks(snapshot))}
+    return {finding.rule: finding for finding in findings(snapshot, peaks(snapshot))}
 
 
 def made(rank: int = 0, **sizes_mb: float) -> RankMemory:
@@ -154,9 +154,9 @@ def test_a_rule_finds_what_it_looks_for(rule: str) -> None:
         ),
     ],
 )
-def test_findings_have_their_numbers(rule: str, told: str) -> None:
+def test_findings_have_their_numbers(rule: str, expected: str) -> None:
     """As a person can check them against the tables."""
-    assert _CASES[rule][0][rule].found == told
+    assert _CASES[rule][0][rule].found == expected
 
 
 def test_lines_to_look_at_are_those_that_allocated_it() -> None:
@@ -234,10 +234,10 @@ def test_a_training_is_judged_by_the_rank_where_it_is_worst() -> None:
     """A leak is found with its line on all ranks; the largest comes first."""
     snapshot = training(steps=6, leak_bytes=5 * MB)
     every = findings(snapshot, peaks(snapshot))
-    leak = next(one for one in every if one.rule == "more with every step")
+    leak = next(finding for finding in every if finding.rule == "more with every step")
 
     assert leak.ranks == (0, 1)
     assert leak.places == (
         "cell 3:27 forward via nn/modules/linear.py:134 forward (15.0 MB, 3 blocks)",
     )
-    assert [one.share for one in every] == sorted((one.share for one in every), reverse=True)
+    assert [finding.share for finding in every] == sorted((finding.share for finding in every), reverse=True)

@@ -24,9 +24,9 @@ GB = 10**9
 
 def held(**by_name: float) -> tuple[int, ...]:
     """GB by category: held(parameters=2)."""
-    given = {name.replace("_", " "): value for name, value in by_name.items()}
-    assert given.keys() <= {*CATEGORIES}
-    return tuple(round(GB * given.get(name, 0)) for name in CATEGORIES)
+    sizes = {name.replace("_", " "): value for name, value in by_name.items()}
+    assert sizes.keys() <= {*CATEGORIES}
+    return tuple(round(GB * sizes.get(name, 0)) for name in CATEGORIES)
 
 
 # A model of 2 GB in fp32 with Adam under DDP on four GPUs of 40 GB each.
@@ -49,18 +49,18 @@ DDP = OomReport(
 
 
 def rungs(shortage: OomReport) -> dict[str, Remedy]:
-    return {one.what: one for one in remedies(shortage)}
+    return {remedy.what: remedy for remedy in remedies(shortage)}
 
 
 def gains(shortage: OomReport) -> dict[str, float]:
-    return {what: one.gain_bytes / GB for what, one in rungs(shortage).items()}
+    return {what: remedy.gain_bytes / GB for what, remedy in rungs(shortage).items()}
 
 
 def test_ladder_of_a_gpu() -> None:
     """In order, each gain by arithmetic; 2 GB lack."""
-    found = gains(DDP)
+    predicted = gains(DDP)
 
-    assert list(found) == [
+    assert list(predicted) == [
         "half the batch",
         "half the batch with --accumulate 2",
         "--bf16",
@@ -71,15 +71,15 @@ def test_ladder_of_a_gpu() -> None:
         "%dist_strategy deepspeed --stage 3 --offload nvme",
     ]
     batch = (24 + 2 + 3) / 2  # with what was asked for
-    assert found["half the batch"] == batch
-    assert found["half the batch with --accumulate 2"] == batch
-    assert found["--bf16"] == batch - 2 / 2  # copies of the weights in half as many bytes
-    assert found["--checkpoint full"] == pytest.approx(26 * (1 - 1 / 10 - 2 / 34))
-    assert found["%dist_strategy deepspeed --stage 2"] == (2 + 4) * 3 / 4
+    assert predicted["half the batch"] == batch
+    assert predicted["half the batch with --accumulate 2"] == batch
+    assert predicted["--bf16"] == batch - 2 / 2  # copies of the weights in half as many bytes
+    assert predicted["--checkpoint full"] == pytest.approx(26 * (1 - 1 / 10 - 2 / 34))
+    assert predicted["%dist_strategy deepspeed --stage 2"] == (2 + 4) * 3 / 4
     gathered = 2 * 2 / 10
-    assert found["%dist_strategy fsdp"] == pytest.approx((2 + 2 + 4) * 3 / 4 - gathered)
-    assert found["%dist_strategy fsdp --offload cpu"] == pytest.approx(8 - gathered)
-    assert all(one.fits for one in remedies(DDP))
+    assert predicted["%dist_strategy fsdp"] == pytest.approx((2 + 2 + 4) * 3 / 4 - gathered)
+    assert predicted["%dist_strategy fsdp --offload cpu"] == pytest.approx(8 - gathered)
+    assert all(remedy.fits for remedy in remedies(DDP))
 
 
 def test_what_is_taken_is_left_out() -> None:
@@ -87,14 +87,14 @@ def test_what_is_taken_is_left_out() -> None:
     choice = choose(
         "fsdp", {"bf16": True, "checkpoint": "full", "offload": "cpu", "accumulate": 4}, 4
     )
-    found = rungs(replace(DDP, choice=choice))
+    rungs_left = rungs(replace(DDP, choice=choice))
 
-    assert list(found) == [
+    assert list(rungs_left) == [
         "half the batch",
         "half the batch with --accumulate 8",
         "%dist_strategy deepspeed --stage 3 --offload nvme",
     ]
-    nvme = found["%dist_strategy deepspeed --stage 3 --offload nvme"]
+    nvme = rungs_left["%dist_strategy deepspeed --stage 3 --offload nvme"]
     assert (nvme.gain_bytes, nvme.fits) == (0, False)
 
 
@@ -111,35 +111,35 @@ def test_what_is_taken_is_left_out() -> None:
     ],
 )  # fmt: skip
 def test_states_by_the_shares_of_strategies(
-    name: str, given: dict[str, object], left: dict[str, float]
+    name: str, options: dict[str, object], expected: dict[str, float]
 ) -> None:
     """Of what a rank holds now: under zero1 its quarter of the optimizer's state, and so on."""
-    found = gains(replace(DDP, choice=choose(name, given, 4)))
+    predicted = gains(replace(DDP, choice=choose(name, options, 4)))
     states = {
         what: gain
-        for what, gain in found.items()
+        for what, gain in predicted.items()
         if "%dist_strategy" in what and "--offload" not in what
     }
 
-    assert states == pytest.approx(left)
+    assert states == pytest.approx(expected)
 
 
 def test_one_rank_needs_another() -> None:
     """Alone nothing can be split; the rung says how many ranks it takes."""
-    found = gains(replace(DDP, choice=choose("single", {}, 1)))
+    predicted = gains(replace(DDP, choice=choose("single", {}, 1)))
 
     what = "%dist_strategy fsdp on 2 ranks (%dist_init -n 2)"
-    assert found[what] == pytest.approx(8 / 2 - 0.4)
+    assert predicted[what] == pytest.approx(8 / 2 - 0.4)
 
 
 def test_allocator_only_where_it_holds_enough() -> None:
     """Its pieces have to come to what was asked for."""
     what = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before %dist_init"
-    told = replace(TOLD, unused_bytes=4 * GB)
+    message = replace(TOLD, unused_bytes=4 * GB)
 
     assert what not in rungs(DDP)
-    assert rungs(replace(DDP, told=told))[what].gain_bytes == 4 * GB
-    assert what not in rungs(replace(DDP, told=replace(told, memory=HOST)))
+    assert rungs(replace(DDP, told=message))[what].gain_bytes == 4 * GB
+    assert what not in rungs(replace(DDP, told=replace(message, memory=HOST)))
 
 
 def test_phases() -> None:
@@ -151,23 +151,23 @@ def test_phases() -> None:
 
 def test_unknown_models_have_rungs_without_numbers() -> None:
     """Each says why."""
-    found = rungs(replace(DDP, choice=None, categories=held(unknown=30), blocks=0, phase=""))
+    unknown = rungs(replace(DDP, choice=None, categories=held(unknown=30), blocks=0, phase=""))
 
-    assert {one.gain_bytes for one in found.values()} == {UNKNOWN}
-    assert {one.fits for one in found.values()} == {None}
-    assert "no activations were seen" in found["half the batch"].why
-    assert found["%dist_strategy fsdp"].why == "no prepared model to predict from"
+    assert {remedy.gain_bytes for remedy in unknown.values()} == {UNKNOWN}
+    assert {remedy.fits for remedy in unknown.values()} == {None}
+    assert "no activations were seen" in unknown["half the batch"].why
+    assert unknown["%dist_strategy fsdp"].why == "no prepared model to predict from"
     no_list = rungs(replace(DDP, blocks=0))["--checkpoint full"]
     assert (no_list.gain_bytes, "no list" in no_list.why) == (UNKNOWN, True)
 
 
 def test_cpu_has_no_offload() -> None:
     """Its memory is the host's already; a limit behind which enough seems free says nothing."""
-    told = OomMessage("CPU", HOST, 3 * GB)
-    found = rungs(replace(DDP, told=told, free_bytes=4 * GB))
+    message = OomMessage("CPU", HOST, 3 * GB)
+    on_cpu = rungs(replace(DDP, told=message, free_bytes=4 * GB))
 
-    assert not any("--offload" in what for what in found)
-    assert {one.fits for one in found.values()} == {None}
+    assert not any("--offload" in what for what in on_cpu)
+    assert {remedy.fits for remedy in on_cpu.values()} == {None}
 
 
 def test_words(monkeypatch: Any) -> None:
@@ -207,9 +207,9 @@ def test_words(monkeypatch: Any) -> None:
 
 def test_words_where_the_rank_could_not_be_asked() -> None:
     """What the message says is told all the same."""
-    told = OomMessage("NCCL", DEVICE, 4 * GB)
+    message = OomMessage("NCCL", DEVICE, 4 * GB)
 
-    assert unmeasured(3, told, "the rank has ended") == (
+    assert unmeasured(3, message, "the rank has ended") == (
         "rank 3 ran out of memory of its GPU: 4.0 GB asked for by NCCL; what held it is not known: "
         "the rank has ended"
     )

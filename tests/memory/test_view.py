@@ -56,7 +56,7 @@ def one_moment(snapshot: Snapshot) -> Snapshot:
     ranks = []
     for rank in snapshot.ranks:
         stays = rank.blocks.end_ns == STAYS
-        own = [
+        pieces = [
             Piece(int(size), category=int(category), name=int(name))
             for size, category, name in zip(
                 rank.blocks.size_bytes[stays],
@@ -66,7 +66,7 @@ def one_moment(snapshot: Snapshot) -> Snapshot:
             )
         ]
         ranks.append(
-            RankMemory(rank.rank, "a", "cpu", blocks(own), names=rank.names, stacks=rank.stacks)
+            RankMemory(rank.rank, "a", "cpu", blocks(pieces), names=rank.names, stacks=rank.stacks)
         )
     return replace(snapshot, ranks=tuple(ranks))
 
@@ -192,7 +192,7 @@ def test_the_page_packs_every_block() -> None:
     """Read back with plain Python: bytes, time, category, names and lines of each."""
     snapshot = training(device="cuda")
     head = data_of(remembered(snapshot))
-    found = []
+    packed_blocks = []
     for place in range(2):
         start = 0
         for i in range(head["firsts"][place], head["firsts"][place + 1]):
@@ -200,7 +200,7 @@ def test_the_page_packs_every_block() -> None:
             names = [head["names"][head[key][i] - 1] if head[key][i] else "" for key in
                      ("name", "operator")]  # fmt: skip
             lines = head["stacks"][head["stack"][i] - 1] if head["stack"][i] else []
-            found.append(
+            packed_blocks.append(
                 (
                     *(place, start, head["life"][i], head["size"][i], head["code"][i], *names),
                     [head["lines"][at] if at >= 0 else "" for at in lines],
@@ -208,22 +208,22 @@ def test_the_page_packs_every_block() -> None:
             )
     expected = []
     for place, rank in enumerate(snapshot.ranks):
-        own = rank.blocks
-        for i in range(len(own)):
-            names = [rank.names[at] if at >= 0 else "" for at in (own.name[i], own.operator[i])]
-            start, end = max(0, int(own.start_ns[i])), int(own.end_ns[i])
+        blocks_of_rank = rank.blocks
+        for i in range(len(blocks_of_rank)):
+            names = [rank.names[at] if at >= 0 else "" for at in (blocks_of_rank.name[i], blocks_of_rank.operator[i])]
+            start, end = max(0, int(blocks_of_rank.start_ns[i])), int(blocks_of_rank.end_ns[i])
             lines = []
-            if own.stack[i] >= 0:
+            if blocks_of_rank.stack[i] >= 0:
                 lines = [
                     "nn/modules/linear.py:134 forward",
-                    f"cell 3:{rank.stacks[own.stack[i]][1].line} forward",
+                    f"cell 3:{rank.stacks[blocks_of_rank.stack[i]][1].line} forward",
                     "cell 3:40 <module>",
                 ]
-            code = 2 * int(own.category[i]) + bool(own.is_exact[i])
+            code = 2 * int(blocks_of_rank.category[i]) + bool(blocks_of_rank.is_exact[i])
             life = 0 if end == STAYS else end - start
-            expected.append((place, start, life, int(own.size_bytes[i]), code, *names, lines))
+            expected.append((place, start, life, int(blocks_of_rank.size_bytes[i]), code, *names, lines))
 
-    assert found == expected
+    assert packed_blocks == expected
     assert head["merged"] == 0
     assert head["ranks"][0]["before"] == 14
     assert head["ranks"][1]["peak"][1] == peaks(snapshot)[1].size_bytes
@@ -242,17 +242,17 @@ def test_a_million_blocks_are_merged_and_it_says_so() -> None:
     )
     assert merged is not None
     last = [(r // 2) * (-1 if r % 2 else 1) for r in head["rest"][: head["restFirsts"][1]]]
-    kept = slice(*head["firsts"][:2])
+    first_rank = slice(*head["firsts"][:2])
     stays = [
-        size for size, life in zip(head["size"][kept], head["life"][kept], strict=True) if not life
+        size for size, life in zip(head["size"][first_rank], head["life"][first_rank], strict=True) if not life
     ]
-    own = snapshot.ranks[0].blocks
+    recorded = snapshot.ranks[0].blocks
 
     assert size_of(view) < MOST_BYTES
     assert head["merged"] == int(merged[2].replace(",", ""))
     assert head["merged"] + len(head["size"]) == 1_000_000
     assert len(head["size"]) > 1000
-    assert sum(last) + sum(stays) == own.size_bytes[own.end_ns == STAYS].sum()
+    assert sum(last) + sum(stays) == recorded.size_bytes[recorded.end_ns == STAYS].sum()
 
 
 MARKUP = "</script><script>alert(1)</script><!-- \"'&"
@@ -340,18 +340,18 @@ def test_only_what_is_equal_everywhere_is_shown_where_outputs_are_stored(
     snapshot = training()
     ranks = []
     for rank in snapshot.ranks:  # what is guessed has other bytes and other times
-        own, guessed = rank.blocks, ~rank.blocks.is_exact
-        size = np.where(guessed, own.size_bytes * (3 - rank.rank), own.size_bytes)
-        ranks.append(replace(rank, blocks=replace(own, size_bytes=size), duration_ns=7))
-    one, other = remembered(snapshot), remembered(replace(snapshot, ranks=tuple(ranks)))
+        blocks_of_rank, guessed = rank.blocks, ~rank.blocks.is_exact
+        size = np.where(guessed, blocks_of_rank.size_bytes * (3 - rank.rank), blocks_of_rank.size_bytes)
+        ranks.append(replace(rank, blocks=replace(blocks_of_rank, size_bytes=size), duration_ns=7))
+    first, other = remembered(snapshot), remembered(replace(snapshot, ranks=tuple(ranks)))
 
-    assert one.text == other.text
-    assert "memory of ranks 0-1, ddp, dp 2, 4 steps, #" in one.text
-    assert ["parameters", "#", "#", "#", "#", "72.0 MB"] in rows(one.text)
-    assert ["optimizer state", "#", "#", "#", "#", "144.0 MB"] in rows(one.text)
-    assert ["activations", "#", "#", "#", "#", "#"] in rows(one.text)
-    assert one.html == ""
-    assert set(one._repr_mimebundle_()) == {"text/plain", "image/png"}
+    assert first.text == other.text
+    assert "memory of ranks 0-1, ddp, dp 2, 4 steps, #" in first.text
+    assert ["parameters", "#", "#", "#", "#", "72.0 MB"] in rows(first.text)
+    assert ["optimizer state", "#", "#", "#", "#", "144.0 MB"] in rows(first.text)
+    assert ["activations", "#", "#", "#", "#", "#"] in rows(first.text)
+    assert first.html == ""
+    assert set(first._repr_mimebundle_()) == {"text/plain", "image/png"}
 
 
 def pixels_of(snapshot: Snapshot) -> np.ndarray:

@@ -63,12 +63,12 @@ def capture(strategy: str, options: dict[str, object], folder: Path) -> None:
     try:
         session.run(MODEL)
         for name, code in {"": "train(2)", "_leak": "train(2, leaks=True)"}.items():
-            made = session.record_memory(code)
+            snapshot = session.record_memory(code)
             target = folder.with_name(f"{folder.name}{name}")
             target.mkdir(parents=True, exist_ok=True)
-            for rank in made.ranks:
+            for rank in snapshot.ranks:
                 path = target / f"rank{rank.rank}.pickle.gz"
-                memory_file.write(path, _anonymous(rank), made.strategy, made.notes)
+                memory_file.write(path, _anonymous(rank), snapshot.strategy, snapshot.notes)
     finally:
         NOTEBOOK.stop()
 
